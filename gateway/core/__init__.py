@@ -1,0 +1,1 @@
+"""Decisions: pure functions over frozen values. No I/O, no clock, no randomness, no vendor."""

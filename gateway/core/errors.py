@@ -1,0 +1,201 @@
+"""Every failure a caller can be told of, as one tree.
+
+    GatewayError            status, type, code, retry_after_s
+      CallerError             the caller must change the request; never retried
+        InvalidRequest          400 invalid_request_error / invalid_request, invalid_json, ...
+        ContextExceeded         400 invalid_request_error / context_length_exceeded
+        Unauthorized            401 authentication_error  / invalid_api_key
+        RouteNotFound           404 invalid_request_error / not_found
+        ModelNotFound           404 invalid_request_error / model_not_found
+        RequestTimeout          408 invalid_request_error / request_timeout
+        BodyTooLarge            413 invalid_request_error / request_too_large
+        BackendRejected         4xx the backend's own verdict on the content, in our shape
+      ShedError               refused before any backend saw it; safe to retry after a wait
+        AtCapacity              429 rate_limit_error / at_knee, kv_full        + Retry-After
+        Draining                503 server_error / draining                    + Retry-After
+        NoBackend               503 server_error / no_backend                  + Retry-After
+      UpstreamError           a backend was asked and failed
+        UpstreamUnreachable     502 server_error / upstream_unreachable   no byte sent: try the next one
+        UpstreamTimeout         504 server_error / upstream_timeout
+        UpstreamFailed          502 server_error / upstream_failed
+        UpstreamBusy            503 server_error / upstream_busy          it refused for load, or is draining
+        StreamBroken            after the first byte: written as an SSE `error` event, never raised to HTTP
+    ConfigError             at start and at reload only; exit status 2
+
+Ask of each: who can act on it, and did a backend see the request? Codes are API: they stand in
+docs/errors.md, in metrics and in tests. Statuses follow what the OpenAI SDKs do with them: they
+retry 408, 409, 429 and 5xx, and honour `Retry-After` up to 60 s (above it some retry at once), so
+`retry_after_s` stays within 1..59.
+"""
+
+from typing import ClassVar
+
+
+class GatewayError(Exception):
+    """A failure with a place in the OpenAI error envelope.
+
+    Attributes:
+        status: HTTP status.
+        type: OpenAI's `error.type`.
+        code: OpenAI's `error.code`: fixed, documented, a metric label.
+        param: The request member at fault, or None.
+        retry_after_s: Whole seconds, 1..59, or None where a retry is not known to help.
+    """
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: str = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+        self.retry_after_s = None if retry_after_s is None else max(1, min(59, round(retry_after_s)))
+
+    @property
+    def http_status(self) -> int:
+        """The status to answer with."""
+        return self.status
+
+
+class CallerError(GatewayError):
+    """The caller must change the request."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_request"
+
+
+class InvalidRequest(CallerError):
+    """The body cannot be read as a request, or asks for something this fleet does not do."""
+
+
+class ContextExceeded(CallerError):
+    """Prompt plus output is longer than any backend of its class holds."""
+
+    code = "context_length_exceeded"
+
+
+class Unauthorized(CallerError):
+    """No key, or a key nobody knows."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class RouteNotFound(CallerError):
+    """No such path, or a path this gateway deliberately does not serve."""
+
+    status = 404
+    code = "not_found"
+
+
+class ModelNotFound(CallerError):
+    """No model of that name is configured."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class RequestTimeout(CallerError):
+    """The caller was too slow to send its body."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class BodyTooLarge(CallerError):
+    """The body is above the configured limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class BackendRejected(CallerError):
+    """A backend refused the content of the request; its own words, in our shape."""
+
+    def __init__(self, message: str, *, status: int, code: str, param: str | None = None) -> None:
+        super().__init__(message, code=code, param=param)
+        self._status = status
+
+    @property
+    def http_status(self) -> int:
+        """The status the backend chose."""
+        return self._status
+
+
+class ShedError(GatewayError):
+    """Refused for load or lack of backends, before any of them saw the request."""
+
+    status = 503
+
+
+class AtCapacity(ShedError):
+    """Every backend that could take it is full."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "at_knee"
+
+
+class Draining(ShedError):
+    """This gateway is shutting down."""
+
+    code = "draining"
+
+
+class NoBackend(ShedError):
+    """No backend that could take it is up."""
+
+    code = "no_backend"
+
+
+class UpstreamError(GatewayError):
+    """A backend was asked and failed."""
+
+    status = 502
+    code = "upstream_failed"
+
+
+class UpstreamUnreachable(UpstreamError):
+    """No connection, so no byte of the request left."""
+
+    code = "upstream_unreachable"
+
+
+class UpstreamTimeout(UpstreamError):
+    """The backend took longer than its pool allows."""
+
+    status = 504
+    code = "upstream_timeout"
+
+
+class UpstreamFailed(UpstreamError):
+    """The backend answered with a failure, or with something that is no answer."""
+
+
+class UpstreamBusy(UpstreamError):
+    """The backend refused for load or because it is stopping: no fault of the request, nor a crash."""
+
+    status = 503
+    code = "upstream_busy"
+
+
+class StreamBroken(UpstreamError):
+    """A stream failed after its first byte had reached the caller."""
+
+    code = "stream_broken"
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. Carries every problem found, one per line."""

@@ -1,0 +1,90 @@
+"""What a request was and how it went: the record that metrics, logs and the operator's views share."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gateway.core.health import Outcome
+from gateway.core.values import Decision
+
+
+class Ending(StrEnum):
+    """How a request ended. Few and fixed: each is a metric label."""
+
+    COMPLETED = "completed"
+    REJECTED = "rejected"  # the caller's request was at fault
+    SHED = "shed"  # refused for load or lack of backends
+    FAILED = "failed"  # backends were asked and failed, before the first byte
+    BROKEN = "broken"  # the stream failed after its first byte
+    LEFT = "left"  # the caller went away
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts as a backend reports them in `usage`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """One attempt on one backend. Times are monotonic seconds; None where that point was not reached."""
+
+    backend: str
+    pool: str
+    traffic_class: str
+    outcome: Outcome
+    detail: str
+    started_at: float
+    first_byte_at: float | None
+    ended_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """A request, start to end. Never holds text.
+
+    Attributes:
+        id: The `x-request-id` the caller got.
+        model: Name the caller sent.
+        stream: Whether it was streamed.
+        ending: How it ended.
+        status: HTTP status the caller saw; 499 when it left before one was sent.
+        error_code: `error.code` the caller saw, or "".
+        key: Name of its API key, or None.
+        wall_at: Epoch seconds of its arrival.
+        received_at, estimated_at, first_byte_at, ended_at: Monotonic seconds.
+        decision: Where it could go and why; None when it failed before one was made.
+        backend, pool: Where it was served; "" if nowhere.
+        attempts: Every try, in order.
+        usage: What the backend reported, if it did.
+        chunks: Reads relayed after the first byte.
+    """
+
+    id: str
+    model: str
+    stream: bool
+    ending: Ending
+    status: int
+    error_code: str
+    key: str | None
+    wall_at: float
+    received_at: float
+    ended_at: float
+    estimated_at: float | None = None
+    first_byte_at: float | None = None
+    decision: Decision | None = None
+    backend: str = ""
+    pool: str = ""
+    attempts: tuple[AttemptRecord, ...] = field(default=())
+    usage: Usage | None = None
+    chunks: int = 0
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds per output token after the first, or None where it cannot be known."""
+        if self.usage is None or self.first_byte_at is None or self.usage.completion_tokens < 2:
+            return None
+        return (self.ended_at - self.first_byte_at) / (self.usage.completion_tokens - 1)

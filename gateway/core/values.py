@@ -1,0 +1,449 @@
+"""The values that the steps of a request hand to each other. All frozen, none knows a vendor.
+
+Read in the order of a request: what the caller sent (`Request`), how long it is (`Estimate`), what
+policy says about it (`ModelPolicy`, `TrafficClass`), where it could run (`Backend`, `Pool`), what it
+would take there (`Demand`, `Load`), and what was decided and why (`Decision`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gateway.core.kv import KvFormula
+
+# ------------------------------------------------------------------ what the caller sent
+
+
+class Endpoint(StrEnum):
+    """The two generating routes of the OpenAI API that are relayed."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a chat, reduced to what its length depends on.
+
+    Attributes:
+        role: As sent; unknown roles are legal.
+        texts: Its text parts, in order, unstripped.
+        tool_calls: `(name, compact JSON arguments)` of each call an assistant message carries.
+        images: Image parts in it.
+        audios: Audio parts in it.
+    """
+
+    role: str
+    texts: tuple[str, ...]
+    tool_calls: tuple[tuple[str, str], ...] = ()
+    images: int = 0
+    audios: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What has to be counted to know a prompt's length.
+
+    Attributes:
+        turns: The messages of a chat; for /v1/completions empty.
+        raw_texts: The prompt strings of /v1/completions; for a chat empty.
+        raw_tokens: Prompt tokens that came as ids (/v1/completions) and need no counting.
+        tools_json: The tools as compact JSON, or "".
+        thinking: Whether the chat template opens a thought (`enable_thinking`).
+        image_budget: Soft tokens per image the request itself asks for, or None for the model's default.
+        audio_tokens: Soft tokens of all audio parts, when their length is known; else 0.
+    """
+
+    turns: tuple[Turn, ...] = ()
+    raw_texts: tuple[str, ...] = ()
+    raw_tokens: int = 0
+    tools_json: str = ""
+    thinking: bool = False
+    image_budget: int | None = None
+    audio_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the gateway reads of a request. The body itself travels on as bytes.
+
+    Attributes:
+        endpoint: Which route it came in on.
+        model: The name the caller sent.
+        stream: Whether the answer is wanted as server-sent events.
+        max_tokens: `max_completion_tokens`, else `max_tokens`, else None.
+        seqs: Sequences it will occupy on a backend: `n` times the number of prompts.
+        choices: Choices a complete answer has.
+        reasoning: `reasoning_effort` above none, or `enable_thinking`.
+        images, audios, tools: Counts.
+        include_usage: Whether the caller asked for the usage event of a stream.
+        key: Name of the caller's API key, or None where none is configured.
+        headers: The request headers policy may match on, names in lower case.
+        prompt: What to count.
+        prefixes: One hash per message boundary, shortest prefix first (see core/affinity.py).
+    """
+
+    endpoint: Endpoint
+    model: str
+    prompt: Prompt
+    stream: bool = False
+    max_tokens: int | None = None
+    seqs: int = 1
+    choices: int = 1
+    reasoning: bool = False
+    images: int = 0
+    audios: int = 0
+    tools: int = 0
+    include_usage: bool = False
+    key: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    prefixes: tuple[int, ...] = ()
+
+
+class CountMode(StrEnum):
+    """How a count came about."""
+
+    EXACT = "exact"  # the site's own Gemma vocabulary
+    APPROXIMATE = "approximate"  # class counts, with a band
+    BOUND = "bound"  # counting stopped early: the prompt is longer than any window
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A prompt's length in tokens, template included.
+
+    Attributes:
+        tokens: The best single figure; classes are chosen by it.
+        tokens_max: The upper end; what must fit is checked against it.
+        mode: How it came about.
+    """
+
+    tokens: int
+    tokens_max: int
+    mode: CountMode
+
+
+# ------------------------------------------------------------------ where it could run
+
+
+@dataclass(frozen=True, slots=True)
+class KneeStep:
+    """One step of a backend's knee curve: up to this prompt length, this many sequences.
+
+    `prompt_tokens_max` is None for the last step, which has no upper end.
+    """
+
+    prompt_tokens_max: int | None
+    seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one backend can hold. Each figure is measured or says what it is: docs/measurements.md.
+
+    Attributes:
+        context_tokens: Prompt plus output of one sequence (the engine's `max_model_len`).
+        knee: Concurrent sequences at which output tokens/s stops growing, by prompt length; ascending.
+        kv: How blocks are counted, or None where the engine alone should judge.
+        kv_blocks: Size of the KV pool in blocks, or None likewise.
+        kv_budget: Share of `kv_blocks` that admission may plan with, 0..1.
+    """
+
+    context_tokens: int
+    knee: tuple[KneeStep, ...]
+    kv: KvFormula | None = None
+    kv_blocks: int | None = None
+    kv_budget: float = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Modalities:
+    """What a deployment accepts besides text. 0: none of it. None: no limit of its own."""
+
+    images_max: int | None = 0
+    audios_max: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One server with one URL and one knee.
+
+    Attributes:
+        id: Its name in the configuration.
+        url: Base URL without a trailing slash and without `/v1`.
+        model: The name it serves the model under, or None to learn it from `/v1/models`.
+        profile: Name of the profile its figures come from.
+        capacity: What it can hold.
+        modalities: What it accepts besides text.
+        tokens_per_s: Decode rate of a lone stream, for the `speed` score; None when unknown.
+        boot_budget_s: How long it may take to become ready before that counts as a fault.
+        drain: Set by the operator: finish what runs, take nothing new.
+    """
+
+    id: str
+    url: str
+    capacity: Capacity
+    model: str | None = None
+    profile: str = ""
+    modalities: Modalities = Modalities()
+    tokens_per_s: float | None = None
+    boot_budget_s: float = 600.0
+    drain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long each phase of an attempt may take, in seconds.
+
+    Attributes:
+        connect_s: Opening the connection.
+        first_byte_s: From sending the request to the first generated byte. vLLM answers with
+            status 200 at admission, so headers alone prove nothing.
+        idle_s: Between two reads after that.
+        total_s: The whole attempt; comment lines re-arm the idle timer, this they cannot.
+    """
+
+    connect_s: float = 2.0
+    first_byte_s: float = 600.0
+    idle_s: float = 120.0
+    total_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Backends that are interchangeable, in order of preference when all else is equal."""
+
+    id: str
+    backends: tuple[str, ...]
+    timeouts: Timeouts = Timeouts()
+
+
+# ------------------------------------------------------------------ what policy says
+
+
+class Comparison(StrEnum):
+    """Comparison operators of a numeric condition."""
+
+    GE = ">="
+    GT = ">"
+    LE = "<="
+    LT = "<"
+    EQ = "=="
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One side of a numeric condition, e.g. `>= 16000`."""
+
+    op: Comparison
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class When:
+    """The condition of a class: every field that is set must hold; an empty one always does.
+
+    Numeric fields are bounds that must all hold. Counts (`images`, `audios`, `tools`) are numeric
+    too; the configuration's `true` is `> 0` and its `false` is `== 0`.
+    """
+
+    prompt_tokens: tuple[Bound, ...] = ()
+    total_tokens: tuple[Bound, ...] = ()
+    max_tokens: tuple[Bound, ...] = ()
+    images: tuple[Bound, ...] = ()
+    audios: tuple[Bound, ...] = ()
+    tools: tuple[Bound, ...] = ()
+    reasoning: bool | None = None
+    stream: bool | None = None
+    keys: tuple[str, ...] = ()
+    headers: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (lower-case name, accepted values; () = present)
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficClass:
+    """What kind of work a request is, and where that work goes.
+
+    Attributes:
+        name: short_chat, long_document, reasoning, or the site's own.
+        pools: Pool ids, first choice first; the later ones are the spill order.
+        when: What makes a request one of these.
+        output_reserve_tokens: Output to plan for when the caller gives no `max_tokens`.
+    """
+
+    name: str
+    pools: tuple[str, ...]
+    when: When = When()
+    output_reserve_tokens: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateCosts:
+    """Constants of a model's chat template that a prompt's length depends on, in tokens.
+
+    Sources: the official Gemma 4 chat template (docs/measurements.md#prompt-length).
+    """
+
+    bos: int = 1
+    per_turn: int = 5  # <|turn> role \n ... <turn|> \n
+    generation_prompt: int = 3  # <|turn>model\n
+    empty_thought: int = 4  # <|channel>thought\n<channel|>; absent in E-variants and edited templates
+    think_marker: int = 2  # <|think|>\n
+    image: int = 280  # soft tokens per image; the processor's default budget
+    image_markers: int = 2
+    audio: int = 750  # soft tokens of an audio part of unknown length: the most one can have
+    audio_markers: int = 2
+    tool_round: int = 22  # per tool call with its result, beside their own text; an upper bound
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPolicy:
+    """One public model name: its aliases, its classes, and how its prompts are counted."""
+
+    id: str
+    classes: tuple[TrafficClass, ...]
+    aliases: tuple[str, ...] = ()
+    reasoning_aliases: tuple[str, ...] = ()  # names that make a request a reasoning one
+    template: TemplateCosts = TemplateCosts()
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How much each score counts when backends of one pool are ranked. 0 switches one off.
+
+    `spare_knee` leads; `speed` keeps a slow box behind a fast one that shares its pool;
+    `prefix_affinity` is a tie-break, as the routing study found it to be worth
+    (docs/measurements.md#affinity).
+    """
+
+    spare_knee: float = 1.0
+    speed: float = 1.0
+    prefix_affinity: float = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often a failed attempt may be tried elsewhere before the caller hears of it."""
+
+    attempts_max: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Everything that decides where a request goes: one immutable snapshot of the configuration."""
+
+    models: tuple[ModelPolicy, ...]
+    pools: Mapping[str, Pool]
+    backends: Mapping[str, Backend]
+    weights: Weights = Weights()
+    retry: RetryPolicy = RetryPolicy()
+    version: str = ""  # short hash of the file it came from
+
+    def model(self, name: str) -> ModelPolicy | None:
+        """Return the model that answers to `name` (its id or an alias), or None."""
+        for model in self.models:
+            if name == model.id or name in model.aliases or name in model.reasoning_aliases:
+                return model
+        return None
+
+
+# ------------------------------------------------------------------ what it takes, what was decided
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request asks of a backend.
+
+    Attributes:
+        seqs: Sequences it will run.
+        prompt_tokens: The estimate, for the knee curve.
+        total_tokens: Prompt at its upper end plus output, per sequence: what must fit.
+        images, audios: Counts, for the modality filter.
+    """
+
+    seqs: int
+    prompt_tokens: int
+    total_tokens: int
+    images: int = 0
+    audios: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the gateway has on a backend right now.
+
+    Attributes:
+        seqs: Sequences in flight.
+        share: How much of the knee they use, in millionths (see core/admission.py).
+        kv_blocks: Blocks reserved for them.
+    """
+
+    seqs: int = 0
+    share: int = 0
+    kv_blocks: int = 0
+
+
+class Exclusion(StrEnum):
+    """Why a backend was left out of a decision. Few and fixed: each is a metric label."""
+
+    CONTEXT_EXCEEDED = "context_exceeded"  # prompt + output can never fit its window
+    KV_EXCEEDED = "kv_exceeded"  # its whole KV pool could not hold it
+    SEQS_EXCEEDED = "seqs_exceeded"  # more parallel choices than its knee
+    MODALITY = "modality"  # it does not take images or audio
+    WRONG_MODEL = "wrong_model"  # it serves another model
+    UNHEALTHY = "unhealthy"  # down, ejected, hung, booting
+    DRAINING = "draining"  # the operator or the engine is emptying it
+    AT_KNEE = "at_knee"  # full right now
+    KV_FULL = "kv_full"  # no blocks right now
+    FAILED = "failed"  # it was tried for this very request
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether waiting could never help: the request itself does not fit."""
+        return self in _PERMANENT
+
+
+_PERMANENT = frozenset(
+    {Exclusion.CONTEXT_EXCEEDED, Exclusion.KV_EXCEEDED, Exclusion.SEQS_EXCEEDED, Exclusion.MODALITY}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One backend as a decision saw it.
+
+    Attributes:
+        backend: Its id.
+        pool: The pool it was considered in.
+        excluded: Why it is out, or None.
+        detail: The same in a few words with the figures.
+        scores: Each score in 0..1, before weights.
+        score: Their weighted sum.
+        load: What it held.
+        knee_seqs: Its knee for this request's length.
+    """
+
+    backend: str
+    pool: str
+    excluded: Exclusion | None = None
+    detail: str = ""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    score: float = 0.0
+    load: Load = Load()
+    knee_seqs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request may go, in order, and why each other backend is out."""
+
+    model: str
+    traffic_class: str
+    class_reason: str
+    estimate: Estimate
+    demand: Demand
+    candidates: tuple[Candidate, ...]  # eligible ones first, best first; then the excluded
+
+    @property
+    def ranked(self) -> tuple[Candidate, ...]:
+        """The candidates that may be tried, best first."""
+        return tuple(candidate for candidate in self.candidates if candidate.excluded is None)

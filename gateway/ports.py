@@ -1,0 +1,158 @@
+"""What the pipeline needs from the outside, as Protocols. Adapters implement these; nothing else does.
+
+A port's method is documented here, once. Errors named are those of core/errors.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.core.health import BackendStatus, Outcome
+from gateway.core.usage import AttemptRecord, RequestRecord
+from gateway.core.values import (
+    Backend,
+    Demand,
+    Endpoint,
+    Estimate,
+    Exclusion,
+    Load,
+    Prompt,
+    TemplateCosts,
+    Timeouts,
+)
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class Clock(Protocol):
+    """Time, injected so that tests and replays own it."""
+
+    def now(self) -> float:
+        """Return monotonic seconds; only differences mean anything."""
+
+    def wall(self) -> float:
+        """Return seconds since the epoch."""
+
+
+class Estimator(Protocol):
+    """Counts prompts. The one implementation is gateway/tokenizer."""
+
+    async def estimate(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
+        """Return the prompt's length, template included.
+
+        Small prompts are counted inline; large ones in a bounded thread pool. Never raises for what
+        the text holds. Counting stops once it is certain that the prompt exceeds `limit_tokens` (the largest
+        window of the fleet): the answer then has `CountMode.BOUND` and `tokens > limit_tokens`.
+        """
+
+    def observe(self, prompt: Prompt, estimate: Estimate, actual_tokens: int) -> None:
+        """Learn from a backend's own `usage.prompt_tokens` for a prompt estimated earlier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place on a backend, taken by `Ledger.acquire` and given back by `Ledger.release`."""
+
+    id: str
+    backend: str
+    load: Load  # what this slot itself takes
+
+
+class Ledger(Protocol):
+    """Counts what is in flight, and is the one place where a limit is checked atomically."""
+
+    def load(self, backend_id: str) -> Load:
+        """Return what is in flight on a backend: a snapshot, possibly stale by the time it is read."""
+
+    async def acquire(self, backend: Backend, demand: Demand) -> Slot | Exclusion:
+        """Take a place, or return why not (AT_KNEE, KV_FULL or a permanent reason). Never raises for load."""
+
+    async def release(self, slot: Slot) -> None:
+        """Give a place back. Releasing the same slot twice changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an attempt goes: a backend, and the bytes its call is made of."""
+
+    backend: Backend
+    endpoint: Endpoint
+    headers: Headers
+    body: bytes
+
+
+class UpstreamResponse(Protocol):
+    """A backend's answer whose body is read piece by piece."""
+
+    @property
+    def status(self) -> int:
+        """HTTP status."""
+
+    @property
+    def headers(self) -> Headers:
+        """Response headers, names in lower case."""
+
+    async def read(self) -> bytes:
+        """Return the next bytes as they arrived, or b"" at the end of the body.
+
+        Raises:
+            UpstreamTimeout: nothing arrived for the pool's `idle_s`.
+            UpstreamFailed: the connection broke before the body was complete.
+        """
+
+
+class Upstream(Protocol):
+    """The backends' side of the relay."""
+
+    def open(self, target: Target, timeouts: Timeouts) -> AbstractAsyncContextManager[UpstreamResponse]:
+        """Send a request and yield the answer once its status is known.
+
+        Leaving the block before the body's end closes the connection, which is how a backend is told
+        to stop generating. `connect_s` and `idle_s` are enforced here; the rest by the pipeline.
+
+        Raises:
+            UpstreamUnreachable: no connection, so no byte of the request left.
+            UpstreamTimeout: the connection took longer than `connect_s`.
+            UpstreamFailed: the connection broke before a status arrived.
+        """
+
+
+class Downstream(Protocol):
+    """The caller's side of the relay. Cancelled, with everything it runs in, when the caller leaves."""
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Send the status and headers. After this an error can no longer be a status."""
+
+    async def send(self, data: bytes) -> None:
+        """Send body bytes; waits while the caller is slow to read."""
+
+
+class Fleet(Protocol):
+    """What is known of the backends' health, and who is told how attempts went."""
+
+    def statuses(self) -> Mapping[str, BackendStatus]:
+        """Return the status of every configured backend."""
+
+    def report(self, backend_id: str, outcome: Outcome, detail: str) -> None:
+        """Tell how an attempt on a backend ended."""
+
+
+class PrefixIndex(Protocol):
+    """Remembers which backends hold which conversation prefixes."""
+
+    def held(self, prefixes: Sequence[int]) -> Mapping[str, float]:
+        """Return, per backend id, the share (0..1) of this conversation's messages it has seen before."""
+
+    def remember(self, prefixes: Sequence[int], backend_id: str) -> None:
+        """Note that a backend now holds these prefixes."""
+
+
+class Recorder(Protocol):
+    """Takes note of what happened. Never raises, never blocks."""
+
+    def attempt(self, record: AttemptRecord) -> None:
+        """Note one attempt on one backend."""
+
+    def finished(self, record: RequestRecord) -> None:
+        """Note a request that ended, however it ended."""
