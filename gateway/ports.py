@@ -17,12 +17,37 @@ from gateway.core.values import (
     Estimate,
     Exclusion,
     Load,
+    Prefixes,
     Prompt,
+    Request,
     TemplateCosts,
     Timeouts,
 )
 
 Headers = Sequence[tuple[bytes, bytes]]
+
+
+class Incoming(Protocol):
+    """A request as it came in: what the gateway read of it, and the bytes it will become upstream."""
+
+    @property
+    def request(self) -> Request:
+        """What the gateway reads of it."""
+
+    @property
+    def forwarded(self) -> Headers:
+        """The few request headers that travel on (trace context); everything else stays here."""
+
+    @property
+    def dropped(self) -> Sequence[str]:
+        """Body members that were left out because they reach into the engine."""
+
+    @property
+    def usage_injected(self) -> bool:
+        """Whether `body_for` asks for a usage event that the caller did not ask for."""
+
+    def body_for(self, served_model: str) -> bytes:
+        """Return the body for a backend: every member as sent, except those the gateway owns."""
 
 
 class Clock(Protocol):
@@ -97,7 +122,6 @@ class UpstreamResponse(Protocol):
         """Return the next bytes as they arrived, or b"" at the end of the body.
 
         Raises:
-            UpstreamTimeout: nothing arrived for the pool's `idle_s`.
             UpstreamFailed: the connection broke before the body was complete.
         """
 
@@ -109,7 +133,7 @@ class Upstream(Protocol):
         """Send a request and yield the answer once its status is known.
 
         Leaving the block before the body's end closes the connection, which is how a backend is told
-        to stop generating. `connect_s` and `idle_s` are enforced here; the rest by the pipeline.
+        to stop generating. `connect_s` is enforced here; the other limits by the pipeline's cancel scope.
 
         Raises:
             UpstreamUnreachable: no connection, so no byte of the request left.
@@ -141,10 +165,10 @@ class Fleet(Protocol):
 class PrefixIndex(Protocol):
     """Remembers which backends hold which conversation prefixes."""
 
-    def held(self, prefixes: Sequence[int]) -> Mapping[str, float]:
-        """Return, per backend id, the share (0..1) of this conversation's messages it has seen before."""
+    def held(self, prefixes: Prefixes) -> Mapping[str, float]:
+        """Return, per backend id, the share (0..1) of this conversation's bytes it has seen before."""
 
-    def remember(self, prefixes: Sequence[int], backend_id: str) -> None:
+    def remember(self, prefixes: Prefixes, backend_id: str) -> None:
         """Note that a backend now holds these prefixes."""
 
 

@@ -40,6 +40,7 @@ class GatewayError(Exception):
         code: OpenAI's `error.code`: fixed, documented, a metric label.
         param: The request member at fault, or None.
         retry_after_s: Whole seconds, 1..59, or None where a retry is not known to help.
+        headers: Response headers that say what was decided before it failed.
     """
 
     status: ClassVar[int] = 500
@@ -57,6 +58,7 @@ class GatewayError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+        self.headers: tuple[tuple[bytes, bytes], ...] = ()
         if code is not None:
             self.code = code
         self.retry_after_s = None if retry_after_s is None else max(1, min(59, round(retry_after_s)))

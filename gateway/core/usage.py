@@ -83,6 +83,11 @@ class RequestRecord:
     chunks: int = 0
 
     @property
+    def is_spill(self) -> bool:
+        """Whether a later pool of its class served it."""
+        return self.decision is not None and bool(self.pool) and self.pool != self.decision.pools[0]
+
+    @property
     def tpot_s(self) -> float | None:
         """Mean seconds per output token after the first, or None where it cannot be known."""
         if self.usage is None or self.first_byte_at is None or self.usage.completion_tokens < 2:

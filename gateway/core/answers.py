@@ -1,0 +1,152 @@
+"""Reading what a backend says: its errors in five shapes, its verdicts, its usage. Pure.
+
+A status of 200 proves nothing with vLLM: an engine that is being stopped answers 200 with the partial
+text and `finish_reason: "abort"`, and one whose worker died puts an `error` event before `[DONE]`.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.core.errors import BackendRejected, GatewayError, UpstreamBusy, UpstreamFailed
+from gateway.core.health import Outcome
+from gateway.core.usage import Usage
+
+ABORTED = "abort"
+"""The finish_reason of an answer that the engine gave up: it is stopping, or was told to."""
+
+_OVERLONG = re.compile(r"maximum context length|max_model_len|context window", re.IGNORECASE)
+_STOPPING = re.compile(r"after shutdown|shutting down", re.IGNORECASE)
+_CRASHED = re.compile(r"EngineCore|EngineDead|engine core", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendError:
+    """A backend's error, whichever shape it came in."""
+
+    message: str
+    code: str = ""
+    param: str | None = None
+
+    @property
+    def is_crash(self) -> bool:
+        """Whether the engine behind the server died."""
+        return bool(_CRASHED.search(self.message))
+
+
+def read_error(body: bytes) -> BackendError:
+    """Return the error a body describes; a body that describes none becomes its own message.
+
+    The shapes of vLLM 0.32: `{"error": {message, type, param, code: int}}` with two spellings of
+    type, `{"detail": ...}` from the framework, `{"error": "Unauthorized"}`, and
+    `{"type": "error", "error": {...}}`; older ones put the members at the top level.
+    """
+    try:
+        decoded = json.loads(body)
+    except (ValueError, RecursionError):
+        text = body[:200].decode("utf-8", "replace").strip()
+        return BackendError(text or "an empty answer")
+    return error_of(decoded) or BackendError(
+        f"an answer without an error message: {json.dumps(decoded)[:200]}"
+    )
+
+
+def error_of(decoded: object) -> BackendError | None:
+    """Return the error a decoded JSON value describes, or None if it describes none."""
+    if not isinstance(decoded, Mapping):
+        return None
+    error = decoded.get("error")
+    if isinstance(error, Mapping):
+        param, code = error.get("param"), error.get("code")
+        return BackendError(
+            message=str(error.get("message") or error),
+            code=code if isinstance(code, str) else "",
+            param=param if isinstance(param, str) else None,
+        )
+    if isinstance(error, str):
+        return BackendError(error)
+    if error:
+        return BackendError(str(error))
+    if "detail" in decoded and "choices" not in decoded:
+        detail = decoded["detail"]
+        return BackendError(detail if isinstance(detail, str) else json.dumps(detail))
+    if decoded.get("object") == "error":
+        return BackendError(str(decoded.get("message") or "unknown error"))
+    return None
+
+
+def verdict(status: int, error: BackendError) -> tuple[GatewayError, Outcome]:
+    """Return what to tell the caller about a status that is not 200, and what it says of the backend.
+
+    A `CallerError` is final; an `UpstreamError` may be tried elsewhere.
+    """
+    if status in (401, 403):
+        return UpstreamFailed("The backend does not accept the gateway's credentials."), Outcome.MISCONFIGURED
+    if status in (404, 405) or 300 <= status < 400:
+        return UpstreamFailed(
+            f"The backend does not serve this route or model (status {status})."
+        ), Outcome.MISCONFIGURED
+    if status in (408, 429, 503):
+        return UpstreamBusy("The backend refused the request for load.", retry_after_s=1), Outcome.BUSY
+    if status >= 500 and _STOPPING.search(error.message):
+        return UpstreamBusy("The backend is stopping.", retry_after_s=1), Outcome.DRAINING
+    if status >= 500 or status < 200:
+        return UpstreamFailed(f"The backend failed with status {status}."), Outcome.FAILED
+    if status < 300:
+        return UpstreamFailed(f"The backend answered with status {status}."), Outcome.FAILED
+    return _rejected(status, error), Outcome.REJECTED
+
+
+def _rejected(status: int, error: BackendError) -> BackendRejected:
+    message, code = error.message, error.code or "invalid_request"
+    if status == 400 and _OVERLONG.search(message) and error.param != "max_tokens":
+        # Clients recognise an overflow by these words, not by the code.
+        message = f"{message.rstrip()} Input tokens exceed the configured limit [context_length_exceeded]."
+        code = "context_length_exceeded"
+    return BackendRejected(message, status=status, code=code, param=error.param)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a complete, non-streamed answer says of itself."""
+
+    error: BackendError | None
+    finish_reasons: tuple[str | None, ...]
+    usage: Usage | None
+
+
+def read_answer(body: bytes) -> Answer | None:
+    """Return what a non-streamed answer says, or None if it is not a JSON object with choices or an error."""
+    try:
+        decoded = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(decoded, Mapping):
+        return None
+    error = error_of(decoded)
+    choices = decoded.get("choices")
+    if error is None and not isinstance(choices, list):
+        return None
+    reasons = tuple(
+        choice.get("finish_reason") if isinstance(choice, Mapping) else None for choice in choices or ()
+    )
+    return Answer(error=error, finish_reasons=reasons, usage=usage_of(decoded.get("usage")))
+
+
+def usage_of(usage: object) -> Usage | None:
+    """Return the token counts of a `usage` member, or None if it holds none."""
+    if not isinstance(usage, Mapping) or not isinstance(usage.get("prompt_tokens"), int):
+        return None
+    return Usage(
+        prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=_count(usage, "completion_tokens"),
+        cached_tokens=_count(usage.get("prompt_tokens_details"), "cached_tokens"),
+        reasoning_tokens=_count(usage.get("completion_tokens_details"), "reasoning_tokens"),
+    )
+
+
+def _count(holder: Any, name: str) -> int:
+    value = holder.get(name) if isinstance(holder, Mapping) else None
+    return value if isinstance(value, int) else 0

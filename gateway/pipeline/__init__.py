@@ -1,0 +1,8 @@
+"""One request, left to right: estimate, classify, select, admit, relay, account.
+
+Only this package knows the order of the steps. It sees ports and pure functions, never an adapter.
+"""
+
+from gateway.pipeline.pipeline import Pipeline
+
+__all__ = ["Pipeline"]

@@ -1,0 +1,256 @@
+"""One try on one backend: send, wait for the first token, relay to the last byte.
+
+Until the first token has come nothing is sent to the caller, so a failure here can still move on to
+the next backend or become a real status. One cancel scope carries every time limit: its deadline is
+moved as the attempt goes from waiting to streaming.
+"""
+
+from collections.abc import Mapping
+
+import anyio
+
+from gateway.core import answers
+from gateway.core.answers import ABORTED, BackendError
+from gateway.core.errors import (
+    GatewayError,
+    StreamBroken,
+    UpstreamBusy,
+    UpstreamFailed,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
+from gateway.core.health import Outcome
+from gateway.core.naming import ModelNames
+from gateway.core.sse import StreamReader
+from gateway.core.usage import AttemptRecord, Ending
+from gateway.core.values import Backend, Candidate, Timeouts
+from gateway.pipeline.passage import Passage
+from gateway.ports import Clock, Headers, Target, Upstream, UpstreamResponse
+
+ANSWER_BYTES_MAX = 64 * 1024 * 1024
+"""A complete answer longer than this is not the answer of a language model."""
+
+ERROR_BYTES_MAX = 64 * 1024
+END_OF_BODY_S = 1.0
+"""How long a backend may take to end its body after `[DONE]` before the connection is given up."""
+
+SSE_HEADERS: Headers = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+_OUTCOMES: Mapping[type[GatewayError], Outcome] = {
+    UpstreamUnreachable: Outcome.UNREACHABLE,
+    UpstreamTimeout: Outcome.TIMEOUT,
+    UpstreamBusy: Outcome.BUSY,
+}
+
+
+class Attempt:
+    """A try on one backend. `run` it once; `give_up` may be called meanwhile."""
+
+    def __init__(
+        self, passage: Passage, candidate: Candidate, backend: Backend, served_model: str, clock: Clock
+    ) -> None:
+        """Prepare a try of `passage` on `backend`, which serves the model as `served_model`."""
+        self._passage = passage
+        self._candidate = candidate
+        self._backend = backend
+        self._timeouts: Timeouts = passage.policy.pools[candidate.pool].timeouts
+        self._served_model = served_model
+        self._names = ModelNames(served_model, passage.incoming.request.model)
+        self._clock = clock
+        self._scope = anyio.CancelScope()
+        self._first_byte_at: float | None = None
+        self._outcome: Outcome | None = None
+        self._detail = ""
+        self._lost = ""
+        self._is_relayed = False  # up to [DONE]; the body may still be open
+        self._last_moment = 0.0
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the first token has come: from here on it cannot move to another backend."""
+        return self._first_byte_at is not None
+
+    def give_up(self, reason: str) -> None:
+        """End the try if it has not been answered yet: its backend is lost."""
+        if not self.is_answered:
+            self._lost = reason
+            self._scope.cancel()
+
+    async def run(self, upstream: Upstream) -> AttemptRecord:
+        """Relay the answer, and return the record of the try.
+
+        Raises:
+            UpstreamError: it failed; when the response has started, what the caller has is incomplete.
+            BackendRejected: the backend refuses this content.
+        """
+        passage = self._passage
+        passage.served_by = self._candidate
+        started_at = self._clock.now()
+        outcome, detail = Outcome.CANCELLED, "the caller left"
+        try:
+            await self._within_limits(upstream)
+            outcome, detail = Outcome.OK, ""
+        except GatewayError as error:
+            outcome = self._outcome or _OUTCOMES.get(type(error), Outcome.FAILED)
+            detail = self._detail or error.message
+            raise
+        finally:
+            record = AttemptRecord(
+                backend=self._backend.id,
+                pool=self._candidate.pool,
+                traffic_class=passage.decision.traffic_class if passage.decision else "",
+                outcome=outcome,
+                detail=detail,
+                started_at=started_at,
+                first_byte_at=self._first_byte_at,
+                ended_at=self._clock.now(),
+            )
+            passage.attempts.append(record)
+        return record
+
+    async def _within_limits(self, upstream: Upstream) -> None:
+        stream = self._passage.incoming.request.stream
+        started = anyio.current_time()
+        self._last_moment = started + self._timeouts.total_s
+        first = self._timeouts.first_byte_s if stream else self._timeouts.total_s
+        self._scope.deadline = min(self._last_moment, started + first)
+        with self._scope:
+            await self._exchange(upstream)
+        if not self._scope.cancelled_caught or self._is_relayed:
+            return
+        if self._lost:
+            self._outcome = Outcome.TIMEOUT
+            raise UpstreamTimeout("The backend stopped responding.")
+        raise self._overdue()
+
+    def _overdue(self) -> GatewayError:
+        limits = self._timeouts
+        if self.is_answered:
+            late = anyio.current_time() >= self._last_moment
+            what = f"finish within {limits.total_s:g} s" if late else f"send anything for {limits.idle_s:g} s"
+            self._outcome = Outcome.TIMEOUT
+            return StreamBroken(f"The backend did not {what}.")
+        waited = limits.first_byte_s if self._passage.incoming.request.stream else limits.total_s
+        return UpstreamTimeout(f"The backend did not answer within {waited:g} s.")
+
+    async def _exchange(self, upstream: Upstream) -> None:
+        incoming = self._passage.incoming
+        target = Target(
+            backend=self._backend,
+            endpoint=incoming.request.endpoint,
+            headers=(*incoming.forwarded, (b"x-request-id", self._passage.id.encode())),
+            body=incoming.body_for(self._served_model),
+        )
+        async with upstream.open(target, self._timeouts) as response:
+            if response.status != 200:
+                raise await self._refused(response)
+            if incoming.request.stream:
+                await self._relay_stream(response)
+            else:
+                await self._relay_whole(response)
+
+    # -------------------------------------------------------------- answers
+
+    async def _relay_stream(self, response: UpstreamResponse) -> None:
+        passage, incoming = self._passage, self._passage.incoming
+        reader = StreamReader(
+            choices=incoming.request.choices, names=self._names, hide_usage=incoming.usage_injected
+        )
+        try:
+            await self._relay_events(response, reader)
+        finally:
+            passage.usage = reader.usage
+        if reader.fault is not None:
+            raise self._faulty(reader.fault)
+
+    async def _relay_events(self, response: UpstreamResponse, reader: StreamReader) -> None:
+        """Relay until the body ends or the reader finds fault with it."""
+        passage = self._passage
+        held = b""
+        while data := await response.read():
+            ready = reader.feed(data)
+            if not self.is_answered:
+                held += ready
+                if reader.fault is not None:
+                    return
+                if not reader.has_content:
+                    continue
+                ready = held
+                self._first_byte_at = passage.first_byte_at = self._clock.now()
+                await passage.start(200, SSE_HEADERS)
+            if ready:
+                passage.chunks += 1
+                await passage.downstream.send(ready)
+            if reader.fault is not None:
+                return
+            self._is_relayed = reader.is_done
+            idle_s = END_OF_BODY_S if reader.is_done else self._timeouts.idle_s
+            self._scope.deadline = min(self._last_moment, anyio.current_time() + idle_s)
+        owed = reader.end()
+        if owed:
+            await passage.downstream.send(owed)
+
+    async def _relay_whole(self, response: UpstreamResponse) -> None:
+        body = await _read_all(response, ANSWER_BYTES_MAX)
+        answer = answers.read_answer(body)
+        if answer is None:
+            raise self._faulty(BackendError("The backend sent something that is not an answer."))
+        if answer.error is not None:
+            raise self._faulty(answer.error)
+        if ABORTED in answer.finish_reasons:
+            raise self._stopped()
+        passage = self._passage
+        passage.usage = answer.usage
+        self._first_byte_at = passage.first_byte_at = self._clock.now()
+        body = self._names.in_json(body)
+        headers = ((b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))
+        await passage.start(200, headers)
+        passage.chunks = 1
+        await passage.downstream.send(body)
+
+    # -------------------------------------------------------------- failures
+
+    async def _refused(self, response: UpstreamResponse) -> GatewayError:
+        error = answers.read_error(await _read_all(response, ERROR_BYTES_MAX))
+        failure, self._outcome = answers.verdict(response.status, error)
+        self._detail = f"status {response.status}: {error.message}"
+        self._passage.crashes += error.is_crash
+        failure.message = self._names.in_text(failure.message)
+        return failure
+
+    def _faulty(self, fault: BackendError) -> GatewayError:
+        """Return the error for an answer that says 200 and is none."""
+        self._detail = fault.message
+        self._passage.crashes += fault.is_crash
+        if fault.code == ABORTED and not self.is_answered:
+            return self._stopped()
+        self._outcome = Outcome.DRAINING if fault.code == ABORTED else Outcome.FAILED
+        if self.is_answered:
+            return StreamBroken("The backend failed before the answer was complete.")
+        return UpstreamFailed("The backend failed before it answered.")
+
+    def _stopped(self) -> GatewayError:
+        self._outcome = Outcome.DRAINING
+        self._detail = "the engine gave up the request: it is stopping"
+        return UpstreamBusy("The backend is stopping.", retry_after_s=1)
+
+
+async def _read_all(response: UpstreamResponse, bytes_max: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while data := await response.read():
+        size += len(data)
+        if size > bytes_max:
+            break
+        parts.append(data)
+    return b"".join(parts)
+
+
+def ending_of(error: GatewayError) -> Ending:
+    """Return how a request that failed with `error`, before its first byte, ended."""
+    if error.http_status == 429 or error.code in {"no_backend", "draining"}:
+        return Ending.SHED
+    return Ending.REJECTED if error.http_status < 500 else Ending.FAILED

@@ -1,0 +1,93 @@
+"""One request on its way through, and what is known of it so far."""
+
+from dataclasses import dataclass, field
+
+from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
+from gateway.core.values import Candidate, Decision, Policy
+from gateway.ports import Downstream, Headers, Incoming
+
+LEFT_STATUS = 499
+"""Recorded for a caller that left before it was answered (nginx's convention); never sent."""
+
+
+@dataclass(slots=True)
+class Passage:
+    """A request's state. It belongs to one coroutine and ends as a `RequestRecord`.
+
+    Attributes:
+        id: The `x-request-id` the caller gets.
+        incoming: What came in.
+        downstream: Where the answer goes.
+        policy: The policy it started with and keeps.
+        wall_at, received_at, estimated_at: As in `RequestRecord`.
+        decision: Where it may go and why, once decided.
+        served_by: The candidate being asked, or that answered.
+        attempts: Every try that ended, in order.
+        crashes: How many of them took an engine with them.
+        usage: What the backend reported.
+        first_byte_at: When the first token came, monotonic seconds.
+        chunks: Reads relayed.
+        status: Of the response, once it has started; 0 before.
+        ending: How it ended; a failure of the gateway itself, until something else is noted.
+        error_code: `error.code` the caller saw.
+    """
+
+    id: str
+    incoming: Incoming
+    downstream: Downstream
+    policy: Policy
+    wall_at: float
+    received_at: float
+    estimated_at: float | None = None
+    decision: Decision | None = None
+    served_by: Candidate | None = None
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    crashes: int = 0
+    usage: Usage | None = None
+    first_byte_at: float | None = None
+    chunks: int = 0
+    status: int = 0
+    ending: Ending = Ending.FAILED
+    error_code: str = ""
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Send the status and headers, with those that say what was decided."""
+        self.status = status
+        await self.downstream.start(status, (*headers, *self.headers()))
+
+    def headers(self) -> Headers:
+        """Return the response headers that say what was decided."""
+        facts = [(b"x-request-id", self.id.encode())]
+        if self.decision is not None:
+            facts.append((b"x-gateway-class", self.decision.traffic_class.encode()))
+            facts.append((b"x-gateway-prompt-tokens", str(self.decision.estimate.tokens).encode()))
+        if self.served_by is not None:
+            facts.append((b"x-gateway-pool", self.served_by.pool.encode()))
+            facts.append((b"x-gateway-backend", self.served_by.backend.encode()))
+        if self.incoming.dropped:
+            facts.append((b"x-gateway-dropped", ", ".join(self.incoming.dropped).encode()))
+        return facts
+
+    def record(self, ended_at: float) -> RequestRecord:
+        """Return what is kept of it."""
+        request = self.incoming.request
+        return RequestRecord(
+            id=self.id,
+            model=request.model,
+            stream=request.stream,
+            ending=self.ending,
+            status=self.status or LEFT_STATUS,
+            error_code=self.error_code,
+            key=request.key,
+            wall_at=self.wall_at,
+            received_at=self.received_at,
+            ended_at=ended_at,
+            estimated_at=self.estimated_at,
+            first_byte_at=self.first_byte_at,
+            decision=self.decision,
+            backend=self.served_by.backend if self.served_by else "",
+            pool=self.served_by.pool if self.served_by else "",
+            attempts=tuple(self.attempts),
+            usage=self.usage,
+            chunks=self.chunks,
+        )

@@ -1,0 +1,41 @@
+"""Which backend has seen which conversation: a bounded memory of prefix hashes, oldest forgotten first."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from gateway.core.values import Prefixes
+
+HOLDERS_MAX = 4
+"""Backends remembered per prefix: a shared system prompt soon sits on all replicas of a pool."""
+
+
+class MemoryPrefixIndex:
+    """`ports.PrefixIndex` in memory.
+
+    A conversation comes back as everything before plus two messages, so it is enough to remember two
+    prefixes per request: the whole of it, which its next turn begins with, and the first message, which
+    other conversations share where it is a system prompt.
+    """
+
+    def __init__(self, entries_max: int = 65_536) -> None:
+        self._entries_max = entries_max
+        self._holders: OrderedDict[int, tuple[str, ...]] = OrderedDict()
+
+    def held(self, prefixes: Prefixes) -> Mapping[str, float]:
+        """See `ports.PrefixIndex.held`."""
+        shares: dict[str, float] = {}
+        for key, share in prefixes:  # ascending, so the longest prefix is written last
+            for backend_id in self._holders.get(key, ()):
+                shares[backend_id] = share
+        return shares
+
+    def remember(self, prefixes: Prefixes, backend_id: str) -> None:
+        """See `ports.PrefixIndex.remember`."""
+        if not prefixes:
+            return
+        for key in {prefixes[0][0], prefixes[-1][0]}:
+            others = tuple(holder for holder in self._holders.get(key, ()) if holder != backend_id)
+            self._holders[key] = (backend_id, *others)[:HOLDERS_MAX]
+            self._holders.move_to_end(key)
+        while len(self._holders) > self._entries_max:
+            self._holders.popitem(last=False)

@@ -1,0 +1,136 @@
+"""The five shapes of an engine's errors, what each means, and whole answers."""
+
+import json
+
+import pytest
+
+from gateway.core.answers import read_answer, read_error, verdict
+from gateway.core.errors import BackendRejected, UpstreamBusy, UpstreamError, UpstreamFailed
+from gateway.core.health import Outcome
+from gateway.core.usage import Usage
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        pytest.param(
+            b'{"error":{"message":"too long","type":"BadRequestError","param":"input_tokens","code":400}}',
+            "too long",
+            "input_tokens",
+            id="semantic",
+        ),
+        pytest.param(
+            b'{"error":{"message":"1 validation error","type":"Bad Request","param":"body.messages"}}',
+            "1 validation error",
+            "body.messages",
+            id="validation",
+        ),
+        pytest.param(b'{"detail":"Not Found"}', "Not Found", None, id="framework"),
+        pytest.param(b'{"detail":[{"loc":["body"]}]}', '[{"loc": ["body"]}]', None, id="framework-list"),
+        pytest.param(b'{"error":"Unauthorized"}', "Unauthorized", None, id="a-string"),
+        pytest.param(b'{"type":"error","error":{"type":"x","message":"m"}}', "m", None, id="wrapped"),
+        pytest.param(b'{"object":"error","message":"old","code":400}', "old", None, id="older-engines"),
+        pytest.param(b"<html>502</html>", "<html>502</html>", None, id="not-json"),
+        pytest.param(b"", "an empty answer", None, id="empty"),
+        pytest.param(b"\xff\xfe", "\ufffd\ufffd", None, id="not-text"),
+        pytest.param(b"[" * 100_000, ("[" * 200), None, id="nested-without-end"),
+    ],
+)
+def test_five_shapes_become_one(body: bytes, message: str, param: str | None) -> None:
+    error = read_error(body)
+
+    assert (error.message, error.param) == (message, param)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "kind", "outcome"),
+    [
+        (400, "temperature must be positive", BackendRejected, Outcome.REJECTED),
+        (413, "too large", BackendRejected, Outcome.REJECTED),
+        (422, "unprocessable", BackendRejected, Outcome.REJECTED),
+        (401, "Unauthorized", UpstreamFailed, Outcome.MISCONFIGURED),
+        (403, "no", UpstreamFailed, Outcome.MISCONFIGURED),
+        (404, "The model `x` does not exist.", UpstreamFailed, Outcome.MISCONFIGURED),
+        (302, "", UpstreamFailed, Outcome.MISCONFIGURED),
+        (429, "slow down", UpstreamBusy, Outcome.BUSY),
+        (503, "The engine is currently busy", UpstreamBusy, Outcome.BUSY),
+        (500, "cannot schedule new futures after shutdown", UpstreamBusy, Outcome.DRAINING),
+        (500, "EngineCore encountered an issue.", UpstreamFailed, Outcome.FAILED),
+        (502, "bad gateway", UpstreamFailed, Outcome.FAILED),
+        (204, "", UpstreamFailed, Outcome.FAILED),
+    ],
+)
+def test_whose_fault_a_status_is(status: int, message: str, kind: type[Exception], outcome: Outcome) -> None:
+    failure, seen = verdict(status, read_error(json.dumps({"error": {"message": message}}).encode()))
+
+    assert type(failure) is kind
+    assert seen is outcome
+    if isinstance(failure, UpstreamError):
+        assert not message or message not in failure.message  # the engine's own words stay in the log
+
+
+def test_an_overlong_prompt_is_said_in_words_that_clients_recognise() -> None:
+    body = (
+        b'{"error":{"message":"This model\'s maximum context length is 4096 tokens. However, your prompt '
+        b'contains at least 4097 input tokens.","type":"BadRequestError","param":"input_tokens","code":400}}'
+    )
+
+    failure, _ = verdict(400, read_error(body))
+
+    assert failure.http_status == 400
+    assert failure.code == "context_length_exceeded"
+    assert "his model's maximum context length is" in failure.message
+    assert "Input tokens exceed the configured limit" in failure.message
+    assert "context_length_exceeded" in failure.message
+
+
+def test_a_max_tokens_complaint_is_not_an_overflow() -> None:
+    body = b'{"error":{"message":"max_tokens=9 cannot be greater than max_model_len=4","param":"max_tokens"}}'
+
+    failure, _ = verdict(400, read_error(body))
+
+    assert (failure.code, failure.param) == ("invalid_request", "max_tokens")
+
+
+def test_a_whole_answer() -> None:
+    body = json.dumps(
+        {
+            "choices": [{"index": 0, "message": {"content": "x"}, "finish_reason": "length"}],
+            "usage": {
+                "prompt_tokens": 20,
+                "completion_tokens": 24,
+                "prompt_tokens_details": None,
+                "completion_tokens_details": {"reasoning_tokens": 14},
+            },
+        }
+    ).encode()
+
+    answer = read_answer(body)
+
+    assert answer is not None
+    assert answer.finish_reasons == ("length",)
+    assert answer.usage == Usage(prompt_tokens=20, completion_tokens=24, reasoning_tokens=14)
+    assert answer.error is None
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b"[]", b'"x"', b'{"object":"list"}', b'{"choices":3}', b"[" * 100_000]
+)
+def test_what_is_no_answer(body: bytes) -> None:
+    assert read_answer(body) is None
+
+
+def test_an_error_under_200_is_an_error() -> None:
+    answer = read_answer(b'{"error":{"message":"boom"}}')
+
+    assert answer is not None
+    assert answer.error is not None
+    assert answer.error.message == "boom"
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": "3"}, [], {"prompt_tokens": None}])
+def test_a_usage_that_says_nothing(usage: object) -> None:
+    answer = read_answer(json.dumps({"choices": [], "usage": usage}).encode())
+
+    assert answer is not None
+    assert answer.usage is None

@@ -1,0 +1,138 @@
+"""Which class a request is, and the reason given for it."""
+
+from dataclasses import replace
+
+import pytest
+
+from gateway.core.classification import classify, mismatch, output_tokens
+from gateway.core.values import (
+    Bound,
+    Comparison,
+    CountMode,
+    Endpoint,
+    Estimate,
+    ModelPolicy,
+    Prompt,
+    Request,
+    TrafficClass,
+    When,
+)
+
+REQUEST = Request(endpoint=Endpoint.CHAT, model="gemma-4", prompt=Prompt())
+MODEL = ModelPolicy(
+    id="gemma-4",
+    reasoning_aliases=("gemma-4-thinking",),
+    classes=(
+        TrafficClass("reasoning", ("reasoning",), When(reasoning=True)),
+        TrafficClass("long_document", ("push",), When(prompt_tokens=(Bound(Comparison.GE, 16_000),))),
+        TrafficClass("short_chat", ("light", "push")),
+    ),
+)
+
+
+def estimate(tokens: int) -> Estimate:
+    return Estimate(tokens=tokens, tokens_max=tokens, mode=CountMode.EXACT)
+
+
+@pytest.mark.parametrize(
+    ("request_", "tokens", "name", "reason"),
+    [
+        pytest.param(REQUEST, 100, "short_chat", "takes everything else", id="short"),
+        pytest.param(REQUEST, 15_999, "short_chat", "takes everything else", id="below-the-threshold"),
+        pytest.param(REQUEST, 16_000, "long_document", "prompt_tokens 16000 >= 16000", id="on-it"),
+        pytest.param(replace(REQUEST, reasoning=True), 100, "reasoning", "reasoning is true", id="reasoning"),
+        pytest.param(
+            replace(REQUEST, reasoning=True), 90_000, "reasoning", "reasoning is true", id="top-first"
+        ),
+        pytest.param(
+            replace(REQUEST, model="gemma-4-thinking"),
+            100,
+            "reasoning",
+            "reasoning is true (model name gemma-4-thinking)",
+            id="by-alias",
+        ),
+    ],
+)
+def test_the_first_class_that_matches_wins(request_: Request, tokens: int, name: str, reason: str) -> None:
+    matched = classify(MODEL, request_, estimate(tokens))
+
+    assert matched is not None
+    assert (matched[0].name, matched[1]) == (name, reason)
+
+
+def test_no_class_may_match() -> None:
+    model = ModelPolicy(id="m", classes=(MODEL.classes[0],))
+
+    assert classify(model, REQUEST, estimate(10)) is None
+
+
+GE, LT, GT, EQ, LE = Comparison.GE, Comparison.LT, Comparison.GT, Comparison.EQ, Comparison.LE
+
+
+@pytest.mark.parametrize(
+    ("when", "request_", "why_not"),
+    [
+        pytest.param(When(total_tokens=(Bound(GT, 1_524),)), REQUEST, None, id="total-counts-the-reserve"),
+        pytest.param(
+            When(total_tokens=(Bound(GT, 1_525),)),
+            REQUEST,
+            "total_tokens 1525 is not > 1525",
+            id="total-edge",
+        ),
+        pytest.param(
+            When(total_tokens=(Bound(EQ, 510),)),
+            replace(REQUEST, max_tokens=10),
+            None,
+            id="total-with-max-tokens",
+        ),
+        pytest.param(
+            When(max_tokens=(Bound(GE, 4_000),)),
+            REQUEST,
+            "max_tokens is not given, needs >= 4000",
+            id="no-max",
+        ),
+        pytest.param(When(max_tokens=(Bound(LE, 99),)), replace(REQUEST, max_tokens=99), None, id="max"),
+        pytest.param(
+            When(prompt_tokens=(Bound(GE, 100), Bound(LT, 500))),
+            REQUEST,
+            "prompt_tokens 500 is not < 500",
+            id="every-bound-holds",
+        ),
+        pytest.param(When(images=(Bound(GT, 0),)), REQUEST, "images 0 is not > 0", id="no-images"),
+        pytest.param(When(images=(Bound(GT, 0),)), replace(REQUEST, images=1), None, id="images"),
+        pytest.param(
+            When(audios=(Bound(EQ, 0),)), replace(REQUEST, audios=1), "audio 1 is not == 0", id="audio"
+        ),
+        pytest.param(When(tools=(Bound(GE, 2),)), replace(REQUEST, tools=2), None, id="tools"),
+        pytest.param(When(stream=True), REQUEST, "stream is false", id="not-streamed"),
+        pytest.param(When(stream=False), REQUEST, None, id="stream-false-is-a-condition"),
+        pytest.param(
+            When(reasoning=False), replace(REQUEST, reasoning=True), "reasoning is true", id="reasons"
+        ),
+        pytest.param(When(keys=("team-a",)), REQUEST, "key none is not one of team-a", id="nobody"),
+        pytest.param(When(keys=("a", "team-a")), replace(REQUEST, key="team-a"), None, id="key"),
+        pytest.param(When(headers=(("x-team", ("red",)),)), REQUEST, "header x-team is absent", id="absent"),
+        pytest.param(
+            When(headers=(("x-team", ("red", "blue")),)),
+            replace(REQUEST, headers={"x-team": "green"}),
+            "header x-team is not one of red, blue",
+            id="other-value",
+        ),
+        pytest.param(
+            When(headers=(("x-team", ()),)), replace(REQUEST, headers={"x-team": ""}), None, id="present"
+        ),
+    ],
+)
+def test_every_condition_says_why_it_does_not_hold(
+    when: When, request_: Request, why_not: str | None
+) -> None:
+    traffic_class = TrafficClass("c", ("p",), when, output_reserve_tokens=1_025)
+
+    assert mismatch(MODEL, traffic_class, request_, estimate(500)) == why_not
+
+
+def test_the_callers_limit_goes_before_the_reserve() -> None:
+    traffic_class = TrafficClass("c", ("p",), output_reserve_tokens=1_024)
+
+    assert output_tokens(traffic_class, REQUEST) == 1_024
+    assert output_tokens(traffic_class, replace(REQUEST, max_tokens=7)) == 7

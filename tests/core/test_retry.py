@@ -1,0 +1,20 @@
+"""How often a failed attempt may move on."""
+
+import pytest
+
+from gateway.core.retry import may_retry
+from gateway.core.values import RetryPolicy
+
+
+@pytest.mark.parametrize(
+    ("attempts", "crashes", "allowed"),
+    [
+        pytest.param(1, 0, True, id="first-failure"),
+        pytest.param(2, 0, True, id="one-try-left"),
+        pytest.param(3, 0, False, id="attempts-used-up"),
+        pytest.param(1, 1, True, id="an-engine-may-die-once"),
+        pytest.param(2, 2, False, id="a-request-that-kills-engines-is-not-shown-a-third"),
+    ],
+)
+def test_may_retry(attempts: int, crashes: int, allowed: bool) -> None:
+    assert may_retry(RetryPolicy(attempts_max=3), attempts, crashes) is allowed

@@ -1,0 +1,290 @@
+"""Filter, score, pick: who may be asked, in which order, and why each other one is out."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from gateway.core import admission, selection
+from gateway.core.health import BackendStatus, State
+from gateway.core.kv import KvFormula
+from gateway.core.selection import BackendView
+from gateway.core.values import (
+    Backend,
+    Capacity,
+    CountMode,
+    Demand,
+    Estimate,
+    Exclusion,
+    KneeStep,
+    Load,
+    Modalities,
+    Policy,
+    Pool,
+    TrafficClass,
+    Weights,
+)
+
+SMALL = Capacity(context_tokens=32_768, knee=(KneeStep(None, 64),))
+LARGE = Capacity(context_tokens=262_144, knee=(KneeStep(None, 64),))
+CHAT = TrafficClass("short_chat", ("light", "push"))
+SHORT = Demand(seqs=1, prompt_tokens=1_000, total_tokens=2_000)
+UP = BackendStatus(state=State.UP)
+
+
+def backend(name: str, capacity: Capacity = SMALL, **fields: object) -> Backend:
+    return replace(Backend(id=name, url=f"http://{name}", capacity=capacity, tokens_per_s=100.0), **fields)  # type: ignore[arg-type]
+
+
+def load(seqs: int) -> Load:
+    return Load(seqs=seqs, share=seqs * (admission.WHOLE // 64))
+
+
+def view(
+    subject: Backend, seqs: int = 0, status: BackendStatus = UP, prefix_share: float = 0.0
+) -> BackendView:
+    return BackendView(backend=subject, load=load(seqs), status=status, prefix_share=prefix_share)
+
+
+def fleet(*views: BackendView) -> Mapping[str, BackendView]:
+    defaults = [view(backend("light-0")), view(backend("light-1")), view(backend("push", LARGE))]
+    return {item.backend.id: item for item in (*defaults, *views)}
+
+
+def policy(weights: Weights | None = None) -> Policy:
+    return Policy(
+        models=(),
+        pools={"light": Pool("light", ("light-0", "light-1")), "push": Pool("push", ("push",))},
+        backends={},
+        weights=weights or Weights(),
+    )
+
+
+def ranked(
+    views: Mapping[str, BackendView], demand: Demand = SHORT, weights: Weights | None = None
+) -> list[str]:
+    candidates = selection.rank(policy(weights), CHAT, demand, views)
+    return [candidate.backend for candidate in candidates if candidate.excluded is None]
+
+
+def why_not(
+    views: Mapping[str, BackendView], name: str, demand: Demand = SHORT
+) -> tuple[Exclusion | None, str]:
+    candidates = selection.rank(policy(), CHAT, demand, views)
+    found = next(candidate for candidate in candidates if candidate.backend == name)
+    return found.excluded, found.detail
+
+
+def test_an_idle_fleet_is_ranked_as_configured() -> None:
+    assert ranked(fleet()) == ["light-0", "light-1", "push"]
+
+
+def test_spare_knee_decides_within_a_pool() -> None:
+    assert ranked(fleet(view(backend("light-0"), seqs=10))) == ["light-1", "light-0", "push"]
+
+
+def test_a_later_pool_is_a_spill_however_idle_it_is() -> None:
+    busy = fleet(view(backend("light-0"), seqs=63), view(backend("light-1"), seqs=63))
+
+    assert ranked(busy)[-1] == "push"
+
+
+def test_a_full_pool_spills() -> None:
+    assert ranked(fleet(view(backend("light-0"), seqs=64), view(backend("light-1"), seqs=64))) == ["push"]
+
+
+@pytest.mark.parametrize(
+    ("seqs", "first"),
+    [
+        pytest.param(0, "light-1", id="idle-affinity-decides"),
+        pytest.param(9, "light-1", id="a-little-busier-still"),
+        pytest.param(14, "light-0", id="too-busy-for-a-tie-break"),
+    ],
+)
+def test_a_conversation_returns_to_its_replica_while_that_has_room(seqs: int, first: str) -> None:
+    views = fleet(view(backend("light-1"), seqs=seqs, prefix_share=1.0))
+
+    assert ranked(views)[0] == first
+
+
+def test_a_slow_box_waits_behind_a_fast_one_in_its_pool() -> None:
+    views = fleet(
+        view(backend("light-0", tokens_per_s=6.8)), view(backend("light-1", tokens_per_s=54.0), seqs=30)
+    )
+
+    assert ranked(views)[0] == "light-1"
+
+
+@pytest.mark.parametrize(
+    ("weights", "first"),
+    [(Weights(prefix_affinity=0), "light-0"), (Weights(spare_knee=0, prefix_affinity=1), "light-1")],
+    ids=["affinity-off", "affinity-only"],
+)
+def test_weights_come_from_the_policy(weights: Weights, first: str) -> None:
+    views = fleet(view(backend("light-1"), seqs=40, prefix_share=0.5))
+
+    assert ranked(views, weights=weights)[0] == first
+
+
+def test_a_backend_nobody_has_probed_is_the_last_of_its_pool() -> None:
+    assert ranked(fleet(view(backend("light-0"), status=BackendStatus()))) == ["light-1", "light-0", "push"]
+
+
+KV = Capacity(
+    context_tokens=32_768,
+    knee=(KneeStep(None, 64),),
+    kv=KvFormula(sliding_layers=0, global_layers=1),
+    kv_blocks=1_000,
+    kv_budget=0.9,
+)
+
+
+@pytest.mark.parametrize(
+    ("subject", "demand", "reason", "detail"),
+    [
+        pytest.param(
+            view(backend("light-0")),
+            Demand(seqs=1, prompt_tokens=32_000, total_tokens=33_024),
+            Exclusion.CONTEXT_EXCEEDED,
+            "needs 33024 tokens, holds 32768",
+            id="context",
+        ),
+        pytest.param(
+            view(backend("light-0"), status=replace(UP, context_tokens=1_999)),
+            SHORT,
+            Exclusion.CONTEXT_EXCEEDED,
+            "needs 2000 tokens, holds 1999",
+            id="the-engine-reports-a-smaller-window",
+        ),
+        pytest.param(
+            view(backend("light-0", KV)),
+            Demand(seqs=1, prompt_tokens=30_000, total_tokens=30_000),
+            Exclusion.KV_EXCEEDED,
+            "needs 938 KV blocks of 900",
+            id="kv",
+        ),
+        pytest.param(
+            view(backend("light-0")),
+            Demand(seqs=65, prompt_tokens=10, total_tokens=20),
+            Exclusion.SEQS_EXCEEDED,
+            "wants 65 sequences, knee 64",
+            id="choices",
+        ),
+        pytest.param(
+            view(backend("light-0")),
+            replace(SHORT, images=1),
+            Exclusion.MODALITY,
+            "takes no images",
+            id="text-only",
+        ),
+        pytest.param(
+            view(backend("light-0", modalities=Modalities(images_max=4))),
+            replace(SHORT, images=5),
+            Exclusion.MODALITY,
+            "takes 4 images, not 5",
+            id="too-many-images",
+        ),
+        pytest.param(
+            view(backend("light-0", modalities=Modalities(images_max=None))),
+            replace(SHORT, audios=1),
+            Exclusion.MODALITY,
+            "takes no audio",
+            id="no-audio",
+        ),
+        pytest.param(
+            view(backend("light-0", drain=True)),
+            SHORT,
+            Exclusion.DRAINING,
+            "drained by the operator",
+            id="drain",
+        ),
+        pytest.param(
+            view(backend("light-0"), status=BackendStatus(state=State.DRAINING)),
+            SHORT,
+            Exclusion.DRAINING,
+            "the engine is stopping",
+            id="engine-drains",
+        ),
+        pytest.param(
+            view(backend("light-0"), status=BackendStatus(state=State.EJECTED, reason="3 failures")),
+            SHORT,
+            Exclusion.UNHEALTHY,
+            "ejected: 3 failures",
+            id="ejected",
+        ),
+        pytest.param(
+            view(backend("light-0", model="gemma"), status=replace(UP, served_models=("qwen",))),
+            SHORT,
+            Exclusion.WRONG_MODEL,
+            "serves qwen, not gemma",
+            id="another-model",
+        ),
+        pytest.param(
+            view(backend("light-0"), status=replace(UP, served_models=("a", "b"))),
+            SHORT,
+            Exclusion.WRONG_MODEL,
+            "serves a, b: set `model` to choose one",
+            id="ambiguous-model",
+        ),
+        pytest.param(
+            view(backend("light-0"), seqs=64),
+            SHORT,
+            Exclusion.AT_KNEE,
+            "64 in flight, 100% of its knee",
+            id="full",
+        ),
+        pytest.param(
+            BackendView(backend=backend("light-0", KV), load=Load(kv_blocks=850), status=UP),
+            SHORT,
+            Exclusion.KV_FULL,
+            "850 of 900 KV blocks taken",
+            id="kv-full",
+        ),
+    ],
+)
+def test_every_exclusion_says_why(
+    subject: BackendView, demand: Demand, reason: Exclusion, detail: str
+) -> None:
+    assert why_not(fleet(subject), "light-0", demand) == (reason, detail)
+
+
+def test_what_was_tried_for_this_request_is_out() -> None:
+    candidates = selection.rank(policy(), CHAT, SHORT, fleet(), failed=frozenset({"light-0"}))
+
+    assert [candidate.backend for candidate in candidates if candidate.excluded is None] == [
+        "light-1",
+        "push",
+    ]
+    assert candidates[-1].excluded is Exclusion.FAILED
+
+
+def test_a_backend_in_two_pools_is_considered_once() -> None:
+    twice = Policy(
+        models=(),
+        pools={"light": Pool("light", ("light-0",)), "push": Pool("push", ("light-0", "push"))},
+        backends={},
+    )
+
+    candidates = selection.rank(twice, CHAT, SHORT, fleet())
+
+    assert [(candidate.pool, candidate.backend) for candidate in candidates] == [
+        ("light", "light-0"),
+        ("push", "push"),
+    ]
+
+
+def test_the_decision_keeps_every_candidate_with_its_scores() -> None:
+    estimate = Estimate(1_000, 1_016, CountMode.EXACT)
+    views = fleet(view(backend("light-0"), status=BackendStatus(state=State.DOWN, reason="refused")))
+
+    decision = selection.decide(policy(), "gemma-4", CHAT, "takes everything else", estimate, SHORT, views)
+
+    assert [candidate.backend for candidate in decision.ranked] == ["light-1", "push"]
+    assert [candidate.backend for candidate in decision.candidates] == ["light-1", "push", "light-0"]
+    assert decision.candidates[0].scores == {
+        "spare_knee": pytest.approx(1 - 1 / 64),
+        "speed": 1.0,
+        "prefix_affinity": 0.0,
+    }
+    assert decision.candidates[0].score == pytest.approx(2 - 1 / 64)
+    assert decision.pools == ("light", "push")

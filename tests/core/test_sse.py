@@ -1,0 +1,217 @@
+"""Streams as scripts: bytes in, bytes out, and what was learned. Cut at every byte."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from gateway.core.naming import ModelNames
+from gateway.core.sse import DONE, StreamReader
+from gateway.core.usage import Usage
+
+SERVED, PUBLIC = "gemma-4-31b-it", "gemma-4"
+
+
+def event(**fields: object) -> bytes:
+    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": SERVED}
+    return b"data: " + json.dumps({**head, **fields}, separators=(",", ":")).encode() + b"\n\n"
+
+
+def delta(text: str | None = None, *, index: int = 0, finish: str | None = None, **fields: object) -> bytes:
+    content = {"content": text} if text is not None else {}
+    choice = {"index": index, "delta": {**content, **fields}, "logprobs": None, "finish_reason": finish}
+    return event(choices=[choice])
+
+
+ROLE = delta("", role="assistant")
+USAGE = event(choices=[], usage={"prompt_tokens": 17, "total_tokens": 19, "completion_tokens": 2})
+STREAM = ROLE + delta("Hello") + delta(" you") + delta("", finish="stop")
+
+
+def reader(*, choices: int = 1, hide_usage: bool = False, names: ModelNames | None = None) -> StreamReader:
+    return StreamReader(choices=choices, names=names or ModelNames(SERVED, SERVED), hide_usage=hide_usage)
+
+
+def run(subject: StreamReader, pieces: Sequence[bytes]) -> bytes:
+    out = b"".join(subject.feed(piece) for piece in pieces)
+    return out + subject.end()
+
+
+def test_an_answer_passes_untouched_wherever_it_is_cut() -> None:
+    whole = STREAM + USAGE + DONE
+
+    for cut in range(len(whole) + 1):
+        subject = reader()
+        assert run(subject, [whole[:cut], whole[cut:]]) == whole
+        assert subject.is_complete
+        assert subject.usage == Usage(prompt_tokens=17, completion_tokens=2)
+
+
+def test_byte_by_byte() -> None:
+    whole = STREAM + DONE
+    subject = reader()
+
+    assert run(subject, [whole[i : i + 1] for i in range(len(whole))]) == whole
+    assert subject.is_done
+
+
+def test_events_are_let_go_only_whole() -> None:
+    subject = reader()
+
+    assert subject.feed(STREAM[:-1]) == STREAM[: STREAM.rindex(b"data:")]
+    assert subject.feed(STREAM[-1:]) == STREAM[STREAM.rindex(b"data:") :]
+
+
+def test_crlf_line_ends_are_events_too() -> None:
+    whole = (STREAM + DONE).replace(b"\n", b"\r\n")
+    subject = reader()
+
+    out = run(subject, [whole[:100], whole[100:]])
+
+    assert subject.is_complete
+    assert out == whole[: -len(DONE) - 2] + DONE
+
+
+@pytest.mark.parametrize(
+    ("first", "has_content"),
+    [
+        pytest.param(ROLE, False, id="role"),
+        pytest.param(b": keep-alive\n\n", False, id="comment"),
+        pytest.param(delta(), False, id="empty-delta"),
+        pytest.param(delta("x"), True, id="content"),
+        pytest.param(delta(reasoning="hm"), True, id="reasoning"),
+        pytest.param(delta(reasoning_content="hm"), True, id="reasoning-content"),
+        pytest.param(delta(tool_calls=[{"index": 0}]), True, id="tool-call"),
+        pytest.param(delta("", finish="stop"), True, id="an-empty-answer-is-an-answer"),
+        pytest.param(event(choices=[{"index": 0, "text": "x"}]), True, id="completion"),
+        pytest.param(event(choices=[{"index": 0, "text": ""}]), False, id="empty-completion"),
+    ],
+)
+def test_content_is_what_the_model_said(first: bytes, has_content: bool) -> None:
+    subject = reader()
+
+    assert subject.feed(first) == first
+    assert subject.has_content is has_content
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        pytest.param(
+            [STREAM[: STREAM.rindex(b"data:")]], "ended before it was finished", id="clean-end-without-finish"
+        ),
+        pytest.param([ROLE, DONE], "ended before it was finished", id="done-without-finish"),
+        pytest.param([STREAM, b'data: {"choices"'], "inside an event", id="cut-inside-an-event"),
+        pytest.param([], "ended before it was finished", id="nothing-at-all"),
+        pytest.param([ROLE, b"data: <html>\n\n"], "not an event", id="garbage-before-content"),
+        pytest.param([delta("x"), delta("y", finish="abort"), DONE], "gave up the request", id="abort"),
+        pytest.param(
+            [
+                delta("x"),
+                b'data: {"error": {"message": "EngineCore encountered an issue.", "code": 500}}\n\n',
+                DONE,
+            ],
+            "EngineCore encountered an issue.",
+            id="error-event-then-done",
+        ),
+        pytest.param(
+            [b'event: error\ndata: {"error":"Unauthorized"}\n\n'], "Unauthorized", id="named-error-event"
+        ),
+    ],
+)
+def test_what_is_wrong_although_the_status_was_200(pieces: Sequence[bytes], message: str) -> None:
+    subject = reader()
+
+    out = run(subject, pieces)
+
+    assert subject.fault is not None
+    assert message in subject.fault.message
+    assert not subject.is_complete
+    assert b"[DONE]" not in out
+    assert b"abort" not in out
+    assert b"error" not in out
+
+
+def test_the_crash_of_an_engine_is_told_from_other_errors() -> None:
+    subject = reader()
+
+    subject.feed(b'data: {"error": {"message": "EngineCore encountered an issue."}}\n\n')
+
+    assert subject.fault is not None
+    assert subject.fault.is_crash
+
+
+def test_nothing_follows_a_fault() -> None:
+    subject = reader()
+
+    assert subject.feed(delta("x") + delta("", finish="abort") + delta("y")) == delta("x")
+    assert subject.feed(delta("z")) == b""
+
+
+def test_every_choice_has_to_finish() -> None:
+    subject = reader(choices=2)
+    half = delta("a") + delta("b", index=1) + delta("", finish="stop")
+
+    subject.feed(half)
+    assert not subject.is_complete
+    subject.feed(delta("", index=1, finish="length"))
+    assert subject.is_complete
+
+
+def test_a_missing_done_is_owed() -> None:
+    subject = reader()
+
+    assert run(subject, [STREAM]) == STREAM + DONE
+
+
+def test_words_that_look_like_markers_are_only_words() -> None:
+    tricky = 'He said "finish_reason":"abort" and {"error":"x"} and [DONE] and "usage":{'
+    whole = ROLE + delta("x") + delta(tricky) + delta("", finish="stop") + DONE
+    subject = reader()
+
+    assert run(subject, [whole]) == whole
+    assert subject.is_complete
+
+
+def test_a_usage_event_nobody_asked_for_is_kept_back() -> None:
+    subject = reader(hide_usage=True)
+
+    assert run(subject, [STREAM, USAGE, DONE]) == STREAM + DONE
+    assert subject.usage == Usage(prompt_tokens=17, completion_tokens=2)
+
+
+def test_usage_in_every_event_stays_where_it_is() -> None:
+    usage = {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 2}}
+    choice = {"index": 0, "delta": {"content": "x"}, "finish_reason": None}
+    continuous = event(choices=[choice], usage=usage)
+    subject = reader(hide_usage=True)
+
+    assert subject.feed(continuous) == continuous
+    assert subject.usage == Usage(prompt_tokens=3, completion_tokens=1, cached_tokens=2)
+
+
+def test_the_model_is_shown_by_its_public_name() -> None:
+    spoof = delta('"model":"gemma-4-31b-it"')
+    subject = reader(names=ModelNames(SERVED, PUBLIC))
+
+    out = run(subject, [STREAM + spoof + DONE])
+
+    assert (
+        out
+        == STREAM.replace(b'"model":"gemma-4-31b-it"', b'"model":"gemma-4"')
+        + spoof.replace(b'"model":"gemma-4-31b-it"', b'"model":"gemma-4"', 1)
+        + DONE
+    )
+    assert b'\\"model\\":\\"gemma-4-31b-it\\"' in out
+
+
+def test_an_event_without_an_end_is_not_kept_for_ever() -> None:
+    subject = reader()
+    megabyte = b"x" * 1024 * 1024
+
+    subject.feed(b"data: ")
+    for _ in range(17):
+        subject.feed(megabyte)
+
+    assert subject.fault is not None
+    assert "no end" in subject.fault.message

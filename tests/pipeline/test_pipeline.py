@@ -1,0 +1,503 @@
+"""One request through the pipeline, with scripted backends. Every test ends with nothing in flight."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import anyio
+import pytest
+from support.world import Caller, Script, World
+
+from gateway.core.errors import (
+    AtCapacity,
+    BackendRejected,
+    ContextExceeded,
+    GatewayError,
+    InvalidRequest,
+    ModelNotFound,
+    NoBackend,
+    UpstreamBusy,
+    UpstreamFailed,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
+from gateway.core.health import BackendStatus, Outcome, State
+from gateway.core.usage import Ending
+from gateway.core.values import Backend, Demand, Load, Modalities, Policy, Pool, Timeouts
+from gateway.ports import Slot
+
+
+def event(**choice: object) -> bytes:
+    body = {"model": "served", "choices": [{"index": 0, "finish_reason": None, **choice}]}
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+ROLE = event(delta={"role": "assistant", "content": ""})
+HELLO = event(delta={"content": "hello"})
+STOP = event(delta={}, finish_reason="stop")
+ABORT = event(delta={"content": "x"}, finish_reason="abort")
+USAGE = b'data: {"model":"served","choices":[],"usage":{"prompt_tokens":101,"completion_tokens":2}}\n\n'
+DONE = b"data: [DONE]\n\n"
+CRASH = b'data: {"error": {"message": "EngineCore encountered an issue.", "code": 500}}\n\n'
+GOOD = Script([ROLE + HELLO, STOP, DONE])
+WHOLE = json.dumps(
+    {
+        "model": "served",
+        "choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 101, "completion_tokens": 2},
+    }
+).encode()
+
+
+def public(data: bytes) -> bytes:
+    return data.replace(b'"model":"served"', b'"model":"gemma-4"')
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks(world: World) -> Iterator[None]:
+    yield
+    for name in world.policy.backends:
+        assert world.ledger.load(name) == Load(), name
+
+
+async def test_a_stream_is_relayed_read_by_read(world: World) -> None:
+    world.answers(light_0=GOOD)
+
+    caller = await world.run(world.request())
+
+    assert caller.parts == [public(ROLE + HELLO), public(STOP), DONE]
+    assert caller.status == 200
+    assert caller.headers == {
+        "content-type": "text/event-stream; charset=utf-8",
+        "cache-control": "no-cache",
+        "x-accel-buffering": "no",
+        "x-request-id": "req-1",
+        "x-gateway-class": "short_chat",
+        "x-gateway-prompt-tokens": "100",
+        "x-gateway-pool": "light",
+        "x-gateway-backend": "light-0",
+    }
+    assert world.upstream.closed == ["light-0"]
+    assert world.fleet.reports == [("light-0", Outcome.OK)]
+    assert world.notes.requests[0].ending is Ending.COMPLETED
+
+
+async def test_nothing_reaches_the_caller_before_the_first_content(world: World) -> None:
+    gate = anyio.Event()
+    world.answers(light_0=Script([b": keep-alive\n\n", ROLE, gate, HELLO, STOP + DONE]))
+    caller = Caller()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(), caller)
+        await anyio.wait_all_tasks_blocked()
+        assert caller.status == 0
+        gate.set()
+
+    assert caller.parts[0] == b": keep-alive\n\n" + public(ROLE + HELLO)
+
+
+async def test_a_whole_answer_is_relayed_under_the_public_name(world: World) -> None:
+    world.answers(light_0=Script([WHOLE[:30], WHOLE[30:]]))
+
+    caller = await world.run(world.request(stream=False))
+
+    assert json.loads(caller.body)["model"] == "gemma-4"
+    assert caller.headers["content-type"] == "application/json"
+    assert int(caller.headers["content-length"]) == len(caller.body)
+    assert world.estimates.observed == [101]
+
+
+async def test_the_backend_gets_its_own_name_for_the_model_and_our_request_id(world: World) -> None:
+    world.answers(light_0=GOOD)
+
+    await world.run(world.request())
+
+    target = world.upstream.targets[0]
+    assert json.loads(target.body) == {"model": "served"}
+    assert dict(target.headers) == {b"x-request-id": b"req-1"}
+
+
+async def test_usage_is_learned_from_and_hidden_from_who_did_not_ask(world: World) -> None:
+    world.answers(light_0=Script([ROLE + HELLO, STOP, USAGE, DONE]))
+
+    caller = await world.run(world.request(), usage_injected=True)
+
+    assert b'"usage"' not in caller.body
+    assert world.estimates.observed == [101]
+    usage = world.notes.requests[0].usage
+    assert usage is not None
+    assert usage.completion_tokens == 2
+
+
+# ---------------------------------------------------------------- moving on
+
+
+@pytest.mark.parametrize(
+    ("first", "outcome"),
+    [
+        pytest.param(Script(opening=UpstreamUnreachable("x")), Outcome.UNREACHABLE, id="refused"),
+        pytest.param(Script(opening=UpstreamFailed("x")), Outcome.FAILED, id="broke-before-status"),
+        pytest.param(Script(opening=UpstreamTimeout("x")), Outcome.TIMEOUT, id="timed-out"),
+        pytest.param(Script([b"boom"], status=500), Outcome.FAILED, id="500"),
+        pytest.param(
+            Script([b'{"error":{"message":"cannot schedule new futures after shutdown"}}'], status=500),
+            Outcome.DRAINING,
+            id="stopping",
+        ),
+        pytest.param(Script([b'{"error":{"message":"busy"}}'], status=503), Outcome.BUSY, id="503"),
+        pytest.param(Script([b'{"error":"Unauthorized"}'], status=401), Outcome.MISCONFIGURED, id="401"),
+        pytest.param(
+            Script([b'{"error":{"message":"no model"}}'], status=404), Outcome.MISCONFIGURED, id="404"
+        ),
+        pytest.param(Script([ROLE, ABORT, DONE]), Outcome.DRAINING, id="abort-before-content"),
+        pytest.param(Script([CRASH, DONE]), Outcome.FAILED, id="crash-as-only-event"),
+        pytest.param(Script([b"<html>"]), Outcome.FAILED, id="garbage"),
+        pytest.param(Script([]), Outcome.FAILED, id="nothing"),
+        pytest.param(Script([ROLE, UpstreamFailed("broke")]), Outcome.FAILED, id="broke-before-content"),
+    ],
+)
+async def test_a_failure_before_the_first_content_moves_to_the_next(
+    world: World, first: Script, outcome: Outcome
+) -> None:
+    world.answers(light_0=first, light_1=GOOD)
+
+    caller = await world.run(world.request())
+
+    assert caller.status == 200
+    assert caller.headers["x-gateway-backend"] == "light-1"
+    assert caller.body == public(ROLE + HELLO + STOP) + DONE
+    assert world.fleet.reports == [("light-0", outcome), ("light-1", Outcome.OK)]
+    assert [attempt.backend for attempt in world.notes.requests[0].attempts] == ["light-0", "light-1"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>",
+        b'{"error":{"message":"x"}}',
+        WHOLE.replace(b'"stop"', b'"abort"'),
+    ],
+    ids=["garbage", "error-under-200", "abort"],
+)
+async def test_a_whole_answer_that_is_none_moves_to_the_next(world: World, body: bytes) -> None:
+    world.answers(light_0=Script([body]), light_1=Script([WHOLE]))
+
+    caller = await world.run(world.request(stream=False))
+
+    assert caller.headers["x-gateway-backend"] == "light-1"
+
+
+async def test_attempts_are_bounded(world: World) -> None:
+    world.answers(light_0=Script(status=500), light_1=Script(status=502), push=Script(status=500))
+
+    with pytest.raises(UpstreamFailed):
+        await world.run(world.request())
+
+    assert len(world.upstream.targets) == 3
+    assert world.notes.requests[0].ending is Ending.FAILED
+
+
+async def test_a_request_that_kills_engines_is_not_shown_a_third(world: World) -> None:
+    world.answers(light_0=Script([CRASH]), light_1=Script([CRASH]), push=GOOD)
+
+    with pytest.raises(UpstreamFailed):
+        await world.run(world.request())
+
+    assert [target.backend.id for target in world.upstream.targets] == ["light-0", "light-1"]
+
+
+async def test_the_only_backend_is_not_asked_twice(world: World) -> None:
+    world.estimates.tokens = 20_000
+    world.answers(push=Script([b'{"error":{"message":"busy"}}'], status=503))
+
+    with pytest.raises(UpstreamBusy) as caught:
+        await world.run(world.request())
+
+    assert caught.value.http_status == 503
+    assert caught.value.retry_after_s == 1
+    assert len(world.upstream.targets) == 1
+
+
+async def test_a_backends_verdict_on_the_content_is_final(world: World) -> None:
+    body = b'{"error":{"message":"served: temperature must be positive","param":"temperature","code":400}}'
+    world.answers(light_0=Script([body], status=400))
+
+    with pytest.raises(BackendRejected) as caught:
+        await world.run(world.request())
+
+    assert caught.value.http_status == 400
+    assert caught.value.message == "gemma-4: temperature must be positive"
+    assert caught.value.param == "temperature"
+    assert world.fleet.reports == [("light-0", Outcome.REJECTED)]
+    assert world.notes.requests[0].ending is Ending.REJECTED
+
+
+# ---------------------------------------------------------------- after the first byte
+
+
+@pytest.mark.parametrize(
+    ("rest", "outcome"),
+    [
+        pytest.param([UpstreamFailed("broke")], Outcome.FAILED, id="connection-broke"),
+        pytest.param([ABORT, DONE], Outcome.DRAINING, id="abort"),
+        pytest.param([CRASH, DONE], Outcome.FAILED, id="crash"),
+        pytest.param([], Outcome.FAILED, id="clean-end"),
+        pytest.param([DONE], Outcome.FAILED, id="done-without-finish"),
+        pytest.param([b"data: {nonsense\n\n"], Outcome.FAILED, id="garbage", marks=()),
+        pytest.param([STOP[:20]], Outcome.FAILED, id="half-an-event"),
+    ],
+)
+async def test_after_the_first_byte_a_failure_is_an_error_event(
+    world: World, rest: list[bytes], outcome: Outcome
+) -> None:
+    world.answers(light_0=Script([ROLE + HELLO, *rest]))
+
+    caller = await world.run(world.request())
+
+    assert caller.body.startswith(public(ROLE + HELLO))
+    *_, error, done = caller.body.split(b"\n\n")[:-1]
+    assert done == b"data: [DONE]"
+    fields = json.loads(error.removeprefix(b"data: "))["error"]
+    assert fields["code"] in {"stream_broken", "upstream_failed"}
+    assert isinstance(fields["message"], str)
+    assert len(world.upstream.targets) == 1
+    assert world.fleet.reports == [("light-0", outcome)]
+    assert world.notes.requests[0].ending is Ending.BROKEN
+
+
+# ---------------------------------------------------------------- time limits
+
+
+def impatient(world: World, **limits: float) -> None:
+    pools = {
+        name: Pool(name, pool.backends, replace(Timeouts(first_byte_s=30, idle_s=30, total_s=30), **limits))
+        for name, pool in world.policy.pools.items()
+    }
+    world.policy = replace(world.policy, pools=pools)
+
+
+async def test_a_backend_that_never_starts_is_left_for_the_next(world: World) -> None:
+    impatient(world, first_byte_s=0.01)
+    world.answers(light_0=Script([ROLE, anyio.Event()]), light_1=GOOD)
+
+    caller = await world.run(world.request())
+
+    assert caller.headers["x-gateway-backend"] == "light-1"
+    assert world.fleet.reports[0] == ("light-0", Outcome.TIMEOUT)
+
+
+@pytest.mark.parametrize("limits", [{"idle_s": 0.01}, {"total_s": 0.05}], ids=["idle", "total"])
+async def test_a_stream_that_stands_still_is_broken_off(world: World, limits: dict[str, float]) -> None:
+    impatient(world, **limits)
+    world.answers(light_0=Script([ROLE + HELLO, anyio.Event()]))
+
+    caller = await world.run(world.request())
+
+    assert b'"code": "stream_broken"' in caller.body
+    assert caller.body.endswith(DONE)
+    assert world.fleet.reports == [("light-0", Outcome.TIMEOUT)]
+
+
+async def test_a_whole_answer_has_only_its_total_limit(world: World) -> None:
+    impatient(world, first_byte_s=0.001, idle_s=0.001)
+    gate = anyio.Event()
+    world.answers(light_0=Script([gate, WHOLE]))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(stream=False))
+        await anyio.wait_all_tasks_blocked()
+        gate.set()
+
+    assert world.notes.requests[0].ending is Ending.COMPLETED
+
+
+async def test_a_body_that_stays_open_after_done_does_not_spoil_the_answer(world: World) -> None:
+    impatient(world, total_s=0.05)
+    world.answers(light_0=Script([ROLE + HELLO + STOP + DONE, anyio.Event()]))
+
+    caller = await world.run(world.request())
+
+    assert caller.body == public(ROLE + HELLO + STOP) + DONE
+    assert world.notes.requests[0].ending is Ending.COMPLETED
+
+
+async def test_waiting_requests_leave_a_backend_that_is_lost(world: World) -> None:
+    world.answers(light_0=Script([anyio.Event()]), light_1=GOOD)
+    caller = Caller()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(), caller)
+        await anyio.wait_all_tasks_blocked()
+        world.pipeline.abandon("light-0", "hung")
+
+    assert caller.headers["x-gateway-backend"] == "light-1"
+
+
+async def test_a_stream_already_answered_is_not_abandoned(world: World) -> None:
+    gate = anyio.Event()
+    world.answers(light_0=Script([ROLE + HELLO, gate, STOP + DONE]))
+    caller = Caller()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(), caller)
+        await anyio.wait_all_tasks_blocked()
+        world.pipeline.abandon("light-0", "hung")
+        await anyio.wait_all_tasks_blocked()
+        gate.set()
+
+    assert caller.body == public(ROLE + HELLO + STOP) + DONE
+
+
+# ---------------------------------------------------------------- the caller leaves
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([anyio.Event], id="waiting-for-headers-or-first-token"),
+        pytest.param([ROLE + HELLO, anyio.Event], id="mid-stream"),
+    ],
+)
+async def test_a_caller_that_leaves_frees_its_slot(world: World, steps: list[object]) -> None:
+    script = Script([step() if step is anyio.Event else step for step in steps])  # type: ignore[misc, list-item]
+    world.answers(light_0=script)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request())
+        await anyio.wait_all_tasks_blocked()
+        assert world.ledger.load("light-0").seqs == 1
+        tasks.cancel_scope.cancel()
+
+    assert world.upstream.closed == ["light-0"]
+    assert world.fleet.reports == [("light-0", Outcome.CANCELLED)]
+    assert world.notes.requests[0].ending is Ending.LEFT
+
+
+async def test_a_send_that_fails_frees_its_slot(world: World) -> None:
+    world.answers(light_0=GOOD)
+
+    with pytest.raises(OSError, match="socket is gone"):
+        await world.run(world.request(), Caller(broken=True))
+
+    assert world.upstream.closed == ["light-0"]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+async def test_an_unknown_model_is_refused_before_anything_else(world: World) -> None:
+    with pytest.raises(ModelNotFound, match="Known: gemma-4"):
+        await world.run(replace(world.request(), model="gpt-5"))
+
+
+async def test_a_prompt_that_fits_nowhere_is_refused_in_words_that_sdks_recognise(world: World) -> None:
+    world.estimates.tokens = 300_000
+
+    with pytest.raises(ContextExceeded) as caught:
+        await world.run(world.request(max_tokens=512))
+
+    assert caught.value.message == (
+        "This model's maximum context length is 262144 tokens, but the request needs 300528 "
+        "(300016 input + 512 output). Input tokens exceed the configured limit [context_length_exceeded]."
+    )
+    assert dict(caught.value.headers)[b"x-gateway-class"] == b"long_document"
+    assert world.upstream.targets == []
+
+
+async def fill(world: World, name: str) -> list[Slot]:
+    demand = Demand(seqs=1, prompt_tokens=10, total_tokens=20)
+    slots = [await world.ledger.acquire(world.policy.backends[name], demand) for _ in range(2)]
+    return [slot for slot in slots if isinstance(slot, Slot)]
+
+
+async def test_a_full_pool_spills_to_the_next(world: World) -> None:
+    held = [*await fill(world, "light-0"), *await fill(world, "light-1")]
+    world.answers(push=GOOD)
+
+    caller = await world.run(world.request())
+
+    assert caller.headers["x-gateway-pool"] == "push"
+    assert world.notes.requests[0].is_spill
+    for slot in held:
+        await world.ledger.release(slot)
+
+
+async def test_a_full_fleet_is_429_with_retry_after(world: World) -> None:
+    held = [slot for name in world.policy.backends for slot in await fill(world, name)]
+
+    with pytest.raises(AtCapacity) as caught:
+        await world.run(world.request())
+
+    assert (caught.value.http_status, caught.value.code) == (429, "at_knee")
+    assert caught.value.retry_after_s is not None
+    assert world.notes.requests[0].ending is Ending.SHED
+    for slot in held:
+        await world.ledger.release(slot)
+
+
+async def test_a_dead_fleet_is_503_with_retry_after(world: World) -> None:
+    world.fleet.known = {name: BackendStatus(state=State.DOWN) for name in world.policy.backends}
+
+    with pytest.raises(NoBackend) as caught:
+        await world.run(world.request())
+
+    assert caught.value.http_status == 503
+    assert caught.value.retry_after_s == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [({"images": 1}, "unsupported_modality"), ({"seqs": 3, "choices": 3}, "too_many_choices")],
+)
+async def test_what_the_fleet_cannot_do_is_a_400(world: World, fields: dict[str, int], code: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await world.run(world.request(**fields))
+
+    assert (caught.value.http_status, caught.value.code) == (400, code)
+
+
+async def test_images_go_where_they_are_taken(world: World) -> None:
+    push = replace(world.policy.backends["push"], modalities=Modalities(images_max=None))
+    world.policy = replace(world.policy, backends={**world.policy.backends, "push": push})
+    world.answers(push=GOOD)
+
+    caller = await world.run(world.request(images=1))
+
+    assert caller.headers["x-gateway-backend"] == "push"
+
+
+async def test_a_request_keeps_the_policy_it_started_with(world: World) -> None:
+    gate = anyio.Event()
+    world.answers(light_0=Script([gate, UpstreamFailed("x")]), light_1=GOOD)
+    caller = Caller()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(), caller)
+        await anyio.wait_all_tasks_blocked()
+        world.policy = Policy(models=(), pools={}, backends=dict[str, Backend]())
+        gate.set()
+        await anyio.wait_all_tasks_blocked()
+
+    assert caller.headers["x-gateway-backend"] == "light-1"
+
+
+async def test_a_conversation_returns_to_its_replica(world: World) -> None:
+    world.answers(light_0=GOOD, light_1=GOOD)
+    held = await world.ledger.acquire(
+        world.policy.backends["light-0"], Demand(seqs=1, prompt_tokens=1, total_tokens=2)
+    )
+    assert isinstance(held, Slot)
+    await world.run(world.request(prefixes=((1, 1.0),)))
+    await world.ledger.release(held)
+    world.answers(light_1=GOOD)
+
+    caller = await world.run(world.request(prefixes=((1, 0.9), (2, 1.0))))
+
+    assert caller.headers["x-gateway-backend"] == "light-1"
+
+
+async def test_an_error_before_a_decision_carries_the_request_id(world: World) -> None:
+    with pytest.raises(GatewayError) as caught:
+        await world.run(replace(world.request(), model="nope"))
+
+    assert dict(caught.value.headers) == {b"x-request-id": b"req-1"}

@@ -1,0 +1,50 @@
+"""A conversation finds the backends that hold its prefix."""
+
+from gateway.store.prefixes import HOLDERS_MAX, MemoryPrefixIndex
+
+SYSTEM, FIRST, SECOND, THIRD, FOURTH = (1, 0.5), (2, 0.6), (3, 0.7), (4, 0.9), (5, 1.0)
+
+
+def test_the_next_turn_finds_the_replica_of_the_last() -> None:
+    index = MemoryPrefixIndex()
+    index.remember((SYSTEM, FIRST), "light-1")
+
+    assert index.held((SYSTEM, FIRST, SECOND, THIRD)) == {"light-1": 0.6}
+
+
+def test_another_conversation_shares_the_system_prompt_only() -> None:
+    index = MemoryPrefixIndex()
+    index.remember((SYSTEM, FIRST), "light-1")
+    index.remember((SYSTEM, (9, 1.0)), "light-0")
+
+    assert index.held((SYSTEM, FIRST, SECOND)) == {"light-0": 0.5, "light-1": 0.6}
+
+
+def test_what_nobody_holds() -> None:
+    assert MemoryPrefixIndex().held((SYSTEM, FIRST)) == {}
+
+
+def test_a_request_without_messages_leaves_no_trace() -> None:
+    index = MemoryPrefixIndex()
+    index.remember((), "light-0")
+
+    assert index.held(()) == {}
+
+
+def test_the_oldest_is_forgotten() -> None:
+    index = MemoryPrefixIndex(entries_max=2)
+    index.remember((SYSTEM,), "light-0")
+    index.remember((SECOND,), "light-0")
+    index.remember((SYSTEM,), "light-0")  # used again
+    index.remember((THIRD,), "light-0")
+
+    assert index.held((SYSTEM,)) == {"light-0": 0.5}
+    assert index.held((SECOND,)) == {}
+
+
+def test_a_shared_prefix_has_several_holders_but_not_every_one() -> None:
+    index = MemoryPrefixIndex()
+    for number in range(HOLDERS_MAX + 2):
+        index.remember((SYSTEM,), f"b{number}")
+
+    assert set(index.held((SYSTEM,))) == {f"b{number}" for number in range(2, HOLDERS_MAX + 2)}

@@ -1,0 +1,243 @@
+"""Hand-written fakes of the ports around the pipeline, and the real ledger in the middle."""
+
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+
+from gateway.core.errors import GatewayError
+from gateway.core.health import BackendStatus, Outcome, State
+from gateway.core.usage import AttemptRecord, RequestRecord
+from gateway.core.values import (
+    Backend,
+    Bound,
+    Capacity,
+    Comparison,
+    CountMode,
+    Endpoint,
+    Estimate,
+    KneeStep,
+    ModelPolicy,
+    Policy,
+    Pool,
+    Prompt,
+    Request,
+    TemplateCosts,
+    Timeouts,
+    TrafficClass,
+    When,
+)
+from gateway.pipeline import Pipeline
+from gateway.ports import Headers, Target
+from gateway.store.memory import MemoryLedger
+from gateway.store.prefixes import MemoryPrefixIndex
+
+Step = bytes | GatewayError | anyio.Event
+"""What a scripted backend does next: send bytes, fail, or wait for an event."""
+
+
+@dataclass
+class Script:
+    """One answer of a scripted backend."""
+
+    steps: Sequence[Step] = ()
+    status: int = 200
+    opening: GatewayError | None = None  # raised instead of an answer
+
+
+@dataclass
+class Incoming:
+    """`ports.Incoming` of a request made up by a test."""
+
+    request: Request
+    forwarded: Headers = ()
+    dropped: Sequence[str] = ()
+    usage_injected: bool = False
+
+    def body_for(self, served_model: str) -> bytes:
+        return json.dumps({"model": served_model}).encode()
+
+
+class ScriptedResponse:
+    def __init__(self, script: Script) -> None:
+        self.status = script.status
+        self.headers: Headers = ()
+        self._steps = list(script.steps)
+
+    async def read(self) -> bytes:
+        while self._steps:
+            step = self._steps.pop(0)
+            if isinstance(step, anyio.Event):
+                await step.wait()
+            elif isinstance(step, GatewayError):
+                raise step
+            else:
+                return step
+        return b""
+
+
+@dataclass
+class ScriptedUpstream:
+    """`ports.Upstream` that plays scripts, per backend, in order."""
+
+    scripts: dict[str, list[Script]] = field(default_factory=dict)
+    targets: list[Target] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def open(self, target: Target, timeouts: Timeouts) -> AsyncIterator[ScriptedResponse]:
+        self.targets.append(target)
+        script = self.scripts[target.backend.id].pop(0)
+        if script.opening is not None:
+            raise script.opening
+        try:
+            yield ScriptedResponse(script)
+        finally:
+            self.closed.append(target.backend.id)
+
+
+@dataclass
+class Caller:
+    """`ports.Downstream` that keeps what it gets."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    parts: list[bytes] = field(default_factory=list)
+    on_send: Callable[[bytes], None] | None = None
+    broken: bool = False
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.parts)
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.status = status
+        self.headers = {name.decode(): value.decode() for name, value in headers}
+
+    async def send(self, data: bytes) -> None:
+        if self.broken:
+            raise OSError("the caller's socket is gone")
+        self.parts.append(data)
+        if self.on_send is not None:
+            self.on_send(data)
+        await anyio.lowlevel.checkpoint()
+
+
+@dataclass
+class Fleet:
+    """`ports.Fleet` whose statuses a test sets."""
+
+    known: dict[str, BackendStatus] = field(default_factory=dict)
+    reports: list[tuple[str, Outcome]] = field(default_factory=list)
+
+    def statuses(self) -> Mapping[str, BackendStatus]:
+        return self.known
+
+    def report(self, backend_id: str, outcome: Outcome, detail: str) -> None:
+        self.reports.append((backend_id, outcome))
+
+
+@dataclass
+class Notes:
+    """`ports.Recorder` that keeps everything."""
+
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list)
+
+    def attempt(self, record: AttemptRecord) -> None:
+        self.attempts.append(record)
+
+    def finished(self, record: RequestRecord) -> None:
+        self.requests.append(record)
+
+
+@dataclass
+class Estimates:
+    """`ports.Estimator` that says what a test says."""
+
+    tokens: int = 100
+    observed: list[int] = field(default_factory=list)
+
+    async def estimate(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
+        return Estimate(self.tokens, self.tokens + 16, CountMode.EXACT)
+
+    def observe(self, prompt: Prompt, estimate: Estimate, actual_tokens: int) -> None:
+        self.observed.append(actual_tokens)
+
+
+class StillClock:
+    """`ports.Clock` that ticks one second per look."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        self._now += 1.0
+        return self._now
+
+    def wall(self) -> float:
+        return 1_000_000.0
+
+
+LIGHT = Capacity(context_tokens=32_768, knee=(KneeStep(None, 2),))
+PUSH = Capacity(context_tokens=262_144, knee=(KneeStep(None, 2),))
+POLICY = Policy(
+    models=(
+        ModelPolicy(
+            id="gemma-4",
+            aliases=("google/gemma-4-31B-it",),
+            classes=(
+                TrafficClass("long_document", ("push",), When(prompt_tokens=(Bound(Comparison.GE, 16_000),))),
+                TrafficClass("short_chat", ("light", "push")),
+            ),
+        ),
+    ),
+    pools={
+        "light": Pool("light", ("light-0", "light-1"), Timeouts(first_byte_s=5, idle_s=5, total_s=10)),
+        "push": Pool("push", ("push",)),
+    },
+    backends={
+        "light-0": Backend("light-0", "http://light-0", LIGHT),
+        "light-1": Backend("light-1", "http://light-1", LIGHT),
+        "push": Backend("push", "http://push", PUSH),
+    },
+)
+
+
+class World:
+    """A pipeline with everything around it."""
+
+    def __init__(self) -> None:
+        self.policy = POLICY
+        self.ledger = MemoryLedger()
+        self.upstream = ScriptedUpstream()
+        self.fleet = Fleet(
+            {name: BackendStatus(state=State.UP, served_models=("served",)) for name in POLICY.backends}
+        )
+        self.notes = Notes()
+        self.estimates = Estimates()
+        self.prefixes = MemoryPrefixIndex()
+        self.pipeline = Pipeline(
+            policy=lambda: self.policy,
+            estimator=self.estimates,
+            ledger=self.ledger,
+            fleet=self.fleet,
+            upstream=self.upstream,
+            prefixes=self.prefixes,
+            recorder=self.notes,
+            clock=StillClock(),
+        )
+
+    def answers(self, **scripts: Script) -> None:
+        for name, script in scripts.items():
+            self.upstream.scripts.setdefault(name.replace("_", "-"), []).append(script)
+
+    async def run(self, request: Request, caller: Caller | None = None, **fields: bool) -> Caller:
+        caller = caller or Caller()
+        await self.pipeline.run("req-1", Incoming(request, **fields), caller)  # type: ignore[arg-type]
+        return caller
+
+    def request(self, *, stream: bool = True, **fields: object) -> Request:
+        return Request(endpoint=Endpoint.CHAT, model="gemma-4", prompt=Prompt(), stream=stream, **fields)  # type: ignore[arg-type]
