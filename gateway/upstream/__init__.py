@@ -1,1 +1,1 @@
-"""."""
+"""The backends' side: httpx's only home."""

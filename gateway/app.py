@@ -1,0 +1,285 @@
+"""The composition root: builds the concrete things, joins them, and runs them as one process.
+
+Nothing else constructs an adapter, and nothing here decides anything.
+"""
+
+import logging
+import os
+import signal
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from gateway import __version__
+from gateway.clock import SystemClock
+from gateway.core import admission
+from gateway.core.health import BackendStatus, HealthRules, State, hang_after_s, usable
+from gateway.core.values import Load
+from gateway.downstream.keys import KeyRing
+from gateway.downstream.listener import Listener, bind, url_of
+from gateway.downstream.routes import Applications, BodyLimits, Operators
+from gateway.downstream.wire import WireRules
+from gateway.pipeline import Pipeline
+from gateway.settings import Settings
+from gateway.store.memory import MemoryLedger
+from gateway.store.prefixes import MemoryPrefixIndex
+from gateway.telemetry import logs
+from gateway.telemetry.journal import Journal
+from gateway.telemetry.logs import RequestLog
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.recorder import Recorders
+from gateway.tokenizer import open_estimator
+from gateway.upstream.client import HttpxUpstream
+from gateway.upstream.probes import Prober
+
+log = logging.getLogger("gateway.process")
+
+_LOST = frozenset({State.HUNG, State.DOWN})
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A gateway that serves.
+
+    Attributes:
+        url: Base URL for applications.
+        admin_url: Base URL for operators, or None where the admin listener is off.
+        gateway: What serves it.
+    """
+
+    url: str
+    admin_url: str | None
+    gateway: "Gateway"
+
+
+class Gateway:
+    """One gateway process, joined. Secrets and files are read here, once."""
+
+    def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
+        """Build everything from a valid configuration.
+
+        Raises:
+            ConfigError: something it names is missing or unusable.
+        """
+        settings.require(environ)
+        self.settings = settings
+        self.clock = SystemClock()
+        self.policy = settings.policy()
+        self.ledger = MemoryLedger()
+        self.journal = Journal()
+        backends = self.policy.backends
+        keys = {name: settings.backend_key(name, environ) for name in backends}
+        secrets = {name: key for name, key in keys.items() if key is not None}
+        tls = {name: _verification(settings, name) for name in backends}
+        self.fleet = Prober(
+            backends,
+            _health_rules(settings),
+            self.clock,
+            secrets=secrets,
+            tls=tls,
+            hang_s={name: _hang_s(settings, name) for name in backends},
+            on_change=self._backend_changed,
+        )
+        self.upstream = HttpxUpstream(backends.values(), secrets=secrets, tls=tls)
+        self.estimator = open_estimator(settings.vocab)
+        self.metrics = Metrics(
+            backends=lambda: self.policy.backends,
+            loads=self.ledger.loads,
+            statuses=self.fleet.statuses,
+            drifts=lambda: self.pipeline.drifts(),
+        )
+        self.metrics.config_info.labels(self.policy.version).set(1)
+        self.pipeline = Pipeline(
+            policy=lambda: self.policy,
+            estimator=self.estimator,
+            ledger=self.ledger,
+            fleet=self.fleet,
+            upstream=self.upstream,
+            prefixes=MemoryPrefixIndex(),
+            recorder=Recorders((self.metrics, self.journal, RequestLog())),
+            clock=self.clock,
+        )
+        self.applications = Applications(
+            pipeline=self.pipeline,
+            policy=lambda: self.policy,
+            keys=KeyRing(settings.key_digests(environ) or {}),
+            rules=wire_rules(settings),
+            limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
+            readiness=self.readiness,
+            started_at=int(self.clock.wall()),
+        )
+        self.operators = Operators(
+            views={
+                "backends": self.backends_view,
+                "requests": self.journal.recent,
+                "policy": self.policy_view,
+            },
+            metrics=self.metrics.exposition,
+        )
+
+    def _backend_changed(self, backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
+        logs.backend_changed(backend_id, old, new)
+        self.metrics.backend_changed(backend_id, old, new)
+        if new.state is not old.state and new.state in _LOST:
+            self.pipeline.abandon(backend_id, new.reason)
+
+    def readiness(self) -> Mapping[str, bool]:
+        """Return what must hold for `/readyz`, each by its name."""
+        statuses = self.fleet.statuses().values()
+        return {"a_backend_is_up": any(usable(s) and s.state is not State.UNKNOWN for s in statuses)}
+
+    def policy_view(self) -> Mapping[str, Any]:
+        """Return the policy in force, for operators."""
+        return asdict(self.policy) | {"version": self.policy.version, "gateway": __version__}
+
+    def backends_view(self) -> Mapping[str, Any]:
+        """Return every backend as an operator wants to see it."""
+        now = self.clock.now()
+        pools = {
+            name: [pool.id for pool in self.policy.pools.values() if name in pool.backends]
+            for name in self.policy.backends
+        }
+        return {
+            name: {
+                "url": backend.url,
+                "profile": backend.profile,
+                "pools": pools[name],
+                "drain": backend.drain,
+                "in_flight": load.seqs,
+                "knee_seqs": admission.knee_seqs(backend.capacity, 0),
+                "knee_used": round(load.share / admission.WHOLE, 4),
+                "kv_blocks": load.kv_blocks,
+                "kv_blocks_planned": admission.blocks_planned(backend.capacity),
+                "context_tokens": backend.capacity.context_tokens,
+                **_status_view(status, now),
+            }
+            for name, backend in self.policy.backends.items()
+            for load in [self.ledger.loads().get(name, Load())]
+            for status in [self.fleet.statuses()[name]]
+        }
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Running]:
+        """Serve on the configured addresses while the block runs.
+
+        Raises:
+            ConfigError: an address cannot be bound.
+        """
+        listen = bind(*self.settings.listen)
+        admin = None if self.settings.admin is None else bind(*self.settings.admin)
+        self._listeners = [Listener(self.applications.asgi_app(), listen)]
+        if admin is not None:
+            self._listeners.append(Listener(self.operators.asgi_app(), admin))
+        running = Running(url_of(listen), None if admin is None else url_of(admin), self)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.fleet.run)
+            for listener in self._listeners:
+                tasks.start_soon(listener.run_until_stopped)
+                await listener.wait_started()
+            try:
+                yield running
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._stop(tasks)
+
+    async def _stop(self, tasks: TaskGroup) -> None:
+        for listener in self._listeners:
+            listener.cut()
+        tasks.cancel_scope.cancel()
+        await self.upstream.aclose()
+        self.estimator.close()
+
+
+async def serve(
+    settings: Settings, environ: Mapping[str, str] = os.environ, *, ready: Callable[[Running], None]
+) -> None:
+    """Run a gateway until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
+
+    Raises:
+        ConfigError: it cannot be built from these settings, or an address cannot be bound.
+    """
+    gateway = Gateway(settings, environ)
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with gateway.running() as running:
+            ready(running)
+            await anext(signals)
+            in_flight = gateway.applications.in_flight
+            log.info("draining: %d requests in flight; a second signal ends them", in_flight)
+            with anyio.move_on_after(settings.shutdown.drain_s):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(_cancel_on_next, signals, tasks)
+                    await gateway.applications.drain()
+                    tasks.cancel_scope.cancel()
+            if left := gateway.applications.in_flight:
+                log.warning("ending with %d requests in flight", left)
+    log.info("stopped")
+
+
+async def _cancel_on_next(signals: AsyncIterator[signal.Signals], tasks: TaskGroup) -> None:
+    await anext(signals)
+    tasks.cancel_scope.cancel()
+
+
+def _health_rules(settings: Settings) -> HealthRules:
+    section = settings.health
+    return HealthRules(
+        interval_s=section.interval_s,
+        probe_timeout_s=section.timeout_s,
+        failures_max=section.failures,
+        penalty_s=section.ejection_s,
+        penalty_max_s=section.ejection_max_s,
+        probation_successes=section.probation_successes,
+        hang_s=section.hang_s,
+    )
+
+
+def _hang_s(settings: Settings, backend_id: str) -> float:
+    profile = settings.profile(backend_id)
+    batched = profile.flags.max_num_batched_tokens
+    return hang_after_s(profile.perf, batched, profile.capacity.context_tokens, settings.health.hang_s)
+
+
+def wire_rules(settings: Settings) -> WireRules:
+    """Return what the configuration allows in a request body."""
+    section = settings.requests
+    return WireRules(
+        choices_max=section.max_choices,
+        remote_media=section.remote_media,
+        drop_fields=frozenset(section.drop_fields),
+        usage_in_streams=section.usage_in_streams,
+    )
+
+
+def _verification(settings: Settings, backend_id: str) -> ssl.SSLContext | bool:
+    tls = settings.tls(backend_id)
+    if not tls.verify:
+        log.warning("backend %s: its certificate is not verified", backend_id)
+        return False
+    return True if tls.ca_file is None else ssl.create_default_context(cafile=str(tls.ca_file))
+
+
+def _status_view(status: BackendStatus, now: float) -> Mapping[str, Any]:
+    engine = status.engine
+    return {
+        "state": status.state.value,
+        "for_s": round(now - status.since, 1),
+        "reason": status.reason,
+        "served_models": status.served_models,
+        "engine_version": status.version,
+        "restarts": status.restarts,
+        "last_error": status.last_error,
+        "engine": None
+        if engine is None
+        else {
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "kv_usage": round(engine.kv_usage, 4),
+            "preemptions": engine.preemptions,
+            "age_s": round(now - engine.at, 1),
+        },
+    }

@@ -1,0 +1,226 @@
+"""The `gemma-gateway` command. Exit status: 0 ok, 1 failure, 2 usage or configuration.
+
+Every command imports what it needs when it runs, so that `--help` and `version` stay quick and a
+gateway that serves never loads what only the demo needs.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
+
+import anyio
+import rich_click as click
+
+from gateway import __version__
+from gateway.core.errors import ConfigError, GatewayError
+
+if TYPE_CHECKING:
+    from gateway.app import Running
+
+T = TypeVar("T")
+CONFIG_ENV = "GEMMA_GATEWAY_CONFIG"
+USAGE = 2
+
+config_option = click.option(
+    "--config",
+    "-c",
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar=CONFIG_ENV,
+    required=True,
+    help="The configuration file.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def main() -> None:
+    """One OpenAI-compatible URL in front of a fleet of Gemma 4 servers.
+
+    New here? `gemma-gateway demo` shows everything on this machine, without a GPU.
+    """
+
+
+@main.command()
+@config_option
+@click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
+def serve(config: Path, log_level: str) -> None:
+    """Run the gateway until SIGTERM, then let what runs finish."""
+    from gateway import app, settings
+    from gateway.telemetry import logs
+
+    logs.set_up(log_level)
+
+    def ready(running: "Running") -> None:
+        click.echo(f"gemma-gateway {__version__} serves {running.url}/v1", err=True)
+        if running.admin_url:
+            click.echo(f"operators: {running.admin_url}/admin/backends", err=True)
+
+    loaded = _usable(lambda: settings.load(config))
+    for warning in loaded.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    _usable(lambda: _run(app.serve, loaded, os.environ, ready=ready))
+
+
+@main.command()
+@click.argument("config", type=click.Path(path_type=Path, dir_okay=False), envvar=CONFIG_ENV)
+@json_option
+def check(config: Path, as_json: bool) -> None:
+    """Say everything that is wrong or doubtful in a configuration file, with line and suggestion."""
+    from gateway import settings
+
+    report = settings.check(config)
+    if as_json:
+        found = {
+            "ok": report.ok,
+            "problems": [str(problem) for problem in report.problems],
+            "warnings": [str(warning) for warning in report.warnings],
+            "summary": list(report.summary),
+        }
+        click.echo(json.dumps(found, indent=2))
+    else:
+        for problem in report.problems:
+            click.echo(f"{click.style('error', fg='red')}: {problem}")
+        for warning in report.warnings:
+            click.echo(f"{click.style('warning', fg='yellow')}: {warning}")
+        for line in report.summary:
+            click.echo(line)
+        click.echo("ok" if report.ok else f"{len(report.problems)} problem(s)")
+    sys.exit(0 if report.ok else USAGE)
+
+
+@main.command()
+@config_option
+@click.argument("request_file", type=click.File("rb"), metavar="REQUEST.json")
+@click.option("--completions", is_flag=True, help="The request is one for /v1/completions.")
+@click.option("--key", help="Decide as if the caller had the API key of this name.")
+@click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="Add a request header.")
+@json_option
+def explain(
+    config: Path,
+    request_file: BinaryIO,
+    completions: bool,
+    key: str | None,
+    headers: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Show where a request would go, and why. Sends nothing. `-` reads the request from standard input.
+
+    The fleet is taken to be idle and healthy, as configured.
+    """
+    from gateway import explain as explaining
+    from gateway import settings
+
+    loaded = _usable(lambda: settings.load(config))
+    fields = dict(_header(header) for header in headers)
+    body = request_file.read()
+    try:
+        explanation = _usable(
+            lambda: _run(explaining.explain, loaded, body, completions=completions, key=key, headers=fields)
+        )
+    except GatewayError as error:
+        _fail(f"the gateway would answer {error.http_status} {error.code}: {error.message}")
+    if as_json:
+        click.echo(explanation.as_json())
+    else:
+        explaining.show(explanation)
+    sys.exit(0 if explanation.is_served else 1)
+
+
+@main.command()
+def schema() -> None:
+    """Print the JSON Schema of the configuration file, for editors."""
+    from gateway import settings
+
+    click.echo(json.dumps(settings.schema(), indent=2))
+
+
+@main.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(f"gemma-gateway {__version__}")
+
+
+@main.command()
+@click.argument("url", default="http://127.0.0.1:8080/readyz")
+def healthcheck(url: str) -> None:
+    """Exit 0 if URL answers 200: for containers and scripts, without curl."""
+    import httpx
+
+    try:
+        answer = httpx.get(url, timeout=3.0, trust_env=False)
+    except httpx.HTTPError as error:
+        _fail(f"{url}: {error}")
+    click.echo(answer.text.strip())
+    sys.exit(0 if answer.status_code == 200 else 1)
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--vocab", type=click.Path(path_type=Path, dir_okay=False), help="Count exactly, with this.")
+@json_option
+def tokens(file: Path, vocab: Path | None, as_json: bool) -> None:
+    """Count a text file: tokens, how they were counted, and how long that took."""
+    from dataclasses import asdict
+
+    from gateway import tokenizer
+
+    measured = _usable(lambda: tokenizer.measure(file, vocab))
+    if as_json:
+        click.echo(json.dumps(asdict(measured)))
+    else:
+        took = f"{measured.seconds * 1000:.1f} ms"
+        click.echo(f"{measured.tokens} tokens ({measured.mode.value}), {measured.bytes} bytes, {took}")
+
+
+@main.group()
+def vocab() -> None:
+    """Build the vocabulary that makes counts exact."""
+
+
+@vocab.command("build")
+@click.argument("tokenizer_json", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--out", "-o", required=True, type=click.Path(path_type=Path, dir_okay=False))
+def vocab_build(tokenizer_json: Path, out: Path) -> None:
+    """Convert the `tokenizer.json` that lies beside the weights you serve. Do it once."""
+    from gateway import tokenizer
+
+    built = _usable(lambda: tokenizer.build(tokenizer_json, out))
+    click.echo(f"{out}: {built.entries} entries, {built.bytes} bytes, {built.seconds:.1f} s")
+    click.echo(f"sha256 {built.sha256}")
+    click.echo(f"use it in the configuration: tokenizer: {{vocab: {out}}}")
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not colon or not name.strip():
+        raise click.BadParameter(f"{text!r} is not NAME:VALUE", param_hint="--header")
+    return name.strip().lower(), value.strip()
+
+
+def _usable(action: Callable[[], T]) -> T:
+    """Return what `action` returns; a configuration that cannot be used ends the command with status 2."""
+    try:
+        return action()
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            click.echo(f"{click.style('error', fg='red')}: {line}", err=True)
+        sys.exit(USAGE)
+
+
+def _run(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+    """Run a coroutine on uvloop where it is installed."""
+    return anyio.run(partial(function, *args, **kwargs), backend_options={"use_uvloop": _has_uvloop()})
+
+
+def _has_uvloop() -> bool:
+    return find_spec("uvloop") is not None
+
+
+def _fail(message: str) -> NoReturn:
+    click.echo(message, err=True)
+    sys.exit(1)

@@ -1,0 +1,28 @@
+"""Every failure in the one shape that OpenAI clients read: `{"error": {message, type, param, code}}`."""
+
+import msgspec
+
+from gateway.core.errors import Draining, GatewayError, Unauthorized
+from gateway.ports import Headers
+
+
+def envelope(error: GatewayError) -> bytes:
+    """Return the body of an error answer. `code` is always a string."""
+    fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    return msgspec.json.encode({"error": fields})
+
+
+def headers_of(error: GatewayError, body: bytes) -> Headers:
+    """Return the headers of an error answer, with those that steer a client's retries."""
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        *error.headers,
+    ]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(error.retry_after_s).encode()))
+    if isinstance(error, Unauthorized):
+        headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, Draining):
+        headers.append((b"connection", b"close"))
+    return headers

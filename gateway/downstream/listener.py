@@ -1,0 +1,93 @@
+"""Listening: an ASGI application on a socket. uvicorn's only home.
+
+uvicorn with httptools is the strictest of the servers that were tried against malformed requests
+(docs/decisions/0003-http-server.md). It neither installs signal handlers nor decides when to stop here:
+the process does, because it drains two listeners together.
+"""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import anyio
+import uvicorn
+from litestar.types import ASGIApp
+
+from gateway.core.errors import ConfigError
+
+KEEPALIVE_S = 75  # above the idle time after which common load balancers give a connection up
+BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to that address and not yet listening; port 0 picks a free one.
+
+    Raises:
+        ConfigError: it is taken, or is no address of this machine.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, proto)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """Return the base URL of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Listener(uvicorn.Server):
+    """One ASGI application on one socket."""
+
+    def __init__(self, app: ASGIApp, bound: socket.socket) -> None:
+        """Serve `app` on `bound`, once `run_until_stopped` is called."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEPALIVE_S,
+            )
+        )
+        self._bound = bound
+        self._accepting = anyio.Event()
+
+    async def run_until_stopped(self) -> None:
+        """Serve until `stop` or `cut`."""
+        await self.serve(sockets=[self._bound])
+
+    def stop(self) -> None:
+        """Close the listening socket, and end once the connections are idle."""
+        self.should_exit = True
+
+    def cut(self) -> None:
+        """End now; running requests are cancelled."""
+        self.config.timeout_graceful_shutdown = 0
+        self.force_exit = self.should_exit = True
+        for task in self.server_state.tasks:
+            task.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the process."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and let `wait_started` return."""
+        await super().startup(sockets=sockets)
+        self._accepting.set()
+
+    async def wait_started(self) -> None:
+        """Return once connections are accepted."""
+        await self._accepting.wait()

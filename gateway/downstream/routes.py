@@ -1,0 +1,258 @@
+"""The two HTTP surfaces: what applications call, and what operators look at."""
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import msgspec
+from litestar import Litestar, MediaType, Request, Response, asgi, get
+from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
+from litestar.types import Receive, Scope, Send
+
+from gateway.core.errors import Draining, GatewayError, InvalidRequest, ModelNotFound, RouteNotFound
+from gateway.core.values import Endpoint, Policy
+from gateway.downstream import wire
+from gateway.downstream.errors import envelope, headers_of
+from gateway.downstream.keys import KeyRing
+from gateway.downstream.relay import AsgiDownstream, CallerGone, read_body, run_for_caller, send_error
+from gateway.pipeline import Pipeline
+
+log = logging.getLogger("gateway.downstream")
+
+_FORWARDED = frozenset({b"traceparent", b"tracestate"})
+_SECRET = frozenset({"authorization", "cookie", "proxy-authorization"})
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The path exists, the method on it does not."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class InternalError(GatewayError):
+    """A fault of the gateway itself. The log has it; the caller learns nothing of its insides."""
+
+    code = "internal_error"
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """How large a request body may be, and how long it may take to arrive."""
+
+    bytes_max: int = 32 * 1024 * 1024
+    within_s: float = 60.0
+
+
+class Applications:
+    """What the routes for applications need; one per process."""
+
+    def __init__(
+        self,
+        *,
+        pipeline: Pipeline,
+        policy: Callable[[], Policy],
+        keys: KeyRing,
+        rules: wire.WireRules,
+        limits: BodyLimits,
+        readiness: Callable[[], Mapping[str, bool]],
+        started_at: int,
+    ) -> None:
+        """Serve applications with `pipeline`; `readiness` names what must hold for `/readyz`."""
+        self._pipeline = pipeline
+        self._policy = policy
+        self._keys = keys
+        self._rules = rules
+        self._limits = limits
+        self._readiness = readiness
+        self._started_at = started_at
+        self.is_draining = False
+        self.in_flight = 0
+        self._idle = anyio.Event()
+
+    async def drain(self) -> None:
+        """Refuse new work from now on, and return when everything that runs has ended."""
+        self.is_draining = True
+        if self.in_flight:
+            await self._idle.wait()
+
+    def asgi_app(self) -> Litestar:
+        """Return the application that listens to applications."""
+
+        @asgi(Endpoint.CHAT.value, copy_scope=True)
+        async def chat(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._generate(Endpoint.CHAT, scope, receive, send)
+
+        @asgi(Endpoint.COMPLETIONS.value, copy_scope=True)
+        async def completions(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._generate(Endpoint.COMPLETIONS, scope, receive, send)
+
+        @get("/v1/models", sync_to_thread=False)
+        def models(request: Request[Any, Any, Any]) -> dict[str, Any]:
+            self._keys.name_of(request.headers.get("authorization"))
+            return {"object": "list", "data": [self._card(name) for name in self._names()]}
+
+        @get("/v1/models/{name:path}", sync_to_thread=False)
+        def model(request: Request[Any, Any, Any], name: str) -> dict[str, Any]:
+            self._keys.name_of(request.headers.get("authorization"))
+            wanted = name.removeprefix("/")
+            if wanted not in self._names():
+                raise ModelNotFound(f"The model `{wanted}` does not exist.", param="model")
+            return self._card(wanted)
+
+        @asgi("/v1/embeddings", copy_scope=True)
+        async def embeddings(scope: Scope, receive: Receive, send: Send) -> None:
+            message = "This gateway serves Gemma 4 for text generation; it has no embeddings."
+            await send_error(RouteNotFound(message, code="no_embeddings"), AsgiDownstream(send))
+
+        @get("/readyz", sync_to_thread=False)
+        def readyz() -> Response[dict[str, Any]]:
+            checks = {**self._readiness(), "not_draining": not self.is_draining}
+            ready = all(checks.values())
+            return Response({"ready": ready, "checks": checks}, status_code=200 if ready else 503)
+
+        return Litestar(
+            [chat, completions, models, model, embeddings, livez, readyz],
+            openapi_config=None,
+            logging_config=None,
+            exception_handlers=EXCEPTION_HANDLERS,
+        )
+
+    async def _generate(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = f"req-{secrets.token_hex(16)}"
+        downstream = AsgiDownstream(send)
+        self.in_flight += 1
+        try:
+            await self._serve(request_id, endpoint, scope, receive, downstream)
+        except CallerGone:
+            pass
+        except GatewayError as error:
+            error.headers = error.headers or ((b"x-request-id", request_id.encode()),)
+            await send_error(error, downstream)
+        except Exception:
+            if downstream.is_started:  # the server drops the connection, which clients see as an error
+                raise
+            log.exception("request %s failed inside the gateway", request_id)
+            await send_error(_internal(request_id), downstream)
+        finally:
+            self.in_flight -= 1
+            if self.is_draining and not self.in_flight:
+                self._idle.set()
+
+    async def _serve(
+        self, request_id: str, endpoint: Endpoint, scope: Scope, receive: Receive, downstream: AsgiDownstream
+    ) -> None:
+        if scope.get("method") != "POST":
+            raise MethodNotAllowed("Use POST.")
+        if self.is_draining:
+            raise Draining("This gateway is shutting down. Please retry.", retry_after_s=1)
+        headers = _headers(scope)
+        key = self._keys.name_of(headers.get("authorization"))
+        body = await read_body(
+            scope, receive, bytes_max=self._limits.bytes_max, within_s=self._limits.within_s
+        )
+        incoming = wire.read(
+            endpoint,
+            body,
+            self._rules,
+            key=key,
+            headers={name: value for name, value in headers.items() if name not in _SECRET},
+            forwarded=[pair for pair in scope["headers"] if pair[0] in _FORWARDED],
+        )
+
+        async def work() -> None:
+            await self._pipeline.run(request_id, incoming, downstream)
+            await downstream.finish()
+
+        await run_for_caller(work, receive)
+
+    def _names(self) -> Sequence[str]:
+        models = self._policy().models
+        return [name for model in models for name in (model.id, *model.aliases, *model.reasoning_aliases)]
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._started_at, "owned_by": "gemma-gateway"}
+
+
+class Operators:
+    """The admin surface. Its own listener, never exposed by default."""
+
+    def __init__(
+        self, *, views: Mapping[str, Callable[[], Any]], metrics: Callable[[], tuple[bytes, str]]
+    ) -> None:
+        """Show each of `views` under `/admin/<name>` as JSON, and `metrics` (body, content type)."""
+        self._views = views
+        self._metrics = metrics
+
+    def asgi_app(self) -> Litestar:
+        """Return the application that listens to operators."""
+
+        @get("/metrics", sync_to_thread=False)
+        def metrics() -> Response[bytes]:
+            body, content_type = self._metrics()
+            return Response(body, media_type=content_type)
+
+        @get("/admin/{view:str}", sync_to_thread=False)
+        def admin(view: str) -> Response[bytes]:
+            if view not in self._views:
+                raise NotFoundException(f"known views: {', '.join(sorted(self._views))}")
+            body = msgspec.json.format(msgspec.json.encode(self._views[view]()), indent=2)
+            return Response(body, media_type=MediaType.JSON)
+
+        return Litestar(
+            [metrics, admin, livez],
+            openapi_config=None,
+            logging_config=None,
+            exception_handlers=EXCEPTION_HANDLERS,
+        )
+
+
+@get(["/livez", "/healthz"], sync_to_thread=False, media_type=MediaType.TEXT)
+def livez() -> str:
+    """Say that the process runs."""
+    return "ok"
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def _internal(request_id: str) -> GatewayError:
+    error = InternalError("The gateway failed. The request id helps to find out why.")
+    error.headers = ((b"x-request-id", request_id.encode()),)
+    return error
+
+
+def _render(error: GatewayError) -> Response[bytes]:
+    body = envelope(error)
+    headers = {name.decode(): value.decode() for name, value in headers_of(error, body)}
+    return Response(body, status_code=error.http_status, headers=headers, media_type=MediaType.JSON)
+
+
+def _gateway_error(_: Request[Any, Any, Any], error: GatewayError) -> Response[bytes]:
+    return _render(error)
+
+
+def _framework_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
+    if isinstance(error, NotFoundException):
+        return _render(RouteNotFound(f"There is nothing at {request.url.path}."))
+    if isinstance(error, MethodNotAllowedException):
+        return _render(MethodNotAllowed("This method is not allowed here."))
+    if error.status_code < 500:
+        return _render(InvalidRequest(error.detail or "The request is malformed."))
+    return _unexpected(request, error)
+
+
+def _unexpected(_: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    log.error("a request failed inside the gateway", exc_info=error)
+    return _render(InternalError("The gateway failed."))
+
+
+EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = {
+    GatewayError: _gateway_error,
+    HTTPException: _framework_error,
+    Exception: _unexpected,
+}

@@ -1,0 +1,129 @@
+"""Why a request would go where it would go: the gateway's own decision, without sending anything."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from gateway.app import wire_rules
+from gateway.core import classification, selection
+from gateway.core.errors import InvalidRequest, ModelNotFound
+from gateway.core.health import BackendStatus, State
+from gateway.core.selection import BackendView
+from gateway.core.values import Decision, Demand, Endpoint, Load
+from gateway.downstream import wire
+from gateway.settings import Settings
+from gateway.tokenizer import open_estimator
+
+
+@dataclass(frozen=True, slots=True)
+class ClassVerdict:
+    """One class of the model: whether it matched, and why or why not."""
+
+    name: str
+    matched: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A decision with what led to it."""
+
+    classes: tuple[ClassVerdict, ...]
+    decision: Decision
+    dropped: tuple[str, ...]
+
+    @property
+    def is_served(self) -> bool:
+        """Whether any backend could take the request."""
+        return bool(self.decision.ranked)
+
+    def as_json(self) -> str:
+        """Return everything as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+
+async def explain(
+    settings: Settings,
+    body: bytes,
+    *,
+    completions: bool = False,
+    key: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Explanation:
+    """Return the decision for a request body on an idle, healthy fleet.
+
+    Raises:
+        ConfigError: the vocabulary cannot be used.
+        CallerError: the gateway would refuse the request before looking at backends.
+    """
+    policy = settings.policy()
+    endpoint = Endpoint.COMPLETIONS if completions else Endpoint.CHAT
+    incoming = wire.read(endpoint, body, wire_rules(settings), key=key, headers=headers)
+    request = incoming.request
+    model = policy.model(request.model)
+    if model is None:
+        raise ModelNotFound(f"The model `{request.model}` does not exist.", param="model")
+    estimator = open_estimator(settings.vocab)
+    try:
+        estimate = await estimator.estimate(request.prompt, model.template, policy.window_tokens)
+    finally:
+        estimator.close()
+    matched = classification.classify(model, request, estimate)
+    if matched is None:
+        raise InvalidRequest(f"No class of model `{model.id}` takes this request.", code="no_class")
+    traffic_class, reason = matched
+    demand = Demand.of(request, estimate, classification.output_tokens(traffic_class, request))
+    idle = {
+        name: BackendView(backend=backend, load=Load(), status=BackendStatus(state=State.UP))
+        for name, backend in policy.backends.items()
+    }
+    decision = selection.decide(policy, model.id, traffic_class, reason, estimate, demand, idle)
+    verdicts = [
+        ClassVerdict(one.name, matched=True, why=reason)
+        if one is traffic_class
+        else ClassVerdict(
+            one.name,
+            matched=False,
+            why=classification.mismatch(model, one, request, estimate) or "would match, but stands below",
+        )
+        for one in model.classes
+    ]
+    return Explanation(tuple(verdicts), decision, tuple(incoming.dropped))
+
+
+def show(explanation: Explanation, console: Console | None = None) -> None:
+    """Print an explanation for a person."""
+    console = console or Console(highlight=False)
+    decision = explanation.decision
+    estimate, demand = decision.estimate, decision.demand
+    console.print(
+        f"[bold]{estimate.tokens}[/] prompt tokens ({estimate.mode.value}, at most {estimate.tokens_max}), "
+        f"{demand.total_tokens} with output"
+    )
+    if explanation.dropped:
+        console.print(f"dropped members: {', '.join(explanation.dropped)}")
+    for verdict in explanation.classes:
+        mark = "[green]✓[/]" if verdict.matched else "[dim]·[/]"
+        console.print(f"{mark} class {verdict.name}: {verdict.why}")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("", "backend", "pool", "score", "spare knee", "speed", "affinity", "why not"):
+        table.add_column(column)
+    for position, candidate in enumerate(decision.candidates, 1):
+        if candidate.excluded is not None:
+            cells = ("-", "", "", "", f"{candidate.excluded.value}: {candidate.detail}")
+            table.add_row("", candidate.backend, candidate.pool, *cells, style="dim")
+            continue
+        scores = [f"{candidate.scores[name]:.2f}" for name in ("spare_knee", "speed", "prefix_affinity")]
+        style = "green" if position == 1 else None
+        table.add_row(
+            str(position), candidate.backend, candidate.pool, f"{candidate.score:.2f}", *scores, style=style
+        )
+    console.print(table)
+    if explanation.is_served:
+        first = decision.ranked[0]
+        console.print(f"goes to [bold green]{first.backend}[/] (pool {first.pool})")
+    else:
+        console.print("[bold red]nowhere[/]: no backend of its class can take it")

@@ -1,0 +1,123 @@
+"""Log lines: one per request, one per change of the world. JSON for machines, short lines on a terminal.
+
+Never in a log: prompts, answers, keys, query strings.
+"""
+
+import json
+import logging
+import sys
+from typing import Any, TextIO
+
+from gateway.core.health import BackendStatus
+from gateway.core.usage import AttemptRecord, Ending, RequestRecord
+
+requests_log = logging.getLogger("gateway.requests")
+fleet_log = logging.getLogger("gateway.fleet")
+
+_LEVELS = {Ending.FAILED: logging.ERROR, Ending.BROKEN: logging.ERROR, Ending.SHED: logging.WARNING}
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", None) or {"message": record.getMessage()}
+        line: dict[str, Any] = {
+            "at": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "log": record.name,
+            **fields,
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+class _HumanFormatter(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+
+
+def set_up(level: str = "info", stream: TextIO | None = None) -> None:
+    """Send every log line to `stream` (standard error): JSON, or the human form on a terminal."""
+    stream = stream or sys.stderr
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_HumanFormatter() if stream.isatty() else _JsonFormatter())
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level.upper())
+    for noisy in ("httpx", "httpcore", "uvicorn.access", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+
+
+class RequestLog:
+    """`ports.Recorder` that writes a line per request."""
+
+    def attempt(self, record: AttemptRecord) -> None:
+        """See `ports.Recorder.attempt`. A failed one is worth a line even where another backend saved it."""
+        if record.outcome.is_fault:
+            fleet_log.warning(
+                "attempt on %s failed: %s",
+                record.backend,
+                record.detail,
+                extra={
+                    "fields": {"event": "attempt_failed", "backend": record.backend, "reason": record.detail}
+                },
+            )
+
+    def finished(self, record: RequestRecord) -> None:
+        """See `ports.Recorder.finished`."""
+        level = _LEVELS.get(record.ending, logging.INFO)
+        if requests_log.isEnabledFor(level):
+            fields = request_fields(record)
+            requests_log.log(level, "%s", _sentence(fields), extra={"fields": fields})
+
+
+def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
+    """Write a line when a backend's state changed."""
+    if new.state is old.state:
+        return
+    fields = {
+        "event": "backend_state",
+        "backend": backend_id,
+        "from": old.state,
+        "to": new.state,
+        "reason": new.reason,
+    }
+    level = logging.INFO if new.state.value in ("up", "probation") else logging.WARNING
+    fleet_log.log(
+        level, "%s: %s -> %s (%s)", backend_id, old.state, new.state, new.reason, extra={"fields": fields}
+    )
+
+
+def request_fields(record: RequestRecord) -> dict[str, Any]:
+    """Return the members of a request's log line; times in seconds, rounded to 0.1 ms."""
+    decision, usage, first = record.decision, record.usage, record.first_byte_at
+    fields: dict[str, Any] = {
+        "event": "request",
+        "id": record.id,
+        "ending": record.ending.value,
+        "status": record.status,
+        "code": record.error_code,
+        "model": record.model[:100],
+        "key": record.key,
+        "class": decision.traffic_class if decision else "",
+        "why": decision.class_reason if decision else "",
+        "pool": record.pool,
+        "backend": record.backend,
+        "attempts": len(record.attempts),
+        "estimate": decision.estimate.tokens if decision else None,
+        "prompt_tokens": usage.prompt_tokens if usage else None,
+        "output_tokens": usage.completion_tokens if usage else None,
+        "stream": record.stream,
+        "first_token_s": None if first is None else round(first - record.received_at, 4),
+        "total_s": round(record.ended_at - record.received_at, 4),
+    }
+    return {name: value for name, value in fields.items() if value not in (None, "")}
+
+
+def _sentence(fields: dict[str, Any]) -> str:
+    where = f"{fields.get('class', '-')} -> {fields.get('backend', '-')}"
+    first = f", first token {fields['first_token_s']:.2f} s" if "first_token_s" in fields else ""
+    tokens = f", {fields['estimate']} tokens" if "estimate" in fields else ""
+    error = f" {fields['code']}" if "code" in fields else ""
+    return f"{fields['status']}{error} {where}{tokens}{first}, {fields['total_s']:.2f} s, {fields['ending']}"

@@ -1,0 +1,230 @@
+"""The `gateway_*` metrics: our own stable names. docs/metrics.md lists them, and a test keeps it true.
+
+Labels are bounded by the configuration (backends, pools, classes, models) or by an enum; none holds
+anything a caller can choose.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.core import admission
+from gateway.core.drift import Drift
+from gateway.core.health import BackendStatus, State
+from gateway.core.usage import AttemptRecord, RequestRecord
+from gateway.core.values import Backend, Load
+
+# vLLM's own, up to and beyond the longest first token published (319 s).
+TTFT_BUCKETS_S = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)
+TPOT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+DURATION_BUCKETS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+OVERHEAD_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+PROMPT_BUCKETS = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
+ERROR_BUCKETS = (-0.5, -0.2, -0.1, -0.05, -0.02, -0.01, -0.001, 0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+
+
+class Metrics:
+    """Counts and measures. One registry per instance, so that tests and processes do not share one."""
+
+    def __init__(
+        self,
+        *,
+        backends: Callable[[], Mapping[str, Backend]],
+        loads: Callable[[], Mapping[str, Load]],
+        statuses: Callable[[], Mapping[str, BackendStatus]],
+        drifts: Callable[[], Mapping[str, Drift]],
+    ) -> None:
+        """Read gauges from these at scrape time, each per backend id."""
+        self.registry = CollectorRegistry(auto_describe=True)
+        registry = self.registry
+        self.requests = Counter(
+            "gateway_requests",
+            "Requests that ended, by how they ended.",
+            ("traffic_class", "pool", "backend", "ending", "code"),
+            registry=registry,
+        )
+        self.attempts = Counter(
+            "gateway_attempts", "Tries on a backend, by outcome.", ("backend", "outcome"), registry=registry
+        )
+        self.refusals = Counter(
+            "gateway_exclusions",
+            "Times a backend was left out of a decision, by reason.",
+            ("backend", "reason"),
+            registry=registry,
+        )
+        self.spills = Counter(
+            "gateway_spills",
+            "Requests served by a later pool of their class.",
+            ("traffic_class", "pool"),
+            registry=registry,
+        )
+        labels = ("traffic_class", "backend")
+        self.ttft = Histogram(
+            "gateway_time_to_first_token_seconds",
+            "From the request's arrival to its first token (whole answers: to their end).",
+            labels,
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.tpot = Histogram(
+            "gateway_time_per_output_token_seconds",
+            "Mean time per output token after the first, of streamed answers.",
+            labels,
+            buckets=TPOT_BUCKETS_S,
+            registry=registry,
+        )
+        self.duration = Histogram(
+            "gateway_request_duration_seconds",
+            "From arrival to the last byte.",
+            labels,
+            buckets=DURATION_BUCKETS_S,
+            registry=registry,
+        )
+        self.estimating = Histogram(
+            "gateway_estimate_seconds",
+            "Time taken to count a prompt.",
+            buckets=OVERHEAD_BUCKETS_S,
+            registry=registry,
+        )
+        self.prompt_tokens = Histogram(
+            "gateway_prompt_tokens",
+            "Estimated prompt length.",
+            ("traffic_class",),
+            buckets=PROMPT_BUCKETS,
+            registry=registry,
+        )
+        self.estimate_error = Histogram(
+            "gateway_estimate_error_ratio",
+            "(usage.prompt_tokens - estimate) / estimate.",
+            ("backend",),
+            buckets=ERROR_BUCKETS,
+            registry=registry,
+        )
+        self.tokens_in = Counter(
+            "gateway_input_tokens", "Prompt tokens as backends report them.", labels, registry=registry
+        )
+        self.tokens_out = Counter(
+            "gateway_output_tokens", "Generated tokens as backends report them.", labels, registry=registry
+        )
+        self.state_changes = Counter(
+            "gateway_backend_state_changes",
+            "Changes of a backend's state.",
+            ("backend", "state"),
+            registry=registry,
+        )
+        self.restarts = Counter(
+            "gateway_backend_restarts",
+            "Restarts of a backend's engine noticed.",
+            ("backend",),
+            registry=registry,
+        )
+        self.config_info = Gauge(
+            "gateway_config_info", "1 for the configuration in force.", ("version",), registry=registry
+        )
+        registry.register(_Fleet(backends, loads, statuses, drifts))
+
+    def attempt(self, record: AttemptRecord) -> None:
+        """See `ports.Recorder.attempt`."""
+        self.attempts.labels(record.backend, record.outcome.value).inc()
+
+    def finished(self, record: RequestRecord) -> None:
+        """See `ports.Recorder.finished`."""
+        decision = record.decision
+        name = decision.traffic_class if decision else ""
+        self.requests.labels(name, record.pool, record.backend, record.ending.value, record.error_code).inc()
+        if record.estimated_at is not None:
+            self.estimating.observe(record.estimated_at - record.received_at)
+        if decision is None:
+            return
+        self.prompt_tokens.labels(name).observe(decision.estimate.tokens)
+        for candidate in decision.candidates:
+            if candidate.excluded is not None:
+                self.refusals.labels(candidate.backend, candidate.excluded.value).inc()
+        if record.first_byte_at is not None:
+            self._served(record, name)
+
+    def _served(self, record: RequestRecord, name: str) -> None:
+        decision, first = record.decision, record.first_byte_at
+        assert decision is not None
+        assert first is not None
+        self.ttft.labels(name, record.backend).observe(first - record.received_at)
+        self.duration.labels(name, record.backend).observe(record.ended_at - record.received_at)
+        if record.is_spill:
+            self.spills.labels(name, record.pool).inc()
+        if record.usage is None:
+            return
+        self.tokens_in.labels(name, record.backend).inc(record.usage.prompt_tokens)
+        self.tokens_out.labels(name, record.backend).inc(record.usage.completion_tokens)
+        if record.stream and record.tpot_s is not None:
+            self.tpot.labels(name, record.backend).observe(record.tpot_s)
+        if decision.estimate.tokens > 0:
+            error = (record.usage.prompt_tokens - decision.estimate.tokens) / decision.estimate.tokens
+            self.estimate_error.labels(record.backend).observe(error)
+
+    def backend_changed(self, backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
+        """Note that a backend's status changed."""
+        if new.state is not old.state:
+            self.state_changes.labels(backend_id, new.state.value).inc()
+        if new.restarts > old.restarts:
+            self.restarts.labels(backend_id).inc(new.restarts - old.restarts)
+
+    def exposition(self) -> tuple[bytes, str]:
+        """Return the page for Prometheus and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+
+class _Fleet(Collector):
+    """Gauges that are read, not kept: what is in flight, and what the engines say."""
+
+    def __init__(
+        self,
+        backends: Callable[[], Mapping[str, Backend]],
+        loads: Callable[[], Mapping[str, Load]],
+        statuses: Callable[[], Mapping[str, BackendStatus]],
+        drifts: Callable[[], Mapping[str, Drift]],
+    ) -> None:
+        self._backends, self._loads, self._statuses, self._drifts = backends, loads, statuses, drifts
+
+    def collect(self) -> Iterator[Metric]:
+        loads, statuses, drifts = self._loads(), self._statuses(), self._drifts()
+        gauges = {
+            name: GaugeMetricFamily(name, text, labels=["backend"])
+            for name, text in {
+                "gateway_in_flight": "Sequences this gateway has on a backend.",
+                "gateway_knee_seqs": "The backend's knee for short prompts: the ceiling of in flight.",
+                "gateway_knee_used_ratio": "Share of the knee in use, prompt lengths considered.",
+                "gateway_kv_blocks": "KV blocks reserved by what is in flight.",
+                "gateway_engine_running": "Sequences the engine says it runs.",
+                "gateway_engine_waiting": "Sequences the engine says it queues.",
+                "gateway_engine_kv_usage_ratio": "Share of KV blocks the engine says it uses.",
+                "gateway_estimate_drift_tokens": "Median of usage.prompt_tokens - estimate, last answers.",
+                "gateway_estimate_drifted": "1 when that drift lasts: wrong vocabulary, template or budget.",
+            }.items()
+        }
+        states = GaugeMetricFamily(
+            "gateway_backend_state", "1 for the state a backend is in.", labels=["backend", "state"]
+        )
+        for name, backend in self._backends().items():
+            load, status = loads.get(name, Load()), statuses.get(name, BackendStatus())
+            values: dict[str, float] = {
+                "gateway_in_flight": load.seqs,
+                "gateway_knee_seqs": backend.capacity.knee[0].seqs,
+                "gateway_knee_used_ratio": load.share / admission.WHOLE,
+                "gateway_kv_blocks": load.kv_blocks,
+            }
+            if status.engine is not None:
+                values["gateway_engine_running"] = status.engine.running
+                values["gateway_engine_waiting"] = status.engine.waiting
+                values["gateway_engine_kv_usage_ratio"] = status.engine.kv_usage
+            if name in drifts:
+                values["gateway_estimate_drift_tokens"] = drifts[name].median_tokens
+                values["gateway_estimate_drifted"] = drifts[name].drifted or drifts[name].image_drifted
+            for metric, value in values.items():
+                gauges[metric].add_metric([name], float(value))
+            for state in State:
+                states.add_metric([name, state.value], float(state is status.state))
+        yield from gauges.values()
+        yield states

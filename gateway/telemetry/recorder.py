@@ -1,0 +1,24 @@
+"""Hands every record to everybody who keeps one."""
+
+from collections.abc import Sequence
+
+from gateway.core.usage import AttemptRecord, RequestRecord
+from gateway.ports import Recorder
+
+
+class Recorders:
+    """`ports.Recorder` that passes records on, in order."""
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        """Pass records on to these."""
+        self._recorders = tuple(recorders)
+
+    def attempt(self, record: AttemptRecord) -> None:
+        """See `ports.Recorder.attempt`."""
+        for recorder in self._recorders:
+            recorder.attempt(record)
+
+    def finished(self, record: RequestRecord) -> None:
+        """See `ports.Recorder.finished`."""
+        for recorder in self._recorders:
+            recorder.finished(record)
