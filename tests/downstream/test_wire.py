@@ -1,0 +1,277 @@
+"""What is read of a request body, and that everything else travels on as it was sent."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.core.errors import InvalidRequest
+from gateway.core.values import Endpoint, Prompt, Turn
+from gateway.downstream.wire import WireRequest, WireRules, read
+
+RULES = WireRules(choices_max=4, drop_fields=frozenset({"priority", "chat_template"}))
+PIXEL = "data:image/png;base64,iVBORw0KGgo="
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(
+        {"model": "gemma-4", "messages": [{"role": "user", "content": "hi"}], **fields}
+    ).encode()
+
+
+def chat(rules: WireRules = RULES, **fields: Any) -> WireRequest:
+    return read(Endpoint.CHAT, body(**fields), rules)
+
+
+def message(content: object, **fields: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": content, **fields}]
+
+
+# ---------------------------------------------------------------- reading
+
+
+def test_a_plain_chat() -> None:
+    request = chat().request
+
+    assert request.model == "gemma-4"
+    assert request.prompt == Prompt(turns=(Turn("user", ("hi",)),))
+    assert (request.stream, request.max_tokens, request.seqs, request.reasoning) == (False, None, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "attribute", "value"),
+    [
+        ({"stream": True}, "stream", True),
+        ({"stream": None}, "stream", False),
+        ({"max_tokens": 7}, "max_tokens", 7),
+        ({"max_completion_tokens": 9, "max_tokens": 7}, "max_tokens", 9),
+        ({"max_tokens": None}, "max_tokens", None),
+        ({"n": 3}, "seqs", 3),
+        ({"reasoning_effort": "low"}, "reasoning", True),
+        ({"reasoning_effort": "none"}, "reasoning", False),
+        ({"reasoning_effort": None}, "reasoning", False),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "reasoning", True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "reasoning", False),
+        ({"tools": [{"type": "function"}, {"type": "function"}]}, "tools", 2),
+        ({"stream": True, "stream_options": {"include_usage": True}}, "include_usage", True),
+    ],
+)
+def test_what_routing_needs(fields: dict[str, object], attribute: str, value: object) -> None:
+    assert getattr(chat(**fields).request, attribute) == value
+
+
+@pytest.mark.parametrize(
+    ("content", "turn"),
+    [
+        pytest.param("hi", Turn("user", ("hi",)), id="string"),
+        pytest.param(None, Turn("user", ()), id="null"),
+        pytest.param([], Turn("user", ()), id="no-parts"),
+        pytest.param(
+            [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            Turn("user", ("a", "b")),
+            id="parts",
+        ),
+        pytest.param(["a"], Turn("user", ("a",)), id="bare-string-part"),
+        pytest.param(
+            [{"type": "image_url", "image_url": {"url": PIXEL}}], Turn("user", (), images=1), id="image"
+        ),
+        pytest.param(
+            [{"type": "image_url", "image_url": PIXEL}], Turn("user", (), images=1), id="image-string"
+        ),
+        pytest.param(
+            [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}],
+            Turn("user", (), audios=1),
+            id="audio",
+        ),
+        pytest.param([{"type": "something_new", "x": 1}], Turn("user", ()), id="unknown-part"),
+    ],
+)
+def test_content_in_all_its_forms(content: object, turn: Turn) -> None:
+    assert chat(messages=message(content)).request.prompt.turns == (turn,)
+
+
+def test_tool_calls_in_history_are_counted() -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
+    turns = chat(messages=[{"role": "assistant", "content": None, "tool_calls": calls}]).request.prompt.turns
+
+    assert turns == (Turn("assistant", (), tool_calls=(("f", '{"a": 1}'),)),)
+
+
+def test_a_requests_own_image_budget_is_honoured() -> None:
+    fields = {"mm_processor_kwargs": {"max_soft_tokens": 1120}}
+
+    assert chat(**fields).request.prompt.image_budget == 1120
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected", "seqs"),
+    [
+        ("Name a river.", Prompt(raw_texts=("Name a river.",)), 1),
+        (["a", "bcd"], Prompt(raw_texts=("a", "bcd")), 2),
+        ([1, 2, 3], Prompt(raw_tokens=3), 1),
+        ([[1, 2], [1, 2, 3]], Prompt(raw_tokens=3), 2),
+    ],
+    ids=["text", "texts", "ids", "lists-of-ids"],
+)
+def test_completions_in_all_their_forms(prompt: object, expected: Prompt, seqs: int) -> None:
+    request = read(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode(), RULES).request
+
+    assert request.prompt == expected
+    assert (request.seqs, request.choices) == (seqs, seqs)
+
+
+# ---------------------------------------------------------------- refusing
+
+
+@pytest.mark.parametrize(
+    ("raw", "code", "param"),
+    [
+        pytest.param(b"", "invalid_json", None, id="empty"),
+        pytest.param(b'{"model":', "invalid_json", None, id="cut"),
+        pytest.param(body() + b"x", "invalid_json", None, id="bytes-after-the-object"),
+        pytest.param(b"[1]", "invalid_request", None, id="not-an-object"),
+        pytest.param(b"[" * 200_000, "invalid_request", None, id="nested-without-end"),
+        pytest.param(b'{"model":"m","messages":' + b"[" * 200_000, "invalid_json", None, id="nested-inside"),
+        pytest.param(b'{"model":"\xff","messages":[]}', "invalid_json", "model", id="not-utf-8"),
+        pytest.param(
+            b'{"messages":[{"role":"user","content":"x"}]}', "invalid_request", "model", id="no-model"
+        ),
+        pytest.param(body(model=3), "invalid_request", "model", id="model-number"),
+        pytest.param(body(model=""), "invalid_request", "model", id="model-empty"),
+        pytest.param(b'{"model":"m"}', "invalid_request", "messages", id="no-messages"),
+        pytest.param(body(messages=[]), "invalid_request", "messages", id="empty-messages"),
+        pytest.param(body(messages="hi"), "invalid_request", "messages", id="messages-string"),
+        pytest.param(body(messages=["hi"]), "invalid_request", "messages.0", id="message-string"),
+        pytest.param(body(messages=[{"content": "x"}]), "invalid_request", "messages.0.role", id="no-role"),
+        pytest.param(body(messages=message(3)), "invalid_request", "messages.0.content", id="content-number"),
+        pytest.param(body(stream="yes"), "invalid_request", "stream", id="stream-string"),
+        pytest.param(body(max_tokens=0), "invalid_request", "max_tokens", id="no-tokens"),
+        pytest.param(body(max_tokens=-1), "invalid_request", "max_tokens", id="negative-tokens"),
+        pytest.param(body(max_tokens=1.5), "invalid_request", "max_tokens", id="half-a-token"),
+        pytest.param(body(max_tokens=True), "invalid_request", "max_tokens", id="tokens-true"),
+        pytest.param(body(n=0), "invalid_request", "n", id="no-choices"),
+        pytest.param(body(n=5), "too_many_choices", "n", id="too-many-choices"),
+        pytest.param(
+            body(messages=message([{"type": "image_url", "image_url": {"url": "http://10.0.0.1/x.png"}}])),
+            "remote_media_not_allowed",
+            "messages.0.content.0",
+            id="an-address-for-the-backend-to-fetch",
+        ),
+        pytest.param(
+            body(messages=message([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}])),
+            "remote_media_not_allowed",
+            "messages.0.content.0",
+            id="a-file-for-the-backend-to-read",
+        ),
+        pytest.param(
+            body(messages=message([{"type": "video_url", "video_url": {"url": PIXEL}}])),
+            "unsupported_content",
+            "messages.0.content.0",
+            id="video",
+        ),
+    ],
+)
+def test_a_bad_body_says_what_is_wrong_with_it(raw: bytes, code: str, param: str | None) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(Endpoint.CHAT, raw, RULES)
+
+    assert (caught.value.code, caught.value.param) == (code, param)
+
+
+@pytest.mark.parametrize("prompt", [None, [], 3, [1, "a"], {"a": 1}, [[]] * 9])
+def test_a_bad_prompt(prompt: object) -> None:
+    with pytest.raises(InvalidRequest):
+        read(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode(), RULES)
+
+
+def test_remote_media_may_be_allowed() -> None:
+    rules = WireRules(remote_media=True)
+    parts = [{"type": "image_url", "image_url": {"url": "https://example.org/x.png"}}]
+
+    assert chat(rules, messages=message(parts)).request.images == 1
+
+
+# ---------------------------------------------------------------- forwarding
+
+
+def test_every_member_the_gateway_does_not_own_travels_byte_for_byte() -> None:
+    raw = (
+        b'{ "top_k": 64.0, "model":"gemma-4","seed":12345678901234567890,"temperature" : 1e-1,'
+        b'"logit_bias": {"48": 100},"x_new":{"a":[1, 2 ,"\\u00e9\\ud83d\\ude00"]},'
+        b'"messages":[{"role":"user", "content":"caf\\u00e9 \xc3\xa9","name":null}],"stop":null }'
+    )
+
+    sent = read(Endpoint.CHAT, raw, RULES).body_for("gemma-4-31b-it")
+
+    assert sent == (
+        b'{"model":"gemma-4-31b-it","top_k":64.0,"seed":12345678901234567890,"temperature":1e-1,'
+        b'"logit_bias":{"48": 100},"x_new":{"a":[1, 2 ,"\\u00e9\\ud83d\\ude00"]},'
+        b'"messages":[{"role":"user", "content":"caf\\u00e9 \xc3\xa9","name":null}],"stop":null}'
+    )
+
+
+def test_a_duplicate_member_means_the_same_here_and_there() -> None:
+    raw = b'{"model":"a","messages":[{"role":"user","content":"x"}],"model":"b"}'
+    incoming = read(Endpoint.CHAT, raw, RULES)
+
+    assert incoming.request.model == "b"
+    assert incoming.body_for("s") == b'{"model":"s","messages":[{"role":"user","content":"x"}]}'
+
+
+def test_members_that_reach_into_the_engine_stay_here() -> None:
+    incoming = chat(priority=-5, chat_template="{{ x }}", top_k=3)
+
+    assert incoming.dropped == ("chat_template", "priority")
+    assert set(json.loads(incoming.body_for("s"))) == {"model", "messages", "top_k"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rules", "options"),
+    [
+        pytest.param({}, RULES, None, id="not-streamed"),
+        pytest.param({"stream": True}, RULES, {"include_usage": True}, id="asked-for-on-our-account"),
+        pytest.param(
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            RULES,
+            {"continuous_usage_stats": True, "include_usage": True},
+            id="beside-other-options",
+        ),
+        pytest.param(
+            {"stream": True, "stream_options": {"include_usage": True}},
+            RULES,
+            {"include_usage": True},
+            id="the-caller-asked",
+        ),
+        pytest.param({"stream": True}, WireRules(usage_in_streams=False), None, id="switched-off"),
+    ],
+)
+def test_the_usage_event_is_asked_for(
+    fields: dict[str, object], rules: WireRules, options: dict[str, object] | None
+) -> None:
+    incoming = chat(rules, **fields)
+
+    assert json.loads(incoming.body_for("s")).get("stream_options") == options
+    asked_by_caller = incoming.request.include_usage
+    assert incoming.usage_injected is (options is not None and not asked_by_caller)
+
+
+# ---------------------------------------------------------------- affinity
+
+
+def test_a_conversation_shares_its_prefixes_with_its_next_turn() -> None:
+    first = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+    after = [*first, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+
+    short, long = chat(messages=first).request.prefixes, chat(messages=after).request.prefixes
+
+    assert [key for key, _ in short] == [key for key, _ in long[:2]]
+    assert len(long) == 4
+    assert [share for _, share in long] == sorted(share for _, share in long)
+    assert long[-1][1] == 1.0
+
+
+def test_other_conversations_share_nothing() -> None:
+    one = chat(messages=[{"role": "user", "content": "a"}]).request.prefixes
+    other = chat(messages=[{"role": "user", "content": "b"}]).request.prefixes
+
+    assert one[0][0] != other[0][0]
