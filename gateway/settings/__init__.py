@@ -1,0 +1,27 @@
+"""The configuration: one YAML file in, validated settings and a policy out.
+
+`load` for serving, `check` for people, `schema` for editors. Everything below `app.py` sees the policy,
+never this package. The sections and keys are in document.py; docs/configuration.md explains them.
+"""
+
+from gateway.settings.document import Document, HealthSection, RequestsSection, ShutdownSection
+from gateway.settings.fields import Address
+from gateway.settings.loading import CheckReport, check, load
+from gateway.settings.problems import Problem
+from gateway.settings.resolved import BackendTls, Settings
+from gateway.settings.schema import schema
+
+__all__ = [
+    "load",
+    "check",
+    "schema",
+    "Settings",
+    "CheckReport",
+    "Problem",
+    "Address",
+    "BackendTls",
+    "Document",
+    "RequestsSection",
+    "HealthSection",
+    "ShutdownSection",
+]

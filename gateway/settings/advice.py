@@ -1,0 +1,235 @@
+"""Warnings: what is legal in a configuration and probably not meant."""
+
+import ipaddress
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from gateway.core.values import Backend, Capacity, ModelPolicy, Policy, TrafficClass
+from gateway.settings.problems import Problem
+from gateway.settings.reach import Reach, reach
+from gateway.settings.resolved import Settings
+from gateway.settings.yaml_tree import Path
+
+
+def warnings(settings: Settings) -> tuple[Problem, ...]:
+    """Return every warning about a valid configuration, in the order of the file."""
+    policy = settings.policy()
+    found = [*_models(policy), *_unused(settings, policy), *_backends(settings, policy), *_exposure(settings)]
+    return tuple(sorted(settings.problem(warning.path, warning.message) for warning in found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Warning:
+    path: Path
+    message: str
+
+
+# ------------------------------------------------------------------ classes
+
+
+def _models(policy: Policy) -> Iterator[_Warning]:
+    reachable = {name for pool in policy.pools.values() for name in pool.backends}
+    fleet = [backend for name, backend in policy.backends.items() if name in reachable]
+    for model in policy.models:
+        earlier: list[tuple[str, Reach]] = []
+        for index, one in enumerate(model.classes):
+            path: Path = ("models", model.id, "classes", index)
+            yield from (_Warning(path, text) for text in _class(one, earlier, policy, fleet))
+            earlier.append((one.name, reach(one.when)))
+        yield from _remainder(model)
+
+
+def _class(
+    one: TrafficClass, earlier: Sequence[tuple[str, Reach]], policy: Policy, fleet: Sequence[Backend]
+) -> Iterator[str]:
+    admits = reach(one.when)
+    if admits.is_empty:
+        yield f"class {one.name} never matches: its conditions exclude each other"
+        return
+    for name, taken in earlier:
+        if admits.within(taken):
+            yield f"class {one.name} is never reached: everything it admits already matches class {name}"
+            return
+    for _, taken in earlier:
+        admits = admits.without(taken)
+    backends = _backends_of(one, policy)
+    yield from _window(one, admits, backends, fleet)
+    yield from _modality(one, admits, backends, fleet)
+
+
+def _window(
+    one: TrafficClass, admits: Reach, backends: Sequence[Backend], fleet: Sequence[Backend]
+) -> Iterator[str]:
+    largest = max(backends, key=_context)
+    widest = max((one for one in fleet if _able(one, admits)), key=_context, default=largest)
+    held, most = _context(largest), _context(widest)
+    if one.output_reserve_tokens >= held:
+        yield (
+            f"class {one.name} reserves {one.output_reserve_tokens:,} tokens of output; "
+            f"its largest backend ({largest.id}) holds {held:,} in all"
+        )
+    lowest = max(admits.counts["total_tokens"].low, admits.counts["prompt_tokens"].low)
+    if lowest > most:
+        yield (
+            f"class {one.name} begins at {lowest:,} tokens, above every window of the fleet "
+            f"({widest.id} holds {most:,}): its requests are all refused with context_length_exceeded"
+        )
+        return
+    upper = _upper_tokens(admits)
+    if held < most and (upper is None or upper > held):
+        yield (
+            f"class {one.name} admits {_lengths(admits)}; its largest backend ({largest.id}) holds "
+            f"{held:,} tokens: longer ones are refused with context_length_exceeded, "
+            f"though {widest.id} holds {most:,}"
+        )
+
+
+def _modality(
+    one: TrafficClass, admits: Reach, backends: Sequence[Backend], fleet: Sequence[Backend]
+) -> Iterator[str]:
+    elsewhere: list[str] = []
+    for dimension, noun in (("images", "images"), ("audios", "audio")):
+        if admits.counts[dimension].high == 0 or _takes(backends, dimension):
+            continue
+        if _takes(fleet, dimension):
+            elsewhere.append(noun)
+        elif admits.counts[dimension].low > 0:
+            yield f"class {one.name} is for {noun}, which no backend takes: its requests are all refused"
+    if elsewhere:
+        yield (
+            f"class {one.name} admits {' and '.join(elsewhere)}, which none of its backends "
+            f"({', '.join(backend.id for backend in backends)}) takes: such requests are refused"
+        )
+
+
+def _remainder(model: ModelPolicy) -> Iterator[_Warning]:
+    last = model.classes[-1]
+    if not any(reach(one.when).is_everything for one in model.classes):
+        yield _Warning(
+            ("models", model.id, "classes", len(model.classes) - 1),
+            f"requests that match no class of {model.id} are refused; "
+            f"a last class without `when` would take them (the last is {last.name})",
+        )
+
+
+def _backends_of(one: TrafficClass, policy: Policy) -> list[Backend]:
+    names = dict.fromkeys(name for pool in one.pools for name in policy.pools[pool].backends)
+    return [policy.backends[name] for name in names]
+
+
+def _able(backend: Backend, admits: Reach) -> bool:
+    """Return whether a backend takes the images and audio that every request of a class has."""
+    return all(admits.counts[name].low == 0 or _takes([backend], name) for name in ("images", "audios"))
+
+
+def _takes(backends: Iterable[Backend], dimension: str) -> bool:
+    return any(getattr(backend.modalities, f"{dimension}_max") != 0 for backend in backends)
+
+
+def _upper_tokens(admits: Reach) -> int | None:
+    total, prompt, output = (
+        admits.counts[name].high for name in ("total_tokens", "prompt_tokens", "max_tokens")
+    )
+    together = None if prompt is None or output is None else prompt + output
+    return min((end for end in (total, together) if end is not None), default=None)
+
+
+def _lengths(admits: Reach) -> str:
+    upper, prompt = _upper_tokens(admits), admits.counts["prompt_tokens"].high
+    if upper is not None:
+        return f"requests of up to {upper:,} tokens"
+    if prompt is not None:
+        return f"prompts of up to {prompt:,} tokens with any max_tokens"
+    return "prompts of any length"
+
+
+def _context(backend: Backend) -> int:
+    """Return the longest request a backend can hold, by its window and by its KV pool."""
+    return min(backend.capacity.context_tokens, kv_tokens(backend.capacity))
+
+
+def kv_tokens(capacity: Capacity) -> int:
+    """Return the longest single request that the KV budget holds, at most the window."""
+    low, high = 0, capacity.context_tokens
+    if capacity.kv is None or capacity.kv_blocks is None:
+        return high
+    budget = int(capacity.kv_blocks * capacity.kv_budget)
+    while low < high:  # blocks() never falls, so halving finds the edge
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if capacity.kv.blocks(middle) <= budget else (low, middle - 1)
+    return low
+
+
+# ------------------------------------------------------------------ backends and the rest
+
+
+def _unused(settings: Settings, policy: Policy) -> Iterator[_Warning]:
+    in_pools = {name for pool in policy.pools.values() for name in pool.backends}
+    in_classes = {pool for model in policy.models for one in model.classes for pool in one.pools}
+    in_backends = {backend.profile for backend in policy.backends.values()}
+    for name in policy.backends.keys() - in_pools:
+        yield _Warning(("backends", name), f"backend {name} is in no pool: nothing is ever sent to it")
+    for name in policy.pools.keys() - in_classes:
+        yield _Warning(("pools", name), f"pool {name} is in no class: nothing is ever sent to it")
+    for name in settings.document.profiles.keys() - in_backends:
+        yield _Warning(("profiles", name), f"profile {name} is used by no backend")
+
+
+def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
+    for name, backend in policy.backends.items():
+        path: Path = ("backends", name)
+        section = settings.document.backends[name]
+        url = urlsplit(backend.url)
+        if url.scheme == "http":
+            if not _is_private(url.hostname or ""):
+                with_key = section.api_key_env or section.api_key_file
+                what = "prompts and its API key" if with_key else "prompts"
+                message = (
+                    f"backend {name} is reached over plain http outside this network: {what} travel in clear"
+                )
+                yield _Warning((*path, "url"), message)
+            if "tls" in section.model_fields_set:
+                yield _Warning((*path, "tls"), f"backend {name} has an http URL: tls changes nothing")
+        elif not section.tls.verify:
+            yield _Warning((*path, "tls", "verify"), f"backend {name}: its certificate is not checked")
+        fits = kv_tokens(backend.capacity)
+        if fits < backend.capacity.context_tokens:
+            yield _Warning(
+                path,
+                f"backend {name}: its KV budget holds a request of {fits:,} tokens, "
+                f"its window is {backend.capacity.context_tokens:,}: longer ones are refused",
+            )
+    for name, pool in policy.pools.items():
+        timeouts = pool.timeouts
+        if timeouts.total_s < max(timeouts.first_byte_s, timeouts.idle_s):
+            own = settings.document.pools[name].timeouts.model_fields_set
+            message = f"pool {name}: total_s ends an attempt before first_byte_s or idle_s can"
+            yield _Warning(("pools", name) if own else ("timeouts",), message)
+
+
+def _exposure(settings: Settings) -> Iterator[_Warning]:
+    if settings.document.keys is None and not _is_loopback(settings.listen.host):
+        message = "no `keys`, and not only this machine can connect: everyone who can reach it may use it"
+        yield _Warning(("listen",), message)
+    if settings.admin is not None and not _is_loopback(settings.admin.host):
+        message = "the admin address is not a loopback one: everyone who can reach it sees status and metrics"
+        yield _Warning(("admin",), message)
+
+
+_LOCAL_ENDINGS = (".local", ".localhost", ".internal", ".lan", ".home.arpa", ".svc", ".cluster.local")
+
+
+def _is_private(host: str) -> bool:
+    """Return whether a host is plainly inside: a private address, a name without dots, a local domain."""
+    try:
+        return not ipaddress.ip_address(host).is_global
+    except ValueError:
+        return "." not in host or host.endswith(_LOCAL_ENDINGS)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

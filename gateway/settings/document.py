@@ -1,0 +1,429 @@
+"""The configuration file as it is written: one model per section, one documented field per key.
+
+The docstring under a field is its documentation everywhere: in the JSON Schema that editors read, in
+docs/configuration.md and in `missing` errors. Defaults are those of the core wherever the core has one.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+from gateway.core.values import RetryPolicy, TemplateCosts, Timeouts, TrafficClass, Weights
+from gateway.settings.fields import (
+    AddressText,
+    Attempts,
+    BaseUrl,
+    Comparisons,
+    Count,
+    CountComparisons,
+    HeaderValues,
+    KneeCurve,
+    Names,
+    OptionalAddress,
+    Positive,
+    Seconds,
+    Section,
+    Sha256,
+    Share,
+    ShortForm,
+    Slug,
+    Text,
+    Weight,
+)
+from gateway.settings.site_profiles import SiteProfileSection
+
+_TIMEOUTS = Timeouts()
+_WEIGHTS = Weights()
+_COSTS = TemplateCosts()
+_CLASS = TrafficClass(name="", pools=())
+
+# ------------------------------------------------------------------ counting
+
+
+def _tokenizer(written: Any) -> Any:
+    if written == "approximate":
+        return {"vocab": None}
+    if isinstance(written, dict) and (not written or ("vocab" in written and not written["vocab"])):
+        raise ValueError("name the vocabulary file: {vocab: gemma4.tiktoken}")
+    if isinstance(written, dict):
+        return written
+    raise ValueError("write approximate, or {vocab: gemma4.tiktoken}: there is no silent default")
+
+
+class TokenizerSection(Section):
+    """How prompts are counted. `approximate` in place of this section: by class counts, with a band."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["vocab"]})
+
+    vocab: Text | None = None
+    """The site's own vocabulary, built by `gemma-gateway vocab build`; relative to this file. Exact."""
+
+
+# ------------------------------------------------------------------ backends
+
+
+class LimitsSection(Section):
+    """A backend's own figures, in place of its profile's."""
+
+    knee_seqs: KneeCurve | None = None
+    """Requests at once: one number, or a curve as [{prompt_tokens: "<= 2000", seqs: 64}, {seqs: 12}]."""
+
+    context_tokens: Positive | None = None
+    """Prompt plus output of one request: the engine's `--max-model-len`."""
+
+    kv_blocks: Positive | None = None
+    """Size of the KV pool in blocks. An explicit null leaves KV to the engine alone."""
+
+    kv_budget: Share | None = None
+    """Share of the KV blocks that admission plans with, above 0 and up to 1."""
+
+
+class ModalitiesSection(Section):
+    """What a backend accepts besides text, in place of what its profile says."""
+
+    images_max: Count | None = None
+    """Images per request; 0 for none, an explicit null for no limit."""
+
+    audios_max: Count | None = None
+    """Audio parts per request; 0 for none, an explicit null for no limit."""
+
+
+class TlsSection(Section):
+    """How an https backend's certificate is checked."""
+
+    ca_file: Text | None = None
+    """Certificates to trust instead of the system's, in PEM; relative to this file."""
+
+    verify: bool = True
+    """Whether the certificate is checked at all."""
+
+
+class BackendSection(Section):
+    """One vLLM server."""
+
+    url: BaseUrl
+    """Scheme, host and port, without /v1. Two backends never share a URL: each is counted alone."""
+
+    profile: Text
+    """The profile its figures come from: a shipped one (docs/profiles.md) or one under `profiles`."""
+
+    model: Text | None = None
+    """The name it serves the model under. Left out, it is learned from the backend's /v1/models."""
+
+    api_key_env: Text | None = None
+    """Environment variable that holds the backend's API key."""
+
+    api_key_file: Text | None = None
+    """File that holds the backend's API key; relative to this file."""
+
+    limits: LimitsSection = LimitsSection()
+    """Figures that differ from the profile's."""
+
+    modalities: ModalitiesSection = ModalitiesSection()
+    """Images and audio, where they differ from the profile's."""
+
+    drain: bool = False
+    """Finish what runs there, send nothing new."""
+
+    boot_budget_s: Seconds | None = None
+    """Seconds it may take to become ready before that counts as a fault. Left out: the profile's."""
+
+    tls: TlsSection = TlsSection()
+    """How an https backend's certificate is checked."""
+
+    @model_validator(mode="after")
+    def _one_key(self) -> "BackendSection":
+        if self.api_key_env is not None and self.api_key_file is not None:
+            raise ValueError("give api_key_env or api_key_file, not both")
+        return self
+
+
+class TimeoutsSection(Section):
+    """How long each phase of an attempt may take."""
+
+    connect_s: Seconds = _TIMEOUTS.connect_s
+    """Seconds to open the connection."""
+
+    first_byte_s: Seconds = _TIMEOUTS.first_byte_s
+    """Seconds from sending the request to the first generated byte; a long prefill happens here."""
+
+    idle_s: Seconds = _TIMEOUTS.idle_s
+    """Seconds between two reads after that."""
+
+    total_s: Seconds = _TIMEOUTS.total_s
+    """Seconds for the whole attempt; keep-alive comments cannot extend it."""
+
+
+class PoolTimeoutsSection(Section):
+    """A pool's own timeouts. What is left out comes from the top-level `timeouts`."""
+
+    connect_s: Seconds | None = None
+    """Seconds to open the connection."""
+
+    first_byte_s: Seconds | None = None
+    """Seconds from sending the request to the first generated byte."""
+
+    idle_s: Seconds | None = None
+    """Seconds between two reads after that."""
+
+    total_s: Seconds | None = None
+    """Seconds for the whole attempt."""
+
+
+_POOL_SHORT: dict[str, Any] = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+
+
+def _pool(written: Any) -> Any:
+    return {"backends": written} if isinstance(written, list) else written
+
+
+class PoolSection(Section):
+    """Backends that are interchangeable. A plain list of them is the short form."""
+
+    backends: Names
+    """Backend ids; at equal scores the earlier one is taken."""
+
+    timeouts: PoolTimeoutsSection = PoolTimeoutsSection()
+    """Timeouts of this pool, where they differ from the top-level `timeouts`."""
+
+
+# ------------------------------------------------------------------ models and classes
+
+
+class WhenSection(Section):
+    """A condition: every key that is given must hold; without any it always does."""
+
+    prompt_tokens: Comparisons | None = None
+    """The prompt's estimated length, template, tools and images included."""
+
+    total_tokens: Comparisons | None = None
+    """That plus the output: `max_tokens`, or `output_reserve_tokens` where the caller gives none."""
+
+    max_tokens: Comparisons | None = None
+    """`max_completion_tokens` or `max_tokens` as the caller gave it."""
+
+    images: CountComparisons | None = None
+    """Images in the request: true for any, false for none, or a comparison."""
+
+    audio: CountComparisons | None = None
+    """Audio parts in the request: true for any, false for none, or a comparison."""
+
+    tools: CountComparisons | None = None
+    """Tools offered to the model: true for any, false for none, or a comparison."""
+
+    reasoning: bool | None = None
+    """Whether a thought is asked for: `reasoning_effort`, `enable_thinking`, or a reasoning alias."""
+
+    stream: bool | None = None
+    """Whether the answer is streamed."""
+
+    key: Names | None = None
+    """Name of the caller's API key under `keys`: one, or a list of which any will do."""
+
+    header: dict[str, HeaderValues] = Field(default_factory=dict)
+    """Request headers by name: the value, a list of accepted values, or true where any value will do."""
+
+
+class ClassSection(Section):
+    """One kind of work and where it goes. Classes are tried top to bottom; the first that matches wins."""
+
+    name: Slug = Field(alias="class")
+    """short_chat, long_document, reasoning, or a name of your own; callers see it in x-gateway-class."""
+
+    when: WhenSection = WhenSection()
+    """What makes a request one of these. Left out, everything is."""
+
+    pools: Names
+    """Pool ids, first choice first; the later ones are the spill order."""
+
+    output_reserve_tokens: Positive = _CLASS.output_reserve_tokens
+    """Output to plan for when the caller gives no `max_tokens`."""
+
+
+class PromptSection(Section):
+    """Constants of the chat template that prompt length depends on (docs/measurements.md#prompt-length)."""
+
+    image_tokens: Count = _COSTS.image
+    """Soft tokens per image: the processor's budget. A request's own `max_soft_tokens` goes before it."""
+
+    audio_tokens: Count = _COSTS.audio
+    """Soft tokens of an audio part of unknown length: the most one can have."""
+
+    empty_thought_tokens: Count = _COSTS.empty_thought
+    """Tokens of the empty thought a template writes when thinking is off; 0 for templates without it."""
+
+
+class ModelSection(Section):
+    """A name applications send, and its classes. Each backend gets its own served name."""
+
+    aliases: tuple[Text, ...] = ()
+    """Other names that mean the same model."""
+
+    reasoning_aliases: tuple[Text, ...] = ()
+    """Names that also make a request a reasoning one."""
+
+    classes: Annotated[tuple[ClassSection, ...], Field(min_length=1)]
+    """Tried top to bottom; the first that matches wins."""
+
+    prompt: PromptSection = PromptSection()
+    """Constants of the chat template."""
+
+
+# ------------------------------------------------------------------ the rest
+
+
+class WeightsSection(Section):
+    """How much each score counts when the backends of a pool are ranked; 0 switches one off."""
+
+    spare_knee: Weight = _WEIGHTS.spare_knee
+    """Prefer the backend with the largest share of its knee free."""
+
+    speed: Weight = _WEIGHTS.speed
+    """Prefer the backend whose profile decodes faster."""
+
+    prefix_affinity: Weight = _WEIGHTS.prefix_affinity
+    """Prefer the replica that holds a conversation's prefix: a tie-break (docs/measurements.md#affinity)."""
+
+
+class RoutingSection(Section):
+    """How a backend is picked."""
+
+    weights: WeightsSection = WeightsSection()
+    """How much each score counts."""
+
+    attempts_max: Attempts = RetryPolicy().attempts_max
+    """How many backends may be tried before the caller hears of a failure."""
+
+
+class KeySection(Section):
+    """A caller's API key: exactly one of the three. The key itself never stands in this file."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
+
+    sha256: Sha256 | None = None
+    """SHA-256 of the key in hex: `printf %s "$KEY" | sha256sum`."""
+
+    env: Text | None = None
+    """Environment variable that holds the key."""
+
+    file: Text | None = None
+    """File that holds the key; relative to this file."""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> "KeySection":
+        if sum(part is not None for part in (self.sha256, self.env, self.file)) != 1:
+            raise ValueError("give exactly one of sha256, env and file")
+        return self
+
+
+def _some_keys(written: Any) -> Any:
+    if not written:  # `keys:` with every line below it commented out must not open the gateway
+        raise ValueError("name at least one key, or leave `keys` out to be open to everyone")
+    return written
+
+
+class RequestsSection(Section):
+    """What is accepted from callers."""
+
+    max_body_bytes: Positive = 32 * 1024 * 1024
+    """Bytes a request body may have; above it 413. A document of 256K tokens is about 1 MB, images more."""
+
+    body_timeout_s: Seconds = 60.0
+    """Seconds a caller may take to send its body; above it 408."""
+
+    max_choices: Positive = 16
+    """Largest `n` times number of prompts."""
+
+    remote_media: bool = False
+    """Whether images may be given as http URLs, which the backends would fetch; if not, only data: URLs."""
+
+    drop_fields: tuple[Text, ...] = (
+        "chat_template",
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "vllm_xargs",
+        "request_id",
+        "priority",
+    )
+    """Request members that reach into the engine; they are taken out before a request travels on."""
+
+    usage_in_streams: bool = True
+    """Ask backends for the usage event of every stream, and hide it from callers who did not ask."""
+
+
+class HealthSection(Section):
+    """When a backend counts as healthy."""
+
+    interval_s: Seconds = 1.0
+    """Seconds between two probes of a backend."""
+
+    timeout_s: Seconds = 2.0
+    """Seconds one probe may take."""
+
+    failures: Positive = 3
+    """Failures that eject a backend: of probes in a row, of requests less the successes between them."""
+
+    ejection_s: Seconds = 5.0
+    """Seconds of a first ejection; each further one doubles it."""
+
+    ejection_max_s: Seconds = 60.0
+    """Seconds an ejection lasts at most."""
+
+    hang_s: Seconds = 30.0
+    """Seconds without a token, while requests run, that count as a hang; more where one step takes longer."""
+
+    probation_successes: Positive = 3
+    """Requests that must succeed before a backend that came back is trusted again."""
+
+
+class ShutdownSection(Section):
+    """What happens on SIGTERM."""
+
+    drain_s: Seconds = 600.0
+    """Seconds that running requests get to finish before they are cut; a second signal cuts them at once."""
+
+
+class Document(Section):
+    """A Gemma Gateway configuration file."""
+
+    listen: AddressText = "127.0.0.1:8080"
+    """Where applications connect, as host:port."""
+
+    admin: OptionalAddress = "127.0.0.1:9090"
+    """Where operators connect (status and metrics); off for nowhere. Never expose it."""
+
+    tokenizer: Annotated[
+        TokenizerSection,
+        ShortForm(_tokenizer, {"const": "approximate"}),
+    ]
+    """How prompts are counted: {vocab: FILE} exactly, `approximate` with a band. There is no default."""
+
+    backends: Annotated[dict[Slug, BackendSection], Field(min_length=1)]
+    """The vLLM servers, each under a name of your own."""
+
+    pools: Annotated[dict[Slug, Annotated[PoolSection, ShortForm(_pool, _POOL_SHORT)]], Field(min_length=1)]
+    """Which backends are interchangeable."""
+
+    models: Annotated[dict[Text, ModelSection], Field(min_length=1)]
+    """The names applications send, and the classes of work behind each."""
+
+    profiles: dict[Slug, SiteProfileSection] = Field(default_factory=dict)
+    """Profiles of your own: a shipped one with any figure replaced."""
+
+    timeouts: TimeoutsSection = TimeoutsSection()
+    """Timeouts of every pool that sets none of its own."""
+
+    routing: RoutingSection = RoutingSection()
+    """How a backend is picked."""
+
+    keys: Annotated[dict[Slug, KeySection] | None, BeforeValidator(_some_keys)] = None
+    """API keys of callers, each under a name. Left out, the gateway is open to everyone who can reach it."""
+
+    requests: RequestsSection = RequestsSection()
+    """What is accepted from callers."""
+
+    health: HealthSection = HealthSection()
+    """When a backend counts as healthy."""
+
+    shutdown: ShutdownSection = ShutdownSection()
+    """What happens on SIGTERM."""

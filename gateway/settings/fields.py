@@ -1,0 +1,277 @@
+"""The kinds of values a configuration has: numbers with their limits, names, addresses, short forms."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Any, NamedTuple
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from gateway.core.values import Bound, KneeStep
+from gateway.profiles.figures import prompt_tokens_max
+from gateway.settings.conditions import bounds, count_bounds, header_values
+
+
+class Section(BaseModel):
+    """A part of the file: unknown keys are errors, nothing changes after it was read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_means_defaults(cls, written: Any) -> Any:
+        """A section whose every line is commented out is null in YAML; it means its defaults."""
+        return {} if written is None else written
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShortForm:
+    """Marks a field that may also be written shorter; `expand` writes it out before it is validated.
+
+    Attributes:
+        expand: From what stands in the file to the full form; hands on what it does not know.
+        schema: JSON Schema of the short form.
+    """
+
+    expand: Callable[[Any], Any]
+    schema: dict[str, Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the field's own schema with `expand` in front of it."""
+        return core_schema.no_info_before_validator_function(self.expand, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Return "the short form or the full one"."""
+        return {"anyOf": [self.schema, handler(schema)]}
+
+
+def _number(written: Any) -> Any:
+    if isinstance(written, bool):
+        raise ValueError("a number is needed, not true or false")
+    return written
+
+
+Positive = Annotated[int, Field(ge=1), BeforeValidator(_number)]
+Knee = Annotated[int, Field(ge=1, lt=1000), BeforeValidator(_number)]  # core/admission.py counts to 999
+Count = Annotated[int, Field(ge=0), BeforeValidator(_number)]
+Attempts = Annotated[int, Field(ge=1, le=10), BeforeValidator(_number)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
+Share = Annotated[float, Field(gt=0, le=1), BeforeValidator(_number)]
+Figure = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
+
+Sharpness = Annotated[float, Field(ge=1, le=20), BeforeValidator(_number)]
+
+_SLUG = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+
+
+def _slug(name: str) -> str:
+    if not re.match(_SLUG, name):
+        raise ValueError(
+            "names are made of letters, digits, '-', '_' and '.', and start with a letter or digit: "
+            "they become metric labels and header values"
+        )
+    return name
+
+
+Slug = Annotated[str, AfterValidator(_slug), Field(json_schema_extra={"pattern": _SLUG})]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _sha256(written: str) -> str:
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", written):
+        raise ValueError("a SHA-256 is 64 hex digits")
+    return written
+
+
+Sha256 = Annotated[str, AfterValidator(_sha256), Field(json_schema_extra={"pattern": "^[0-9a-fA-F]{64}$"})]
+
+
+class Address(NamedTuple):
+    """Where a listener binds."""
+
+    host: str
+    port: int
+
+
+def address(written: str) -> Address:
+    """Return host and port of `host:port` or `[v6]:port`; port 0 lets the system choose one.
+
+    Raises:
+        ValueError: it is written otherwise.
+    """
+    host, _, port = written.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    bare = host[1:-1] if bracketed else host
+    if (
+        not bare
+        or not port.isascii()
+        or not port.isdigit()
+        or int(port) > 65535
+        or (":" in bare and not bracketed)
+    ):
+        raise ValueError("write it as host:port, such as 127.0.0.1:8080, 0.0.0.0:8080 or [::1]:8080")
+    return Address(bare, int(port))
+
+
+def _address_text(written: Any) -> Any:
+    if isinstance(written, int) and not isinstance(written, bool):
+        raise ValueError(f"write it as host:port, such as 127.0.0.1:{written}")
+    if isinstance(written, str):
+        address(written)
+    return written
+
+
+AddressText = Annotated[str, BeforeValidator(_address_text)]
+
+
+def _off(written: Any) -> Any:
+    return None if written is False or written == "off" else written
+
+
+OptionalAddress = Annotated[
+    AddressText | None,
+    ShortForm(_off, {"enum": ["off", False]}),
+]
+
+
+def _base_url(written: str) -> str:
+    """Return the URL without a trailing slash. Messages never repeat it: it may hold a password."""
+    try:
+        url = urlsplit(written)
+        port, host = url.port, url.hostname
+    except ValueError:
+        raise ValueError("this is no URL; write it as http://host:port") from None
+    if url.scheme not in {"http", "https"} or not host or port == 0:
+        raise ValueError("write it as http://host:port or https://host:port")
+    if url.username is not None or url.password is not None:
+        raise ValueError("no credentials in URLs; name the key with api_key_env or api_key_file")
+    if url.path.rstrip("/") == "/v1":
+        raise ValueError("leave /v1 out: the gateway appends it")
+    if url.path not in {"", "/"} or url.query or url.fragment:
+        raise ValueError("only scheme, host and port; a backend is a whole server, not a path on one")
+    return written.rstrip("/")
+
+
+BaseUrl = Annotated[
+    str, AfterValidator(_base_url), Field(json_schema_extra={"pattern": "^(https?://|.*\\$\\{)"})
+]
+
+_COMPARISON = {"title": "comparison", "type": "string", "pattern": r"^\s*(>=|>|<=|<|==|=)?\s*[0-9].*$|\$\{"}
+_COMPARISONS: dict[str, Any] = {
+    "anyOf": [
+        {"type": "integer", "minimum": 0},
+        _COMPARISON,
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {"anyOf": [{"type": "integer", "minimum": 0}, _COMPARISON]},
+        },
+    ]
+}
+
+Comparisons = Annotated[tuple[Bound, ...], PlainValidator(bounds), WithJsonSchema(_COMPARISONS)]
+"""A numeric condition."""
+
+CountComparisons = Annotated[
+    tuple[Bound, ...],
+    PlainValidator(count_bounds),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, *_COMPARISONS["anyOf"]]}),
+]
+"""A condition on a count: also true (any) and false (none)."""
+
+HeaderValues = Annotated[
+    tuple[str, ...],
+    PlainValidator(header_values),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"const": True},
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+            ]
+        }
+    ),
+]
+
+
+def _one_or_many(written: Any) -> Any:
+    return [written] if isinstance(written, str) else written
+
+
+Names = Annotated[
+    tuple[Slug, ...],
+    Field(min_length=1),
+    ShortForm(_one_or_many, {"type": "string"}),
+]
+"""A name, or a list of names."""
+
+
+def _upper_end(written: Any) -> Any:
+    if isinstance(written, str):
+        prompt_tokens_max(written)
+    return written
+
+
+class KneeStepSection(Section):
+    """One step of a knee curve."""
+
+    prompt_tokens: Annotated[str, AfterValidator(_upper_end)] | None = None
+    """Up to which prompt length it counts, as "<= 2000". The last step has none: it is for the rest."""
+
+    seqs: Knee
+    """Sequences at once that still pay off at that length."""
+
+    @property
+    def step(self) -> KneeStep:
+        """The step as the core knows it."""
+        upper = self.prompt_tokens
+        return KneeStep(None if upper is None else prompt_tokens_max(upper), self.seqs)
+
+
+def _knee(written: Any) -> Any:
+    if isinstance(written, int | str) and not isinstance(written, bool):
+        return [{"seqs": written}]
+    return written
+
+
+def _ascending(steps: tuple[KneeStepSection, ...]) -> tuple[KneeStepSection, ...]:
+    uppers = [step.step.prompt_tokens_max for step in steps]
+    if not uppers or uppers[-1] is not None or None in uppers[:-1]:
+        raise ValueError(
+            "the last step, and only the last, has no prompt_tokens: it is for all longer prompts"
+        )
+    lengths = [upper for upper in uppers if upper is not None]
+    if any(later <= earlier for earlier, later in pairwise(lengths)):
+        raise ValueError("the steps must go from short prompts to long ones")
+    return steps
+
+
+KneeCurve = Annotated[
+    tuple[KneeStepSection, ...],
+    AfterValidator(_ascending),
+    ShortForm(_knee, {"type": "integer", "minimum": 1}),
+]
+"""A knee: one number for every prompt length, or a curve."""
+
+
+def curve(steps: tuple[KneeStepSection, ...]) -> tuple[KneeStep, ...]:
+    """Return a knee curve as the core knows it."""
+    return tuple(step.step for step in steps)

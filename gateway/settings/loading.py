@@ -1,0 +1,95 @@
+"""From a file to `Settings`, with every problem found on the way reported at once."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from gateway.core.errors import ConfigError
+from gateway.settings import advice, references, shape
+from gateway.settings.document import Document
+from gateway.settings.problems import Problem
+from gateway.settings.references import Finding
+from gateway.settings.resolved import Settings
+from gateway.settings.yaml_tree import Tree, parse
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What `check` found.
+
+    Attributes:
+        problems: Errors, in the order of the file; the gateway does not start with one.
+        warnings: What is legal and probably not meant, and what this machine lacks.
+        summary: What the file says, in lines for a person; empty with problems.
+        settings: The configuration, or None with problems.
+    """
+
+    problems: tuple[Problem, ...]
+    warnings: tuple[Problem, ...] = ()
+    summary: tuple[str, ...] = ()
+    settings: Settings | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the gateway would start with this file, given what it names."""
+        return not self.problems
+
+
+def load(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None) -> Settings:
+    """Return the configuration in a file; `${VAR}` is filled in from `environ`, the process's own by default.
+
+    Raises:
+        ConfigError: the file cannot be used; every problem stands on a line of the message.
+    """
+    settings, problems = _read(Path(path), os.environ if environ is None else environ)
+    if settings is None:
+        raise ConfigError("\n".join(str(problem) for problem in problems))
+    return settings
+
+
+def check(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None) -> CheckReport:
+    """Return what is wrong, doubtful and said in a configuration file. Raises nothing for what it holds."""
+    surroundings = os.environ if environ is None else environ
+    settings, problems = _read(Path(path), surroundings)
+    if settings is None:
+        return CheckReport(problems)
+    warnings = tuple(sorted((*settings.warnings, *settings.unmet(surroundings))))
+    return CheckReport((), warnings, settings.summary, settings)
+
+
+def _read(path: Path, environ: Mapping[str, str]) -> tuple[Settings | None, tuple[Problem, ...]]:
+    try:
+        raw = path.read_bytes()
+        text = raw.decode("utf-8-sig")
+    except OSError as error:
+        return None, (Problem(str(path), 0, 0, f"cannot be read: {error.strerror}"),)
+    except UnicodeDecodeError as error:
+        return None, (Problem(str(path), 0, 0, f"is not UTF-8 text (byte {error.start})"),)
+    tree = parse(text, environ)
+    problems = [Problem(str(path), mark.line, mark.column, message) for mark, message in tree.problems]
+    if problems and tree.data is None:
+        return None, tuple(problems)
+    if not isinstance(tree.data, dict):
+        return None, (*problems, Problem(str(path), 1, 1, "a configuration is a mapping of keys to values"))
+    document, found = _validate(tree)
+    problems += [_placed(path, tree, finding) for finding in (*found, *references.findings(tree.data))]
+    if document is None or problems:
+        return None, tuple(sorted(set(problems)))
+    settings = Settings(path, hashlib.sha256(raw).hexdigest()[:12], document, tree)
+    return replace(settings, warnings=advice.warnings(settings)), ()
+
+
+def _validate(tree: Tree) -> tuple[Document | None, tuple[Finding, ...]]:
+    try:
+        return Document.model_validate(tree.data), ()
+    except ValidationError as error:
+        return None, tuple(shape.findings(error))
+
+
+def _placed(path: Path, tree: Tree, finding: Finding) -> Problem:
+    mark = tree.key_mark(finding.path) if finding.at_key else tree.value_mark(finding.path)
+    return Problem(str(path), mark.line, mark.column, finding.message, finding.suggestion)

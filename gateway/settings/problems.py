@@ -1,0 +1,37 @@
+"""What is wrong with a configuration file: where, what, and what was probably meant."""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """One finding, an error or a warning.
+
+    Attributes:
+        file: The file as it was named.
+        line, column: 1-based; 0 where the finding is about the file as a whole.
+        message: What is wrong, in one sentence without its full stop.
+        suggestion: What was probably meant, or "".
+    """
+
+    file: str
+    line: int
+    column: int
+    message: str
+    suggestion: str = ""
+
+    def __str__(self) -> str:
+        """Return `file:line:column: message (did you mean ...?)`."""
+        where = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+        hint = f" (did you mean {self.suggestion}?)" if self.suggestion else ""
+        return f"{where}: {self.message}{hint}"
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """Return the known word that `word` is probably a slip of, quoted; or "" when none is near."""
+    candidates = sorted(set(known))
+    by_lower = {candidate.lower(): candidate for candidate in reversed(candidates)}
+    near = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.6)
+    return f'"{by_lower[near[0]]}"' if near else ""

@@ -1,0 +1,130 @@
+"""What a condition admits, as intervals: enough to say which classes can never be reached. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from gateway.core.values import Bound, Comparison, When
+
+COUNTED = ("prompt_tokens", "total_tokens", "max_tokens", "images", "audios", "tools")
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Whole numbers from `low` up to and including `high`; None is no upper end."""
+
+    low: int = 0
+    high: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no number is in it."""
+        return self.high is not None and self.high < self.low
+
+    def within(self, other: "Interval") -> bool:
+        """Return whether every number of this one is in the other."""
+        if self.is_empty:
+            return True
+        return self.low >= other.low and (
+            other.high is None or (self.high is not None and self.high <= other.high)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The requests a condition admits. Intervals are keyed by the fields of `When`."""
+
+    counts: Mapping[str, Interval]
+    reasoning: bool | None = None
+    stream: bool | None = None
+    keys: frozenset[str] | None = None
+    headers: Mapping[str, frozenset[str]] = field(default_factory=dict)  # an empty set is "any value"
+    max_tokens_given: bool = False  # a condition on max_tokens never matches where there is none
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request can ever be in it."""
+        return any(interval.is_empty for interval in self.counts.values())
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether every request is in it."""
+        return _EVERYTHING.within(self)
+
+    def within(self, other: "Reach") -> bool:
+        """Return whether every request in this one is certainly in the other."""
+        return (
+            all(self.counts[name].within(other.counts[name]) for name in COUNTED)
+            and other.max_tokens_given <= self.max_tokens_given
+            and other.reasoning in {None, self.reasoning}
+            and other.stream in {None, self.stream}
+            and (other.keys is None or (self.keys is not None and self.keys <= other.keys))
+            and all(_header_within(self.headers.get(name), wanted) for name, wanted in other.headers.items())
+        )
+
+    def without(self, earlier: "Reach") -> "Reach":
+        """Return what is left once an earlier class took its requests.
+
+        Only what is certain and stays an interval is taken off: the upper end of one count, as when
+        an earlier class takes every prompt from 16,000 tokens up.
+        """
+        left = dict(self.counts)
+        for name in COUNTED:
+            taken = earlier.counts[name]
+            if taken.high is not None or taken.low == 0:
+                continue
+            if replace(self, counts=_closed({**self.counts, name: taken})).within(earlier):
+                high = left[name].high
+                left[name] = replace(
+                    left[name], high=taken.low - 1 if high is None else min(high, taken.low - 1)
+                )
+        return replace(self, counts=left)
+
+
+def reach(when: When) -> Reach:
+    """Return what a condition admits."""
+    return Reach(
+        counts=_closed({name: _interval(getattr(when, name)) for name in COUNTED}),
+        reasoning=when.reasoning,
+        stream=when.stream,
+        keys=frozenset(when.keys) or None,
+        headers={name: frozenset(values) for name, values in when.headers},
+        max_tokens_given=bool(when.max_tokens),
+    )
+
+
+def _closed(counts: Mapping[str, Interval]) -> Mapping[str, Interval]:
+    """Return the intervals with what follows from them: a long prompt or answer makes a long total."""
+    total = counts["total_tokens"]
+    low = max(total.low, counts["prompt_tokens"].low, counts["max_tokens"].low)
+    return {**counts, "total_tokens": replace(total, low=low)}
+
+
+def _interval(bounds: Iterable[Bound]) -> Interval:
+    low, high = 0, None
+    for bound in bounds:
+        at_least, at_most = _ends(bound)
+        low = max(low, at_least)
+        if at_most is not None:
+            high = at_most if high is None else min(high, at_most)
+    return Interval(low, high)
+
+
+def _ends(bound: Bound) -> tuple[int, int | None]:
+    match bound.op:
+        case Comparison.GE:
+            return bound.value, None
+        case Comparison.GT:
+            return bound.value + 1, None
+        case Comparison.LE:
+            return 0, bound.value
+        case Comparison.LT:
+            return 0, bound.value - 1
+        case Comparison.EQ:
+            return bound.value, bound.value
+
+
+def _header_within(given: frozenset[str] | None, wanted: frozenset[str]) -> bool:
+    return given is not None and (not wanted or (bool(given) and given <= wanted))
+
+
+_EVERYTHING = reach(When())

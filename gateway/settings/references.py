@@ -1,0 +1,146 @@
+"""Names in one part of the file that must exist in another. Works on the plain data, so that a wrong
+name is reported together with every other problem, whatever else the file gets wrong.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from gateway import profiles
+from gateway.settings.problems import closest
+from gateway.settings.yaml_tree import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem at a path of the file. `at_key`: it is the key that is wrong, not its value."""
+
+    path: Path
+    message: str
+    suggestion: str = ""
+    at_key: bool = False
+
+
+def findings(data: Any) -> Iterator[Finding]:
+    """Yield every name that leads nowhere, and every one that is taken twice."""
+    top = _mapping(data)
+    yield from _profiles(top)
+    yield from _urls(top)
+    yield from _pools(top)
+    yield from _models(top)
+    yield from _listeners(top)
+
+
+def _profiles(top: Mapping[str, Any]) -> Iterator[Finding]:
+    site = _mapping(top.get("profiles"))
+    known = {*profiles.names(), *site}
+    for name, section in site.items():
+        base = _mapping(section).get("extends")
+        if isinstance(base, str) and base not in profiles.names():
+            path = ("profiles", name, "extends")
+            yield _unknown(path, "shipped profile", base, profiles.names())
+    for name, section in _mapping(top.get("backends")).items():
+        used = _mapping(section).get("profile")
+        if isinstance(used, str) and used not in known:
+            yield _unknown(("backends", name, "profile"), "profile", used, known)
+
+
+def _urls(top: Mapping[str, Any]) -> Iterator[Finding]:
+    seen: dict[str, str] = {}
+    for name, section in _mapping(top.get("backends")).items():
+        url = _mapping(section).get("url")
+        where = _server(url) if isinstance(url, str) else None
+        if where is None:
+            continue
+        if where in seen:
+            message = (
+                f"{name} has the URL of {seen[where]}; one server is one backend, or it is counted twice"
+            )
+            yield Finding(("backends", name, "url"), message)
+        seen.setdefault(where, name)
+
+
+def _pools(top: Mapping[str, Any]) -> Iterator[Finding]:
+    backends = _mapping(top.get("backends"))
+    for name, section in _mapping(top.get("pools")).items():
+        path: Path = ("pools", name)
+        listed = section
+        if isinstance(section, Mapping):
+            path, listed = (*path, "backends"), section.get("backends")
+        yield from _names(path, "backend", listed, backends)
+
+
+def _models(top: Mapping[str, Any]) -> Iterator[Finding]:
+    pools, keys = _mapping(top.get("pools")), _mapping(top.get("keys"))
+    taken: dict[str, str] = {}
+    for model, section in _mapping(top.get("models")).items():
+        path: Path = ("models", model)
+        for place, name in _public_names(path, model, section):
+            if name in taken:
+                yield Finding(place, f'"{name}" already names a model: {taken[name]}')
+            taken.setdefault(name, model)
+        classes: dict[str, int] = {}
+        for index, written in enumerate(_list(_mapping(section).get("classes"))):
+            one, at = _mapping(written), (*path, "classes", index)
+            yield from _names((*at, "pools"), "pool", one.get("pools"), pools)
+            key = _mapping(one.get("when")).get("key")
+            yield from _names((*at, "when", "key"), "API key", key, keys)
+            label = one.get("class")
+            if isinstance(label, str) and label in classes:
+                message = f"class {label} is there twice; use one entry, or two names: it labels metrics"
+                yield Finding((*at, "class"), message)
+            elif isinstance(label, str):
+                classes[label] = index
+
+
+def _public_names(path: Path, model: str, section: Any) -> Iterator[tuple[Path, str]]:
+    yield path, model
+    for kind in ("aliases", "reasoning_aliases"):
+        for index, alias in enumerate(_list(_mapping(section).get(kind))):
+            if isinstance(alias, str):
+                yield (*path, kind, index), alias
+
+
+def _listeners(top: Mapping[str, Any]) -> Iterator[Finding]:
+    listen, admin = top.get("listen", "127.0.0.1:8080"), top.get("admin", "127.0.0.1:9090")
+    if isinstance(listen, str) and listen == admin and not listen.endswith(":0"):
+        yield Finding(("admin",), "admin and listen are the same address; operators get a port of their own")
+
+
+def _names(path: Path, kind: str, listed: Any, known: Mapping[str, Any]) -> Iterator[Finding]:
+    single = isinstance(listed, str)
+    seen: set[str] = set()
+    for index, name in enumerate([listed] if single else _list(listed)):
+        if not isinstance(name, str):
+            continue
+        place = path if single else (*path, index)
+        if name not in known:
+            yield _unknown(place, kind, name, known)
+        elif name in seen:
+            yield Finding(place, f"{kind} {name} is listed twice")
+        seen.add(name)
+
+
+def _unknown(path: Path, kind: str, name: str, known: Any) -> Finding:
+    suggestion = closest(name, known)
+    listing = "" if suggestion or not known else f"; there are {', '.join(sorted(known))}"
+    return Finding(path, f'there is no {kind} "{name}"{listing}', suggestion)
+
+
+def _server(url: str) -> str | None:
+    """Return scheme, host and port of a URL in one spelling, or None where it has none."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
+    except ValueError:
+        return None
+    return f"{parts.hostname}:{port}" if parts.hostname else None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,325 @@
+"""A configuration that was read: what `app.py` asks it, and the policy it yields."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from gateway.core.errors import ConfigError
+from gateway.core.profile import Profile
+from gateway.core.values import (
+    Backend,
+    Bound,
+    Capacity,
+    Modalities,
+    ModelPolicy,
+    Policy,
+    Pool,
+    RetryPolicy,
+    TemplateCosts,
+    Timeouts,
+    TrafficClass,
+    Weights,
+    When,
+)
+from gateway.settings.document import (
+    BackendSection,
+    ClassSection,
+    Document,
+    HealthSection,
+    ModelSection,
+    PoolSection,
+    RequestsSection,
+    ShutdownSection,
+    WhenSection,
+)
+from gateway.settings.fields import Address, address, curve
+from gateway.settings.problems import Problem
+from gateway.settings.secrets import SecretMissing, SecretRef, digest
+from gateway.settings.site_profiles import resolve
+from gateway.settings.yaml_tree import Path as TreePath
+from gateway.settings.yaml_tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class BackendTls:
+    """How a backend's certificate is checked. `ca_file` None: by the system's certificates."""
+
+    ca_file: Path | None
+    verify: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A valid configuration.
+
+    Attributes:
+        path: The file it came from; paths in it are relative to the file's folder.
+        version: Short hash of the file.
+        document: The file as it was written, validated.
+        tree: Where everything in it stands.
+        warnings: What is legal and probably not meant, as `check` says it.
+    """
+
+    path: Path
+    version: str
+    document: Document
+    tree: Tree = field(repr=False)
+    warnings: tuple[Problem, ...] = ()
+
+    # -------------------------------------------------------------- listeners and limits
+
+    @property
+    def listen(self) -> Address:
+        """Where applications connect."""
+        return address(self.document.listen)
+
+    @property
+    def admin(self) -> Address | None:
+        """Where operators connect, or None for nowhere."""
+        return None if self.document.admin is None else address(self.document.admin)
+
+    @property
+    def vocab(self) -> Path | None:
+        """The vocabulary file, or None where prompts are counted approximately."""
+        return self._file(self.document.tokenizer.vocab)
+
+    @property
+    def requests(self) -> RequestsSection:
+        """What is accepted from callers."""
+        return self.document.requests
+
+    @property
+    def health(self) -> HealthSection:
+        """When a backend counts as healthy."""
+        return self.document.health
+
+    @property
+    def shutdown(self) -> ShutdownSection:
+        """What happens on SIGTERM."""
+        return self.document.shutdown
+
+    # -------------------------------------------------------------- policy
+
+    def policy(self) -> Policy:
+        """Return everything that decides where a request goes."""
+        document = self.document
+        return Policy(
+            models=tuple(_model(name, section) for name, section in document.models.items()),
+            pools={name: self._pool(name, section) for name, section in document.pools.items()},
+            backends={name: self._backend(name, section) for name, section in document.backends.items()},
+            weights=Weights(**document.routing.weights.model_dump()),
+            retry=RetryPolicy(attempts_max=document.routing.attempts_max),
+            version=self.version,
+        )
+
+    def profile(self, backend_id: str) -> Profile:
+        """Return the profile of a backend, the site's own figures in it, its `limits` not."""
+        return resolve(self.document.profiles, self.document.backends[backend_id].profile)
+
+    def _pool(self, name: str, section: PoolSection) -> Pool:
+        own = {key: value for key, value in section.timeouts.model_dump().items() if value is not None}
+        return Pool(name, section.backends, Timeouts(**(self.document.timeouts.model_dump() | own)))
+
+    def _backend(self, name: str, section: BackendSection) -> Backend:
+        profile = self.profile(name)
+        return Backend(
+            id=name,
+            url=section.url,
+            model=section.model,
+            profile=section.profile,
+            capacity=_capacity(profile.capacity, section),
+            modalities=_modalities(profile.modalities, section),
+            tokens_per_s=profile.perf.lone_tokens_per_s(),
+            boot_budget_s=section.boot_budget_s or profile.boot_budget_s,
+            drain=section.drain,
+        )
+
+    # -------------------------------------------------------------- secrets
+
+    def backend_key(self, backend_id: str, environ: Mapping[str, str]) -> str | None:
+        """Return the API key a backend wants, or None where it wants none.
+
+        Raises:
+            ConfigError: the key is named and not there.
+        """
+        return _read(self._backend_secret(backend_id), f"backend {backend_id}", environ)
+
+    def key_digests(self, environ: Mapping[str, str]) -> Mapping[str, bytes] | None:
+        """Return the SHA-256 of each caller's key by its name, or None where the gateway is open.
+
+        Raises:
+            ConfigError: a key is named and not there.
+        """
+        if self.document.keys is None:
+            return None
+        digests = {}
+        for name, section in self.document.keys.items():
+            if section.sha256 is not None:
+                digests[name] = bytes.fromhex(section.sha256)
+            else:
+                secret = SecretRef(section.env, self._file(section.file))
+                digests[name] = digest(_read(secret, f"key {name}", environ) or "")
+        return digests
+
+    def tls(self, backend_id: str) -> BackendTls:
+        """Return how a backend's certificate is checked."""
+        section = self.document.backends[backend_id].tls
+        return BackendTls(self._file(section.ca_file), section.verify)
+
+    def unmet(self, environ: Mapping[str, str]) -> tuple[Problem, ...]:
+        """Return what the file names and this machine lacks: variables, key files, certificates, vocabulary.
+
+        `check` warns of these, for it may run elsewhere; `serve` cannot start with one.
+        """
+        return tuple(sorted(self._unmet(environ)))
+
+    def require(self, environ: Mapping[str, str]) -> None:
+        """Check that everything the file names is there.
+
+        Raises:
+            ConfigError: with everything that is not.
+        """
+        if unmet := self.unmet(environ):
+            raise ConfigError("\n".join(str(problem) for problem in unmet))
+
+    def _unmet(self, environ: Mapping[str, str]) -> Iterator[Problem]:
+        for path, secret in self._secrets():
+            try:
+                secret.read(environ)
+            except SecretMissing as error:
+                yield self.problem(path, str(error))
+        for path, file in self._files():
+            if not file.is_file():
+                yield self.problem(path, f"there is no file {file}")
+
+    def _secrets(self) -> Iterator[tuple[TreePath, SecretRef]]:
+        for name, backend in self.document.backends.items():
+            secret = self._backend_secret(name)
+            if secret is not None:
+                yield (
+                    ("backends", name, "api_key_file" if backend.api_key_env is None else "api_key_env"),
+                    secret,
+                )
+        for name, key in (self.document.keys or {}).items():
+            if key.sha256 is None:
+                kind = "file" if key.env is None else "env"
+                yield ("keys", name, kind), SecretRef(key.env, self._file(key.file))
+
+    def _files(self) -> Iterator[tuple[TreePath, Path]]:
+        if self.vocab is not None:
+            yield ("tokenizer", "vocab"), self.vocab
+        for name in self.document.backends:
+            if (ca_file := self.tls(name).ca_file) is not None:
+                yield ("backends", name, "tls", "ca_file"), ca_file
+
+    def _backend_secret(self, backend_id: str) -> SecretRef | None:
+        section = self.document.backends[backend_id]
+        if section.api_key_env is None and section.api_key_file is None:
+            return None
+        return SecretRef(section.api_key_env, self._file(section.api_key_file))
+
+    def _file(self, written: str | None) -> Path | None:
+        return None if written is None else self.path.parent / Path(written).expanduser()
+
+    # -------------------------------------------------------------- messages
+
+    def problem(self, path: TreePath, message: str, *, at_key: bool = False) -> Problem:
+        """Return a finding about the place `path` of the file."""
+        mark = self.tree.key_mark(path) if at_key else self.tree.value_mark(path)
+        return Problem(str(self.path), mark.line, mark.column, message)
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """What the file says, in a few lines for a person."""
+        return tuple(_summary(self.document))
+
+
+def _read(secret: SecretRef | None, whose: str, environ: Mapping[str, str]) -> str | None:
+    if secret is None:
+        return None
+    try:
+        return secret.read(environ)
+    except SecretMissing as error:
+        raise ConfigError(f"{whose}: {error}") from error
+
+
+def _capacity(base: Capacity, section: BackendSection) -> Capacity:
+    limits = section.limits
+    return Capacity(
+        context_tokens=limits.context_tokens or base.context_tokens,
+        knee=base.knee if limits.knee_seqs is None else curve(limits.knee_seqs),
+        kv=base.kv,
+        kv_blocks=limits.kv_blocks if "kv_blocks" in limits.model_fields_set else base.kv_blocks,
+        kv_budget=limits.kv_budget or base.kv_budget,
+    )
+
+
+def _modalities(base: Modalities, section: BackendSection) -> Modalities:
+    own = section.modalities
+    given = own.model_fields_set
+    return Modalities(
+        images_max=own.images_max if "images_max" in given else base.images_max,
+        audios_max=own.audios_max if "audios_max" in given else base.audios_max,
+    )
+
+
+def _model(name: str, section: ModelSection) -> ModelPolicy:
+    return ModelPolicy(
+        id=name,
+        classes=tuple(_class(one) for one in section.classes),
+        aliases=section.aliases,
+        reasoning_aliases=section.reasoning_aliases,
+        template=TemplateCosts(
+            image=section.prompt.image_tokens,
+            audio=section.prompt.audio_tokens,
+            empty_thought=section.prompt.empty_thought_tokens,
+        ),
+    )
+
+
+def _class(section: ClassSection) -> TrafficClass:
+    return TrafficClass(
+        name=section.name,
+        pools=section.pools,
+        when=_when(section.when),
+        output_reserve_tokens=section.output_reserve_tokens,
+    )
+
+
+def _when(section: WhenSection) -> When:
+    def given(bounds: tuple[Bound, ...] | None) -> tuple[Bound, ...]:
+        return bounds or ()
+
+    return When(
+        prompt_tokens=given(section.prompt_tokens),
+        total_tokens=given(section.total_tokens),
+        max_tokens=given(section.max_tokens),
+        images=given(section.images),
+        audios=given(section.audio),
+        tools=given(section.tools),
+        reasoning=section.reasoning,
+        stream=section.stream,
+        keys=section.key or (),
+        headers=tuple((name.lower(), values) for name, values in section.header.items()),
+    )
+
+
+def _summary(document: Document) -> Iterator[str]:
+    yield f"{_many(len(document.backends), 'backend')} in {_many(len(document.pools), 'pool')}"
+    for pool, section in document.pools.items():
+        yield f"  pool {pool}: " + ", ".join(
+            f"{name} ({document.backends[name].profile}, {urlsplit(document.backends[name].url).netloc})"
+            for name in section.backends
+        )
+    for model, policy in document.models.items():
+        yield f"model {model}: {_many(len(policy.classes), 'class', 'classes')}, first match wins"
+        for one in policy.classes:
+            yield f"  {one.name} -> {', then '.join(one.pools)}"
+    counting = "approximately" if document.tokenizer.vocab is None else "exactly"
+    callers = "everyone" if document.keys is None else _many(len(document.keys), "API key")
+    yield f"prompts are counted {counting}; open to {callers}"
+
+
+def _many(count: int, one: str, several: str = "") -> str:
+    return f"{count} {one if count == 1 else several or one + 's'}"

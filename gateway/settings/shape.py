@@ -1,0 +1,145 @@
+"""Pydantic's findings in the words of the file: what stands where, and what was probably meant."""
+
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from gateway.settings.document import Document
+from gateway.settings.problems import closest
+from gateway.settings.references import Finding
+from gateway.settings.yaml_tree import Path
+
+_SECRET_PARTS = frozenset({"keys", "url", "api_key_env", "api_key_file"})  # values here are never repeated
+
+
+def findings(error: ValidationError) -> Iterator[Finding]:
+    """Yield one finding per error of a failed validation of `Document`."""
+    details = error.errors(include_url=False)
+    for detail in details:
+        if detail["type"] == "too_short" and _has_inner(detail["loc"], details):
+            continue  # entries that failed are not counted: the list is not short, they are wrong
+        path = tuple(part for part in detail["loc"] if part != "[key]")
+        name = str(path[-1]) if path else "the file"
+        kind = detail["type"]
+        if kind == "extra_forbidden":
+            yield _unknown_key(path)
+        elif kind == "missing":
+            yield Finding(path[:-1], _missing(path), at_key=True)
+        else:
+            said = _said(kind, detail["msg"])
+            at_key = detail["loc"][-1:] == ("[key]",)
+            given = _given(path, detail["input"])
+            message = f"{_dotted(path) or name}: {said}"
+            yield Finding(path, message if given in message else f"{message}, not {given}", at_key=at_key)
+
+
+def _unknown_key(path: Path) -> Finding:
+    key = str(path[-1])
+    section = _section(path[:-1])
+    fields = _keys(section) if section is not None else {}
+    suggestion = closest(key, fields)
+    if not suggestion:
+        homes = [outer for outer, inner in fields.items() if inner is not None and key in _keys(inner)]
+        suggestion = f'"{homes[0]}: {{{key}: ...}}"' if homes else ""
+    listing = "" if suggestion else f"; known here: {', '.join(sorted(fields))}"
+    where = _dotted(path[:-1])
+    return Finding(
+        path, f'unknown key "{key}"{f" in {where}" if where else ""}{listing}', suggestion, at_key=True
+    )
+
+
+def _missing(path: Path) -> str:
+    section = _section(path[:-1])
+    field = _fields(section).get(str(path[-1])) if section is not None else None
+    purpose = f": {field.description}".replace("\n", " ").rstrip(".") if field and field.description else ""
+    where = _dotted(path[:-1])
+    return f'{f"{where} needs" if where else "the file needs"} "{path[-1]}"{purpose}'
+
+
+_PLAIN = {
+    "model_type": "a mapping of keys to values is needed",
+    "dict_type": "a mapping of keys to values is needed",
+    "tuple_type": "a list is needed",
+    "too_short": "at least one is needed",
+    "string_too_short": "it must not be empty",
+    "string_type": "text is needed; put it in quotes",
+    "bool_type": "it must be true or false",
+    "bool_parsing": "it must be true or false",
+    "int_type": "it must be a whole number",
+    "int_parsing": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+    "float_type": "it must be a number",
+    "float_parsing": "it must be a number",
+}
+"""Pydantic's error types in the words of people who edit YAML."""
+
+
+def _said(kind: str, message: str) -> str:
+    plain = message.removeprefix("Value error, ").replace("Input should be", "it must be")
+    return _PLAIN.get(kind, plain)
+
+
+def _has_inner(loc: tuple[int | str, ...], details: Iterable[ErrorDetails]) -> bool:
+    return any(len(other["loc"]) > len(loc) and other["loc"][: len(loc)] == loc for other in details)
+
+
+def _given(path: Path, value: Any) -> str:
+    """Return what stands there instead, where that is short and no secret."""
+    if _SECRET_PARTS & {part for part in path if isinstance(part, str)}:
+        return ""
+    if isinstance(value, str | int | float | bool) and len(str(value)) <= 40:
+        return repr(value) if isinstance(value, str) else str(value).lower()
+    return ""
+
+
+def _dotted(path: Path) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
+# ------------------------------------------------------------------ which section is at a path
+
+
+def _section(path: Path) -> type[BaseModel] | None:
+    """Return the model that describes the section at `path`, or None where there is none."""
+    here: Any = Document
+    for step in path:
+        model = _model(here)
+        if model is not None:
+            field = _fields(model).get(str(step))
+            if field is None:
+                return None
+            here = field.annotation
+        else:
+            here = _item(here)
+    return _model(here)
+
+
+def _fields(model: type[BaseModel]) -> Mapping[str, Any]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def _keys(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
+    return {name: _model(field.annotation) for name, field in _fields(model).items()}
+
+
+def _model(annotation: Any) -> type[BaseModel] | None:
+    """Return the model an annotation is, through `Annotated` and `| None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in {Annotated, Union, types.UnionType}:
+        options = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
+        return next((found for option in options if (found := _model(option)) is not None), None)
+    return None
+
+
+def _item(annotation: Any) -> Any:
+    """Return what the entries of a dict or tuple are."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin in {Annotated, Union, types.UnionType}:
+        return _item(args[0])
+    if origin is dict:
+        return args[1]
+    return args[0] if args else None

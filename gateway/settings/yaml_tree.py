@@ -1,0 +1,185 @@
+"""A YAML text as plain data that still knows where each of its values stands.
+
+PyYAML forgets positions when it constructs values, so the node tree is composed first and walked
+here: every value and key keeps its mark, duplicate keys are errors, `${VAR}` is filled in, and
+anchors and merge keys work as usual, within a bound.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+Path = tuple[str | int, ...]
+
+_VALUES_MAX = 50_000  # a guess far above any real file; stops anchors that multiply without end
+_DEPTH_MAX = 40  # stops an anchor that contains itself
+_MERGE = "tag:yaml.org,2002:merge"
+_VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<default>:-[^}]*)?\}|\$\{")
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in the file, 1-based."""
+
+    line: int
+    column: int
+
+
+@dataclass(slots=True)
+class Tree:
+    """A parsed file.
+
+    Attributes:
+        data: The plain values.
+        values, keys: Where each value, and the key in front of it, stands; by path from the top.
+        problems: `(mark, message)` of what the text itself gets wrong.
+    """
+
+    data: Any = None
+    values: dict[Path, Mark] = field(default_factory=dict)
+    keys: dict[Path, Mark] = field(default_factory=dict)
+    problems: list[tuple[Mark, str]] = field(default_factory=list)
+
+    def known(self, path: Path) -> Path:
+        """Return the part of `path` that the file has.
+
+        Steps that the file does not have are left out: validation sees short forms written in full
+        (`pools.light.backends.0`), the file does not (`pools.light.0`).
+        """
+        found: Path = ()
+        for step in path:
+            if (*found, step) in self.values:
+                found = (*found, step)
+        return found
+
+    def value_mark(self, path: Path) -> Mark:
+        """Return where the value at `path` stands, or the nearest one above it."""
+        return self.values.get(self.known(path), Mark(1, 1))
+
+    def key_mark(self, path: Path) -> Mark:
+        """Return where the key of `path` stands, or of the nearest one above it."""
+        known = self.known(path)
+        return self.keys.get(known) or self.values.get(known, Mark(1, 1))
+
+
+class _TooMuch(Exception):
+    """The text expands beyond what a configuration can be."""
+
+
+def parse(text: str, environ: Mapping[str, str]) -> Tree:
+    """Return the tree of a YAML text, `${VAR}` filled in from `environ`. Never raises for what it holds."""
+    tree = Tree()
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            tree.problems.append((Mark(1, 1), "the file is empty"))
+        else:
+            tree.data = _Builder(loader, tree, environ).build(node, ())
+    except yaml.MarkedYAMLError as error:
+        tree.problems.append((_mark(error.problem_mark), _what(error)))
+    except (yaml.YAMLError, _TooMuch, RecursionError) as error:
+        tree.problems.append((Mark(1, 1), f"this is not YAML that can be used: {error}"))
+    return tree
+
+
+class _Builder:
+    """Walks one node tree."""
+
+    def __init__(self, loader: yaml.SafeLoader, tree: Tree, environ: Mapping[str, str]) -> None:
+        self._loader = loader
+        self._tree = tree
+        self._environ = environ
+        self._built = 0
+
+    def build(self, node: yaml.Node, path: Path) -> Any:
+        self._built += 1
+        if self._built > _VALUES_MAX or len(path) > _DEPTH_MAX:
+            raise _TooMuch("it grows without end; look for an anchor that contains itself")
+        self._tree.values.setdefault(path, _mark(node.start_mark))
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
+        return self._scalar(node)
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        built: dict[str, Any] = {}
+        merges: list[yaml.Node] = []
+        for key_node, value_node in node.value:
+            if key_node.tag == _MERGE:
+                merges.append(value_node)
+                continue
+            mark = _mark(key_node.start_mark)
+            key = self._constructed(key_node) if isinstance(key_node, yaml.ScalarNode) else None
+            if not isinstance(key, str):
+                written = repr(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "it"
+                self._tree.problems.append((mark, f"a key must be text; put {written} in quotes"))
+                key = str(key_node.value)
+            if key in built:
+                first = self._tree.keys[(*path, key)].line
+                self._tree.problems.append((mark, f'"{key}" is given twice, first in line {first}'))
+                continue
+            self._tree.keys[(*path, key)] = mark
+            built[key] = self.build(value_node, (*path, key))
+        for merge in merges:
+            for key, key_mark, value in self._merged(merge):
+                if key not in built:
+                    self._tree.keys.setdefault((*path, key), key_mark)
+                    built[key] = self.build(value, (*path, key))
+        return built
+
+    def _merged(self, node: yaml.Node) -> Iterator[tuple[str, Mark, yaml.Node]]:
+        """Yield the entries that `<<: *anchor` (or a list of anchors) brings in."""
+        sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        for source in sources:
+            if not isinstance(source, yaml.MappingNode):
+                self._tree.problems.append(
+                    (_mark(source.start_mark), "<< takes a mapping, or a list of them")
+                )
+                continue
+            for key_node, value_node in source.value:
+                yield str(key_node.value), _mark(key_node.start_mark), value_node
+
+    def _scalar(self, node: yaml.Node) -> Any:
+        value = self._constructed(node)
+        if isinstance(value, str) and "${" in value:
+            return _VARIABLE.sub(lambda match: self._variable(match, _mark(node.start_mark)), value)
+        return value
+
+    def _constructed(self, node: yaml.Node) -> Any:
+        """Return the value of a scalar. PyYAML lets Python's own errors out for dates and numbers."""
+        try:
+            return self._loader.construct_object(node, deep=True)
+        except (ValueError, KeyError, OverflowError) as error:
+            self._tree.problems.append(
+                (_mark(node.start_mark), f"this is no value: {error}; put text in quotes")
+            )
+            return None
+
+    def _variable(self, match: re.Match[str], mark: Mark) -> str:
+        name, default = match["name"], match["default"]
+        if match[0] == "$${":
+            return "${"
+        if name is None:
+            self._tree.problems.append((mark, "unfinished ${...}; write ${NAME} or ${NAME:-default}, or $${"))
+            return ""
+        value = self._environ.get(name, "")
+        if default is not None:
+            return value or default.removeprefix(":-")
+        if name not in self._environ:
+            self._tree.problems.append(
+                (mark, f"environment variable {name} is not set; ${{{name}:-default}} gives it a default")
+            )
+        return value
+
+
+def _mark(mark: yaml.Mark | None) -> Mark:
+    return Mark(1, 1) if mark is None else Mark(mark.line + 1, mark.column + 1)
+
+
+def _what(error: yaml.MarkedYAMLError) -> str:
+    return "; ".join(part for part in (error.context, error.problem) if part).replace("\n", " ")

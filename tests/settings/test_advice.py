@@ -1,0 +1,183 @@
+"""Warnings: each doubtful thing is named, and a good file has none."""
+
+from collections.abc import Callable
+
+import pytest
+
+from gateway import profiles
+from gateway.settings import CheckReport
+from gateway.settings.advice import kv_tokens
+
+Check = Callable[..., CheckReport]
+
+CHAT = "      - {class: short_chat, pools: [light, push]}"
+
+
+def test_a_good_file_has_no_warning(checked: Check, plain: str) -> None:
+    report = checked(plain)
+    assert report.ok
+    assert report.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "message"),
+    [
+        pytest.param(
+            (CHAT, CHAT.replace("[light, push]", "light")),
+            13,
+            "class short_chat admits prompts of up to 15,999 tokens with any max_tokens; its largest backend "
+            "(light) holds 32,768 tokens",
+            id="a-class-whose-pools-are-too-short",
+        ),
+        pytest.param(
+            (
+                '{prompt_tokens: ">= 16000"}, pools: [push]',
+                '{prompt_tokens: ">= 16000, < 90000", max_tokens: "<= 4096"}, pools: [light]',
+            ),
+            12,
+            "class long_document admits requests of up to 94,095 tokens",
+            id="a-class-with-an-upper-end",
+        ),
+        pytest.param(
+            ('">= 16000"', '">= 300000"'),
+            12,
+            "class long_document begins at 300,000 tokens, above every window",
+            id="a-threshold-above-every-window",
+        ),
+        pytest.param(
+            ('">= 16000"', '">= 16000, < 100"'), 12, "class long_document never matches", id="a-contradiction"
+        ),
+        pytest.param(
+            (CHAT, f"{CHAT}\n      - {{class: reasoning, when: {{reasoning: true}}, pools: [push]}}"),
+            14,
+            "class reasoning is never reached: everything it admits already matches class short_chat",
+            id="a-class-behind-one-that-takes-everything",
+        ),
+        pytest.param(
+            (
+                CHAT,
+                f'      - {{class: book, when: {{total_tokens: ">= 16000", prompt_tokens: ">= 20000"}}, '
+                f"pools: [push]}}\n{CHAT}",
+            ),
+            13,
+            "class book is never reached: everything it admits already matches class long_document",
+            id="a-class-behind-a-wider-one",
+        ),
+        pytest.param(
+            (CHAT, CHAT.replace("pools", "when: {stream: true}, pools")),
+            13,
+            "requests that match no class of gemma-4 are refused",
+            id="no-class-for-the-rest",
+        ),
+        pytest.param(
+            ("when: {images: true}, pools: [light]", "when: {stream: true}, pools: [push]"),
+            11,
+            "class image admits images, which none of its backends (push) takes",
+            id="images-to-a-text-only-pool",
+        ),
+        pytest.param(
+            ("when: {images: true}", "when: {audio: true}"),
+            11,
+            "class image is for audio, which no backend takes",
+            id="a-class-for-what-nothing-takes",
+        ),
+        pytest.param(
+            (CHAT, CHAT.replace("pools", "output_reserve_tokens: 300000, pools")),
+            13,
+            "reserves 300,000 tokens of output",
+            id="a-reserve-above-the-window",
+        ),
+        pytest.param(
+            ("  push: [push]", "  push: [push]\n  spare: [push]"),
+            8,
+            "pool spare is in no class",
+            id="an-unused-pool",
+        ),
+        pytest.param(
+            ("pools:", "  spark: {url: http://127.0.0.1:9, profile: spark-fp8}\npools:"),
+            5,
+            "backend spark is in no pool",
+            id="an-unused-backend",
+        ),
+        pytest.param(
+            ("backends:", "profiles: {hot: {extends: spark-fp8}}\nbackends:"),
+            2,
+            "profile hot is used by no backend",
+            id="an-unused-profile",
+        ),
+        pytest.param(
+            ("http://127.0.0.1:9002", "http://llm.example.com"),
+            4,
+            "backend push is reached over plain http outside this network: prompts travel in clear",
+            id="plain-http-far-away",
+        ),
+        pytest.param(
+            ("http://127.0.0.1:9002", "http://8.8.8.8"), 4, "over plain http", id="plain-http-to-an-address"
+        ),
+        pytest.param(
+            ("9002,", "9002, tls: {verify: true},"), 4, "tls changes nothing", id="tls-without-https"
+        ),
+        pytest.param(
+            ("http://127.0.0.1:9002,", "https://push.example.com, tls: {verify: false},"),
+            4,
+            "its certificate is not checked",
+            id="unchecked-certificate",
+        ),
+        pytest.param(
+            ("9001,", "9001, limits: {kv_blocks: 6000},"),
+            3,
+            "its KV budget holds a request of",
+            id="kv-below-the-window",
+        ),
+        pytest.param(
+            ("backends:", "timeouts: {total_s: 60}\nbackends:"), 2, "total_s ends an attempt", id="timeouts"
+        ),
+        pytest.param(("backends:", "listen: 0.0.0.0:80\nbackends:"), 2, "no `keys`", id="open-to-everyone"),
+        pytest.param(
+            ("backends:", "admin: 0.0.0.0:81\nbackends:"), 2, "the admin address", id="admin-exposed"
+        ),
+    ],
+)
+def test_what_is_doubtful_is_said_where_it_stands(
+    checked: Check, plain: str, change: tuple[str, str], line: int, message: str
+) -> None:
+    bent = plain.replace(*change, 1)
+    assert bent != plain
+    report = checked(bent)
+    assert report.ok, [str(problem) for problem in report.problems]
+    found = [warning for warning in report.warnings if message in warning.message]
+    assert found, [str(warning) for warning in report.warnings]
+    assert found[0].line == line
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "10.1.2.3", "192.168.0.4", "[fd00::1]", "localhost", "push", "push.internal", "gw.ns.svc"],
+)
+def test_inside_the_network_plain_http_is_no_warning(checked: Check, plain: str, host: str) -> None:
+    assert checked(plain.replace("127.0.0.1:9002", f"{host}:9002")).warnings == ()
+
+
+def test_nothing_is_said_about_what_no_backend_of_the_fleet_could_do(checked: Check) -> None:
+    alone = (
+        "tokenizer: approximate\nbackends: {b: {url: http://127.0.0.1:1, profile: spark-nvfp4}}\n"
+        "pools: {p: [b]}\nmodels: {m: {classes: [{class: c, pools: [p]}]}}\n"
+    )
+    assert checked(alone).warnings == ()
+
+
+def test_a_class_for_images_is_compared_with_backends_that_take_them(checked: Check, plain: str) -> None:
+    # light is shorter than push, but push takes no image: nothing better exists for them
+    assert "class: image" in plain
+    assert checked(plain).warnings == ()
+
+
+def test_keys_close_the_open_door(checked: Check, plain: str) -> None:
+    keys = f"keys: {{a: {{sha256: '{'0' * 64}'}}}}\n"
+    assert checked(f"listen: 0.0.0.0:80\n{keys}{plain}").warnings == ()
+
+
+@pytest.mark.parametrize("name", profiles.names())
+def test_every_shipped_pool_holds_its_whole_window(name: str) -> None:
+    capacity = profiles.load(name).capacity
+    assert kv_tokens(capacity) == capacity.context_tokens

@@ -1,0 +1,225 @@
+"""Errors: each with its place and its suggestion, and all of them at once."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gateway.core.errors import ConfigError
+from gateway.settings import CheckReport, check, load
+from gateway.settings.problems import Problem, closest
+
+Check = Callable[..., CheckReport]
+
+BAD = """\
+listen: 8080
+admni: 127.0.0.1:9090
+backends:
+  light-0: {url: http://127.0.0.1:9001/v1, profile: h100-tp1-ligth}
+  push: {url: http://127.0.0.1:9002, profile: h100-tp2-push, knee_seqs: 4, limits: {kv_budget: 3}}
+pools:
+  light: [light-0, ligt-0]
+models:
+  gemma-4:
+    classes:
+      - {class: reasoning, when: {prompt_token: ">= 16000"}, pools: [lihgt]}
+      - {class: short_chat}
+"""
+
+
+def test_every_problem_is_reported_at_once_with_its_place(checked: Check) -> None:
+    found = [
+        (problem.line, problem.column, str(problem).split(": ", 1)[1]) for problem in checked(BAD).problems
+    ]
+    assert found == [
+        (
+            1,
+            1,
+            'the file needs "tokenizer": How prompts are counted: {vocab: FILE} exactly, '
+            "`approximate` with a band. There is no default",
+        ),
+        (1, 9, "listen: write it as host:port, such as 127.0.0.1:8080"),
+        (2, 1, 'unknown key "admni" (did you mean "admin"?)'),
+        (4, 18, "backends.light-0.url: leave /v1 out: the gateway appends it"),
+        (4, 53, 'there is no profile "h100-tp1-ligth" (did you mean "h100-tp1-light"?)'),
+        (5, 62, 'unknown key "knee_seqs" in backends.push (did you mean "limits: {knee_seqs: ...}"?)'),
+        (5, 96, "backends.push.limits.kv_budget: it must be less than or equal to 1, not 3"),
+        (7, 20, 'there is no backend "ligt-0" (did you mean "light-0"?)'),
+        (
+            11,
+            35,
+            'unknown key "prompt_token" in models.gemma-4.classes[0].when (did you mean "prompt_tokens"?)',
+        ),
+        (11, 70, 'there is no pool "lihgt" (did you mean "light"?)'),
+        (
+            12,
+            9,
+            'models.gemma-4.classes[1] needs "pools": '
+            "Pool ids, first choice first; the later ones are the spill order",
+        ),
+    ]
+
+
+def test_load_raises_with_every_problem_on_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.yaml"
+    path.write_text(BAD)
+    with pytest.raises(ConfigError) as caught:
+        load(path, {})
+    assert str(caught.value).splitlines() == [str(problem) for problem in check(path, {}).problems]
+    assert str(caught.value).splitlines()[2].startswith(f"{path}:2:1: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            ("tokenizer: approximate", "tokenizer: exact"), "write approximate, or", id="tokenizer-word"
+        ),
+        pytest.param(
+            ("tokenizer: approximate", "tokenizer: {vocab: }"), "name the vocabulary", id="vocab-empty"
+        ),
+        pytest.param(
+            ("tokenizer: approximate", "tokenizer: {}"), "name the vocabulary", id="tokenizer-empty"
+        ),
+        pytest.param(("http://127.0.0.1:9001", "127.0.0.1:9001"), "write it as http://", id="no-scheme"),
+        pytest.param(("http://127.0.0.1:9001", "ftp://host"), "write it as http://", id="wrong-scheme"),
+        pytest.param(("http://127.0.0.1:9001", "http://host/api"), "only scheme, host and port", id="a-path"),
+        pytest.param(("http://127.0.0.1:9001", "http://host:99999"), "this is no URL", id="port-too-high"),
+        pytest.param(
+            ("http://127.0.0.1:9002", "http://127.0.0.1:9001/"), "has the URL of light", id="same-server"
+        ),
+        pytest.param(("light: {url", "li ght: {url"), "letters, digits", id="backend-name"),
+        pytest.param(("profile: h100-tp1-light", "profile: h100"), "there are h100-tp1-light,", id="profile"),
+        pytest.param(("  light: [light]", "  light: [light, light]"), "listed twice", id="backend-twice"),
+        pytest.param(("  light: [light]", "  light: []"), "at least one is needed", id="empty-pool"),
+        pytest.param(("  light: [light]", "  light: light"), "a mapping of keys", id="pool-as-text"),
+        pytest.param(
+            ("[light, push]}", "[light, push], when: {images: 1.5}}"), "no comparison", id="condition"
+        ),
+        pytest.param(
+            ("[light, push]}", "[light, push], when: {key: bob}}"), "no API key", id="key-without-keys"
+        ),
+        pytest.param(("class: image,", "class: short_chat,"), "is there twice", id="class-twice"),
+        pytest.param(
+            ("    classes:", "    aliases: [gemma-4]\n    classes:"), "already names", id="alias-twice"
+        ),
+        pytest.param(
+            ("backends:", "profiles: {x: {extends: h200}}\nbackends:"), "no shipped profile", id="extends"
+        ),
+        pytest.param(("backends:", "admin: 127.0.0.1:8080\nbackends:"), "the same address", id="one-address"),
+        pytest.param(("backends:", "admin: 9090\nbackends:"), "127.0.0.1:9090", id="port-alone"),
+        pytest.param(("backends:", "listen: ::1:8080\nbackends:"), "[::1]:8080", id="v6-without-brackets"),
+        pytest.param(
+            ("backends:", "health: {failures: true}\nbackends:"), "a number is needed", id="true-as-number"
+        ),
+        pytest.param(("backends:", "health: {failures: 1.5}\nbackends:"), "whole number", id="fraction"),
+        pytest.param(("backends:", "health: {hang_s: .inf}\nbackends:"), "finite number", id="infinite"),
+        pytest.param(
+            ("backends:", "health: {hang_s: soon}\nbackends:"), "must be a number", id="word-as-number"
+        ),
+        pytest.param(
+            ("backends:", "routing: {attempts_max: 0}\nbackends:"), "greater than or equal", id="no-attempt"
+        ),
+        pytest.param(("backends:", "keys:\nbackends:"), "name at least one key", id="keys-all-commented-out"),
+        pytest.param(("backends:", "keys: {a: {}}\nbackends:"), "exactly one of", id="key-of-nothing"),
+        pytest.param(
+            ("backends:", "keys: {a: {sha256: beef}}\nbackends:"), "64 hex digits", id="short-digest"
+        ),
+        pytest.param(
+            ("backends:", "keys: {a: {env: A, file: b}}\nbackends:"), "exactly one of", id="key-twice"
+        ),
+        pytest.param(("9001,", "9001, api_key_env: A, api_key_file: b,"), "not both", id="two-backend-keys"),
+        pytest.param(("9001,", "9001, limits: {knee_seqs: 0},"), "greater than or equal to 1", id="no-knee"),
+        pytest.param(
+            ("9001,", "9001, limits: {knee_seqs: 1000},"), "less than 1000", id="knee-beyond-counting"
+        ),
+        pytest.param(("9001,", "9001, limits: {knee_seqs: []},"), "the last step", id="empty-curve"),
+        pytest.param(
+            ("9001,", '9001, limits: {knee_seqs: [{prompt_tokens: "<= 9", seqs: 4}]},'),
+            "the last step",
+            id="a-curve-that-ends",
+        ),
+        pytest.param(
+            ("9001,", '9001, limits: {knee_seqs: [{prompt_tokens: "> 9", seqs: 4}, {seqs: 1}]},'),
+            'write it as "<= 2000"',
+            id="a-lower-end",
+        ),
+        pytest.param(
+            (
+                "9001,",
+                '9001, limits: {knee_seqs: [{prompt_tokens: "<= 9", seqs: 4}, '
+                '{prompt_tokens: "<= 9", seqs: 2}, {seqs: 1}]},',
+            ),
+            "from short prompts to long",
+            id="a-curve-that-stands-still",
+        ),
+        pytest.param(("backends:", "backends: 5\nx:"), "a mapping of keys", id="a-number-as-section"),
+    ],
+)
+def test_each_mistake_has_its_own_words(
+    checked: Check, plain: str, change: tuple[str, str], message: str
+) -> None:
+    bent = plain.replace(*change, 1)
+    assert bent != plain
+    report = checked(bent)
+    assert not report.ok
+    assert any(message in str(problem) for problem in report.problems), [str(one) for one in report.problems]
+    assert all(problem.line > 0 and problem.column > 0 for problem in report.problems)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(("http://127.0.0.1:9001", "http://user:hunter2@host"), id="password-in-a-url"),
+        pytest.param(("http://127.0.0.1:9001", "hunter2"), id="a-secret-for-a-url"),
+        pytest.param(("backends:", "keys: {a: hunter2}\nbackends:"), id="a-key-in-plain"),
+        pytest.param(("backends:", "keys: {a: {sha256: hunter2}}\nbackends:"), id="a-key-for-its-digest"),
+        pytest.param(("9001,", "9001, api_key_env: [hunter2],"), id="a-key-for-its-variable"),
+        pytest.param(("http://127.0.0.1:9001", "${SECRET}"), id="from-the-environment"),
+    ],
+)
+def test_no_message_repeats_a_secret(checked: Check, plain: str, change: tuple[str, str]) -> None:
+    report = checked(plain.replace(*change, 1), {"SECRET": "http://u:hunter2@host/v1"})
+    assert not report.ok
+    assert "hunter2" not in "".join(map(str, report.problems))
+
+
+def test_a_file_that_cannot_be_read_is_a_problem_without_a_line(tmp_path: Path) -> None:
+    (problem,) = check(tmp_path / "none.yaml", {}).problems
+    assert str(problem) == f"{tmp_path / 'none.yaml'}: cannot be read: No such file or directory"
+
+
+def test_a_file_that_is_no_text_is_a_problem(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.yaml"
+    path.write_bytes(b"tokenizer: \xff\xfe")
+    (problem,) = check(path, {}).problems
+    assert "not UTF-8" in str(problem)
+
+
+def test_a_list_is_no_configuration(checked: Check) -> None:
+    (problem,) = checked("- a\n- b\n").problems
+    assert "a mapping of keys" in problem.message
+
+
+def test_problems_of_text_and_of_meaning_come_together(checked: Check, plain: str) -> None:
+    messages = " ".join(map(str, checked(plain + "lisen: x\ntokenizer: approximate\n").problems))
+    assert "given twice, first in line 1" in messages
+    assert '(did you mean "listen"?)' in messages
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        pytest.param("knee_seq", '"knee_seqs"', id="a-letter-missing"),
+        pytest.param("KNEE_SEQS", '"knee_seqs"', id="another-case"),
+        pytest.param("drian", '"drain"', id="letters-swapped"),
+        pytest.param("colour", "", id="nothing-near"),
+    ],
+)
+def test_suggestions_are_near_or_absent(word: str, meant: str) -> None:
+    assert closest(word, ["knee_seqs", "drain", "url"]) == meant
+
+
+def test_a_problem_reads_as_compilers_write_them() -> None:
+    assert str(Problem("f.yaml", 3, 7, "wrong", '"right"')) == 'f.yaml:3:7: wrong (did you mean "right"?)'
+    assert str(Problem("f.yaml", 0, 0, "gone")) == "f.yaml: gone"

@@ -1,0 +1,405 @@
+"""What a configuration means: one example in full, then what each section changes."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from gateway import profiles
+from gateway.core.classification import classify
+from gateway.core.errors import ConfigError
+from gateway.core.profile import Basis
+from gateway.core.values import (
+    Bound,
+    Comparison,
+    CountMode,
+    Endpoint,
+    Estimate,
+    KneeStep,
+    Modalities,
+    Pool,
+    Prompt,
+    Request,
+    Timeouts,
+    When,
+)
+from gateway.settings import Address, CheckReport, Settings
+
+Load = Callable[..., Settings]
+Check = Callable[..., CheckReport]
+
+EXAMPLE = """\
+listen: 127.0.0.1:8080            # applications
+admin: 127.0.0.1:9090             # operators; never exposed by default
+tokenizer: approximate            # or {vocab: gemma4.tiktoken}: exact
+backends:
+  light-0: {url: http://127.0.0.1:9001, profile: h100-tp1-light}
+  light-1: {url: http://127.0.0.1:9002, profile: h100-tp1-light}
+  push:    {url: http://127.0.0.1:9003, profile: h100-tp2-push, api_key_env: PUSH_KEY}
+  spark:   {url: http://127.0.0.1:9004, profile: spark-nvfp4, limits: {knee_seqs: 4}}
+  tpu:     {url: http://127.0.0.1:9005, profile: tpu-v6e4-moe}
+pools:
+  light: [light-0, light-1]
+  push: [push]
+  reasoning: [tpu, spark]
+models:
+  gemma-4:                        # the name applications send; each backend gets its own served name
+    aliases: [google/gemma-4-31B-it]
+    classes:                      # tried top to bottom; the first that matches wins
+      - {class: reasoning, when: {reasoning: true}, pools: [reasoning]}
+      - {class: long_document, when: {prompt_tokens: ">= 16000"}, pools: [push]}
+      - {class: short_chat, pools: [light, push]}     # later pools are the spill order
+"""
+
+
+def test_the_example_is_valid_and_says_what_it_cannot_do(checked: Check) -> None:
+    report = checked(EXAMPLE, {"PUSH_KEY": "secret"})
+    assert report.ok
+    assert [(warning.line, warning.message) for warning in report.warnings] == [
+        (
+            18,
+            "class reasoning admits prompts of any length; its largest backend (spark) holds 65,536 tokens: "
+            "longer ones are refused with context_length_exceeded, though push holds 262,144",
+        ),
+        (
+            19,
+            "class long_document admits images and audio, which none of its backends (push) takes: "
+            "such requests are refused",
+        ),
+        (
+            20,
+            "class short_chat admits audio, which none of its backends (light-0, light-1, push) takes: "
+            "such requests are refused",
+        ),
+    ]
+
+
+def test_the_example_means_what_it_says(loaded: Load) -> None:
+    settings = loaded(EXAMPLE)
+    assert settings.listen == Address("127.0.0.1", 8080)
+    assert settings.admin == Address("127.0.0.1", 9090)
+    assert settings.vocab is None
+    policy = settings.policy()
+    assert {name: pool.backends for name, pool in policy.pools.items()} == {
+        "light": ("light-0", "light-1"),
+        "push": ("push",),
+        "reasoning": ("tpu", "spark"),
+    }
+    assert policy.backends["light-0"].url == "http://127.0.0.1:9001"
+    assert policy.backends["light-0"].capacity == profiles.load("h100-tp1-light").capacity
+    assert policy.backends["light-0"].model is None, "learned from the backend"
+    assert policy.backends["spark"].capacity.knee == (KneeStep(None, 4),)
+    assert policy.backends["spark"].capacity.kv_blocks == profiles.load("spark-nvfp4").capacity.kv_blocks
+    assert policy.backends["spark"].modalities == Modalities(0, 0)
+    assert policy.backends["tpu"].boot_budget_s == 1800
+    (model,) = policy.models
+    assert (model.id, model.aliases) == ("gemma-4", ("google/gemma-4-31B-it",))
+    assert [(one.name, one.pools) for one in model.classes] == [
+        ("reasoning", ("reasoning",)),
+        ("long_document", ("push",)),
+        ("short_chat", ("light", "push")),
+    ]
+    assert model.classes[1].when == When(prompt_tokens=(Bound(Comparison.GE, 16_000),))
+    assert model.classes[2].when == When()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reasoning", "expected"),
+    [
+        pytest.param(300, False, "short_chat", id="a-chat"),
+        pytest.param(15_999, False, "short_chat", id="just-below"),
+        pytest.param(16_000, False, "long_document", id="at-the-threshold"),
+        pytest.param(16_000, True, "reasoning", id="the-first-that-matches-wins"),
+    ],
+)
+def test_the_example_classifies(loaded: Load, tokens: int, reasoning: bool, expected: str) -> None:
+    (model,) = loaded(EXAMPLE).policy().models
+    request = Request(Endpoint.CHAT, "gemma-4", Prompt(), reasoning=reasoning)
+    found = classify(model, request, Estimate(tokens, tokens, CountMode.EXACT))
+    assert found is not None
+    assert found[0].name == expected
+
+
+def test_the_version_is_a_short_hash_of_the_file(loaded: Load, plain: str) -> None:
+    assert loaded(plain).policy().version == hashlib.sha256(plain.encode()).hexdigest()[:12]
+    assert loaded(plain + "\n").policy().version != loaded(plain).policy().version
+
+
+def test_a_plain_file_has_every_default(loaded: Load, plain: str) -> None:
+    settings = loaded(plain)
+    assert settings.warnings == ()
+    assert (settings.listen, settings.admin) == (Address("127.0.0.1", 8080), Address("127.0.0.1", 9090))
+    assert settings.policy().pools["light"] == Pool("light", ("light",), Timeouts())
+    assert settings.requests.max_body_bytes == 32 * 1024 * 1024
+    assert settings.requests.remote_media is False
+    assert "chat_template" in settings.requests.drop_fields
+    assert settings.health.probation_successes == 3
+    assert settings.shutdown.drain_s == 600
+    assert settings.key_digests({}) is None
+
+
+@pytest.mark.parametrize("written", ["off", "false", "null", "'off'"])
+def test_admin_can_be_switched_off(loaded: Load, plain: str, written: str) -> None:
+    assert loaded(f"admin: {written}\n{plain}").admin is None
+
+
+@pytest.mark.parametrize(
+    ("written", "address"),
+    [
+        pytest.param("0.0.0.0:80", Address("0.0.0.0", 80), id="everywhere"),
+        pytest.param("'[::1]:8080'", Address("::1", 8080), id="v6"),
+        pytest.param("localhost:0", Address("localhost", 0), id="any-free-port"),
+        pytest.param("127.0.0.1:${PORT:-81}", Address("127.0.0.1", 81), id="from-the-environment"),
+    ],
+)
+def test_listen(loaded: Load, plain: str, written: str, address: Address) -> None:
+    assert loaded(f"listen: {written}\n{plain}").listen == address
+
+
+def test_a_vocabulary_is_found_beside_the_file(loaded: Load, plain: str, tmp_path: Path) -> None:
+    settings = loaded(plain.replace("approximate", "{vocab: gemma4.tiktoken}"))
+    assert settings.vocab == tmp_path / "gemma4.tiktoken"
+    (missing,) = settings.unmet({})
+    assert (missing.line, missing.column) == (1, 20)
+    (tmp_path / "gemma4.tiktoken").write_text("")
+    assert settings.unmet({}) == ()
+
+
+# ------------------------------------------------------------------ backends
+
+
+def one(backend: str) -> str:
+    return (
+        f"tokenizer: approximate\nbackends:\n  b: {{url: http://127.0.0.1:1/, {backend}}}\n"
+        "pools: {p: [b]}\nmodels: {m: {classes: [{class: c, pools: p}]}}\n"
+    )
+
+
+def test_limits_replace_the_profile_figure_by_figure(loaded: Load) -> None:
+    written = "profile: h100-tp1-light, limits: {context_tokens: 16384, kv_blocks: 5000, kv_budget: 0.5}"
+    capacity = loaded(one(written)).policy().backends["b"].capacity
+    assert (capacity.context_tokens, capacity.kv_blocks, capacity.kv_budget) == (16_384, 5_000, 0.5)
+    assert capacity.knee == profiles.load("h100-tp1-light").capacity.knee
+
+
+def test_a_null_for_kv_blocks_leaves_kv_to_the_engine(loaded: Load) -> None:
+    assert (
+        loaded(one("profile: spark-fp8, limits: {kv_blocks: null}")).policy().backends["b"].capacity.kv_blocks
+        is None
+    )
+    assert loaded(one("profile: spark-fp8, limits: {}")).policy().backends["b"].capacity.kv_blocks == 525_000
+    assert loaded(one("profile: spark-fp8, limits: ")).policy().backends["b"].capacity.kv_blocks == 525_000
+
+
+def test_a_knee_may_be_a_curve(loaded: Load) -> None:
+    curve = '[{prompt_tokens: "<= 2000", seqs: 40}, {prompt_tokens: "<= 16_000", seqs: 20}, {seqs: 8}]'
+    backend = loaded(one(f"profile: h100-tp1-light, limits: {{knee_seqs: {curve}}}")).policy().backends["b"]
+    assert backend.capacity.knee == (KneeStep(2_000, 40), KneeStep(16_000, 20), KneeStep(None, 8))
+
+
+@pytest.mark.parametrize(
+    ("written", "modalities"),
+    [
+        pytest.param("profile: h100-tp2-push", Modalities(0, 0), id="the-profile's"),
+        pytest.param(
+            "profile: h100-tp2-push, modalities: {images_max: null}", Modalities(None, 0), id="no-limit"
+        ),
+        pytest.param("profile: tpu-v6e4-moe, modalities: {images_max: 2}", Modalities(2, 1), id="fewer"),
+        pytest.param("profile: tpu-v6e4-moe, modalities: {audios_max: 0}", Modalities(4, 0), id="none"),
+    ],
+)
+def test_modalities(loaded: Load, written: str, modalities: Modalities) -> None:
+    assert loaded(one(written)).policy().backends["b"].modalities == modalities
+
+
+def test_the_rest_of_a_backend(loaded: Load) -> None:
+    backend = (
+        loaded(one("profile: spark-nvfp4, model: gemma4-31b, drain: true, boot_budget_s: 900"))
+        .policy()
+        .backends["b"]
+    )
+    assert backend.url == "http://127.0.0.1:1", "without its slash"
+    assert (backend.model, backend.drain, backend.boot_budget_s) == ("gemma4-31b", True, 900)
+    assert backend.profile == "spark-nvfp4"
+    assert backend.tokens_per_s == pytest.approx(6.8, rel=0.01)
+
+
+# ------------------------------------------------------------------ profiles of the site
+
+
+def test_a_site_profile_starts_from_a_shipped_one(loaded: Load) -> None:
+    own = """\
+profiles:
+  hot:
+    extends: h100-tp1-light
+    title: Hotter
+    capacity:
+      kv_blocks: {value: 388875, basis: derived, source: 102K logged tokens}
+      knee: [{prompt_tokens: "<= 2000", seqs: 48}, {seqs: 10}]
+      kv: {sliding_layers: 1, global_layers: 2}
+    modalities: {images_max: 2}
+    flags: {max_num_seqs: null, reserve_full_isl: true}
+    perf: {accept: 2.5, kv_span: {value: 1e-6, basis: fitted, source: ours}}
+    boot_s: 100
+"""
+    settings = loaded(own + one("profile: hot"))
+    profile, base = settings.profile("b"), profiles.load("h100-tp1-light")
+    assert (profile.name, profile.title, profile.hardware) == ("hot", "Hotter", base.hardware)
+    assert profile.capacity.kv_blocks == 388_875
+    assert profile.capacity.knee == (KneeStep(2_000, 48), KneeStep(None, 10))
+    assert profile.capacity.kv is not None and profile.capacity.kv.global_block_tokens == 32
+    assert profile.capacity.context_tokens == base.capacity.context_tokens
+    assert profile.modalities == Modalities(2, 0)
+    assert (profile.flags.max_num_seqs, profile.flags.reserve_full_isl) == (None, True)
+    assert (profile.perf.accept, profile.perf.kv_span, profile.perf.t_mem) == (2.5, 1e-6, base.perf.t_mem)
+    assert profile.boot_s == 100
+    assert profile.provenance["capacity.kv_blocks"].basis is Basis.DERIVED
+    assert profile.provenance["perf.accept"].basis is Basis.GUESSED, "a bare value says nothing about itself"
+    assert profile.provenance["perf.accept"].source == "site configuration"
+    assert settings.policy().backends["b"].capacity == profile.capacity
+
+
+def test_a_site_profile_may_take_the_place_of_a_shipped_one(loaded: Load) -> None:
+    own = "profiles: {spark-fp8: {extends: spark-fp8, capacity: {knee: 8}}}\n"
+    assert loaded(own + one("profile: spark-fp8")).policy().backends["b"].capacity.knee == (
+        KneeStep(None, 8),
+    )
+
+
+# ------------------------------------------------------------------ pools, models, routing
+
+
+def test_a_pool_takes_what_it_does_not_say_from_the_top(loaded: Load, plain: str) -> None:
+    bent = plain.replace("push: [push]", "push: {backends: push, timeouts: {first_byte_s: 900}}")
+    pools = loaded(bent + "timeouts: {connect_s: 1, idle_s: 60}\n").policy().pools
+    assert pools["push"].timeouts == Timeouts(connect_s=1, first_byte_s=900, idle_s=60, total_s=3600)
+    assert pools["light"].timeouts == Timeouts(connect_s=1, first_byte_s=600, idle_s=60, total_s=3600)
+
+
+def test_every_condition_reaches_the_policy(loaded: Load, plain: str) -> None:
+    condition = (
+        'prompt_tokens: ">= 10, < 20", total_tokens: "<= 90", max_tokens: 5, images: true, audio: false, '
+        "tools: '> 2', reasoning: false, stream: true, key: [a], header: {X-Team: [s, t], x-any: true}"
+    )
+    keys = f"keys: {{a: {{sha256: '{'0' * 64}'}}}}\n"
+    bent = plain.replace("- {class: image, when: {images: true}", f"- {{class: image, when: {{{condition}}}")
+    (model,) = loaded(bent + keys).policy().models
+    assert model.classes[0].when == When(
+        prompt_tokens=(Bound(Comparison.GE, 10), Bound(Comparison.LT, 20)),
+        total_tokens=(Bound(Comparison.LE, 90),),
+        max_tokens=(Bound(Comparison.EQ, 5),),
+        images=(Bound(Comparison.GT, 0),),
+        audios=(Bound(Comparison.EQ, 0),),
+        tools=(Bound(Comparison.GT, 2),),
+        reasoning=False,
+        stream=True,
+        keys=("a",),
+        headers=(("x-team", ("s", "t")), ("x-any", ())),
+    )
+
+
+def test_the_rest_of_a_model(loaded: Load, plain: str) -> None:
+    own = (
+        "    reasoning_aliases: [thinker]\n"
+        "    prompt: {image_tokens: 1120, empty_thought_tokens: 0, audio_tokens: 100}\n"
+    )
+    bent = plain.replace("pools: [light, push]}", "pools: [light, push], output_reserve_tokens: 256}") + own
+    policy = loaded(bent).policy()
+    model = policy.model("thinker")
+    assert model is not None and model.id == "gemma-4"
+    assert (model.template.image, model.template.empty_thought, model.template.audio) == (1120, 0, 100)
+    assert [one.output_reserve_tokens for one in model.classes] == [1024, 1024, 256]
+
+
+def test_routing(loaded: Load, plain: str) -> None:
+    policy = loaded(plain + "routing: {weights: {speed: 0, prefix_affinity: 2}, attempts_max: 5}\n").policy()
+    assert (policy.weights.spare_knee, policy.weights.speed, policy.weights.prefix_affinity) == (1, 0, 2)
+    assert policy.retry.attempts_max == 5
+
+
+# ------------------------------------------------------------------ secrets
+
+
+@pytest.mark.parametrize(
+    ("named", "environ", "key"),
+    [
+        pytest.param("", {}, None, id="none"),
+        pytest.param(", api_key_env: B_KEY", {"B_KEY": "s3cret\n"}, "s3cret", id="variable"),
+        pytest.param(", api_key_file: b.key", {}, "from-file", id="file-beside-the-configuration"),
+    ],
+)
+def test_a_backends_key(
+    loaded: Load, tmp_path: Path, named: str, environ: Mapping[str, str], key: str | None
+) -> None:
+    (tmp_path / "b.key").write_text("from-file\n")
+    settings = loaded(one(f"profile: spark-fp8{named}"))
+    assert settings.backend_key("b", environ) == key
+    assert settings.unmet(environ) == ()
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        pytest.param("api_key_env: B_KEY", "environment variable B_KEY is not set", id="variable"),
+        pytest.param("api_key_file: b.key", "b.key cannot be read: No such file", id="file"),
+        pytest.param("api_key_file: empty.key", "empty.key is empty", id="empty-file"),
+    ],
+)
+def test_a_key_that_is_not_there_warns_in_check_and_stops_serve(
+    loaded: Load, checked: Check, tmp_path: Path, named: str, message: str
+) -> None:
+    (tmp_path / "empty.key").write_text("\n")
+    text = one(f"profile: spark-fp8, {named}")
+    report = checked(text)
+    assert report.ok
+    (warning,) = report.warnings
+    assert message in warning.message
+    assert warning.line == 3
+    settings = loaded(text)
+    with pytest.raises(ConfigError, match=message):
+        settings.backend_key("b", {})
+    with pytest.raises(ConfigError, match=f"gateway.yaml:3:.*{message}"):
+        settings.require({})
+
+
+def test_caller_keys_are_digests_whatever_they_come_from(loaded: Load, plain: str, tmp_path: Path) -> None:
+    (tmp_path / "c.key").write_text("gamma\n")
+    digest = {word: hashlib.sha256(word.encode()).digest() for word in ("alpha", "beta", "gamma")}
+    keys = f"keys: {{a: {{sha256: {digest['alpha'].hex()}}}, b: {{env: B}}, c: {{file: c.key}}}}\n"
+    settings = loaded(plain + keys)
+    assert settings.key_digests({"B": "beta"}) == {
+        "a": digest["alpha"],
+        "b": digest["beta"],
+        "c": digest["gamma"],
+    }
+    with pytest.raises(ConfigError, match="key b: environment variable B"):
+        settings.key_digests({})
+
+
+def test_settings_do_not_show_what_the_environment_filled_in(loaded: Load, plain: str) -> None:
+    settings = loaded(plain.replace("push: {url", "push: {model: '${NAME}', url"), {"NAME": "served"})
+    assert settings.policy().backends["push"].model == "served"
+    assert "tree" not in repr(settings)
+
+
+def test_tls(loaded: Load, tmp_path: Path) -> None:
+    https = one("profile: spark-fp8, tls: {ca_file: ca.pem, verify: false}").replace("http:", "https:")
+    settings = loaded(https)
+    assert settings.tls("b").ca_file == tmp_path / "ca.pem"
+    assert settings.tls("b").verify is False
+    assert [problem.message for problem in settings.unmet({})] == [f"there is no file {tmp_path / 'ca.pem'}"]
+
+
+def test_the_summary_says_where_requests_go(loaded: Load) -> None:
+    assert loaded(EXAMPLE).summary == (
+        "5 backends in 3 pools",
+        "  pool light: light-0 (h100-tp1-light, 127.0.0.1:9001), light-1 (h100-tp1-light, 127.0.0.1:9002)",
+        "  pool push: push (h100-tp2-push, 127.0.0.1:9003)",
+        "  pool reasoning: tpu (tpu-v6e4-moe, 127.0.0.1:9005), spark (spark-nvfp4, 127.0.0.1:9004)",
+        "model gemma-4: 3 classes, first match wins",
+        "  reasoning -> reasoning",
+        "  long_document -> push",
+        "  short_chat -> light, then push",
+        "prompts are counted approximately; open to everyone",
+    )

@@ -1,0 +1,84 @@
+"""YAML with positions, variables, anchors and their limits."""
+
+import pytest
+
+from gateway.settings.yaml_tree import Mark, Tree, parse
+
+
+def tree(text: str, **environ: str) -> Tree:
+    return parse(text, environ)
+
+
+def test_values_and_keys_know_where_they_stand() -> None:
+    found = tree("a: 1\nb:\n  - x\n  - {c: 2}\n")
+    assert found.data == {"a": 1, "b": ["x", {"c": 2}]}
+    assert found.value_mark(("a",)) == Mark(1, 4)
+    assert found.key_mark(("b",)) == Mark(2, 1)
+    assert found.value_mark(("b", 0)) == Mark(3, 5)
+    assert found.key_mark(("b", 1, "c")) == Mark(4, 6)
+
+
+def test_a_path_written_in_full_finds_its_short_form() -> None:
+    found = tree("pools:\n  light: [one, two]\n")
+    assert found.value_mark(("pools", "light", "backends", 1)) == Mark(2, 16)
+    assert found.value_mark(("pools", "light", "timeouts", "idle_s")) == Mark(2, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "line"),
+    [
+        pytest.param("a: 1\na: 2\n", '"a" is given twice, first in line 1', 2, id="duplicate-key"),
+        pytest.param("1: x\n", "a key must be text; put '1' in quotes", 1, id="number-as-key"),
+        pytest.param("a: ${NOT_SET}\n", "environment variable NOT_SET is not set", 1, id="variable-not-set"),
+        pytest.param("a:\n  b: x ${oops\n", "unfinished ${...}", 2, id="unfinished-variable"),
+        pytest.param("a: [1\nb: 2\n", "flow sequence", 2, id="syntax"),
+        pytest.param("a: !!python/object:os.system x\n", "tag", 1, id="foreign-tag"),
+        pytest.param("a:\n  b: 2001-99-99\n", "this is no value: month", 2, id="a-date-that-is-none"),
+        pytest.param(f"a: {'9' * 5000}\n", "this is no value", 1, id="a-number-too-long-to-read"),
+        pytest.param("a: 1\n? [x]\n: 2\n", "a key must be text", 2, id="a-list-as-key"),
+        pytest.param("a: \x00\n", "not YAML that can be used", 1, id="a-character-yaml-has-not"),
+        pytest.param("a: " + "[" * 5000, "not YAML that can be used", 1, id="nested-too-deep"),
+        pytest.param("a: 1\n---\nb: 2\n", "single document", 2, id="two-documents"),
+        pytest.param("", "the file is empty", 1, id="empty"),
+        pytest.param("# only a comment\n", "the file is empty", 1, id="only-a-comment"),
+        pytest.param("a: &a [*a]\n", "without end", 1, id="an-anchor-in-itself"),
+        pytest.param("a: &a {x: 1}\nb:\n  <<: [*a, 5]\n", "<< takes a mapping", 3, id="merge-of-a-number"),
+    ],
+)
+def test_what_is_wrong_with_the_text_itself(text: str, message: str, line: int) -> None:
+    ((mark, said),) = tree(text).problems
+    assert message in said
+    assert mark.line == line
+
+
+def test_anchors_that_multiply_are_stopped() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    ((_, said),) = tree("\n".join(lines)).problems
+    assert "without end" in said
+
+
+def test_anchors_and_merge_keys_work() -> None:
+    found = tree("base: &base {url: u, drain: false}\nb: {<<: *base, drain: true}\nc: *base\n")
+    assert not found.problems
+    assert found.data["b"] == {"url": "u", "drain": True}
+    assert found.data["c"] == {"url": "u", "drain": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        pytest.param("a: ${HOST}:80", "h:80", id="filled-in"),
+        pytest.param("a: ${NONE:-d}:80", "d:80", id="default"),
+        pytest.param("a: ${EMPTY:-d}", "d", id="empty-takes-the-default"),
+        pytest.param("a: ${NONE:-}", "", id="empty-default"),
+        pytest.param("a: x${EMPTY}", "x", id="empty-is-set"),
+        pytest.param("a: $${HOST}", "${HOST}", id="escaped"),
+        pytest.param("a: $HOST", "$HOST", id="bare-dollar"),
+        pytest.param("a: ${INJECT}", "x, b: 1", id="a-value-cannot-change-the-structure"),
+    ],
+)
+def test_variables(text: str, value: str) -> None:
+    found = tree(text, HOST="h", EMPTY="", INJECT="x, b: 1")
+    assert not found.problems
+    assert found.data == {"a": value}
