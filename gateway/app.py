@@ -18,7 +18,8 @@ from anyio.abc import TaskGroup
 from gateway import __version__
 from gateway.clock import SystemClock
 from gateway.core import admission
-from gateway.core.health import BackendStatus, HealthRules, State, hang_after_s, usable
+from gateway.core.drift import DriftTracker
+from gateway.core.health import BackendStatus, HealthRules, State, hang_after_s, served_name, usable
 from gateway.core.values import Load
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
@@ -39,6 +40,7 @@ from gateway.upstream.probes import Prober
 
 log = logging.getLogger("gateway.process")
 
+STOP_S = 5.0
 _LOST = frozenset({State.HUNG, State.DOWN})
 
 
@@ -87,11 +89,12 @@ class Gateway:
         )
         self.upstream = HttpxUpstream(backends.values(), secrets=secrets, tls=tls)
         self.estimator = open_estimator(settings.vocab)
+        drift = DriftTracker()
         self.metrics = Metrics(
             backends=lambda: self.policy.backends,
             loads=self.ledger.loads,
             statuses=self.fleet.statuses,
-            drifts=lambda: self.pipeline.drifts(),
+            drifts=drift.drifts,
         )
         self.metrics.config_info.labels(self.policy.version).set(1)
         self.pipeline = Pipeline(
@@ -101,6 +104,7 @@ class Gateway:
             fleet=self.fleet,
             upstream=self.upstream,
             prefixes=MemoryPrefixIndex(),
+            drift=drift,
             recorder=Recorders((self.metrics, self.journal, RequestLog())),
             clock=self.clock,
         )
@@ -130,8 +134,14 @@ class Gateway:
 
     def readiness(self) -> Mapping[str, bool]:
         """Return what must hold for `/readyz`, each by its name."""
-        statuses = self.fleet.statuses().values()
-        return {"a_backend_is_up": any(usable(s) and s.state is not State.UNKNOWN for s in statuses)}
+        statuses = self.fleet.statuses()
+        up = any(
+            usable(status) and status.state is not State.UNKNOWN and served_name(backend.model, status)
+            for backend, status in (
+                (backend, statuses[name]) for name, backend in self.policy.backends.items()
+            )
+        )
+        return {"a_backend_is_up": up}
 
     def policy_view(self) -> Mapping[str, Any]:
         """Return the policy in force, for operators."""
@@ -170,11 +180,12 @@ class Gateway:
         Raises:
             ConfigError: an address cannot be bound.
         """
+        applications, operators = self.applications.asgi_app(), self.operators.asgi_app()
         listen = bind(*self.settings.listen)
         admin = None if self.settings.admin is None else bind(*self.settings.admin)
-        self._listeners = [Listener(self.applications.asgi_app(), listen)]
+        self._listeners = [Listener(applications, listen)]
         if admin is not None:
-            self._listeners.append(Listener(self.operators.asgi_app(), admin))
+            self._listeners.append(Listener(operators, admin))
         running = Running(url_of(listen), None if admin is None else url_of(admin), self)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.fleet.run)
@@ -190,6 +201,9 @@ class Gateway:
     async def _stop(self, tasks: TaskGroup) -> None:
         for listener in self._listeners:
             listener.cut()
+        with anyio.move_on_after(STOP_S):
+            for listener in self._listeners:
+                await listener.wait_ended()
         tasks.cancel_scope.cancel()
         await self.upstream.aclose()
         self.estimator.close()
@@ -279,6 +293,8 @@ def _status_view(status: BackendStatus, now: float) -> Mapping[str, Any]:
             "running": engine.running,
             "waiting": engine.waiting,
             "kv_usage": round(engine.kv_usage, 4),
+            "prompt_tokens": round(engine.prompt_tokens),
+            "generation_tokens": round(engine.generation_tokens),
             "preemptions": engine.preemptions,
             "age_s": round(now - engine.at, 1),
         },

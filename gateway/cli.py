@@ -169,7 +169,7 @@ def tokens(file: Path, vocab: Path | None, as_json: bool) -> None:
 
     from gateway import tokenizer
 
-    measured = _usable(lambda: tokenizer.measure(file, vocab))
+    measured = _usable(lambda: tokenizer.measure(file, None if vocab is None else tokenizer.load(vocab)))
     if as_json:
         click.echo(json.dumps(asdict(measured)))
     else:

@@ -77,7 +77,11 @@ async def explain(
     traffic_class, reason = matched
     demand = Demand.of(request, estimate, classification.output_tokens(traffic_class, request))
     idle = {
-        name: BackendView(backend=backend, load=Load(), status=BackendStatus(state=State.UP))
+        name: BackendView(
+            backend=backend,
+            load=Load(),
+            status=BackendStatus(state=State.UP, served_models=(backend.model or model.id,)),
+        )
         for name, backend in policy.backends.items()
     }
     decision = selection.decide(policy, model.id, traffic_class, reason, estimate, demand, idle)

@@ -98,6 +98,8 @@ def _model(_: Demand, view: BackendView) -> Objection | None:
     served, wanted = view.status.served_models, view.backend.model
     if wanted is not None and served and wanted not in served:
         return Exclusion.WRONG_MODEL, f"serves {', '.join(served)}, not {wanted}"
+    if wanted is None and not served:
+        return Exclusion.WRONG_MODEL, "the name it serves the model under is not known yet"
     if wanted is None and len(served) > 1:
         return Exclusion.WRONG_MODEL, f"serves {', '.join(served)}: set `model` to choose one"
     return None

@@ -17,6 +17,7 @@ from gateway.core.errors import ConfigError
 
 KEEPALIVE_S = 75  # above the idle time after which common load balancers give a connection up
 BACKLOG = 2048
+CUT_S = 2
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -62,21 +63,27 @@ class Listener(uvicorn.Server):
         )
         self._bound = bound
         self._accepting = anyio.Event()
+        self._ended = anyio.Event()
 
     async def run_until_stopped(self) -> None:
         """Serve until `stop` or `cut`."""
-        await self.serve(sockets=[self._bound])
+        try:
+            await self.serve(sockets=[self._bound])
+        finally:
+            self._ended.set()
 
     def stop(self) -> None:
         """Close the listening socket, and end once the connections are idle."""
         self.should_exit = True
 
     def cut(self) -> None:
-        """End now; running requests are cancelled."""
-        self.config.timeout_graceful_shutdown = 0
+        """End now: running requests are cancelled, their connections dropped."""
+        self.config.timeout_graceful_shutdown = CUT_S
         self.force_exit = self.should_exit = True
         for task in self.server_state.tasks:
             task.cancel()
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -87,6 +94,10 @@ class Listener(uvicorn.Server):
         """Start, and let `wait_started` return."""
         await super().startup(sockets=sockets)
         self._accepting.set()
+
+    async def wait_ended(self) -> None:
+        """Return once every connection is closed."""
+        await self._ended.wait()
 
     async def wait_started(self) -> None:
         """Return once connections are accepted."""

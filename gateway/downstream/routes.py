@@ -10,6 +10,7 @@ import anyio
 import msgspec
 from litestar import Litestar, MediaType, Request, Response, asgi, get
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
+from litestar.params import FromPath
 from litestar.types import Receive, Scope, Send
 
 from gateway.core.errors import Draining, GatewayError, InvalidRequest, ModelNotFound, RouteNotFound
@@ -96,7 +97,7 @@ class Applications:
             return {"object": "list", "data": [self._card(name) for name in self._names()]}
 
         @get("/v1/models/{name:path}", sync_to_thread=False)
-        def model(request: Request[Any, Any, Any], name: str) -> dict[str, Any]:
+        def model(request: Request[Any, Any, Any], name: FromPath[str]) -> dict[str, Any]:
             self._keys.name_of(request.headers.get("authorization"))
             wanted = name.removeprefix("/")
             if wanted not in self._names():
@@ -196,7 +197,7 @@ class Operators:
             return Response(body, media_type=content_type)
 
         @get("/admin/{view:str}", sync_to_thread=False)
-        def admin(view: str) -> Response[bytes]:
+        def admin(view: FromPath[str]) -> Response[bytes]:
             if view not in self._views:
                 raise NotFoundException(f"known views: {', '.join(sorted(self._views))}")
             body = msgspec.json.format(msgspec.json.encode(self._views[view]()), indent=2)

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import anyio
 
 from gateway.core import classification, retry, selection
-from gateway.core.drift import Drift, DriftTracker
+from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
     AtCapacity,
     ContextExceeded,
@@ -20,6 +20,7 @@ from gateway.core.errors import (
     ModelNotFound,
     NoBackend,
     ShedError,
+    StreamBroken,
     UpstreamError,
 )
 from gateway.core.health import BackendStatus, served_name
@@ -65,6 +66,7 @@ class Pipeline:
         fleet: Fleet,
         upstream: Upstream,
         prefixes: PrefixIndex,
+        drift: DriftTracker,
         recorder: Recorder,
         clock: Clock,
     ) -> None:
@@ -75,10 +77,10 @@ class Pipeline:
         self._fleet = fleet
         self._upstream = upstream
         self._prefixes = prefixes
+        self._drift = drift
         self._recorder = recorder
         self._clock = clock
         self._running: dict[str, set[Attempt]] = {}
-        self._drift = DriftTracker()
 
     async def run(self, request_id: str, incoming: Incoming, downstream: Downstream) -> None:
         """Serve one request, to its end.
@@ -114,10 +116,6 @@ class Pipeline:
         """
         for attempt in tuple(self._running.get(backend_id, ())):
             attempt.give_up(reason)
-
-    def drifts(self) -> Mapping[str, Drift]:
-        """Return, per backend that has answered, how its prompt counts compare with the estimates."""
-        return self._drift.drifts()
 
     async def _serve(self, passage: Passage) -> None:
         traffic_class, demand = await self._decide(passage)
@@ -260,8 +258,8 @@ class Pipeline:
 
     async def _break(self, passage: Passage, error: UpstreamError) -> None:
         """End a stream that failed after its first byte, in the way that every SDK raises on."""
-        passage.ending, passage.error_code = Ending.BROKEN, error.code
-        envelope = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+        passage.ending, passage.error_code = Ending.BROKEN, StreamBroken.code
+        envelope = {"message": error.message, "type": error.type, "param": None, "code": StreamBroken.code}
         event = b"data: " + json.dumps({"error": envelope}).encode() + b"\n\n"
         await passage.downstream.send(event + DONE)
 

@@ -29,7 +29,7 @@ SMALL = Capacity(context_tokens=32_768, knee=(KneeStep(None, 64),))
 LARGE = Capacity(context_tokens=262_144, knee=(KneeStep(None, 64),))
 CHAT = TrafficClass("short_chat", ("light", "push"))
 SHORT = Demand(seqs=1, prompt_tokens=1_000, total_tokens=2_000)
-UP = BackendStatus(state=State.UP)
+UP = BackendStatus(state=State.UP, served_models=("gemma",))
 
 
 def backend(name: str, capacity: Capacity = SMALL, **fields: object) -> Backend:
@@ -127,7 +127,11 @@ def test_weights_come_from_the_policy(weights: Weights, first: str) -> None:
 
 
 def test_a_backend_nobody_has_probed_is_the_last_of_its_pool() -> None:
-    assert ranked(fleet(view(backend("light-0"), status=BackendStatus()))) == ["light-1", "light-0", "push"]
+    assert ranked(fleet(view(backend("light-0", model="gemma"), status=BackendStatus()))) == [
+        "light-1",
+        "light-0",
+        "push",
+    ]
 
 
 KV = Capacity(
@@ -225,6 +229,13 @@ KV = Capacity(
             Exclusion.WRONG_MODEL,
             "serves a, b: set `model` to choose one",
             id="ambiguous-model",
+        ),
+        pytest.param(
+            view(backend("light-0"), status=BackendStatus(state=State.UP)),
+            SHORT,
+            Exclusion.WRONG_MODEL,
+            "the name it serves the model under is not known yet",
+            id="model-not-known-yet",
         ),
         pytest.param(
             view(backend("light-0"), seqs=64),

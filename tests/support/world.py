@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
+from gateway.core.drift import DriftTracker
 from gateway.core.errors import GatewayError
 from gateway.core.health import BackendStatus, Outcome, State
 from gateway.core.usage import AttemptRecord, RequestRecord
@@ -226,6 +227,7 @@ class World:
             fleet=self.fleet,
             upstream=self.upstream,
             prefixes=self.prefixes,
+            drift=DriftTracker(),
             recorder=self.notes,
             clock=StillClock(),
         )

@@ -1,0 +1,469 @@
+"""The gateway as applications and operators see it, over real sockets, before a simulated fleet."""
+
+import base64
+import json
+import struct
+import zlib
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import openai
+import pytest
+from support.site import SPEED, Site, simulated, site
+
+from gateway.core.health import State
+from gateway.simulator import Fault, FaultOrder
+
+HELLO: Any = [{"role": "user", "content": "Why is the sky blue?"}]
+LONG: Any = [{"role": "user", "content": "The river runs past the old mill. " * 3_000}]
+FACTS = ("x-gateway-class", "x-gateway-pool", "x-gateway-backend")
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Site]:
+    async with site(tmp_path) as running:
+        yield running
+        await running.eventually(running.idle)
+
+
+def facts(headers: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(headers[name] for name in FACTS)
+
+
+def png() -> str:
+    """Return a 2x2 picture as a data URL."""
+
+    def part(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = zlib.compress(b"\x00\xff\x00\x00\x00\xff\x00" * 2)
+    head = struct.pack(">IIBBBBB", 2, 2, 8, 2, 0, 0, 0)
+    picture = b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", rows) + part(b"IEND", b"")
+    return "data:image/png;base64," + base64.b64encode(picture).decode()
+
+
+# ---------------------------------------------------------------- the right backend, through the real SDK
+
+
+async def test_a_short_chat_goes_to_a_replica(fleet: Site) -> None:
+    raw = await fleet.openai().chat.completions.with_raw_response.create(
+        model="gemma-4", messages=HELLO, max_tokens=20
+    )
+
+    answer = raw.parse()
+    assert facts(raw.headers)[:2] == ("short_chat", "light")
+    assert answer.model == "gemma-4"
+    assert answer.choices[0].message.content
+    assert answer.usage is not None
+    assert abs(int(raw.headers["x-gateway-prompt-tokens"]) - answer.usage.prompt_tokens) < 10
+    assert raw.headers["x-request-id"].startswith("req-")
+    assert answer.id == "chatcmpl-" + raw.headers["x-request-id"]
+
+
+async def test_a_stream_arrives_in_pieces_under_the_public_name(fleet: Site) -> None:
+    stream = await fleet.openai().chat.completions.create(
+        model="google/gemma-4-31B-it", messages=HELLO, max_tokens=40, stream=True
+    )
+
+    chunks = [chunk async for chunk in stream]
+
+    assert len(chunks) > 5
+    assert {chunk.model for chunk in chunks} == {"google/gemma-4-31B-it"}
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason in {"stop", "length"}
+    assert all(chunk.usage is None for chunk in chunks)  # nobody asked for it
+
+
+async def test_usage_comes_to_who_asks_for_it(fleet: Site) -> None:
+    stream = await fleet.openai().chat.completions.create(
+        model="gemma-4", messages=HELLO, max_tokens=10, stream=True, stream_options={"include_usage": True}
+    )
+
+    chunks = [chunk async for chunk in stream]
+
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens > 0
+
+
+async def test_a_document_goes_to_push(fleet: Site) -> None:
+    raw = await fleet.openai().chat.completions.with_raw_response.create(
+        model="gemma-4", messages=LONG, max_tokens=20
+    )
+
+    assert facts(raw.headers) == ("long_document", "push", "push")
+
+
+async def test_reasoning_goes_to_the_faster_of_the_reasoning_boxes(fleet: Site) -> None:
+    raw = await fleet.openai().chat.completions.with_raw_response.create(
+        model="gemma-4", messages=HELLO, max_tokens=400, reasoning_effort="high"
+    )
+
+    assert facts(raw.headers) == ("reasoning", "reasoning", "tpu")
+    assert raw.parse().choices[0].message.model_extra["reasoning"]  # type: ignore[index]
+
+
+async def test_an_image_goes_where_images_are_taken(fleet: Site) -> None:
+    content: Any = [
+        {"type": "text", "text": "What is it?"},
+        {"type": "image_url", "image_url": {"url": png()}},
+    ]
+    raw = await fleet.openai().chat.completions.with_raw_response.create(
+        model="gemma-4", messages=[{"role": "user", "content": content}], max_tokens=20
+    )
+
+    usage = raw.parse().usage
+    assert facts(raw.headers)[:2] == ("short_chat", "light")
+    assert usage is not None
+    assert abs(int(raw.headers["x-gateway-prompt-tokens"]) - usage.prompt_tokens) < 20
+
+
+async def test_a_tool_call_comes_back_whole(fleet: Site) -> None:
+    function = {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
+    answer = await fleet.openai().chat.completions.create(
+        model="gemma-4",
+        messages=[{"role": "user", "content": "Call get_weather for Paris."}],
+        tools=[{"type": "function", "function": function}],  # type: ignore[list-item, misc]
+        tool_choice="required",
+    )
+
+    call = answer.choices[0].message.tool_calls[0]  # type: ignore[index]
+    assert call.function.name == "get_weather"  # type: ignore[union-attr]
+    assert isinstance(json.loads(call.function.arguments), dict)  # type: ignore[union-attr]
+
+
+async def test_completions_work_too(fleet: Site) -> None:
+    raw = await fleet.openai().completions.with_raw_response.create(
+        model="gemma-4", prompt="Name a river.", max_tokens=10
+    )
+
+    assert facts(raw.headers)[0] == "short_chat"
+    assert raw.parse().choices[0].text
+
+
+async def test_several_choices_all_finish(fleet: Site) -> None:
+    stream = await fleet.openai().chat.completions.create(
+        model="gemma-4", messages=HELLO, max_tokens=10, n=3, stream=True
+    )
+
+    finished = [choice.index async for chunk in stream for choice in chunk.choices if choice.finish_reason]
+
+    assert sorted(finished) == [0, 1, 2]
+
+
+async def test_models_are_listed(fleet: Site) -> None:
+    client = fleet.openai()
+
+    names = [model.id async for model in client.models.list()]
+
+    assert names == ["gemma-4", "google/gemma-4-31B-it"]
+    assert (await client.models.retrieve("google/gemma-4-31B-it")).id == "google/gemma-4-31B-it"
+
+
+# ---------------------------------------------------------------- errors, through the real SDK
+
+
+async def test_what_fits_nowhere_is_refused_before_any_backend_is_bothered(fleet: Site) -> None:
+    endless: Any = [{"role": "user", "content": "river " * 400_000}]
+
+    with pytest.raises(openai.BadRequestError) as caught:
+        await fleet.openai().chat.completions.create(model="gemma-4", messages=endless)
+
+    assert caught.value.code == "context_length_exceeded"
+    assert "This model's maximum context length is 262144 tokens" in str(caught.value)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        metrics = (await client.get(f"{fleet.backends['push'].url}/metrics")).text
+    assert 'handler="/v1/chat/completions"' not in metrics
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "code"),
+    [
+        ({"model": "gpt-5"}, openai.NotFoundError, "model_not_found"),
+        ({"messages": []}, openai.BadRequestError, "invalid_request"),
+        ({"max_tokens": -1}, openai.BadRequestError, "invalid_request"),
+        ({"temperature": -3}, openai.BadRequestError, "invalid_request"),  # the backend's own verdict
+        ({"n": 99}, openai.BadRequestError, "too_many_choices"),
+    ],
+)
+async def test_errors_arrive_as_the_sdks_own_exceptions(
+    fleet: Site, fields: dict[str, Any], kind: type[openai.APIStatusError], code: str
+) -> None:
+    for stream in (False, True):
+        with pytest.raises(kind) as caught:
+            await fleet.openai().chat.completions.create(
+                **{"model": "gemma-4", "messages": HELLO, "stream": stream, **fields}
+            )
+
+        assert caught.value.code == code
+        assert caught.value.request_id
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("POST", "/v1/embeddings", 404, "no_embeddings"),
+        ("GET", "/nowhere", 404, "not_found"),
+        ("GET", "/v1/models/gpt-5", 404, "model_not_found"),
+        ("POST", "/v1/chat/completions", 400, "invalid_json"),
+        ("GET", "/metrics", 404, "not_found"),
+        ("GET", "/admin/backends", 404, "not_found"),
+    ],
+)
+async def test_every_error_has_the_one_shape(
+    fleet: Site, method: str, path: str, status: int, code: str
+) -> None:
+    async with fleet.http() as client:
+        answer = await client.request(method, path, content=b"{" if method == "POST" else None)
+
+    assert answer.status_code == status
+    assert set(answer.json()) == {"error"}
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert answer.json()["error"]["code"] == code
+
+
+async def test_a_body_above_the_limit_is_413(tmp_path: Path) -> None:
+    async with site(
+        tmp_path,
+        fleet=simulated({"light-0": "h100-tp1-light"}),
+        **ONE_POOL,
+        requests={"max_body_bytes": 1_000},
+    ) as running:
+        async with running.http() as client:
+            announced = await client.post("/v1/chat/completions", content=b"x" * 1_001)
+            chunked = await client.post("/v1/chat/completions", content=_pieces(b"x" * 100, 20))
+
+    assert [announced.status_code, chunked.status_code] == [413, 413]
+    assert announced.json()["error"]["code"] == "request_too_large"
+
+
+async def _pieces(piece: bytes, count: int) -> AsyncIterator[bytes]:
+    for _ in range(count):
+        yield piece
+
+
+ONE_POOL: dict[str, Any] = {
+    "pools": {"light": ["light-0"]},
+    "models": {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
+}
+
+
+async def test_a_body_that_never_ends_is_408(tmp_path: Path) -> None:
+    async with site(
+        tmp_path, fleet=simulated({"light-0": "h100-tp1-light"}), **ONE_POOL, requests={"body_timeout_s": 0.1}
+    ) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            await stream.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+            with anyio.fail_after(10):
+                answer = await stream.receive()
+
+    assert answer.startswith(b"HTTP/1.1 408")
+
+
+async def test_keys_are_asked_for_and_name_the_caller(tmp_path: Path) -> None:
+    digest = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"  # of "secret"
+    classes = [
+        {"class": "team", "when": {"key": "team-a"}, "pools": ["light"]},
+        {"class": "others", "pools": ["light"]},
+    ]
+    async with site(
+        tmp_path,
+        fleet=simulated({"light-0": "h100-tp1-light"}),
+        pools={"light": ["light-0"]},
+        models={"gemma-4": {"classes": classes}},
+        keys={"team-a": {"sha256": digest}},
+    ) as running:
+        good = await running.openai(api_key="secret").chat.completions.with_raw_response.create(
+            model="gemma-4", messages=HELLO, max_tokens=5
+        )
+        with pytest.raises(openai.AuthenticationError) as wrong:
+            await running.openai(api_key="guess").chat.completions.create(model="gemma-4", messages=HELLO)
+        with pytest.raises(openai.AuthenticationError):
+            await running.openai(api_key="guess").models.list()
+        sent = running.backends["light-0"]
+
+    assert good.headers["x-gateway-class"] == "team"
+    assert wrong.value.code == "invalid_api_key"
+    assert sent is not None
+
+
+# ---------------------------------------------------------------- callers leave, backends fail
+
+
+async def test_a_caller_that_leaves_mid_stream_stops_the_backends_work(fleet: Site) -> None:
+    stream = await fleet.openai().chat.completions.create(
+        model="gemma-4", messages=HELLO, max_tokens=20_000, stream=True, extra_body={"ignore_eos": True}
+    )
+    async for _ in stream:
+        break
+    assert not fleet.idle()
+    await stream.close()
+
+    await fleet.eventually(fleet.idle)
+    await fleet.eventually(
+        lambda: all(backend.host.engine.running == 0 for backend in fleet.backends.values())
+    )
+
+
+async def test_a_caller_that_leaves_while_waiting_stops_the_backends_work(fleet: Site) -> None:
+    async with anyio.create_task_group() as tasks:
+
+        async def ask() -> None:
+            await fleet.openai().chat.completions.create(
+                model="gemma-4", messages=HELLO, max_tokens=20_000, extra_body={"ignore_eos": True}
+            )
+
+        tasks.start_soon(ask)
+        await fleet.eventually(lambda: not fleet.idle())
+        tasks.cancel_scope.cancel()
+
+    await fleet.eventually(fleet.idle)
+    await fleet.eventually(
+        lambda: all(backend.host.engine.running == 0 for backend in fleet.backends.values())
+    )
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault.UNAVAILABLE, Fault.ERROR, Fault.GARBAGE, Fault.GARBLED, Fault.REFUSE, Fault.DRAIN, Fault.CRASH],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_failing_replica_goes_unnoticed(fleet: Site, fault: Fault, stream: bool) -> None:
+    fleet.backends["light-0"].order(FaultOrder(fault, for_s=1_000))
+
+    for _ in range(4):
+        answer = await fleet.openai().chat.completions.create(
+            model="gemma-4", messages=HELLO, max_tokens=5, stream=stream
+        )
+        if stream:
+            text = [chunk async for chunk in answer]  # type: ignore[union-attr]
+            assert text
+        else:
+            assert answer.choices[0].message.content  # type: ignore[union-attr]
+
+    recent = fleet.gateway.journal.recent()
+    assert {record.ending.value for record in recent} == {"completed"}
+    assert any(len(record.attempts) > 1 or record.backend == "light-1" for record in recent)
+
+
+@pytest.mark.parametrize("fault", [Fault.DIE_MID_STREAM, Fault.ABORT, Fault.TRUNCATE])
+async def test_a_stream_that_breaks_raises_in_the_sdk(fleet: Site, fault: Fault) -> None:
+    for name in ("light-0", "light-1", "push"):
+        fleet.backends[name].order(FaultOrder(fault, after_chunks=5))
+
+    with pytest.raises(openai.APIError) as caught:
+        stream = await fleet.openai().chat.completions.create(
+            model="gemma-4", messages=HELLO, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+        )
+        async for _ in stream:
+            pass
+
+    assert caught.value.code == "stream_broken"
+
+
+async def test_a_backend_that_hangs_is_noticed_and_left(tmp_path: Path) -> None:
+    profiles = {"light-0": "h100-tp1-light", "light-1": "h100-tp1-light", "push": "h100-tp2-push"}
+    async with site(
+        tmp_path,
+        fleet=simulated(profiles),
+        pools={"light": ["light-0", "light-1"], "push": ["push"]},
+        models={"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light", "push"]}]}},
+        health={"interval_s": 0.1, "hang_s": 0.5},
+    ) as running:
+        running.backends["light-0"].order(FaultOrder(Fault.HANG))
+
+        with anyio.fail_after(60):
+            raw = await running.openai().chat.completions.with_raw_response.create(
+                model="gemma-4", messages=HELLO, max_tokens=5
+            )
+
+        assert raw.headers["x-gateway-backend"] == "light-1"
+        assert running.gateway.fleet.statuses()["light-0"].state is State.HUNG
+
+
+async def test_a_backend_that_restarts_comes_back(fleet: Site) -> None:
+    fleet.backends["light-0"].order(FaultOrder(Fault.RESTART))
+
+    def restarted() -> bool:
+        status = fleet.gateway.fleet.statuses()["light-0"]
+        return status.restarts > 0 and status.state in (State.PROBATION, State.UP)
+
+    await fleet.eventually(restarted, within_s=60)
+    answers = [
+        await fleet.openai().chat.completions.create(model="gemma-4", messages=HELLO, max_tokens=5)
+        for _ in range(12)
+    ]
+    assert all(answer.choices for answer in answers)
+
+
+# ---------------------------------------------------------------- operators
+
+
+async def test_operators_see_the_fleet_and_why(fleet: Site) -> None:
+    raw = await fleet.openai().chat.completions.with_raw_response.create(
+        model="gemma-4", messages=HELLO, max_tokens=5
+    )
+    async with httpx.AsyncClient(base_url=fleet.admin_url, trust_env=False) as client:
+        backends = (await client.get("/admin/backends")).json()
+        requests = (await client.get("/admin/requests")).json()
+        metrics = (await client.get("/metrics")).text
+        unknown = await client.get("/admin/nothing")
+
+    assert set(backends) == {"light-0", "light-1", "push", "spark", "tpu"}
+    assert backends["push"]["state"] == "up"
+    assert backends["push"]["knee_seqs"] > 0
+    assert backends["push"]["engine"]["running"] == 0
+    assert backends["light-0"]["served_models"]
+    newest = requests[0]
+    assert newest["id"] == raw.headers["x-request-id"]
+    assert newest["decision"]["class_reason"] == "takes everything else"
+    assert {candidate["backend"] for candidate in newest["decision"]["candidates"]} == {
+        "light-0",
+        "light-1",
+        "push",
+    }
+    assert "Why is the sky blue" not in json.dumps(requests)
+    assert f'gateway_requests_total{{backend="{newest["backend"]}"' in metrics
+    assert 'gateway_backend_state{backend="push",state="up"} 1.0' in metrics
+    assert unknown.status_code == 404
+
+
+async def test_liveness_and_readiness(fleet: Site) -> None:
+    async with fleet.http() as client:
+        assert (await client.get("/livez")).text == "ok"
+        ready = await client.get("/readyz")
+
+    assert ready.status_code == 200
+    assert ready.json() == {"ready": True, "checks": {"a_backend_is_up": True, "not_draining": True}}
+
+
+async def test_draining_finishes_streams_and_refuses_new_work(fleet: Site) -> None:
+    stream = await fleet.openai().chat.completions.create(
+        model="gemma-4",
+        messages=HELLO,
+        max_tokens=int(20 * SPEED),
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    await anext(aiter(stream))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(fleet.gateway.applications.drain)
+        await anyio.lowlevel.checkpoint()
+        async with fleet.http() as client:
+            ready = await client.get("/readyz")
+        with pytest.raises(openai.InternalServerError) as caught:
+            await fleet.openai().chat.completions.create(model="gemma-4", messages=HELLO)
+        chunks = [chunk async for chunk in stream]
+
+    assert ready.status_code == 503
+    assert caught.value.code == "draining"
+    assert caught.value.response.headers["retry-after"] == "1"
+    assert chunks[-1].choices[0].finish_reason == "length"

@@ -1,0 +1,97 @@
+"""Real processes of the real command, started for a test and surely gone after it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.abc
+from anyio.streams.text import TextReceiveStream
+
+READY_S = 60.0
+COMMAND = [sys.executable, "-m", "gateway"]
+
+
+class Process:
+    """A running `gemma-gateway` command.
+
+    Attributes:
+        process: The process.
+        output: Everything it has written, standard output and error together.
+    """
+
+    def __init__(self, process: anyio.abc.Process) -> None:
+        """Watch `process`."""
+        self.process = process
+        self.output = ""
+        self._grown = anyio.Event()
+
+    async def read(self) -> None:
+        """Collect its output until it ends."""
+        assert self.process.stdout is not None
+        async for text in TextReceiveStream(self.process.stdout, errors="replace"):
+            self.output += text
+            self._grown.set()
+            self._grown = anyio.Event()
+        self.output += "\n<ended>"
+        self._grown.set()
+
+    async def wait_for(self, pattern: str, within_s: float = READY_S) -> re.Match[str]:
+        """Return the first match of `pattern` in its output, once there is one."""
+        with anyio.move_on_after(within_s):
+            while True:
+                grown = self._grown
+                if match := re.search(pattern, self.output):
+                    return match
+                if self.output.endswith("<ended>"):
+                    break
+                await grown.wait()
+        raise AssertionError(f"no {pattern!r} in:\n{self.output}")
+
+    async def end(self, *signals: signal.Signals, within_s: float = 30.0) -> int:
+        """Send signals, and return its exit status."""
+        for one in signals:
+            self.process.send_signal(one)
+        with anyio.fail_after(within_s):
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def running(*arguments: str, environ: dict[str, str] | None = None) -> AsyncIterator[Process]:
+    """Run `gemma-gateway ARGUMENTS` while the block runs; killed at its end if still there."""
+    process = await anyio.open_process(
+        [*COMMAND, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", **(environ or {})},
+    )
+    watched = Process(process)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watched.read)
+        try:
+            yield watched
+        finally:
+            with anyio.CancelScope(shield=True):
+                if process.returncode is None:
+                    process.kill()
+                await process.wait()
+            tasks.cancel_scope.cancel()
+            await process.aclose()
+
+
+def config(
+    folder: Path, backends: dict[str, tuple[str, str]], pools: dict[str, Sequence[str]], rest: str
+) -> Path:
+    """Write a configuration: backends as id -> (url, profile), pools, and the rest as YAML."""
+    lines = ["listen: 127.0.0.1:0", "admin: 127.0.0.1:0", "tokenizer: approximate", "backends:"]
+    lines += [f"  {name}: {{url: {url!r}, profile: {profile}}}" for name, (url, profile) in backends.items()]
+    lines += ["pools:", *(f"  {name}: [{', '.join(members)}]" for name, members in pools.items())]
+    path = folder / "gateway.yaml"
+    path.write_text("\n".join(lines) + "\n" + rest)
+    return path

@@ -1,0 +1,81 @@
+"""The documentation says what the code says: error codes, metrics, and nothing that is not there."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from gateway.core import errors
+from gateway.core.errors import GatewayError
+from gateway.core.values import Exclusion
+from gateway.downstream import routes
+from gateway.telemetry.metrics import Metrics
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "gateway").rglob("*.py"))
+
+
+def table(name: str) -> list[list[str]]:
+    """Return the cells of every table row of a page, headings and rules left out."""
+    lines = (ROOT / "docs" / name).read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [row for row in rows if "`" in "".join(row)]
+
+
+def raised_codes() -> Iterator[str]:
+    """Yield every `code=` literal that gateway errors are made with, and every class's own code."""
+    for source in SOURCES:
+        if "simulator" in source.parts:
+            continue  # a simulated backend speaks the engine's codes
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.Call):
+                for keyword in node.keywords:
+                    if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
+                        yield str(keyword.value.value)
+    for module in (errors, routes):
+        for kind in vars(module).values():
+            if isinstance(kind, type) and issubclass(kind, GatewayError):
+                yield kind.code
+
+
+def test_every_error_code_is_documented_and_no_other() -> None:
+    documented = {row[2].strip("`") for row in table("errors.md")}
+    # The two that a full backend gives are named after the exclusion.
+    codes = set(raised_codes()) | {Exclusion.AT_KNEE.value, Exclusion.KV_FULL.value}
+
+    assert documented == codes - {"abort"}
+
+
+def test_documented_statuses_are_those_of_the_code() -> None:
+    kinds = [
+        kind
+        for module in (errors, routes)
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, GatewayError)
+    ]
+    rows = {row[2].strip("`"): row for row in table("errors.md")}
+    for kind in kinds:
+        if "code" not in vars(kind) or kind.code == "stream_broken":
+            continue  # a branch of the tree, or an error without a status of its own
+        assert (rows[kind.code][0], rows[kind.code][1]) == (str(kind.status), kind.type), kind
+
+
+def test_every_metric_is_documented_with_its_labels_and_no_other() -> None:
+    metrics = Metrics(backends=dict, loads=dict, statuses=dict, drifts=dict)
+    exposed = set()
+    for family in metrics.registry.collect():
+        exposed.add(f"{family.name}_total" if family.type == "counter" else family.name)
+    documented = {row[0].strip("`"): row for row in table("metrics.md")}
+
+    assert set(documented) == exposed
+    for name, collector in metrics.registry._names_to_collectors.items():
+        labels = getattr(collector, "_labelnames", None)
+        if labels is not None and name in documented:
+            assert documented[name][2] == ", ".join(labels), name
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
