@@ -171,7 +171,7 @@ def tokens(file: Path, vocab: Path | None, as_json: bool) -> None:
 
     measured = _usable(lambda: tokenizer.measure(file, None if vocab is None else tokenizer.load(vocab)))
     if as_json:
-        click.echo(json.dumps(asdict(measured)))
+        click.echo(json.dumps(asdict(measured), default=str))
     else:
         took = f"{measured.seconds * 1000:.1f} ms"
         click.echo(f"{measured.tokens} tokens ({measured.mode.value}), {measured.bytes} bytes, {took}")

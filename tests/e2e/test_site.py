@@ -390,7 +390,7 @@ async def test_a_backend_that_hangs_is_noticed_and_left(tmp_path: Path) -> None:
 
 
 async def test_a_backend_that_restarts_comes_back(fleet: Site) -> None:
-    fleet.backends["light-0"].order(FaultOrder(Fault.RESTART))
+    fleet.backends["light-0"].order(FaultOrder(Fault.RESTART, for_s=2 * SPEED))
 
     def restarted() -> bool:
         status = fleet.gateway.fleet.statuses()["light-0"]

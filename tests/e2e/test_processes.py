@@ -1,0 +1,174 @@
+"""The whole thing as real processes: mixed requests, callers who leave, a backend that is killed."""
+
+import random
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import openai
+import pytest
+from support.processes import Process, config, running
+
+FLEET = {
+    "light-0": "h100-tp1-light",
+    "light-1": "h100-tp1-light",
+    "push": "h100-tp2-push",
+    "spark": "spark-nvfp4",
+    "tpu": "tpu-v6e4-moe",
+}
+POOLS = {"light": ["light-0", "light-1"], "push": ["push"], "reasoning": ["tpu", "spark"]}
+REST = """
+models:
+  gemma-4:
+    aliases: [google/gemma-4-31B-it]
+    classes:
+      - {class: reasoning, when: {reasoning: true}, pools: [reasoning]}
+      - {class: long_document, when: {prompt_tokens: ">= 16000"}, pools: [push]}
+      - {class: short_chat, pools: [light, push]}
+health: {interval_s: 0.2}
+"""
+WORDS = ("the", "river", "runs", "past", "an", "old", "mill", "and", "nobody", "knows", "how", "long")
+
+
+@pytest.fixture
+async def processes(tmp_path: Path) -> AsyncIterator[dict[str, Process]]:
+    async with AsyncExitStack() as stack:
+        started: dict[str, Process] = {}
+        for name, profile in FLEET.items():
+            arguments = ("simulate", "--profile", profile, "--port", "0", "--speed", "50")
+            started[name] = await stack.enter_async_context(running(*arguments))
+        backends = {
+            name: ((await started[name].wait_for(r"(http://127\.0\.0\.1:\d+)"))[1], FLEET[name])
+            for name in FLEET
+        }
+        file = config(tmp_path, backends, POOLS, REST)
+        started["gateway"] = await stack.enter_async_context(running("serve", "--config", str(file)))
+        yield started
+
+
+async def addresses(gateway: Process) -> tuple[str, str]:
+    url = (await gateway.wait_for(r"serves (http://\S+)/v1"))[1]
+    admin = (await gateway.wait_for(r"operators: (http://[^/\s]+)"))[1]
+    async with httpx.AsyncClient(trust_env=False) as client:
+        with anyio.fail_after(30):
+            while (await client.get(f"{url}/readyz")).status_code != 200:
+                pass
+            while any(
+                backend["state"] != "up"
+                for backend in (await client.get(f"{admin}/admin/backends")).json().values()
+            ):
+                pass
+    return url, admin
+
+
+def mixed(dice: random.Random) -> dict[str, Any]:
+    """Return one request of a mixed stream."""
+    kind = dice.choices(["chat", "document", "reasoning", "too_long"], [80, 8, 10, 2])[0]
+    words = {"chat": 60, "document": 20_000, "reasoning": 40, "too_long": 300_000}[kind]
+    text = " ".join(dice.choices(WORDS, k=dice.randint(words // 2, words) if kind != "too_long" else words))
+    return {
+        "model": dice.choice(["gemma-4", "google/gemma-4-31B-it"]),
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": dice.randint(5, 120),
+        "stream": dice.random() < 0.7,
+        **({"reasoning_effort": "high"} if kind == "reasoning" else {}),
+    }
+
+
+async def test_two_hundred_mixed_requests_all_end_well(processes: dict[str, Process]) -> None:
+    url, admin = await addresses(processes["gateway"])
+    dice = random.Random(20261121)
+    endings: Counter[str] = Counter()
+    served: Counter[str] = Counter()
+    seats = anyio.CapacityLimiter(40)
+
+    async def call(number: int, fields: dict[str, Any], leaves_after: int | None) -> None:
+        async with seats:
+            if number == 100:
+                processes["light-0"].process.kill()
+            try:
+                raw = await client.chat.completions.with_raw_response.create(**fields)
+                served[raw.headers["x-gateway-backend"]] += 1
+                if not fields["stream"]:
+                    assert raw.parse().choices[0].finish_reason in {"stop", "length"}
+                else:
+                    seen, reason = 0, None
+                    async with raw.parse() as stream:
+                        async for chunk in stream:
+                            seen += 1
+                            reason = chunk.choices[0].finish_reason
+                            if seen == leaves_after:
+                                endings["left"] += 1
+                                return
+                    assert reason in {"stop", "length"}
+                endings["answered"] += 1
+            except openai.APIError as error:
+                assert isinstance(error.message, str)
+                endings[str(error.code)] += 1
+
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120) as client:
+        with anyio.fail_after(150):
+            async with anyio.create_task_group() as tasks:
+                for number in range(200):
+                    leaves_after = dice.randint(1, 5) if dice.random() < 0.15 else None
+                    tasks.start_soon(call, number, mixed(dice), leaves_after)
+
+    assert sum(endings.values()) == 200
+    assert set(endings) <= {"answered", "left", "context_length_exceeded", "stream_broken", "upstream_failed"}
+    assert endings["answered"] > 140
+    assert endings["left"] > 5
+    assert endings["context_length_exceeded"] > 0
+    assert {"light-0", "light-1", "push", "tpu"} <= set(served)
+    await in_flight_returns_to_zero(admin)
+
+
+async def in_flight_returns_to_zero(admin: str) -> None:
+    """Return once neither the gateway nor any engine has anything left."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        with anyio.fail_after(20):
+            while True:
+                backends = (await client.get(f"{admin}/admin/backends")).json()
+                ours = [backend["in_flight"] + backend["kv_blocks"] for backend in backends.values()]
+                theirs = [
+                    backend["engine"]["running"] + backend["engine"]["waiting"]
+                    for name, backend in backends.items()
+                    if name != "light-0"
+                ]
+                if not any(ours) and not any(theirs):
+                    break
+    assert backends["light-0"]["state"] not in {"up", "probation"}
+
+
+async def test_sigterm_drains_and_a_second_signal_ends_at_once(processes: dict[str, Process]) -> None:
+    gateway = processes["gateway"]
+    url, _ = await addresses(gateway)
+    fields: Any = {
+        "model": "gemma-4",
+        "messages": [{"role": "user", "content": "Go on for ever."}],
+        "max_tokens": 30_000,
+        "stream": True,
+        "extra_body": {"ignore_eos": True},
+    }
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+        stream = await client.chat.completions.create(**fields)
+        await anext(aiter(stream))
+        gateway.process.send_signal(signal.SIGTERM)
+        await gateway.wait_for("draining")
+        async with httpx.AsyncClient(trust_env=False) as http:
+            assert (await http.get(f"{url}/readyz")).status_code == 503
+        await anext(aiter(stream))  # still running
+        assert await gateway.end(signal.SIGTERM, within_s=10) == 0
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            async for _ in stream:
+                pass
+
+
+async def test_sigterm_without_work_ends_it(processes: dict[str, Process]) -> None:
+    await addresses(processes["gateway"])
+
+    assert await processes["gateway"].end(signal.SIGTERM, within_s=10) == 0

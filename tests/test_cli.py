@@ -1,0 +1,143 @@
+"""The command line: what it prints, and its exit status. 0 ok, 1 failure, 2 usage or configuration."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from support.processes import running
+
+from gateway import __version__
+from gateway.cli import main
+
+ROOT = Path(__file__).parents[1]
+DEMO = str(ROOT / "config" / "demo.yaml")
+CHAT = {"model": "gemma-4", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, list(arguments), input=stdin)
+
+
+@pytest.mark.parametrize(
+    "command", ["serve", "demo", "simulate", "check", "explain", "schema", "version", "tokens", "vocab"]
+)
+def test_every_command_has_help(command: str) -> None:
+    result = run(command, "--help")
+
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+
+
+def test_version() -> None:
+    assert run("version").output == f"gemma-gateway {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["serve"], ["check", "--no-such-option"], ["explain"]])
+def test_wrong_usage_is_2(arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_schema_is_json() -> None:
+    result = run("schema")
+
+    assert result.exit_code == 0
+    assert json.loads(result.output)["properties"]["backends"]
+
+
+def test_check_of_a_good_file() -> None:
+    result = run("check", DEMO)
+
+    assert result.exit_code == 0
+    assert "light-0" in result.output
+    assert result.output.endswith("ok\n")
+
+
+def test_check_says_everything_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("listen: 127.0.0.1:0\nlisten_to: x\nbackends: {}\n")
+
+    result = run("check", str(file))
+
+    assert result.exit_code == 2
+    assert "bad.yaml:2" in result.output
+    assert result.output.count("error") >= 3
+
+
+@pytest.mark.parametrize("command", [["serve", "--config"], ["explain", "-", "--config"], ["check"]])
+def test_a_configuration_that_cannot_be_used_is_2(tmp_path: Path, command: list[str]) -> None:
+    result = run(*command, str(tmp_path / "none.yaml"), stdin="{}")
+
+    assert result.exit_code == 2
+    assert "none.yaml" in result.output
+
+
+def test_explain_for_people() -> None:
+    result = run("explain", "--config", DEMO, "-", stdin=json.dumps(CHAT))
+
+    assert result.exit_code == 0
+    assert "class short_chat: takes everything else" in result.output
+    assert "class long_document: prompt_tokens" in result.output
+    assert "goes to light-0 (pool light)" in result.output
+
+
+def test_explain_for_programs() -> None:
+    body = {**CHAT, "messages": [{"role": "user", "content": "river " * 20_000}], "priority": 3}
+
+    result = run("explain", "--config", DEMO, "--json", "-", stdin=json.dumps(body))
+
+    explanation = json.loads(result.output)
+    assert result.exit_code == 0
+    assert explanation["decision"]["traffic_class"] == "long_document"
+    assert explanation["decision"]["candidates"][0]["backend"] == "push"
+    assert explanation["dropped"] == ["priority"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("{", "400 invalid_json"),
+        (json.dumps({**CHAT, "model": "gpt-5"}), "404 model_not_found"),
+    ],
+)
+def test_explain_of_what_would_be_refused_is_1(body: str, says: str) -> None:
+    result = run("explain", "--config", DEMO, "-", stdin=body)
+
+    assert result.exit_code == 1
+    assert says in result.output
+
+
+def test_explain_of_what_fits_nowhere_is_1() -> None:
+    body = {**CHAT, "messages": [{"role": "user", "content": "river " * 400_000}]}
+
+    result = run("explain", "--config", DEMO, "-", stdin=json.dumps(body))
+
+    assert result.exit_code == 1
+    assert "nowhere" in result.output
+    assert "context_exceeded" in result.output
+
+
+def test_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("Why is the sky blue? " * 100)
+
+    result = run("tokens", str(file))
+    as_json = run("tokens", "--json", str(file))
+
+    assert result.exit_code == 0
+    assert "tokens (approximate), 2100 bytes" in result.output
+    assert 400 < json.loads(as_json.output)["tokens"] < 900
+
+
+async def test_an_address_that_is_taken_is_2(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        file = tmp_path / "gateway.yaml"
+        port = taken.getsockname()[1]
+        file.write_text(
+            (ROOT / "config" / "demo.yaml").read_text().replace("127.0.0.1:8080", f"127.0.0.1:{port}")
+        )
+        async with running("serve", "--config", str(file)) as process:
+            assert await process.end() == 2
+
+    assert f"cannot listen on 127.0.0.1:{port}" in process.output
