@@ -49,7 +49,7 @@ def test_five_shapes_become_one(body: bytes, message: str, param: str | None) ->
         (413, "too large", BackendRejected, Outcome.REJECTED),
         (422, "unprocessable", BackendRejected, Outcome.REJECTED),
         (401, "Unauthorized", UpstreamFailed, Outcome.MISCONFIGURED),
-        (403, "no", UpstreamFailed, Outcome.MISCONFIGURED),
+        (403, "key revoked", UpstreamFailed, Outcome.MISCONFIGURED),
         (404, "The model `x` does not exist.", UpstreamFailed, Outcome.MISCONFIGURED),
         (302, "", UpstreamFailed, Outcome.MISCONFIGURED),
         (429, "slow down", UpstreamBusy, Outcome.BUSY),

@@ -56,7 +56,7 @@ def test_a_plain_chat() -> None:
         ({"stream": True, "stream_options": {"include_usage": True}}, "include_usage", True),
     ],
 )
-def test_what_routing_needs(fields: dict[str, object], attribute: str, value: object) -> None:
+def test_what_routing_needs(fields: dict[str, Any], attribute: str, value: object) -> None:
     assert getattr(chat(**fields).request, attribute) == value
 
 
@@ -98,9 +98,9 @@ def test_tool_calls_in_history_are_counted() -> None:
 
 
 def test_a_requests_own_image_budget_is_honoured() -> None:
-    fields = {"mm_processor_kwargs": {"max_soft_tokens": 1120}}
+    budget = {"max_soft_tokens": 1120}
 
-    assert chat(**fields).request.prompt.image_budget == 1120
+    assert chat(mm_processor_kwargs=budget).request.prompt.image_budget == 1120
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_members_that_reach_into_the_engine_stay_here() -> None:
     ],
 )
 def test_the_usage_event_is_asked_for(
-    fields: dict[str, object], rules: WireRules, options: dict[str, object] | None
+    fields: dict[str, Any], rules: WireRules, options: dict[str, object] | None
 ) -> None:
     incoming = chat(rules, **fields)
 

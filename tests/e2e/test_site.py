@@ -121,20 +121,16 @@ async def test_an_image_goes_where_images_are_taken(fleet: Site) -> None:
 
 
 async def test_a_tool_call_comes_back_whole(fleet: Site) -> None:
-    function = {
-        "name": "get_weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    }
-    answer = await fleet.openai().chat.completions.create(
-        model="gemma-4",
-        messages=[{"role": "user", "content": "Call get_weather for Paris."}],
-        tools=[{"type": "function", "function": function}],  # type: ignore[list-item, misc]
-        tool_choice="required",
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    question: Any = [{"role": "user", "content": "Call get_weather for Paris."}]
+    answer: Any = await fleet.openai().chat.completions.create(
+        model="gemma-4", messages=question, tools=tools, tool_choice="required"
     )
 
-    call = answer.choices[0].message.tool_calls[0]  # type: ignore[index]
-    assert call.function.name == "get_weather"  # type: ignore[union-attr]
-    assert isinstance(json.loads(call.function.arguments), dict)  # type: ignore[union-attr]
+    function = answer.choices[0].message.tool_calls[0].function
+    assert function.name == "get_weather"
+    assert isinstance(json.loads(function.arguments), dict)
 
 
 async def test_completions_work_too(fleet: Site) -> None:

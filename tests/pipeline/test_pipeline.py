@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import anyio
 import pytest
@@ -359,7 +360,7 @@ async def test_a_stream_already_answered_is_not_abandoned(world: World) -> None:
     ],
 )
 async def test_a_caller_that_leaves_frees_its_slot(world: World, steps: list[object]) -> None:
-    script = Script([step() if step is anyio.Event else step for step in steps])  # type: ignore[misc, list-item]
+    script = Script([step() if step is anyio.Event else step for step in steps])  # type: ignore[misc]
     world.answers(light_0=script)
 
     async with anyio.create_task_group() as tasks:
@@ -449,7 +450,7 @@ async def test_a_dead_fleet_is_503_with_retry_after(world: World) -> None:
     ("fields", "code"),
     [({"images": 1}, "unsupported_modality"), ({"seqs": 3, "choices": 3}, "too_many_choices")],
 )
-async def test_what_the_fleet_cannot_do_is_a_400(world: World, fields: dict[str, int], code: str) -> None:
+async def test_what_the_fleet_cannot_do_is_a_400(world: World, fields: dict[str, Any], code: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await world.run(world.request(**fields))
 

@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -86,7 +86,7 @@ async def running(*arguments: str, environ: dict[str, str] | None = None) -> Asy
 
 
 def config(
-    folder: Path, backends: dict[str, tuple[str, str]], pools: dict[str, Sequence[str]], rest: str
+    folder: Path, backends: Mapping[str, tuple[str, str]], pools: Mapping[str, Sequence[str]], rest: str
 ) -> Path:
     """Write a configuration: backends as id -> (url, profile), pools, and the rest as YAML."""
     lines = ["listen: 127.0.0.1:0", "admin: 127.0.0.1:0", "tokenizer: approximate", "backends:"]

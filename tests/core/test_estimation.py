@@ -1,0 +1,215 @@
+"""The chat template's arithmetic, held to prompt lengths that vLLM reported for Gemma 4."""
+
+import pytest
+
+from gateway.core.estimation import Piece, Pieces, bound, image_budget, is_plain, margin_tokens, pieces
+from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts, Turn
+
+COSTS = TemplateCosts()
+RIVER = "Name a river."
+# Counts of Gemma's own vocabulary, without <bos>.
+COUNTS = {
+    RIVER: 4,
+    "Name ariver.": 4,
+    "Be brief.": 3,
+    "hi": 1,
+    "yes": 1,
+    "go on": 2,
+    "robot": 1,
+}
+
+
+def length(prompt: Prompt, costs: TemplateCosts = COSTS) -> int:
+    parts = pieces(prompt, costs)
+    return parts.total([COUNTS[piece.text] for piece in parts.texts])
+
+
+def chat(*turns: Turn, thinking: bool = False, tools_json: str = "") -> Prompt:
+    return Prompt(turns=turns, thinking=thinking, tools_json=tools_json)
+
+
+def user(*texts: str) -> Turn:
+    return Turn("user", texts)
+
+
+def assistant(*texts: str) -> Turn:
+    return Turn("assistant", texts)
+
+
+# The last column is `usage.prompt_tokens` or /tokenize's `count`, as a vLLM server answered.
+REPORTED = [
+    ("one-message", chat(user(RIVER)), 17),
+    ("text-parts-are-joined", chat(user("Name a", "river.")), 17),
+    ("surrounding-blanks-are-stripped", chat(user(f"\n  {RIVER}\t \n")), 17),
+    ("a-system-message", chat(Turn("system", ("Be brief.",)), user(RIVER)), 25),
+    ("thinking-makes-a-system-turn", chat(user(RIVER), thinking=True), 20),
+    ("an-unknown-role-is-counted", chat(Turn("robot", ("hi",))), 14),
+    ("a-conversation", chat(user("hi"), assistant("yes"), user("go on")), 27),
+    ("a-completion", Prompt(raw_texts=(RIVER,)), 5),
+    ("a-completion-of-ids", Prompt(raw_tokens=3), 3),
+]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"), [row[1:] for row in REPORTED], ids=[row[0] for row in REPORTED]
+)
+def test_the_length_is_the_one_the_engine_reported(prompt: Prompt, tokens: int) -> None:
+    assert length(prompt) == tokens
+
+
+# By the template's rules, where no engine's answer was at hand.
+DERIVED = [
+    ("an-empty-message", chat(user("")), 13),
+    ("no-content-at-all", chat(Turn("user", ())), 13),
+    ("thinking-joins-the-system-turn", chat(Turn("system", ("Be brief.",)), user(RIVER), thinking=True), 23),
+    ("developer-is-a-system-role", chat(Turn("developer", ("Be brief.",)), user(RIVER), thinking=True), 23),
+    ("assistants-in-a-row-share-a-turn", chat(user("hi"), assistant("yes"), assistant("yes")), 8 + 6 + 6 + 3),
+    ("old-thoughts-are-dropped", chat(user("hi"), assistant("<|channel>why<channel|> yes")), 8 + 6 + 6),
+    ("an-open-thought-drops-the-rest", chat(user("hi"), assistant("yes<|channel>why")), 8 + 6 + 6),
+    ("thoughts-of-others-are-text", chat(user("hi"), assistant("yes<channel|>")), 8 + 6 + 6),
+    ("of-several-completions-the-longest", Prompt(raw_texts=("hi", RIVER, "yes")), 5),
+    ("an-empty-completion", Prompt(raw_texts=("",)), 1),
+    ("one-image", chat(Turn("user", (RIVER,), images=1)), 17 + 282),
+    ("two-images", chat(Turn("user", (RIVER,), images=2)), 17 + 2 * 282),
+    ("an-audio-of-unknown-length", chat(Turn("user", (RIVER,), audios=1)), 17 + 752),
+]
+
+
+@pytest.mark.parametrize(("prompt", "tokens"), [row[1:] for row in DERIVED], ids=[row[0] for row in DERIVED])
+def test_the_length_follows_the_template(prompt: Prompt, tokens: int) -> None:
+    assert length(prompt) == tokens
+
+
+def test_a_thought_in_the_middle_leaves_what_stands_around_it() -> None:
+    parts = pieces(chat(assistant(" a<|channel>b<channel|>c<channel|>d<|channel>e<|channel>f ")), COSTS)
+
+    assert parts.texts == (Piece("acd"),)
+
+
+def test_system_parts_are_joined_with_a_space_and_others_with_nothing() -> None:
+    parts = pieces(chat(Turn("system", (" a ", "b")), Turn("user", (" a ", "b"))), COSTS)
+
+    assert [piece.text for piece in parts.texts] == ["a b", "ab"]
+
+
+def test_the_requests_own_image_budget_wins() -> None:
+    prompt = Prompt(turns=(Turn("user", (RIVER,), images=1),), image_budget=1120)
+
+    assert image_budget(prompt, COSTS) == 1120
+    assert length(prompt) == 17 + 1122
+
+
+def test_a_known_audio_length_replaces_the_most_one_can_have() -> None:
+    prompt = Prompt(turns=(Turn("user", (RIVER,), audios=2),), audio_tokens=100)
+
+    assert length(prompt) == 17 + 100 + 4
+
+
+def test_every_constant_of_the_template_is_used() -> None:
+    doubled = TemplateCosts(bos=2, per_turn=10, generation_prompt=6, empty_thought=0)
+
+    assert length(chat(user(RIVER)), doubled) == 2 + 10 + 4 + 6
+
+
+def test_tools_are_counted_at_a_bound_in_a_system_turn() -> None:
+    parts = pieces(chat(user(RIVER), tools_json="[{}]"), COSTS)
+
+    assert parts.fixed_tokens == 1 + 5 + 5 + 3 + 4
+    assert parts.texts == (Piece("[{}]", 120), Piece(RIVER))
+    assert parts.total([46, 4]) == 18 + 56 + 4  # 55.2 rounded up; the engine reported 61 for this prompt
+
+
+CALL = Turn("assistant", (), tool_calls=(("get_weather", '{"city":"Paris"}'),))
+RESULT = Turn("tool", (" sunny\n",))
+
+
+def test_a_tool_round_takes_its_bound_and_its_texts() -> None:
+    parts = pieces(chat(user("hi"), CALL, RESULT), COSTS)
+
+    assert parts.texts == (
+        Piece("hi"),
+        Piece("get_weather", 200),
+        Piece('{"city":"Paris"}'),
+        Piece(" sunny\n"),
+    )
+    # No generation prompt and no empty thought: the model goes on in the turn of its call.
+    assert parts.fixed_tokens == 1 + 5 + 5 + 22
+
+
+def test_the_answer_after_a_tool_round_stands_in_the_same_turn() -> None:
+    ended = pieces(chat(user("hi"), CALL, RESULT, assistant("yes")), COSTS)
+    asked = pieces(chat(user("hi"), CALL, RESULT, assistant("yes"), user("hi")), COSTS)
+
+    assert ended.fixed_tokens == 1 + 5 + 5 + 22 + 2 + 7
+    assert asked.fixed_tokens == ended.fixed_tokens + 5
+
+
+@pytest.mark.parametrize(
+    ("turns", "rounds"),
+    [
+        ((CALL,), 1),
+        ((CALL, RESULT), 1),
+        ((CALL, RESULT, RESULT), 2),
+        ((RESULT,), 1),
+        ((Turn("assistant", (), tool_calls=CALL.tool_calls * 2), RESULT, RESULT), 2),
+        ((CALL, RESULT, CALL, RESULT), 2),
+    ],
+    ids=["unanswered", "answered", "a-result-too-many", "a-result-without-call", "two-at-once", "twice"],
+)
+def test_no_call_and_no_result_is_free(turns: tuple[Turn, ...], rounds: int) -> None:
+    dear = TemplateCosts(tool_round=1000)
+
+    assert pieces(chat(user("hi"), *turns), dear).fixed_tokens // 1000 == rounds
+
+
+def test_alternatives_take_the_longest_and_sums_take_all() -> None:
+    texts = (Piece("a"), Piece("b", 150))
+
+    assert Pieces(10, texts).total([3, 3]) == 18
+    assert Pieces(10, texts, alternatives=True).total([3, 3]) == 15
+    assert Pieces(10, (), alternatives=True).total([]) == 10
+
+
+PLAIN = [
+    ("text", chat(user(RIVER)), True),
+    ("text-with-thinking", chat(user(RIVER), thinking=True), True),
+    ("a-completion", Prompt(raw_texts=(RIVER,)), True),
+    ("several-completions", Prompt(raw_texts=(RIVER, RIVER)), False),
+    ("ids", Prompt(raw_tokens=3), False),
+    ("tools", chat(user(RIVER), tools_json="[{}]"), False),
+    ("a-call", chat(user(RIVER), CALL), False),
+    ("a-result", chat(user(RIVER), RESULT), False),
+    ("an-image", chat(Turn("user", (), images=1)), False),
+    ("an-audio", chat(Turn("user", (), audios=1)), False),
+]
+
+
+@pytest.mark.parametrize(("prompt", "plain"), [row[1:] for row in PLAIN], ids=[row[0] for row in PLAIN])
+def test_only_text_alone_can_be_compared_with_usage(prompt: Prompt, plain: bool) -> None:
+    assert is_plain(prompt) is plain
+
+
+MARGINS = [
+    ("exact-short", 100, CountMode.EXACT, 0.0, 17),
+    ("exact-long", 100_000, CountMode.EXACT, 0.0, 116),
+    ("exact-learned", 10_000, CountMode.EXACT, 300.0, 300),
+    ("exact-learned-at-most-5-percent", 10_000, CountMode.EXACT, 9000.0, 500),
+    ("exact-learned-on-a-short-prompt", 100, CountMode.EXACT, 9000.0, 17),
+    ("approximate-short", 100, CountMode.APPROXIMATE, 0.0, 16),
+    ("approximate-long", 10_000, CountMode.APPROXIMATE, 300.0, 1000),
+    ("bound", 10_000, CountMode.BOUND, 300.0, 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mode", "learned", "margin"), [row[1:] for row in MARGINS], ids=[row[0] for row in MARGINS]
+)
+def test_the_margin_is_as_wide_as_the_count_is_uncertain(
+    tokens: int, mode: CountMode, learned: float, margin: int
+) -> None:
+    assert margin_tokens(tokens, mode, learned) == margin
+
+
+@pytest.mark.parametrize(("at_least", "tokens"), [(5000, 5000), (900, 1001)], ids=["known", "just-above"])
+def test_a_bound_lies_above_the_limit(at_least: int, tokens: int) -> None:
+    assert bound(at_least, 1000) == Estimate(tokens, tokens, CountMode.BOUND)

@@ -1,0 +1,441 @@
+"""The health state machine, as scripts: events in, states out."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.core.health import (
+    PROBATION_SEQS,
+    Attempt,
+    BackendStatus,
+    EngineSample,
+    Event,
+    HealthRules,
+    ModelsFailed,
+    Outcome,
+    ProbeFailed,
+    ProbeFault,
+    ProbeOk,
+    Sample,
+    SampleFailed,
+    State,
+    accepts,
+    advance,
+    hang_after_s,
+    preference,
+    served_name,
+    usable,
+)
+from gateway.core.perf import PerfModel
+
+RULES = HealthRules(boot_budget_s=100.0, hang_s=30.0, model="gemma")
+
+OK = ProbeOk()
+REFUSED = ProbeFailed(ProbeFault.REFUSED, "connection refused")
+UNRESOLVED = ProbeFailed(ProbeFault.UNRESOLVED, "no address for push.example")
+TIMEOUT = ProbeFailed(ProbeFault.TIMEOUT, "no answer in 3 s")
+SERVED = Attempt(Outcome.OK)
+FAILED = Attempt(Outcome.FAILED, "HTTP 500")
+REJECTED = Attempt(Outcome.REJECTED, "HTTP 400")
+STOPPING = Attempt(Outcome.DRAINING, "cannot schedule new futures")
+
+
+def sample(
+    tokens: float, *, running: int = 1, waiting: int = 0, kv: float = 0.5, start: float | None = 1e9
+) -> Sample:
+    """A scrape; `advance` is told the time apart from it, so `at` is filled in by `play`."""
+    return Sample(
+        EngineSample(
+            at=0.0,
+            running=running,
+            waiting=waiting,
+            kv_usage=kv,
+            generation_tokens=tokens,
+            prompt_tokens=100.0,
+            started_at=start,
+        )
+    )
+
+
+def play(*script: tuple[float, Event], status: BackendStatus | None = None) -> list[BackendStatus]:
+    """Return the status after each event of a script of (time, event)."""
+    seen = []
+    status = status or BackendStatus()
+    for now, event in script:
+        if isinstance(event, Sample):
+            event = Sample(replace(event.engine, at=now))
+        status = advance(status, event, now, RULES)
+        seen.append(status)
+    return seen
+
+
+def states(*script: tuple[float, Event]) -> list[str]:
+    return [status.state.value for status in play(*script)]
+
+
+U, B, P, D = "up", "booting", "probation", "draining"
+X, H, DOWN, Q = "ejected", "hung", "down", "unknown"
+
+SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
+    "answers-at-once": ([(0, OK)], [U]),
+    "a-request-proves-it-before-any-probe": ([(0, SERVED)], [U]),
+    "first-boot-is-no-fault": ([(0, REFUSED), (50, REFUSED), (99, OK)], [B, B, U]),
+    "boots-behind-a-proxy-that-says-503": (
+        [(0, ProbeFailed(ProbeFault.STATUS, "HTTP 503")), (60, OK)],
+        [B, U],
+    ),
+    "beyond-its-boot-budget": (
+        [(0, REFUSED), (99, REFUSED), (100, REFUSED), (101, REFUSED)],
+        [B, B, DOWN, DOWN],
+    ),
+    "a-first-boot-that-took-too-long-still-counts": ([(0, REFUSED), (100, REFUSED), (200, OK)], [B, DOWN, U]),
+    "gone-and-back-is-probation": ([(0, OK), (1, REFUSED), (40, OK)], [U, B, P]),
+    "down-and-back-is-probation": ([(0, OK), (1, REFUSED), (101, REFUSED), (500, OK)], [U, B, DOWN, P]),
+    "two-slow-probes-are-forgiven": ([(0, OK), (1, TIMEOUT), (2, TIMEOUT), (3, OK), (4, TIMEOUT)], [U] * 5),
+    "three-slow-probes-eject": ([(0, OK), (1, TIMEOUT), (2, TIMEOUT), (3, TIMEOUT)], [U, U, U, X]),
+    "a-resolver-hiccup-is-forgiven": ([(0, OK), (1, UNRESOLVED), (2, UNRESOLVED), (3, OK)], [U] * 4),
+    "a-name-that-is-gone-is-a-container-that-is-gone": (
+        [(0, OK), (1, UNRESOLVED), (2, UNRESOLVED), (3, UNRESOLVED), (4, OK)],
+        [U, U, U, B, P],
+    ),
+    "silent-beyond-the-budget-is-down": (
+        [(0, OK), (1, TIMEOUT), (2, TIMEOUT), (3, TIMEOUT), (100, TIMEOUT), (101, TIMEOUT)],
+        [U, U, U, X, X, DOWN],
+    ),
+    "a-host-that-reboots-keeps-booting": (
+        [(0, OK), (1, REFUSED), (2, TIMEOUT), (3, TIMEOUT), (4, TIMEOUT), (5, TIMEOUT), (6, OK)],
+        [U, B, B, B, B, B, P],
+    ),
+    "three-failed-requests-eject": ([(0, OK), (1, FAILED), (1, FAILED), (2, FAILED)], [U, U, U, X]),
+    "a-success-forgives-one-failure": (
+        [(0, OK), (1, FAILED), (1, FAILED), (2, SERVED), (3, FAILED), (4, FAILED)],
+        [U, U, U, U, U, X],
+    ),
+    "failures-a-minute-apart-do-not-add-up": (
+        [(0, OK), (1, FAILED), (2, FAILED), (62, FAILED), (63, FAILED), (64, FAILED)],
+        [U, U, U, U, U, X],
+    ),
+    "failures-before-the-first-probe-eject-too": ([(0, FAILED), (0, FAILED), (0, FAILED)], [Q, Q, X]),
+    "a-good-probe-does-not-shorten-the-penalty": (
+        [(0, OK), (1, FAILED), (1, FAILED), (1, FAILED), (5.9, OK), (6, OK)],
+        [U, U, U, X, X, P],
+    ),
+    "three-successes-end-probation": (
+        [(0, OK), (1, REFUSED), (2, OK), (3, SERVED), (4, SERVED), (5, SERVED)],
+        [U, B, P, P, P, U],
+    ),
+    "a-bad-request-is-no-success-in-probation": (
+        [(0, OK), (1, REFUSED), (2, OK), (3, REJECTED), (4, REJECTED), (5, REJECTED)],
+        [U, B, P, P, P, P],
+    ),
+    "one-failure-in-probation-ejects": ([(0, OK), (1, REFUSED), (2, OK), (3, FAILED)], [U, B, P, X]),
+    "generating-for-a-while-ends-probation": (
+        [(0, OK), (1, REFUSED), (2, OK), (10, sample(0)), (16, sample(50)), (17, sample(60))],
+        [U, B, P, P, P, U],
+    ),
+    "idle-in-probation-stays-there": (
+        [(0, OK), (1, REFUSED), (2, OK), (3, sample(0, running=0)), (60, sample(0, running=0))],
+        [U, B, P, P, P],
+    ),
+    "a-hang": ([(0, OK), (1, sample(5)), (30, sample(5)), (31, sample(5))], [U, U, U, H]),
+    "tokens-moving-are-no-hang": ([(0, OK), (1, sample(5)), (30, sample(6)), (59, sample(7))], [U] * 4),
+    "a-long-prefill-is-no-hang": (
+        [
+            (0, OK),
+            (1, sample(5, kv=0.1)),
+            (29, sample(5, kv=0.2)),
+            (57, sample(5, kv=0.3)),
+            (85, sample(5, kv=0.4)),
+        ],
+        [U] * 5,
+    ),
+    "idle-is-no-hang": ([(0, OK), (1, sample(5, running=0)), (99, sample(5, running=0))], [U, U, U]),
+    "work-after-a-long-idle-time-is-no-hang": (
+        [(0, OK), (1, sample(5, running=0)), (99, sample(5, running=0)), (100, sample(5))],
+        [U] * 4,
+    ),
+    "arrivals-are-no-progress": (
+        [(0, OK), (1, sample(5)), (16, sample(5, waiting=3)), (31, sample(5, waiting=9))],
+        [U, U, U, H],
+    ),
+    "a-scheduler-that-starts-nothing-hangs": (
+        [(0, OK), (1, sample(5, running=0, waiting=2)), (31, sample(5, running=0, waiting=2))],
+        [U, U, H],
+    ),
+    "a-good-probe-does-not-cure-a-hang": ([(0, OK), (1, sample(5)), (31, sample(5)), (32, OK)], [U, U, H, H]),
+    "a-hang-that-ends": ([(0, OK), (1, sample(5)), (31, sample(5)), (40, sample(9))], [U, U, H, P]),
+    "a-hang-whose-requests-left": (
+        [(0, OK), (1, sample(5)), (31, sample(5)), (40, sample(5, running=0))],
+        [U, U, H, P],
+    ),
+    "a-hang-whose-metrics-fell-silent": (
+        [(0, OK), (1, sample(5)), (31, sample(5)), (60.9, OK), (61, OK)],
+        [U, U, H, H, P],
+    ),
+    "a-hung-process-that-is-killed": (
+        [(0, OK), (1, sample(5)), (31, sample(5)), (32, REFUSED)],
+        [U, U, H, B],
+    ),
+    "a-hang-again-in-probation": (
+        [(0, OK), (1, sample(5)), (31, sample(5)), (61, OK), (62, sample(5)), (91, sample(5))],
+        [U, U, H, P, P, H],
+    ),
+    "a-restart-between-two-probes": (
+        [(0, OK), (1, sample(5)), (2, sample(0, start=1e9 + 40))],
+        [U, U, P],
+    ),
+    "a-restart-seen-by-counters-alone": (
+        [(0, OK), (1, sample(5, start=None)), (2, sample(4, start=None))],
+        [U, U, P],
+    ),
+    "counters-of-one-process-may-be-anything": ([(0, OK), (1, sample(5)), (2, sample(4))], [U, U, U]),
+    "a-restart-ends-a-penalty": (
+        [(0, OK), (1, sample(5)), (2, FAILED), (2, FAILED), (2, FAILED), (3, sample(0, start=2e9))],
+        [U, U, U, U, X, P],
+    ),
+    "a-new-process-waits-for-its-probe": (
+        [(0, OK), (1, sample(5)), (2, REFUSED), (3, sample(0, start=2e9)), (4, OK)],
+        [U, U, B, B, P],
+    ),
+    "an-engine-that-drains-and-goes": (
+        [(0, OK), (1, STOPPING), (2, OK), (9, REFUSED), (60, OK)],
+        [U, D, D, B, P],
+    ),
+    "an-engine-that-drains-and-was-restarted": (
+        [(0, OK), (1, sample(9)), (2, STOPPING), (3, sample(0, start=2e9))],
+        [U, U, D, P],
+    ),
+    "an-engine-that-only-seemed-to-drain": ([(0, OK), (1, STOPPING), (60.9, OK), (61, OK)], [U, D, D, P]),
+    "streams-end-well-while-it-drains": ([(0, OK), (1, STOPPING), (2, SERVED), (2, FAILED)], [U, D, D, D]),
+    "a-late-report-of-draining": ([(0, OK), (1, REFUSED), (1, STOPPING)], [U, B, B]),
+    "its-list-of-models-is-missing": ([(0, OK), *[(1, ModelsFailed("HTTP 404"))] * 9], [U] * 10),
+    "its-list-of-models-refuses-our-key": (
+        [(0, OK), *[(1, ModelsFailed("HTTP 401", key_refused=True))] * 3, (6, OK)],
+        [U, U, U, X, P],
+    ),
+    "its-key-is-refused": (
+        [(0, OK), *[(1, Attempt(Outcome.MISCONFIGURED, "HTTP 401"))] * 3],
+        [U, U, U, X],
+    ),
+}
+
+
+@pytest.mark.parametrize(("script", "expected"), SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_a_script_of_events_leads_to_these_states(
+    script: list[tuple[float, Event]], expected: list[str]
+) -> None:
+    assert states(*script) == expected
+
+
+@pytest.mark.parametrize(
+    "outcome", [Outcome.UNREACHABLE, Outcome.TIMEOUT, Outcome.FAILED, Outcome.MISCONFIGURED]
+)
+def test_every_fault_ejects(outcome: Outcome) -> None:
+    last = play((0, OK), *[(1, Attempt(outcome, "x"))] * 3)[-1]
+    assert (last.state, last.ejections) == (State.EJECTED, 1)
+    assert last.last_error == f"{outcome.value}: x"
+
+
+def test_the_penalty_doubles_up_to_a_minute_and_a_good_spell_forgives_it() -> None:
+    status = play((0, OK))[-1]
+    now, penalties = 0.0, []
+    for _ in range(6):
+        for _ in range(3):
+            status = advance(status, FAILED, now, RULES)
+        penalties.append(status.ejected_until - now)
+        now = status.ejected_until
+        status = advance(status, OK, now, RULES)
+        for _ in range(3):
+            status = advance(status, SERVED, now, RULES)
+        assert status.state is State.UP
+    assert penalties == [5, 10, 20, 40, 60, 60]
+
+    now += RULES.penalty_max_s
+    for _ in range(3):
+        status = advance(status, FAILED, now, RULES)
+    assert status.ejected_until - now == 5
+
+
+def test_many_failures_at_once_are_one_ejection() -> None:
+    status = play((0, OK), *[(1.0, FAILED)] * 64)[-1]
+    assert (status.ejections, status.ejected_until) == (1, 6.0)
+
+
+def test_a_restart_forgets_the_old_process_and_is_counted() -> None:
+    before = ProbeOk(models=("gemma",), context_tokens=4096, version="0.32.0")
+    status = play((0, before), (1, FAILED), (2, sample(7)), (3, sample(0, start=2e9)))[-1]
+    assert status.restarts == 1
+    assert (status.served_models, status.context_tokens, status.version) == ((), None, "")
+    assert status.recent_failures == ()
+    assert status.reason == "restarted, 1 times so far"
+
+
+def test_what_it_serves_is_kept_and_a_wrong_model_is_said() -> None:
+    seen = play(
+        (0, ProbeOk(models=("qwen",), context_tokens=65536, version="0.32.0")),
+        (1, OK),
+        (2, ProbeOk(models=("gemma",), context_tokens=32768)),
+    )
+    assert seen[0].state is State.UP
+    assert (seen[0].model_error, seen[0].reason) == ("serves qwen, not gemma",) * 2
+    assert seen[1].served_models == ("qwen",)  # a probe of /health alone says nothing of models
+    assert (seen[2].model_error, seen[2].reason, seen[2].context_tokens) == (
+        "",
+        "serves the right model now",
+        32768,
+    )
+    assert seen[2].version == "0.32.0"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "served", "error"),
+    [
+        (None, ("any",), ""),
+        (None, ("a", "b"), "serves 2 models: configure which one"),
+        ("a", ("b", "a"), ""),
+        ("a", (), "serves nothing, not a"),
+    ],
+    ids=["any-will-do", "which-of-two", "one-of-two", "none-at-all"],
+)
+def test_model_errors(wanted: str | None, served: tuple[str, ...], error: str) -> None:
+    rules = replace(RULES, model=wanted)
+    assert advance(BackendStatus(), ProbeOk(models=served), 0.0, rules).model_error == error
+
+
+def test_a_failed_scrape_is_noted_and_judges_nothing() -> None:
+    seen = play((0, OK), (1, SampleFailed("HTTP 404")), (2, sample(1)))
+    assert (seen[1].state, seen[1].metrics_error) == (State.UP, "HTTP 404")
+    assert seen[2].metrics_error == ""
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        (State.UP, (True, True, True, 0)),
+        (State.PROBATION, (True, True, False, 0)),
+        (State.UNKNOWN, (True, True, True, 1)),
+        (State.BOOTING, (False, False, False, 0)),
+        (State.DRAINING, (False, False, False, 0)),
+        (State.HUNG, (False, False, False, 0)),
+        (State.EJECTED, (False, False, False, 0)),
+        (State.DOWN, (False, False, False, 0)),
+    ],
+    ids=lambda value: value.value if isinstance(value, State) else "",
+)
+def test_what_each_state_allows(state: State, expected: tuple[bool, bool, bool, int]) -> None:
+    status = BackendStatus(state=state)
+    told = (
+        usable(status),
+        accepts(status, PROBATION_SEQS - 1),
+        accepts(status, PROBATION_SEQS),
+        preference(status),
+    )
+    assert told == expected
+
+
+@pytest.mark.parametrize(
+    ("configured", "served", "name"),
+    [("a", ("b",), "a"), (None, ("b",), "b"), (None, ("b", "c"), None), (None, (), None)],
+    ids=["configured-wins", "the-only-one", "ambiguous", "not-known-yet"],
+)
+def test_the_name_to_send(configured: str | None, served: tuple[str, ...], name: str | None) -> None:
+    assert served_name(configured, BackendStatus(served_models=served)) == name
+
+
+SPARK = PerfModel(2.402e-2, 0.1207, 9.407e-7, 0, 2.366e-3, 4.282e-4, 8.888e-8, 6)
+H200 = PerfModel(6.184e-3, 7.040e-3, 1e-9, 0, 8.267e-5, 1.0e-4, 8e-9, 1)
+
+
+@pytest.mark.parametrize(
+    ("perf", "context_tokens", "low_s", "high_s"),
+    [(SPARK, 65_536, 80, 120), (SPARK, 2_048, 30, 30), (H200, 32_768, 30, 30)],
+    ids=["long-chunks-on-a-slow-box", "short-window", "fast-box"],
+)
+def test_a_hang_is_longer_than_the_longest_step(
+    perf: PerfModel, context_tokens: int, low_s: float, high_s: float
+) -> None:
+    assert low_s <= hang_after_s(perf, 8_192, context_tokens) <= high_s
+
+
+# ------------------------------------------------------------------ properties
+
+outcomes = st.builds(Attempt, st.sampled_from(Outcome), st.just("why"))
+engines = st.builds(
+    EngineSample,
+    at=st.just(0.0),
+    running=st.integers(0, 3),
+    waiting=st.integers(0, 3),
+    kv_usage=st.sampled_from([0.0, 0.5]),
+    generation_tokens=st.integers(0, 3).map(float),
+    started_at=st.sampled_from([None, 1e9, 2e9]),
+)
+events: st.SearchStrategy[Event] = st.one_of(
+    st.builds(ProbeOk, st.sampled_from([None, (), ("gemma",), ("qwen",)])),
+    st.builds(ProbeFailed, st.sampled_from(ProbeFault), st.just("why")),
+    st.builds(ModelsFailed, st.just("why"), st.booleans()),
+    st.builds(Sample, engines),
+    st.builds(SampleFailed, st.just("why")),
+    outcomes,
+)
+scripts = st.lists(st.tuples(st.floats(0, 60), events), max_size=40)
+
+
+def history(script: list[tuple[float, Event]]) -> tuple[list[BackendStatus], float]:
+    now, timed = 0.0, []
+    for wait_s, event in script:
+        now += wait_s
+        timed.append((now, event))
+    return play(*timed), now
+
+
+@settings(deadline=None)
+@given(scripts, st.sampled_from([Outcome.REJECTED, Outcome.CANCELLED, Outcome.BUSY]), st.integers(1, 100))
+def test_neither_a_bad_request_nor_a_caller_that_left_nor_a_full_queue_changes_anything(
+    script: list[tuple[float, Event]], outcome: Outcome, times: int
+) -> None:
+    seen, now = history(script)
+    status = seen[-1] if seen else BackendStatus()
+    assert play(*[(now, Attempt(outcome, "HTTP 400"))] * times, status=status)[-1] == status
+
+
+@settings(deadline=None)
+@given(scripts)
+def test_every_state_has_a_reason_and_a_time(script: list[tuple[float, Event]]) -> None:
+    seen, now = history(script)
+    for before, after in pairwise([BackendStatus(), *seen]):
+        assert before.since <= after.since <= now
+        assert after.state is State.UNKNOWN or after.reason
+        assert (after.since == before.since) or after.state is not before.state
+        assert after.restarts - before.restarts in (0, 1)
+
+
+@settings(deadline=None)
+@given(scripts)
+def test_nothing_goes_straight_from_a_fault_to_up(script: list[tuple[float, Event]]) -> None:
+    seen, _ = history(script)
+    faulty = {State.EJECTED, State.HUNG, State.DRAINING}
+    for before, after in pairwise(seen):
+        assert not (before.state in faulty and after.state is State.UP)
+
+
+@settings(deadline=None)
+@given(scripts)
+def test_whatever_happened_a_working_backend_comes_back(script: list[tuple[float, Event]]) -> None:
+    seen, now = history(script)
+    status = seen[-1] if seen else BackendStatus()
+    for round_ in range(4):
+        status = advance(status, OK, now + 61.0 * (round_ + 1), RULES)
+    assert usable(status)
+    for _ in range(3):
+        status = advance(status, SERVED, now + 300.0, RULES)
+    assert status.state is State.UP
+
+
+@pytest.mark.parametrize("word", [*State, "three failures", "process_start_time_seconds"])
+def test_the_documentation_names_every_state(word: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "health.md").read_text(encoding="utf-8")
+    assert word in text.lower()

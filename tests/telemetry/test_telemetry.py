@@ -1,0 +1,248 @@
+"""What is kept of a request: metrics, a log line, the journal. Never its text."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from gateway.core.drift import Drift
+from gateway.core.health import BackendStatus, EngineSample, Outcome, State
+from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
+from gateway.core.values import (
+    Backend,
+    Candidate,
+    Capacity,
+    CountMode,
+    Decision,
+    Demand,
+    Estimate,
+    Exclusion,
+    KneeStep,
+    Load,
+)
+from gateway.telemetry import logs
+from gateway.telemetry.journal import Journal
+from gateway.telemetry.logs import RequestLog
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.recorder import Recorders
+
+BACKENDS = {
+    name: Backend(name, f"http://{name}", Capacity(context_tokens=100, knee=(KneeStep(None, 64),)))
+    for name in ("light-0", "push")
+}
+DECISION = Decision(
+    model="gemma-4",
+    traffic_class="short_chat",
+    class_reason="takes everything else",
+    pools=("light", "push"),
+    estimate=Estimate(100, 116, CountMode.EXACT),
+    demand=Demand(seqs=1, prompt_tokens=100, total_tokens=200),
+    candidates=(Candidate("light-0", "light"), Candidate("push", "push", excluded=Exclusion.AT_KNEE)),
+)
+RECORD = RequestRecord(
+    id="req-1",
+    model="gemma-4",
+    stream=True,
+    ending=Ending.COMPLETED,
+    status=200,
+    error_code="",
+    key="team-a",
+    wall_at=1.0,
+    received_at=10.0,
+    estimated_at=10.001,
+    first_byte_at=10.5,
+    ended_at=12.5,
+    decision=DECISION,
+    backend="light-0",
+    pool="light",
+    usage=Usage(prompt_tokens=110, completion_tokens=21),
+)
+ATTEMPT = AttemptRecord("light-0", "light", "short_chat", Outcome.FAILED, "status 500: boom", 1.0, None, 2.0)
+
+
+def metrics(**fields: object) -> Metrics:
+    sources = {"backends": lambda: BACKENDS, "loads": dict, "statuses": dict, "drifts": dict}
+    return Metrics(**{**sources, **fields})  # type: ignore[arg-type]
+
+
+def value(subject: Metrics, name: str, **labels: str) -> float | None:
+    return subject.registry.get_sample_value(name, labels)
+
+
+def test_a_served_request_is_measured() -> None:
+    subject = metrics()
+
+    subject.finished(RECORD)
+
+    where = {"traffic_class": "short_chat", "backend": "light-0"}
+    total = {**where, "pool": "light", "ending": "completed", "code": ""}
+    assert value(subject, "gateway_requests_total", **total) == 1
+    assert value(subject, "gateway_time_to_first_token_seconds_sum", **where) == 0.5
+    assert value(subject, "gateway_time_per_output_token_seconds_sum", **where) == pytest.approx(0.1)
+    assert value(subject, "gateway_request_duration_seconds_sum", **where) == 2.5
+    assert value(subject, "gateway_input_tokens_total", **where) == 110
+    assert value(subject, "gateway_output_tokens_total", **where) == 21
+    assert value(subject, "gateway_estimate_error_ratio_bucket", backend="light-0", le="0.05") == 0
+    assert value(subject, "gateway_estimate_error_ratio_bucket", backend="light-0", le="0.1") == 1
+    assert value(subject, "gateway_estimate_seconds_sum") == pytest.approx(0.001)
+    assert value(subject, "gateway_exclusions_total", backend="push", reason="at_knee") == 1
+    assert value(subject, "gateway_spills_total", traffic_class="short_chat", pool="push") is None
+
+
+def test_a_spill_is_counted() -> None:
+    subject = metrics()
+
+    subject.finished(replace(RECORD, pool="push", backend="push"))
+
+    assert value(subject, "gateway_spills_total", traffic_class="short_chat", pool="push") == 1
+
+
+def test_an_unknown_model_leaves_no_label_of_the_callers_choosing() -> None:
+    subject = metrics()
+
+    subject.finished(
+        replace(
+            RECORD, model="x" * 10_000, decision=None, backend="", pool="", first_byte_at=None, usage=None
+        )
+    )
+
+    assert b"xxxx" not in subject.exposition()[0]
+
+
+def test_a_token_rate_needs_a_stream_of_two_tokens() -> None:
+    assert replace(RECORD, usage=Usage(110, 1)).tpot_s is None
+    assert replace(RECORD, first_byte_at=None).tpot_s is None
+
+
+def test_gauges_are_read_when_asked_for() -> None:
+    engine = EngineSample(at=0, running=3, waiting=1, kv_usage=0.25)
+    subject = metrics(
+        loads=lambda: {"light-0": Load(seqs=32, share=500_000, kv_blocks=7)},
+        statuses=lambda: {"light-0": BackendStatus(state=State.UP, engine=engine)},
+        drifts=lambda: {"light-0": Drift("light-0", samples=20, median_tokens=40.0, drifted=True)},
+    )
+
+    assert value(subject, "gateway_in_flight", backend="light-0") == 32
+    assert value(subject, "gateway_in_flight", backend="push") == 0
+    assert value(subject, "gateway_knee_used_ratio", backend="light-0") == 0.5
+    assert value(subject, "gateway_engine_running", backend="light-0") == 3
+    assert value(subject, "gateway_engine_running", backend="push") is None
+    assert value(subject, "gateway_backend_state", backend="light-0", state="up") == 1
+    assert value(subject, "gateway_backend_state", backend="light-0", state="down") == 0
+    assert value(subject, "gateway_estimate_drift_tokens", backend="light-0") == 40
+    assert value(subject, "gateway_estimate_drifted", backend="light-0") == 1
+
+
+def test_states_and_restarts_are_counted() -> None:
+    subject = metrics()
+    up = BackendStatus(state=State.UP)
+
+    subject.backend_changed("push", up, replace(up, state=State.PROBATION, restarts=1))
+
+    assert value(subject, "gateway_backend_state_changes_total", backend="push", state="probation") == 1
+    assert value(subject, "gateway_backend_restarts_total", backend="push") == 1
+
+
+def test_the_journal_keeps_the_newest() -> None:
+    journal = Journal(entries_max=2)
+
+    for number in range(3):
+        journal.finished(replace(RECORD, id=f"req-{number}"))
+
+    assert [record.id for record in journal.recent()] == ["req-2", "req-1"]
+
+
+def test_a_recorder_hands_everything_on() -> None:
+    first, second, subject = Journal(), Journal(), metrics()
+    recorders = Recorders((first, second, subject))
+
+    recorders.attempt(ATTEMPT)
+    recorders.finished(RECORD)
+
+    assert first.recent() == second.recent() == (RECORD,)
+    assert value(subject, "gateway_attempts_total", backend="light-0", outcome="failed") == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def _logging_as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    root.handlers, root.level = handlers, level
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
+def test_a_request_is_one_json_line() -> None:
+    out = io.StringIO()
+    logs.set_up("info", out)
+
+    RequestLog().finished(RECORD)
+
+    (line,) = out.getvalue().splitlines()
+    fields = json.loads(line)
+    assert fields["level"] == "info"
+    assert fields["class"] == "short_chat"
+    assert fields["why"] == "takes everything else"
+    assert fields["backend"] == "light-0"
+    assert fields["key"] == "team-a"
+    assert (fields["estimate"], fields["prompt_tokens"], fields["output_tokens"]) == (100, 110, 21)
+    assert (fields["first_token_s"], fields["total_s"]) == (0.5, 2.5)
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
+@pytest.mark.parametrize(
+    ("ending", "level"),
+    [("completed", "INFO"), ("rejected", "INFO"), ("shed", "WARNING"), ("broken", "ERROR")],
+)
+def test_levels_mean_something(ending: str, level: str) -> None:
+    out = Terminal()
+    logs.set_up("info", out)
+
+    RequestLog().finished(replace(RECORD, ending=Ending(ending)))
+
+    (line,) = out.getvalue().splitlines()
+    assert f" {level} " in line
+    assert "short_chat -> light-0, 100 tokens, first token 0.50 s, 2.50 s" in line
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
+def test_a_change_of_the_world_is_one_line() -> None:
+    out = io.StringIO()
+    logs.set_up("info", out)
+    up, down = BackendStatus(state=State.UP), BackendStatus(state=State.DOWN, reason="no answer for 600 s")
+
+    logs.backend_changed("push", up, down)
+    logs.backend_changed("push", down, down)
+    RequestLog().attempt(ATTEMPT)
+    RequestLog().attempt(replace(ATTEMPT, outcome=Outcome.REJECTED))
+
+    state, attempt = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert (state["level"], state["from"], state["to"], state["reason"]) == (
+        "warning",
+        "up",
+        "down",
+        "no answer for 600 s",
+    )
+    assert (attempt["event"], attempt["reason"]) == ("attempt_failed", "status 500: boom")
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
+def test_an_exception_stays_on_one_line() -> None:
+    out = io.StringIO()
+    logs.set_up("info", out)
+
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        logging.getLogger("gateway.test").exception("it failed")
+
+    (line,) = out.getvalue().splitlines()
+    assert "ValueError: boom" in json.loads(line)["exception"]

@@ -1,0 +1,125 @@
+"""Reading an engine's metrics page."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.core.health import EngineSample
+from gateway.upstream.exposition import KNOWN, sample, values
+
+VLLM = b"""\
+# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.
+# TYPE process_start_time_seconds gauge
+process_start_time_seconds 1.79524865607e+09
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="gemma-4-31b-it"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="gemma-4-31b-it"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="gemma-4-31b-it",reason="capacity"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="gemma-4-31b-it",reason="deferred"} 0.0
+vllm:kv_cache_usage_perc{engine="0",model_name="gemma-4-31b-it"} 0.842
+vllm:num_preemptions_total{engine="0",model_name="gemma-4-31b-it"} 3.0
+vllm:num_preemptions_created{engine="0",model_name="gemma-4-31b-it"} 1.7952486996320124e+09
+vllm:prompt_tokens_total{engine="0",model_name="gemma-4-31b-it"} 3199.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="gemma-4-31b-it",source="local_compute"} 3199.0
+vllm:prompt_tokens_cached_total{engine="0",model_name="gemma-4-31b-it"} 512.0
+vllm:generation_tokens_total{engine="0",model_name="gemma-4-31b-it"} 1531.0
+vllm:request_generation_tokens_bucket{engine="0",le="1.0",model_name="gemma-4-31b-it"} 9.0
+"""
+
+
+def test_a_page_of_vllm() -> None:
+    assert sample(VLLM, 7.0) == EngineSample(
+        at=7.0,
+        running=4,
+        waiting=2,
+        kv_usage=0.842,
+        generation_tokens=1531.0,
+        prompt_tokens=3199.0,
+        preemptions=3.0,
+        started_at=1795248656.07,
+    )
+
+
+def test_several_engines_behind_one_port_are_combined() -> None:
+    page = b"".join(
+        b'vllm:num_requests_running{engine="%d"} %d\nvllm:kv_cache_usage_perc{engine="%d"} 0.%d\n'
+        % (i, i + 1, i, i)
+        for i in range(4)
+    )
+    engine = sample(page, 0.0)
+    assert (engine.running, engine.kv_usage, engine.started_at) == (10, 0.3, None)
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        (b"vllm:num_requests_running 1\nvllm:gpu_cache_usage_perc 0.5", (1, 0, 0.5)),
+        (
+            b"vllm:num_requests_running 1\nvllm:gpu_cache_usage_perc 0.5\nvllm:kv_cache_usage_perc 0.5",
+            (1, 0, 0.5),
+        ),
+        (b"sglang:num_running_reqs 3\nsglang:num_queue_reqs 4\nsglang:token_usage 0.25", (3, 4, 0.25)),
+        (
+            b"trtllm_num_requests_running 3\ntrtllm_num_requests_waiting 4\ntrtllm_kv_cache_utilization 0.25",
+            (3, 4, 0.25),
+        ),
+    ],
+    ids=["older-vllm", "both-names-count-once", "sglang", "tensorrt-llm"],
+)
+def test_other_engines_and_versions(page: bytes, expected: tuple[int, int, float]) -> None:
+    engine = sample(page, 0.0)
+    assert (engine.running, engine.waiting, engine.kv_usage) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b"x 1", [1.0]),
+        (b"x\t1 1795248656000", [1.0]),
+        (b'x{a="1"} 2', [2.0]),
+        (b'x{a="} 9"} 2', [2.0]),
+        (b'x{a="\\" } 9"} 2', [2.0]),
+        (b"x{} 2", [2.0]),
+        (b'x{a="1"} 2 # {trace="t"} 9', [2.0]),
+        (b"x_total 1", []),
+        (b"# x 1", []),
+        (b"yx 1", []),
+        (b"x NaN", []),
+        (b"x +Inf", []),
+        (b"x 1e308", []),
+        (b"x nonsense", []),
+        (b"x", []),
+        (b'x{a="1" 2', []),
+        (b'x{a="1"} 2\nx{a="2"} 3', [2.0, 3.0]),
+    ],
+    ids=lambda value: repr(value) if isinstance(value, bytes) else "",
+)
+def test_lines_of_the_text_format(line: bytes, expected: list[float]) -> None:
+    assert list(values(b"\n" + line + b"\n", "x")) == expected
+
+
+def test_a_usage_outside_its_range_is_brought_back() -> None:
+    assert sample(b"vllm:num_requests_running 0\nvllm:kv_cache_usage_perc 1.7", 0.0).kv_usage == 1.0
+    assert sample(b"vllm:num_requests_running 0\nvllm:kv_cache_usage_perc -1", 0.0).kv_usage == 0.0
+
+
+@pytest.mark.parametrize("page", [b"", b"<html>login</html>", b"process_start_time_seconds 1"], ids=repr)
+def test_a_page_that_is_no_engines(page: bytes) -> None:
+    with pytest.raises(ValueError, match="none of vllm:num_requests_running"):
+        sample(page, 0.0)
+
+
+pieces = st.sampled_from(
+    [name.encode() for name in KNOWN.running] + [b"\n", b"{", b"}", b'"', b"\\", b" ", b"1", b"="]
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.one_of(pieces, st.binary(max_size=4)), max_size=60).map(b"".join))
+def test_no_page_raises_anything_but_value_error(page: bytes) -> None:
+    try:
+        engine = sample(page, 0.0)
+    except ValueError:
+        return
+    assert 0.0 <= engine.kv_usage <= 1.0

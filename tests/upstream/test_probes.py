@@ -1,0 +1,338 @@
+"""Probing fake engines over real sockets."""
+
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from gateway.core.health import BackendStatus, HealthRules, Outcome, State
+from gateway.core.values import Backend, Capacity, KneeStep
+from gateway.ports import Clock, Fleet
+from gateway.upstream.probes import Prober, spread
+
+QUICK = HealthRules(
+    interval_s=0.02, probe_timeout_s=5.0, scrape_timeout_s=5.0, models_every_s=0.2, penalty_s=0.0, hang_s=0.1
+)
+PATIENCE_S = 20.0  # a bound for a broken test, not a time anything is expected to take
+
+Engine = Any  # the class lives in conftest.py, which cannot be imported
+Engines = Callable[[], AbstractAsyncContextManager[Engine]]
+Statuses = Mapping[str, BackendStatus]
+
+
+def backend(name: str, url: str, model: str | None = "gemma") -> Backend:
+    return Backend(
+        id=name,
+        url=url,
+        model=model,
+        capacity=Capacity(context_tokens=32768, knee=(KneeStep(None, 8),)),
+        boot_budget_s=60.0,
+    )
+
+
+@asynccontextmanager
+async def probing(prober: Prober) -> AsyncIterator[Prober]:
+    with anyio.fail_after(PATIENCE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(prober.run)
+            yield prober
+            tasks.cancel_scope.cancel()
+
+
+def watch(clock: Clock, engine: Engine, rules: HealthRules = QUICK, **options: Any) -> Prober:
+    return Prober(
+        {"a": backend("a", engine.url)},
+        rules,
+        clock,
+        secrets=options.pop("secrets", {}),
+        tls=options.pop("tls", {}),
+        **options,
+    )
+
+
+def is_(state: State) -> Callable[[Statuses], bool]:
+    return lambda statuses: statuses["a"].state is state
+
+
+async def test_first_contact_learns_what_the_backend_is(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as engine:
+        engine.running, engine.waiting, engine.kv_usage = 4, 2, 0.842
+        async with probing(watch(clock, engine)) as fleet:
+            await fleet.wait_for(lambda seen: seen["a"].version != "" and seen["a"].engine is not None)
+            status = fleet.statuses()["a"]
+    assert (status.state, status.served_models, status.context_tokens) == (State.UP, ("gemma",), 32768)
+    assert status.version == "0.32.0"
+    assert status.engine is not None
+    assert (status.engine.running, status.engine.waiting, status.engine.kv_usage) == (4, 2, 0.842)
+    assert status.engine.started_at == 1e9
+
+
+async def test_it_is_a_fleet_that_knows_nothing_before_it_runs(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as engine:
+        fleet: Fleet = watch(clock, engine)
+        assert fleet.statuses()["a"].state is State.UNKNOWN
+        fleet.report("a", Outcome.OK, "")
+        assert fleet.statuses()["a"].state is State.UP
+
+
+async def test_one_that_is_killed_boots_and_comes_back_on_probation(
+    clock: Clock, fake_engine: Engines
+) -> None:
+    async with fake_engine() as engine, probing(watch(clock, engine)) as fleet:
+        await fleet.wait_for(lambda seen: seen["a"].engine is not None and seen["a"].served_models != ())
+        await engine.stop()
+        await fleet.wait_for(is_(State.BOOTING))
+        assert fleet.statuses()["a"].reason == "connection refused; it has 60 s to boot"
+
+        engine.started_at += 40
+        engine.models = ("gemma", "adapter")
+        await engine.start()
+        await fleet.wait_for(lambda seen: seen["a"].restarts == 1 and len(seen["a"].served_models) == 2)
+        assert fleet.statuses()["a"].state is State.PROBATION
+        for _ in range(3):
+            fleet.report("a", Outcome.OK, "")
+        assert fleet.statuses()["a"].state is State.UP
+
+
+async def test_a_restart_between_two_probes_is_noticed(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as engine, probing(watch(clock, engine)) as fleet:
+        await fleet.wait_for(lambda seen: seen["a"].engine is not None and seen["a"].served_models != ())
+        engine.started_at += 40
+        engine.context_tokens = 4096
+        await fleet.wait_for(lambda seen: seen["a"].context_tokens == 4096)
+        assert (fleet.statuses()["a"].restarts, fleet.statuses()["a"].state) == (1, State.PROBATION)
+
+
+async def test_a_hang_is_noticed_although_health_says_200(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as engine, probing(watch(clock, engine)) as fleet:
+        engine.running, engine.generation_tokens = 3, 700
+        await fleet.wait_for(is_(State.HUNG))
+        assert "3 running" in fleet.statuses()["a"].reason
+        asked = engine.asked["/health"]
+        await engine.until_asked("/health", asked + 2)
+        assert fleet.statuses()["a"].state is State.HUNG
+        engine.generation_tokens += 1
+        await fleet.wait_for(is_(State.PROBATION))
+
+
+async def test_failed_requests_eject_and_a_good_probe_gives_another_chance(
+    clock: Clock, fake_engine: Engines
+) -> None:
+    seen: list[tuple[State, State]] = []
+    async with fake_engine() as engine:
+        prober = watch(clock, engine, on_change=lambda _, old, new: seen.append((old.state, new.state)))
+        async with probing(prober) as fleet:
+            await fleet.wait_for(is_(State.UP))
+            for _ in range(3):
+                fleet.report("a", Outcome.FAILED, "HTTP 500")
+            await fleet.wait_for(is_(State.PROBATION))
+    assert seen[:3] == [
+        (State.UNKNOWN, State.UP),
+        (State.UP, State.EJECTED),
+        (State.EJECTED, State.PROBATION),
+    ]
+
+
+async def test_a_slow_metrics_page_delays_no_verdict_and_is_not_asked_for_twice(
+    clock: Clock, fake_engine: Engines
+) -> None:
+    async with fake_engine() as engine:
+        engine.gates["/metrics"] = anyio.Event()
+        async with probing(watch(clock, engine)) as fleet:
+            await engine.until_asked("/health", 20)
+            assert (engine.asked["/metrics"], engine.busiest["/health"]) == (1, 1)
+            assert fleet.statuses()["a"].state is State.UP
+            await engine.stop()
+            await fleet.wait_for(is_(State.BOOTING))
+
+
+async def test_a_slow_backend_delays_no_other(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as slow, fake_engine() as quick:
+        slow.gates["/health"] = anyio.Event()
+        prober = Prober(
+            {"slow": backend("slow", slow.url), "quick": backend("quick", quick.url)},
+            QUICK,
+            clock,
+            secrets={},
+            tls={},
+        )
+        async with probing(prober) as fleet:
+            await quick.until_asked("/health", 20)
+            assert slow.asked["/health"] == 1
+            states = {name: status.state for name, status in fleet.statuses().items()}
+            assert states == {"slow": State.UNKNOWN, "quick": State.UP}
+
+
+async def test_no_answer_in_time_is_a_failed_probe(clock: Clock, fake_engine: Engines) -> None:
+    rules = HealthRules(interval_s=0.02, probe_timeout_s=0.05, penalty_s=60.0)
+    async with fake_engine() as engine, probing(watch(clock, engine, rules)) as fleet:
+        await fleet.wait_for(is_(State.UP))
+        engine.gates["/health"] = anyio.Event()
+        await fleet.wait_for(is_(State.EJECTED))
+        assert fleet.statuses()["a"].last_error == "probe: no answer in 0.05 s"
+
+
+@pytest.mark.parametrize(
+    ("reply", "detail"),
+    [
+        ((503, b""), "HTTP 503"),
+        ((302, b""), "HTTP 302"),
+        ((200, b"x" * 4_000_001), "more than 4000000 bytes"),
+    ],
+    ids=["dead-engine", "login-page", "endless"],
+)
+async def test_an_answer_that_is_no_health(
+    reply: tuple[int, bytes], detail: str, clock: Clock, fake_engine: Engines
+) -> None:
+    async with fake_engine() as engine:
+        engine.replies["/health"] = reply
+        async with probing(watch(clock, engine)) as fleet:
+            await fleet.wait_for(is_(State.BOOTING))
+            assert fleet.statuses()["a"].last_error == f"probe: {detail}"
+
+
+async def test_garbage_is_a_failed_probe_and_probing_goes_on(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as engine:
+        engine.garbage = b"220 mail.example ESMTP\r\n"
+        async with probing(watch(clock, engine)) as fleet:
+            await fleet.wait_for(lambda seen: seen["a"].probe_failures >= 3)
+            assert fleet.statuses()["a"].last_error == "probe: an answer that is not HTTP, or was cut"
+            engine.garbage = None
+            await fleet.wait_for(is_(State.UP))
+
+
+async def test_metrics_that_are_missing_are_said_and_cost_nothing_else(
+    clock: Clock, fake_engine: Engines
+) -> None:
+    async with fake_engine() as engine:
+        engine.replies["/metrics"] = (404, b"")
+        async with probing(watch(clock, engine)) as fleet:
+            await fleet.wait_for(lambda seen: seen["a"].metrics_error == "HTTP 404")
+            await fleet.wait_for(is_(State.UP))
+            engine.replies["/metrics"] = (200, b"<html>")
+            await fleet.wait_for(lambda seen: "none of vllm:num_requests_running" in seen["a"].metrics_error)
+            del engine.replies["/metrics"]
+            await fleet.wait_for(lambda seen: seen["a"].metrics_error == "")
+
+
+@pytest.mark.parametrize(
+    ("body", "served", "error"),
+    [
+        (b'{"data":[{"id":"qwen","max_model_len":8192}]}', ("qwen",), "serves qwen, not gemma"),
+        (b'{"data":[]}', (), "serves nothing, not gemma"),
+        (b"[1]", (), "cannot tell what it serves: /v1/models: no list of models"),
+        (b"\xff", (), "cannot tell what it serves: /v1/models: no list of models"),
+        (b'{"data":[7,{"id":7}]}', (), "serves nothing, not gemma"),
+    ],
+    ids=["another-model", "no-model", "no-object", "no-json", "odd-entries"],
+)
+async def test_a_list_of_models_that_is_wrong_is_said(
+    body: bytes, served: tuple[str, ...], error: str, clock: Clock, fake_engine: Engines
+) -> None:
+    async with fake_engine() as engine:
+        engine.replies["/v1/models"] = (200, body)
+        async with probing(watch(clock, engine)) as fleet:
+            await fleet.wait_for(lambda seen: seen["a"].model_error == error)
+            assert fleet.statuses()["a"].served_models == served
+            del engine.replies["/v1/models"]
+            await fleet.wait_for(lambda seen: seen["a"].model_error == "")
+            assert fleet.statuses()["a"].served_models == ("gemma",)
+
+
+async def test_the_window_of_the_wanted_model_is_taken(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as engine:
+        engine.replies["/v1/models"] = (
+            200,
+            b'{"data":[{"id":"other","max_model_len":1},{"id":"gemma","max_model_len":2048}]}',
+        )
+        engine.replies["/version"] = (404, b"")
+        async with probing(watch(clock, engine)) as fleet:
+            await fleet.wait_for(lambda seen: seen["a"].context_tokens == 2048)
+            assert fleet.statuses()["a"].version == ""
+
+
+async def test_each_backend_is_shown_its_own_key(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as engine:
+        engine.api_key = "sk-secret"
+        async with probing(watch(clock, engine, secrets={"a": "sk-secret"})) as fleet:
+            await fleet.wait_for(lambda seen: seen["a"].served_models == ("gemma",))
+
+
+async def test_a_refused_key_ejects_and_says_so(clock: Clock, fake_engine: Engines) -> None:
+    rules = HealthRules(interval_s=0.02, models_every_s=0.2, penalty_s=60.0)
+    async with fake_engine() as engine:
+        engine.api_key = "sk-other"
+        async with probing(watch(clock, engine, rules, secrets={"a": "sk-secret"})) as fleet:
+            await fleet.wait_for(is_(State.EJECTED))
+            status = fleet.statuses()["a"]
+    assert status.last_error == "misconfigured: /v1/models: HTTP 401"
+
+
+async def test_an_unusable_key_is_never_shown(clock: Clock, fake_engine: Engines) -> None:
+    secrets = {"a": "sk-secret\n"}
+    async with fake_engine() as engine, probing(watch(clock, engine, secrets=secrets)) as fleet:
+        await fleet.wait_for(lambda seen: seen["a"].last_error != "")
+        status = fleet.statuses()["a"]
+    assert "secret" not in repr(status)
+
+
+async def test_tls_to_a_server_without_it_is_a_failed_probe(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as engine:
+        engine.garbage = b"220 mail.example ESMTP\r\n"
+        prober = Prober(
+            {"a": backend("a", engine.url.replace("http:", "https:"))},
+            QUICK,
+            clock,
+            secrets={},
+            tls={"a": ssl.create_default_context()},
+        )
+        async with probing(prober) as fleet:
+            await fleet.wait_for(lambda seen: seen["a"].probe_failures >= 1)
+            assert fleet.statuses()["a"].last_error.startswith("probe: TLS: ")
+            assert fleet.statuses()["a"].state is State.BOOTING
+
+
+async def test_a_probe_asks_plainly_and_says_who_asks(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as engine, probing(watch(clock, engine)) as fleet:
+        await fleet.wait_for(lambda seen: seen["a"].engine is not None)
+    head = engine.headers["/metrics"].lower()
+    assert head.startswith(b"get /metrics http/1.1\r\n")
+    assert b"accept-encoding: identity\r\n" in head
+    assert b"user-agent: gemma-gateway/" in head
+    assert b"authorization" not in head
+
+
+async def test_one_that_was_never_up_gets_its_boot_budget(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as engine:
+        await engine.stop()
+        async with probing(watch(clock, engine)) as fleet:
+            await fleet.wait_for(is_(State.BOOTING))
+            await engine.start()
+            await fleet.wait_for(is_(State.UP))
+
+
+async def test_a_probe_that_dies_takes_all_of_them_down(clock: Clock, fake_engine: Engines) -> None:
+    def listener(name: str, old: BackendStatus, new: BackendStatus) -> None:
+        raise AssertionError("a listener must not raise")
+
+    async with fake_engine() as engine:
+        with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(PATIENCE_S):
+            await watch(clock, engine, on_change=listener).run()
+    assert caught.group_contains(AssertionError, match="must not raise")
+
+
+async def test_a_hang_may_take_longer_on_one_backend(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as engine, probing(watch(clock, engine, hang_s={"a": 3600.0})) as fleet:
+        engine.running = 1
+        await engine.until_asked("/metrics", 20)
+        assert fleet.statuses()["a"].state is State.UP
+
+
+def test_probes_are_spread_without_dice() -> None:
+    factors = [spread(f"b{number} health", round_) for number in range(8) for round_ in range(8)]
+    assert all(0.9 <= factor <= 1.1 for factor in factors)
+    assert len(set(factors)) == len(factors)
+    assert factors[0] == spread("b0 health", 0)
