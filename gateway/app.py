@@ -287,6 +287,8 @@ def _status_view(status: BackendStatus, now: float) -> Mapping[str, Any]:
         "engine_version": status.version,
         "restarts": status.restarts,
         "last_error": status.last_error,
+        "model_error": status.model_error,
+        "metrics_error": status.metrics_error,
         "engine": None
         if engine is None
         else {

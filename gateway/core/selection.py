@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gateway.core import admission
-from gateway.core.health import BackendStatus, State, accepts, preference
+from gateway.core.health import BackendStatus, State, accepts, preference, usable
 from gateway.core.values import (
     Backend,
     Candidate,
@@ -108,6 +108,8 @@ def _model(_: Demand, view: BackendView) -> Objection | None:
 def _health(_: Demand, view: BackendView) -> Objection | None:
     if accepts(view.status, view.load.seqs):
         return None
+    if usable(view.status):
+        return Exclusion.AT_KNEE, f"{view.status.state.value}: a few requests at a time until they succeed"
     return Exclusion.UNHEALTHY, f"{view.status.state.value}: {view.status.reason}"
 
 

@@ -217,6 +217,13 @@ KV = Capacity(
             id="ejected",
         ),
         pytest.param(
+            view(backend("light-0"), seqs=2, status=replace(UP, state=State.PROBATION)),
+            SHORT,
+            Exclusion.AT_KNEE,
+            "probation: a few requests at a time until they succeed",
+            id="full-for-its-probation",
+        ),
+        pytest.param(
             view(backend("light-0", model="gemma"), status=replace(UP, served_models=("qwen",))),
             SHORT,
             Exclusion.WRONG_MODEL,

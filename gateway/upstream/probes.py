@@ -1,0 +1,350 @@
+"""Polls every backend and keeps what is known of it: `ports.Fleet`.
+
+Per backend three loops run, each with at most one question under way, so that a slow answer to one
+never delays another's verdict and a slow backend is not asked more often than it answers:
+
+    /health                    each interval    may it be sent anything?
+    /metrics                   each interval    running, waiting, KV usage; a hang; a restart
+    /v1/models and /version    at first contact, after a restart or a fault, and now and then
+
+Every probe opens a connection of its own: that a new one can be opened is what the next request
+needs to know, and a kept one would be closed by the engine at its own moment. What a probe meets
+becomes an event for the state machine in core/health.py. An exception that is none of the
+expected ones ends `run`, and with it the process: a fleet that is no longer watched must not go on
+looking healthy.
+"""
+
+import errno
+import json
+import socket
+import ssl
+import zlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from types import MappingProxyType
+
+import anyio
+import anyio.lowlevel
+import httpx
+
+from gateway import __version__
+from gateway.core.health import (
+    Attempt,
+    BackendStatus,
+    Event,
+    HealthRules,
+    ModelsFailed,
+    Outcome,
+    ProbeFailed,
+    ProbeFault,
+    ProbeOk,
+    Sample,
+    SampleFailed,
+    advance,
+    usable,
+)
+from gateway.core.values import Backend
+from gateway.ports import Clock
+from gateway.upstream import exposition
+
+PAGE_BYTES_MAX = 4_000_000
+"""No answer to a probe is read further. A metrics page of vLLM 0.32 has 72 KB."""
+
+HURRY_S = 0.2
+"""What probes under way get to finish when probing ends."""
+
+Listener = Callable[[str, BackendStatus, BackendStatus], None]
+"""Told a backend's id and its status before and after. Must neither raise nor block."""
+
+
+class Prober:
+    """`ports.Fleet`, fed by probes while `run` runs and by `report` at any time."""
+
+    def __init__(
+        self,
+        backends: Mapping[str, Backend],
+        rules: HealthRules,
+        clock: Clock,
+        *,
+        secrets: Mapping[str, str],
+        tls: Mapping[str, ssl.SSLContext | bool],
+        hang_s: Mapping[str, float] | None = None,
+        on_change: Listener | None = None,
+    ) -> None:
+        """Prepare to watch `backends`; nothing is sent before `run`.
+
+        Args:
+            backends: By id. A backend's own boot budget and model replace those of `rules`.
+            rules: When a backend counts as what.
+            clock: Where times come from.
+            secrets: Per backend id, the API key to present.
+            tls: Per backend id, how to verify its certificate; True where absent.
+            hang_s: Per backend id, what replaces `rules.hang_s`; see `health.hang_after_s`.
+            on_change: Told of every change of state, and of every new reason for one.
+        """
+        hang_s = hang_s or {}
+        self._backends = dict(backends)
+        self._rules = {
+            name: replace(
+                rules,
+                boot_budget_s=backend.boot_budget_s,
+                model=backend.model,
+                hang_s=hang_s.get(name, rules.hang_s),
+            )
+            for name, backend in backends.items()
+        }
+        self._clock = clock
+        self._secrets = secrets
+        self._tls = tls
+        self._on_change = on_change
+        self._statuses = {name: BackendStatus(since=clock.now()) for name in backends}
+        self._view = MappingProxyType(self._statuses)
+        self._looks = {name: anyio.Event() for name in backends}  # set: look at the models now
+        self._changed = anyio.Event()
+
+    def statuses(self) -> Mapping[str, BackendStatus]:
+        """Return the status of every backend by id: a live view, read-only."""
+        return self._view
+
+    def report(self, backend_id: str, outcome: Outcome, detail: str) -> None:
+        """See `ports.Fleet.report`."""
+        self._observe(backend_id, Attempt(outcome, detail))
+
+    async def wait_for(self, predicate: Callable[[Mapping[str, BackendStatus]], bool]) -> None:
+        """Return as soon as `predicate(statuses())` holds. It is asked again after every event."""
+        while not predicate(self._view):
+            await self._changed.wait()
+
+    async def run(self) -> None:
+        """Probe until cancelled.
+
+        Raises:
+            ExceptionGroup: a probe met what no backend's behaviour can explain.
+        """
+        async with AsyncExitStack() as clients, anyio.create_task_group() as tasks:
+            askers = []
+            try:
+                for name, backend in self._backends.items():
+                    client = _client(backend, self._secrets.get(name), self._tls.get(name, True))
+                    askers.append(_Asker(await clients.enter_async_context(client)))
+                    for watch in (self._watch_health, self._watch_metrics, self._watch_models):
+                        tasks.start_soon(watch, name, askers[-1], name=f"{watch.__name__} {name}")
+                await anyio.sleep_forever()
+            finally:
+                for asker in askers:
+                    asker.hurry()
+
+    def _observe(self, name: str, event: Event) -> None:
+        old = self._statuses[name]
+        new = advance(old, event, self._clock.now(), self._rules[name])
+        self._statuses[name] = new
+        fresh = new.was_up and not old.was_up
+        if fresh or new.restarts != old.restarts or (usable(new) and not usable(old)):
+            self._looks[name].set()
+        if self._on_change is not None and (old.state, old.reason) != (new.state, new.reason):
+            self._on_change(name, old, new)
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _watch_health(self, name: str, asker: "_Asker") -> None:
+        rules = self._rules[name]
+
+        async def probe() -> None:
+            self._observe(name, await _health(asker, rules.probe_timeout_s))
+
+        await self._paced(f"{name} health", rules.interval_s, probe)
+
+    async def _watch_metrics(self, name: str, asker: "_Asker") -> None:
+        rules = self._rules[name]
+
+        async def scrape() -> None:
+            if self._statuses[name].down_since is None:  # else there is nobody to ask
+                self._observe(name, await _sample(asker, rules.scrape_timeout_s, self._clock))
+
+        await self._paced(f"{name} metrics", rules.interval_s, scrape)
+
+    async def _watch_models(self, name: str, asker: "_Asker") -> None:
+        rules = self._rules[name]
+        wait_s = rules.models_every_s
+        while True:
+            with anyio.move_on_after(wait_s):
+                await self._looks[name].wait()
+            self._looks[name] = anyio.Event()
+            status = self._statuses[name]
+            if status.was_up and status.down_since is None:
+                found = await _models(asker, rules)
+                self._observe(name, found)
+                wait_s = rules.models_every_s if isinstance(found, ProbeOk) else rules.models_every_s / 10
+
+    async def _paced(self, key: str, interval_s: float, step: Callable[[], Awaitable[None]]) -> None:
+        """Take a step once per interval, or as often as its steps allow."""
+        round_ = 0
+        while True:
+            started = self._clock.now()
+            await step()
+            pause_s = interval_s * spread(key, round_)
+            await anyio.sleep(max(pause_s - (self._clock.now() - started), pause_s / 10))
+            round_ += 1
+
+
+def spread(key: str, round_: int) -> float:
+    """Return a factor in 0.9..1.1 that differs by key and round, so that probes drift apart without dice."""
+    return 0.9 + 0.2 * zlib.crc32(f"{key} {round_}".encode()) / 2**32
+
+
+def _client(backend: Backend, secret: str | None, verify: ssl.SSLContext | bool) -> httpx.AsyncClient:
+    headers = {"user-agent": f"gemma-gateway/{__version__}", "accept": "*/*"}
+    headers["accept-encoding"] = "identity"  # compressing the page would cost the engine's server more
+    if secret is not None:
+        headers["authorization"] = f"Bearer {secret}"
+    return httpx.AsyncClient(
+        base_url=backend.url,
+        headers=headers,
+        # Reading the system's certificates takes 20 ms, for nothing where the address says http.
+        verify=verify if backend.url.startswith("https:") else False,
+        limits=httpx.Limits(max_connections=4, max_keepalive_connections=0),
+        timeout=httpx.Timeout(None),  # each probe bounds its whole exchange: `_Asker.get`
+        follow_redirects=False,
+        trust_env=False,
+    )
+
+
+# ------------------------------------------------------------------ one probe
+
+
+class _Unexpected(Exception):
+    """A probe did not end in a 200. Carries what to tell of it, never a header or a body."""
+
+    def __init__(self, kind: ProbeFault, detail: str, status: int = 0) -> None:
+        super().__init__(detail)
+        self.kind = kind
+        self.detail = detail
+        self.status = status
+
+
+class _Asker:
+    """Asks one backend, each question on a connection of its own."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+        self._under_way: set[anyio.CancelScope] = set()
+
+    async def get(self, path: str, timeout_s: float) -> bytes:
+        """Return the body of a 200. `timeout_s` bounds the whole exchange. Raises _Unexpected."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        # Shielded, because a connection that opens at the moment of a cancellation would leak
+        # (anyio's connect_tcp forgets it). `hurry` bounds how long the end then has to wait.
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + timeout_s) as scope:
+            self._under_way.add(scope)
+            try:
+                return await self._exchange(path)
+            finally:
+                self._under_way.discard(scope)
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        raise _Unexpected(ProbeFault.TIMEOUT, f"no answer in {timeout_s:g} s")
+
+    def hurry(self) -> None:
+        """Give what is under way `HURRY_S` more seconds: probing ends."""
+        for scope in self._under_way:
+            scope.deadline = min(scope.deadline, anyio.current_time() + HURRY_S)
+
+    async def _exchange(self, path: str) -> bytes:
+        body = bytearray()
+        try:
+            async with self._client.stream("GET", path) as response:
+                status = response.status_code
+                if status != 200:
+                    raise _Unexpected(ProbeFault.STATUS, f"HTTP {status}", status)
+                async for part in response.aiter_raw():
+                    body += part
+                    if len(body) > PAGE_BYTES_MAX:
+                        raise _Unexpected(ProbeFault.BROKEN, f"more than {PAGE_BYTES_MAX} bytes")
+        except httpx.HTTPError as error:
+            raise _unexpected(error) from error
+        return bytes(body)
+
+
+async def _health(asker: _Asker, timeout_s: float) -> ProbeOk | ProbeFailed:
+    try:
+        await asker.get("/health", timeout_s)
+    except _Unexpected as error:
+        return ProbeFailed(error.kind, error.detail)
+    return ProbeOk()
+
+
+async def _sample(asker: _Asker, timeout_s: float, clock: Clock) -> Sample | SampleFailed:
+    try:
+        page = await asker.get("/metrics", timeout_s)
+        return Sample(exposition.sample(page, clock.now()))
+    except _Unexpected as error:
+        return SampleFailed(error.detail)
+    except ValueError as error:
+        return SampleFailed(str(error))
+
+
+async def _models(asker: _Asker, rules: HealthRules) -> ProbeOk | ModelsFailed:
+    try:
+        models, context_tokens = _read_models(
+            await asker.get("/v1/models", rules.scrape_timeout_s), rules.model
+        )
+    except _Unexpected as error:
+        return ModelsFailed(f"/v1/models: {error.detail}", key_refused=error.status in (401, 403))
+    except ValueError:
+        return ModelsFailed("/v1/models: no list of models")
+    try:
+        version = _read_version(await asker.get("/version", rules.scrape_timeout_s))
+    except (_Unexpected, ValueError):
+        version = ""  # other engines have no such path
+    return ProbeOk(models, context_tokens, version)
+
+
+def _read_models(body: bytes, wanted: str | None) -> tuple[tuple[str, ...], int | None]:
+    """Return the served names and the window of the wanted one, else of the first. Raises ValueError."""
+    document = json.loads(body)
+    entries = document.get("data") if isinstance(document, dict) else None
+    if not isinstance(entries, list):
+        raise ValueError
+    windows = {
+        entry["id"]: entry.get("max_model_len")
+        for entry in entries
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str)
+    }
+    window = windows.get(wanted) if wanted is not None else next(iter(windows.values()), None)
+    return tuple(windows), window if isinstance(window, int) and window > 0 else None
+
+
+def _read_version(body: bytes) -> str:
+    """Return the version, or "". Raises ValueError."""
+    document = json.loads(body)
+    version = document.get("version") if isinstance(document, dict) else None
+    return version[:64] if isinstance(version, str) else ""
+
+
+def _unexpected(error: httpx.HTTPError) -> _Unexpected:
+    """Return what an httpx error means. Its own text is not used: it may quote a header."""
+    if isinstance(error, httpx.RemoteProtocolError):
+        return _Unexpected(ProbeFault.BROKEN, "an answer that is not HTTP, or was cut")
+    if not isinstance(error, httpx.ConnectError):
+        return _Unexpected(ProbeFault.BROKEN, f"the connection broke ({type(error).__name__})")
+    for cause in _causes(error):
+        match cause:
+            case ConnectionRefusedError():
+                return _Unexpected(ProbeFault.REFUSED, "connection refused")
+            case socket.gaierror():
+                return _Unexpected(ProbeFault.UNRESOLVED, "its name has no address")
+            case ssl.SSLError():
+                return _Unexpected(ProbeFault.BROKEN, f"TLS: {cause.reason or 'failed'}")
+            case OSError(errno=errno.EHOSTUNREACH | errno.ENETUNREACH | errno.EHOSTDOWN):
+                return _Unexpected(ProbeFault.UNREACHABLE, "no route to its host")
+    return _Unexpected(ProbeFault.BROKEN, "cannot connect")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the chain of causes; where several addresses were tried, each one's."""
+    while error is not None:
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            for member in error.exceptions:
+                yield from _causes(member)
+        error = error.__cause__ or error.__context__
