@@ -1,0 +1,219 @@
+"""Estimates prompts without ever holding up the event loop.
+
+Small prompts are counted where they are; a large one is counted in one of two worker threads while the
+loop goes on serving. What is refused for its sheer size is refused before any of its text is touched.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from threading import Lock
+
+import anyio
+import anyio.to_thread
+
+from gateway.core.class_counts import TextKind, kind_of
+from gateway.core.errors import AtCapacity
+from gateway.core.estimation import Pieces, bound, is_plain, margin_tokens, pieces
+from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts
+from gateway.tokenizer.counting import chars_per_token_max, count
+from gateway.tokenizer.exact import Counted
+from gateway.tokenizer.learning import LearnedMargin, LearnedRatios
+from gateway.tokenizer.vocab import Vocabulary, load
+
+INLINE_BYTES = 16_384
+"""Up to here a count takes 1 ms, hostile text 4 ms (docs/estimate.md#time): no thread is worth its hop."""
+INLINE_TEXTS = 256
+THREADS = 2
+WAITING_MAX = 256
+"""Large prompts that may be counted or wait for it: at 60 ms per MB and two threads, seconds of work."""
+REMEMBERED_CHARS_MIN = 2048
+REMEMBERED_MAX = 16_384
+"""Texts whose counts are kept, about 2 MB in all: the earlier turns of some thousand conversations."""
+_HASH_CHARS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class TextEstimate(Estimate):
+    """An estimate that remembers how its texts were counted, so that the answer can teach something.
+
+    Attributes:
+        kind: What the text mostly is; None where a vocabulary counted it.
+        fixed_tokens: The part that needed no counting.
+        counted_tokens: The rest, before any learned ratio.
+    """
+
+    kind: TextKind | None
+    fixed_tokens: int
+    counted_tokens: int
+
+
+class RememberedCounts:
+    """Counts of long texts met before, by hash; the least recently used are forgotten. Thread-safe."""
+
+    def __init__(self, entries_max: int = REMEMBERED_MAX) -> None:
+        self._counts: OrderedDict[bytes, Counted] = OrderedDict()
+        self._entries_max = entries_max
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def get(self, key: bytes) -> Counted | None:
+        """Return the count kept under `key`, or None."""
+        with self._lock:
+            if key in self._counts:
+                self._counts.move_to_end(key)
+            return self._counts.get(key)
+
+    def put(self, key: bytes, counted: Counted) -> None:
+        """Keep a count."""
+        with self._lock:
+            self._counts[key] = counted
+            self._counts.move_to_end(key)
+            if len(self._counts) > self._entries_max:
+                self._counts.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._counts.clear()
+
+
+class PromptEstimator:
+    """The Estimator of gateway/ports.py: exact with a vocabulary, approximate without one."""
+
+    def __init__(self, vocabulary: Vocabulary | None) -> None:
+        self.vocabulary = vocabulary
+        self.remembered = RememberedCounts()
+        self._margin = LearnedMargin()
+        self._ratios = LearnedRatios()
+        self._threads = anyio.CapacityLimiter(THREADS)
+        self._waiting = 0
+
+    @property
+    def mode(self) -> CountMode:
+        """How this estimator counts."""
+        return CountMode.APPROXIMATE if self.vocabulary is None else CountMode.EXACT
+
+    async def estimate(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
+        """See ports.Estimator. Raises AtCapacity when too many large prompts wait to be counted."""
+        size = _size(prompt)
+        at_least_tokens = -(-size.chars // chars_per_token_max(self.vocabulary))
+        if at_least_tokens > limit_tokens:
+            return bound(at_least_tokens, limit_tokens)
+        if size.bytes_max <= INLINE_BYTES and size.texts <= INLINE_TEXTS:
+            return self.estimate_now(prompt, costs, limit_tokens)
+        if self._waiting >= WAITING_MAX:
+            raise AtCapacity(
+                "Too many long prompts are waiting to be measured.", code="estimator_busy", retry_after_s=1
+            )
+        self._waiting += 1
+        try:
+            return await anyio.to_thread.run_sync(
+                self.estimate_now, prompt, costs, limit_tokens, limiter=self._threads
+            )
+        finally:
+            self._waiting -= 1
+
+    def estimate_now(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
+        """Return what `estimate` does, on the calling thread: for commands that have nothing else to do."""
+        parts = pieces(prompt, costs)
+        stop_above = limit_tokens + margin_tokens(limit_tokens, self.mode)
+        counts, guessed = [], 0
+        total = parts.fixed_tokens
+        for piece in parts.texts:
+            used = parts.fixed_tokens if parts.alternatives else total
+            counted = self._count(piece.text, (stop_above - used) * 100 // piece.percent)
+            counts.append(counted.tokens)
+            guessed += counted.guessed_tokens
+            total = used + piece.weigh(counted.tokens)
+            if total > stop_above:
+                return bound(total, limit_tokens)
+        return self._judge(parts, counts, exact=not guessed)
+
+    def _judge(self, parts: Pieces, counts: list[int], exact: bool) -> Estimate:
+        total = parts.total(counts)
+        counted = total - parts.fixed_tokens
+        mode = self.mode if exact else CountMode.APPROXIMATE
+        kind = None
+        if self.vocabulary is None:
+            kind = kind_of(max((piece.text for piece in parts.texts), key=len, default=""))
+            total = parts.fixed_tokens + round(counted * self._ratios.ratio(kind))
+        margin = margin_tokens(total, mode, self._margin.p99_tokens)
+        return TextEstimate(total, total + margin, mode, kind, parts.fixed_tokens, counted)
+
+    def _count(self, text: str, stop_above_tokens: int) -> Counted:
+        """Return the tokens of a text, from memory if it is long and was met before."""
+        if len(text) < REMEMBERED_CHARS_MIN:
+            return count(self.vocabulary, text, stop_above_tokens)
+        digest = blake2b(digest_size=16)
+        for at in range(0, len(text), _HASH_CHARS):
+            digest.update(text[at : at + _HASH_CHARS].encode("utf-8", "surrogatepass"))
+        key = digest.digest()
+        counted = self.remembered.get(key)
+        if counted is None:
+            counted = count(self.vocabulary, text, stop_above_tokens)
+            if counted.complete:
+                self.remembered.put(key, counted)
+        return counted
+
+    def observe(self, prompt: Prompt, estimate: Estimate, actual_tokens: int) -> None:
+        """See ports.Estimator. Only text-only prompts that this estimator counted teach anything."""
+        if not isinstance(estimate, TextEstimate) or actual_tokens <= 0 or not is_plain(prompt):
+            return
+        if estimate.mode is CountMode.EXACT:
+            self._margin.observe(actual_tokens - estimate.tokens)
+        elif estimate.kind is not None:
+            self._ratios.observe(
+                estimate.kind, estimate.counted_tokens, actual_tokens - estimate.fixed_tokens
+            )
+
+    def close(self) -> None:
+        """Forget the counts that were kept. The threads belong to the event loop and end with it."""
+        self.remembered.clear()
+
+
+def open_estimator(vocab: Path | None) -> PromptEstimator:
+    """Return an estimator with the vocabulary in a file, or an approximate one for None.
+
+    There is no way from one to the other: a file that cannot be used raises ConfigError.
+    """
+    return PromptEstimator(None if vocab is None else load(vocab))
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """How much there is to count, as far as a quick look tells.
+
+    Attributes:
+        chars: Characters that will all be counted: of a list of prompts, those of the longest.
+        bytes_max: What all of it takes in UTF-8 at most.
+        texts: Texts looked at; above INLINE_TEXTS there are more.
+    """
+
+    chars: int
+    bytes_max: int
+    texts: int
+
+
+def _size(prompt: Prompt) -> _Size:
+    """Return the size of a prompt, looking no further than is needed to decide where to count it."""
+    texts = list(islice(_texts(prompt), INLINE_TEXTS + 1))
+    sizes = [len(text) for text in texts]
+    bytes_max = sum(len(text) * (1 if text.isascii() else 4) for text in texts)
+    chars = sum(sizes) if prompt.turns else max(sizes, default=0)
+    return _Size(chars, bytes_max, len(texts))
+
+
+def _texts(prompt: Prompt) -> Iterator[str]:
+    yield prompt.tools_json
+    yield from prompt.raw_texts
+    for turn in prompt.turns:
+        yield turn.role
+        yield from turn.texts
+        for call in turn.tool_calls:
+            yield from call

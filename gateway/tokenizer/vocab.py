@@ -1,0 +1,366 @@
+"""The site's own Gemma vocabulary: built from its `tokenizer.json`, loaded as a `tiktoken.Encoding`.
+
+A Hugging Face Gemma tokenizer is a byte-fallback BPE over whole prompts: its pre-tokenizer splits
+nothing, because every space has become U+2581 before it runs. tiktoken needs a split pattern, or a
+prompt would be one word and its cost would explode. `PATTERN` cuts only between characters that no
+entry of Gemma's vocabulary holds side by side, so a merge never wants to cross a cut and the counts
+stay those of the original. `build` counts the entries for which this fails and says so.
+
+The rank file is one text file: a header line, then one `<base64> <rank>` line per entry. Nothing
+here ever opens a network connection: an Encoding is built from the file or not at all.
+"""
+
+import binascii
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+
+from gateway.core.errors import ConfigError
+
+BUILD_COMMAND = "gemma-gateway vocab build tokenizer.json -o gemma4.tiktoken"
+GEMMA_ENTRIES = 262_144
+"""Entries of the Gemma 3 and Gemma 4 vocabularies; the rank file has about as many."""
+
+_MAGIC = "# gemma-gateway vocabulary "
+_VERSION = 1
+_SPACE = "▁"  # U+2581, SentencePiece's space
+
+# Characters that some entry holds beside a letter although Unicode calls them punctuation or symbols:
+# Arabic full stop, Bengali currency mark, Tibetan tsheg, Myanmar section and locative, Ethiopic full
+# stop, Devanagari abbreviation sign.
+_BESIDE_LETTERS = r"\x{06d4}\x{09f7}\x{0f0b}\x{104b}\x{104e}\x{1362}\x{0970}"
+_LETTER = r"[[\p{L}\p{M}\p{Nd}\x{200c}\x{200d}" + _BESIDE_LETTERS + r"]--[0-9]]"
+_SYMBOL = r"[^ \n\t\p{L}\p{Nd}" + _BESIDE_LETTERS + r"[\p{M}--[\x{fe0f}\x{20e3}]]]"
+PATTERN = r" {31}| {2,30}|\n{1,31}|\t{1,31}|[0-9]| ?" + _LETTER + r"+| ?(?:> <|" + _SYMBOL + r")+| "
+"""Where a prompt may be cut. No look-around, so the engine never backtracks and never overflows."""
+
+# Runs of these are added tokens of the source, but the merges and the pattern count them already;
+# as special tokens they would only slow the search for markers down.
+_NOT_SPECIAL = re.compile(r"\n+|\t+|▁+|<unused\d+>")
+
+_SELF_TEST_GEMMA = {"Name a river.": 4, "Be brief.": 3, "The river": 2}
+"""What a vLLM server with Gemma 4's vocabulary counted. Only a full-size vocabulary is held to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildSummary:
+    """What `build` wrote.
+
+    Attributes:
+        path: The rank file.
+        entries: Ranks in it, single bytes and character prefixes included.
+        specials: Marker texts that count as one token.
+        bytes: Size of the file.
+        sha256: Hash of the file, as `sha256sum` prints it.
+        seconds: How long it took.
+        warnings: What an operator should look at before trusting it; empty for Gemma's own file.
+    """
+
+    path: Path
+    entries: int
+    specials: int
+    bytes: int
+    sha256: str
+    seconds: float
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A loaded vocabulary.
+
+    Attributes:
+        path: Where it came from.
+        sha256: Hash of that file.
+        entries: Number of ranks.
+        encoding: What counts.
+        characters: Those that have an entry of their own, ASCII included.
+        prefixes: Incomplete UTF-8 sequences that have a rank; see `glued_tokens`.
+        chars_per_token_max: Longest entry or marker, in characters.
+        warnings: As in `BuildSummary`.
+    """
+
+    path: Path
+    sha256: str
+    entries: int
+    encoding: tiktoken.Encoding
+    characters: frozenset[str]
+    prefixes: frozenset[bytes]
+    chars_per_token_max: int
+    warnings: tuple[str, ...] = ()
+
+    def glued_tokens(self, character: str) -> int:
+        """Return how many tokens tiktoken is short on one character that is not in `characters`.
+
+        The original spends one token per UTF-8 byte on it. tiktoken joins its first bytes wherever
+        they begin some character that does have an entry.
+        """
+        encoded = character.encode("utf-8", "replace")
+        if encoded[:3] in self.prefixes:
+            return 2
+        return 1 if encoded[:2] in self.prefixes else 0
+
+
+_Contents = tuple[dict[bytes, int], tuple[str, ...], tuple[str, ...]]
+"""Ranks, marker texts, warnings."""
+
+# ------------------------------------------------------------------ build
+
+
+def build(tokenizer_json: Path, out: Path) -> BuildSummary:
+    """Return a summary of the rank file written to `out` from a Hugging Face Gemma `tokenizer.json`.
+
+    The file appears whole or not at all. Raises ConfigError if the source is not a tokenizer of
+    Gemma's kind, cannot be read, or `out` cannot be written.
+    """
+    started_s = time.perf_counter()
+    source = _read(tokenizer_json)
+    ranks, specials, warnings = _convert(tokenizer_json, source)
+    encode = binascii.b2a_base64
+    body = b"".join(b"%s %d\n" % (encode(token, newline=False), rank) for token, rank in ranks.items())
+    header = {
+        "version": _VERSION,
+        "entries": len(ranks),
+        "source_sha256": hashlib.sha256(source).hexdigest(),
+        "body_sha256": hashlib.sha256(body).hexdigest(),
+        "specials": list(specials),
+        "warnings": list(warnings),
+    }
+    data = (_MAGIC + json.dumps(header, separators=(",", ":")) + "\n").encode() + body
+    sha256 = hashlib.sha256(data).hexdigest()
+    _assemble(tokenizer_json, sha256, ranks, specials, warnings)  # refuses what would fail when loaded
+    partial = out.with_name(out.name + ".partial")
+    try:
+        partial.write_bytes(data)
+        os.replace(partial, out)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written: {error.strerror or error}") from error
+    return BuildSummary(
+        path=out,
+        entries=len(ranks),
+        specials=len(specials),
+        bytes=len(data),
+        sha256=sha256,
+        seconds=time.perf_counter() - started_s,
+        warnings=warnings,
+    )
+
+
+def _convert(path: Path, source: bytes) -> _Contents:
+    """Return what a `tokenizer.json` holds."""
+    try:
+        document = json.loads(source)
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not JSON: {error}") from error
+    problem = _not_gemma(document)
+    if problem:
+        raise ConfigError(f"{path}: is not a Gemma tokenizer.json: {problem}")
+    try:
+        ranks = _ranks(document["model"]["vocab"], document["model"]["merges"])
+        specials = tuple(
+            token["content"]
+            for token in document.get("added_tokens") or []
+            if token["content"] and not _NOT_SPECIAL.fullmatch(token["content"])
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: is not a Gemma tokenizer.json: {type(error).__name__}: {error}"
+        ) from error
+    warnings = []
+    if len(ranks) < GEMMA_ENTRIES * 0.9:
+        warnings.append(
+            f"{len(ranks)} entries, where Gemma's vocabulary has {GEMMA_ENTRIES}: is this the right file?"
+        )
+    cut, unreachable = _misfits(ranks)
+    if cut * 1000 > max(len(ranks), 1000):
+        warnings.append(f"{cut} entries span characters that Gemma's never join: counts will be high")
+    for token in unreachable:
+        del ranks[token]
+    return ranks, specials, tuple(warnings)
+
+
+def _not_gemma(document: Any) -> str:
+    """Return what sets a tokenizer apart from Gemma's, or "". The algorithm holds for that kind alone."""
+    model = document.get("model") if isinstance(document, dict) else None
+    if not isinstance(model, dict):
+        return "it has no `model`"
+    if model.get("type", "BPE") != "BPE" or "merges" not in model or not isinstance(model.get("vocab"), dict):
+        return f"its model is {model.get('type')!r}, not BPE with merges"
+    if not model.get("byte_fallback"):
+        return "its model has no byte fallback"
+    if model.get("ignore_merges"):
+        return "its model ignores merges"
+    normalizer = document.get("normalizer") or {}
+    if normalizer.get("type") == "Sequence" and len(normalizer.get("normalizers") or ()) == 1:
+        normalizer = normalizer["normalizers"][0]
+    if normalizer.get("type") != "Replace" or (normalizer.get("pattern"), normalizer.get("content")) != (
+        {"String": " "},
+        _SPACE,
+    ):
+        return "its normalizer does more, or less, than write a space as U+2581"
+    splitter = document.get("pre_tokenizer")
+    if splitter is not None and (splitter.get("type"), splitter.get("pattern")) != ("Split", {"String": " "}):
+        return "its pre-tokenizer splits text"
+    return ""
+
+
+def _ranks(vocab: Mapping[str, int], merges: Sequence[str | Sequence[str]]) -> dict[bytes, int]:
+    """Return bytes -> rank: single bytes, prefixes of characters shortest first, the merges in order."""
+    ranks = {bytes([value]): value for value in range(256)}
+    characters = [entry.encode() for entry in vocab if len(entry) == 1 and entry != _SPACE and entry > "\x7f"]
+    for length in (2, 3, 4):
+        for encoded in characters:
+            if len(encoded) >= length:
+                ranks.setdefault(encoded[:length], len(ranks))
+    for merge in merges:
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        ranks.setdefault((left + right).replace(_SPACE, " ").encode(), len(ranks))
+    return ranks
+
+
+def _misfits(ranks: Mapping[bytes, int]) -> tuple[int, list[bytes]]:
+    """Return how many entries the pattern cuts through, and the entries that merging never produces.
+
+    tiktoken takes a word that is an entry as one token, even if its merges could not build it; the
+    original would not. Such entries must go, or a text of " yyyy" counts a third of what it is. A
+    stranger glued to the word, one per side of the pattern, keeps tiktoken from that shortcut. Of
+    Gemma's 236,339 merged entries the pattern cuts 9 and merging misses 4 more.
+    """
+    encode = _encoding("candidate", ranks, ()).encode_ordinary
+    strangers = [(stranger, len(encode(stranger))) for stranger in ("\U0002fa1d", "\U0010fffd")]
+    cut = 0
+    unreachable = []
+    for token in ranks:
+        text = _text(token)
+        if text is None or len(text) < 2:
+            continue
+        if any(len(encode(text + stranger)) - tokens > 1 for stranger, tokens in strangers):
+            unreachable.append(token)
+            cut += len(encode(text)) > 1
+    return cut, unreachable
+
+
+# ------------------------------------------------------------------ load
+
+
+def load(path: Path) -> Vocabulary:
+    """Return the vocabulary in a rank file that `build` wrote, or straight from a `tokenizer.json`.
+
+    A rank file loads in about 0.5 s, a tokenizer.json in about 2 s and three times the memory.
+    Raises ConfigError if the file is missing, damaged, of another kind, or fails its self-test.
+    """
+    data = _read(path)
+    sha256 = hashlib.sha256(data).hexdigest()
+    if data.lstrip()[:1] == b"{":
+        ranks, specials, warnings = _convert(path, data)
+    else:
+        ranks, specials, warnings = _parse(path, data)
+    return _assemble(path, sha256, ranks, specials, warnings)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{path}: no such file. Build it beside the model's weights: {BUILD_COMMAND}"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _parse(path: Path, data: bytes) -> _Contents:
+    """Return what a rank file holds."""
+    line, _, body = data.partition(b"\n")
+    if not line.startswith(_MAGIC.encode()):
+        raise ConfigError(
+            f"{path}: is neither a tokenizer.json nor a file this gateway built. Run: {BUILD_COMMAND}"
+        )
+    try:
+        header = json.loads(line[len(_MAGIC) :])
+        version, entries, expected = header["version"], header["entries"], header["body_sha256"]
+        specials = tuple(str(special) for special in header["specials"])
+        warnings = tuple(str(warning) for warning in header["warnings"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: its header is damaged. Build it again: {BUILD_COMMAND}") from error
+    if version != _VERSION:
+        raise ConfigError(
+            f"{path}: has format {version}, this gateway reads {_VERSION}. Run: {BUILD_COMMAND}"
+        )
+    if hashlib.sha256(body).hexdigest() != expected:
+        raise ConfigError(
+            f"{path}: is damaged or cut short (its sha256 differs). Build it again: {BUILD_COMMAND}"
+        )
+    decode = binascii.a2b_base64
+    ranks: dict[bytes, int] = {}
+    for entry in body.splitlines():
+        token, _, rank = entry.partition(b" ")
+        ranks[decode(token)] = int(rank)
+    if len(ranks) != entries:
+        raise ConfigError(f"{path}: holds {len(ranks)} entries, its header says {entries}")
+    return ranks, specials, warnings
+
+
+def _assemble(
+    path: Path, sha256: str, ranks: dict[bytes, int], specials: tuple[str, ...], warnings: tuple[str, ...]
+) -> Vocabulary:
+    """Return a vocabulary that has passed its self-test."""
+    characters = {chr(code) for code in range(128)}
+    prefixes: set[bytes] = set()
+    longest = max((len(special) for special in specials), default=1)
+    for token in ranks:
+        text = _text(token)
+        if text is not None:
+            longest = max(longest, len(text))
+            if len(text) == 1:
+                characters.add(text)
+        elif len(token) > 1:
+            prefixes.add(token)
+    vocabulary = Vocabulary(
+        path=path,
+        sha256=sha256,
+        entries=len(ranks),
+        encoding=_encoding(f"gemma-{sha256[:12]}", ranks, specials),
+        characters=frozenset(characters),
+        prefixes=frozenset(prefixes),
+        chars_per_token_max=longest,
+        warnings=warnings,
+    )
+    _self_test(vocabulary)
+    return vocabulary
+
+
+def _encoding(name: str, ranks: Mapping[bytes, int], specials: Sequence[str]) -> tiktoken.Encoding:
+    first = max(ranks.values()) + 1
+    markers = {special: first + index for index, special in enumerate(specials)}
+    return tiktoken.Encoding(name=name, pat_str=PATTERN, mergeable_ranks=dict(ranks), special_tokens=markers)
+
+
+def _text(token: bytes) -> str | None:
+    """Return the characters of an entry, or None for a single byte or a prefix of a character."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _self_test(vocabulary: Vocabulary) -> None:
+    """Raise ConfigError unless a few counts come out as the format promises."""
+    expected = dict.fromkeys(vocabulary.encoding.special_tokens_set, 1)
+    expected |= {"": 0, "\n": 1, " ": 1, "2024": 4, "\x00": 1}
+    if vocabulary.entries >= GEMMA_ENTRIES * 0.9:
+        expected |= _SELF_TEST_GEMMA
+    for text, tokens in expected.items():
+        counted = len(vocabulary.encoding.encode(text, allowed_special="all", disallowed_special=()))
+        if counted != tokens:
+            raise ConfigError(
+                f"{vocabulary.path}: fails its self-test: {text!r} counts {counted} tokens, not {tokens}"
+            )

@@ -1,0 +1,82 @@
+"""What answers teach, and how little any one of them can."""
+
+import pytest
+
+from gateway.core.class_counts import TextKind
+from gateway.tokenizer.learning import RATIO_MAX, RATIO_MIN, LearnedMargin, LearnedRatios
+
+LATIN = TextKind.LATIN
+
+
+def taught(*answers: tuple[int, int], times: int = 1) -> LearnedRatios:
+    ratios = LearnedRatios()
+    for _ in range(times):
+        for counted, true in answers:
+            ratios.observe(LATIN, counted, true)
+    return ratios
+
+
+def test_nothing_is_known_at_first() -> None:
+    assert LearnedRatios().ratio(LATIN) == 1.0
+    assert LearnedMargin().p99_tokens == 0
+
+
+def test_many_answers_of_one_kind_teach_its_ratio() -> None:
+    assert taught((1000, 1100), times=400).ratio(LATIN) == pytest.approx(1.1, abs=0.01)
+
+
+def test_a_kind_learns_nothing_from_another() -> None:
+    assert taught((1000, 1100), times=400).ratio(TextKind.CYRILLIC) == 1.0
+
+
+@pytest.mark.parametrize("true", [1, 10**9], ids=["far-below", "far-above"])
+def test_one_answer_moves_a_ratio_by_two_percent_at_most(true: int) -> None:
+    assert taught((1000, true)).ratio(LATIN) == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("true", "ratio"), [(1, RATIO_MIN), (10**9, RATIO_MAX)], ids=["far-below", "far-above"]
+)
+def test_no_number_of_answers_moves_a_ratio_out_of_bounds(true: int, ratio: float) -> None:
+    assert taught((1000, true), times=10_000).ratio(LATIN) == ratio
+
+
+def test_a_ratio_follows_when_the_traffic_changes() -> None:
+    ratios = taught((1000, 900), times=5000)
+    for _ in range(1000):
+        ratios.observe(LATIN, 1000, 1100)
+
+    assert ratios.ratio(LATIN) > 1.05
+
+
+@pytest.mark.parametrize(
+    ("counted", "true"),
+    [(199, 400), (0, 10), (1000, 0), (1000, -5)],
+    ids=["short", "empty", "none", "negative"],
+)
+def test_answers_that_cannot_tell_are_left_out(counted: int, true: int) -> None:
+    assert taught((counted, true), times=100).ratio(LATIN) == 1.0
+
+
+def test_the_margin_is_what_99_of_100_errors_stay_below() -> None:
+    margin = LearnedMargin()
+    for error in [*range(-100, 0), *range(100)]:
+        margin.observe(error)
+
+    assert margin.p99_tokens == 99
+
+
+def test_a_single_error_in_two_hundred_does_not_set_the_margin() -> None:
+    margin = LearnedMargin()
+    for error in [1] * 199 + [5000]:
+        margin.observe(error)
+
+    assert margin.p99_tokens == 1
+
+
+def test_old_errors_are_forgotten() -> None:
+    margin = LearnedMargin()
+    for error in [5000] * 200 + [2] * 200:
+        margin.observe(error)
+
+    assert margin.p99_tokens == 2
