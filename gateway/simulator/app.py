@@ -1,0 +1,480 @@
+"""The simulated server's routes, as one bare ASGI application.
+
+Everything a route needs of the server around it stands in `Backplane`: the engine, which is replaced at
+a restart, and what an operator's order does.
+"""
+
+import json
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from gateway.clock import SystemClock
+from gateway.simulator import pieces, refusals
+from gateway.simulator.calls import Asked, Call, Delivery, read_chat, read_completion
+from gateway.simulator.faults import Faults, order_from
+from gateway.simulator.host import Answer, EngineHost
+from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
+from gateway.simulator.reading import Members, read_json
+from gateway.simulator.refusals import Refusal
+from gateway.simulator.template import Rendered, raw
+from gateway.simulator.wire import DONE, ENGINE_DEAD, Identity, StreamWriter, whole
+
+VERSION = "0.32.0"  # the vLLM whose wire this is
+_INLINE_CHARS = 65_536  # longer prompts are tokenised in a thread
+_SLOW_HEADERS_S = 5.0
+_JSON = "application/json"
+_SSE = "text/event-stream; charset=utf-8"
+_METRICS = "text/plain; version=1.0.0; charset=utf-8"
+_GUARDED = ("/v1/", "/v2/", "/inference/")
+_UNCOUNTED = frozenset({"/health", "/metrics", "/ping", "/load", "/version", "/simulator/fault"})
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Handler = Callable[["Exchange"], Awaitable[None]]
+T = TypeVar("T")
+
+
+class Connection(Protocol):
+    """The TCP connection a request came on."""
+
+    on_lost: Callable[[], None] | None
+
+    def write(self, data: bytes) -> None:
+        """Write bytes past the HTTP layer."""
+
+    async def close(self, *, abort: bool = False) -> None:
+        """Close it, with a reset if `abort`, and wait until it is closed."""
+
+
+class Backplane(Protocol):
+    """The server around the routes."""
+
+    options: SimulatorOptions
+    faults: Faults
+    host: EngineHost
+    is_draining: bool
+    load: int
+
+    def order(self, order: FaultOrder | None) -> None:
+        """Carry out a fault, or lift what is on."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and the way to answer it.
+
+    Attributes:
+        status: Status sent, for the metrics; 0 before.
+    """
+
+    backplane: Backplane
+    scope: Scope
+    receive: Receive
+    send: Send
+    connection: Connection
+    status: int = 0
+
+    def header(self, name: bytes) -> str:
+        """Return a request header, or ""."""
+        return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), "")
+
+    async def body(self) -> bytes:
+        """Return the request's body."""
+        parts: list[bytes] = []
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise _Left
+            parts.append(message.get("body", b""))
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    async def json(self) -> dict[str, Any]:
+        """Return the request's JSON object."""
+        body = await self.body()
+        if self.header(b"content-type").partition(";")[0].strip().lower() != _JSON:
+            raise refusals.unsupported_media()
+        return read_json(body)
+
+    async def start(self, status: int, content_type: str, length: int | None, *, vary: bool = True) -> None:
+        """Send the status and headers."""
+        self.status = status
+        headers = [] if length is None else [(b"content-length", str(length).encode())]
+        if content_type:
+            headers.append((b"content-type", content_type.encode()))
+        if vary:
+            headers.append((b"vary", b"Origin"))
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """Send a piece of the body: one HTTP chunk where the length was not given."""
+        await self.send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def reply(self, status: int, body: bytes = b"", kind: str = _JSON, *, vary: bool = True) -> None:
+        """Send a whole answer."""
+        await self.start(status, kind if body else "", len(body), vary=vary)
+        await self.write(body, more=False)
+
+
+class _Left(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+class Application:
+    """The ASGI application."""
+
+    def __init__(self, backplane: Backplane) -> None:
+        self._backplane = backplane
+        self._clock = SystemClock()
+        self._fingerprint = f"vllm-{VERSION}-{uuid.uuid4().hex[:8]}"
+        self._routes: dict[str, dict[str, Handler]] = {
+            "/health": {"GET": self._health},
+            "/ping": {"GET": self._ping, "POST": self._ping},
+            "/version": {"GET": self._version},
+            "/load": {"GET": self._load},
+            "/metrics": {"GET": self._metrics},
+            "/tokenize": {"POST": self._tokenize},
+            "/detokenize": {"POST": self._detokenize},
+            "/v1/models": {"GET": self._models},
+            "/v1/chat/completions": {"POST": self._chat},
+            "/v1/completions": {"POST": self._completion},
+            "/simulator/fault": {"GET": self._show_fault, "POST": self._set_fault},
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        exchange = Exchange(self._backplane, scope, receive, send, scope["state"]["connection"])
+        path, method = scope["path"], scope["method"]
+        try:
+            await self._route(exchange, path, method)
+        except _Left:
+            return
+        except Refusal as refusal:
+            await exchange.reply(refusal.status, refusal.body)
+        if path not in _UNCOUNTED:
+            handler = path if path in self._routes else "none"
+            self._backplane.host.tally.request(handler, method, exchange.status)
+
+    async def _route(self, exchange: Exchange, path: str, method: str) -> None:
+        key = self._backplane.options.api_key
+        if key and path.startswith(_GUARDED) and exchange.header(b"authorization") != f"Bearer {key}":
+            refusal = refusals.unauthorized()
+            await exchange.reply(refusal.status, refusal.body, vary=False)
+            return
+        methods = self._routes.get(path)
+        if methods is None:
+            raise refusals.detail(404, "Not Found")
+        handler = methods.get(method)
+        if handler is None:
+            await self._not_allowed(exchange, ", ".join(methods))
+            return
+        await handler(exchange)
+
+    async def _not_allowed(self, exchange: Exchange, allowed: str) -> None:
+        body = refusals.detail(405, "Method Not Allowed").body
+        exchange.status = 405
+        headers = [
+            (b"allow", allowed.encode()),
+            (b"content-length", str(len(body)).encode()),
+            (b"content-type", _JSON.encode()),
+            (b"vary", b"Origin"),
+        ]
+        await exchange.send({"type": "http.response.start", "status": 405, "headers": headers})
+        await exchange.write(body, more=False)
+
+    # -------------------------------------------------------------- about the server
+
+    async def _health(self, exchange: Exchange) -> None:
+        await exchange.reply(503 if self._backplane.host.is_dead else 200)
+
+    async def _ping(self, exchange: Exchange) -> None:
+        await exchange.reply(200)
+
+    async def _version(self, exchange: Exchange) -> None:
+        await exchange.reply(200, _bytes({"version": VERSION}))
+
+    async def _load(self, exchange: Exchange) -> None:
+        await exchange.reply(200, _bytes({"server_load": self._backplane.load}))
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        host, options = self._backplane.host, self._backplane.options
+        page = host.tally.page(host.engine, options.profile, options.model)
+        await exchange.reply(200, page, _METRICS)
+
+    async def _models(self, exchange: Exchange) -> None:
+        options = self._backplane.options
+        created = int(self._clock.wall())
+        permission = {
+            "id": f"modelperm-{uuid.uuid4().hex[:16]}",
+            "object": "model_permission",
+            "created": created,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+        card = {
+            "id": options.model,
+            "object": "model",
+            "created": created,
+            "owned_by": "vllm",
+            "root": options.profile.checkpoint,
+            "parent": None,
+            "max_model_len": options.profile.capacity.context_tokens,
+            "permission": [permission],
+        }
+        await exchange.reply(200, _bytes({"object": "list", "data": [card]}))
+
+    # -------------------------------------------------------------- tokens
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        data = await exchange.json()
+        rendered = self._rendered(data)
+        numbers = await _offload(rendered.chars, rendered.ids)
+        body = {
+            "count": len(numbers),
+            "max_model_len": self._backplane.options.profile.capacity.context_tokens,
+            "tokens": numbers,
+            "token_strs": rendered.strings() if data.get("return_token_strs") else None,
+        }
+        await exchange.reply(200, _bytes(body))
+
+    def _rendered(self, data: dict[str, Any]) -> Rendered:
+        options = self._backplane.options
+        if "messages" in data:
+            # The members that bound an output mean nothing here; everything else counts as in a chat.
+            return read_chat(
+                {key: value for key, value in data.items() if key not in ("max_tokens", "stream")}, options
+            ).prompts[0]
+        members = Members(data)
+        text = members.text("prompt")
+        if text is None and data.get("prompt") is None:
+            members.problem("missing", "body.prompt", "Field required", data)
+        members.finish()
+        if data.get("model") not in (None, options.model):
+            raise refusals.unknown_model(str(data["model"]), options.model)
+        return raw(text or "")
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        members = Members(await exchange.json())
+        numbers = members.array("tokens", required=True)
+        members.finish()
+        text = pieces.text_of([number for number in numbers if isinstance(number, int)])
+        await exchange.reply(200, _bytes({"prompt": text}))
+
+    # -------------------------------------------------------------- answers
+
+    async def _chat(self, exchange: Exchange) -> None:
+        await self._generate(exchange, read_chat, "chatcmpl")
+
+    async def _completion(self, exchange: Exchange) -> None:
+        await self._generate(exchange, read_completion, "cmpl")
+
+    async def _generate(
+        self, exchange: Exchange, read: Callable[[dict[str, Any], SimulatorOptions], Asked], prefix: str
+    ) -> None:
+        backplane = self._backplane
+        data = await exchange.json()
+        fault = backplane.faults.take()
+        if fault is not None and await self._met_before_answer(exchange, fault):
+            return
+        if backplane.is_draining or (fault is not None and fault.fault is Fault.DRAIN):
+            refusal = refusals.internal(refusals.MESSAGE_DRAINING)
+            await exchange.reply(refusal.status, refusal.body, vary=False)
+            await exchange.connection.close()
+            return
+        asked = read(data, backplane.options)
+        asked.refuse_by_length()
+        counts = await _offload(asked.chars, lambda: [prompt.count() for prompt in asked.prompts])
+        call = asked.call(counts)
+        limit = backplane.options.max_num_queued_reqs
+        if limit is not None and backplane.load >= limit:
+            backplane.host.tally.rejected += 1
+            raise refusals.busy()
+        name = exchange.header(b"x-request-id") or data.get("request_id") or uuid.uuid4().hex[:16]
+        identity = Identity(
+            f"{prefix}-{name}", int(self._clock.wall()), backplane.options.model, self._fingerprint
+        )
+        backplane.load += 1
+        try:
+            await _Generation(exchange, call, identity, fault).run()
+        finally:
+            backplane.load -= 1
+            exchange.connection.on_lost = None
+
+    async def _met_before_answer(self, exchange: Exchange, order: FaultOrder) -> bool:
+        """Carry out a fault that strikes before the answer; return whether the request is done with."""
+        match order.fault:
+            case Fault.GARBAGE:
+                exchange.connection.write(b"\x15\x03\x01\x00\x02\x02\x46\xff\xfe not HTTP \r\n\r\n")
+                await exchange.connection.close()
+            case Fault.GARBLED:
+                await exchange.reply(200, b"<html><body>It works!</body></html>", "text/html")
+            case Fault.UNAVAILABLE:
+                raise refusals.busy()
+            case Fault.ERROR:
+                raise refusals.internal("Internal server error")
+            case Fault.SLOW_HEADERS:
+                seconds = _SLOW_HEADERS_S if order.for_s is None else order.for_s
+                await anyio.sleep(seconds / self._backplane.options.speed)
+                return False
+            case _:
+                return False
+        return True
+
+    # -------------------------------------------------------------- orders
+
+    async def _show_fault(self, exchange: Exchange) -> None:
+        await exchange.reply(200, _bytes(_described(self._backplane.faults.order)))
+
+    async def _set_fault(self, exchange: Exchange) -> None:
+        try:
+            order = order_from(await exchange.json())
+        except ValueError as problem:
+            raise refusals.bad_request(str(problem)) from problem
+        await exchange.reply(200, _bytes(_described(order)))
+        self._backplane.order(order)
+
+
+class _Generation:
+    """One answer, from admission to its last byte."""
+
+    def __init__(self, exchange: Exchange, call: Call, identity: Identity, fault: FaultOrder | None) -> None:
+        self._exchange = exchange
+        self._call = call
+        self._identity = identity
+        self._fault = fault if fault is not None and fault.fault in _MID_ANSWER else None
+        self._host = exchange.backplane.host
+        self._answer = Answer(call)
+
+    async def run(self) -> None:
+        """Answer, unless the client leaves first."""
+        exchange = self._exchange
+        exchange.connection.on_lost = self._answer.leave
+        if self._delivery.stream:
+            # The status goes out at admission, long before the first token.
+            await exchange.start(200, _SSE, None)
+        tally = self._host.tally
+        for _ in self._call.scripts:
+            tally.observe("request_params_max_tokens", self._call.max_tokens)
+        self._host.submit(self._answer)
+        try:
+            await (self._stream() if self._delivery.stream else self._in_one_piece())
+        finally:
+            self._host.withdraw(self._answer)
+
+    @property
+    def _delivery(self) -> Delivery:
+        return self._call.delivery
+
+    async def _first_token(self) -> None:
+        """Wait for the first token and then for the model's overhead, which only that one pays."""
+        answer, options = self._answer, self._exchange.backplane.options
+        while not (answer.has_begun or answer.is_dead or answer.has_left):
+            await answer.news()
+        if answer.has_begun:
+            overhead_s = options.profile.perf.overhead_s / options.speed
+            since = min(seat.first for seat in answer.seats if seat.gained or seat.finish)
+            await anyio.sleep_until(since + overhead_s)
+
+    async def _stream(self) -> None:
+        exchange, answer = self._exchange, self._answer
+        writer = StreamWriter(self._call, answer, self._identity)
+        sent = 0
+        await self._first_token()
+        while not writer.is_finished:
+            if answer.has_left:
+                return
+            if answer.is_dead:
+                await exchange.write(ENGINE_DEAD)
+                await exchange.write(DONE, more=False)
+                return
+            if self._fault is None:
+                for event in writer.events():
+                    await exchange.write(event)
+                if not writer.is_finished:
+                    await answer.news()
+                continue
+            due = list(writer.events())
+            if writer.is_finished or sent + len(due) >= self._fault.after_chunks:
+                spared = len(due) - 1 if writer.is_finished else len(due)
+                await self._break_off(self._fault, writer, due[:spared])
+                return
+            for event in due:
+                await exchange.write(event)
+            sent += len(due)
+            await answer.news()
+        for event in writer.closing():
+            await exchange.write(event, more=event is not DONE)
+
+    async def _break_off(self, order: FaultOrder, writer: StreamWriter, due: list[bytes]) -> None:
+        exchange = self._exchange
+        for event in due:
+            await exchange.write(event)
+        match order.fault:
+            case Fault.DIE_MID_STREAM:
+                await exchange.connection.close(abort=True)
+            case Fault.TRUNCATE:
+                await exchange.write(b"", more=False)
+            case _:
+                for event in (*writer.aborted(), *writer.closing()):
+                    await exchange.write(event, more=event is not DONE)
+
+    async def _in_one_piece(self) -> None:
+        exchange, answer = self._exchange, self._answer
+        await self._first_token()
+        while not answer.is_finished and self._fault is None:
+            if answer.has_left:
+                return
+            if answer.is_dead:
+                raise refusals.internal(refusals.MESSAGE_DEAD)
+            await answer.news()
+        if self._fault is not None and self._fault.fault is Fault.DIE_MID_STREAM:
+            await exchange.connection.close(abort=True)
+            return
+        if self._fault is not None:
+            for seat in answer.seats:
+                seat.finish = "abort"
+        body = whole(self._call, answer, self._identity)
+        if self._fault is not None and self._fault.fault is Fault.TRUNCATE:
+            await exchange.start(200, _JSON, len(body))
+            await exchange.write(body[: len(body) // 2])
+            await exchange.connection.close()
+            return
+        await exchange.reply(200, body)
+
+
+_MID_ANSWER = frozenset({Fault.DIE_MID_STREAM, Fault.TRUNCATE, Fault.ABORT})
+
+
+async def _offload(chars: int, work: Callable[[], T]) -> T:
+    """Return what `work` does, done in a thread when there are many characters to go through."""
+    if chars <= _INLINE_CHARS:
+        return work()
+    return await anyio.to_thread.run_sync(work)
+
+
+def _described(order: FaultOrder | None) -> Mapping[str, object]:
+    if order is None:
+        return {"fault": None}
+    return {
+        "fault": order.fault,
+        "count": order.count,
+        "for_s": order.for_s,
+        "after_chunks": order.after_chunks,
+    }
+
+
+def _bytes(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")

@@ -1,0 +1,482 @@
+"""A request for an answer: from the body's bytes to what the engine and the wire need to know.
+
+`read_chat` and `read_completion` check everything that can be checked without counting; `Asked.call`
+takes the counts and decides the rest. What vLLM accepts and ignores is accepted and ignored here.
+"""
+
+import random
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gateway.simulator import pieces
+from gateway.simulator.options import Quirk, SimulatorOptions
+from gateway.simulator.reading import Members
+from gateway.simulator.refusals import (
+    bad_request,
+    error,
+    too_many_chars,
+    too_many_tokens,
+    unknown_model,
+)
+from gateway.simulator.script import Script, Wanted, as_content, sample_json, write
+from gateway.simulator.template import IMAGE_TOKENS, Rendered, of_ids, raw, render
+
+CHARS_PER_TOKEN_MAX = 31  # vLLM refuses longer texts before it tokenises them
+_COMPLETION_TOKENS = 16  # what /v1/completions generates unless told otherwise
+_LOGPROBS_MAX = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How the answer is to be sent.
+
+    Attributes:
+        is_chat: Chat or completion.
+        stream: As events.
+        include_usage: With a usage event at the end.
+        continuous_usage: With usage in every event.
+        interval: Tokens to collect before an event, from the second one on.
+        with_reasoning: Whether the thought is shown.
+        with_ids: Whether token ids are.
+        with_prompt_text: Whether the rendered prompt is.
+        role: Of the answering message.
+    """
+
+    is_chat: bool
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    interval: int = 1
+    with_reasoning: bool = True
+    with_ids: bool = False
+    with_prompt_text: bool = False
+    role: str = "assistant"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request that has been accepted.
+
+    Attributes:
+        delivery: How to send the answer.
+        prompts: One, or those of a completion.
+        prompt_tokens: Length of each.
+        scripts: What each choice will be; those of one prompt stand together.
+        max_tokens: The output limit asked for or filled in, for the metrics.
+    """
+
+    delivery: Delivery
+    prompts: tuple[Rendered, ...]
+    prompt_tokens: tuple[int, ...]
+    scripts: tuple[Script, ...]
+    max_tokens: int
+
+    @property
+    def choices_per_prompt(self) -> int:
+        """`n`."""
+        return len(self.scripts) // len(self.prompts)
+
+    def prompt_of(self, choice: int) -> int:
+        """Return the index of the prompt that a choice answers."""
+        return choice // self.choices_per_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that is well formed; whether it fits is not known yet."""
+
+    options: SimulatorOptions
+    delivery: Delivery
+    prompts: tuple[Rendered, ...]
+    choices: int
+    max_tokens: int | None
+    truncate: int | None
+    seed: int | None
+    thinking: bool
+    tool: tuple[str, str] | None
+    json_text: str | None
+    min_tokens: int
+    ignore_eos: bool
+    stops: tuple[str, ...]
+    keep_stop: bool
+
+    @property
+    def chars(self) -> int:
+        """Characters to be tokenised."""
+        return sum(prompt.chars for prompt in self.prompts)
+
+    def refuse_by_length(self) -> None:
+        """Raise the `Refusal` of a prompt too long to be worth counting."""
+        window = self.options.profile.capacity.context_tokens
+        chars_max = CHARS_PER_TOKEN_MAX * window
+        for prompt in self.prompts:
+            if self.truncate is None and prompt.chars > chars_max:
+                raise too_many_chars(window, prompt.chars, chars_max)
+
+    def call(self, counts: Sequence[int]) -> Call:
+        """Return the call for prompts of these lengths.
+
+        An output limit that does not fit beside the prompt is cut in silence, as vLLM does.
+
+        Raises:
+            Refusal: a prompt leaves no room for a single token.
+        """
+        window = self.options.profile.capacity.context_tokens
+        if self.truncate is not None:
+            counts = [min(count, self.truncate) for count in counts]
+        if max(counts) >= window:
+            raise too_many_tokens(window)
+        scripts = [
+            self._script(prompt, min(self.max_tokens or window, window - count), index)
+            for prompt, count in zip(self.prompts, counts, strict=True)
+            for index in range(self.choices)
+        ]
+        max_tokens = self.max_tokens or window - counts[0]
+        return Call(self.delivery, self.prompts, tuple(counts), tuple(scripts), max_tokens)
+
+    def _script(self, prompt: Rendered, tokens_max: int, index: int) -> Script:
+        options = self.options
+        wanted = Wanted(
+            tokens_max,
+            self.min_tokens,
+            self.ignore_eos,
+            self.thinking,
+            self.tool,
+            self.json_text,
+            self.stops,
+            self.keep_stop,
+        )
+        text = zlib.crc32(prompt.text().encode("utf-8", "replace"))
+        dice = random.Random(f"{options.seed} {self.seed} {text} {index}")
+        script = write(
+            wanted, dice, answer_tokens=options.answer_tokens, thought_tokens=options.thought_tokens
+        )
+        return self._with_quirks(script)
+
+    def _with_quirks(self, script: Script) -> Script:
+        quirks, stream = self.options.quirks, self.delivery.stream
+        if Quirk.NULL_REASONING in quirks:
+            script = as_content(script)
+        if Quirk.STALE_TEMPLATE in quirks and self.delivery.is_chat and not self.thinking and not script.tool:
+            lead = "<|channel>thought\n<channel|>" + script.tokens[0]
+            script = replace(script, tokens=[lead, *script.tokens[1:]])
+        if Quirk.TURN_MARKER_LEAKS in quirks and stream and script.finish_reason == "stop":
+            script = replace(script, tokens=[*script.tokens[:-1], script.tokens[-1] + "<turn|>"])
+        if script.tool is not None:
+            name, arguments = script.tool
+            if Quirk.INVALID_TOOL_JSON in quirks and stream:
+                script = replace(script, tool=(name, arguments[:-1]))
+            if Quirk.TOOL_MARKUP_LEAKS in quirks and not stream:
+                script = Script(pieces.pieces(f"<|tool_call>call:{name}{arguments}<tool_call|>"))
+        return script
+
+
+def read_chat(data: dict[str, Any], options: SimulatorOptions) -> Asked:
+    """Return what a /v1/chat/completions body asks for.
+
+    Raises:
+        Refusal: it asks for something impossible, or cannot be read.
+    """
+    members = Members(data)
+    messages = members.array("messages", required=True)
+    _check_messages(members, messages)
+    tools = members.array("tools")
+    kwargs = members.object("chat_template_kwargs")
+    thinking = _is_thinking(members, kwargs)
+    continue_final = members.boolean("continue_final_message")
+    generation_prompt = members.boolean("add_generation_prompt", True)
+    delivery = _delivery(members, is_chat=True)
+    common = _common(members)
+    limit = members.integer("max_completion_tokens")
+    fallback = members.integer("max_tokens")
+    budget = members.object("mm_processor_kwargs").get("max_soft_tokens")
+    members.finish()
+    _check_model(data, options)
+    _check_stream_options(data, delivery)
+    max_tokens = limit if limit is not None else fallback
+    _check_sampling(common, max_tokens, options)
+    if not messages:
+        raise bad_request(
+            "Cannot apply chat template to an empty conversation. Provide at least one message."
+        )
+    if data.get("chat_template"):
+        raise bad_request(
+            "Chat template is passed with request, but --trust-request-chat-template is not set. "
+            "Refused request with untrusted chat template."
+        )
+    if continue_final and generation_prompt:
+        raise bad_request(
+            "continue_final_message and add_generation_prompt are not compatible. Use "
+            "continue_final_message when you want the model to continue the final message, and "
+            "add_generation_prompt when you want to add a header that will prompt it to start a new "
+            "assistant message instead."
+        )
+    _check_modalities(messages, options)
+    rendered = render(
+        messages,
+        tools=[tool for tool in tools if isinstance(tool, Mapping)],
+        thinking=thinking,
+        generation_prompt=generation_prompt,
+        continue_final=continue_final,
+        image_tokens=budget if isinstance(budget, int) else IMAGE_TOKENS,
+    )
+    return _asked(
+        options,
+        delivery,
+        (rendered,),
+        max_tokens,
+        common,
+        thinking=thinking,
+        tool=_tool(data, messages, tools, options),
+        json_text=_json_text(data),
+    )
+
+
+def read_completion(data: dict[str, Any], options: SimulatorOptions) -> Asked:
+    """Return what a /v1/completions body asks for. Raises as `read_chat`."""
+    members = Members(data)
+    delivery = _delivery(members, is_chat=False)
+    common = _common(members)
+    max_tokens = members.integer("max_tokens")
+    members.finish()
+    _check_model(data, options)
+    _check_stream_options(data, delivery)
+    _check_sampling(common, max_tokens, options)
+    if max_tokens is None:
+        max_tokens = _COMPLETION_TOKENS
+    prompts = _prompts(data.get("prompt"))
+    if not prompts:
+        raise bad_request("Either prompt or prompt_embeds must be provided and non-empty.")
+    return _asked(options, delivery, prompts, max_tokens, common)
+
+
+# ------------------------------------------------------------------ what both share
+
+
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """Sampling members that matter to the simulation or to its checks."""
+
+    choices: int
+    temperature: float | None
+    top_p: float | None
+    top_logprobs: int | None
+    seed: int | None
+    truncate: int | None
+    min_tokens: int
+    ignore_eos: bool
+    stops: tuple[str, ...]
+    keep_stop: bool
+
+
+def _common(members: Members) -> _Common:
+    stop = members.data.get("stop")
+    stops = (stop,) if isinstance(stop, str) else tuple(filter(_is_text, stop or ()))
+    choices = members.integer("n")
+    return _Common(
+        choices=1 if choices is None else choices,
+        temperature=members.number("temperature"),
+        top_p=members.number("top_p"),
+        top_logprobs=members.integer("top_logprobs"),
+        seed=members.integer("seed"),
+        truncate=members.integer("truncate_prompt_tokens"),
+        min_tokens=members.integer("min_tokens") or 0,
+        ignore_eos=members.boolean("ignore_eos"),
+        stops=stops,
+        keep_stop=members.boolean("include_stop_str_in_output"),
+    )
+
+
+def _asked(
+    options: SimulatorOptions,
+    delivery: Delivery,
+    prompts: tuple[Rendered, ...],
+    max_tokens: int | None,
+    common: _Common,
+    *,
+    thinking: bool = False,
+    tool: tuple[str, str] | None = None,
+    json_text: str | None = None,
+) -> Asked:
+    return Asked(
+        options=options,
+        delivery=delivery,
+        prompts=prompts,
+        choices=common.choices,
+        max_tokens=max_tokens,
+        truncate=common.truncate if common.truncate and common.truncate > 0 else None,
+        seed=common.seed,
+        thinking=thinking,
+        tool=tool,
+        json_text=json_text,
+        min_tokens=common.min_tokens,
+        ignore_eos=common.ignore_eos,
+        stops=common.stops,
+        keep_stop=common.keep_stop,
+    )
+
+
+def _delivery(members: Members, *, is_chat: bool) -> Delivery:
+    stream_options = members.object("stream_options")
+    messages = members.data.get("messages")
+    role = "assistant"
+    if not members.boolean("add_generation_prompt", True) and isinstance(messages, list) and messages:
+        last = messages[-1]
+        role = str(last.get("role", role)) if isinstance(last, Mapping) else role
+    return Delivery(
+        is_chat=is_chat,
+        stream=members.boolean("stream"),
+        include_usage=bool(stream_options.get("include_usage")),
+        continuous_usage=bool(stream_options.get("continuous_usage_stats")),
+        interval=max(1, members.integer("stream_interval") or 1),
+        with_reasoning=members.boolean("include_reasoning", True),
+        with_ids=members.boolean("return_token_ids"),
+        with_prompt_text=members.boolean("return_prompt_text"),
+        role=role,
+    )
+
+
+def _check_model(data: Mapping[str, Any], options: SimulatorOptions) -> None:
+    asked = data.get("model")
+    if asked is not None and asked != options.model:
+        raise unknown_model(str(asked), options.model)
+
+
+def _check_stream_options(data: Mapping[str, Any], delivery: Delivery) -> None:
+    if data.get("stream_options") and not delivery.stream:
+        raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
+
+
+def _check_sampling(common: _Common, max_tokens: int | None, options: SimulatorOptions) -> None:
+    window = options.profile.capacity.context_tokens
+    if max_tokens is not None and max_tokens < 1:
+        raise bad_request(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", max_tokens)
+    if max_tokens is not None and max_tokens > window:
+        raise bad_request(
+            f"max_tokens={max_tokens} cannot be greater than max_model_len={window}. "
+            "Please request fewer output tokens.",
+            "max_tokens",
+            max_tokens,
+        )
+    if common.choices < 1:
+        raise bad_request(f"n must be at least 1, got {common.choices}.")
+    if common.temperature is not None and common.temperature < 0:
+        text = f"temperature must be non-negative, got {common.temperature}."
+        raise bad_request(text, "temperature", common.temperature)
+    if common.top_p is not None and not 0 < common.top_p <= 1:
+        raise bad_request(f"top_p must be in (0, 1], got {common.top_p}.", "top_p", common.top_p)
+    if common.top_logprobs is not None and common.top_logprobs > _LOGPROBS_MAX:
+        text = (
+            f"Requested sample logprobs of {common.top_logprobs}, "
+            f"which is greater than max allowed: {_LOGPROBS_MAX}"
+        )
+        raise bad_request(text, "logprobs", common.top_logprobs)
+
+
+# ------------------------------------------------------------------ chat
+
+
+def _is_thinking(members: Members, kwargs: Mapping[str, Any]) -> bool:
+    effort = members.text("reasoning_effort")
+    asked = kwargs.get("enable_thinking")
+    return bool(asked) if asked is not None else effort not in (None, "none")
+
+
+_KINDS = {"user": "User", "system": "System", "developer": "Developer", "tool": "Tool"}
+
+
+def _check_messages(members: Members, messages: Sequence[Any]) -> None:
+    for index, message in enumerate(messages):
+        where = f"body.messages.{index}"
+        if not isinstance(message, Mapping):
+            members.problem("dict_type", where, "Input should be a valid dictionary", message)
+        elif "role" not in message:
+            members.problem("missing", f"{where}.role", "Field required", message)
+        elif message.get("content") is None and (kind := _KINDS.get(str(message["role"]))):
+            location = f"{where}.ChatCompletion{kind}MessageParam.content"
+            members.problem("string_type", location, "Input should be a valid string", None)
+        elif not isinstance(message.get("content"), str | list | None):
+            location = f"{where}.content"
+            members.problem("string_type", location, "Input should be a valid string", message["content"])
+
+
+def _check_modalities(messages: Sequence[Mapping[str, Any]], options: SimulatorOptions) -> None:
+    images, audios = (
+        sum(
+            isinstance(part, Mapping) and part.get("type") in kinds
+            for message in messages
+            if isinstance(message.get("content"), list)
+            for part in message["content"]
+        )
+        for kinds in (("image_url", "image", "input_image"), ("input_audio", "audio_url", "audio"))
+    )
+    accepted = options.profile.modalities
+    if images + audios > 0 and accepted.images_max == 0 and accepted.audios_max == 0:
+        raise error(400, "BadRequestError", f"{options.model} is not a multimodal model")
+    for name, found, most in (("image", images, accepted.images_max), ("audio", audios, accepted.audios_max)):
+        if most is not None and found > most:
+            raise bad_request(f"At most {most} {name}(s) may be provided in one prompt.")
+
+
+def _tool(
+    data: Mapping[str, Any],
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any],
+    options: SimulatorOptions,
+) -> tuple[str, str] | None:
+    """Return the call the answer ends in: forced, or because the user named a tool."""
+    functions = {
+        str(tool["function"].get("name")): tool["function"]
+        for tool in tools
+        if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
+    }
+    choice = data.get("tool_choice")
+    name: str | None = None
+    if isinstance(choice, Mapping) and isinstance(choice.get("function"), Mapping):
+        name = str(choice["function"].get("name"))
+        if name not in functions:
+            raise bad_request(f"Tool '{name}' has not been passed in `tools`.")
+    elif choice == "required":
+        name = next(iter(functions), None)
+    if name is not None:
+        if Quirk.TOOL_CHOICE_IGNORED in options.quirks:
+            return None
+    elif choice != "none" and messages[-1].get("role") == "user":
+        said = str(messages[-1].get("content")).casefold()
+        name = next((known for known in functions if known.casefold() in said), None)
+    return None if name is None else (name, sample_json(functions[name].get("parameters") or {}))
+
+
+def _json_text(data: Mapping[str, Any]) -> str | None:
+    wanted = data.get("response_format")
+    if not isinstance(wanted, Mapping):
+        return None
+    if wanted.get("type") == "json_object":
+        return sample_json({"type": "object", "properties": {"answer": {"type": "string"}}})
+    if wanted.get("type") != "json_schema":
+        return None
+    schema = wanted.get("json_schema")
+    if not isinstance(schema, Mapping):
+        text = "When response_format type is 'json_schema', the 'json_schema' field must be provided."
+        raise bad_request(text, "response_format")
+    return sample_json(schema.get("schema") or {})
+
+
+# ------------------------------------------------------------------ completions
+
+
+def _prompts(prompt: object) -> tuple[Rendered, ...]:
+    """Return the prompts of a completion: text, ids, or a list of either."""
+    if isinstance(prompt, str):
+        return (raw(prompt),)
+    if not isinstance(prompt, list) or not prompt:
+        return ()
+    if all(isinstance(item, int) for item in prompt):
+        return (of_ids(prompt),)
+    return tuple(of_ids(item) if isinstance(item, list) else raw(str(item)) for item in prompt)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)

@@ -1,0 +1,160 @@
+"""`gemma-gateway simulate`: one simulated Gemma 4 server on a port."""
+
+import sys
+
+import rich_click as click
+
+# Names as in options.py, which a test holds this to: that module loads what `--help` does not need.
+FAULTS = (
+    "refuse",
+    "hang",
+    "die_mid_stream",
+    "crash",
+    "abort",
+    "garbage",
+    "garbled",
+    "unavailable",
+    "error",
+    "slow_headers",
+    "truncate",
+    "drain",
+    "restart",
+)
+QUIRKS = (
+    "null_reasoning_content",
+    "stale_chat_template",
+    "turn_marker_leaks",
+    "streamed_tool_json_invalid",
+    "tool_markup_leaks",
+    "tool_choice_not_enforced",
+)
+
+
+def _boot(text: str) -> float | None:
+    if text == "profile":
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 86_400:
+        raise click.BadParameter(
+            f"{text!r} is neither a number of seconds nor `profile`", param_hint="--boot"
+        )
+    return seconds
+
+
+@click.command()
+@click.option("--profile", required=True, help="The deployment to imitate; `help` lists them.")
+@click.option("--port", required=True, type=click.IntRange(0, 65535), help="0 for any free port.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--speed",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Engine seconds per second of the clock. All other durations are engine time.",
+)
+@click.option(
+    "--boot",
+    default="0",
+    show_default=True,
+    metavar="SECONDS",
+    help="How long it refuses connections first; `profile` for the boot time its profile says.",
+)
+@click.option("--api-key", envvar="VLLM_API_KEY", help="Key its /v1 routes ask for.  [env: VLLM_API_KEY]")
+@click.option("--served-model", metavar="NAME", help="Name it serves the model under, if not the profile's.")
+@click.option("--seed", default=0, show_default=True, help="Of its texts and their lengths.")
+@click.option(
+    "--accept",
+    type=click.FloatRange(min=1),
+    help="Tokens per step with speculative decoding, if not the profile's.",
+)
+@click.option(
+    "--max-num-queued-reqs", type=click.IntRange(min=1), help="Requests it holds before it answers 503."
+)
+@click.option(
+    "--shutdown-timeout",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Seconds that running answers get on SIGTERM; 0 cuts them off, as vLLM does.",
+)
+@click.option("--answer-tokens", default=200, show_default=True, type=click.IntRange(min=1))
+@click.option("--thought-tokens", default=450, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--fault", type=click.Choice(FAULTS), help="Go wrong like this. POST /simulator/fault changes it."
+)
+@click.option("--fault-count", type=click.IntRange(min=1), help="Requests it strikes; all, if not given.")
+@click.option(
+    "--fault-seconds", type=click.FloatRange(min=0), help="How long refuse, hang and the like last."
+)
+@click.option("--fault-after", default=3, show_default=True, help="Events a stream sends before it breaks.")
+@click.option("--quirk", "quirks", multiple=True, type=click.Choice(QUIRKS), help="Misbehave like this.")
+def simulate(
+    profile: str,
+    port: int,
+    host: str,
+    speed: float,
+    boot: str,
+    api_key: str | None,
+    served_model: str | None,
+    seed: int,
+    accept: float | None,
+    max_num_queued_reqs: int | None,
+    shutdown_timeout: float,
+    answer_tokens: int,
+    thought_tokens: int,
+    fault: str | None,
+    fault_count: int | None,
+    fault_seconds: float | None,
+    fault_after: int,
+    quirks: tuple[str, ...],
+) -> None:
+    """Run one simulated Gemma 4 server until SIGTERM: vLLM's wire and a real deployment's latency, no GPU."""
+    from gateway import profiles
+
+    if profile == "help":
+        for name in profiles.names():
+            click.echo(f"{name:<20} {profiles.load(name).title}")
+        return
+    try:
+        deployment = profiles.load(profile)
+    except KeyError as error:
+        raise click.BadParameter(str(error.args[0]), param_hint="--profile") from error
+
+    import anyio
+
+    from gateway.simulator.options import Fault, FaultOrder, Quirk, SimulatorOptions
+    from gateway.simulator.server import serve
+
+    order = None if fault is None else FaultOrder(Fault(fault), fault_count, fault_seconds, fault_after)
+    options = SimulatorOptions(
+        profile=deployment,
+        host=host,
+        port=port,
+        speed=speed,
+        boot_s=_boot(boot),
+        api_key=api_key,
+        served_model=served_model,
+        seed=seed,
+        accept=accept,
+        max_num_queued_reqs=max_num_queued_reqs,
+        shutdown_timeout_s=shutdown_timeout,
+        answer_tokens=answer_tokens,
+        thought_tokens=thought_tokens,
+        fault=order,
+        quirks=frozenset(Quirk(quirk) for quirk in quirks),
+    )
+
+    def ready(url: str) -> None:
+        click.echo(f"{options.model} ({profile}) at {url}/v1, {speed:g}x", err=True)
+
+    async def main() -> None:
+        await serve(options, ready=ready)
+
+    try:
+        anyio.run(main)
+    except OSError as error:
+        click.echo(f"cannot listen on {host}:{port}: {error.strerror or error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,259 @@
+"""Runs the engine in real time and tells waiting answers what it produced.
+
+One task steps the engine: it schedules a step, sleeps for its duration, hands the tokens out and wakes
+the answers they belong to. So all sequences of a server get their tokens at the same instant, and a long
+prefill keeps everybody waiting, as on the real thing.
+"""
+
+import itertools
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from gateway.core.engine import Batch, Engine, StepResult
+from gateway.simulator.calls import Call
+from gateway.simulator.options import SimulatorOptions
+from gateway.simulator.script import Script
+from gateway.simulator.tally import Tally
+
+_SLEEP_MIN_S = 0.0005  # below it a timer costs more than it waits
+_SETTLE_S = 0.01  # real time a caller needs to follow an answer with a request
+_LAG_MAX_S = 0.25  # further behind than this, lost time is not made up for
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One choice's place in the engine.
+
+    Attributes:
+        script: What it will be.
+        prompt_tokens: Length of its prompt.
+        answer: The answer it belongs to.
+        arrived, started, first, last: When it came, left the queue, and got its first and latest token.
+        gained: Tokens the engine has produced for it.
+        finish: Why it ended, once it has; "abort" if it was cut off.
+        preemptions: How often it was preempted.
+        tool_call_id: Of the call it ends in, if it does.
+    """
+
+    script: Script
+    prompt_tokens: int
+    answer: "Answer"
+    arrived: float
+    gained: int = 0
+    finish: str | None = None
+    started: float | None = None
+    first: float = 0.0
+    last: float = 0.0
+    preemptions: int = 0
+    tool_call_id: str = field(default_factory=lambda: f"chatcmpl-tool-{uuid.uuid4().hex[:16]}")
+
+
+class Answer:
+    """A request's seats, and the event by which its writer hears of news.
+
+    Attributes:
+        seats: One per choice.
+        is_dead: The engine died under it.
+        has_left: The client closed the connection.
+    """
+
+    def __init__(self, call: Call) -> None:
+        now = anyio.current_time()
+        self.seats = [
+            Seat(script, call.prompt_tokens[call.prompt_of(index)], self, now)
+            for index, script in enumerate(call.scripts)
+        ]
+        self.is_dead = False
+        self.has_left = False
+        self._news = anyio.Event()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(seat.finish is not None for seat in self.seats)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any choice has a token, or has ended without one."""
+        return any(seat.gained or seat.finish for seat in self.seats)
+
+    async def news(self) -> None:
+        """Wait until something has changed since the last time."""
+        await self._news.wait()
+        self._news = anyio.Event()
+
+    def wake(self) -> None:
+        """Tell the writer to look."""
+        self._news.set()
+
+    def leave(self) -> None:
+        """Note that the client is gone."""
+        self.has_left = True
+        self._news.set()
+
+
+class EngineHost:
+    """One engine process: from its start until it is stopped or dies.
+
+    Attributes:
+        engine: What it steps.
+        tally: What it counts.
+        is_dead: It has died.
+    """
+
+    def __init__(self, options: SimulatorOptions, tally: Tally) -> None:
+        profile = options.profile
+        if options.accept is not None:
+            profile = replace(profile, perf=replace(profile.perf, accept=options.accept))
+        self.engine = Engine.of(profile)
+        self.tally = tally
+        self.is_dead = False
+        self._speed = options.speed
+        self._seats: dict[int, Seat] = {}
+        self._numbers = itertools.count()
+        self._work = anyio.Event()
+        self._resumed: anyio.Event | None = None
+        self._scope = anyio.CancelScope()
+
+    @property
+    def answers(self) -> Sequence[Answer]:
+        """The answers in the engine."""
+        return list(dict.fromkeys(seat.answer for seat in self._seats.values()))
+
+    async def run(self) -> None:
+        """Step the engine until `stop` or `die`."""
+        with self._scope:
+            deadline = anyio.current_time()
+            while True:
+                batch = self.engine.schedule()
+                if batch is None:
+                    self._work = anyio.Event()
+                    await self._work.wait()
+                    deadline = anyio.current_time()
+                    continue
+                self._note_started(batch)
+                deadline += batch.duration_s / self._speed
+                delay = deadline - anyio.current_time()
+                if delay > _SLEEP_MIN_S:
+                    await anyio.sleep(delay)
+                else:
+                    await checkpoint()
+                while self._resumed is not None:
+                    await self._resumed.wait()
+                now = anyio.current_time()
+                if now - deadline > _LAG_MAX_S:
+                    deadline = now
+                result = self.engine.complete()
+                self._hand_out(result, now)
+                if result.finished:
+                    # The model knows no time between an answer and the caller's next request. Forming
+                    # the next batch a little late lets that request in; the step still ends on time.
+                    await anyio.sleep(min(_SETTLE_S, batch.duration_s / self._speed))
+
+    def submit(self, answer: Answer) -> None:
+        """Queue all choices of an answer; at once dead if the engine is."""
+        if self.is_dead:
+            answer.is_dead = True
+            answer.wake()
+            return
+        for seat in answer.seats:
+            number = next(self._numbers)
+            self._seats[number] = seat
+            self.engine.submit(number, seat.prompt_tokens, len(seat.script.tokens))
+        self._work.set()
+
+    def withdraw(self, answer: Answer) -> None:
+        """Abort what is left of an answer: its client has gone, or it has been cut short."""
+        mine = [number for number, seat in self._seats.items() if seat.answer is answer]
+        for number in mine:
+            del self._seats[number]
+            self.engine.abort(number)
+        if mine:
+            self._work.set()  # what they held may let another in
+
+    def cut_off(self, answer: Answer) -> None:
+        """End an answer where it is, with finish reason "abort"."""
+        for seat in answer.seats:
+            if seat.finish is None:
+                seat.finish = "abort"
+                self.tally.finished["abort"] += 1
+        self.withdraw(answer)
+        answer.wake()
+
+    def hang(self) -> None:
+        """Stand still until `resume`."""
+        if self._resumed is None:
+            self._resumed = anyio.Event()
+
+    def resume(self) -> None:
+        """Go on after `hang`."""
+        if self._resumed is not None:
+            self._resumed.set()
+            self._resumed = None
+
+    def die(self) -> None:
+        """Stop for good; every answer learns that the engine is dead."""
+        self.is_dead = True
+        for answer in self.answers:
+            answer.is_dead = True
+            answer.wake()
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop stepping and forget what was running."""
+        for number in list(self._seats):
+            self.engine.abort(number)
+        self._seats.clear()
+        self._scope.cancel()
+
+    def _note_started(self, batch: Batch) -> None:
+        now = anyio.current_time()
+        for number in batch.started:
+            seat = self._seats[number]
+            if seat.started is None:
+                seat.started = now
+                self.tally.observe("request_queue_time_seconds", now - seat.arrived)
+        for number in batch.preempted:
+            self._seats[number].preemptions += 1
+
+    def _hand_out(self, result: StepResult, now: float) -> None:
+        tally = self.tally
+        since: dict[float, int] = {}
+        for number in result.first:
+            seat = self._seats[number]
+            seat.first = now
+            tally.prompt_tokens += seat.prompt_tokens
+            tally.observe("time_to_first_token_seconds", now - seat.arrived)
+        for number, tokens in result.emitted:
+            seat = self._seats[number]
+            if seat.gained:
+                since[seat.last] = since.get(seat.last, 0) + 1
+            seat.gained += tokens
+            seat.last = now
+            tally.generation_tokens += tokens
+            seat.answer.wake()
+        for last, count in since.items():
+            tally.observe("inter_token_latency_seconds", now - last, count)
+        for number in result.finished:
+            seat = self._seats.pop(number)
+            seat.finish = seat.script.finish_reason
+            self._note_finished(seat, now)
+
+    def _note_finished(self, seat: Seat, now: float) -> None:
+        tally = self.tally
+        started = seat.started if seat.started is not None else seat.arrived
+        # vLLM counts a tool call as an ordinary stop.
+        tally.finished["length" if seat.finish == "length" else "stop"] += 1
+        tally.observe("e2e_request_latency_seconds", now - seat.arrived)
+        tally.observe("request_inference_time_seconds", now - started)
+        tally.observe("request_prefill_time_seconds", seat.first - started)
+        tally.observe("request_decode_time_seconds", now - seat.first)
+        tally.observe("request_prompt_tokens", seat.prompt_tokens)
+        tally.observe("request_generation_tokens", seat.gained)
+        tally.observe("request_num_preemptions", seat.preemptions)
+        if seat.gained > 1:
+            tally.observe("request_time_per_output_token_seconds", (now - seat.first) / (seat.gained - 1))

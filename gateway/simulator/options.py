@@ -1,0 +1,103 @@
+"""What a simulated server is told at its start: options, faults and quirks."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gateway.core.profile import Profile
+
+
+class Fault(StrEnum):
+    """A way of going wrong, as a client sees it."""
+
+    REFUSE = "refuse"  # connections are refused for a while; running answers go on
+    HANG = "hang"  # the engine stands still, /health stays 200
+    DIE_MID_STREAM = "die_mid_stream"  # the connection is reset after some chunks, or before an answer
+    CRASH = "crash"  # the engine dies: an error event, [DONE]; refused until booted again
+    ABORT = "abort"  # answers end early with finish_reason "abort", as in a stop without a drain
+    GARBAGE = "garbage"  # bytes that are no HTTP
+    GARBLED = "garbled"  # status 200 with a body that is neither JSON nor server-sent events
+    UNAVAILABLE = "unavailable"  # 503, as with a full queue
+    ERROR = "error"  # 500 before anything is generated
+    SLOW_HEADERS = "slow_headers"  # the status line takes its time
+    TRUNCATE = "truncate"  # a stream ends cleanly without finish_reason and [DONE]
+    DRAIN = "drain"  # running answers go on, new ones get 500; /health stays 200
+    RESTART = "restart"  # stops, boots again: new start time, counters at zero
+
+
+class Quirk(StrEnum):
+    """Known misbehaviour of some engine versions, off unless asked for. Names as in docs/profiles.md."""
+
+    NULL_REASONING = "null_reasoning_content"  # thoughts arrive inside the content (vLLM #38855)
+    STALE_TEMPLATE = "stale_chat_template"  # an empty thought's markers lead the content
+    TURN_MARKER_LEAKS = "turn_marker_leaks"  # streams end with a stray `<turn|>` (vLLM #49955)
+    INVALID_TOOL_JSON = "streamed_tool_json_invalid"  # streamed tool arguments are cut (vLLM #38946)
+    TOOL_MARKUP_LEAKS = "tool_markup_leaks"  # not streamed: the call stands in the text (vLLM #39043)
+    TOOL_CHOICE_IGNORED = "tool_choice_not_enforced"  # `required` and named choices get prose (vLLM #50477)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultOrder:
+    """One order to go wrong.
+
+    Attributes:
+        fault: How.
+        count: Requests it affects, for faults of single requests; None for every one until it is lifted.
+        for_s: Engine seconds it lasts, for `refuse`, `hang` and `slow_headers`; None until it is lifted
+            (`refuse` and `slow_headers`: 5 s).
+        after_chunks: Events a stream sends first, for `die_mid_stream`, `abort` and `truncate`.
+    """
+
+    fault: Fault
+    count: int | None = None
+    for_s: float | None = None
+    after_chunks: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatorOptions:
+    """How to run one simulated server. All durations are engine time: `speed` shortens them.
+
+    Attributes:
+        profile: The deployment to imitate.
+        host: Address to listen on.
+        port: Port to listen on; 0 for any free one.
+        speed: How many engine seconds pass in one real second.
+        boot_s: How long it refuses connections first; None for the profile's own boot time (120 s where
+            none is published).
+        api_key: Key its /v1 routes ask for.
+        served_model: Name it serves the model under, where not the profile's.
+        seed: Of its texts and output lengths.
+        accept: Tokens per step, where not the profile's (2.5 on the H100s is real text, 2.29 random tokens).
+        max_num_queued_reqs: Requests it holds, running and waiting, before it answers 503; None for no limit.
+        shutdown_timeout_s: How long a stop lets running answers finish; 0 cuts them off.
+        answer_tokens: Median length of an answer that ends by itself.
+        thought_tokens: Median length of a thought.
+        fault: Order it starts with.
+        quirks: Misbehaviour to show.
+    """
+
+    profile: Profile
+    host: str = "127.0.0.1"
+    port: int = 0
+    speed: float = 1.0
+    boot_s: float | None = 0.0
+    api_key: str | None = None
+    served_model: str | None = None
+    seed: int = 0
+    accept: float | None = None
+    max_num_queued_reqs: int | None = None
+    shutdown_timeout_s: float = 0.0
+    answer_tokens: int = 200
+    thought_tokens: int = 450
+    fault: FaultOrder | None = None
+    quirks: frozenset[Quirk] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Refuse a speed that stops time."""
+        if self.speed <= 0:
+            raise ValueError("speed must be above 0")
+
+    @property
+    def model(self) -> str:
+        """The name it serves the model under."""
+        return self.served_model or self.profile.served_model

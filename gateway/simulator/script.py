@@ -1,0 +1,219 @@
+"""What one choice of an answer will be, token by token, decided before its first step.
+
+The engine only counts tokens. A script says what each of them is worth on the wire: text of the
+thought, text of the answer, a piece of a tool call, or nothing (markers and the end token).
+"""
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gateway.simulator import pieces, prose
+
+TOOL_STOP = pieces.MARKERS["<|tool_response>"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request asks of one choice.
+
+    Attributes:
+        tokens_max: Output limit, the window already considered.
+        tokens_min: `min_tokens`.
+        ignore_eos: Whether only the limit ends it.
+        thinking: Whether a thought comes first.
+        tool: Name and arguments (JSON) of the call it ends in, or None.
+        json_text: Text it consists of instead of prose, or None.
+        stops: Stop strings.
+        keep_stop: Whether a stop string that was met stays in the text.
+    """
+
+    tokens_max: int
+    tokens_min: int = 0
+    ignore_eos: bool = False
+    thinking: bool = False
+    tool: tuple[str, str] | None = None
+    json_text: str | None = None
+    stops: tuple[str, ...] = ()
+    keep_stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One choice, token by token.
+
+    Attributes:
+        tokens: The text of each token; "" where it has none.
+        thought_end: Tokens up to here belong to the thought.
+        tool: Name and arguments of the call it ends in, or None.
+        tool_name_at, tool_arguments_at: Tokens after which they are known.
+        finish_reason: stop, length or tool_calls.
+        stop_reason: Stop string or token id that ended it, or None.
+    """
+
+    tokens: Sequence[str]
+    thought_end: int = 0
+    tool: tuple[str, str] | None = None
+    tool_name_at: int = 0
+    tool_arguments_at: int = 0
+    finish_reason: str = "stop"
+    stop_reason: str | int | None = None
+
+    def thought(self, start: int, end: int) -> str:
+        """Return what tokens `start` to `end` add to the thought."""
+        return "".join(self.tokens[start : min(end, self.thought_end)])
+
+    def content(self, start: int, end: int) -> str:
+        """Return what tokens `start` to `end` add to the answer."""
+        return "".join(self.tokens[max(start, self.thought_end) : end])
+
+    def thought_tokens(self, end: int) -> int:
+        """Return how many of the first `end` tokens count as reasoning: all but the opening marker."""
+        return max(0, min(end, self.thought_end) - 1)
+
+    def ids(self, start: int, end: int) -> list[int]:
+        """Return the ids of tokens `start` to `end`."""
+        return [pieces.piece_id(token) for token in self.tokens[start:end]]
+
+
+def write(wanted: Wanted, dice: random.Random, *, answer_tokens: int, thought_tokens: int) -> Script:
+    """Return what a choice will be. The same dice give the same text."""
+    tokens: list[str] = []
+    if wanted.thinking:
+        # The opening marker and the word that names the channel have no text of their own.
+        tokens += ["", "", *prose.thought(dice, _length(dice, thought_tokens, wanted.tokens_max)), ""]
+    thought_end = len(tokens)
+    if wanted.tool is not None:
+        return _cut_to_length(_call(tokens, thought_end, wanted.tool), wanted)
+    if wanted.json_text is not None:
+        tokens += [*pieces.pieces(wanted.json_text), ""]
+    else:
+        left = max(1, wanted.tokens_max - len(tokens))
+        natural = max(wanted.tokens_min, _length(dice, answer_tokens, left))
+        tokens += prose.answer(dice, left if wanted.ignore_eos else min(natural, left))
+        tokens.append("")  # the end token
+    if wanted.ignore_eos:
+        while len(tokens) < wanted.tokens_max:
+            tokens += prose.answer(dice, wanted.tokens_max - len(tokens))
+        return _stopped(Script(tokens[: wanted.tokens_max], thought_end, finish_reason="length"), wanted)
+    return _stopped(_cut_to_length(Script(tokens, thought_end), wanted), wanted)
+
+
+def as_content(script: Script) -> Script:
+    """Return the script of an engine that takes the thought for a part of the answer."""
+    return replace(script, thought_end=0)
+
+
+def _length(dice: random.Random, median: int, limit: int) -> int:
+    """Return a lognormal length (sigma 0.5, a guess) within 16 and the limit."""
+    return max(1, min(limit, max(16, round(median * math.exp(dice.gauss(0.0, 0.5))))))
+
+
+def _call(tokens: list[str], thought_end: int, tool: tuple[str, str]) -> Script:
+    name, arguments = tool
+    tokens = tokens + [""] * (1 + pieces.count(f"call:{name}"))
+    named = len(tokens)
+    tokens += [""] * (pieces.count(arguments) + 1)
+    return Script(
+        [*tokens, ""],
+        thought_end,
+        tool=tool,
+        tool_name_at=named,
+        tool_arguments_at=len(tokens),
+        finish_reason="tool_calls",
+        stop_reason=TOOL_STOP,
+    )
+
+
+def _cut_to_length(script: Script, wanted: Wanted) -> Script:
+    if len(script.tokens) <= wanted.tokens_max:
+        return script
+    return replace(
+        script,
+        tokens=script.tokens[: wanted.tokens_max],
+        thought_end=min(script.thought_end, wanted.tokens_max),
+        finish_reason="length",
+        stop_reason=None,
+    )
+
+
+def _stopped(script: Script, wanted: Wanted) -> Script:
+    """Return the script, cut at the first stop string in its answer."""
+    text = script.content(0, len(script.tokens))
+    found = [(at, stop) for stop in wanted.stops if stop and (at := text.find(stop)) >= 0]
+    if not found:
+        return script
+    at, stop = min(found)
+    length = 0
+    tokens = list(script.tokens[: script.thought_end])
+    for token in script.tokens[script.thought_end :]:
+        tokens.append(token)
+        length += len(token)
+        if length >= at + len(stop):
+            break
+    visible = at + len(stop) if wanted.keep_stop else at
+    _trim(tokens, length - visible)
+    return replace(script, tokens=tokens, finish_reason="stop", stop_reason=stop)
+
+
+def _trim(tokens: list[str], chars: int) -> None:
+    """Take the last `chars` characters off the tokens, which stay as many."""
+    index = len(tokens) - 1
+    while chars > 0:
+        taken = min(chars, len(tokens[index]))
+        tokens[index] = tokens[index][: len(tokens[index]) - taken]
+        chars -= taken
+        index -= 1
+
+
+# ------------------------------------------------------------------ values that fit a JSON schema
+
+_SAMPLES = {
+    "city": "Paris",
+    "location": "Paris",
+    "place": "Paris",
+    "query": "rivers of France",
+    "name": "Ada",
+}
+_SCALARS: dict[object, object] = {"integer": 3, "number": 1.5, "boolean": True, "null": None}
+_DEPTH_MAX = 6
+
+
+def sample_json(schema: object) -> str:
+    """Return JSON text that fits a schema, as far as types, enums and required members go."""
+    return json.dumps(_sample(schema, "", 0), ensure_ascii=False)
+
+
+def _sample(schema: object, name: str, depth: int) -> object:
+    if not isinstance(schema, Mapping) or depth > _DEPTH_MAX:
+        return {}
+    if "const" in schema:
+        constant: object = schema["const"]
+        return constant
+    for choices in ("enum", "examples"):
+        if isinstance(schema.get(choices), list) and schema[choices]:
+            first: object = schema[choices][0]
+            return first
+    for union in ("anyOf", "oneOf"):
+        if isinstance(schema.get(union), list) and schema[union]:
+            return _sample(schema[union][0], name, depth + 1)
+    kind = schema.get("type")
+    if isinstance(kind, list) and kind:
+        kind = kind[0]
+    if kind == "string":
+        return _SAMPLES.get(name, "a quiet afternoon")
+    if kind == "array":
+        return [_sample(schema.get("items"), name, depth + 1)]
+    return _SCALARS[kind] if kind in _SCALARS else _sample_object(schema, depth)
+
+
+def _sample_object(schema: Mapping[str, Any], depth: int) -> dict[str, object]:
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
+        return {}
+    required = schema.get("required")
+    names = required if isinstance(required, list) and required else list(properties)
+    return {str(key): _sample(properties.get(key), str(key), depth + 1) for key in names}

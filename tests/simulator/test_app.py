@@ -1,0 +1,223 @@
+"""The routes about the server, and how answers behave over time."""
+
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from gateway.simulator import Simulator, SimulatorOptions, running, simulator
+
+Chat = Callable[..., dict[str, Any]]
+Until = Callable[[Callable[[], bool]], Awaitable[None]]
+Events = Callable[[str], list[Any]]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+IMAGE = [{"type": "text", "text": "what is it"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+
+
+def masked(body: str) -> str:
+    """Return a body without what differs from answer to answer."""
+    body = re.sub(r'"id":"(chatcmpl|cmpl|modelperm)-[0-9a-f]{16}"', r'"id":"\1-ID"', body)
+    body = re.sub(r'"(chatcmpl-tool)-[0-9a-f]{16}"', r'"\1-ID"', body)
+    body = re.sub(r'"created":\d{10}', '"created":0', body)
+    return re.sub(r'"vllm-0.32.0-[0-9a-f]{8}"', '"FP"', body)
+
+
+async def post(client: httpx.AsyncClient, body: object, path: str = "/v1/chat/completions") -> httpx.Response:
+    return await client.post(path, json=body)
+
+
+# ------------------------------------------------------------------ about the server
+
+
+async def test_models_names_the_window(client: httpx.AsyncClient) -> None:
+    card = (await client.get("/v1/models")).json()["data"][0]
+
+    assert list(card) == [
+        "id", "object", "created", "owned_by", "root", "parent", "max_model_len", "permission",
+    ]  # fmt: skip
+    assert (card["id"], card["max_model_len"]) == ("gemma-4-31b-it", 4096)
+
+
+async def test_small_routes(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/version")).json() == {"version": "0.32.0"}
+    assert (await client.get("/load")).json() == {"server_load": 0}
+    assert (await client.get("/health")).content == (await client.post("/ping")).content == b""
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {},
+        {"tools": [WEATHER]},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+        {"text": "river stone " * 900},
+        {"text": "5 € für 12 Äpfel, bitte!\n\n\t{}"},
+    ],
+    ids=["plain", "tools", "thinking", "long", "mixed"],
+)
+async def test_tokenize_agrees_with_usage(
+    client: httpx.AsyncClient, chat: Chat, members: dict[str, Any]
+) -> None:
+    body = chat(members.pop("text", "Name a river."), **members)
+    counted = (await post(client, {**body, "return_token_strs": True}, "/tokenize")).json()
+    usage = (await post(client, {**body, "max_tokens": 1})).json()["usage"]
+
+    assert counted["count"] == len(counted["tokens"]) == len(counted["token_strs"]) == usage["prompt_tokens"]
+    assert counted["max_model_len"] == 4096
+
+
+async def test_tokens_read_back(client: httpx.AsyncClient) -> None:
+    tokens = (await post(client, {"prompt": "Name a river."}, "/tokenize")).json()
+    text = (await post(client, {"tokens": tokens["tokens"]}, "/detokenize")).json()
+
+    assert tokens["count"] == 5
+    assert tokens["token_strs"] is None
+    assert text == {"prompt": "<bos>Name a river."}
+
+
+async def test_tokenize_has_no_length_limit_but_knows_its_models(client: httpx.AsyncClient) -> None:
+    assert (await post(client, {"prompt": "river " * 50_000}, "/tokenize")).json()["count"] > 50_000
+    assert (await post(client, {"model": "gpt-5", "prompt": "a"}, "/tokenize")).status_code == 404
+    assert (await post(client, {}, "/tokenize")).status_code == 400
+
+
+async def test_metrics_follow_the_engine(client: httpx.AsyncClient, chat: Chat) -> None:
+    await post(client, chat(max_tokens=10))
+    await post(client, {"messages": []})
+    page = await client.get("/metrics")
+    lines = page.text.splitlines()
+    labels = 'engine="0",model_name="gemma-4-31b-it"'
+
+    assert page.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
+    for line in (
+        f"vllm:num_requests_running{{{labels}}} 0.0",
+        f"vllm:num_requests_waiting{{{labels}}} 0.0",
+        f'vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} 0.0',
+        f"vllm:kv_cache_usage_perc{{{labels}}} 0.0",
+        f"vllm:prompt_tokens_total{{{labels}}} 17.0",
+        f"vllm:generation_tokens_total{{{labels}}} 10.0",
+        f"vllm:num_preemptions_total{{{labels}}} 0.0",
+        f"vllm:time_to_first_token_seconds_count{{{labels}}} 1.0",
+        f'vllm:time_to_first_token_seconds_bucket{{{labels},le="+Inf"}} 1.0',
+        f"vllm:request_generation_tokens_sum{{{labels}}} 10.0",
+        'vllm:request_success_total{engine="0",finished_reason="length",model_name="gemma-4-31b-it"} 1.0',
+        'http_requests_total{handler="/v1/chat/completions",method="POST",status="2xx"} 1.0',
+        'http_requests_total{handler="/v1/chat/completions",method="POST",status="4xx"} 1.0',
+    ):
+        assert line in lines
+    assert 'kv_cache_max_concurrency="' in page.text
+    assert any(line.startswith("process_start_time_seconds 1") for line in lines)
+
+
+# ------------------------------------------------------------------ behaviour over time
+
+
+async def test_the_status_comes_at_admission_and_nothing_before_the_first_token(
+    options: SimulatorOptions, chat: Chat, until: Until
+) -> None:
+    one_at_a_time = replace(options.profile, flags=replace(options.profile.flags, max_num_seqs=1))
+    async with (
+        simulator(replace(options, profile=one_at_a_time)) as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+        client.stream(
+            "POST", "/v1/chat/completions", json=chat(stream=True, max_tokens=4_000, ignore_eos=True)
+        ) as first,
+    ):
+        assert first.status_code == 200
+        first_chunks = first.aiter_raw()
+        await anext(first_chunks)
+        server.host.hang()
+        async with client.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as second:
+            assert second.status_code == 200
+            await until(lambda: server.host.engine.waiting == 1)
+            assert (await client.get("/load")).json() == {"server_load": 2}
+            metrics = (await client.get("/metrics")).text
+            assert 'vllm:num_requests_waiting{engine="0",model_name="gemma-4-31b-it"} 1.0' in metrics
+            assert 'vllm:num_requests_running{engine="0",model_name="gemma-4-31b-it"} 1.0' in metrics
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_the_first_token_pays_the_overhead(options: SimulatorOptions, chat: Chat, stream: bool) -> None:
+    slow = replace(options.profile, perf=replace(options.profile.perf, overhead_s=20.0))
+    async with running(replace(options, profile=slow)) as url, httpx.AsyncClient(base_url=url) as client:
+        before = anyio.current_time()
+        answer = await post(client, chat(max_tokens=1, stream=stream))
+
+        assert answer.status_code == 200
+        assert anyio.current_time() - before >= 20 / options.speed
+
+
+async def test_all_streams_of_a_server_get_their_tokens_in_the_same_step(
+    server: Simulator, client: httpx.AsyncClient, chat: Chat, until: Until
+) -> None:
+    steps: list[set[int]] = []
+    inner = server.host._hand_out
+
+    def note(result: Any, now: float) -> None:
+        steps.append({number for number, _ in result.emitted})
+        inner(result, now)
+
+    server.host._hand_out = note  # type: ignore[method-assign]
+    server.host.hang()
+    async with anyio.create_task_group() as tasks:
+        for index in range(5):
+            tasks.start_soon(post, client, chat(f"{index}", max_tokens=30, ignore_eos=True))
+        await until(lambda: len(server.host.answers) == 5)
+        server.host.resume()
+
+    assert {0, 1, 2, 3, 4} in steps
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_a_client_that_leaves_stops_the_work(
+    server: Simulator, client: httpx.AsyncClient, chat: Chat, until: Until, stream: bool
+) -> None:
+    body = chat(max_tokens=4_000, ignore_eos=True, stream=stream)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(post, client, body)
+        await until(lambda: server.host.engine.running == 1)
+        tasks.cancel_scope.cancel()
+    await until(lambda: not server.load)
+
+    assert (server.host.engine.running, server.host.engine.waiting, server.host.engine.kv_usage) == (
+        0,
+        0,
+        0.0,
+    )
+    aborted = 'finished_reason="abort",model_name="gemma-4-31b-it"} 0.0'
+    assert aborted in (await client.get("/metrics")).text
+
+
+async def test_a_full_server_answers_503(options: SimulatorOptions, chat: Chat, until: Until) -> None:
+    async with (
+        simulator(replace(options, max_num_queued_reqs=1)) as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+    ):
+        server.host.hang()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(post, client, chat(max_tokens=5))
+            await until(lambda: server.load == 1)
+            refused = await post(client, chat(stream=True))
+            metrics = (await client.get("/metrics")).text
+            server.host.resume()
+
+    assert refused.status_code == 503
+    assert "retry-after" not in refused.headers
+    assert refused.json()["error"] == {
+        "message": "The engine is currently busy and cannot accept new requests. "
+        "Please try again later or on a different instance.",
+        "type": "Service Unavailable",
+        "param": None,
+        "code": 503,
+    }
+    assert 'reason="max_num_queued_reqs"} 1.0' in metrics

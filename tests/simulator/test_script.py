@@ -1,0 +1,129 @@
+"""What an answer will be, token by token."""
+
+import json
+import random
+
+import pytest
+
+from gateway.simulator.script import TOOL_STOP, Script, Wanted, as_content, sample_json, write
+
+
+def script(wanted: Wanted, seed: int = 1) -> Script:
+    return write(wanted, random.Random(seed), answer_tokens=200, thought_tokens=450)
+
+
+def test_an_answer_ends_by_itself_at_the_end_of_a_sentence() -> None:
+    answer = script(Wanted(4096))
+
+    assert answer.finish_reason == "stop"
+    assert answer.tokens[-1] == ""
+    assert answer.content(0, len(answer.tokens)).endswith(".")
+
+
+def test_answers_are_about_200_tokens_and_thinking_ones_600_and_more() -> None:
+    plain = sorted(len(script(Wanted(9_999), seed).tokens) for seed in range(200))
+    thinking = sorted(len(script(Wanted(9_999, thinking=True), seed).tokens) for seed in range(200))
+
+    assert 180 < plain[100] < 240
+    assert plain[0] < 100 < 400 < plain[-1]
+    assert 600 < thinking[100] < 900
+
+
+def test_the_same_dice_say_the_same() -> None:
+    assert script(Wanted(500), 7) == script(Wanted(500), 7)
+    assert script(Wanted(500), 7) != script(Wanted(500), 8)
+
+
+def test_the_limit_cuts() -> None:
+    assert len(script(Wanted(12)).tokens) == 12
+    assert script(Wanted(12)).finish_reason == "length"
+
+
+def test_without_an_end_token_the_limit_is_reached() -> None:
+    answer = script(Wanted(3_000, ignore_eos=True))
+
+    assert (len(answer.tokens), answer.finish_reason) == (3_000, "length")
+    assert "" not in answer.tokens[:-1]
+
+
+def test_min_tokens_are_reached() -> None:
+    assert len(script(Wanted(4_096, tokens_min=1_500)).tokens) > 1_500
+
+
+def test_a_thought_counts_all_but_its_opening_marker() -> None:
+    thought = script(Wanted(6, thinking=True))
+
+    assert thought.thought_tokens(6) == 5
+    assert thought.thought(0, 6) != ""
+    assert thought.content(0, 6) == ""
+
+
+def test_thought_and_answer_are_apart() -> None:
+    both = script(Wanted(4_096, thinking=True))
+    end = len(both.tokens)
+
+    assert both.thought(0, end) and both.content(0, end)
+    assert both.thought(0, end) + both.content(0, end) == "".join(both.tokens)
+    assert as_content(both).content(0, end) == "".join(both.tokens)
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["cut-off", "kept"])
+def test_a_stop_string_ends_the_answer(keep: bool) -> None:
+    whole = script(Wanted(4_096)).content(0, 4_096)
+    stop = whole[40:47]
+    at = whole.find(stop)
+
+    stopped = script(Wanted(4_096, stops=("no such thing", stop), keep_stop=keep))
+
+    assert stopped.content(0, len(stopped.tokens)) == whole[: at + len(stop) * keep]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
+
+
+def test_a_tool_call_ends_with_the_token_that_asks_for_its_result() -> None:
+    call = script(Wanted(100, tool=("get_weather", '{"city": "Paris"}')))
+
+    assert 0 < call.tool_name_at < call.tool_arguments_at < len(call.tokens)
+    assert (call.finish_reason, call.stop_reason) == ("tool_calls", TOOL_STOP)
+
+
+def test_a_tool_call_can_be_cut() -> None:
+    call = script(Wanted(3, tool=("get_weather", '{"city": "Paris"}')))
+
+    assert (len(call.tokens), call.finish_reason, call.stop_reason) == (3, "length", None)
+
+
+def test_json_text_is_said_as_it_is() -> None:
+    answer = script(Wanted(100, json_text='{"a": 1}'))
+
+    assert answer.content(0, 100) == '{"a": 1}'
+
+
+SCHEMAS = [
+    pytest.param({"type": "string"}, "a quiet afternoon", id="string"),
+    pytest.param({"type": "integer"}, 3, id="integer"),
+    pytest.param({"type": ["number", "null"]}, 1.5, id="union-of-types"),
+    pytest.param({"enum": ["b", "a"]}, "b", id="enum"),
+    pytest.param({"const": 5}, 5, id="const"),
+    pytest.param({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, True, id="any-of"),
+    pytest.param({"type": "array", "items": {"type": "null"}}, [None], id="array"),
+    pytest.param(
+        {"type": "object", "properties": {"city": {"type": "string"}, "x": {}}, "required": ["city"]},
+        {"city": "Paris"},
+        id="required-members-only",
+    ),
+    pytest.param({"type": "object", "properties": {"n": {"type": "integer"}}}, {"n": 3}, id="all-members"),
+    pytest.param({}, {}, id="anything"),
+    pytest.param(None, {}, id="no-schema"),
+]
+
+
+@pytest.mark.parametrize(("schema", "value"), SCHEMAS)
+def test_sample_fits_the_schema(schema: object, value: object) -> None:
+    assert json.loads(sample_json(schema)) == value
+
+
+def test_a_schema_that_contains_itself_ends() -> None:
+    schema: dict[str, object] = {"type": "object", "properties": {}}
+    schema["properties"] = {"child": schema}
+
+    assert json.loads(sample_json(schema))["child"]["child"]
