@@ -34,7 +34,7 @@ from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.recorder import Recorders
-from gateway.tokenizer import open_estimator
+from gateway.tokenizer import PromptEstimator, open_estimator
 from gateway.upstream.client import HttpxUpstream
 from gateway.upstream.probes import Prober
 
@@ -89,6 +89,7 @@ class Gateway:
         )
         self.upstream = HttpxUpstream(backends.values(), secrets=secrets, tls=tls)
         self.estimator = open_estimator(settings.vocab)
+        _say_how_it_counts(self.estimator)
         drift = DriftTracker()
         self.metrics = Metrics(
             backends=lambda: self.policy.backends,
@@ -237,6 +238,16 @@ async def serve(
 async def _cancel_on_next(signals: AsyncIterator[signal.Signals], tasks: TaskGroup) -> None:
     await anext(signals)
     tasks.cancel_scope.cancel()
+
+
+def _say_how_it_counts(estimator: PromptEstimator) -> None:
+    vocabulary = estimator.vocabulary
+    if vocabulary is None:
+        log.warning("prompts are counted approximately: a vocabulary would make counts exact")
+        return
+    log.info("vocabulary: %d entries, sha256 %s", vocabulary.entries, vocabulary.sha256)
+    for warning in vocabulary.warnings:
+        log.warning("vocabulary: %s", warning)
 
 
 def _health_rules(settings: Settings) -> HealthRules:

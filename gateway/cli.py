@@ -18,6 +18,8 @@ import rich_click as click
 
 from gateway import __version__
 from gateway.core.errors import ConfigError, GatewayError
+from gateway.demo.command import demo
+from gateway.simulator.command import simulate
 
 if TYPE_CHECKING:
     from gateway.app import Running
@@ -43,6 +45,10 @@ def main() -> None:
 
     New here? `gemma-gateway demo` shows everything on this machine, without a GPU.
     """
+
+
+main.add_command(demo)
+main.add_command(simulate)
 
 
 @main.command()
@@ -192,6 +198,8 @@ def vocab_build(tokenizer_json: Path, out: Path) -> None:
     built = _usable(lambda: tokenizer.build(tokenizer_json, out))
     click.echo(f"{out}: {built.entries} entries, {built.bytes} bytes, {built.seconds:.1f} s")
     click.echo(f"sha256 {built.sha256}")
+    for warning in built.warnings:
+        click.echo(f"{click.style('warning', fg='yellow')}: {warning}")
     click.echo(f"use it in the configuration: tokenizer: {{vocab: {out}}}")
 
 

@@ -226,6 +226,9 @@ def _turn(raw: msgspec.Raw, where: str, rules: WireRules) -> Turn:
     else:
         raise InvalidRequest("`content` must be a string or an array of parts.", param=f"{where}.content")
     calls = tuple(_call(call) for call in message.get("tool_calls") or () if isinstance(call, dict))
+    if calls:  # the template keeps a thought only where a tool call came of it
+        thought = message.get("reasoning") or message.get("reasoning_content")
+        texts = [*texts, thought] if isinstance(thought, str) else texts
     return Turn(role=role, texts=tuple(texts), tool_calls=calls, images=images, audios=audios)
 
 

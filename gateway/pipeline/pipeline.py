@@ -31,6 +31,7 @@ from gateway.core.values import (
     Candidate,
     CountMode,
     Demand,
+    Endpoint,
     Exclusion,
     Policy,
     TrafficClass,
@@ -250,8 +251,9 @@ class Pipeline:
         request, decision = passage.incoming.request, passage.decision
         self._prefixes.remember(request.prefixes, candidate.backend)
         model = passage.policy.model(request.model)
-        if decision is None or model is None or passage.usage is None:
-            return
+        several_prompts = request.endpoint is Endpoint.COMPLETIONS and request.choices > 1
+        if decision is None or model is None or passage.usage is None or several_prompts:
+            return  # the usage of several prompts is their sum, and says nothing of one
         actual = passage.usage.prompt_tokens
         self._estimator.observe(request.prompt, decision.estimate, actual)
         self._drift.observe(candidate.backend, request.prompt, model.template, decision.estimate, actual)

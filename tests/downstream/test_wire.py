@@ -97,6 +97,20 @@ def test_tool_calls_in_history_are_counted() -> None:
     assert turns == (Turn("assistant", (), tool_calls=(("f", '{"a": 1}'),)),)
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_a_thought_in_history_counts_where_a_tool_call_came_of_it(name: str) -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    history = [
+        {"role": "assistant", "content": "a", name: "hm", "tool_calls": calls},
+        {"role": "assistant", "content": "b", name: "dropped"},
+    ]
+
+    with_call, without = chat(messages=history).request.prompt.turns
+
+    assert with_call.texts == ("a", "hm")
+    assert without.texts == ("b",)
+
+
 def test_a_requests_own_image_budget_is_honoured() -> None:
     budget = {"max_soft_tokens": 1120}
 

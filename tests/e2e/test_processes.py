@@ -69,7 +69,7 @@ async def addresses(gateway: Process) -> tuple[str, str]:
 def mixed(dice: random.Random) -> dict[str, Any]:
     """Return one request of a mixed stream."""
     kind = dice.choices(["chat", "document", "reasoning", "too_long"], [80, 8, 10, 2])[0]
-    words = {"chat": 60, "document": 20_000, "reasoning": 40, "too_long": 300_000}[kind]
+    words = {"chat": 60, "document": 40_000, "reasoning": 40, "too_long": 300_000}[kind]
     text = " ".join(dice.choices(WORDS, k=dice.randint(words // 2, words) if kind != "too_long" else words))
     return {
         "model": dice.choice(["gemma-4", "google/gemma-4-31B-it"]),
