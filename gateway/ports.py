@@ -12,7 +12,6 @@ from gateway.core.health import BackendStatus, Outcome
 from gateway.core.usage import AttemptRecord, RequestRecord
 from gateway.core.values import (
     Backend,
-    Demand,
     Endpoint,
     Estimate,
     Exclusion,
@@ -90,8 +89,14 @@ class Ledger(Protocol):
     def load(self, backend_id: str) -> Load:
         """Return what is in flight on a backend: a snapshot, possibly stale by the time it is read."""
 
-    async def acquire(self, backend: Backend, demand: Demand) -> Slot | Exclusion:
-        """Take a place, or return why not (AT_KNEE, KV_FULL or a permanent reason). Never raises for load."""
+    async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
+        """Take a place if the backend then holds no more than `limits`; else say which counter is full.
+
+        Compared counter by counter; the check and the taking are one. Never raises for load.
+        """
+
+    async def answered(self, slot: Slot) -> None:
+        """Note that a slot's request has had its first token: its prompt is work outstanding no more."""
 
     async def release(self, slot: Slot) -> None:
         """Give a place back. Releasing the same slot twice changes nothing."""

@@ -14,7 +14,9 @@ Pure: no clock, no I/O. The store applies the same limits atomically, and a cont
 two to one table of cases.
 """
 
-from gateway.core.values import Capacity, Demand, Exclusion, Load
+from collections.abc import Mapping
+
+from gateway.core.values import UNLIMITED, Capacity, Demand, Exclusion, Load
 
 WHOLE = 1_000_000
 """A backend's knee in units of `Load.share`."""
@@ -28,13 +30,49 @@ def knee_seqs(capacity: Capacity, prompt_tokens: int) -> int:
     return capacity.knee[-1].seqs
 
 
-def load_of(capacity: Capacity, demand: Demand) -> Load:
+def claim(capacity: Capacity, demand: Demand) -> Load:
     """Return what a request takes of a backend while it runs there."""
     knee = knee_seqs(capacity, demand.prompt_tokens)
     # Floor division lets exactly `knee` sequences fit, for every knee below 1,000.
     share = demand.seqs * (WHOLE // knee)
     blocks = 0 if capacity.kv is None else demand.seqs * capacity.kv.blocks(demand.total_tokens)
     return Load(seqs=demand.seqs, share=share, kv_blocks=blocks)
+
+
+def limits(capacity: Capacity) -> Load:
+    """Return the most a backend may hold, counter by counter."""
+    planned = blocks_planned(capacity)
+    return Load(
+        seqs=UNLIMITED,
+        share=WHOLE,
+        kv_blocks=UNLIMITED if planned is None else planned,
+        long_seqs=UNLIMITED,
+        long_unanswered=UNLIMITED,
+        prefill_ms=UNLIMITED,
+    )
+
+
+COUNTERS: Mapping[str, Exclusion] = {
+    "seqs": Exclusion.AT_KNEE,
+    "share": Exclusion.AT_KNEE,
+    "kv_blocks": Exclusion.KV_FULL,
+    "long_seqs": Exclusion.LONG_FULL,
+    "long_unanswered": Exclusion.LONG_PREFILL,
+    "prefill_ms": Exclusion.PREFILL_BUSY,
+}
+"""Each counter of `Load`, and what it means when it is the one that is full. In the order of checking."""
+
+
+def full(load: Load, wanted: Load, most: Load) -> Exclusion | None:
+    """Return the first counter that `wanted` on top of `load` would take above `most`, or None.
+
+    A counter that `wanted` does not touch is not checked: a chat is not refused for documents that run.
+    """
+    for name, reason in COUNTERS.items():
+        extra = getattr(wanted, name)
+        if extra and getattr(load, name) + extra > getattr(most, name):
+            return reason
+    return None
 
 
 def blocks_planned(capacity: Capacity) -> int | None:
@@ -51,7 +89,7 @@ def misfit(capacity: Capacity, demand: Demand) -> Exclusion | None:
     if demand.seqs > knee_seqs(capacity, demand.prompt_tokens):
         return Exclusion.SEQS_EXCEEDED
     planned = blocks_planned(capacity)
-    if planned is not None and load_of(capacity, demand).kv_blocks > planned:
+    if planned is not None and claim(capacity, demand).kv_blocks > planned:
         return Exclusion.KV_EXCEEDED
     return None
 
@@ -64,13 +102,7 @@ def refusal(capacity: Capacity, load: Load, demand: Demand) -> Exclusion | None:
     never = misfit(capacity, demand)
     if never is not None:
         return never
-    wanted = load_of(capacity, demand)
-    if load.share + wanted.share > WHOLE:
-        return Exclusion.AT_KNEE
-    planned = blocks_planned(capacity)
-    if planned is not None and load.kv_blocks + wanted.kv_blocks > planned:
-        return Exclusion.KV_FULL
-    return None
+    return full(load, claim(capacity, demand), limits(capacity))
 
 
 def retry_after_s(load: Load, residence_s: float, ahead: int = 0) -> float:

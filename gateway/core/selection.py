@@ -76,7 +76,7 @@ def _fit(demand: Demand, view: BackendView) -> Objection | None:
                 f"wants {demand.seqs} sequences, knee {admission.knee_seqs(capacity, demand.prompt_tokens)}",
             )
         case reason:
-            blocks = admission.load_of(capacity, demand).kv_blocks
+            blocks = admission.claim(capacity, demand).kv_blocks
             return reason, f"needs {blocks} KV blocks of {admission.blocks_planned(capacity)}"
 
 
@@ -134,7 +134,7 @@ FILTERS: Mapping[str, Filter] = {
 
 
 def _spare_knee(demand: Demand, view: BackendView, _: Sequence[BackendView]) -> float:
-    wanted = admission.load_of(view.capacity, demand).share
+    wanted = admission.claim(view.capacity, demand).share
     return max(0.0, 1 - (view.load.share + wanted) / admission.WHOLE)
 
 

@@ -390,17 +390,55 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the gateway has on a backend right now.
+    """Counters of a backend: what is in flight there, what one request takes of it, or what it may hold.
+
+    All integers, so that every store adds them up to the same sums. The last two end with the first
+    token, the others with the last.
 
     Attributes:
-        seqs: Sequences in flight.
+        seqs: Sequences.
         share: How much of the knee they use, in millionths (see core/admission.py).
-        kv_blocks: Blocks reserved for them.
+        kv_blocks: KV blocks reserved for them.
+        long_seqs: Sequences with a long prompt.
+        long_unanswered: Those of them that have not had their first token.
+        prefill_ms: Prompt work outstanding, as the backend's latency model predicts it.
     """
 
     seqs: int = 0
     share: int = 0
     kv_blocks: int = 0
+    long_seqs: int = 0
+    long_unanswered: int = 0
+    prefill_ms: int = 0
+
+    def __add__(self, other: "Load") -> "Load":
+        return Load(
+            self.seqs + other.seqs,
+            self.share + other.share,
+            self.kv_blocks + other.kv_blocks,
+            self.long_seqs + other.long_seqs,
+            self.long_unanswered + other.long_unanswered,
+            self.prefill_ms + other.prefill_ms,
+        )
+
+    def __sub__(self, other: "Load") -> "Load":
+        return Load(
+            self.seqs - other.seqs,
+            self.share - other.share,
+            self.kv_blocks - other.kv_blocks,
+            self.long_seqs - other.long_seqs,
+            self.long_unanswered - other.long_unanswered,
+            self.prefill_ms - other.prefill_ms,
+        )
+
+    @property
+    def after_first_token(self) -> "Load":
+        """The same once the prompt has been answered."""
+        return Load(self.seqs, self.share, self.kv_blocks, self.long_seqs)
+
+
+UNLIMITED = 2**53 - 1
+"""A counter without a limit: the largest integer that every store counts exactly."""
 
 
 class Exclusion(StrEnum):
@@ -415,6 +453,9 @@ class Exclusion(StrEnum):
     DRAINING = "draining"  # the operator or the engine is emptying it
     AT_KNEE = "at_knee"  # full right now
     KV_FULL = "kv_full"  # no blocks right now
+    LONG_FULL = "long_full"  # as many long documents as it may have
+    LONG_PREFILL = "long_prefill"  # it is reading a long document: one at a time
+    PREFILL_BUSY = "prefill_busy"  # too much prompt work outstanding
     FAILED = "failed"  # it was tried for this very request
 
     @property

@@ -5,7 +5,7 @@ the next backend or become a real status. One cancel scope carries every time li
 moved as the attempt goes from waiting to streaming.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
 
@@ -50,9 +50,18 @@ class Attempt:
     """A try on one backend. `run` it once; `give_up` may be called meanwhile."""
 
     def __init__(
-        self, passage: Passage, candidate: Candidate, backend: Backend, served_model: str, clock: Clock
+        self,
+        passage: Passage,
+        candidate: Candidate,
+        backend: Backend,
+        served_model: str,
+        clock: Clock,
+        on_answer: Callable[[], Awaitable[None]],
     ) -> None:
-        """Prepare a try of `passage` on `backend`, which serves the model as `served_model`."""
+        """Prepare a try of `passage` on `backend`, which serves the model as `served_model`.
+
+        `on_answer` is awaited when the first token has come, before it is passed on.
+        """
         self._passage = passage
         self._candidate = candidate
         self._backend = backend
@@ -60,6 +69,7 @@ class Attempt:
         self._served_model = served_model
         self._names = ModelNames(served_model, passage.incoming.request.model)
         self._clock = clock
+        self._on_answer = on_answer
         self._scope = anyio.CancelScope()
         self._first_byte_at: float | None = None
         self._outcome: Outcome | None = None
@@ -179,8 +189,7 @@ class Attempt:
                 if not reader.has_content:
                     continue
                 ready = held
-                self._first_byte_at = passage.first_byte_at = self._clock.now()
-                await passage.start(200, SSE_HEADERS)
+                await self._answer(SSE_HEADERS)
             if ready:
                 passage.chunks += 1
                 await passage.downstream.send(ready)
@@ -204,12 +213,18 @@ class Attempt:
             raise self._stopped()
         passage = self._passage
         passage.usage = answer.usage
-        self._first_byte_at = passage.first_byte_at = self._clock.now()
         body = self._names.in_json(body)
-        headers = ((b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))
-        await passage.start(200, headers)
+        await self._answer(
+            ((b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))
+        )
         passage.chunks = 1
         await passage.downstream.send(body)
+
+    async def _answer(self, headers: Headers) -> None:
+        """Start the response: the first token has come, and with it the point of no return."""
+        self._first_byte_at = self._passage.first_byte_at = self._clock.now()
+        await self._on_answer()
+        await self._passage.start(200, headers)
 
     # -------------------------------------------------------------- failures
 

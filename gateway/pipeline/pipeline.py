@@ -7,10 +7,11 @@ It is cancelled as a whole when the caller leaves, and then everything is given 
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 
-from gateway.core import classification, retry, selection
+from gateway.core import admission, classification, retry, selection
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
     AtCapacity,
@@ -130,7 +131,7 @@ class Pipeline:
                 raise failure or shed from None
             try:
                 async with self._holding(slot):
-                    await self._try(passage, candidate)
+                    await self._try(passage, candidate, slot)
             except UpstreamError as error:
                 if passage.status:
                     await self._break(passage, error)
@@ -192,7 +193,10 @@ class Pipeline:
             if candidate.excluded is not None:
                 continue
             # The ranking is a snapshot; this is the check.
-            slot = await self._ledger.acquire(views[candidate.backend].backend, demand)
+            capacity = views[candidate.backend].capacity
+            slot = await self._ledger.acquire(
+                candidate.backend, admission.claim(capacity, demand), admission.limits(capacity)
+            )
             if isinstance(slot, Slot):
                 return candidate, slot
             refused.append(slot)
@@ -232,11 +236,12 @@ class Pipeline:
 
     # -------------------------------------------------------------- relay, account
 
-    async def _try(self, passage: Passage, candidate: Candidate) -> None:
+    async def _try(self, passage: Passage, candidate: Candidate, slot: Slot) -> None:
         backend = passage.policy.backends[candidate.backend]
         status = self._fleet.statuses().get(backend.id, _UNKNOWN)
         served = served_name(backend.model, status) or passage.incoming.request.model
-        attempt = Attempt(passage, candidate, backend, served, self._clock)
+        on_answer = partial(self._ledger.answered, slot)
+        attempt = Attempt(passage, candidate, backend, served, self._clock, on_answer)
         running = self._running.setdefault(backend.id, set())
         running.add(attempt)
         try:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import count
 
 from gateway.core import admission
-from gateway.core.values import Backend, Demand, Exclusion, Load
+from gateway.core.values import Exclusion, Load
 from gateway.ports import Slot
 
 
@@ -12,7 +12,8 @@ class MemoryLedger:
     """`ports.Ledger` in memory. State changes with no `await` between check and change."""
 
     def __init__(self) -> None:
-        self._held: dict[str, dict[str, Load]] = {}
+        """Start with nothing in flight."""
+        self._held: dict[str, Load] = {}  # per slot id, what it takes at the moment
         self._sums: dict[str, Load] = {}
         self._ids = count(1)
 
@@ -24,30 +25,28 @@ class MemoryLedger:
         """Return what is in flight on every backend that was ever used."""
         return dict(self._sums)
 
-    async def acquire(self, backend: Backend, demand: Demand) -> Slot | Exclusion:
+    async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """See `ports.Ledger.acquire`."""
-        reason = admission.refusal(backend.capacity, self.load(backend.id), demand)
+        reason = admission.full(self.load(backend_id), claim, limits)
         if reason is not None:
             return reason
-        slot = Slot(
-            id=str(next(self._ids)), backend=backend.id, load=admission.load_of(backend.capacity, demand)
-        )
-        self._held.setdefault(backend.id, {})[slot.id] = slot.load
-        self._sums[backend.id] = _plus(self.load(backend.id), slot.load, 1)
+        slot = Slot(id=str(next(self._ids)), backend=backend_id, load=claim)
+        self._held[slot.id] = claim
+        self._sums[backend_id] = self.load(backend_id) + claim
         return slot
+
+    async def answered(self, slot: Slot) -> None:
+        """See `ports.Ledger.answered`."""
+        held = self._held.get(slot.id)
+        if held is not None:
+            self._held[slot.id] = held.after_first_token
+            self._sums[slot.backend] += held.after_first_token - held
 
     async def release(self, slot: Slot) -> None:
         """See `ports.Ledger.release`."""
-        if self._held.get(slot.backend, {}).pop(slot.id, None) is not None:
-            self._sums[slot.backend] = _plus(self.load(slot.backend), slot.load, -1)
+        held = self._held.pop(slot.id, None)
+        if held is not None:
+            self._sums[slot.backend] -= held
 
 
 _NOTHING = Load()
-
-
-def _plus(one: Load, other: Load, sign: int) -> Load:
-    return Load(
-        seqs=one.seqs + sign * other.seqs,
-        share=one.share + sign * other.share,
-        kv_blocks=one.kv_blocks + sign * other.kv_blocks,
-    )

@@ -22,7 +22,7 @@ def demand(prompt: int = 1_000, total: int | None = None, seqs: int = 1) -> Dema
 
 
 def filled(capacity: Capacity, prompt: int, seqs: int) -> Load:
-    one = admission.load_of(capacity, demand(prompt))
+    one = admission.claim(capacity, demand(prompt))
     return Load(seqs=seqs, share=seqs * one.share, kv_blocks=seqs * one.kv_blocks)
 
 
@@ -77,7 +77,7 @@ def test_refusal(load: Load, wanted: Demand, reason: Exclusion | None) -> None:
 
 
 def test_where_kv_is_not_counted_the_engine_judges() -> None:
-    assert admission.load_of(UNCOUNTED, demand(30_000)).kv_blocks == 0
+    assert admission.claim(UNCOUNTED, demand(30_000)).kv_blocks == 0
     assert admission.blocks_planned(UNCOUNTED) is None
     assert admission.refusal(UNCOUNTED, Load(seqs=63, share=63 * 15_625), demand(30_000)) is None
 

@@ -9,6 +9,7 @@ import anyio
 import pytest
 from support.world import Caller, Script, World
 
+from gateway.core import admission
 from gateway.core.errors import (
     AtCapacity,
     BackendRejected,
@@ -405,9 +406,10 @@ async def test_a_prompt_that_fits_nowhere_is_refused_in_words_that_sdks_recognis
     assert world.upstream.targets == []
 
 
-async def fill(world: World, name: str) -> list[Slot]:
-    demand = Demand(seqs=1, prompt_tokens=10, total_tokens=20)
-    slots = [await world.ledger.acquire(world.policy.backends[name], demand) for _ in range(2)]
+async def fill(world: World, name: str, seqs: int = 2) -> list[Slot]:
+    capacity = world.policy.backends[name].capacity
+    claim = admission.claim(capacity, Demand(seqs=1, prompt_tokens=10, total_tokens=20))
+    slots = [await world.ledger.acquire(name, claim, admission.limits(capacity)) for _ in range(seqs)]
     return [slot for slot in slots if isinstance(slot, Slot)]
 
 
@@ -484,10 +486,7 @@ async def test_a_request_keeps_the_policy_it_started_with(world: World) -> None:
 
 async def test_a_conversation_returns_to_its_replica(world: World) -> None:
     world.answers(light_0=GOOD, light_1=GOOD)
-    held = await world.ledger.acquire(
-        world.policy.backends["light-0"], Demand(seqs=1, prompt_tokens=1, total_tokens=2)
-    )
-    assert isinstance(held, Slot)
+    (held,) = await fill(world, "light-0", seqs=1)
     await world.run(world.request(prefixes=((1, 1.0),)))
     await world.ledger.release(held)
     world.answers(light_1=GOOD)
