@@ -5,24 +5,17 @@ gateway that serves never loads what only the demo needs.
 """
 
 import json
-import os
 import sys
-from collections.abc import Awaitable, Callable
-from functools import partial
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
+from typing import BinaryIO, NoReturn, TypeVar
 
-import anyio
 import rich_click as click
 
 from gateway import __version__
 from gateway.core.errors import ConfigError, GatewayError
 from gateway.demo.command import demo
 from gateway.simulator.command import simulate
-
-if TYPE_CHECKING:
-    from gateway.app import Running
 
 T = TypeVar("T")
 CONFIG_ENV = "GEMMA_GATEWAY_CONFIG"
@@ -56,20 +49,9 @@ main.add_command(simulate)
 @click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
 def serve(config: Path, log_level: str) -> None:
     """Run the gateway until SIGTERM, then let what runs finish."""
-    from gateway import app, settings
-    from gateway.telemetry import logs
+    from gateway import process
 
-    logs.set_up(log_level)
-
-    def ready(running: "Running") -> None:
-        click.echo(f"gemma-gateway {__version__} serves {running.url}/v1", err=True)
-        if running.admin_url:
-            click.echo(f"operators: {running.admin_url}/admin/backends", err=True)
-
-    loaded = _usable(lambda: settings.load(config))
-    for warning in loaded.warnings:
-        click.echo(f"warning: {warning}", err=True)
-    _usable(lambda: _run(app.serve, loaded, os.environ, ready=ready))
+    sys.exit(process.serve(config, log_level))
 
 
 @main.command()
@@ -119,14 +101,16 @@ def explain(
     The fleet is taken to be idle and healthy, as configured.
     """
     from gateway import explain as explaining
-    from gateway import settings
+    from gateway import process, settings
 
     loaded = _usable(lambda: settings.load(config))
     fields = dict(_header(header) for header in headers)
     body = request_file.read()
     try:
         explanation = _usable(
-            lambda: _run(explaining.explain, loaded, body, completions=completions, key=key, headers=fields)
+            lambda: process.run(
+                explaining.explain, loaded, body, completions=completions, key=key, headers=fields
+            )
         )
     except GatewayError as error:
         _fail(f"the gateway would answer {error.http_status} {error.code}: {error.message}")
@@ -218,15 +202,6 @@ def _usable(action: Callable[[], T]) -> T:
         for line in str(error).splitlines():
             click.echo(f"{click.style('error', fg='red')}: {line}", err=True)
         sys.exit(USAGE)
-
-
-def _run(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
-    """Run a coroutine on uvloop where it is installed."""
-    return anyio.run(partial(function, *args, **kwargs), backend_options={"use_uvloop": _has_uvloop()})
-
-
-def _has_uvloop() -> bool:
-    return find_spec("uvloop") is not None
 
 
 def _fail(message: str) -> NoReturn:

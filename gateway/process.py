@@ -1,0 +1,50 @@
+"""The gateway as a process: what `gemma-gateway serve` runs, from a file's name to an exit status."""
+
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+
+from gateway import __version__, app, settings
+from gateway.core.errors import ConfigError
+from gateway.telemetry import logs
+
+T = TypeVar("T")
+USAGE = 2
+
+
+def serve(config: Path, log_level: str = "info") -> int:
+    """Serve until a signal; return the exit status. What it listens on, and what is wrong, goes to stderr."""
+    logs.set_up(log_level)
+    try:
+        loaded = settings.load(config)
+        for warning in loaded.warnings:
+            _say(f"warning: {warning}")
+        run(app.serve, loaded, os.environ, ready=_announce)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            _say(f"error: {line}")
+        return USAGE
+    return 0
+
+
+def run(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+    """Run a coroutine function to its end, on uvloop where it is installed."""
+    uvloop = find_spec("uvloop") is not None
+    return anyio.run(partial(function, *args, **kwargs), backend_options={"use_uvloop": uvloop})
+
+
+def _announce(running: app.Running) -> None:
+    _say(f"gemma-gateway {__version__} serves {running.url}/v1")
+    if running.admin_url:
+        _say(f"operators: {running.admin_url}/admin/backends")
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
