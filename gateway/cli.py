@@ -6,16 +6,15 @@ gateway that serves never loads what only the demo needs.
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import BinaryIO, NoReturn, TypeVar
+from typing import BinaryIO, ClassVar, NoReturn, TypeVar
 
 import rich_click as click
 
 from gateway import __version__
 from gateway.core.errors import ConfigError, GatewayError
-from gateway.demo.command import demo
-from gateway.simulator.command import simulate
 
 T = TypeVar("T")
 CONFIG_ENV = "GEMMA_GATEWAY_CONFIG"
@@ -32,16 +31,32 @@ config_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class Commands(click.RichGroup):
+    """The commands of this file, and those that live with what they start and are loaded only then."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "demo": "gateway.demo.command",
+        "simulate": "gateway.simulator.command",
+    }
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return every name."""
+        return sorted((*super().list_commands(ctx), *self.elsewhere))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of that name, or None."""
+        if cmd_name not in self.elsewhere:
+            return super().get_command(ctx, cmd_name)
+        command: click.Command = getattr(import_module(self.elsewhere[cmd_name]), cmd_name)
+        return command
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 def main() -> None:
     """One OpenAI-compatible URL in front of a fleet of Gemma 4 servers.
 
     New here? `gemma-gateway demo` shows everything on this machine, without a GPU.
     """
-
-
-main.add_command(demo)
-main.add_command(simulate)
 
 
 @main.command()
