@@ -6,10 +6,11 @@ member, a number's spelling or a nested structure arrives untouched, while a dup
 the object cannot mean one thing here and another there.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,7 +18,27 @@ from gateway.core.errors import InvalidRequest
 from gateway.core.values import Endpoint, Prefixes, Prompt, Request, Turn
 from gateway.ports import Headers
 
-AUDIO_TOKENS_PER_S = 25  # one soft token per 40 ms (docs/measurements.md#prompt-length)
+MODEL_CHARS_MAX = 256
+"""Names are echoed, kept and shown: one longer than this is no name."""
+
+_TEXTS = ("text", "refusal", "thinking")
+_MEDIA = ("image_url", "audio_url", "video_url")
+_PARTS = frozenset(
+    {
+        "",
+        "text",
+        "input_text",
+        "output_text",
+        "refusal",
+        "thinking",
+        "image_url",
+        "input_image",
+        "audio_url",
+        "input_audio",
+    }
+)
+MENDED_BYTES_MAX = 1_048_576
+_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +47,18 @@ class WireRules:
 
     Attributes:
         choices_max: Most choices (`n` times prompts) of one request.
+        messages_max: Most messages, parts of messages and prompts, each; work per item is bounded by it.
+        tools_max: Most tools.
+        token_ids_max: Most tokens of a prompt that comes as ids.
         remote_media: Whether images and audio may be URLs that the backend fetches.
         drop_fields: Members left out because they reach into the engine.
         usage_in_streams: Ask backends for the usage event of every stream.
     """
 
     choices_max: int = 16
+    messages_max: int = 4_096
+    tools_max: int = 1_024
+    token_ids_max: int = 1_048_576
     remote_media: bool = False
     drop_fields: frozenset[str] = frozenset()
     usage_in_streams: bool = True
@@ -70,7 +97,7 @@ def read(
     Raises:
         InvalidRequest: it is not JSON, not an object, or a member the gateway reads has a wrong type.
     """
-    members = _members(body)
+    members = _members(body.removeprefix(_BOM))
     dropped = tuple(sorted(name for name in members if name in rules.drop_fields))
     for name in dropped:
         del members[name]
@@ -78,18 +105,21 @@ def read(
     model = fields.text("model")
     if not model:
         raise InvalidRequest("`model` is required.", param="model")
+    if len(model) > MODEL_CHARS_MAX:
+        raise InvalidRequest(f"`model` is longer than {MODEL_CHARS_MAX} characters.", param="model")
     stream = fields.flag("stream")
-    include_usage = bool(_mapping(fields.any("stream_options")).get("include_usage"))
+    options = _mapping(fields.any("stream_options"))
+    include_usage = bool(options.get("include_usage"))
     chat = endpoint is Endpoint.CHAT
-    prompt, prefixes, prompts = _chat(fields, rules) if chat else _completion(fields)
+    tools = fields.array("tools", most=rules.tools_max)
+    prompt, prefixes, prompts = _chat(fields, tools, rules) if chat else _completion(fields, rules)
     choices = (fields.count("n", least=1) or 1) * prompts
     if choices > rules.choices_max:
         message = f"At most {rules.choices_max} choices per request."
         raise InvalidRequest(message, code="too_many_choices", param="n")
     max_tokens = fields.count("max_completion_tokens", least=1) if chat else None
-    if max_tokens is None:
-        max_tokens = fields.count("max_tokens", least=1)
-    tools = fields.any("tools")
+    if max_tokens is None:  # 0 is legal where only the prompt is scored (`echo`)
+        max_tokens = fields.count("max_tokens", least=1 if chat else 0)
     request = Request(
         endpoint=endpoint,
         model=model,
@@ -101,7 +131,7 @@ def read(
         reasoning=prompt.thinking,
         images=sum(turn.images for turn in prompt.turns),
         audios=sum(turn.audios for turn in prompt.turns),
-        tools=len(tools) if isinstance(tools, list) else 0,
+        tools=len(tools),
         include_usage=include_usage,
         key=key,
         headers=headers or {},
@@ -109,8 +139,7 @@ def read(
     )
     inject = stream and rules.usage_in_streams and not include_usage
     if inject:
-        options = {**_mapping(fields.any("stream_options")), "include_usage": True}
-        members["stream_options"] = msgspec.Raw(msgspec.json.encode(options))
+        members["stream_options"] = msgspec.Raw(msgspec.json.encode({**options, "include_usage": True}))
     del members["model"]
     return WireRequest(
         request=request, forwarded=forwarded, dropped=dropped, usage_injected=inject, members=members
@@ -119,11 +148,35 @@ def read(
 
 def _members(body: bytes) -> dict[str, msgspec.Raw]:
     try:
-        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        return msgspec.json.decode(body, type=_Members)
     except msgspec.ValidationError as error:
-        raise InvalidRequest("The request body must be a JSON object.") from error
+        raise InvalidRequest(
+            "The request body must be a JSON object, of a sensible number of members."
+        ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
+        mended = _without_half_characters(body)
+        if mended is None:
+            message = f"The request body is not valid JSON: {error}."
+            raise InvalidRequest(message, code="invalid_json") from error
+    return _members(mended)
+
+
+def _without_half_characters(body: bytes) -> bytes | None:
+    """Return the body with lone surrogates replaced, as engines replace them; None if that is not its trouble.
+
+    Half an emoji, which JavaScript cuts off, is legal JSON; strict decoders refuse it all the same.
+    """
+    if len(body) > MENDED_BYTES_MAX or b"\\ud" not in body.lower():
+        return None
+    try:
+        text = json.dumps(json.loads(body), ensure_ascii=False, separators=(",", ":"))
+    except (ValueError, RecursionError):
+        return None
+    mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+    return None if mended == body else mended
+
+
+_Members = Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=512)]
 
 
 class _Fields:
@@ -134,11 +187,16 @@ class _Fields:
 
     def raw(self, name: str) -> msgspec.Raw | None:
         raw = self._members.get(name)
-        return None if raw is None or bytes(raw) == b"null" else raw
+        return None if raw is None or bytes(memoryview(raw)[:5]) == b"null" else raw
 
     def any(self, name: str) -> Any:
         raw = self.raw(name)
         return None if raw is None else _decode(raw, name)
+
+    def array(self, name: str, *, most: int) -> list[Any]:
+        """Return an array member, [] where it is absent; its length is known before an item is looked at."""
+        raw = self.raw(name)
+        return [] if raw is None else [_decode(item, name) for item in _items(raw, name, most)]
 
     def text(self, name: str) -> str:
         value = self.any(name)
@@ -156,6 +214,8 @@ class _Fields:
         value = self.any(name)
         if value is None:
             return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InvalidRequest(f"`{name}` must be an integer of at least {least}.", param=name)
         return value
@@ -169,6 +229,17 @@ def _decode(raw: msgspec.Raw, name: str) -> Any:
         raise InvalidRequest(message, code="invalid_json", param=name) from error
 
 
+def _items(raw: msgspec.Raw, name: str, most: int) -> list[msgspec.Raw]:
+    """Return the items of an array, undecoded."""
+    try:
+        items = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"`{name}` must be an array.", param=name) from error
+    if len(items) > most:
+        raise InvalidRequest(f"`{name}` has more than {most} items.", code="too_many_items", param=name)
+    return items
+
+
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
@@ -176,26 +247,23 @@ def _mapping(value: object) -> Mapping[str, Any]:
 # ------------------------------------------------------------------ chat
 
 
-def _chat(fields: _Fields, rules: WireRules) -> tuple[Prompt, Prefixes, int]:
+def _chat(fields: _Fields, tools: Sequence[Any], rules: WireRules) -> tuple[Prompt, Prefixes, int]:
     raw = fields.raw("messages")
     if raw is None:
         raise InvalidRequest("`messages` is required.", param="messages")
-    try:
-        raws = msgspec.json.decode(raw, type=list[msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest("`messages` must be an array.", param="messages") from error
+    raws = _items(raw, "messages", rules.messages_max)
     if not raws:
         raise InvalidRequest("`messages` must not be empty.", param="messages")
     turns = tuple(_turn(message, f"messages.{index}", rules) for index, message in enumerate(raws))
     thinking = bool(_mapping(fields.any("chat_template_kwargs")).get("enable_thinking"))
     effort = fields.any("reasoning_effort")
-    tools = fields.any("tools")
     budget = _mapping(fields.any("mm_processor_kwargs")).get("max_soft_tokens")
+    has_budget = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
     prompt = Prompt(
         turns=turns,
         tools_json=msgspec.json.encode(tools).decode() if tools else "",
         thinking=thinking or (effort is not None and effort != "none"),
-        image_budget=budget if isinstance(budget, int) and budget > 0 else None,
+        image_budget=budget if has_budget else None,
     )
     return prompt, _prefixes(raws), 1
 
@@ -225,7 +293,10 @@ def _turn(raw: msgspec.Raw, where: str, rules: WireRules) -> Turn:
         texts, images, audios = [], 0, 0
     else:
         raise InvalidRequest("`content` must be a string or an array of parts.", param=f"{where}.content")
-    calls = tuple(_call(call) for call in message.get("tool_calls") or () if isinstance(call, dict))
+    listed = message.get("tool_calls")
+    if listed is not None and not isinstance(listed, list):
+        raise InvalidRequest("`tool_calls` must be an array.", param=f"{where}.tool_calls")
+    calls = tuple(_call(call) for call in listed or () if isinstance(call, dict))
     if calls:  # the template keeps a thought only where a tool call came of it
         thought = message.get("reasoning") or message.get("reasoning_content")
         texts = [*texts, thought] if isinstance(thought, str) else texts
@@ -240,32 +311,42 @@ def _call(call: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _parts(content: Sequence[object], where: str, rules: WireRules) -> tuple[list[str], int, int]:
+    if len(content) > rules.messages_max:
+        message = f"A message has more than {rules.messages_max} parts."
+        raise InvalidRequest(message, code="too_many_items", param=where)
     texts: list[str] = []
     images = audios = 0
     for index, part in enumerate(content):
         if isinstance(part, str):
             texts.append(part)
             continue
-        fields = _mapping(part)
-        kind = str(fields.get("type", ""))
-        if "video" in kind:
-            message = "Video is not supported."
-            raise InvalidRequest(message, code="unsupported_content", param=f"{where}.{index}")
-        if "image" in kind or "image_url" in fields:
-            images += 1
-            _check_source(fields.get("image_url"), f"{where}.{index}", rules)
-        elif "audio" in kind:
-            audios += 1
-            _check_source(fields.get("audio_url"), f"{where}.{index}", rules)
-        elif isinstance(fields.get("text"), str):
-            texts.append(fields["text"])
+        fields = _known_part(part, f"{where}.{index}")
+        # Engines go by the keys of a part as much as by its type, so all of them count.
+        texts += [fields[name] for name in _TEXTS if isinstance(fields.get(name), str)]
+        for name in _MEDIA:
+            if fields.get(name) is not None:
+                _check_source(name, fields[name], f"{where}.{index}", rules)
+        images += fields.get("image_url") is not None
+        audios += fields.get("audio_url") is not None or fields.get("input_audio") is not None
     return texts, images, audios
 
 
-def _check_source(source: object, where: str, rules: WireRules) -> None:
+def _known_part(part: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(part, Mapping):
+        raise InvalidRequest("A part of a message must be an object.", param=where)
+    kind = part.get("type", "")
+    if "video_url" in part or kind not in _PARTS:
+        message = f"Parts of type {str(kind)[:40]!r} are not supported."
+        raise InvalidRequest(message, code="unsupported_content", param=where)
+    return part
+
+
+def _check_source(name: str, source: object, where: str, rules: WireRules) -> None:
     """Refuse what the backend would have to fetch: it would do so from inside the operator's network."""
     url = source.get("url") if isinstance(source, Mapping) else source
-    if rules.remote_media or not isinstance(url, str) or url.startswith("data:"):
+    if not isinstance(url, str):
+        raise InvalidRequest(f"`{name}` needs a `url`.", param=where)
+    if rules.remote_media or url.startswith("data:"):
         return
     raise InvalidRequest(
         "Only `data:` URLs are accepted for images and audio here. Send the content itself, base64-encoded.",
@@ -277,8 +358,16 @@ def _check_source(source: object, where: str, rules: WireRules) -> None:
 # ------------------------------------------------------------------ completions
 
 
-def _completion(fields: _Fields) -> tuple[Prompt, Prefixes, int]:
-    prompt = fields.any("prompt")
+def _completion(fields: _Fields, rules: WireRules) -> tuple[Prompt, Prefixes, int]:
+    raw = fields.raw("prompt")
+    if (
+        raw is not None
+        and bytes(memoryview(raw)[:1]) == b"["
+        and bytes(raw).count(b",") > rules.token_ids_max
+    ):
+        message = f"`prompt` has more than {rules.token_ids_max} items."
+        raise InvalidRequest(message, code="too_many_items", param="prompt")
+    prompt = None if raw is None else _decode(raw, "prompt")
     match prompt:
         case str():
             return Prompt(raw_texts=(prompt,)), (), 1

@@ -1,9 +1,12 @@
 """What is read of a request body, and that everything else travels on as it was sent."""
 
+import contextlib
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.core.errors import InvalidRequest
 from gateway.core.values import Endpoint, Prompt, Turn
@@ -83,7 +86,13 @@ def test_what_routing_needs(fields: dict[str, Any], attribute: str, value: objec
             Turn("user", (), audios=1),
             id="audio",
         ),
-        pytest.param([{"type": "something_new", "x": 1}], Turn("user", ()), id="unknown-part"),
+        pytest.param([{"type": "refusal", "refusal": "no"}], Turn("user", ("no",)), id="refusal"),
+        pytest.param([{"type": "thinking", "thinking": "hm"}], Turn("user", ("hm",)), id="thinking"),
+        pytest.param(
+            [{"type": "text", "text": "x", "uuid": "1", "audio_url": {"url": PIXEL}}],
+            Turn("user", ("x",), audios=1),
+            id="media-by-key-whatever-the-type",
+        ),
     ],
 )
 def test_content_in_all_its_forms(content: object, turn: Turn) -> None:
@@ -183,6 +192,40 @@ def test_completions_in_all_their_forms(prompt: object, expected: Prompt, seqs: 
             "messages.0.content.0",
             id="video",
         ),
+        pytest.param(
+            body(messages=message([{"video_url": {"url": PIXEL}}])),
+            "unsupported_content",
+            "messages.0.content.0",
+            id="video-without-a-type",
+        ),
+        pytest.param(
+            body(messages=message([{"type": "something_new", "x": 1}])),
+            "unsupported_content",
+            "messages.0.content.0",
+            id="a-part-nobody-can-count",
+        ),
+        pytest.param(
+            body(messages=message([3])), "invalid_request", "messages.0.content.0", id="part-number"
+        ),
+        pytest.param(
+            body(messages=[{"role": "assistant", "tool_calls": 5}]),
+            "invalid_request",
+            "messages.0.tool_calls",
+            id="tool-calls-number",
+        ),
+        pytest.param(body(messages=[{"role": "user"}] * 5_000), "too_many_items", "messages", id="messages"),
+        pytest.param(
+            body(messages=message(["x"] * 5_000)), "too_many_items", "messages.0.content", id="parts"
+        ),
+        pytest.param(body(tools=[{}] * 2_000), "too_many_items", "tools", id="tools"),
+        pytest.param(body(tools={}), "invalid_request", "tools", id="tools-object"),
+        pytest.param(body(model="x" * 257), "invalid_request", "model", id="a-name-that-is-none"),
+        pytest.param(
+            body(**{f"member-{number}": 1 for number in range(600)}),
+            "invalid_request",
+            None,
+            id="too-many-members",
+        ),
     ],
 )
 def test_a_bad_body_says_what_is_wrong_with_it(raw: bytes, code: str, param: str | None) -> None:
@@ -190,6 +233,62 @@ def test_a_bad_body_says_what_is_wrong_with_it(raw: bytes, code: str, param: str
         read(Endpoint.CHAT, raw, RULES)
 
     assert (caught.value.code, caught.value.param) == (code, param)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param({"audio_url": {"url": "http://169.254.169.254/"}}, id="no-type"),
+        pytest.param(
+            {"type": "text", "text": "x", "uuid": "1", "audio_url": {"url": "http://10.0.0.1/"}}, id="text"
+        ),
+        pytest.param(
+            {"type": "image_url", "image_url": {"url": "data:,"}, "audio_url": "http://10.0.0.1/"},
+            id="beside",
+        ),
+        pytest.param({"type": "image_url", "image_url": {"url": " http://10.0.0.1/"}}, id="blank-before"),
+        pytest.param({"type": "input_image", "image_url": "HTTP://10.0.0.1/"}, id="upper-case"),
+        pytest.param({"type": "image_url", "image_url": {"url": ["http://10.0.0.1/"]}}, id="a-list"),
+        pytest.param({"type": "image_url", "image_url": {"uri": "http://10.0.0.1/"}}, id="another-key"),
+    ],
+)
+def test_no_spelling_makes_a_backend_fetch_an_address(part: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        chat(messages=message([part]))
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(
+                    [
+                        "role",
+                        "content",
+                        "type",
+                        "text",
+                        "image_url",
+                        "url",
+                        "tool_calls",
+                        "function",
+                        "arguments",
+                    ]
+                ),
+                inner,
+                max_size=4,
+            )
+        ),
+        max_leaves=12,
+    ),
+    st.sampled_from(
+        ["messages", "tools", "stream_options", "n", "chat_template_kwargs", "mm_processor_kwargs"]
+    ),
+)
+def test_whatever_a_member_holds_the_answer_is_a_request_or_a_refusal(value: object, name: str) -> None:
+    with contextlib.suppress(InvalidRequest):
+        read(Endpoint.CHAT, body(**{name: value}), RULES)
 
 
 @pytest.mark.parametrize("prompt", [None, [], 3, [1, "a"], {"a": 1}, [[]] * 9])
@@ -267,6 +366,43 @@ def test_the_usage_event_is_asked_for(
     assert json.loads(incoming.body_for("s")).get("stream_options") == options
     asked_by_caller = incoming.request.include_usage
     assert incoming.usage_injected is (options is not None and not asked_by_caller)
+
+
+def test_a_prompt_of_ids_is_bounded_before_it_is_decoded() -> None:
+    ids = b'{"model":"m","prompt":[' + b"1," * 1_100_000 + b"1]}"
+
+    with pytest.raises(InvalidRequest) as caught:
+        read(Endpoint.COMPLETIONS, ids, RULES)
+
+    assert caught.value.code == "too_many_items"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pytest.param(b"\xef\xbb\xbf" + body(), id="byte-order-mark"),
+        pytest.param(body(max_tokens=16.0), id="a-whole-float"),
+        pytest.param(
+            b'{"model":"m","messages":[{"role":"user","content":"cut \\ud83d"}]}', id="half-an-emoji"
+        ),
+        pytest.param(
+            b'{"model":"m","messages":[{"role":"user","content":"x"}],"tools":[{"d":"\\ud83d"}]}',
+            id="half-an-emoji-in-a-tool",
+        ),
+    ],
+)
+def test_what_other_servers_take_is_taken(raw: bytes) -> None:
+    assert read(Endpoint.CHAT, raw, RULES).request.prompt.turns
+
+
+def test_scoring_a_prompt_asks_for_no_tokens() -> None:
+    raw = b'{"model":"m","prompt":"x","max_tokens":0,"echo":true}'
+
+    assert read(Endpoint.COMPLETIONS, raw, RULES).request.max_tokens == 0
+
+
+def test_true_is_no_image_budget() -> None:
+    assert chat(mm_processor_kwargs={"max_soft_tokens": True}).request.prompt.image_budget is None
 
 
 # ---------------------------------------------------------------- affinity
