@@ -4,30 +4,7 @@ import sys
 
 import rich_click as click
 
-# Names as in options.py, which a test holds this to: that module loads what `--help` does not need.
-FAULTS = (
-    "refuse",
-    "hang",
-    "die_mid_stream",
-    "crash",
-    "abort",
-    "garbage",
-    "garbled",
-    "unavailable",
-    "error",
-    "slow_headers",
-    "truncate",
-    "drain",
-    "restart",
-)
-QUIRKS = (
-    "null_reasoning_content",
-    "stale_chat_template",
-    "turn_marker_leaks",
-    "streamed_tool_json_invalid",
-    "tool_markup_leaks",
-    "tool_choice_not_enforced",
-)
+from gateway.simulator.options import Fault, FaultOrder, Quirk, SimulatorOptions
 
 
 def _boot(text: str) -> float | None:
@@ -83,14 +60,22 @@ def _boot(text: str) -> float | None:
 @click.option("--answer-tokens", default=200, show_default=True, type=click.IntRange(min=1))
 @click.option("--thought-tokens", default=450, show_default=True, type=click.IntRange(min=1))
 @click.option(
-    "--fault", type=click.Choice(FAULTS), help="Go wrong like this. POST /simulator/fault changes it."
+    "--fault",
+    type=click.Choice([fault.value for fault in Fault]),
+    help="Go wrong like this. POST /simulator/fault changes it.",
 )
 @click.option("--fault-count", type=click.IntRange(min=1), help="Requests it strikes; all, if not given.")
 @click.option(
     "--fault-seconds", type=click.FloatRange(min=0), help="How long refuse, hang and the like last."
 )
 @click.option("--fault-after", default=3, show_default=True, help="Events a stream sends before it breaks.")
-@click.option("--quirk", "quirks", multiple=True, type=click.Choice(QUIRKS), help="Misbehave like this.")
+@click.option(
+    "--quirk",
+    "quirks",
+    multiple=True,
+    type=click.Choice([quirk.value for quirk in Quirk]),
+    help="Misbehave like this.",
+)
 def simulate(
     profile: str,
     port: int,
@@ -125,7 +110,6 @@ def simulate(
 
     import anyio
 
-    from gateway.simulator.options import Fault, FaultOrder, Quirk, SimulatorOptions
     from gateway.simulator.server import serve
 
     order = None if fault is None else FaultOrder(Fault(fault), fault_count, fault_seconds, fault_after)

@@ -1,0 +1,33 @@
+"""`gemma-gateway demo`: the whole gateway on this machine, without a GPU."""
+
+import sys
+
+import rich_click as click
+
+
+@click.command()
+@click.option("--serve", is_flag=True, help="Keep fleet and gateway up afterwards, for your own requests.")
+@click.option(
+    "--speed",
+    default=10.0,
+    show_default=True,
+    type=click.FloatRange(min=1, max=100),
+    help="GPU seconds per second of the clock. 1 is as slow as the real thing.",
+)
+@click.option(
+    "--port",
+    default=0,
+    type=click.IntRange(0, 65535),
+    help="Where the gateway listens.  [default: a free port]",
+)
+@click.option("--plain", is_flag=True, help="Plain lines instead of the live view.")
+@click.option("--requests", "size", default="full", type=click.Choice(["full", "small"]), hidden=True)
+def demo(serve: bool, speed: float, port: int, plain: bool, size: str) -> None:
+    """Watch the gateway at work on this machine: no GPU, no internet, half a minute.
+
+    Five simulated Gemma 4 servers and the real gateway run as processes on loopback. The `openai` client
+    sends chats, documents, an image, reasoning and tool calls, and you see what goes where, and why.
+    """
+    from gateway.demo.run import DemoOptions, run
+
+    sys.exit(run(DemoOptions(speed=speed, size=size, port=port, serve=serve, plain=plain)))

@@ -1,0 +1,253 @@
+"""The demo as a newcomer runs it: a real process, and what it leaves behind, which is nothing."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import httpx
+import openai
+import pytest
+
+DEMO = [sys.executable, "-m", "gateway", "demo", "--requests", "small", "--speed", "30"]
+GONE_S = 20.0
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the child processes of a process."""
+    table = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+    ).stdout
+    pairs = [line.split() for line in table.splitlines()]
+    return [int(child) for child, parent in pairs if int(parent) == pid]
+
+
+def is_gone(pid: int) -> bool:
+    """Wait until a process has ended; return whether it has."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], GONE_S)[0])
+    finally:
+        os.close(handle)
+
+
+def read_until(stream: IO[str], pattern: str) -> str:
+    """Return what a process says up to the line that holds `pattern`."""
+    said = ""
+    for line in stream:
+        said += line
+        if re.search(pattern, line):
+            return said
+    raise AssertionError(f"it ended without saying {pattern!r}:\n{said}")
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A demo that has shown everything and goes on serving."""
+
+    process: subprocess.Popen[str]
+    said: str
+    children: Sequence[int]
+
+    def snippet(self, heading: str) -> str:
+        """Return what it told to paste, under a heading."""
+        found = re.search(rf"^# {re.escape(heading)}\n(.*?)(?:\n\n|\Z)", self.said, re.MULTILINE | re.DOTALL)
+        assert found is not None, self.said
+        return found.group(1)
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    """A whole run of `demo --serve`."""
+    process = subprocess.Popen(
+        [*DEMO, "--plain", "--serve"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    try:
+        said = read_until(process.stdout, r"gemma-gateway explain")
+        yield Serving(process, said, children_of(process.pid))
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_every_class_and_every_backend_is_shown_and_nothing_fails(serving: Serving) -> None:
+    table = serving.said[serving.said.index("class  ") :]
+    used: dict[str, set[str]] = {}
+    traffic_class = ""
+    for line in table.splitlines()[1:]:
+        if not line.strip():
+            break
+        cells = line.split()
+        if not line.startswith(" "):
+            traffic_class = cells.pop(0)
+        used.setdefault(traffic_class, set()).add(cells[0])
+        assert cells[-1] == "0", line
+    assert used == {
+        "short_chat": {"light-0", "light-1", "push"},
+        "long_document": {"push", "refused"},
+        "reasoning": {"tpu", "spark"},
+    }
+    assert re.search(r"(\d+) requests, .* 1 refused as intended, 0 failed\.", serving.said)
+
+
+def test_every_kind_of_request_is_told_in_a_line(serving: Serving) -> None:
+    for kind in ("chat", "conversation", "document", "image", "tool call", "reasoning"):
+        assert re.search(rf"  200 {kind}, ", serving.said), kind
+    assert "400 too long, 2" in serving.said
+    assert "context_length_exceeded" in serving.said
+
+
+def test_a_backend_fails_traffic_moves_on_and_it_comes_back(serving: Serving) -> None:
+    assert "the demo crashes light-0" in serving.said
+    assert "light-0 failed under it, so it moved on" in serving.said
+    assert re.search(r"light-0: booting → probation", serving.said)
+    assert re.search(r"light-0: probation → up", serving.said)
+
+
+def test_the_reasons_of_the_routing_are_told(serving: Serving) -> None:
+    for reason in (
+        r"tpu: needs 2\d,\d{3} tokens, holds 16,384",
+        r"holds \d+% of its prefix",
+        r"prompt 2\d,\d{3} >= 16,000",
+        r"spilled: ",
+    ):
+        assert re.search(reason, serving.said), reason
+
+
+def test_the_curl_command_works(serving: Serving) -> None:
+    answer = subprocess.run(
+        ["sh", "-c", serving.snippet("shell")], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert answer.rstrip().endswith("data: [DONE]")
+
+
+def test_the_python_snippet_works(serving: Serving) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-c", serving.snippet("Python")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    assert len(answer.split()) > 3
+
+
+def test_the_operators_addresses_work(serving: Serving) -> None:
+    urls = re.findall(r"http://\S+", serving.snippet("operators"))
+    assert [httpx.get(url, trust_env=False).status_code for url in urls] == [200, 200, 200]
+    backends = httpx.get(urls[0], trust_env=False).json()
+    assert {name: seen["in_flight"] for name, seen in backends.items()} == dict.fromkeys(backends, 0)
+
+
+def test_the_explain_command_works(serving: Serving) -> None:
+    told = serving.snippet("why would it go there?")
+    command = told.replace("| gemma-gateway ", f"| {sys.executable} -m gateway ")
+    assert command != told
+    explained = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert "goes to light-0" in explained.stdout
+
+
+def test_the_served_gateway_refuses_as_it_says(serving: Serving) -> None:
+    url = re.search(r'base_url="(\S+)"', serving.snippet("Python"))
+    assert url is not None
+    with openai.OpenAI(base_url=url.group(1), api_key="x", max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "Hi"}])
+    assert caught.value.code == "model_not_found"
+
+
+def test_a_port_that_is_taken_is_told(serving: Serving) -> None:
+    taken = str(httpx.URL(serving.snippet("operators").split()[1]).port)
+    ended = subprocess.run([*DEMO, "--plain", "--port", taken], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{taken}" in ended.stderr
+
+
+def test_ctrl_c_ends_the_serving_with_0_and_leaves_nothing(serving: Serving) -> None:
+    """The last of the module: it ends what the others use."""
+    config = re.search(r"--config (\S+)", serving.said)
+    assert config is not None
+    assert len(serving.children) == 2
+    serving.process.send_signal(signal.SIGINT)
+    assert serving.process.wait(timeout=GONE_S) == 0
+    assert all(is_gone(child) for child in serving.children)
+    assert not Path(config.group(1)).parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        pytest.param(signal.SIGINT, 1, id="ctrl-c"),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, id="killed"),
+    ],
+)
+def test_nothing_outlives_a_demo_that_is_stopped_midway(
+    tmp_path: Path, sent: signal.Signals, status: int
+) -> None:
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        [*DEMO, "--plain"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
+    )
+    assert process.stdout is not None
+    read_until(process.stdout, "Documents")
+    children = children_of(process.pid)
+    process.send_signal(sent)
+    process.stdout.read()
+    process.stdout.close()
+    assert process.wait(timeout=GONE_S) == status
+    assert len(children) == 2
+    assert all(is_gone(child) for child in children)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gateway_that_dies_is_told_and_is_a_failure() -> None:
+    process = subprocess.Popen(
+        [*DEMO, "--plain"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    read_until(process.stdout, "Documents")
+    arguments = {
+        child: subprocess.run(["ps", "-o", "args=", "-p", str(child)], capture_output=True, text=True).stdout
+        for child in children_of(process.pid)
+    }
+    os.kill(next(child for child, said in arguments.items() if "child gateway" in said), signal.SIGKILL)
+    said = process.stdout.read()
+    process.stdout.close()
+    assert process.wait(timeout=GONE_S) == 1
+    assert "the gateway process ended unexpectedly (status -9)" in said
+    assert all(is_gone(child) for child in arguments)
+
+
+def test_on_a_terminal_it_draws_and_gives_the_terminal_back() -> None:
+    leader, follower = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+    process = subprocess.Popen(DEMO, stdin=follower, stdout=follower, stderr=follower, env=environ)
+    os.close(follower)
+    drawn, interrupted = b"", False
+    with suppress(OSError):  # how a terminal says that its last user is gone
+        while data := os.read(leader, 65536):
+            drawn += data
+            if b"Documents: from" in drawn and not interrupted:
+                interrupted = True
+                process.send_signal(signal.SIGINT)
+    os.close(leader)
+    assert process.wait(timeout=GONE_S) == 1
+    text = drawn.decode("utf-8")
+    assert "\x1b[?1049h" in text
+    assert text.rindex("\x1b[?1049l") > text.rindex("light-0")
+    assert "\x1b[?25h" in text  # the cursor is back
+    assert text.rstrip().endswith("interrupted")
