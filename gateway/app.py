@@ -23,7 +23,8 @@ from gateway.core.health import BackendStatus, HealthRules, State, hang_after_s,
 from gateway.core.values import Load
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
-from gateway.downstream.routes import Applications, BodyLimits, Operators
+from gateway.downstream.relay import BodyLimits
+from gateway.downstream.routes import Applications, Operators
 from gateway.downstream.wire import WireRules
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
@@ -98,6 +99,7 @@ class Gateway:
             drifts=drift.drifts,
         )
         self.metrics.config_info.labels(self.policy.version).set(1)
+        recorder = Recorders((self.metrics, self.journal, RequestLog()))
         self.pipeline = Pipeline(
             policy=lambda: self.policy,
             estimator=self.estimator,
@@ -106,7 +108,7 @@ class Gateway:
             upstream=self.upstream,
             prefixes=MemoryPrefixIndex(),
             drift=drift,
-            recorder=Recorders((self.metrics, self.journal, RequestLog())),
+            recorder=recorder,
             clock=self.clock,
         )
         self.applications = Applications(
@@ -116,7 +118,8 @@ class Gateway:
             rules=wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             readiness=self.readiness,
-            started_at=int(self.clock.wall()),
+            recorder=recorder,
+            clock=self.clock,
         )
         self.operators = Operators(
             views={
@@ -137,7 +140,10 @@ class Gateway:
         """Return what must hold for `/readyz`, each by its name."""
         statuses = self.fleet.statuses()
         up = any(
-            usable(status) and status.state is not State.UNKNOWN and served_name(backend.model, status)
+            usable(status)
+            and status.state is not State.UNKNOWN
+            and served_name(backend.model, status)
+            and not backend.drain
             for backend, status in (
                 (backend, statuses[name]) for name, backend in self.policy.backends.items()
             )

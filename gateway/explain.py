@@ -14,8 +14,11 @@ from gateway.core.health import BackendStatus, State
 from gateway.core.selection import BackendView
 from gateway.core.values import Decision, Demand, Endpoint, Load
 from gateway.downstream import wire
+from gateway.ports import Arrival
 from gateway.settings import Settings
 from gateway.tokenizer import open_estimator
+
+_NOW = Arrival("req-explained", 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ async def explain(
     """
     policy = settings.policy()
     endpoint = Endpoint.COMPLETIONS if completions else Endpoint.CHAT
-    incoming = wire.read(endpoint, body, wire_rules(settings), key=key, headers=headers)
+    incoming = wire.read(endpoint, body, wire_rules(settings), arrival=_NOW, key=key, headers=headers)
     request = incoming.request
     model = policy.model(request.model)
     if model is None:

@@ -26,6 +26,21 @@ from gateway.core.values import (
 Headers = Sequence[tuple[bytes, bytes]]
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The first byte of a request.
+
+    Attributes:
+        id: The `x-request-id` the caller gets; unguessable.
+        wall_at: Epoch seconds.
+        received_at: Monotonic seconds.
+    """
+
+    id: str
+    wall_at: float
+    received_at: float
+
+
 class Incoming(Protocol):
     """A request as it came in: what the gateway read of it, and the bytes it will become upstream."""
 
@@ -36,6 +51,10 @@ class Incoming(Protocol):
     @property
     def forwarded(self) -> Headers:
         """The few request headers that travel on (trace context); everything else stays here."""
+
+    @property
+    def arrival(self) -> Arrival:
+        """When it arrived, and the id it was given."""
 
     @property
     def dropped(self) -> Sequence[str]:
@@ -141,9 +160,11 @@ class Upstream(Protocol):
         to stop generating. `connect_s` is enforced here; the other limits by the pipeline's cancel scope.
 
         Raises:
-            UpstreamUnreachable: no connection, so no byte of the request left.
-            UpstreamTimeout: the connection took longer than `connect_s`.
-            UpstreamFailed: the connection broke before a status arrived.
+            UpstreamUnreachable: no connection within `connect_s`, so no byte of the request left.
+            UpstreamTimeout: the backend did not take the request in time.
+            UpstreamLost: the connection broke after the request was sent and before a status arrived.
+            UpstreamFailed: what arrived is not HTTP.
+            OutOfResources: this process has no file descriptors left.
         """
 
 

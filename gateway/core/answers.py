@@ -6,7 +6,7 @@ text and `finish_reason: "abort"`, and one whose worker died puts an `error` eve
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,20 @@ ABORTED = "abort"
 _OVERLONG = re.compile(r"maximum context length|max_model_len|context window", re.IGNORECASE)
 _STOPPING = re.compile(r"after shutdown|shutting down", re.IGNORECASE)
 _CRASHED = re.compile(r"EngineCore|EngineDead|engine core", re.IGNORECASE)
+_NO_MODEL = re.compile(r"model .{1,200} does not exist", re.IGNORECASE | re.DOTALL)
+_GISTS: Sequence[tuple[re.Pattern[str], str]] = (
+    (_CRASHED, "the engine died"),
+    (_STOPPING, "it is stopping"),
+    (_NO_MODEL, "it does not know the model by this name"),
+    (_OVERLONG, "the prompt is too long for it"),
+)
+_PRIVATE: Sequence[tuple[re.Pattern[str], str]] = (
+    (re.compile(r"https?://[^\s'\"<>]+"), "[url]"),
+    (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"), "[address]"),
+    (re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]+"), "[path]"),
+)
+MESSAGE_CHARS_MAX = 4_000
+_OWN_VERDICTS = frozenset({400, 413, 422})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +49,22 @@ class BackendError:
         """Whether the engine behind the server died."""
         return bool(_CRASHED.search(self.message))
 
+    @property
+    def gist(self) -> str:
+        """What is known of it, in words of ours; "" if nothing. Its own words may quote the prompt."""
+        return next((words for pattern, words in _GISTS if pattern.search(self.message)), "")
+
+    @property
+    def public_message(self) -> str:
+        """Its own words for the caller, without addresses and paths of the operator's machines."""
+        message = self.message[:MESSAGE_CHARS_MAX]
+        for pattern, words in _PRIVATE:
+            message = pattern.sub(words, message)
+        return message
+
 
 def read_error(body: bytes) -> BackendError:
-    """Return the error a body describes; a body that describes none becomes its own message.
+    """Return the error a body describes; one that describes none says only that it does not.
 
     The shapes of vLLM 0.32: `{"error": {message, type, param, code: int}}` with two spellings of
     type, `{"detail": ...}` from the framework, `{"error": "Unauthorized"}`, and
@@ -46,11 +73,8 @@ def read_error(body: bytes) -> BackendError:
     try:
         decoded = json.loads(body)
     except (ValueError, RecursionError):
-        text = body[:200].decode("utf-8", "replace").strip()
-        return BackendError(text or "an empty answer")
-    return error_of(decoded) or BackendError(
-        f"an answer without an error message: {json.dumps(decoded)[:200]}"
-    )
+        return BackendError("The backend refused the request without saying why.")
+    return error_of(decoded) or BackendError("The backend refused the request without saying why.")
 
 
 def error_of(decoded: object) -> BackendError | None:
@@ -100,12 +124,13 @@ def verdict(status: int, error: BackendError) -> tuple[GatewayError, Outcome]:
 
 
 def _rejected(status: int, error: BackendError) -> BackendRejected:
-    message, code = error.message, error.code or "invalid_request"
-    if status == 400 and _OVERLONG.search(message) and error.param != "max_tokens":
+    message, code = error.public_message, "invalid_request"
+    if error.code == "context_length_exceeded" or (_OVERLONG.search(message) and error.param != "max_tokens"):
         # Clients recognise an overflow by these words, not by the code.
         message = f"{message.rstrip()} Input tokens exceed the configured limit [context_length_exceeded]."
         code = "context_length_exceeded"
-    return BackendRejected(message, status=status, code=code, param=error.param)
+    own = status if status in _OWN_VERDICTS else 400
+    return BackendRejected(message, status=own, code=code, param=error.param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +141,22 @@ class Answer:
     finish_reasons: tuple[str | None, ...]
     usage: Usage | None
 
+    def fault(self, choices: int) -> BackendError | None:
+        """Return what is wrong with it although the status was 200, or None if it is an answer.
 
-def read_answer(body: bytes) -> Answer | None:
-    """Return what a non-streamed answer says, or None if it is not a JSON object with choices or an error."""
-    try:
-        decoded = json.loads(body)
-    except (ValueError, RecursionError):
+        Every one of `choices` must be there and have finished, as in a stream.
+        """
+        if self.error is not None:
+            return self.error
+        if ABORTED in self.finish_reasons:
+            return BackendError("The engine gave up the request: it is stopping.", code=ABORTED)
+        if len(self.finish_reasons) < choices or None in self.finish_reasons:
+            return BackendError("The answer is not finished.")
         return None
+
+
+def read_answer(decoded: object) -> Answer | None:
+    """Return what a decoded answer says, or None if it has neither an error nor a list of choices."""
     if not isinstance(decoded, Mapping):
         return None
     error = error_of(decoded)

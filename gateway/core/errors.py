@@ -13,11 +13,13 @@
       ShedError               refused before any backend saw it; safe to retry after a wait
         AtCapacity              429 rate_limit_error / at_knee, kv_full        + Retry-After
         Draining                503 server_error / draining                    + Retry-After
+        OutOfResources          503 server_error / out_of_resources            + Retry-After
         NoBackend               503 server_error / no_backend                  + Retry-After
       UpstreamError           a backend was asked and failed
         UpstreamUnreachable     502 server_error / upstream_unreachable   no byte sent: try the next one
         UpstreamTimeout         504 server_error / upstream_timeout
         UpstreamFailed          502 server_error / upstream_failed
+          UpstreamLost            the same: the connection broke before any answer
         UpstreamBusy            503 server_error / upstream_busy          it refused for load, or is draining
         StreamBroken            after the first byte: written as an SSE `error` event, never raised to HTTP
     ConfigError             at start and at reload only; exit status 2
@@ -150,6 +152,12 @@ class AtCapacity(ShedError):
     code = "at_knee"
 
 
+class OutOfResources(ShedError):
+    """This gateway itself has no file descriptors or memory for it left."""
+
+    code = "out_of_resources"
+
+
 class Draining(ShedError):
     """This gateway is shutting down."""
 
@@ -184,6 +192,10 @@ class UpstreamTimeout(UpstreamError):
 
 class UpstreamFailed(UpstreamError):
     """The backend answered with a failure, or with something that is no answer."""
+
+
+class UpstreamLost(UpstreamFailed):
+    """The connection broke after the request was sent, before any answer: its reader may have died of it."""
 
 
 class UpstreamBusy(UpstreamError):

@@ -1,29 +1,28 @@
 """The model's two names: the one applications send and the one a backend serves it under."""
 
 import json
+import re
+
+_MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*"')
 
 
 class ModelNames:
-    """Replaces a backend's name for the model by the public one, in its answers and its errors."""
+    """Shows the model by its public name in a backend's answers and errors, whatever the backend calls it."""
 
-    __slots__ = ("_public", "_served", "_spellings")
+    __slots__ = ("_member", "_public", "_served")
 
     def __init__(self, served: str, public: str) -> None:
-        """Replace `served` by `public`."""
+        """Show `public`, where the backend says `served` or, as one with several names may, another."""
         self._served, self._public = served, public
-        old, new = json.dumps(served).encode(), json.dumps(public).encode()
-        spellings = ((b'"model":' + old, b'"model":' + new), (b'"model": ' + old, b'"model": ' + new))
-        self._spellings = () if old == new else spellings
+        self._member = b'"model":' + json.dumps(public).encode()
 
-    def in_json(self, data: bytes) -> bytes:
-        """Return JSON bytes with the `model` member renamed.
+    def in_event(self, data: bytes) -> bytes:
+        """Return one JSON object with its first `model` member renamed.
 
         No parsing: inside JSON text every quotation mark is escaped, so these bytes cannot be content.
         """
-        for old, new in self._spellings:
-            data = data.replace(old, new)
-        return data
+        return _MODEL.sub(lambda _: self._member, data, count=1)
 
     def in_text(self, text: str) -> str:
-        """Return a message for people with the name replaced."""
-        return text.replace(self._served, self._public) if self._spellings else text
+        """Return a message for people with the name replaced, as a whole word."""
+        return re.sub(rf"(?<![\w/.-]){re.escape(self._served)}(?![\w/-])", lambda _: self._public, text)

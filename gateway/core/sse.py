@@ -3,8 +3,9 @@
 The gateway relays bytes. It has to understand four things in them, and nothing else: that the first
 content has come (until then another backend may still be asked), that a choice finished, what the usage
 was, and that something went wrong although the status was 200. All four are announced by a few bytes
-that cannot occur inside JSON text, where every quotation mark is escaped; so one search per read decides
-whether an event has to be parsed at all.
+that cannot occur inside JSON text, where every quotation mark is escaped; so one search per event decides
+whether it has to be parsed at all. Once content has come, an event without any of them is passed on as
+it is: that it is JSON at all is then the backend's word.
 
 An event is only let go when it is complete. Nobody could use half an event, and a caller who gets an
 error must get it between two events.
@@ -12,7 +13,7 @@ error must get it between two events.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gateway.core.answers import ABORTED, BackendError, error_of, usage_of
@@ -20,10 +21,14 @@ from gateway.core.naming import ModelNames
 from gateway.core.usage import Usage
 
 DONE = b"data: [DONE]\n\n"
+EVENT_BYTES_MAX = 16 * 1024 * 1024
 
-_END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
-_WORTH_PARSING = re.compile(rb'"error"|"finish_reason"\s*:\s*"|"usage"\s*:\s*\{|\[DONE\]')
-_EVENT_BYTES_MAX = 16 * 1024 * 1024
+_END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\n\r\n|\r\n\n")
+_END_BYTES_MAX = 4
+_WORTH_PARSING = re.compile(
+    rb'"error"|"detail"|"object"\s*:\s*"error|"finish_reason"\s*:\s*"|"usage"\s*:\s*\{|\[DONE\]'
+)
+_UNFINISHED = BackendError("The answer ended before it was finished.")
 
 
 class StreamReader:
@@ -35,13 +40,21 @@ class StreamReader:
         fault: What is wrong with the answer, once something is. Nothing after it is let go.
     """
 
-    def __init__(self, *, choices: int, names: ModelNames, hide_usage: bool) -> None:
+    def __init__(
+        self,
+        *,
+        choices: int,
+        names: ModelNames,
+        hide_usage: bool,
+        decode: Callable[[bytes], Any] = json.loads,
+    ) -> None:
         """Follow an answer with that many choices.
 
         Args:
             choices: Choices the answer must finish.
             names: The backend's name for the model and the one to show instead.
             hide_usage: The gateway asked for the usage event, the caller did not: keep it back.
+            decode: Decodes JSON; raises a ValueError for what is none.
         """
         self.has_content = False
         self.usage: Usage | None = None
@@ -49,9 +62,11 @@ class StreamReader:
         self._done = False
         self._unfinished = choices
         self._finished: set[int] = set()
-        self._hide_usage = hide_usage
-        self._tail = b""
         self._names = names
+        self._hide_usage = hide_usage
+        self._decode = decode
+        self._tail: list[bytes] = []  # of an event that is not complete
+        self._tail_bytes = 0
 
     @property
     def is_done(self) -> bool:
@@ -68,50 +83,71 @@ class StreamReader:
         if self.fault is not None or self._done:
             return b""
         block = self._complete_events(data)
-        if not block:
-            return b""
-        block = self._names.in_json(block)
-        if self.has_content and _WORTH_PARSING.search(block) is None:
-            return block
-        return b"".join(self._inspect(block))
+        return b"".join(self._inspect(block)) if block else b""
 
     def end(self) -> bytes:
         """Return what is still owed to the caller now that the body ended; sets `fault` if it ended early."""
-        if self.fault is None and self._tail.strip():
-            self.fault = BackendError("The answer ended inside an event.")
-        elif self.fault is None and not self.is_complete:
-            self.fault = BackendError("The answer ended before it was finished.")
-        return b"" if self.fault is not None or self._done else DONE
+        if self.fault is not None or self._done:
+            return b""
+        rest = b"".join(self._tail)
+        # A last event may lack the blank line after it.
+        owed = b"".join(self._inspect(rest.rstrip() + b"\n\n", parse=True)) if rest.strip() else b""
+        if self.fault is None and not self.is_complete:
+            self.fault = _UNFINISHED
+        if self.fault is not None:
+            return b""
+        return owed if self._done else owed + DONE
 
     def _complete_events(self, data: bytes) -> bytes:
-        buffer = self._tail + data if self._tail else data
-        # The common case: what arrived ends with an event's end.
-        if buffer.endswith(b"\n\n"):
-            self._tail = b""
-            return buffer
+        """Return what has become complete with `data`; keep the rest. Looks at no byte more than twice."""
+        if data.endswith(b"\n\n"):  # the common case: what arrived ends with an event's end
+            return self._taken(data, b"")
+        overlap = self._last_bytes()
         cut = 0
-        for match in _END_OF_EVENT.finditer(buffer):
-            cut = match.end()
-        self._tail = buffer[cut:]
-        if len(self._tail) > _EVENT_BYTES_MAX:
+        for match in _END_OF_EVENT.finditer(overlap + data):
+            cut = match.end() - len(overlap)
+        if cut > 0:
+            return self._taken(data[:cut], data[cut:])
+        self._tail.append(data)
+        self._tail_bytes += len(data)
+        if self._tail_bytes > EVENT_BYTES_MAX:
             self.fault = BackendError("An event of the answer has no end.")
-            return b""
-        return buffer[:cut]
+        return b""
 
-    def _inspect(self, block: bytes) -> Iterator[bytes]:
-        """Yield the events of a block that may be relayed, learning from each."""
+    def _last_bytes(self) -> bytes:
+        """Return the end of what is kept: an event's end may begin there."""
+        last = b""
+        for part in reversed(self._tail):
+            last = part[len(last) - _END_BYTES_MAX + 1 :] + last
+            if len(last) >= _END_BYTES_MAX - 1:
+                break
+        return last
+
+    def _taken(self, end: bytes, rest: bytes) -> bytes:
+        block = b"".join((*self._tail, end)) if self._tail else end
+        self._tail = [rest] if rest else []
+        self._tail_bytes = len(rest)
+        return block
+
+    def _inspect(self, block: bytes, *, parse: bool = False) -> Iterator[bytes]:
+        """Yield the events of a block that may be relayed, learning from each; `parse`: look into all."""
         for event in _split(block):
+            shown = self._names.in_event(event)
+            if self.has_content and not parse and _WORTH_PARSING.search(event) is None:
+                yield shown
+                continue
             payload = _payload(event)
             if payload is None:  # a comment, e.g. the engine's keep-alive
                 yield event
                 continue
             if payload == b"[DONE]":
-                if self.is_complete:
-                    self._done = True
-                    yield DONE
-                # Otherwise held back: end() says what is missing.
+                if not self.is_complete:
+                    self.fault = _UNFINISHED
+                    return
+                self._done = True
+                yield DONE
                 return
-            decoded = _decode(payload)
+            decoded = self._decoded(payload)
             if decoded is None:
                 self.fault = BackendError("The backend sent something that is not an event.")
                 return
@@ -121,7 +157,14 @@ class StreamReader:
             if self.fault is not None:
                 return
             if not (self._hide_usage and decoded.get("choices") == [] and decoded.get("usage")):
-                yield event
+                yield shown
+
+    def _decoded(self, payload: bytes) -> Mapping[str, Any] | None:
+        try:
+            decoded = self._decode(payload)
+        except (ValueError, RecursionError):
+            return None
+        return decoded if isinstance(decoded, Mapping) else None
 
     def _learn(self, decoded: Mapping[str, Any]) -> None:
         self.usage = usage_of(decoded.get("usage")) or self.usage
@@ -150,14 +193,6 @@ def _payload(event: bytes) -> bytes | None:
     """Return the data of an event, its lines joined, or None if it has none."""
     lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None
-
-
-def _decode(payload: bytes) -> Mapping[str, Any] | None:
-    try:
-        decoded = json.loads(payload)
-    except (ValueError, RecursionError):
-        return None
-    return decoded if isinstance(decoded, Mapping) else None
 
 
 def _has_content(choice: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from gateway.core.errors import GatewayError, ShedError
 from gateway.core.health import Outcome
 from gateway.core.values import Decision
 
@@ -16,6 +17,13 @@ class Ending(StrEnum):
     FAILED = "failed"  # backends were asked and failed, before the first byte
     BROKEN = "broken"  # the stream failed after its first byte
     LEFT = "left"  # the caller went away
+
+    @classmethod
+    def of(cls, error: GatewayError) -> "Ending":
+        """Return how a request ended that failed with `error` before its first byte."""
+        if isinstance(error, ShedError):
+            return cls.SHED
+        return cls.REJECTED if error.http_status < 500 else cls.FAILED
 
 
 @dataclass(frozen=True, slots=True)

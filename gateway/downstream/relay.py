@@ -1,13 +1,18 @@
 """One request inside one ASGI call: reads the body, runs the work, and cancels it when the caller leaves."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import anyio
 from litestar.types import Receive, Scope, Send
 
-from gateway.core.errors import BodyTooLarge, GatewayError, RequestTimeout
+from gateway.core.errors import BodyTooLarge, GatewayError, OutOfResources, RequestTimeout
 from gateway.downstream.errors import envelope, headers_of
+from gateway.pipeline import CallerStalled
 from gateway.ports import Headers
+
+FINISH_S = 30.0
+"""How long the end of a body may wait for a caller that does not read."""
 
 
 class CallerGone(Exception):
@@ -33,34 +38,60 @@ class AsgiDownstream:
 
     async def finish(self) -> None:
         """End the body."""
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        with anyio.move_on_after(FINISH_S):
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def read_body(scope: Scope, receive: Receive, *, bytes_max: int, within_s: float) -> bytes:
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """How large a request body may be, how long it may take, and what all of them may hold together."""
+
+    bytes_max: int = 32 * 1024 * 1024
+    within_s: float = 60.0
+    together_max: int = 512 * 1024 * 1024
+
+
+class Uploads:
+    """Bytes of the bodies that are being received: slow callers must not fill the memory together."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.bytes = 0
+
+
+async def read_body(scope: Scope, receive: Receive, limits: BodyLimits, uploads: Uploads) -> bytes:
     """Return the request body.
 
     Raises:
-        BodyTooLarge: it is longer than `bytes_max`; found by its announced length where it has one.
-        RequestTimeout: it was not complete within that time.
+        BodyTooLarge: it is longer than allowed; found by its announced length where it has one.
+        RequestTimeout: it was not complete in time.
+        OutOfResources: the bodies being received hold all the memory they may.
         CallerGone: the caller left meanwhile.
     """
     announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    if announced.isdigit() and int(announced) > bytes_max:
-        raise _too_large(bytes_max)
+    if announced.isdigit() and int(announced) > limits.bytes_max:
+        raise _too_large(limits.bytes_max)
     parts: list[bytes] = []
     size, more = 0, True
-    with anyio.move_on_after(within_s) as limit:
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":
-                raise CallerGone
-            size += len(message["body"])
-            if size > bytes_max:
-                raise _too_large(bytes_max)
-            parts.append(message["body"])
-            more = message["more_body"]
+    try:
+        with anyio.move_on_after(limits.within_s) as limit:
+            while more:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise CallerGone
+                part = message["body"]
+                size += len(part)
+                uploads.bytes += len(part)
+                if size > limits.bytes_max:
+                    raise _too_large(limits.bytes_max)
+                if uploads.bytes > limits.together_max:
+                    raise OutOfResources("Too much is being uploaded at once. Please retry.", retry_after_s=5)
+                parts.append(part)
+                more = message["more_body"]
+    finally:
+        uploads.bytes -= size
     if limit.cancelled_caught:
-        raise RequestTimeout(f"The request body was not complete within {within_s:g} s.")
+        raise RequestTimeout(f"The request body was not complete within {limits.within_s:g} s.")
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -75,14 +106,14 @@ async def run_for_caller(work: Callable[[], Awaitable[None]], receive: Receive) 
     carried out by value, because a task group would wrap it.
 
     Raises:
-        GatewayError: as raised by `work`.
+        GatewayError, CallerStalled: as raised by `work`.
     """
-    failure: GatewayError | None = None
+    failure: Exception | None = None
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
         try:
             await work()
-        except GatewayError as error:
+        except (GatewayError, CallerStalled) as error:
             failure = error
         except OSError:
             # The server found the caller's socket closed before it told us so.

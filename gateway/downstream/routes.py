@@ -3,10 +3,12 @@
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 from litestar import Litestar, MediaType, Request, Response, asgi, get
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
@@ -14,12 +16,22 @@ from litestar.params import FromPath
 from litestar.types import Receive, Scope, Send
 
 from gateway.core.errors import Draining, GatewayError, InvalidRequest, ModelNotFound, RouteNotFound
+from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import Endpoint, Policy
 from gateway.downstream import wire
 from gateway.downstream.errors import envelope, headers_of
 from gateway.downstream.keys import KeyRing
-from gateway.downstream.relay import AsgiDownstream, CallerGone, read_body, run_for_caller, send_error
-from gateway.pipeline import Pipeline
+from gateway.downstream.relay import (
+    AsgiDownstream,
+    BodyLimits,
+    CallerGone,
+    Uploads,
+    read_body,
+    run_for_caller,
+    send_error,
+)
+from gateway.pipeline import LEFT_STATUS, CallerStalled, Pipeline
+from gateway.ports import Arrival, Clock, Recorder
 
 log = logging.getLogger("gateway.downstream")
 
@@ -40,12 +52,10 @@ class InternalError(GatewayError):
     code = "internal_error"
 
 
-@dataclass(frozen=True, slots=True)
-class BodyLimits:
-    """How large a request body may be, and how long it may take to arrive."""
+INLINE_BYTES = 262_144
+"""A body up to this is read where it is, in at most a few milliseconds; a larger one in a thread."""
 
-    bytes_max: int = 32 * 1024 * 1024
-    within_s: float = 60.0
+READERS = 2
 
 
 class Applications:
@@ -60,7 +70,8 @@ class Applications:
         rules: wire.WireRules,
         limits: BodyLimits,
         readiness: Callable[[], Mapping[str, bool]],
-        started_at: int,
+        recorder: Recorder,
+        clock: Clock,
     ) -> None:
         """Serve applications with `pipeline`; `readiness` names what must hold for `/readyz`."""
         self._pipeline = pipeline
@@ -69,7 +80,11 @@ class Applications:
         self._rules = rules
         self._limits = limits
         self._readiness = readiness
-        self._started_at = started_at
+        self._recorder = recorder
+        self._clock = clock
+        self._started_at = int(clock.wall())
+        self._uploads = Uploads()
+        self._readers = anyio.CapacityLimiter(READERS)
         self.is_draining = False
         self.in_flight = 0
         self._idle = anyio.Event()
@@ -107,7 +122,9 @@ class Applications:
         @asgi("/v1/embeddings", copy_scope=True)
         async def embeddings(scope: Scope, receive: Receive, send: Send) -> None:
             message = "This gateway serves Gemma 4 for text generation; it has no embeddings."
-            await send_error(RouteNotFound(message, code="no_embeddings"), AsgiDownstream(send))
+            error = RouteNotFound(message, code="no_embeddings")
+            error.headers = ((b"x-request-id", _new_id().encode()),)
+            await send_error(error, AsgiDownstream(send))
 
         @get("/readyz", sync_to_thread=False)
         def readyz() -> Response[dict[str, Any]]:
@@ -120,55 +137,88 @@ class Applications:
             openapi_config=None,
             logging_config=None,
             exception_handlers=EXCEPTION_HANDLERS,
+            after_request=_with_id,
         )
 
     async def _generate(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = f"req-{secrets.token_hex(16)}"
+        arrival = Arrival(_new_id(), self._clock.wall(), self._clock.now())
         downstream = AsgiDownstream(send)
         self.in_flight += 1
         try:
-            await self._serve(request_id, endpoint, scope, receive, downstream)
-        except CallerGone:
-            pass
+            await self._serve(arrival, endpoint, scope, receive, downstream)
         except GatewayError as error:
-            error.headers = error.headers or ((b"x-request-id", request_id.encode()),)
+            error.headers = error.headers or ((b"x-request-id", arrival.id.encode()),)
             await send_error(error, downstream)
         except Exception:
+            log.exception("request %s failed inside the gateway", arrival.id)
             if downstream.is_started:  # the server drops the connection, which clients see as an error
                 raise
-            log.exception("request %s failed inside the gateway", request_id)
-            await send_error(_internal(request_id), downstream)
+            await send_error(_internal(arrival.id), downstream)
         finally:
             self.in_flight -= 1
             if self.is_draining and not self.in_flight:
                 self._idle.set()
 
     async def _serve(
-        self, request_id: str, endpoint: Endpoint, scope: Scope, receive: Receive, downstream: AsgiDownstream
+        self, arrival: Arrival, endpoint: Endpoint, scope: Scope, receive: Receive, downstream: AsgiDownstream
     ) -> None:
+        try:
+            incoming = await self._read(arrival, endpoint, scope, receive)
+        except GatewayError as error:
+            self._refused(arrival, error)
+            raise
+        except CallerGone:
+            self._refused(arrival, None)
+            return
+
+        async def work() -> None:
+            await self._pipeline.run(incoming, downstream)
+            await downstream.finish()
+
+        # Without an end, the server drops the connection: nobody takes the answer for whole.
+        with suppress(CallerStalled):
+            await run_for_caller(work, receive)
+
+    async def _read(
+        self, arrival: Arrival, endpoint: Endpoint, scope: Scope, receive: Receive
+    ) -> wire.WireRequest:
         if scope.get("method") != "POST":
             raise MethodNotAllowed("Use POST.")
         if self.is_draining:
             raise Draining("This gateway is shutting down. Please retry.", retry_after_s=1)
         headers = _headers(scope)
         key = self._keys.name_of(headers.get("authorization"))
-        body = await read_body(
-            scope, receive, bytes_max=self._limits.bytes_max, within_s=self._limits.within_s
-        )
-        incoming = wire.read(
+        body = await read_body(scope, receive, self._limits, self._uploads)
+        read = partial(
+            wire.read,
             endpoint,
             body,
             self._rules,
+            arrival=arrival,
             key=key,
             headers={name: value for name, value in headers.items() if name not in _SECRET},
             forwarded=[pair for pair in scope["headers"] if pair[0] in _FORWARDED],
         )
+        if len(body) <= INLINE_BYTES:
+            return read()
+        return await anyio.to_thread.run_sync(read, limiter=self._readers)
 
-        async def work() -> None:
-            await self._pipeline.run(request_id, incoming, downstream)
-            await downstream.finish()
-
-        await run_for_caller(work, receive)
+    def _refused(self, arrival: Arrival, error: GatewayError | None) -> None:
+        """Record a request that ended before it could be read; None: the caller left."""
+        self._recorder.finished(
+            RequestRecord(
+                id=arrival.id,
+                model="",
+                stream=False,
+                ending=Ending.LEFT if error is None else Ending.of(error),
+                status=LEFT_STATUS if error is None else error.http_status,
+                error_code="" if error is None else error.code,
+                key=None,
+                wall_at=arrival.wall_at,
+                received_at=arrival.received_at,
+                ended_at=self._clock.now(),
+            )
+        )
 
     def _names(self) -> Sequence[str]:
         models = self._policy().models
@@ -208,6 +258,7 @@ class Operators:
             openapi_config=None,
             logging_config=None,
             exception_handlers=EXCEPTION_HANDLERS,
+            after_request=_with_id,
         )
 
 
@@ -215,6 +266,16 @@ class Operators:
 def livez() -> str:
     """Say that the process runs."""
     return "ok"
+
+
+def _new_id() -> str:
+    return f"req-{secrets.token_hex(16)}"
+
+
+def _with_id(response: Response[Any]) -> Response[Any]:
+    """Give an answer that has none a request id."""
+    response.headers.setdefault("x-request-id", _new_id())
+    return response
 
 
 def _headers(scope: Scope) -> dict[str, str]:
@@ -230,6 +291,7 @@ def _internal(request_id: str) -> GatewayError:
 def _render(error: GatewayError) -> Response[bytes]:
     body = envelope(error)
     headers = {name.decode(): value.decode() for name, value in headers_of(error, body)}
+    headers.setdefault("x-request-id", _new_id())
     return Response(body, status_code=error.http_status, headers=headers, media_type=MediaType.JSON)
 
 

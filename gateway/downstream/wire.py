@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.core.errors import InvalidRequest
 from gateway.core.values import Endpoint, Prefixes, Prompt, Request, Turn
-from gateway.ports import Headers
+from gateway.ports import Arrival, Headers
 
 MODEL_CHARS_MAX = 256
 """Names are echoed, kept and shown: one longer than this is no name."""
@@ -68,6 +68,7 @@ class WireRules:
 class WireRequest:
     """`ports.Incoming` for a decoded body."""
 
+    arrival: Arrival
     request: Request
     forwarded: Headers
     dropped: Sequence[str]
@@ -88,6 +89,7 @@ def read(
     body: bytes,
     rules: WireRules,
     *,
+    arrival: Arrival,
     key: str | None = None,
     headers: Mapping[str, str] | None = None,
     forwarded: Headers = (),
@@ -142,7 +144,12 @@ def read(
         members["stream_options"] = msgspec.Raw(msgspec.json.encode({**options, "include_usage": True}))
     del members["model"]
     return WireRequest(
-        request=request, forwarded=forwarded, dropped=dropped, usage_injected=inject, members=members
+        arrival=arrival,
+        request=request,
+        forwarded=forwarded,
+        dropped=dropped,
+        usage_injected=inject,
+        members=members,
     )
 
 
@@ -162,7 +169,7 @@ def _members(body: bytes) -> dict[str, msgspec.Raw]:
 
 
 def _without_half_characters(body: bytes) -> bytes | None:
-    """Return the body with lone surrogates replaced, as engines replace them; None if that is not its trouble.
+    """Return the body with lone surrogates replaced, as engines do; None if that is not its trouble.
 
     Half an emoji, which JavaScript cuts off, is legal JSON; strict decoders refuse it all the same.
     """

@@ -3,6 +3,8 @@
 Only this package knows the order of the steps. It sees ports and pure functions, never an adapter.
 """
 
+from gateway.pipeline.attempt import CallerStalled
+from gateway.pipeline.passage import LEFT_STATUS
 from gateway.pipeline.pipeline import Pipeline
 
-__all__ = ["Pipeline"]
+__all__ = ["LEFT_STATUS", "CallerStalled", "Pipeline"]

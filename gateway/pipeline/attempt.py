@@ -6,23 +6,27 @@ moved as the attempt goes from waiting to streaming.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import anyio
+import msgspec
 
 from gateway.core import answers
 from gateway.core.answers import ABORTED, BackendError
 from gateway.core.errors import (
     GatewayError,
+    OutOfResources,
     StreamBroken,
     UpstreamBusy,
     UpstreamFailed,
+    UpstreamLost,
     UpstreamTimeout,
     UpstreamUnreachable,
 )
 from gateway.core.health import Outcome
 from gateway.core.naming import ModelNames
 from gateway.core.sse import StreamReader
-from gateway.core.usage import AttemptRecord, Ending
+from gateway.core.usage import AttemptRecord
 from gateway.core.values import Backend, Candidate, Timeouts
 from gateway.pipeline.passage import Passage
 from gateway.ports import Clock, Headers, Target, Upstream, UpstreamResponse
@@ -31,6 +35,9 @@ ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """A complete answer longer than this is not the answer of a language model."""
 
 ERROR_BYTES_MAX = 64 * 1024
+CALLER_STALL_S = 120.0
+"""A caller that reads nothing for this long, with full buffers, is gone: it holds a place on a GPU."""
+
 END_OF_BODY_S = 1.0
 """How long a backend may take to end its body after `[DONE]` before the connection is given up."""
 
@@ -41,9 +48,37 @@ SSE_HEADERS: Headers = (
 )
 _OUTCOMES: Mapping[type[GatewayError], Outcome] = {
     UpstreamUnreachable: Outcome.UNREACHABLE,
+    UpstreamLost: Outcome.UNREACHABLE,
     UpstreamTimeout: Outcome.TIMEOUT,
     UpstreamBusy: Outcome.BUSY,
+    OutOfResources: Outcome.CANCELLED,
 }
+
+
+class CallerStalled(Exception):
+    """The caller has stopped reading its answer."""
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: Any = None
+
+
+class _Whole(msgspec.Struct):
+    """The members of a whole answer that are looked at; msgspec skips the rest without building it."""
+
+    error: Any = None
+    detail: Any = None
+    object: Any = None
+    message: Any = None
+    choices: list[_Choice] | None = None
+    usage: Any = None
+
+
+def _decode_answer(body: bytes) -> object:
+    try:
+        return msgspec.to_builtins(msgspec.json.decode(body, type=_Whole))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 class Attempt:
@@ -76,6 +111,7 @@ class Attempt:
         self._detail = ""
         self._lost = ""
         self._is_relayed = False  # up to [DONE]; the body may still be open
+        self._is_sending = False  # waiting for the caller to read
         self._last_moment = 0.0
 
     @property
@@ -89,37 +125,44 @@ class Attempt:
             self._lost = reason
             self._scope.cancel()
 
-    async def run(self, upstream: Upstream) -> AttemptRecord:
-        """Relay the answer, and return the record of the try.
+    async def run(self, upstream: Upstream) -> None:
+        """Relay the answer, to its end. The passage gets the record of the try, however it ends.
 
         Raises:
             UpstreamError: it failed; when the response has started, what the caller has is incomplete.
             BackendRejected: the backend refuses this content.
+            OutOfResources: this process could not even try.
+            CallerStalled: the caller has stopped reading.
         """
         passage = self._passage
         passage.served_by = self._candidate
         started_at = self._clock.now()
-        outcome, detail = Outcome.CANCELLED, "the caller left"
+        # Until more is known, whatever ends this says nothing of the backend.
+        outcome, detail = Outcome.CANCELLED, "the gateway failed"
         try:
             await self._within_limits(upstream)
             outcome, detail = Outcome.OK, ""
         except GatewayError as error:
             outcome = self._outcome or _OUTCOMES.get(type(error), Outcome.FAILED)
             detail = self._detail or error.message
+            passage.crashes += isinstance(error, UpstreamLost)
+            raise
+        except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
+            detail = "the caller left"
             raise
         finally:
-            record = AttemptRecord(
-                backend=self._backend.id,
-                pool=self._candidate.pool,
-                traffic_class=passage.decision.traffic_class if passage.decision else "",
-                outcome=outcome,
-                detail=detail,
-                started_at=started_at,
-                first_byte_at=self._first_byte_at,
-                ended_at=self._clock.now(),
+            passage.attempts.append(
+                AttemptRecord(
+                    backend=self._backend.id,
+                    pool=self._candidate.pool,
+                    traffic_class=passage.decision.traffic_class if passage.decision else "",
+                    outcome=outcome,
+                    detail=detail,
+                    started_at=started_at,
+                    first_byte_at=self._first_byte_at,
+                    ended_at=self._clock.now(),
+                )
             )
-            passage.attempts.append(record)
-        return record
 
     async def _within_limits(self, upstream: Upstream) -> None:
         stream = self._passage.incoming.request.stream
@@ -131,27 +174,34 @@ class Attempt:
             await self._exchange(upstream)
         if not self._scope.cancelled_caught or self._is_relayed:
             return
-        if self._lost:
-            self._outcome = Outcome.TIMEOUT
-            raise UpstreamTimeout("The backend stopped responding.")
-        raise self._overdue()
+        if self._is_sending:
+            raise CallerStalled
+        self._outcome = Outcome.TIMEOUT
+        raise UpstreamTimeout("The backend stopped responding.") if self._lost else self._overdue()
 
     def _overdue(self) -> GatewayError:
         limits = self._timeouts
         if self.is_answered:
             late = anyio.current_time() >= self._last_moment
             what = f"finish within {limits.total_s:g} s" if late else f"send anything for {limits.idle_s:g} s"
-            self._outcome = Outcome.TIMEOUT
             return StreamBroken(f"The backend did not {what}.")
         waited = limits.first_byte_s if self._passage.incoming.request.stream else limits.total_s
         return UpstreamTimeout(f"The backend did not answer within {waited:g} s.")
+
+    async def _send(self, data: bytes) -> None:
+        """Pass bytes on. The time the caller takes to read them is the caller's, not the backend's."""
+        self._passage.chunks += 1
+        self._is_sending = True
+        self._scope.deadline = anyio.current_time() + CALLER_STALL_S
+        await self._passage.downstream.send(data)
+        self._is_sending = False
 
     async def _exchange(self, upstream: Upstream) -> None:
         incoming = self._passage.incoming
         target = Target(
             backend=self._backend,
             endpoint=incoming.request.endpoint,
-            headers=(*incoming.forwarded, (b"x-request-id", self._passage.id.encode())),
+            headers=(*incoming.forwarded, (b"x-request-id", incoming.arrival.id.encode())),
             body=incoming.body_for(self._served_model),
         )
         async with upstream.open(target, self._timeouts) as response:
@@ -167,7 +217,10 @@ class Attempt:
     async def _relay_stream(self, response: UpstreamResponse) -> None:
         passage, incoming = self._passage, self._passage.incoming
         reader = StreamReader(
-            choices=incoming.request.choices, names=self._names, hide_usage=incoming.usage_injected
+            choices=incoming.request.choices,
+            names=self._names,
+            hide_usage=incoming.usage_injected,
+            decode=msgspec.json.decode,
         )
         try:
             await self._relay_events(response, reader)
@@ -178,47 +231,45 @@ class Attempt:
 
     async def _relay_events(self, response: UpstreamResponse, reader: StreamReader) -> None:
         """Relay until the body ends or the reader finds fault with it."""
-        passage = self._passage
-        held = b""
+        held: list[bytes] = []  # comments and empty first events: they wait for content
         while data := await response.read():
             ready = reader.feed(data)
             if not self.is_answered:
-                held += ready
+                held.append(ready)
                 if reader.fault is not None:
                     return
                 if not reader.has_content:
                     continue
-                ready = held
+                ready = b"".join(held)
                 await self._answer(SSE_HEADERS)
             if ready:
-                passage.chunks += 1
-                await passage.downstream.send(ready)
+                await self._send(ready)
             if reader.fault is not None:
                 return
             self._is_relayed = reader.is_done
             idle_s = END_OF_BODY_S if reader.is_done else self._timeouts.idle_s
             self._scope.deadline = min(self._last_moment, anyio.current_time() + idle_s)
         owed = reader.end()
-        if owed:
-            await passage.downstream.send(owed)
+        if reader.fault is None and owed:
+            if not self.is_answered:
+                await self._answer(SSE_HEADERS)
+                owed = b"".join((*held, owed))
+            await self._send(owed)
 
     async def _relay_whole(self, response: UpstreamResponse) -> None:
         body = await _read_all(response, ANSWER_BYTES_MAX)
-        answer = answers.read_answer(body)
+        answer = answers.read_answer(_decode_answer(body))
         if answer is None:
             raise self._faulty(BackendError("The backend sent something that is not an answer."))
-        if answer.error is not None:
-            raise self._faulty(answer.error)
-        if ABORTED in answer.finish_reasons:
-            raise self._stopped()
         passage = self._passage
+        if (fault := answer.fault(passage.incoming.request.choices)) is not None:
+            raise self._faulty(fault)
         passage.usage = answer.usage
-        body = self._names.in_json(body)
+        body = self._names.in_event(body)
         await self._answer(
             ((b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))
         )
-        passage.chunks = 1
-        await passage.downstream.send(body)
+        await self._send(body)
 
     async def _answer(self, headers: Headers) -> None:
         """Start the response: the first token has come, and with it the point of no return."""
@@ -231,26 +282,24 @@ class Attempt:
     async def _refused(self, response: UpstreamResponse) -> GatewayError:
         error = answers.read_error(await _read_all(response, ERROR_BYTES_MAX))
         failure, self._outcome = answers.verdict(response.status, error)
-        self._detail = f"status {response.status}: {error.message}"
+        self._detail = f"status {response.status}" + (f": {error.gist}" if error.gist else "")
         self._passage.crashes += error.is_crash
         failure.message = self._names.in_text(failure.message)
         return failure
 
     def _faulty(self, fault: BackendError) -> GatewayError:
         """Return the error for an answer that says 200 and is none."""
-        self._detail = fault.message
+        self._detail = fault.gist or "an error or no answer under status 200"
         self._passage.crashes += fault.is_crash
-        if fault.code == ABORTED and not self.is_answered:
-            return self._stopped()
-        self._outcome = Outcome.DRAINING if fault.code == ABORTED else Outcome.FAILED
+        is_stopping = fault.code == ABORTED
+        if is_stopping:
+            self._detail = "the engine gave up the request: it is stopping"
+        self._outcome = Outcome.DRAINING if is_stopping else Outcome.FAILED
         if self.is_answered:
             return StreamBroken("The backend failed before the answer was complete.")
+        if is_stopping:
+            return UpstreamBusy("The backend is stopping.", retry_after_s=1)
         return UpstreamFailed("The backend failed before it answered.")
-
-    def _stopped(self) -> GatewayError:
-        self._outcome = Outcome.DRAINING
-        self._detail = "the engine gave up the request: it is stopping"
-        return UpstreamBusy("The backend is stopping.", retry_after_s=1)
 
 
 async def _read_all(response: UpstreamResponse, bytes_max: int) -> bytes:
@@ -262,10 +311,3 @@ async def _read_all(response: UpstreamResponse, bytes_max: int) -> bytes:
             break
         parts.append(data)
     return b"".join(parts)
-
-
-def ending_of(error: GatewayError) -> Ending:
-    """Return how a request that failed with `error`, before its first byte, ended."""
-    if error.http_status == 429 or error.code in {"no_backend", "draining"}:
-        return Ending.SHED
-    return Ending.REJECTED if error.http_status < 500 else Ending.FAILED

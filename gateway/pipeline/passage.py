@@ -15,14 +15,14 @@ class Passage:
     """A request's state. It belongs to one coroutine and ends as a `RequestRecord`.
 
     Attributes:
-        id: The `x-request-id` the caller gets.
         incoming: What came in.
         downstream: Where the answer goes.
         policy: The policy it started with and keeps.
-        wall_at, received_at, estimated_at: As in `RequestRecord`.
+        estimated_at: As in `RequestRecord`.
         decision: Where it may go and why, once decided.
         served_by: The candidate being asked, or that answered.
         attempts: Every try that ended, in order.
+        unreported: Those the fleet has not been told of: they may be the request's own doing.
         crashes: How many of them took an engine with them.
         usage: What the backend reported.
         first_byte_at: When the first token came, monotonic seconds.
@@ -32,16 +32,14 @@ class Passage:
         error_code: `error.code` the caller saw.
     """
 
-    id: str
     incoming: Incoming
     downstream: Downstream
     policy: Policy
-    wall_at: float
-    received_at: float
     estimated_at: float | None = None
     decision: Decision | None = None
     served_by: Candidate | None = None
     attempts: list[AttemptRecord] = field(default_factory=list)
+    unreported: list[AttemptRecord] = field(default_factory=list)
     crashes: int = 0
     usage: Usage | None = None
     first_byte_at: float | None = None
@@ -57,7 +55,7 @@ class Passage:
 
     def headers(self) -> Headers:
         """Return the response headers that say what was decided."""
-        facts = [(b"x-request-id", self.id.encode())]
+        facts = [(b"x-request-id", self.incoming.arrival.id.encode())]
         if self.decision is not None:
             facts.append((b"x-gateway-class", self.decision.traffic_class.encode()))
             facts.append((b"x-gateway-prompt-tokens", str(self.decision.estimate.tokens).encode()))
@@ -70,17 +68,17 @@ class Passage:
 
     def record(self, ended_at: float) -> RequestRecord:
         """Return what is kept of it."""
-        request = self.incoming.request
+        request, arrival = self.incoming.request, self.incoming.arrival
         return RequestRecord(
-            id=self.id,
+            id=arrival.id,
             model=request.model,
             stream=request.stream,
             ending=self.ending,
             status=self.status or LEFT_STATUS,
             error_code=self.error_code,
             key=request.key,
-            wall_at=self.wall_at,
-            received_at=self.received_at,
+            wall_at=arrival.wall_at,
+            received_at=arrival.received_at,
             ended_at=ended_at,
             estimated_at=self.estimated_at,
             first_byte_at=self.first_byte_at,

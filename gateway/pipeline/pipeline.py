@@ -7,7 +7,7 @@ It is cancelled as a whole when the caller leaves, and then everything is given 
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from dataclasses import replace
 
 import anyio
 
@@ -24,7 +24,7 @@ from gateway.core.errors import (
     StreamBroken,
     UpstreamError,
 )
-from gateway.core.health import BackendStatus, served_name
+from gateway.core.health import BackendStatus, Outcome, served_name
 from gateway.core.selection import BackendView
 from gateway.core.sse import DONE
 from gateway.core.usage import Ending
@@ -37,7 +37,7 @@ from gateway.core.values import (
     Policy,
     TrafficClass,
 )
-from gateway.pipeline.attempt import Attempt, ending_of
+from gateway.pipeline.attempt import CALLER_STALL_S, Attempt, CallerStalled
 from gateway.pipeline.passage import Passage
 from gateway.ports import (
     Clock,
@@ -53,6 +53,9 @@ from gateway.ports import (
 )
 
 NO_BACKEND_RETRY_S = 5.0
+_REFUSALS = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
+"""Answers that may be the request's doing as well as the backend's."""
+
 RELEASE_S = 1.0
 
 
@@ -84,31 +87,26 @@ class Pipeline:
         self._clock = clock
         self._running: dict[str, set[Attempt]] = {}
 
-    async def run(self, request_id: str, incoming: Incoming, downstream: Downstream) -> None:
+    async def run(self, incoming: Incoming, downstream: Downstream) -> None:
         """Serve one request, to its end.
 
         Raises:
             GatewayError: nothing has been sent yet; its `headers` say what was decided.
+            CallerStalled, OSError: the caller is gone, or as good as: drop its connection.
         """
-        passage = Passage(
-            id=request_id,
-            incoming=incoming,
-            downstream=downstream,
-            policy=self._policy(),
-            wall_at=self._clock.wall(),
-            received_at=self._clock.now(),
-        )
+        passage = Passage(incoming=incoming, downstream=downstream, policy=self._policy())
         try:
             await self._serve(passage)
         except GatewayError as error:
             passage.status, passage.error_code = error.http_status, error.code
-            passage.ending = ending_of(error)
+            passage.ending = Ending.of(error)
             error.headers = tuple(passage.headers())
             raise
-        except anyio.get_cancelled_exc_class():
+        except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
             passage.ending = Ending.LEFT
             raise
         finally:
+            self._judge(passage)
             self._recorder.finished(passage.record(self._clock.now()))
 
     def abandon(self, backend_id: str, reason: str) -> None:
@@ -127,8 +125,10 @@ class Pipeline:
             try:
                 candidate, slot = await self._admit(passage, traffic_class, demand, frozenset(failed))
             except ShedError as shed:
+                if failure is None or isinstance(shed, AtCapacity):
+                    raise
                 # Nobody is left to ask: what the last one said is the better answer.
-                raise failure or shed from None
+                raise failure from None
             try:
                 async with self._holding(slot):
                     await self._try(passage, candidate, slot)
@@ -200,10 +200,11 @@ class Pipeline:
             if isinstance(slot, Slot):
                 return candidate, slot
             refused.append(slot)
-        raise self._refusal(passage, traffic_class, refused)
+        window = max(view.capacity.context_tokens for view in views.values())
+        raise self._refusal(passage, traffic_class, refused, window)
 
     def _refusal(
-        self, passage: Passage, traffic_class: TrafficClass, reasons: Sequence[Exclusion]
+        self, passage: Passage, traffic_class: TrafficClass, reasons: Sequence[Exclusion], window: int
     ) -> GatewayError:
         """Return the error that tells the caller what to do about it."""
         name = traffic_class.name
@@ -224,7 +225,7 @@ class Pipeline:
             return InvalidRequest(
                 "No backend runs that many choices at once.", code="too_many_choices", param="n"
             )
-        return _overlong(passage, traffic_class)
+        return _overlong(passage, window, is_kv=Exclusion.CONTEXT_EXCEEDED not in reasons)
 
     @asynccontextmanager
     async def _holding(self, slot: Slot) -> AsyncIterator[None]:
@@ -240,7 +241,11 @@ class Pipeline:
         backend = passage.policy.backends[candidate.backend]
         status = self._fleet.statuses().get(backend.id, _UNKNOWN)
         served = served_name(backend.model, status) or passage.incoming.request.model
-        on_answer = partial(self._ledger.answered, slot)
+
+        async def on_answer() -> None:
+            self._report(passage)
+            await self._ledger.answered(slot)
+
         attempt = Attempt(passage, candidate, backend, served, self._clock, on_answer)
         running = self._running.setdefault(backend.id, set())
         running.add(attempt)
@@ -249,8 +254,23 @@ class Pipeline:
         finally:
             running.discard(attempt)
             record = passage.attempts[-1]
-            self._fleet.report(backend.id, record.outcome, record.detail)
             self._recorder.attempt(record)
+            if record.outcome in _REFUSALS:
+                passage.unreported.append(record)
+            else:
+                self._fleet.report(backend.id, record.outcome, record.detail)
+
+    def _report(self, passage: Passage) -> None:
+        """Tell the fleet of the tries so far: another backend has answered, so these failed by themselves."""
+        for attempt in passage.unreported:
+            self._fleet.report(attempt.backend, attempt.outcome, attempt.detail)
+        passage.unreported.clear()
+
+    def _judge(self, passage: Passage) -> None:
+        """Tell the fleet of what is left. Backends that all refused a request alike: it is the request."""
+        if len(passage.unreported) > 1 and not passage.crashes:
+            passage.unreported = [replace(one, outcome=Outcome.REJECTED) for one in passage.unreported]
+        self._report(passage)
 
     def _learn(self, passage: Passage, candidate: Candidate) -> None:
         request, decision = passage.incoming.request, passage.decision
@@ -268,24 +288,26 @@ class Pipeline:
         passage.ending, passage.error_code = Ending.BROKEN, StreamBroken.code
         envelope = {"message": error.message, "type": error.type, "param": None, "code": StreamBroken.code}
         event = b"data: " + json.dumps({"error": envelope}).encode() + b"\n\n"
-        await passage.downstream.send(event + DONE)
+        with anyio.move_on_after(CALLER_STALL_S) as patience:
+            await passage.downstream.send(event + DONE)
+        if patience.cancelled_caught:
+            raise CallerStalled
 
 
 _UNKNOWN = BackendStatus()
 
 
-def _overlong(passage: Passage, traffic_class: TrafficClass) -> ContextExceeded:
+def _overlong(passage: Passage, window: int, *, is_kv: bool) -> ContextExceeded:
     """Return the refusal in the words by which clients recognise an overflow."""
-    policy, decision = passage.policy, passage.decision
+    decision = passage.decision
     assert decision is not None
-    names = [name for pool in traffic_class.pools for name in policy.pools[pool].backends]
-    window = max(policy.backends[name].capacity.context_tokens for name in names)
     demand, estimate = decision.demand, decision.estimate
     output = demand.total_tokens - estimate.tokens_max
     about = "at least " if estimate.mode is CountMode.BOUND else ""
+    cache = " and fits into no backend's cache" if is_kv else ""
     return ContextExceeded(
         f"This model's maximum context length is {window} tokens, but the request needs {about}"
-        f"{demand.total_tokens} ({estimate.tokens_max} input + {output} output). "
+        f"{demand.total_tokens} ({estimate.tokens_max} input + {output} output){cache}. "
         "Input tokens exceed the configured limit [context_length_exceeded].",
         param="messages",
     )

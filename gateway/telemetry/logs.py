@@ -46,7 +46,8 @@ def set_up(level: str = "info", stream: TextIO | None = None) -> None:
     root.setLevel(level.upper())
     for noisy in ("httpx", "httpcore", "uvicorn.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    # What goes wrong in a request is logged by the gateway itself; uvicorn would only say it again.
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
 
 class RequestLog:

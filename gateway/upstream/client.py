@@ -5,6 +5,7 @@ not mix, and httpx's pool stays small enough to be quick. None of httpx's defaul
 time out a read after 5 s and hold 100 connections at most.
 """
 
+import errno
 import ssl
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -13,7 +14,13 @@ import anyio
 import httpx
 
 from gateway import __version__
-from gateway.core.errors import UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
+from gateway.core.errors import (
+    OutOfResources,
+    UpstreamFailed,
+    UpstreamLost,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
 from gateway.core.values import Backend, Timeouts
 from gateway.ports import Headers, Target, UpstreamResponse
 
@@ -52,7 +59,8 @@ class HttpxUpstream:
             self._clients[backend.id] = httpx.AsyncClient(
                 base_url=backend.url,
                 headers=headers,
-                verify=tls.get(backend.id, True),
+                # A context of certificates takes 20 ms to load: only where there is something to verify.
+                verify=tls.get(backend.id, True) if backend.url.startswith("https:") else False,
                 limits=httpx.Limits(
                     max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
                 ),
@@ -117,26 +125,49 @@ class _Response:
 async def _send(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
     try:
         return await _send_once(client, request)
-    except httpx.RemoteProtocolError:
-        # A kept connection that the backend closed at this very moment: no byte of an answer came, and
-        # the backend did not read the request. Once, on a connection of its own.
+    except _StaleConnection:
+        # It was kept, and the backend closed it at this very moment, before it read the request.
         pass
     try:
         return await _send_once(client, request)
-    except httpx.RemoteProtocolError as error:
-        raise UpstreamFailed("The backend closed the connection without an answer.") from error
+    except _StaleConnection as error:
+        raise UpstreamLost("The backend closed the connection without an answer.") from error
+
+
+class _StaleConnection(Exception):
+    """A kept connection turned out to be closed."""
 
 
 async def _send_once(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
+    is_new = False
+
+    async def trace(event: str, _: object) -> None:
+        nonlocal is_new
+        is_new = is_new or event == "connection.connect_tcp.started"
+
+    request.extensions["trace"] = trace
     try:
         return await client.send(request, stream=True)
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
+        if _is_exhaustion(error):
+            raise OutOfResources("This gateway has no connections left.", retry_after_s=1) from error
         raise UpstreamUnreachable("The backend cannot be reached.") from error
-    except httpx.RemoteProtocolError as error:
-        if "without sending a response" in str(error):
-            raise
-        raise UpstreamFailed("The backend sent something that is not HTTP.") from error
+    except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:
+        if isinstance(error, httpx.RemoteProtocolError) and "without sending a response" not in str(error):
+            raise UpstreamFailed("The backend sent something that is not HTTP.") from error
+        if not is_new:
+            raise _StaleConnection from error
+        raise UpstreamLost("The connection to the backend broke before it answered.") from error
     except httpx.TimeoutException as error:
         raise UpstreamTimeout("The backend did not read the request in time.") from error
     except httpx.TransportError as error:
         raise UpstreamFailed("The connection to the backend broke.") from error
+
+
+def _is_exhaustion(error: BaseException | None) -> bool:
+    """Return whether an error comes of a lack of file descriptors here, and not of the backend."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

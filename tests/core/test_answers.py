@@ -10,6 +10,9 @@ from gateway.core.health import Outcome
 from gateway.core.usage import Usage
 
 
+SILENT = "The backend refused the request without saying why."
+
+
 @pytest.mark.parametrize(
     ("body", "message", "param"),
     [
@@ -30,10 +33,11 @@ from gateway.core.usage import Usage
         pytest.param(b'{"error":"Unauthorized"}', "Unauthorized", None, id="a-string"),
         pytest.param(b'{"type":"error","error":{"type":"x","message":"m"}}', "m", None, id="wrapped"),
         pytest.param(b'{"object":"error","message":"old","code":400}', "old", None, id="older-engines"),
-        pytest.param(b"<html>502</html>", "<html>502</html>", None, id="not-json"),
-        pytest.param(b"", "an empty answer", None, id="empty"),
-        pytest.param(b"\xff\xfe", "\ufffd\ufffd", None, id="not-text"),
-        pytest.param(b"[" * 100_000, ("[" * 200), None, id="nested-without-end"),
+        pytest.param(b"<html>502</html>", SILENT, None, id="not-json"),
+        pytest.param(b"", SILENT, None, id="empty"),
+        pytest.param(b"\xff\xfe", SILENT, None, id="not-text"),
+        pytest.param(b"[" * 100_000, SILENT, None, id="nested-without-end"),
+        pytest.param(b'{"x": 1}', SILENT, None, id="json-without-an-error"),
     ],
 )
 def test_five_shapes_become_one(body: bytes, message: str, param: str | None) -> None:
@@ -92,8 +96,43 @@ def test_a_max_tokens_complaint_is_not_an_overflow() -> None:
     assert (failure.code, failure.param) == ("invalid_request", "max_tokens")
 
 
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("see http://10.0.0.3:8000/x?y=z for more", "see [url] for more"),
+        ("upstream 192.168.1.7:9001 said no", "upstream [address] said no"),
+        ("cannot open /opt/models/gemma-4/config.json", "cannot open [path]"),
+        ("top_p must be in (0, 1], got 0.0. and/or n", "top_p must be in (0, 1], got 0.0. and/or n"),
+    ],
+)
+def test_addresses_and_paths_of_the_operators_machines_stay_there(message: str, shown: str) -> None:
+    failure, _ = verdict(400, read_error(json.dumps({"error": {"message": message}}).encode()))
+
+    assert failure.message == shown
+
+
+@pytest.mark.parametrize(("status", "shown"), [(400, 400), (413, 413), (422, 422), (402, 400), (418, 400)])
+def test_only_a_verdict_on_the_content_keeps_its_status(status: int, shown: int) -> None:
+    failure, _ = verdict(status, read_error(b'{"error":{"message":"x","code":"made_up_by_the_backend"}}'))
+
+    assert (failure.http_status, failure.code) == (shown, "invalid_request")
+
+
+@pytest.mark.parametrize(
+    ("message", "gist"),
+    [
+        ("EngineCore encountered an issue.", "the engine died"),
+        ("cannot schedule new futures after shutdown", "it is stopping"),
+        ("The model `gpt-5` does not exist.", "it does not know the model by this name"),
+        ("1 validation error: 'input': 'my secret prompt'", ""),
+    ],
+)
+def test_what_is_logged_of_an_error_is_in_our_words(message: str, gist: str) -> None:
+    assert read_error(json.dumps({"error": {"message": message}}).encode()).gist == gist
+
+
 def test_a_whole_answer() -> None:
-    body = json.dumps(
+    answer = read_answer(
         {
             "choices": [{"index": 0, "message": {"content": "x"}, "finish_reason": "length"}],
             "usage": {
@@ -103,34 +142,52 @@ def test_a_whole_answer() -> None:
                 "completion_tokens_details": {"reasoning_tokens": 14},
             },
         }
-    ).encode()
-
-    answer = read_answer(body)
+    )
 
     assert answer is not None
     assert answer.finish_reasons == ("length",)
     assert answer.usage == Usage(prompt_tokens=20, completion_tokens=24, reasoning_tokens=14)
-    assert answer.error is None
+    assert answer.fault(choices=1) is None
+
+
+@pytest.mark.parametrize("decoded", [None, [], "x", {"object": "list"}, {"choices": 3}])
+def test_what_is_no_answer(decoded: object) -> None:
+    assert read_answer(decoded) is None
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"<html>", b"[]", b'"x"', b'{"object":"list"}', b'{"choices":3}', b"[" * 100_000]
+    ("choices", "wanted", "fault"),
+    [
+        pytest.param([{"finish_reason": "stop"}], 1, None, id="finished"),
+        pytest.param([{"finish_reason": "abort"}], 1, "gave up the request", id="abort"),
+        pytest.param([], 1, "not finished", id="no-choice"),
+        pytest.param([1], 1, "not finished", id="not-a-choice"),
+        pytest.param([{"finish_reason": None}], 1, "not finished", id="no-reason"),
+        pytest.param([{"finish_reason": "stop"}], 2, "not finished", id="one-of-two"),
+        pytest.param([{"finish_reason": "stop"}, {"finish_reason": "length"}], 2, None, id="two-of-two"),
+    ],
 )
-def test_what_is_no_answer(body: bytes) -> None:
-    assert read_answer(body) is None
+def test_success_is_not_taken_from_a_200(choices: list[object], wanted: int, fault: str | None) -> None:
+    answer = read_answer({"choices": choices})
+
+    assert answer is not None
+    found = answer.fault(wanted)
+    assert (found is None) is (fault is None)
+    assert found is None or (fault or "") in found.message
 
 
 def test_an_error_under_200_is_an_error() -> None:
-    answer = read_answer(b'{"error":{"message":"boom"}}')
+    answer = read_answer({"error": {"message": "boom"}})
 
     assert answer is not None
+    assert answer.fault(1) == answer.error
     assert answer.error is not None
     assert answer.error.message == "boom"
 
 
 @pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": "3"}, [], {"prompt_tokens": None}])
 def test_a_usage_that_says_nothing(usage: object) -> None:
-    answer = read_answer(json.dumps({"choices": [], "usage": usage}).encode())
+    answer = read_answer({"choices": [], "usage": usage})
 
     assert answer is not None
     assert answer.usage is None

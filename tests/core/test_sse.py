@@ -101,7 +101,7 @@ def test_content_is_what_the_model_said(first: bytes, has_content: bool) -> None
             [STREAM[: STREAM.rindex(b"data:")]], "ended before it was finished", id="clean-end-without-finish"
         ),
         pytest.param([ROLE, DONE], "ended before it was finished", id="done-without-finish"),
-        pytest.param([STREAM, b'data: {"choices"'], "inside an event", id="cut-inside-an-event"),
+        pytest.param([STREAM, b'data: {"choices"'], "not an event", id="cut-inside-an-event"),
         pytest.param([], "ended before it was finished", id="nothing-at-all"),
         pytest.param([ROLE, b"data: <html>\n\n"], "not an event", id="garbage-before-content"),
         pytest.param([delta("x"), delta("y", finish="abort"), DONE], "gave up the request", id="abort"),
@@ -158,6 +158,41 @@ def test_every_choice_has_to_finish() -> None:
     assert subject.is_complete
 
 
+def test_a_last_event_may_lack_its_blank_line() -> None:
+    subject = reader()
+
+    assert run(subject, [STREAM + DONE[:-1]]) == STREAM + DONE
+    assert subject.is_done
+
+
+def test_done_without_a_finish_is_found_at_once() -> None:
+    subject = reader()
+
+    subject.feed(ROLE + delta("x") + DONE)  # the connection stays open: nothing more may ever come
+
+    assert subject.fault is not None
+    assert "before it was finished" in subject.fault.message
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+def test_a_large_event_in_small_reads_is_looked_at_once(size: int) -> None:
+    ids = event(choices=[], prompt_token_ids=list(range(10_000)))
+    whole = ids + STREAM + DONE
+    looked_at = 0
+
+    class Counting(bytes):
+        def endswith(self, *arguments: object) -> bool:
+            nonlocal looked_at
+            looked_at += len(self)
+            return super().endswith(*arguments)  # type: ignore[arg-type]
+
+    subject = reader()
+    out = run(subject, [Counting(whole[at : at + size]) for at in range(0, len(whole), size)])
+
+    assert out == whole
+    assert looked_at == len(whole)
+
+
 def test_a_missing_done_is_owed() -> None:
     subject = reader()
 
@@ -203,6 +238,18 @@ def test_the_model_is_shown_by_its_public_name() -> None:
         + DONE
     )
     assert b'\\"model\\":\\"gemma-4-31b-it\\"' in out
+
+
+@pytest.mark.parametrize(
+    "member",
+    [b'"model":"gemma-4-31b-it"', b'"model" : "other-name"', b'"model":"na\\"me"', '"model":"é"'.encode()],
+    ids=["served", "another-of-its-names", "quoted", "not-ascii"],
+)
+def test_whatever_the_backend_calls_the_model_it_is_shown_by_its_public_name(member: bytes) -> None:
+    first = b'data: {"id":"x",' + member + b',"choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n'
+    subject = reader(names=ModelNames(SERVED, PUBLIC))
+
+    assert subject.feed(first) == first.replace(member, b'"model":"gemma-4"')
 
 
 def test_an_event_without_an_end_is_not_kept_for_ever() -> None:

@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 
 from gateway.core.errors import InvalidRequest
 from gateway.core.values import Endpoint, Prompt, Turn
-from gateway.downstream.wire import WireRequest, WireRules, read
+from gateway.downstream import wire
+from gateway.downstream.wire import WireRequest, WireRules
+from gateway.ports import Arrival
 
+ARRIVAL = Arrival("req-1", 0.0, 0.0)
 RULES = WireRules(choices_max=4, drop_fields=frozenset({"priority", "chat_template"}))
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
+
+
+def read(endpoint: Endpoint, raw: bytes, rules: WireRules) -> WireRequest:
+    return wire.read(endpoint, raw, rules, arrival=ARRIVAL)
 
 
 def body(**fields: Any) -> bytes:

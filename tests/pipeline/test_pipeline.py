@@ -20,12 +20,14 @@ from gateway.core.errors import (
     NoBackend,
     UpstreamBusy,
     UpstreamFailed,
+    UpstreamLost,
     UpstreamTimeout,
     UpstreamUnreachable,
 )
 from gateway.core.health import BackendStatus, Outcome, State
 from gateway.core.usage import Ending
 from gateway.core.values import Backend, Demand, Load, Modalities, Policy, Pool, Timeouts
+from gateway.pipeline import CallerStalled
 from gateway.ports import Slot
 
 
@@ -138,7 +140,7 @@ async def test_usage_is_learned_from_and_hidden_from_who_did_not_ask(world: Worl
     ("first", "outcome"),
     [
         pytest.param(Script(opening=UpstreamUnreachable("x")), Outcome.UNREACHABLE, id="refused"),
-        pytest.param(Script(opening=UpstreamFailed("x")), Outcome.FAILED, id="broke-before-status"),
+        pytest.param(Script(opening=UpstreamLost("x")), Outcome.UNREACHABLE, id="broke-before-status"),
         pytest.param(Script(opening=UpstreamTimeout("x")), Outcome.TIMEOUT, id="timed-out"),
         pytest.param(Script([b"boom"], status=500), Outcome.FAILED, id="500"),
         pytest.param(
@@ -177,9 +179,11 @@ async def test_a_failure_before_the_first_content_moves_to_the_next(
     [
         b"<html>",
         b'{"error":{"message":"x"}}',
+        b'{"choices":[]}',
+        WHOLE.replace(b'"stop"', b"null"),
         WHOLE.replace(b'"stop"', b'"abort"'),
     ],
-    ids=["garbage", "error-under-200", "abort"],
+    ids=["garbage", "error-under-200", "no-choices", "unfinished", "abort"],
 )
 async def test_a_whole_answer_that_is_none_moves_to_the_next(world: World, body: bytes) -> None:
     world.answers(light_0=Script([body]), light_1=Script([WHOLE]))
@@ -206,6 +210,59 @@ async def test_a_request_that_kills_engines_is_not_shown_a_third(world: World) -
         await world.run(world.request())
 
     assert [target.backend.id for target in world.upstream.targets] == ["light-0", "light-1"]
+
+
+async def test_a_request_that_takes_connections_with_it_is_not_shown_a_third_engine(world: World) -> None:
+    world.answers(
+        light_0=Script(opening=UpstreamLost("x")), light_1=Script(opening=UpstreamLost("x")), push=GOOD
+    )
+
+    with pytest.raises(UpstreamLost):
+        await world.run(world.request())
+
+    assert [target.backend.id for target in world.upstream.targets] == ["light-0", "light-1"]
+
+
+@pytest.mark.parametrize("status", [404, 500])
+async def test_what_every_backend_refuses_alike_is_the_requests_fault(world: World, status: int) -> None:
+    world.answers(light_0=Script(status=status), light_1=Script(status=status), push=Script(status=status))
+
+    with pytest.raises(UpstreamFailed):
+        await world.run(world.request())
+
+    assert {outcome for _, outcome in world.fleet.reports} == {Outcome.REJECTED}
+
+
+async def test_a_failure_is_held_against_a_backend_as_soon_as_another_answers(world: World) -> None:
+    gate = anyio.Event()
+    world.answers(light_0=Script(status=500), light_1=Script([ROLE + HELLO, gate, STOP + DONE]))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request())
+        await anyio.wait_all_tasks_blocked()
+        assert world.fleet.reports == [("light-0", Outcome.FAILED)]
+        gate.set()
+
+
+async def test_no_place_after_a_failure_is_a_429(world: World) -> None:
+    held = [*await fill(world, "light-1"), *await fill(world, "push")]
+    world.answers(light_0=Script(status=500))
+
+    with pytest.raises(AtCapacity):
+        await world.run(world.request())
+
+    for slot in held:
+        await world.ledger.release(slot)
+
+
+async def test_the_engines_words_stay_out_of_the_record(world: World) -> None:
+    body = b'{"error":{"message":"1 validation error: input was: my secret prompt"}}'
+    world.answers(light_0=Script([body], status=400))
+
+    with pytest.raises(BackendRejected, match="my secret prompt"):
+        await world.run(world.request())
+
+    assert world.notes.requests[0].attempts[0].detail == "status 400"
 
 
 async def test_the_only_backend_is_not_asked_twice(world: World) -> None:
@@ -298,6 +355,35 @@ async def test_a_stream_that_stands_still_is_broken_off(world: World, limits: di
     assert b'"code": "stream_broken"' in caller.body
     assert caller.body.endswith(DONE)
     assert world.fleet.reports == [("light-0", Outcome.TIMEOUT)]
+
+
+async def test_a_caller_that_does_not_read_is_not_the_backends_fault(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.pipeline.attempt.CALLER_STALL_S", 0.05)
+    impatient(world, idle_s=0.01)
+    world.answers(light_0=Script([ROLE + HELLO, STOP + DONE]))
+    caller = Caller(stalls=True)
+
+    with pytest.raises(CallerStalled):
+        await world.run(world.request(), caller)
+
+    assert world.fleet.reports == [("light-0", Outcome.CANCELLED)]
+    assert world.notes.requests[0].ending is Ending.LEFT
+
+
+async def test_a_slow_caller_does_not_use_up_the_backends_patience(world: World) -> None:
+    impatient(world, idle_s=0.05)
+    world.answers(light_0=Script([ROLE + HELLO, STOP + DONE]))
+    caller = Caller()
+
+    async def slowly(_: bytes) -> None:
+        await anyio.sleep(0.1)  # twice what the backend may take
+
+    caller.before_send = slowly
+    await world.run(world.request(), caller)
+
+    assert world.notes.requests[0].ending is Ending.COMPLETED
 
 
 async def test_a_whole_answer_has_only_its_total_limit(world: World) -> None:

@@ -1,7 +1,7 @@
 """Hand-written fakes of the ports around the pipeline, and the real ledger in the middle."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -31,7 +31,7 @@ from gateway.core.values import (
     When,
 )
 from gateway.pipeline import Pipeline
-from gateway.ports import Headers, Target
+from gateway.ports import Arrival, Headers, Target
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
 
@@ -56,6 +56,7 @@ class Incoming:
     forwarded: Headers = ()
     dropped: Sequence[str] = ()
     usage_injected: bool = False
+    arrival: Arrival = Arrival("req-1", 1_000_000.0, 0.5)  # noqa: RUF009 - frozen
 
     def body_for(self, served_model: str) -> bytes:
         return json.dumps({"model": served_model}).encode()
@@ -106,8 +107,9 @@ class Caller:
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     parts: list[bytes] = field(default_factory=list)
-    on_send: Callable[[bytes], None] | None = None
+    before_send: Callable[[bytes], Awaitable[None]] | None = None
     broken: bool = False
+    stalls: bool = False  # never reads
 
     @property
     def body(self) -> bytes:
@@ -120,9 +122,11 @@ class Caller:
     async def send(self, data: bytes) -> None:
         if self.broken:
             raise OSError("the caller's socket is gone")
+        if self.stalls:
+            await anyio.sleep_forever()
+        if self.before_send is not None:
+            await self.before_send(data)
         self.parts.append(data)
-        if self.on_send is not None:
-            self.on_send(data)
         await anyio.lowlevel.checkpoint()
 
 
@@ -238,7 +242,7 @@ class World:
 
     async def run(self, request: Request, caller: Caller | None = None, **fields: bool) -> Caller:
         caller = caller or Caller()
-        await self.pipeline.run("req-1", Incoming(request, **fields), caller)  # type: ignore[arg-type]
+        await self.pipeline.run(Incoming(request, **fields), caller)  # type: ignore[arg-type]
         return caller
 
     def request(self, *, stream: bool = True, **fields: object) -> Request:
