@@ -19,6 +19,7 @@ from gateway import __version__
 from gateway.clock import SystemClock
 from gateway.core import admission
 from gateway.core.drift import DriftTracker
+from gateway.core.errors import ConfigError
 from gateway.core.health import BackendStatus, HealthRules, State, hang_after_s, served_name, usable
 from gateway.core.values import Load
 from gateway.downstream.keys import KeyRing
@@ -76,8 +77,7 @@ class Gateway:
         self.ledger = MemoryLedger()
         self.journal = Journal()
         backends = self.policy.backends
-        keys = {name: settings.backend_key(name, environ) for name in backends}
-        secrets = {name: key for name, key in keys.items() if key is not None}
+        secrets = _backend_keys(settings, environ)
         tls = {name: _verification(settings, name) for name in backends}
         self.fleet = Prober(
             backends,
@@ -219,13 +219,13 @@ class Gateway:
 async def serve(
     settings: Settings, environ: Mapping[str, str] = os.environ, *, ready: Callable[[Running], None]
 ) -> None:
-    """Run a gateway until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
+    """Run a gateway until SIGTERM, SIGINT or SIGHUP, then drain it; a second signal ends it at once.
 
     Raises:
         ConfigError: it cannot be built from these settings, or an address cannot be bound.
     """
     gateway = Gateway(settings, environ)
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
         async with gateway.running() as running:
             ready(running)
             await anext(signals)
@@ -291,7 +291,24 @@ def _verification(settings: Settings, backend_id: str) -> ssl.SSLContext | bool:
     if not tls.verify:
         log.warning("backend %s: its certificate is not verified", backend_id)
         return False
-    return True if tls.ca_file is None else ssl.create_default_context(cafile=str(tls.ca_file))
+    if tls.ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=str(tls.ca_file))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"backend {backend_id}: {tls.ca_file} holds no certificates: {error}") from error
+
+
+def _backend_keys(settings: Settings, environ: Mapping[str, str]) -> Mapping[str, str]:
+    keys = {}
+    for name in settings.document.backends:
+        key = settings.backend_key(name, environ)
+        if key is None:
+            continue
+        if not key.isascii() or not key.isprintable():
+            raise ConfigError(f"backend {name}: its API key has a character that no header can carry")
+        keys[name] = key
+    return keys
 
 
 def _status_view(status: BackendStatus, now: float) -> Mapping[str, Any]:

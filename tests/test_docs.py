@@ -8,7 +8,7 @@ from pathlib import Path
 from gateway.core import errors
 from gateway.core.errors import GatewayError
 from gateway.core.values import Exclusion
-from gateway.downstream import routes
+from gateway.downstream import guard, routes
 from gateway.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +32,7 @@ def raised_codes() -> Iterator[str]:
                 for keyword in node.keywords:
                     if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
                         yield str(keyword.value.value)
-    for module in (errors, routes):
+    for module in (errors, guard, routes):
         for kind in vars(module).values():
             if isinstance(kind, type) and issubclass(kind, GatewayError):
                 yield kind.code
@@ -49,7 +49,7 @@ def test_every_error_code_is_documented_and_no_other() -> None:
 def test_documented_statuses_are_those_of_the_code() -> None:
     kinds = [
         kind
-        for module in (errors, routes)
+        for module in (errors, guard, routes)
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, GatewayError)
     ]

@@ -67,6 +67,7 @@ class ProbeFault(StrEnum):
     UNRESOLVED = "unresolved"  # its name has no address
     TIMEOUT = "timeout"
     STATUS = "status"  # it answered, and not with 200
+    OURS = "ours"  # this gateway could not even ask: says nothing of the backend
     BROKEN = "broken"  # TLS or HTTP that cannot be understood, or a connection that was cut
 
 
@@ -386,6 +387,8 @@ def _probe_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendS
 
 def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: HealthRules) -> BackendStatus:
     detail = event.detail or event.kind.value
+    if event.kind is ProbeFault.OURS:
+        return replace(status, last_error=f"probe: {detail}")
     since = now if status.down_since is None else status.down_since
     failures = status.probe_failures + 1
     status = replace(status, probe_failures=failures, down_since=since, last_error=f"probe: {detail}")

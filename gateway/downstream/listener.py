@@ -14,6 +14,7 @@ import uvicorn
 from litestar.types import ASGIApp
 
 from gateway.core.errors import ConfigError
+from gateway.downstream.guard import GuardedProtocol
 
 KEEPALIVE_S = 75  # above the idle time after which common load balancers give a connection up
 BACKLOG = 2048
@@ -28,9 +29,11 @@ def bind(host: str, port: int) -> socket.socket:
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, proto)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        with contextlib.ExitStack() as undo:
+            bound = undo.enter_context(socket.socket(family, kind, proto))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            undo.pop_all()
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return bound
@@ -50,7 +53,7 @@ class Listener(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=GuardedProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -66,15 +69,11 @@ class Listener(uvicorn.Server):
         self._ended = anyio.Event()
 
     async def run_until_stopped(self) -> None:
-        """Serve until `stop` or `cut`."""
+        """Serve until `cut`."""
         try:
             await self.serve(sockets=[self._bound])
         finally:
             self._ended.set()
-
-    def stop(self) -> None:
-        """Close the listening socket, and end once the connections are idle."""
-        self.should_exit = True
 
     def cut(self) -> None:
         """End now: running requests are cancelled, their connections dropped."""

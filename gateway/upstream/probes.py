@@ -335,6 +335,8 @@ def _unexpected(error: httpx.HTTPError) -> _Unexpected:
                 return _Unexpected(ProbeFault.UNRESOLVED, "its name has no address")
             case ssl.SSLError():
                 return _Unexpected(ProbeFault.BROKEN, f"TLS: {cause.reason or 'failed'}")
+            case OSError(errno=errno.EMFILE | errno.ENFILE):
+                return _Unexpected(ProbeFault.OURS, "this gateway has no file descriptors left")
             case OSError(errno=errno.EHOSTUNREACH | errno.ENETUNREACH | errno.EHOSTDOWN):
                 return _Unexpected(ProbeFault.UNREACHABLE, "no route to its host")
     return _Unexpected(ProbeFault.BROKEN, "cannot connect")

@@ -439,3 +439,14 @@ def test_whatever_happened_a_working_backend_comes_back(script: list[tuple[float
 def test_the_documentation_names_every_state(word: str) -> None:
     text = (Path(__file__).parents[2] / "docs" / "health.md").read_text(encoding="utf-8")
     assert word in text.lower()
+
+
+def test_a_gateway_that_cannot_ask_blames_nobody() -> None:
+    status = BackendStatus(state=State.UP, was_up=True)
+
+    for second in range(10):
+        event = ProbeFailed(ProbeFault.OURS, "this gateway has no file descriptors left")
+        status = advance(status, event, float(second), HealthRules())
+
+    assert status.state is State.UP
+    assert "no file descriptors" in status.last_error

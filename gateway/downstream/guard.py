@@ -1,0 +1,97 @@
+"""What happens on a connection before there is a request: limits on heads, and refusals in the one shape.
+
+uvicorn waits for ever for the end of a request's head, and lets it grow without bound; its own refusals are
+plain text. This adds what is missing, and leaves everything else to it.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gateway.core.errors import GatewayError, InvalidRequest, OutOfResources, RequestTimeout
+from gateway.downstream.errors import envelope, headers_of
+
+HEAD_BYTES_MAX = 65_536
+HEAD_WITHIN_S = 15.0
+CONNECTIONS_MAX = 8_192
+
+
+class HeadTooLarge(InvalidRequest):
+    """The request's headers are longer than any client sends."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with a bound on heads: in bytes, in time, and in connections that may send one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As uvicorn calls it."""
+        super().__init__(*args, **kwargs)
+        self._head_bytes = 0  # of a head that is not complete
+        self._is_in_head = True
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept a connection, or refuse it where there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS_MAX:
+            self._refuse(OutOfResources("This gateway has too many connections.", retry_after_s=5))
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; a head that does not end within its bound ends the connection."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self._is_in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES_MAX:
+                self._refuse(HeadTooLarge(f"The request's headers are longer than {HEAD_BYTES_MAX} bytes."))
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        self._is_in_head = True
+        self._head_bytes = 0
+        if self._head_timer is None:
+            self._await_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Begin its body."""
+        self._is_in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP."""
+        self._refuse(InvalidRequest(msg))
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._head_overdue)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_overdue(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            self._refuse(RequestTimeout(f"No complete request came within {HEAD_WITHIN_S:g} s."))
+
+    def _refuse(self, error: GatewayError) -> None:
+        self._stop_timer()
+        body = envelope(error)
+        lines = [STATUS_LINE[error.http_status]]
+        lines += [name + b": " + value + b"\r\n" for name, value in headers_of(error, body)]
+        self.transport.write(b"".join((*lines, b"connection: close\r\n\r\n", body)))
+        self.transport.close()

@@ -1,0 +1,141 @@
+"""The listener over real sockets: malformed, oversized and slow requests, before there is a request."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from anyio.abc import SocketStream
+from litestar import Litestar, get
+
+from gateway.core.errors import ConfigError
+from gateway.downstream import guard
+from gateway.downstream.listener import Listener, bind, url_of
+
+
+@get("/", sync_to_thread=False)
+def hello() -> str:
+    return "hello"
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[int]:
+    app = Litestar([hello], openapi_config=None, logging_config=None)
+    bound = bind("127.0.0.1", 0)
+    port: int = bound.getsockname()[1]
+    listener = Listener(app, bound)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.run_until_stopped)
+        await listener.wait_started()
+        try:
+            yield port
+        finally:
+            listener.cut()
+            with anyio.CancelScope(shield=True):
+                await listener.wait_ended()
+
+
+async def answer_to(port: int, *parts: bytes) -> tuple[bytes, Any]:
+    """Send parts, and return the status line and the body, decoded if it is JSON."""
+    async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+        for part in parts:
+            await stream.send(part)
+        with anyio.fail_after(10):
+            received = await everything(stream)
+    head, _, body = received.partition(b"\r\n\r\n")
+    return head.split(b"\r\n")[0], json.loads(body) if body.startswith(b"{") else body
+
+
+async def everything(stream: SocketStream) -> bytes:
+    received = b""
+    try:
+        while True:
+            received += await stream.receive()
+    except (anyio.EndOfStream, anyio.BrokenResourceError):
+        return received
+
+
+async def test_an_ordinary_request_passes() -> None:
+    async with listening() as port:
+        line, body = await answer_to(port, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+
+    assert (line, body) == (b"HTTP/1.1 200 OK", b"hello")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pytest.param(b"nonsense\r\n\r\n", id="not-http"),
+        pytest.param(
+            b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+            id="length-and-chunked",
+        ),
+        pytest.param(
+            b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\ncontent-length: 5\r\n\r\nabcde",
+            id="two-lengths",
+        ),
+        pytest.param(b"GET / HTTP/1.1\r\nhost : x\r\n\r\n", id="space-before-the-colon"),
+        pytest.param(
+            b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n+5\r\nhello\r\n0\r\n\r\n",
+            id="+5",
+        ),
+    ],
+)
+async def test_what_is_not_a_request_is_refused_in_the_one_shape(request_: bytes) -> None:
+    async with listening() as port:
+        line, body = await answer_to(port, request_)
+
+    assert line == b"HTTP/1.1 400 Bad Request"
+    assert body["error"]["code"] == "invalid_request"
+
+
+async def test_a_head_has_a_bound() -> None:
+    async with listening() as port:
+        filler = b"x-filler: " + b"y" * 60_000 + b"\r\n"
+        line, body = await answer_to(port, b"GET / HTTP/1.1\r\nhost: x\r\n", filler, filler)
+
+    assert line.startswith(b"HTTP/1.1 431")
+    assert body["error"]["code"] == "headers_too_large"
+
+
+async def test_a_head_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "HEAD_WITHIN_S", 0.05)
+    async with listening() as port:
+        silent, _ = await answer_to(port)
+        half, body = await answer_to(port, b"GET / HTTP/1.1\r\nhost: x\r\n")
+
+    assert silent.startswith(b"HTTP/1.1 408")
+    assert half.startswith(b"HTTP/1.1 408")
+    assert body["error"]["code"] == "request_timeout"
+
+
+async def test_a_large_body_is_no_large_head() -> None:
+    async with listening() as port:
+        head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 500000\r\n\r\n"
+        line, _ = await answer_to(port, head, b"z" * 500_000)
+
+    assert line == b"HTTP/1.1 405 Method Not Allowed"
+
+
+async def test_connections_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "CONNECTIONS_MAX", 1)
+    async with listening() as port, await anyio.connect_tcp("127.0.0.1", port) as first:
+        await first.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await first.receive()).startswith(b"HTTP/1.1 200")
+        line, body = await answer_to(port)
+
+    assert line.startswith(b"HTTP/1.1 503")
+    assert body["error"]["code"] == "out_of_resources"
+
+
+def test_an_address_is_an_ip_or_a_name() -> None:
+    with bind("::1", 0) as six, bind("localhost", 0) as name:
+        assert url_of(six).startswith("http://[::1]:")
+        assert url_of(name).startswith("http://")
+
+
+def test_an_address_of_nobody_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1:1"):
+        bind("203.0.113.1", 1)
