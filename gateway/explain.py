@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from gateway.app import wire_rules
-from gateway.core import classification, selection
-from gateway.core.errors import InvalidRequest, ModelNotFound
+from gateway.core import classification, deciding
+from gateway.core.errors import ModelNotFound
 from gateway.core.health import BackendStatus, State
 from gateway.core.selection import BackendView
-from gateway.core.values import Decision, Demand, Endpoint, Load
+from gateway.core.values import Decision, Endpoint, Load
 from gateway.downstream import wire
 from gateway.ports import Arrival
 from gateway.settings import Settings
@@ -74,11 +74,6 @@ async def explain(
         estimate = await estimator.estimate(request.prompt, model.template, policy.window_tokens)
     finally:
         estimator.close()
-    matched = classification.classify(model, request, estimate)
-    if matched is None:
-        raise InvalidRequest(f"No class of model `{model.id}` takes this request.", code="no_class")
-    traffic_class, reason = matched
-    demand = Demand.of(request, estimate, classification.output_tokens(traffic_class, request))
     idle = {
         name: BackendView(
             backend=backend,
@@ -87,9 +82,9 @@ async def explain(
         )
         for name, backend in policy.backends.items()
     }
-    decision = selection.decide(policy, model.id, traffic_class, reason, estimate, demand, idle)
+    traffic_class, decision = deciding.decide(policy, model, request, estimate, lambda _: idle)
     verdicts = [
-        ClassVerdict(one.name, matched=True, why=reason)
+        ClassVerdict(one.name, matched=True, why=decision.class_reason)
         if one is traffic_class
         else ClassVerdict(
             one.name,

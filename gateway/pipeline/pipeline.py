@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import anyio
 
-from gateway.core import admission, classification, retry, selection
+from gateway.core import admission, deciding, retry, selection
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
     AtCapacity,
@@ -155,14 +155,10 @@ class Pipeline:
             raise ModelNotFound(f"The model `{request.model}` does not exist. Known: {known}.", param="model")
         estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
         passage.estimated_at = self._clock.now()
-        matched = classification.classify(model, request, estimate)
-        if matched is None:
-            raise InvalidRequest(f"No class of model `{model.id}` takes this request.", code="no_class")
-        traffic_class, reason = matched
-        demand = Demand.of(request, estimate, classification.output_tokens(traffic_class, request))
-        views = self._views(passage, traffic_class)
-        passage.decision = selection.decide(policy, model.id, traffic_class, reason, estimate, demand, views)
-        return traffic_class, demand
+        traffic_class, passage.decision = deciding.decide(
+            policy, model, request, estimate, lambda chosen: self._views(passage, chosen)
+        )
+        return traffic_class, passage.decision.demand
 
     def _views(self, passage: Passage, traffic_class: TrafficClass) -> Mapping[str, BackendView]:
         policy = passage.policy

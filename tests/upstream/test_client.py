@@ -12,6 +12,7 @@ from support.raw_server import LAST_CHUNK, STREAM_HEAD, Answer, RawServer, answe
 from gateway.core.errors import UpstreamFailed, UpstreamLost, UpstreamUnreachable
 from gateway.core.values import Backend, Capacity, Endpoint, KneeStep, Timeouts
 from gateway.ports import Target, UpstreamResponse
+from gateway.upstream import client
 from gateway.upstream.client import HttpxUpstream
 
 CAPACITY = Capacity(context_tokens=100, knee=(KneeStep(None, 4),))
@@ -101,6 +102,21 @@ async def test_a_finished_connection_is_used_again() -> None:
                 await whole(response)
 
     assert server.connections == 1
+
+
+async def test_a_connection_that_was_idle_too_long_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client.KEEPALIVE_S < 5.0  # when vLLM closes it
+    monkeypatch.setattr(client, "KEEPALIVE_S", 0.0)
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(answer_of(b"{}"))
+
+    async with serving(answer) as (server, upstream, target):
+        for _ in range(3):
+            async with upstream.open(target, Timeouts()) as response:
+                await whole(response)
+
+    assert server.connections == 3
 
 
 async def test_leaving_early_closes_the_connection() -> None:
