@@ -9,7 +9,6 @@ from gateway.core.errors import BackendRejected, UpstreamBusy, UpstreamError, Up
 from gateway.core.health import Outcome
 from gateway.core.usage import Usage
 
-
 SILENT = "The backend refused the request without saying why."
 
 
