@@ -1,0 +1,361 @@
+"""The advisory knee estimate: what a backend's own steps say about where its knee is.
+
+A gateway sees the gap between chunks, which is the engine's step time. It grows with the batch and with
+the prompt tokens computed beside it, and both vary by themselves in ordinary traffic:
+
+    step = fixed + per_seq * B + per_token * P
+
+    B sequences decoding     P prompt tokens computed     (means per step, over a window)
+
+With `r` prompt tokens per step of output, a server kept at `B` sequences computes `P = r * B` of them per
+step, so it makes `B / (fixed + slope * B)` sequence steps per second, `slope = per_seq + per_token * r`.
+The knee is where 10 % more sequences buy 1 % more of that: `B = 8.18 * fixed / slope`, 89 % of the most
+it can ever make. The estimate ends at the KV slots, which no step shows before they are used up.
+
+The three numbers come from weighted least squares over windows. They are kept as sums that fade, so memory is
+constant. Every estimate says how well it is known, and refuses where it cannot tell. It is never
+applied by itself (docs/knee.md).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from gateway.core.tpot_control import NOTHING_SEEN, GapWindow
+
+MORE_SEQS = 0.1
+LESS_GAIN = 0.01
+"""The knee is where this much more in flight buys this much more tokens/s."""
+
+KNEE_RATIO = (MORE_SEQS - LESS_GAIN) / (LESS_GAIN * (1 + MORE_SEQS))
+"""The part of a step that grows with the batch over the fixed part, at the knee: 8.18, arithmetic."""
+
+STEPS_MIN = 50
+"""Steps per window at least. Where they are long, windows are put together until they have as many."""
+
+HALF_LIFE_S = 600.0
+HALF_LIFE_WINDOWS = 100
+"""The longer of the two: how long until an observation has half its weight."""
+
+WINDOWS_MIN = 30
+"""With less weight of windows than this there is no estimate."""
+
+SPREAD_MIN = 0.1
+"""Standard deviation of the batch over its mean, at least: without it the fixed part cannot be told."""
+
+ERROR_HIGH = 0.06
+ERROR_LOW = 0.2
+"""Standard error of the knee over the knee: up to the first it is well known, beyond the second unknown."""
+
+BENT_LOW = 1.5
+BENT_UNKNOWN = 3.0
+"""A product term so many standard errors above zero: doubtful from the first on, no sum from the second."""
+
+REACH_HIGH = 3.0
+REACH_LOW = 5.0
+"""The knee over the largest batch seen: up to the first it is near that, beyond the second it is a guess."""
+
+HIDDEN_SHARE = 0.2
+"""Windows with more of their sequences hidden do not count: what those do to the steps is not known."""
+
+OUTLIER = 3.0
+"""Residuals beyond so many standard deviations weigh less (Huber)."""
+
+STREAMS_KEPT = 500
+"""How many streams of a class its shape is averaged over."""
+
+_Vector = tuple[float, ...]
+_Matrix = tuple[_Vector, ...]
+
+
+class Confidence(StrEnum):
+    """How far to trust an estimate."""
+
+    HIGH = "high"
+    LOW = "low"
+    UNKNOWN = "unknown"  # no figure is given
+
+
+class Doubt(StrEnum):
+    """The main reason why the confidence is not high. Few and fixed, for metrics."""
+
+    NONE = "none"
+    FEW_WINDOWS = "few_windows"  # not watched for long enough, or idle
+    NO_STREAMS = "no_streams"  # no stream of this class has ended here
+    NO_SPREAD = "no_spread"  # the batch is always the same size: saturated, or a constant trickle
+    NO_LINE = "no_line"  # steps do not grow with the batch, or not from a fixed part
+    BENT = "bent"  # they grow, but prompts cost more in a large batch than in a small one
+    NOISY = "noisy"  # the figures scatter too much
+    OUT_OF_REACH = "out_of_reach"  # the knee would lie far beyond every batch seen
+
+
+class LimitedBy(StrEnum):
+    """What ends the curve at the knee."""
+
+    COMPUTE = "compute"
+    KV_SLOTS = "kv_slots"
+
+
+@dataclass(frozen=True, slots=True)
+class ClassShape:
+    """What streams of one length class look like on one backend; older ones fade.
+
+    Attributes:
+        streams, prompt_tokens, chunks: Sums over streams that ended; chunks after the first.
+        block_chunks: Sum of KV blocks times chunks: a stream holds its blocks for as long as its chunks take.
+    """
+
+    streams: float = 0.0
+    prompt_tokens: float = 0.0
+    chunks: float = 0.0
+    block_chunks: float = 0.0
+
+    def with_stream(self, *, prompt_tokens: int, chunks: int, kv_blocks: int = 0) -> "ClassShape":
+        """Return the shape after one more stream. `kv_blocks`: of prompt and output; 0 if not counted."""
+        kept = 1 - 1 / STREAMS_KEPT
+        return ClassShape(
+            streams=self.streams * kept + 1,
+            prompt_tokens=self.prompt_tokens * kept + prompt_tokens,
+            chunks=self.chunks * kept + chunks,
+            block_chunks=self.block_chunks * kept + kv_blocks * chunks,
+        )
+
+    def slots_seqs(self, kv_blocks: int | None) -> float | None:
+        """Return how many such sequences that many blocks hold; None where nothing is counted."""
+        if kv_blocks is None or not self.block_chunks:
+            return None
+        return kv_blocks * self.chunks / self.block_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class KneeEstimate:
+    """Where the knee of one length class on one backend seems to be. For people to read.
+
+    Attributes:
+        seqs: Sequences in flight; None where the confidence is UNKNOWN.
+        confidence: How far to trust it.
+        doubt: Why not further.
+        limited_by: What ends the curve there.
+        error: Standard error of the knee that compute alone would give, as a share of it; infinite where
+            there is none.
+        windows: Windows behind it; faded ones count for what is left of them.
+        decoding_seqs: Mean batch seen.
+        decoding_seqs_max: Largest mean of a window, fading.
+        slots_seqs: Sequences that the KV blocks hold, if counted.
+    """
+
+    seqs: float | None
+    confidence: Confidence
+    doubt: Doubt
+    limited_by: LimitedBy
+    error: float
+    windows: float
+    decoding_seqs: float
+    decoding_seqs_max: float
+    slots_seqs: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepFit:
+    """The regression of one backend: sums over windows that fade. Some thirty numbers, whatever it has seen.
+
+    Attributes:
+        pending: Windows put together until they have enough steps.
+        windows: Sum of weights.
+        batch, batch_sq: Sequences decoding per step, and its squares, summed.
+        batch_max: The largest, fading slowly.
+        gram, moments: Normal equations of the relative step time on (1, B, P, B * P); the last column
+            only serves to test whether the first three are enough.
+        residuals: Sum of weights of residuals; they begin once there is a fit.
+        residual_sq, residual_lag: Squares of relative residuals, and products of neighbours, summed.
+        residual: The last one.
+    """
+
+    pending: GapWindow = NOTHING_SEEN
+    windows: float = 0.0
+    batch: float = 0.0
+    batch_sq: float = 0.0
+    batch_max: float = 0.0
+    gram: _Matrix = ((0.0,) * 4,) * 4
+    moments: _Vector = (0.0,) * 4
+    residuals: float = 0.0
+    residual_sq: float = 0.0
+    residual_lag: float = 0.0
+    residual: float = 0.0
+
+    def with_window(self, window: GapWindow) -> "StepFit":
+        """Return the fit after one more window."""
+        if window.hidden_seq_s > HIDDEN_SHARE * window.in_flight_seq_s:
+            return replace(self, pending=NOTHING_SEEN)
+        pending = self.pending + window
+        if pending.steps < STEPS_MIN:
+            return replace(self, pending=pending)
+        batch = pending.chunks / pending.steps + pending.hidden_seq_s / pending.duration_s
+        prompt_tokens = pending.prompt_tokens / pending.steps
+        row = (1.0, batch, prompt_tokens, batch * prompt_tokens)
+        return self._with_row(row, pending.busy_s / pending.steps, pending.duration_s)
+
+    def _with_row(self, row: _Vector, step_s: float, duration_s: float) -> "StepFit":
+        residual, weight = None, 1.0
+        solution = _solved(self.gram, self.moments, 3) if self.windows >= WINDOWS_MIN / 2 else None
+        if solution is not None:
+            residual = _dot(solution, row) / step_s - 1
+            deviation = math.sqrt(self.residual_sq / self.residuals) if self.residuals >= 10 else math.inf
+            if abs(residual) > OUTLIER * deviation:
+                weight = OUTLIER * deviation / abs(residual)
+                residual *= weight
+        # The longer of the two half-lives is the smaller rate.
+        kept = 0.5 ** min(duration_s / HALF_LIFE_S, 1 / HALF_LIFE_WINDOWS)
+        scaled = tuple(value / step_s for value in row)
+        batch = row[1]
+        faded = replace(
+            self,
+            pending=NOTHING_SEEN,
+            windows=self.windows * kept + 1,
+            batch=self.batch * kept + batch,
+            batch_sq=self.batch_sq * kept + batch * batch,
+            batch_max=max(self.batch_max * kept**0.25, batch),
+            gram=tuple(
+                tuple(old * kept + weight * a * b for old, b in zip(column, scaled, strict=True))
+                for column, a in zip(self.gram, scaled, strict=True)
+            ),
+            moments=tuple(old * kept + weight * a for old, a in zip(self.moments, scaled, strict=True)),
+            residuals=self.residuals * kept,
+            residual_sq=self.residual_sq * kept,
+            residual_lag=self.residual_lag * kept,
+        )
+        if residual is None:
+            return faded
+        return replace(
+            faded,
+            residuals=faded.residuals + 1,
+            residual_sq=faded.residual_sq + residual * residual,
+            residual_lag=faded.residual_lag + residual * self.residual,
+            residual=residual,
+        )
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the batch over its mean."""
+        mean = self.batch / self.windows
+        return math.sqrt(max(0.0, self.batch_sq / self.windows - mean * mean)) / mean
+
+    @property
+    def variance(self) -> float:
+        """Variance of the relative residuals, raised by what neighbours have in common."""
+        if not self.residual_sq:
+            return 0.0
+        correlation = min(0.9, max(0.0, self.residual_lag / self.residual_sq))
+        return self.residual_sq / self.residuals * (1 + correlation) / (1 - correlation)
+
+
+def estimate(fit: StepFit, shape: ClassShape, kv_blocks: int | None = None) -> KneeEstimate:
+    """Return where the knee for streams of that shape seems to be on the backend of `fit`.
+
+    `kv_blocks` are those that admission plans with (`blocks_planned`), None where none are counted.
+    """
+    slots = shape.slots_seqs(kv_blocks)
+    unknown = KneeEstimate(
+        seqs=None,
+        confidence=Confidence.UNKNOWN,
+        doubt=Doubt.FEW_WINDOWS,
+        limited_by=LimitedBy.COMPUTE,
+        error=math.inf,
+        windows=fit.windows,
+        decoding_seqs=fit.batch / fit.windows if fit.windows else 0.0,
+        decoding_seqs_max=fit.batch_max,
+        slots_seqs=slots,
+    )
+    if fit.windows < WINDOWS_MIN or fit.residuals < WINDOWS_MIN / 3:
+        return unknown
+    if not shape.chunks:
+        return replace(unknown, doubt=Doubt.NO_STREAMS)
+    inverse = _inverse(fit.gram, 3)
+    if fit.spread < SPREAD_MIN or inverse is None:
+        return replace(unknown, doubt=Doubt.NO_SPREAD)
+    compute, error = _compute_knee(fit, shape, inverse)
+    if compute is None:
+        return replace(unknown, doubt=Doubt.NO_LINE)
+    limited_by = LimitedBy.KV_SLOTS if slots is not None and slots < compute else LimitedBy.COMPUTE
+    seqs = compute if slots is None else min(compute, slots)
+    confidence, doubt = _judged(fit, seqs, error)
+    return replace(
+        unknown,
+        seqs=None if confidence is Confidence.UNKNOWN else seqs,
+        confidence=confidence,
+        doubt=doubt,
+        limited_by=limited_by,
+        error=error,
+    )
+
+
+def _compute_knee(fit: StepFit, shape: ClassShape, inverse: _Matrix) -> tuple[float | None, float]:
+    """Return the knee that compute alone gives, in flight, and its relative standard error."""
+    fixed, per_seq, per_token = (_dot(line, fit.moments) for line in inverse)
+    ratio = shape.prompt_tokens / shape.chunks
+    slope = per_seq + per_token * ratio
+    if fixed <= 0 or slope <= 0:
+        return None, math.inf
+    by_part = (1 / fixed, -1 / slope, -ratio / slope)
+    variance = fit.variance * _dot(by_part, [_dot(line, by_part) for line in inverse])
+    # A sequence is in flight for one step more than it decodes: the one that computes its prompt.
+    in_flight = KNEE_RATIO * fixed / slope * (1 + shape.streams / shape.chunks)
+    return in_flight, math.sqrt(max(0.0, variance))
+
+
+def _judged(fit: StepFit, seqs: float, error: float) -> tuple[Confidence, Doubt]:
+    if error > ERROR_LOW:
+        return Confidence.UNKNOWN, Doubt.NOISY
+    bend = _bend(fit)
+    if bend > BENT_UNKNOWN:
+        return Confidence.UNKNOWN, Doubt.BENT
+    reach = seqs / fit.batch_max
+    if reach > REACH_HIGH:
+        return Confidence.LOW if reach <= REACH_LOW else Confidence.UNKNOWN, Doubt.OUT_OF_REACH
+    if bend > BENT_LOW:
+        return Confidence.LOW, Doubt.BENT
+    return (Confidence.LOW, Doubt.NOISY) if error > ERROR_HIGH else (Confidence.HIGH, Doubt.NONE)
+
+
+def _bend(fit: StepFit) -> float:
+    """Return by how many standard errors prompts cost more in a large batch than in a small one."""
+    inverse = _inverse(fit.gram, 4)
+    deviation = math.sqrt(fit.residual_sq / fit.residuals)
+    if inverse is None or not deviation:
+        return 0.0
+    return _dot(inverse[3], fit.moments) / (math.sqrt(inverse[3][3]) * deviation)
+
+
+# ------------------------------------------------------------------ small matrices
+
+
+def _dot(one: _Vector, other: "list[float] | _Vector") -> float:
+    return sum(a * b for a, b in zip(one, other, strict=False))
+
+
+def _solved(gram: _Matrix, moments: _Vector, size: int) -> _Vector | None:
+    inverse = _inverse(gram, size)
+    return None if inverse is None else tuple(_dot(line, moments) for line in inverse)
+
+
+def _inverse(gram: _Matrix, size: int) -> _Matrix | None:
+    """Return the inverse of the first `size` rows and columns, or None where it is singular."""
+    if min(gram[i][i] for i in range(size)) <= 0:
+        return None
+    # Scaled to ones on the diagonal, so that the test for singularity means the same in all units.
+    scale = [1 / math.sqrt(gram[i][i]) for i in range(size)]
+    rows = [
+        [gram[i][j] * scale[i] * scale[j] for j in range(size)] + [float(i == j) for j in range(size)]
+        for i in range(size)
+    ]
+    for i in range(size):
+        pivot = rows[i][i]
+        # A Gram matrix needs no exchange of rows; what is left of the diagonal is 1 - R squared.
+        if pivot < 1e-7:
+            return None
+        rows[i] = [value / pivot for value in rows[i]]
+        for j in range(size):
+            if j != i:
+                factor = rows[j][i]
+                rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
+    return tuple(tuple(rows[i][size + j] * scale[i] * scale[j] for j in range(size)) for i in range(size))

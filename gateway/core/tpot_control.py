@@ -1,0 +1,390 @@
+"""TPOT control: how much of its configured knee a backend may use, so that callers get the promised TPOT.
+
+Three parts, all pure; whoever owns the clock hands the time in.
+
+* `GapMeter` watches one backend: requests that start, get their first token and end, and a counter
+  that the relay raises by one per chunk. Nothing else is done per chunk, and no chunk is parsed.
+* `GapWindow` is what it saw in a few seconds. While `d` sequences decode, each gets a chunk per engine
+  step, so the integral of `d` over time divided by the chunks is the mean gap between two chunks of a
+  stream: what subtracting the times of every two chunks would add up to, without doing it.
+* `adjust` moves the share of the knee that is in force, additive up, multiplicative down.
+
+The share never exceeds the configured curve, and does not move while the backend is not full: a gap
+that the limit has not shaped says nothing about the limit.
+
+The TPOT of a window is its gap divided by the tokens per chunk of streams that ended. When several chunks
+arrive in one read, or a read carries no token, both change alike and the TPOT stays right.
+"""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from gateway.core.admission import WHOLE
+from gateway.core.values import Capacity
+
+WINDOW_S = 2.0
+"""How often a backend's window should be closed: short enough that its batch hardly changes meanwhile."""
+
+WINDOW_MAX_S = 20.0
+"""How long a window stays open for a prompt that is being computed."""
+
+
+# ------------------------------------------------------------------ what the gateway sees
+
+
+@dataclass(frozen=True, slots=True)
+class GapWindow:
+    """What one backend did for a while, as seen from outside. Windows add up with `+`.
+
+    Sequences times seconds are integrals over the window: 3 sequences for 2 s make 6.
+
+    Attributes:
+        duration_s: Its length.
+        busy_s: The part of it in which at least one visible sequence decoded.
+        decoding_seq_s: Visible sequences past their first token.
+        waiting_seq_s: Visible sequences without a first token.
+        hidden_seq_s: Sequences whose steps cannot be seen: answers in one piece, several choices.
+        chunks: Chunks relayed after the first of each visible stream: sequences times engine steps.
+        steps: Engine steps in which a visible sequence decoded: chunks over sequences decoding.
+        prompt_tokens: Prompt tokens of visible streams whose first token came while others decoded.
+        ended_tokens: Output tokens after the first of the visible streams that ended.
+        ended_chunks: Chunks after the first of the same streams.
+        share_s: Share of the knee in flight, millionths times seconds.
+        share_max: The highest share in flight, millionths.
+    """
+
+    duration_s: float = 0.0
+    busy_s: float = 0.0
+    decoding_seq_s: float = 0.0
+    waiting_seq_s: float = 0.0
+    hidden_seq_s: float = 0.0
+    chunks: int = 0
+    steps: float = 0.0
+    prompt_tokens: int = 0
+    ended_tokens: int = 0
+    ended_chunks: int = 0
+    share_s: float = 0.0
+    share_max: int = 0
+
+    def __add__(self, other: "GapWindow") -> "GapWindow":
+        """Return both in one, as if they had been a single window."""
+        return GapWindow(
+            duration_s=self.duration_s + other.duration_s,
+            busy_s=self.busy_s + other.busy_s,
+            decoding_seq_s=self.decoding_seq_s + other.decoding_seq_s,
+            waiting_seq_s=self.waiting_seq_s + other.waiting_seq_s,
+            hidden_seq_s=self.hidden_seq_s + other.hidden_seq_s,
+            chunks=self.chunks + other.chunks,
+            steps=self.steps + other.steps,
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            ended_tokens=self.ended_tokens + other.ended_tokens,
+            ended_chunks=self.ended_chunks + other.ended_chunks,
+            share_s=self.share_s + other.share_s,
+            share_max=max(self.share_max, other.share_max),
+        )
+
+    @property
+    def gap_s(self) -> float | None:
+        """Mean seconds between two chunks of a stream, as callers see it; None without chunks."""
+        return self.decoding_seq_s / self.chunks if self.chunks else None
+
+    @property
+    def in_flight_seq_s(self) -> float:
+        """All sequences in flight, times seconds."""
+        return self.decoding_seq_s + self.waiting_seq_s + self.hidden_seq_s
+
+
+NOTHING_SEEN = GapWindow()
+"""The window of no time: what sums of windows begin with."""
+
+
+class GapMeter:
+    """Watches one backend, for one gateway process. Not thread-safe.
+
+    Whoever holds the slot calls `opened` when the request is sent, `answered` with the first token of a
+    visible stream, and `ended` once, however it ended. The relay raises `chunks` by one for every later
+    chunk of a visible stream, and does nothing else per chunk: between two of those calls the number of
+    sequences that decode is constant, so the steps of that time are chunks over sequences.
+
+    Windows end with a first token where they can. A long prompt stretches the steps before its first
+    token; a window that ended between the two would see the one without the other.
+
+    Times are monotonic seconds and never go back.
+
+    Attributes:
+        chunks: Chunks after the first of their stream, since the window began.
+    """
+
+    __slots__ = (
+        "_busy_s",
+        "_chunks_seen",
+        "_decoding",
+        "_decoding_seq_s",
+        "_ended_chunks",
+        "_ended_tokens",
+        "_hidden",
+        "_hidden_seq_s",
+        "_now",
+        "_prompt_tokens",
+        "_share",
+        "_share_max",
+        "_share_s",
+        "_since",
+        "_steps",
+        "_waiting",
+        "_waiting_seq_s",
+        "_whole",
+        "chunks",
+    )
+
+    def __init__(self, now: float) -> None:
+        """Begin the first window, with nothing in flight."""
+        self._now = now
+        self._decoding = self._waiting = self._hidden = 0
+        self._share = self._share_max = 0
+        self._whole: GapWindow | None = None
+        self._begin()
+
+    def opened(self, now: float, *, share: int, hidden_seqs: int = 0) -> None:
+        """Note a request that takes `share` millionths of the knee.
+
+        It is one visible stream, or `hidden_seqs` sequences that cannot be watched.
+        """
+        self._advance(now)
+        if hidden_seqs:
+            self._hidden += hidden_seqs
+        else:
+            self._waiting += 1
+        self._share += share
+        self._share_max = max(self._share_max, self._share)
+
+    def answered(self, now: float, *, prompt_tokens: int) -> None:
+        """Note the first token of a visible stream."""
+        self._advance(now)
+        if self._decoding:
+            self._prompt_tokens += prompt_tokens
+        self._waiting -= 1
+        self._decoding += 1
+        if now - self._since >= WINDOW_S:
+            self._cut()
+
+    def ended(
+        self,
+        now: float,
+        *,
+        share: int,
+        hidden_seqs: int = 0,
+        is_answered: bool = True,
+        tokens: int | None = None,
+        chunks: int = 0,
+    ) -> None:
+        """Note that a request is over; `share` and `hidden_seqs` as when it opened.
+
+        `tokens` is its output after the first token as `usage` says, None where none came; `chunks` is how
+        often it raised the counter.
+        """
+        self._advance(now)
+        if hidden_seqs:
+            self._hidden -= hidden_seqs
+        elif is_answered:
+            self._decoding -= 1
+        else:
+            self._waiting -= 1
+        self._share -= share
+        if tokens is not None and chunks:
+            self._ended_tokens += tokens
+            self._ended_chunks += chunks
+
+    def close(self, now: float) -> GapWindow | None:
+        """Return what was seen up to the last good place to end a window, or None to ask again later.
+
+        Meant to be called every `WINDOW_S`. A prompt that is being computed keeps the window open, for
+        `WINDOW_MAX_S` at most.
+        """
+        self._advance(now)
+        age_s = now - self._since
+        if self._whole is None and age_s > 0 and (not self._waiting or age_s >= WINDOW_MAX_S):
+            self._cut()
+        whole, self._whole = self._whole, None
+        return whole
+
+    def _begin(self) -> None:
+        self._since = self._now
+        self._busy_s = self._decoding_seq_s = self._waiting_seq_s = self._hidden_seq_s = 0.0
+        self._share_s = self._steps = 0.0
+        self.chunks = self._chunks_seen = self._prompt_tokens = self._ended_tokens = self._ended_chunks = 0
+        self._share_max = self._share
+
+    def _cut(self) -> None:
+        seen = GapWindow(
+            duration_s=self._now - self._since,
+            busy_s=self._busy_s,
+            decoding_seq_s=self._decoding_seq_s,
+            waiting_seq_s=self._waiting_seq_s,
+            hidden_seq_s=self._hidden_seq_s,
+            chunks=self.chunks,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            ended_tokens=self._ended_tokens,
+            ended_chunks=self._ended_chunks,
+            share_s=self._share_s,
+            share_max=self._share_max,
+        )
+        self._whole = seen if self._whole is None else self._whole + seen
+        self._begin()
+
+    def _advance(self, now: float) -> None:
+        passed_s = now - self._now
+        self._now = now
+        if self._decoding:
+            self._busy_s += passed_s
+            self._decoding_seq_s += self._decoding * passed_s
+            self._steps += (self.chunks - self._chunks_seen) / self._decoding
+        self._chunks_seen = self.chunks
+        self._waiting_seq_s += self._waiting * passed_s
+        self._hidden_seq_s += self._hidden * passed_s
+        self._share_s += self._share * passed_s
+
+
+# ------------------------------------------------------------------ what follows from it
+
+DOWN = 0.9
+"""What is left of the share after a step down. At the knee the gap follows the batch: 9 % of TPOT."""
+
+BAND = 0.9
+"""The share stays where TPOT is between this part of the target and the target."""
+
+FAR = 0.25
+"""A TPOT this far from the target, as a share of it, is acted on after `DECIDE_FAR_S` already."""
+
+DECIDE_FAR_S = 10.0
+DECIDE_S = 30.0
+"""What is watched before a move. In 10 s of chat the prefills of the moment alone move the gap by a tenth."""
+
+DECIDE_STEPS = 50
+"""Engine steps watched at least; where steps take seconds, this is what takes long."""
+
+UP_STEPS = 32
+"""A step up is this part of the ceiling, and at least a sequence: from a fifth to the whole in 5 minutes."""
+
+WAITING_SHARE = 0.3
+"""More than this share without a first token means that the engine queues by itself."""
+
+WAITING_SEQS = 2
+"""And more than so many: one prompt being computed is no queue."""
+
+ENDED_CHUNKS_KEPT = 4000
+"""How many chunks of ended streams the tokens per chunk are averaged over; some thirty chats."""
+
+
+class Move(StrEnum):
+    """What the last window led to, and why. Few and fixed, for metrics."""
+
+    UP = "up"  # below the band: there is room
+    DOWN = "down"  # above the target
+    DOWN_ENGINE_QUEUE = "down_engine_queue"  # the engine queues by itself
+    HELD_IN_BAND = "held_in_band"
+    HELD_AT_LIMIT = "held_at_limit"  # the ceiling, or the floor
+    HELD_NOT_FULL = "held_not_full"  # the limit was not reached: the gap says nothing about it
+    WATCHING = "watching"  # not enough seen since the last move, or sequences above it still running
+
+
+@dataclass(frozen=True, slots=True)
+class TpotTarget:
+    """What the operator promised, and the limits between which the share may move.
+
+    Attributes:
+        tpot_s: Mean time per output token that callers shall see at most.
+        seq_share: Share that one sequence of the shortest length class takes, millionths.
+        floor_share: The share is never below this: one sequence of the longest class.
+    """
+
+    tpot_s: float
+    seq_share: int
+    floor_share: int
+
+    @classmethod
+    def of(cls, capacity: Capacity, tpot_s: float) -> "TpotTarget":
+        """Return the target for a backend with this knee curve."""
+        knees = [step.seqs for step in capacity.knee]
+        return cls(tpot_s, WHOLE // max(knees), WHOLE // min(knees))
+
+
+@dataclass(frozen=True, slots=True)
+class TpotControl:
+    """The control of one backend between two windows.
+
+    Attributes:
+        share: The share of the knee in force, millionths: admission compares `Load.share` with it.
+        move: What the last window led to.
+        tpot_s: TPOT last measured on the full backend, or None.
+        seen: What has been watched since the last move.
+        ended_tokens, ended_chunks: Of streams that ended lately, older ones fading.
+    """
+
+    share: int = WHOLE
+    move: Move = Move.WATCHING
+    tpot_s: float | None = None
+    seen: GapWindow = NOTHING_SEEN
+    ended_tokens: float = 0.0
+    ended_chunks: float = 0.0
+
+
+def adjust(state: TpotControl, window: GapWindow, target: TpotTarget) -> TpotControl:
+    """Return the control after one more window of its backend."""
+    state = _with_streams_ended(state, window)
+    if not _is_full(window, state.share):
+        return replace(state, move=Move.HELD_NOT_FULL, seen=NOTHING_SEEN)
+    if window.share_s > (state.share + target.seq_share) * window.duration_s:
+        # Streams from before the last step down still run: the gap is not that of the share in force.
+        return replace(state, move=Move.WATCHING, seen=NOTHING_SEEN)
+    seen = state.seen + window
+    state = replace(state, seen=seen, move=Move.WATCHING)
+    if seen.duration_s < DECIDE_FAR_S:
+        return state
+    if _is_queueing(seen):
+        decoding = seen.share_s / seen.duration_s * seen.decoding_seq_s / seen.in_flight_seq_s
+        return _moved(state, min(round(decoding), round(state.share * DOWN)), Move.DOWN_ENGINE_QUEUE, target)
+    gap_s = seen.gap_s
+    if gap_s is None or not state.ended_chunks or seen.steps < DECIDE_STEPS:
+        return state
+    tpot_s = gap_s * state.ended_chunks / max(1.0, state.ended_tokens)
+    if seen.duration_s < DECIDE_S and abs(tpot_s / target.tpot_s - 1) < FAR:
+        return state
+    state = replace(state, tpot_s=tpot_s)
+    if tpot_s > target.tpot_s:
+        return _moved(state, round(state.share * DOWN), Move.DOWN, target)
+    if tpot_s < target.tpot_s * BAND:
+        return _moved(state, state.share + max(target.seq_share, WHOLE // UP_STEPS), Move.UP, target)
+    return replace(state, move=Move.HELD_IN_BAND, seen=NOTHING_SEEN)
+
+
+def _moved(state: TpotControl, share: int, move: Move, target: TpotTarget) -> TpotControl:
+    share = min(WHOLE, max(target.floor_share, share))
+    return replace(
+        state, share=share, move=Move.HELD_AT_LIMIT if share == state.share else move, seen=NOTHING_SEEN
+    )
+
+
+def _is_full(window: GapWindow, share: int) -> bool:
+    """Return whether a request like those in flight would not have fitted at the window's peak."""
+    if not window.in_flight_seq_s:
+        return False
+    share_per_seq = window.share_s / window.in_flight_seq_s
+    return window.share_max + share_per_seq > share
+
+
+def _is_queueing(seen: GapWindow) -> bool:
+    visible = seen.decoding_seq_s + seen.waiting_seq_s
+    return (
+        seen.waiting_seq_s > WAITING_SHARE * visible and seen.waiting_seq_s > WAITING_SEQS * seen.duration_s
+    )
+
+
+def _with_streams_ended(state: TpotControl, window: GapWindow) -> TpotControl:
+    kept = max(0.0, 1 - window.ended_chunks / ENDED_CHUNKS_KEPT)
+    return replace(
+        state,
+        ended_tokens=state.ended_tokens * kept + window.ended_tokens,
+        ended_chunks=state.ended_chunks * kept + window.ended_chunks,
+    )
