@@ -1,21 +1,34 @@
 """The ledger of one process: what is in flight on each backend, and the check that keeps it there."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 
 from gateway.core import admission
 from gateway.core.values import Exclusion, Load
 from gateway.ports import Slot
 
+OnFreed = Callable[[str], None]
+"""Called with a backend's id whenever something became free there. Must not block, must not raise."""
+
 
 class MemoryLedger:
     """`ports.Ledger` in memory. State changes with no `await` between check and change."""
 
-    def __init__(self) -> None:
-        """Start with nothing in flight."""
-        self._held: dict[str, Load] = {}  # per slot id, what it takes at the moment
+    def __init__(self, owner: str = "") -> None:
+        """Start with nothing in flight. Slot ids start with `owner`."""
+        self._owner = owner
+        self._held: dict[str, dict[str, Load]] = {}  # per backend and slot id, what it takes at the moment
         self._sums: dict[str, Load] = {}
         self._ids = count(1)
+        self._on_freed: list[OnFreed] = []
+
+    def new_id(self) -> str:
+        """Return an id that no slot has had yet."""
+        return f"{self._owner}{next(self._ids)}"
+
+    def on_freed(self, callback: OnFreed) -> None:
+        """Have `callback` called after every release and every first token."""
+        self._on_freed.append(callback)
 
     def load(self, backend_id: str) -> Load:
         """See `ports.Ledger.load`."""
@@ -25,28 +38,62 @@ class MemoryLedger:
         """Return what is in flight on every backend that was ever used."""
         return dict(self._sums)
 
+    def held(self) -> Mapping[str, Load]:
+        """Return what this process itself has in flight: here, all there is."""
+        return dict(self._sums)
+
+    def claims(self, backend_id: str) -> Mapping[str, Load]:
+        """Return what each slot held on a backend takes at the moment, by slot id."""
+        return dict(self._held.get(backend_id, {}))
+
+    def holds(self, slot: Slot) -> bool:
+        """Return whether a slot is held."""
+        return slot.id in self._held.get(slot.backend, {})
+
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """See `ports.Ledger.acquire`."""
         reason = admission.full(self.load(backend_id), claim, limits)
         if reason is not None:
             return reason
-        slot = Slot(id=str(next(self._ids)), backend=backend_id, load=claim)
-        self._held[slot.id] = claim
-        self._sums[backend_id] = self.load(backend_id) + claim
+        slot = Slot(id=self.new_id(), backend=backend_id, load=claim)
+        self.adopt(slot)
         return slot
+
+    def adopt(self, slot: Slot) -> None:
+        """Count a slot that another ledger has granted. No limit is checked."""
+        self._held.setdefault(slot.backend, {})[slot.id] = slot.load
+        self._sums[slot.backend] = self.load(slot.backend) + slot.load
 
     async def answered(self, slot: Slot) -> None:
         """See `ports.Ledger.answered`."""
-        held = self._held.get(slot.id)
-        if held is not None:
-            self._held[slot.id] = held.after_first_token
-            self._sums[slot.backend] += held.after_first_token - held
+        if self.shrink(slot) is not None:
+            self._tell(slot.backend)
 
     async def release(self, slot: Slot) -> None:
         """See `ports.Ledger.release`."""
-        held = self._held.pop(slot.id, None)
-        if held is not None:
-            self._sums[slot.backend] -= held
+        if self.forget(slot):
+            self._tell(slot.backend)
+
+    def shrink(self, slot: Slot) -> Load | None:
+        """Count a slot as answered. Returns what it takes from now on, or None if nothing changed."""
+        held = self._held.get(slot.backend, {}).get(slot.id)
+        if held is None or held == held.after_first_token:
+            return None
+        self._held[slot.backend][slot.id] = held.after_first_token
+        self._sums[slot.backend] += held.after_first_token - held
+        return held.after_first_token
+
+    def forget(self, slot: Slot) -> bool:
+        """Stop counting a slot. Returns whether it was held."""
+        held = self._held.get(slot.backend, {}).pop(slot.id, None)
+        if held is None:
+            return False
+        self._sums[slot.backend] -= held
+        return True
+
+    def _tell(self, backend_id: str) -> None:
+        for callback in self._on_freed:
+            callback(backend_id)
 
 
 _NOTHING = Load()

@@ -1,0 +1,163 @@
+"""What the shared store costs: `python benchmarks/store.py`.
+
+Starts the embedded server, or uses the one at `--url`, and measures one gateway process against it, over
+one connection at a time and over many: calls per second, the time of one, and the CPU that it costs the
+gateway and the server. The ledger in memory is measured for comparison.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import resource
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import anyio
+from redis.asyncio import Redis
+
+from gateway.core.values import UNLIMITED, Load
+from gateway.ports import Ledger, Slot
+from gateway.store.embedded import embedded_valkey
+from gateway.store.memory import MemoryLedger
+from gateway.store.redis import RedisLedger
+
+CLAIM = Load(seqs=1, share=15_625, kv_blocks=120, long_unanswered=1, prefill_ms=180)
+FREE = Load(UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED)
+FULL = replace(FREE, share=0)
+PREFIX = "benchmark"
+HELD = 256
+
+
+def main() -> None:
+    """Parse the arguments and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", help="a server to measure instead of the embedded one")
+    parser.add_argument("--calls", type=int, default=4_000, help="calls per line (default: 4000)")
+    options = parser.parse_args()
+    anyio.run(report, options.url, options.calls)
+
+
+async def report(url: str | None, calls: int) -> None:
+    """Print the machine, then a line per operation."""
+    async with _server(url) as where:
+        redis = Redis.from_url(where, decode_responses=True)
+        info = await redis.info()
+        kind = (
+            "Valkey " + info["valkey_version"]
+            if "valkey_version" in info
+            else "Redis " + info["redis_version"]
+        )
+        machine = f"{platform.machine()}, {os.cpu_count()} CPUs, {platform.system()}"
+        print(f"{machine}, Python {platform.python_version()}, {kind}, redis-py {_version()}\n")
+        print(f"{'':42}{'calls/s':>9}{'ms median':>11}{'ms p99':>9}{'us gateway':>12}{'us server':>11}")
+        print(
+            f"memory\n{await line('  acquire, answered, release', MemoryLedger(), passage, calls, 1, None)}"
+        )
+        ledger = RedisLedger(where, prefix=PREFIX, command_s=10.0)
+        for at_once in (1, 32):
+            print(f"shared, {at_once} at once")
+            print(await line("  acquire, answered, release", ledger, passage, calls, at_once, redis))
+            print(await line("  acquire, refused", ledger, refused, calls, at_once, redis))
+        slots = [await ledger.acquire("b", CLAIM, FREE) for _ in range(HELD)]
+        print(f"shared, {HELD} slots held")
+        print(await line("  acquire, answered, release", ledger, passage, calls, 1, redis))
+        print(await line("  look at one backend", ledger, look, calls, 1, redis))
+        print(await line(f"  renew all {HELD}", ledger, renew, max(1, calls // 20), 1, redis))
+        for slot in slots:
+            assert isinstance(slot, Slot)
+            await ledger.release(slot)
+        await ledger.aclose()
+        await redis.aclose()
+
+
+async def passage(ledger: Ledger) -> None:
+    """All that one request asks of the ledger."""
+    slot = await ledger.acquire("b", CLAIM, FREE)
+    assert isinstance(slot, Slot)
+    await ledger.answered(slot)
+    await ledger.release(slot)
+
+
+async def refused(ledger: Ledger) -> None:
+    """A request that finds the backend full."""
+    await ledger.acquire("b", CLAIM, FULL)
+
+
+async def look(ledger: Ledger) -> None:
+    """What every second costs, per backend, and the heartbeat."""
+    assert isinstance(ledger, RedisLedger)
+    await ledger.sync()
+
+
+async def renew(ledger: Ledger) -> None:
+    """What every third of a lease's life costs, per backend, and the heartbeat."""
+    assert isinstance(ledger, RedisLedger)
+    ledger.resync()
+    await ledger.sync()
+
+
+async def line(
+    name: str,
+    ledger: Ledger,
+    work: Callable[[Ledger], Awaitable[None]],
+    calls: int,
+    at_once: int,
+    redis: Redis | None,
+) -> str:
+    """Return what `calls` of `work` took, `at_once` at a time."""
+    times: list[float] = []
+
+    async def one_after_the_other() -> None:
+        for _ in range(calls // at_once):
+            began = time.perf_counter()
+            await work(ledger)
+            times.append(time.perf_counter() - began)
+
+    for _ in range(min(100, calls)):
+        await work(ledger)
+    server, own, began = await _server_cpu_s(redis), _own_cpu_s(), time.perf_counter()
+    async with anyio.create_task_group() as tasks:
+        for _ in range(at_once):
+            tasks.start_soon(one_after_the_other)
+    took, own = time.perf_counter() - began, _own_cpu_s() - own
+    server = await _server_cpu_s(redis) - server
+    done = len(times)
+    p99 = statistics.quantiles(times, n=100)[98]
+    served = f"{server / done * 1e6:11.0f}" if redis is not None else f"{'-':>11}"
+    median = statistics.median(times)
+    return f"{name:42}{done / took:9.0f}{median * 1e3:11.3f}{p99 * 1e3:9.3f}{own / done * 1e6:12.0f}{served}"
+
+
+@asynccontextmanager
+async def _server(url: str | None) -> AsyncIterator[str]:
+    if url is not None:
+        yield url
+        return
+    async with embedded_valkey() as own:
+        yield own
+
+
+async def _server_cpu_s(redis: Redis | None) -> float:
+    if redis is None:
+        return 0.0
+    cpu = await redis.info("cpu")
+    return float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"])
+
+
+def _own_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _version() -> str:
+    return importlib.metadata.version("redis")
+
+
+if __name__ == "__main__":
+    main()

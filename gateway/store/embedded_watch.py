@@ -1,0 +1,43 @@
+"""Runs a command until it ends or this process's standard input does: `embedded_watch.py COMMAND...`.
+
+Started beside the gateway with a pipe as standard input, whose other end only the gateway holds. The
+pipe ends when the gateway does, whatever ended it, so that the command never outlives it. Imports the
+standard library alone: it is started by its path, in a moment.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+STOP_S = 3.0
+
+
+def main(command: list[str]) -> int:
+    """Run the command, passing on what it says. Returns its exit status."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    threading.Thread(target=_end_with_input, args=(process,), daemon=True).start()
+    assert process.stdout is not None
+    for line in process.stdout:
+        with suppress(OSError):  # nobody listens any more; but a full pipe would stop the command
+            os.write(1, line)
+    return process.wait()
+
+
+def _end_with_input(process: "subprocess.Popen[bytes]") -> None:
+    while os.read(0, 4096):
+        pass
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,159 @@
+"""The shared ledger, and what becomes of it while Redis is away: this process counts alone.
+
+Chat has to go on without Redis. So each process then admits under its part of every limit, by what it
+holds itself, and asks Redis nothing until a synchronisation has told it everything that happened
+meanwhile. The two ways of counting are never mixed: what is held is known here all along.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+
+import anyio
+
+from gateway.core.admission import COUNTERS
+from gateway.core.values import UNLIMITED, Exclusion, Load
+from gateway.ports import Slot
+from gateway.store.leases import StoreAway
+from gateway.store.memory import OnFreed
+from gateway.store.redis import RedisLedger
+
+log = logging.getLogger("gateway.store")
+
+
+class Mode(StrEnum):
+    """How slots are counted. Few and fixed: each is a metric label."""
+
+    SHARED = "shared"  # by Redis, for all gateways
+    ALONE = "alone"  # by this process, under its part of every limit
+
+
+class FallbackLedger:
+    """`ports.Ledger` over a RedisLedger, and without Redis while it is away. Never raises for that.
+
+    Attributes:
+        mode: How slots are counted at the moment.
+        changes: How often each mode was entered after the start.
+    """
+
+    def __init__(self, shared: RedisLedger, on_change: Callable[[Mode], None] = lambda mode: None) -> None:
+        """Count by `shared`. `on_change` is called after every change of mode."""
+        self._shared = shared
+        self._on_change = on_change
+        self._on_freed: list[OnFreed] = []
+        self._alone_since = 0.0
+        self.mode = Mode.SHARED
+        self.changes = dict.fromkeys(Mode, 0)
+
+    @property
+    def replicas(self) -> int:
+        """Gateway processes last seen, this one included."""
+        return self._shared.replicas
+
+    def on_freed(self, callback: OnFreed) -> None:
+        """Have `callback` called whenever something became free on a backend, through whichever gateway."""
+        self._on_freed.append(callback)
+        self._shared.on_freed(callback)
+
+    def load(self, backend_id: str) -> Load:
+        """See `ports.Ledger.load`. Alone, as if every replica held as much as this one."""
+        load = self._shared.load(backend_id)
+        return load if self.mode is Mode.SHARED else self._extrapolated(backend_id)
+
+    def loads(self) -> Mapping[str, Load]:
+        """Return what is in flight on every backend that was ever asked about."""
+        return {backend_id: self.load(backend_id) for backend_id in self._shared.loads()}
+
+    def held(self) -> Mapping[str, Load]:
+        """Return what this process itself has in flight, by backend."""
+        return self._shared.held()
+
+    async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
+        """See `ports.Ledger.acquire`. Alone, `limits` are divided by the replicas."""
+        if self.mode is Mode.SHARED:
+            turn = self._turn
+            try:
+                return await self._shared.acquire(backend_id, claim, limits)
+            except StoreAway as failure:
+                self._fall_back(failure, turn)
+        return await self._shared.acquire_alone(backend_id, claim, divided(limits, claim, self.replicas))
+
+    async def answered(self, slot: Slot) -> None:
+        """See `ports.Ledger.answered`."""
+        if self.mode is Mode.ALONE:
+            await self._shared.answered_alone(slot)
+            return
+        turn = self._turn
+        try:
+            await self._shared.answered(slot)
+        except StoreAway as failure:
+            self._fall_back(failure, turn)
+
+    async def release(self, slot: Slot) -> None:
+        """See `ports.Ledger.release`."""
+        if self.mode is Mode.ALONE:
+            await self._shared.release_alone(slot)
+            return
+        turn = self._turn
+        try:
+            await self._shared.release(slot)
+        except StoreAway as failure:
+            self._fall_back(failure, turn)
+
+    async def run(self) -> None:
+        """Keep Redis and this process in agreement, until cancelled; come back to it when it is back."""
+        await self._shared.run(self._synced)
+
+    async def aclose(self) -> None:
+        """Give back what is still held, as far as Redis answers, and close."""
+        await self._shared.aclose()
+
+    @property
+    def _turn(self) -> int:
+        return sum(self.changes.values())
+
+    def _synced(self, failure: StoreAway | None) -> None:
+        if failure is not None:
+            self._fall_back(failure, self._turn)
+        elif self.mode is Mode.ALONE:
+            away_s = anyio.current_time() - self._alone_since
+            log.warning("the store is back after %.1f s: slots are shared again", away_s)
+            self._enter(Mode.SHARED)
+            for backend_id in self._shared.loads():  # every limit has just grown
+                for callback in self._on_freed:
+                    callback(backend_id)
+
+    def _fall_back(self, failure: StoreAway, turn: int) -> None:
+        """Count alone, unless the failed command is older than the present mode."""
+        if self.mode is Mode.ALONE or turn != self._turn:
+            return
+        log.error(
+            "the store is away (%s): counting alone, under every limit divided by %d",
+            failure,
+            self.replicas,
+        )
+        self._alone_since = anyio.current_time()
+        self._enter(Mode.ALONE)
+        self._shared.resync()
+
+    def _enter(self, mode: Mode) -> None:
+        self.mode = mode
+        self.changes[mode] += 1
+        self._on_change(mode)
+
+    def _extrapolated(self, backend_id: str) -> Load:
+        own = self._shared.held().get(backend_id, Load())
+        return Load(**{name: getattr(own, name) * self.replicas for name in COUNTERS})
+
+
+def divided(limits: Load, claim: Load, replicas: int) -> Load:
+    """Return one process's part of `limits`, counter by counter; room for one such `claim` is always in it.
+
+    Without that room, a document that takes half a backend could run on none of three replicas.
+    """
+
+    def part(name: str) -> int:
+        most: int = getattr(limits, name)
+        return most if most == UNLIMITED else max(most // replicas, min(most, getattr(claim, name)))
+
+    return Load(**{name: part(name) for name in COUNTERS})

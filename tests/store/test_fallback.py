@@ -1,0 +1,235 @@
+"""Redis stalls, dies and comes back empty: chat goes on, nothing is lost, nothing is counted twice."""
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+from redis.asyncio import Redis
+from support.redis_server import RedisServer
+
+from gateway.core.values import UNLIMITED, Exclusion, Load
+from gateway.ports import Slot
+from gateway.store.fallback import FallbackLedger, Mode, divided
+from gateway.store.redis import RedisLedger
+
+CLAIM = Load(seqs=1, share=100_000, kv_blocks=10, long_seqs=1, long_unanswered=1, prefill_ms=700)
+FREE = Load(UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED)
+LIMITS = replace(FREE, share=400_000)
+WITHIN_S = 20.0
+
+Store = Any  # tests/store/conftest.py
+
+
+class Gateway:
+    """A gateway's ledger, run, and when its mode changes."""
+
+    def __init__(self, url: str, command_s: float = 0.3) -> None:
+        shared = RedisLedger(url, command_s=command_s, refresh_s=0.05)
+        self.ledger = FallbackLedger(shared, lambda mode: self._changed.set())
+        self.shared = shared
+        self._changed = anyio.Event()
+
+    async def wait_for(self, mode: Mode) -> None:
+        with anyio.fail_after(WITHIN_S):
+            while self.ledger.mode is not mode:
+                self._changed = anyio.Event()
+                await self._changed.wait()
+
+    async def take(self, claim: Load = CLAIM, limits: Load = LIMITS) -> Slot:
+        slot = await self.ledger.acquire("b", claim, limits)
+        assert isinstance(slot, Slot)
+        return slot
+
+
+@asynccontextmanager
+async def running(*gateways: Gateway) -> AsyncIterator[None]:
+    try:
+        async with anyio.create_task_group() as tasks:
+            for gateway in gateways:
+                tasks.start_soon(gateway.ledger.run)
+            with anyio.fail_after(WITHIN_S):
+                while any(gateway.ledger.replicas < len(gateways) for gateway in gateways):
+                    for gateway in gateways:
+                        await gateway.shared.sync()
+            yield
+            tasks.cancel_scope.cancel()
+    finally:
+        for gateway in gateways:
+            await gateway.ledger.aclose()
+
+
+@pytest.fixture
+async def seen(stoppable: RedisServer, store_type: Callable[..., Store]) -> AsyncIterator[Store]:
+    """What the server holds, seen past the gateways."""
+    redis = Redis.from_url(stoppable.url, decode_responses=True)
+    yield store_type(stoppable.url, "gw", redis)
+    await redis.aclose()
+
+
+async def test_a_stall_costs_one_wait_and_then_nothing_is_asked(stoppable: RedisServer, seen: Store) -> None:
+    gateway = Gateway(stoppable.url)
+    async with running(gateway):
+        before = await gateway.take()
+        stoppable.stall()
+        with anyio.fail_after(WITHIN_S):
+            async with anyio.create_task_group() as tasks:  # all at once, beyond the pool of connections
+                for _ in range(100):
+                    tasks.start_soon(gateway.ledger.acquire, "b", CLAIM, LIMITS)
+        assert gateway.ledger.mode is Mode.ALONE
+        assert gateway.ledger.load("b").share == LIMITS.share
+
+        await gateway.ledger.answered(before)
+        await gateway.ledger.release(before)
+        after = await gateway.take()
+        stoppable.resume()
+        await gateway.wait_for(Mode.SHARED)
+
+        # Also what the stalled server carried out late is not counted twice.
+        assert await seen.sums() == await seen.added() == gateway.ledger.load("b")
+        assert gateway.ledger.load("b").seqs == 4
+        await gateway.ledger.release(after)
+        assert (await seen.sums()).seqs == 3
+
+
+async def test_two_gateways_go_on_under_half_the_limits_each(stoppable: RedisServer, seen: Store) -> None:
+    here, there = Gateway(stoppable.url), Gateway(stoppable.url)
+    async with running(here, there):
+        first = await here.take()
+        stoppable.kill()
+        await here.wait_for(Mode.ALONE)
+        await there.wait_for(Mode.ALONE)
+
+        await here.take()
+        assert await here.ledger.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+        assert here.ledger.load("b").share == LIMITS.share  # the other half is taken to be used as well
+        await there.take()
+        await there.take()
+        assert await there.ledger.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+        await here.ledger.release(first)
+        assert here.ledger.held()["b"] == CLAIM
+        await here.take()
+
+        stoppable.start()
+        await here.wait_for(Mode.SHARED)
+        await there.wait_for(Mode.SHARED)
+        assert (await seen.sums()).share == (await seen.added()).share == LIMITS.share
+        assert await here.ledger.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+
+
+async def test_what_is_held_is_registered_even_above_the_limit(stoppable: RedisServer, seen: Store) -> None:
+    gateway = Gateway(stoppable.url)
+    async with running(gateway):
+        slots = [await gateway.take() for _ in range(4)]
+        stoppable.kill()
+        await gateway.wait_for(Mode.ALONE)
+        await gateway.ledger.release(slots.pop())
+        slots.append(await gateway.take(limits=FREE))
+        slots.append(await gateway.take(limits=FREE))
+        stoppable.start()
+        await gateway.wait_for(Mode.SHARED)
+
+        assert (await seen.sums()).seqs == 5
+        assert await gateway.ledger.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+        for slot in slots:
+            await gateway.ledger.release(slot)
+        assert await seen.sums() == gateway.ledger.load("b") == Load()
+        assert await seen.leases() == {}
+
+
+async def test_a_server_that_restarts_unnoticed_by_any_request_is_filled_again(
+    stoppable: RedisServer, seen: Store
+) -> None:
+    gateway = Gateway(stoppable.url)
+    async with running(gateway):
+        await gateway.take()
+        stoppable.kill()
+        stoppable.start()
+        with anyio.fail_after(WITHIN_S):
+            while await seen.sums() != CLAIM:
+                pass
+
+
+async def test_an_empty_server_in_place_of_the_full_one_is_never_overbooked_for_long(
+    stoppable: RedisServer, seen: Store
+) -> None:
+    gateway = Gateway(stoppable.url)
+    async with running(gateway):
+        slots = [await gateway.take() for _ in range(4)]
+        await seen.redis.flushall()
+        freed = anyio.Event()
+        gateway.ledger.on_freed(lambda backend: freed.set())
+        with anyio.fail_after(WITHIN_S):
+            while (await seen.sums()).seqs < 4:
+                pass
+        assert await gateway.ledger.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+        await gateway.ledger.release(slots[0])
+        assert freed.is_set()
+        await gateway.take()
+
+
+async def test_changes_are_told_once_each(stoppable: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gateway.store")
+    gateway = Gateway(stoppable.url)
+    woken: list[str] = []
+    gateway.ledger.on_freed(woken.append)
+    async with running(gateway):
+        slot = await gateway.take()
+        stoppable.stall()
+        await gateway.wait_for(Mode.ALONE)
+        stoppable.resume()
+        await gateway.wait_for(Mode.SHARED)
+        await gateway.ledger.release(slot)
+
+    assert gateway.ledger.changes == {Mode.ALONE: 1, Mode.SHARED: 1}
+    away, back = [record for record in caplog.records if record.name == "gateway.store"]
+    assert away.levelno == logging.ERROR
+    assert "away (no answer within 0.3 s): counting alone, under every limit divided by 1" in away.message
+    assert "the store is back" in back.message
+    assert woken == ["b", "b"]  # on return, every limit has grown; then the release
+
+
+async def test_no_redis_at_all_from_the_start(tmp_path: Any) -> None:
+    gateway = Gateway(f"unix://{tmp_path}/none.sock")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(gateway.ledger.run)
+        await gateway.wait_for(Mode.ALONE)
+        slot = await gateway.take()
+        await gateway.ledger.answered(slot)
+        await gateway.ledger.release(slot)
+        tasks.cancel_scope.cancel()
+    await gateway.ledger.aclose()
+    assert gateway.ledger.load("b") == Load()
+
+
+@pytest.mark.parametrize(
+    ("most", "wanted", "replicas", "part"),
+    [
+        (9, 1, 1, 9),
+        (9, 1, 2, 4),
+        (9, 1, 4, 2),
+        (9, 1, 10, 1),
+        (9, 5, 3, 5),
+        (9, 10, 3, 9),
+        (1, 1, 3, 1),
+        (0, 1, 3, 0),
+        (UNLIMITED, 1, 3, UNLIMITED),
+    ],
+    ids=[
+        "one-process",
+        "rounded-down",
+        "four",
+        "at-least-one",
+        "room-for-one",
+        "but-not-beyond-the-whole",
+        "one-is-not-divided",
+        "none-stays-none",
+        "unlimited",
+    ],
+)
+def test_one_process_s_part_of_a_limit(most: int, wanted: int, replicas: int, part: int) -> None:
+    limits, claim = Load(seqs=most, kv_blocks=most), Load(seqs=wanted, kv_blocks=wanted)
+    assert divided(limits, claim, replicas) == Load(seqs=part, kv_blocks=part)

