@@ -2,21 +2,27 @@
 
 A bandwidth-bound server gains nothing past its *knee*: output tokens/s stays flat while every
 request's time per output token grows. So the gateway stops at the knee and lets the caller wait or
-try elsewhere. Two limits hold at once:
+try elsewhere. A request makes a *claim* on a vector of integer counters, and starts where no counter
+it touches would pass its *limit*:
 
 * Sequences. A knee is a curve over prompt length, not a number: an H100 holds 64 short chats but
   about 12 sixteen-thousand-token prompts. A sequence therefore takes the share `1 / knee(length)` of
   its backend, and the shares of what is in flight may not exceed the whole. Shares are integers
   (millionths), so that every store adds them up to the same sum.
 * KV blocks, by the model's own formula (core/kv.py).
+* Long prompts: how many a backend reads at once, and how many it holds.
+* Prompt work outstanding, in milliseconds as the backend's latency model predicts it. A backend takes
+  a prompt, of any size, while less than the bound is outstanding: a bound on the sum would let small
+  prompts starve a large one.
 
-Pure: no clock, no I/O. The store applies the same limits atomically, and a contract test holds the
-two to one table of cases.
+Pure: no clock, no I/O. The store only compares and counts, atomically, and a contract test holds all
+stores to one table of cases.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from gateway.core.values import UNLIMITED, Capacity, Demand, Exclusion, Load
+from gateway.core.values import OPEN, UNLIMITED, Backend, Capacity, Demand, Exclusion, Gates, Load, Spill
 
 WHOLE = 1_000_000
 """A backend's knee in units of `Load.share`."""
@@ -30,26 +36,79 @@ def knee_seqs(capacity: Capacity, prompt_tokens: int) -> int:
     return capacity.knee[-1].seqs
 
 
-def claim(capacity: Capacity, demand: Demand) -> Load:
-    """Return what a request takes of a backend while it runs there."""
+def prefill_s(backend: Backend, demand: Demand) -> float:
+    """Return the seconds an idle backend works on the prompt; 0 where no latency model is known."""
+    if backend.perf is None:
+        return 0.0
+    return backend.perf.prefill_s(demand.prompt_tokens, backend.batched_tokens)
+
+
+def is_long(gates: Gates, demand: Demand) -> bool:
+    """Return whether the prompt counts as long in a pool with these gates."""
+    return demand.prompt_tokens >= gates.long_prompt_tokens
+
+
+def claim(capacity: Capacity, demand: Demand, gates: Gates = OPEN, prefill_s: float = 0.0) -> Load:
+    """Return what a request takes of a backend while it runs there.
+
+    `prefill_s` is the prompt work it brings. Several sequences of one prompt count as one prefill:
+    the engine reads the prompt once and shares the blocks.
+    """
     knee = knee_seqs(capacity, demand.prompt_tokens)
-    # Floor division lets exactly `knee` sequences fit, for every knee below 1,000.
-    share = demand.seqs * (WHOLE // knee)
-    blocks = 0 if capacity.kv is None else demand.seqs * capacity.kv.blocks(demand.total_tokens)
-    return Load(seqs=demand.seqs, share=share, kv_blocks=blocks)
-
-
-def limits(capacity: Capacity) -> Load:
-    """Return the most a backend may hold, counter by counter."""
-    planned = blocks_planned(capacity)
+    long = is_long(gates, demand)
     return Load(
-        seqs=UNLIMITED,
-        share=WHOLE,
-        kv_blocks=UNLIMITED if planned is None else planned,
-        long_seqs=UNLIMITED,
-        long_unanswered=UNLIMITED,
-        prefill_ms=UNLIMITED,
+        seqs=demand.seqs,
+        # Floor division lets exactly `knee` sequences fit, for every knee below 1,000.
+        share=demand.seqs * (WHOLE // knee),
+        kv_blocks=0 if capacity.kv is None else demand.seqs * capacity.kv.blocks(demand.total_tokens),
+        long_seqs=demand.seqs if long else 0,
+        long_unanswered=1 if long else 0,
+        prefill_ms=round(1000 * prefill_s),
     )
+
+
+def limits(
+    capacity: Capacity, wanted: Load | None = None, gates: Gates = OPEN, share_max: int = WHOLE
+) -> Load:
+    """Return the most a backend may hold once a request that claims `wanted` has started there.
+
+    `share_max` is how much of the knee may be used. Where a limit on long sequences is smaller than one
+    request, that request may still run alone.
+    """
+    wanted = wanted or Load()
+    planned = blocks_planned(capacity)
+    # A long prompt where none may be read beside other work: only on a backend that is empty.
+    alone = gates.long_prefills == 0 and wanted.long_seqs > 0
+    return Load(
+        seqs=wanted.seqs if alone else UNLIMITED,
+        share=share_max,
+        kv_blocks=UNLIMITED if planned is None else planned,
+        long_seqs=UNLIMITED if gates.long_seqs is None else max(gates.long_seqs, wanted.long_seqs),
+        long_unanswered=UNLIMITED if gates.long_prefills is None else max(1, gates.long_prefills),
+        prefill_ms=_below(gates.prefill_s, wanted),
+    )
+
+
+def spill_limits(
+    capacity: Capacity, most: Load, wanted: Load, load: Load, gates: Gates, rules: Spill
+) -> Load:
+    """Return `most` tightened for work whose first choice was another pool.
+
+    The reserve is for the pool's own long documents: those in `load` are what it was kept for, so they
+    use it up instead of adding to it.
+    """
+    own = load.long_seqs * (WHOLE // knee_seqs(capacity, gates.long_prompt_tokens + 1))
+    reserved = max(0, round(rules.reserve * WHOLE) - own)
+    return replace(
+        most,
+        share=min(most.share, WHOLE - reserved),
+        prefill_ms=min(most.prefill_ms, _below(rules.prefill_s, wanted)),
+    )
+
+
+def _below(bound_s: float | None, wanted: Load) -> int:
+    """Return the limit on `prefill_ms` that admits any prompt while less than the bound is outstanding."""
+    return UNLIMITED if bound_s is None else round(1000 * bound_s) - 1 + wanted.prefill_ms
 
 
 COUNTERS: Mapping[str, Exclusion] = {

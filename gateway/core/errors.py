@@ -11,7 +11,7 @@
         BodyTooLarge            413 invalid_request_error / request_too_large
         BackendRejected         4xx the backend's own verdict on the content, in our shape
       ShedError               refused before any backend saw it; safe to retry after a wait
-        AtCapacity              429 rate_limit_error / at_knee, kv_full        + Retry-After
+        AtCapacity              429 rate_limit_error / queue_full, ...         + Retry-After
         Draining                503 server_error / draining                    + Retry-After
         OutOfResources          503 server_error / out_of_resources            + Retry-After
         NoBackend               503 server_error / no_backend                  + Retry-After
@@ -145,11 +145,11 @@ class ShedError(GatewayError):
 
 
 class AtCapacity(ShedError):
-    """Every backend that could take it is full."""
+    """Every backend that could take it is full, and waiting would not help. The code says why."""
 
     status = 429
     type = "rate_limit_error"
-    code = "at_knee"
+    code = "queue_full"
 
 
 class OutOfResources(ShedError):

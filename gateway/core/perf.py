@@ -57,3 +57,20 @@ class PerfModel:
     def lone_tokens_per_s(self, context_tokens: int = 1024) -> float:
         """Return the decode rate of a single stream at that context length, tokens per second."""
         return self.accept / self.step_s(decoding=1, context_sum=context_tokens, context_max=context_tokens)
+
+    def prefill_s(self, prompt_tokens: int, batched_tokens: int) -> float:
+        """Return the seconds an idle engine works on a prompt, in chunks of at most `batched_tokens`.
+
+        Engine time alone: `overhead_s` is not in it.
+        """
+        seconds = 0.0
+        for start in range(0, prompt_tokens, batched_tokens):
+            chunk = min(batched_tokens, prompt_tokens - start)
+            seconds += self.step_s(
+                decoding=0,
+                context_sum=0,
+                context_max=0,
+                prefill_tokens=chunk,
+                prefill_attn=chunk * (start + chunk / 2),
+            )
+        return seconds

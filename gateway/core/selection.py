@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gateway.core import admission
-from gateway.core.health import BackendStatus, State, accepts, preference, usable
+from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
 from gateway.core.values import (
     Backend,
     Candidate,
@@ -20,6 +20,7 @@ from gateway.core.values import (
     Exclusion,
     Load,
     Policy,
+    Pool,
     TrafficClass,
     Weights,
 )
@@ -34,12 +35,16 @@ class BackendView:
         load: What the gateway has in flight on it.
         status: Its health.
         prefix_share: Share (0..1) of this conversation it has seen before.
+        share_max: How much of its knee may be used: the whole, or less where a target for TPOT says so.
+        long_waiting: Requests with long prompts that wait for it as their first choice.
     """
 
     backend: Backend
     load: Load
     status: BackendStatus
     prefix_share: float = 0.0
+    share_max: int = admission.WHOLE
+    long_waiting: int = 0
 
     @property
     def capacity(self) -> Capacity:
@@ -50,21 +55,44 @@ class BackendView:
         return replace(self.backend.capacity, context_tokens=reported)
 
 
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request before one backend: what a filter judges.
+
+    Attributes:
+        demand: What the request asks.
+        view: The backend.
+        capacity: What it can hold.
+        pool: The pool it is considered in.
+        claim: What the request would take.
+        limits: The most the backend may hold for it to start.
+        spill_limits: The same where an earlier pool of the class was the first choice; else None.
+    """
+
+    demand: Demand
+    view: BackendView
+    capacity: Capacity
+    pool: Pool
+    claim: Load
+    limits: Load
+    spill_limits: Load | None = None
+
+
 Objection = tuple[Exclusion, str]
-Filter = Callable[[Demand, BackendView], Objection | None]
-Score = Callable[[Demand, BackendView, Sequence[BackendView]], float]
+Filter = Callable[[Case], Objection | None]
+Score = Callable[[Case, Sequence[BackendView]], float]
 
 
-def _drain(_: Demand, view: BackendView) -> Objection | None:
-    if view.backend.drain:
+def _drain(case: Case) -> Objection | None:
+    if case.view.backend.drain:
         return Exclusion.DRAINING, "drained by the operator"
-    if view.status.state is State.DRAINING:
-        return Exclusion.DRAINING, view.status.reason or "the engine is stopping"
+    if case.view.status.state is State.DRAINING:
+        return Exclusion.DRAINING, case.view.status.reason or "the engine is stopping"
     return None
 
 
-def _fit(demand: Demand, view: BackendView) -> Objection | None:
-    capacity = view.capacity
+def _fit(case: Case) -> Objection | None:
+    demand, capacity = case.demand, case.capacity
     match admission.misfit(capacity, demand):
         case None:
             return None
@@ -80,11 +108,11 @@ def _fit(demand: Demand, view: BackendView) -> Objection | None:
             return reason, f"needs {blocks} KV blocks of {admission.blocks_planned(capacity)}"
 
 
-def _modality(demand: Demand, view: BackendView) -> Objection | None:
-    takes = view.backend.modalities
+def _modality(case: Case) -> Objection | None:
+    takes = case.view.backend.modalities
     for noun, count, most in (
-        ("images", demand.images, takes.images_max),
-        ("audio", demand.audios, takes.audios_max),
+        ("images", case.demand.images, takes.images_max),
+        ("audio", case.demand.audios, takes.audios_max),
     ):
         if most is not None and count > most:
             return (
@@ -94,8 +122,8 @@ def _modality(demand: Demand, view: BackendView) -> Objection | None:
     return None
 
 
-def _model(_: Demand, view: BackendView) -> Objection | None:
-    served, wanted = view.status.served_models, view.backend.model
+def _model(case: Case) -> Objection | None:
+    served, wanted = case.view.status.served_models, case.view.backend.model
     if wanted is not None and served and wanted not in served:
         return Exclusion.WRONG_MODEL, f"serves {', '.join(served)}, not {wanted}"
     if wanted is None and not served:
@@ -105,21 +133,54 @@ def _model(_: Demand, view: BackendView) -> Objection | None:
     return None
 
 
-def _health(_: Demand, view: BackendView) -> Objection | None:
-    if accepts(view.status, view.load.seqs):
+def _health(case: Case) -> Objection | None:
+    status = case.view.status
+    if accepts(status, case.view.load.seqs):
         return None
-    if usable(view.status):
-        return Exclusion.AT_KNEE, f"{view.status.state.value}: a few requests at a time until they succeed"
-    return Exclusion.UNHEALTHY, f"{view.status.state.value}: {view.status.reason}"
+    if usable(status):
+        return Exclusion.AT_KNEE, f"{status.state.value}: a few requests at a time until they succeed"
+    return Exclusion.UNHEALTHY, f"{status.state.value}: {status.reason}"
 
 
-def _room(demand: Demand, view: BackendView) -> Objection | None:
-    reason = admission.refusal(view.capacity, view.load, demand)
-    if reason is Exclusion.AT_KNEE:
-        return reason, f"{view.load.seqs} in flight, {view.load.share / admission.WHOLE:.0%} of its knee"
-    if reason is Exclusion.KV_FULL:
-        return reason, f"{view.load.kv_blocks} of {admission.blocks_planned(view.capacity)} KV blocks taken"
-    return None
+def _room(case: Case) -> Objection | None:
+    load, most = case.view.load, case.limits
+    if case.pool.gates.long_prefills == 0 and case.claim.long_seqs and load.seqs:
+        return Exclusion.LONG_PREFILL, f"{load.seqs} in flight; a long prompt starts there only when none are"
+    match admission.full(load, case.claim, most):
+        case None:
+            return None
+        case Exclusion.KV_FULL as reason:
+            detail = f"{load.kv_blocks} of {admission.blocks_planned(case.capacity)} KV blocks taken"
+        case Exclusion.LONG_FULL as reason:
+            detail = f"{load.long_seqs} long prompts in flight of {most.long_seqs}"
+        case Exclusion.LONG_PREFILL as reason:
+            detail = f"{load.long_unanswered} of {most.long_unanswered} long prompts being read"
+        case Exclusion.PREFILL_BUSY as reason:
+            detail = f"{load.prefill_ms / 1000:.1f} s of prompt work outstanding"
+        case reason:
+            detail = f"{load.seqs} in flight, {load.share / admission.WHOLE:.0%} of its knee"
+    return reason, detail
+
+
+def _spill(case: Case) -> Objection | None:
+    load, most = case.view.load, case.spill_limits
+    if most is None:
+        return None
+    if load.long_unanswered and not case.claim.long_seqs:
+        return Exclusion.SPILL_LONG, "it reads a long prompt"
+    if case.view.long_waiting:
+        return Exclusion.SPILL_LONG, f"{case.view.long_waiting} long prompts wait for it"
+    match admission.full(load, case.claim, most):
+        case None:
+            return None
+        case Exclusion.PREFILL_BUSY:
+            return Exclusion.SPILL_PREFILL, f"{load.prefill_ms / 1000:.1f} s of prompt work outstanding"
+        case _:
+            kept = 1 - most.share / admission.WHOLE
+            return (
+                Exclusion.SPILL_RESERVE,
+                f"{load.share / admission.WHOLE:.0%} of its knee, {kept:.0%} is kept for its own class",
+            )
 
 
 FILTERS: Mapping[str, Filter] = {
@@ -130,22 +191,22 @@ FILTERS: Mapping[str, Filter] = {
     "health": _health,
     "model": _model,
     "room": _room,
+    "spill": _spill,
 }
 
 
-def _spare_knee(demand: Demand, view: BackendView, _: Sequence[BackendView]) -> float:
-    wanted = admission.claim(view.capacity, demand).share
-    return max(0.0, 1 - (view.load.share + wanted) / admission.WHOLE)
+def _spare_knee(case: Case, _: Sequence[BackendView]) -> float:
+    return max(0.0, 1 - (case.view.load.share + case.claim.share) / admission.WHOLE)
 
 
-def _speed(_: Demand, view: BackendView, rivals: Sequence[BackendView]) -> float:
-    own = view.backend.tokens_per_s
+def _speed(case: Case, rivals: Sequence[BackendView]) -> float:
+    own = case.view.backend.tokens_per_s
     best = max((rival.backend.tokens_per_s or 0.0 for rival in rivals), default=0.0)
     return 1.0 if own is None or best <= 0 else own / best
 
 
-def _prefix_affinity(_: Demand, view: BackendView, __: Sequence[BackendView]) -> float:
-    return view.prefix_share
+def _prefix_affinity(case: Case, _: Sequence[BackendView]) -> float:
+    return case.view.prefix_share
 
 
 SCORES: Mapping[str, Score] = {
@@ -166,26 +227,44 @@ def rank(
     """Return every backend of the class's pools: those that may be tried, best first, then the rest.
 
     Pools keep their configured order, whatever the scores: a later pool is a spill, never a first
-    choice. `failed` are backends this very request has been tried on.
+    choice. `failed` are backends this very request has been tried on. One without a view has left the
+    configuration since the request came in, and is left out.
     """
     eligible: list[Candidate] = []
     excluded: list[Candidate] = []
     seen: set[str] = set()
-    for pool_id in traffic_class.pools:
-        members = [views[name] for name in policy.pools[pool_id].backends if name not in seen]
-        seen.update(view.backend.id for view in members)
-        fit: list[BackendView] = []
-        for view in members:
-            objection = _objection(demand, view, failed)
+    for place, pool_id in enumerate(traffic_class.pools):
+        pool = policy.pools[pool_id]
+        members = [name for name in pool.backends if name not in seen and name in views]
+        seen.update(members)
+        fit: list[Case] = []
+        for name in members:
+            case = consider(demand, views[name], pool, is_spill=place > 0)
+            objection = _objection(case, failed)
             if objection is None:
-                fit.append(view)
+                fit.append(case)
             else:
-                excluded.append(_candidate(pool_id, demand, view, objection))
-        scored = [_scored(pool_id, demand, view, fit, policy.weights) for view in fit]
-        tiers = {view.backend.id: preference(view.status) for view in fit}
+                excluded.append(_candidate(case, *objection))
+        rivals = [case.view for case in fit]
+        scored = [_scored(case, rivals, policy.weights) for case in fit]
+        tiers = {case.view.backend.id: preference(case.view.status) for case in fit}
         # sorted() is stable: among equals, the pool's own order decides.
         eligible += sorted(scored, key=lambda candidate: (tiers[candidate.backend], -candidate.score))
     return (*eligible, *excluded)
+
+
+def consider(demand: Demand, view: BackendView, pool: Pool, *, is_spill: bool = False) -> Case:
+    """Return what the request would take of a backend, and what that may hold for it."""
+    capacity = view.capacity
+    work_s = admission.prefill_s(view.backend, demand)
+    claim = admission.claim(capacity, demand, pool.gates, work_s)
+    most = admission.limits(capacity, claim, pool.gates, view.share_max)
+    if view.status.state is State.PROBATION:
+        most = replace(most, seqs=min(most.seqs, PROBATION_SEQS - 1 + claim.seqs))
+    tightened = None
+    if is_spill:
+        tightened = admission.spill_limits(capacity, most, claim, view.load, pool.gates, pool.spill)
+    return Case(demand, view, capacity, pool, claim, most, tightened)
 
 
 def decide(
@@ -209,36 +288,39 @@ def decide(
     )
 
 
-def _objection(demand: Demand, view: BackendView, failed: frozenset[str]) -> Objection | None:
-    if view.backend.id in failed:
+def _objection(case: Case, failed: frozenset[str]) -> Objection | None:
+    if case.view.backend.id in failed:
         return Exclusion.FAILED, "already tried for this request"
     for rule in FILTERS.values():
-        objection = rule(demand, view)
+        objection = rule(case)
         if objection is not None:
             return objection
     return None
 
 
-def _candidate(pool_id: str, demand: Demand, view: BackendView, objection: Objection) -> Candidate:
-    return Candidate(
-        backend=view.backend.id,
-        pool=pool_id,
-        excluded=objection[0],
-        detail=objection[1],
-        load=view.load,
-        knee_seqs=admission.knee_seqs(view.capacity, demand.prompt_tokens),
-    )
-
-
-def _scored(
-    pool_id: str, demand: Demand, view: BackendView, rivals: Sequence[BackendView], weights: Weights
+def _candidate(
+    case: Case,
+    excluded: Exclusion | None = None,
+    detail: str = "",
+    scores: Mapping[str, float] | None = None,
+    score: float = 0.0,
 ) -> Candidate:
-    scores = {name: rule(demand, view, rivals) for name, rule in SCORES.items()}
     return Candidate(
-        backend=view.backend.id,
-        pool=pool_id,
-        scores=scores,
-        score=sum(getattr(weights, name) * value for name, value in scores.items()),
-        load=view.load,
-        knee_seqs=admission.knee_seqs(view.capacity, demand.prompt_tokens),
+        backend=case.view.backend.id,
+        pool=case.pool.id,
+        excluded=excluded,
+        detail=detail,
+        scores=scores or {},
+        score=score,
+        load=case.view.load,
+        knee_seqs=admission.knee_seqs(case.capacity, case.demand.prompt_tokens),
+        claim=case.claim,
+        limits=case.limits if case.spill_limits is None else case.spill_limits,
+        is_spill=case.spill_limits is not None,
     )
+
+
+def _scored(case: Case, rivals: Sequence[BackendView], weights: Weights) -> Candidate:
+    scores = {name: rule(case, rivals) for name, rule in SCORES.items()}
+    total = sum(getattr(weights, name) * value for name, value in scores.items())
+    return _candidate(case, scores=scores, score=total)

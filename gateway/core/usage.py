@@ -63,7 +63,7 @@ class RequestRecord:
         error_code: `error.code` the caller saw, or "".
         key: Name of its API key, or None.
         wall_at: Epoch seconds of its arrival.
-        received_at, estimated_at, first_byte_at, ended_at: Monotonic seconds.
+        received_at, estimated_at, admitted_at, first_byte_at, ended_at: Monotonic seconds.
         decision: Where it could go and why; None when it failed before one was made.
         backend, pool: Where it was served; "" if nowhere.
         attempts: Every try, in order.
@@ -82,6 +82,7 @@ class RequestRecord:
     received_at: float
     ended_at: float
     estimated_at: float | None = None
+    admitted_at: float | None = None
     first_byte_at: float | None = None
     decision: Decision | None = None
     backend: str = ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from gateway.core.kv import KvFormula
+from gateway.core.perf import PerfModel
 
 # ------------------------------------------------------------------ what the caller sent
 
@@ -182,6 +183,8 @@ class Backend:
         tokens_per_s: Decode rate of a lone stream, for the `speed` score; None when unknown.
         boot_budget_s: How long it may take to become ready before that counts as a fault.
         drain: Set by the operator: finish what runs, take nothing new.
+        perf: Its latency model, to predict prompt work with; None where no profile gives one.
+        batched_tokens: Prompt tokens of one engine step (`max_num_batched_tokens`).
     """
 
     id: str
@@ -193,6 +196,8 @@ class Backend:
     tokens_per_s: float | None = None
     boot_budget_s: float = 600.0
     drain: bool = False
+    perf: PerfModel | None = None
+    batched_tokens: int = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +220,62 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True)
+class Gates:
+    """What a pool lets in beside the knee. Each figure holds per backend of the pool.
+
+    Sources: docs/routing.md, "What each rule is for".
+
+    Attributes:
+        long_prompt_tokens: From this length on a prompt is long.
+        long_prefills: Long prompts a backend may be reading at once. 0: a long prompt only starts where
+            nothing else runs. None: no gate.
+        long_seqs: Sequences with long prompts a backend may hold at all, or None: 4 to 6 where somebody
+            reads along, 12 to 16 for throughput.
+        prefill_s: A backend takes no new prompt while this much prompt work is outstanding there, in
+            seconds as its latency model predicts it; None: no bound.
+    """
+
+    long_prompt_tokens: int = 16_000
+    long_prefills: int | None = 1
+    long_seqs: int | None = None
+    prefill_s: float | None = None
+
+
+OPEN = Gates(long_prefills=None)
+"""No gate at all: the knee and the KV blocks are the only limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """When a pool takes work of a class whose first choice is another pool.
+
+    Attributes:
+        reserve: Share of the knee (0..1) that such work leaves free for the pool's own documents. Those
+            that run use the reserve up.
+        prefill_s: Prompt work outstanding there from which on it takes none, in seconds.
+    """
+
+    reserve: float = 0.125
+    prefill_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
 class Pool:
-    """Backends that are interchangeable, in order of preference when all else is equal."""
+    """Backends that are interchangeable, in order of preference when all else is equal.
+
+    Attributes:
+        id: Its name in the configuration.
+        backends: Their ids.
+        timeouts: How long each phase of an attempt there may take.
+        gates: What it lets in beside the knee.
+        spill: When it takes work that would rather go to an earlier pool of its class.
+    """
 
     id: str
     backends: tuple[str, ...]
     timeouts: Timeouts = Timeouts()
+    gates: Gates = OPEN
+    spill: Spill = Spill()
 
 
 # ------------------------------------------------------------------ what policy says
@@ -264,6 +319,40 @@ class When:
     headers: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (lower-case name, accepted values; () = present)
 
 
+class WhenLate(StrEnum):
+    """What becomes of a request that would wait, or has waited, for longer than its class allows."""
+
+    REFUSE = "refuse"
+    DEMOTE = "demote"  # it goes behind all others of its class
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How requests of a class wait for a backend when all are full.
+
+    Attributes:
+        max_wait_s: The longest one waits.
+        ttft_target_s: First token wanted within this time of arrival: the deadline that orders the line.
+        prefill_weight: How many times a prompt's own unloaded prefill comes on top of it. 1 states the
+            deadline of a document: nobody expects 200,000 tokens to be read at once. More lets short
+            prompts go before long ones where there is not time for all, so that more callers are served.
+        waiting_max: Requests of the class that may wait.
+        waiting_bytes_max: Bytes they may hold together.
+        when_late: Refused, or sent behind the others.
+        demoted_wait_s: The longest one that was sent behind waits, in all.
+        passes_max: How many times one that does not fit may be passed by smaller ones that do.
+    """
+
+    max_wait_s: float = 1.2
+    ttft_target_s: float = 2.0
+    prefill_weight: float = 4.0
+    waiting_max: int = 1_000
+    waiting_bytes_max: int = 256 * 1024 * 1024
+    when_late: WhenLate = WhenLate.REFUSE
+    demoted_wait_s: float = 60.0
+    passes_max: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class TrafficClass:
     """What kind of work a request is, and where that work goes.
@@ -273,12 +362,16 @@ class TrafficClass:
         pools: Pool ids, first choice first; the later ones are the spill order.
         when: What makes a request one of these.
         output_reserve_tokens: Output to plan for when the caller gives no `max_tokens`.
+        priority: Among those that wait, the higher goes first.
+        waiting: How they wait.
     """
 
     name: str
     pools: tuple[str, ...]
     when: When = When()
     output_reserve_tokens: int = 1024
+    priority: int = 0
+    waiting: Waiting = Waiting()
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,6 +549,9 @@ class Exclusion(StrEnum):
     LONG_FULL = "long_full"  # as many long documents as it may have
     LONG_PREFILL = "long_prefill"  # it is reading a long document: one at a time
     PREFILL_BUSY = "prefill_busy"  # too much prompt work outstanding
+    SPILL_LONG = "spill_long"  # as a spill: it reads a long document, or one waits for it
+    SPILL_PREFILL = "spill_prefill"  # as a spill: too much prompt work outstanding
+    SPILL_RESERVE = "spill_reserve"  # as a spill: what is left is kept for its own class
     FAILED = "failed"  # it was tried for this very request
 
     @property
@@ -463,9 +559,26 @@ class Exclusion(StrEnum):
         """Whether waiting could never help: the request itself does not fit."""
         return self in _PERMANENT
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether it goes away when something there ends: worth waiting for."""
+        return self in _BUSY
+
 
 _PERMANENT = frozenset(
     {Exclusion.CONTEXT_EXCEEDED, Exclusion.KV_EXCEEDED, Exclusion.SEQS_EXCEEDED, Exclusion.MODALITY}
+)
+_BUSY = frozenset(
+    {
+        Exclusion.AT_KNEE,
+        Exclusion.KV_FULL,
+        Exclusion.LONG_FULL,
+        Exclusion.LONG_PREFILL,
+        Exclusion.PREFILL_BUSY,
+        Exclusion.SPILL_LONG,
+        Exclusion.SPILL_PREFILL,
+        Exclusion.SPILL_RESERVE,
+    }
 )
 
 
@@ -482,6 +595,9 @@ class Candidate:
         score: Their weighted sum.
         load: What it held.
         knee_seqs: Its knee for this request's length.
+        claim: What the request takes there.
+        limits: The most it may hold for this request to start: what `Ledger.acquire` checks.
+        is_spill: Whether an earlier pool of the class was the first choice.
     """
 
     backend: str
@@ -492,6 +608,9 @@ class Candidate:
     score: float = 0.0
     load: Load = Load()
     knee_seqs: int = 0
+    claim: Load = Load()
+    limits: Load = Load()
+    is_spill: bool = False
 
 
 @dataclass(frozen=True, slots=True)

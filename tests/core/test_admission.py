@@ -4,7 +4,17 @@ import pytest
 
 from gateway.core import admission
 from gateway.core.kv import KvFormula
-from gateway.core.values import Capacity, Demand, Exclusion, KneeStep, Load
+from gateway.core.perf import PerfModel
+from gateway.core.values import (
+    Backend,
+    Capacity,
+    Demand,
+    Exclusion,
+    Gates,
+    KneeStep,
+    Load,
+    Spill,
+)
 
 ONE_LAYER = KvFormula(sliding_layers=0, global_layers=1)  # 1 block per 32 tokens: easy to add up by hand
 CAPACITY = Capacity(
@@ -89,3 +99,122 @@ def test_where_kv_is_not_counted_the_engine_judges() -> None:
 )
 def test_retry_after_is_littles_law(seqs: int, residence_s: float, ahead: int, seconds: float) -> None:
     assert admission.retry_after_s(Load(seqs=seqs), residence_s, ahead) == pytest.approx(seconds)
+
+
+# ------------------------------------------------------------------ gates
+
+WIDE = Capacity(context_tokens=262_144, knee=(KneeStep(16_000, 64), KneeStep(None, 16)))
+READING = Load(seqs=1, share=62_500, long_seqs=1, long_unanswered=1, prefill_ms=20_000)
+ANSWERED = READING.after_first_token
+
+
+def verdict(gates: Gates, load: Load, prompt: int, prefill_s: float = 0.0, seqs: int = 1) -> Exclusion | None:
+    claim = admission.claim(WIDE, demand(prompt, seqs=seqs), gates, prefill_s)
+    return admission.full(load, claim, admission.limits(WIDE, claim, gates))
+
+
+@pytest.mark.parametrize(
+    ("gates", "load", "prompt", "reason"),
+    [
+        pytest.param(Gates(), Load(), 50_000, None, id="the-first-document"),
+        pytest.param(Gates(), READING, 50_000, Exclusion.LONG_PREFILL, id="one-is-being-read"),
+        pytest.param(Gates(), READING, 16_000, Exclusion.LONG_PREFILL, id="the-shortest-long-prompt"),
+        pytest.param(Gates(), READING, 15_999, None, id="the-longest-short-prompt"),
+        pytest.param(Gates(), ANSWERED, 50_000, None, id="it-has-been-read"),
+        pytest.param(Gates(long_prefills=2), READING, 50_000, None, id="two-at-a-time"),
+        pytest.param(
+            Gates(long_prefills=2), READING + READING, 50_000, Exclusion.LONG_PREFILL, id="not-three"
+        ),
+        pytest.param(Gates(long_prefills=None), READING + READING, 50_000, None, id="no-gate"),
+        pytest.param(Gates(long_prefills=0), Load(), 50_000, None, id="nothing-else-runs"),
+        pytest.param(Gates(long_prefills=0), Load(seqs=1), 50_000, Exclusion.AT_KNEE, id="a-chat-runs"),
+        pytest.param(Gates(long_prefills=0), Load(seqs=1), 15_999, None, id="chats-may"),
+        pytest.param(
+            Gates(long_prompt_tokens=8_000), READING, 8_000, Exclusion.LONG_PREFILL, id="own-length"
+        ),
+        pytest.param(Gates(long_seqs=2), ANSWERED, 50_000, None, id="the-last-document"),
+        pytest.param(
+            Gates(long_seqs=2), ANSWERED + ANSWERED, 50_000, Exclusion.LONG_FULL, id="one-document-over"
+        ),
+        pytest.param(Gates(long_seqs=2), ANSWERED + ANSWERED, 1_000, None, id="chats-are-no-documents"),
+    ],
+)
+def test_the_gates_for_long_prompts(gates: Gates, load: Load, prompt: int, reason: Exclusion | None) -> None:
+    assert verdict(gates, load, prompt) is reason
+
+
+def test_more_sequences_of_a_document_than_the_cap_may_run_alone() -> None:
+    assert verdict(Gates(long_seqs=2), Load(), 50_000, seqs=3) is None
+    assert verdict(Gates(long_seqs=2), ANSWERED, 50_000, seqs=3) is Exclusion.LONG_FULL
+
+
+@pytest.mark.parametrize(
+    ("outstanding_ms", "prefill_s", "reason"),
+    [
+        pytest.param(0, 5.0, None, id="any-prompt-on-an-idle-server"),
+        pytest.param(599, 0.1, None, id="just-below-the-bound"),
+        pytest.param(599, 5.0, None, id="size-does-not-matter"),
+        pytest.param(600, 0.1, Exclusion.PREFILL_BUSY, id="at-the-bound"),
+        pytest.param(600, 0.0, None, id="no-latency-model-no-bound"),
+    ],
+)
+def test_prompt_work_outstanding_is_bounded(
+    outstanding_ms: int, prefill_s: float, reason: Exclusion | None
+) -> None:
+    assert verdict(Gates(prefill_s=0.6), Load(prefill_ms=outstanding_ms), 1_000, prefill_s) is reason
+
+
+def test_prompt_work_ends_with_the_first_token() -> None:
+    claim = admission.claim(WIDE, demand(50_000), Gates(), 20.0)
+
+    assert (claim.long_seqs, claim.long_unanswered, claim.prefill_ms) == (1, 1, 20_000)
+    assert claim.after_first_token == Load(claim.seqs, claim.share, claim.kv_blocks, long_seqs=1)
+
+
+def test_a_backend_without_a_latency_model_predicts_no_prompt_work() -> None:
+    perf = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=0.001, t_attn=0, sharp=1)
+    known = Backend("a", "http://a", WIDE, perf=perf, batched_tokens=2_048)
+
+    assert admission.prefill_s(known, demand(5_000)) == pytest.approx(5.0)
+    assert admission.prefill_s(Backend("b", "http://b", WIDE), demand(5_000)) == 0.0
+
+
+# ------------------------------------------------------------------ spill
+
+
+@pytest.mark.parametrize(
+    ("load", "prefill_s", "reason"),
+    [
+        pytest.param(Load(share=859_375), 0.1, None, id="up-to-the-reserve"),
+        pytest.param(Load(share=859_376), 0.1, Exclusion.AT_KNEE, id="into-the-reserve"),
+        pytest.param(
+            Load(share=921_875, long_seqs=1),
+            0.1,
+            None,
+            id="a-document-that-runs-uses-its-part-of-the-reserve",
+        ),
+        pytest.param(Load(share=921_876, long_seqs=1), 0.1, Exclusion.AT_KNEE, id="but-not-more"),
+        pytest.param(Load(share=984_375, long_seqs=3), 0.1, None, id="the-knee-holds-all-the-same"),
+        pytest.param(Load(share=984_376, long_seqs=3), 0.1, Exclusion.AT_KNEE, id="never-above-it"),
+        pytest.param(Load(prefill_ms=499), 3.0, None, id="little-prompt-work"),
+        pytest.param(Load(prefill_ms=500), 0.1, Exclusion.PREFILL_BUSY, id="too-much-prompt-work"),
+    ],
+)
+def test_spilled_work_leaves_a_reserve(load: Load, prefill_s: float, reason: Exclusion | None) -> None:
+    claim = admission.claim(WIDE, demand(1_000), Gates(), prefill_s)
+    most = admission.limits(WIDE, claim, Gates())
+    rules = Spill(reserve=0.125, prefill_s=0.5)  # two of sixteen documents
+
+    tightened = admission.spill_limits(WIDE, most, claim, load, Gates(), rules)
+
+    assert admission.full(load, claim, tightened) is reason
+
+
+def test_a_pools_own_bounds_hold_for_spilled_work_too() -> None:
+    gates = Gates(prefill_s=0.2)
+    claim = admission.claim(WIDE, demand(1_000), gates, 0.1)
+    most = admission.limits(WIDE, claim, gates, share_max=500_000)
+
+    tightened = admission.spill_limits(WIDE, most, claim, Load(), gates, Spill())
+
+    assert (tightened.share, tightened.prefill_ms) == (500_000, 199 + 100)

@@ -100,7 +100,7 @@ def test_a_max_tokens_complaint_is_not_an_overflow() -> None:
     [
         ("see http://10.0.0.3:8000/x?y=z for more", "see [url] for more"),
         ("upstream 192.168.1.7:9001 said no", "upstream [address] said no"),
-        ("cannot open /opt/models/gemma-4/config.json", "cannot open [path]"),
+        ("cannot open /data/models/gemma-4/config.json", "cannot open [path]"),
         ("top_p must be in (0, 1], got 0.0. and/or n", "top_p must be in (0, 1], got 0.0. and/or n"),
     ],
 )

@@ -92,3 +92,16 @@ def _prefill_s(name: str, prompt: int) -> float:
         )
         start += tokens
     return total
+
+
+@pytest.mark.parametrize("prompt", [1, 8_192, 8_193, 30_000])
+def test_the_prefill_of_a_prompt_is_the_sum_of_its_chunks(prompt: int) -> None:
+    profile = profiles.load("h100-tp1-light")
+
+    assert profile.perf.prefill_s(prompt, profile.flags.max_num_batched_tokens) == pytest.approx(
+        _prefill_s("h100-tp1-light", prompt)
+    )
+
+
+def test_an_empty_prompt_takes_no_time() -> None:
+    assert profiles.load("h100-tp1-light").perf.prefill_s(0, 8_192) == 0

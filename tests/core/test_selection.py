@@ -8,6 +8,7 @@ import pytest
 from gateway.core import admission, selection
 from gateway.core.health import BackendStatus, State
 from gateway.core.kv import KvFormula
+from gateway.core.perf import PerfModel
 from gateway.core.selection import BackendView
 from gateway.core.values import (
     Backend,
@@ -16,11 +17,13 @@ from gateway.core.values import (
     Demand,
     Estimate,
     Exclusion,
+    Gates,
     KneeStep,
     Load,
     Modalities,
     Policy,
     Pool,
+    Spill,
     TrafficClass,
     Weights,
 )
@@ -276,6 +279,12 @@ def test_what_was_tried_for_this_request_is_out() -> None:
     assert candidates[-1].excluded is Exclusion.FAILED
 
 
+def test_a_backend_that_left_the_configuration_is_left_out() -> None:
+    views = {name: view for name, view in fleet().items() if name != "light-0"}
+
+    assert ranked(views) == ["light-1", "push"]
+
+
 def test_a_backend_in_two_pools_is_considered_once() -> None:
     twice = Policy(
         models=(),
@@ -306,3 +315,161 @@ def test_the_decision_keeps_every_candidate_with_its_scores() -> None:
     }
     assert decision.candidates[0].score == pytest.approx(2 - 1 / 64)
     assert decision.pools == ("light", "push")
+
+
+# ------------------------------------------------------------------ gates and spill
+
+GATED = Policy(
+    models=(),
+    pools={
+        "light": Pool("light", ("light-0", "light-1"), gates=Gates(long_prefills=0, prefill_s=0.6)),
+        "push": Pool("push", ("push",), gates=Gates(long_seqs=4), spill=Spill(reserve=0.25, prefill_s=0.5)),
+    },
+    backends={},
+)
+PUSH = Capacity(context_tokens=262_144, knee=(KneeStep(16_000, 64), KneeStep(None, 16)))
+MEASURED = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=1e-4, t_attn=0, sharp=1)
+DOCUMENT = Demand(seqs=1, prompt_tokens=20_000, total_tokens=21_000)
+ANY = TrafficClass("any", ("light", "push"))
+DOCUMENTS = TrafficClass("long_document", ("push",))
+
+
+def busy(name: str, load: Load, *, long_waiting: int = 0, share_max: int = admission.WHOLE) -> BackendView:
+    subject = backend(name, PUSH if name == "push" else SMALL, perf=MEASURED)
+    return BackendView(subject, load, UP, share_max=share_max, long_waiting=long_waiting)
+
+
+def objection(
+    traffic_class: TrafficClass, demand: Demand, *views: BackendView
+) -> tuple[Exclusion | None, str]:
+    everything = {"push": busy("push", Load())} | dict(fleet(*views))
+    candidates = selection.rank(GATED, traffic_class, demand, everything)
+    found = next(one for one in candidates if one.backend == views[-1].backend.id)
+    return found.excluded, found.detail
+
+
+@pytest.mark.parametrize(
+    ("traffic_class", "demand", "subject", "reason", "detail"),
+    [
+        pytest.param(
+            ANY,
+            DOCUMENT,
+            busy("light-0", load(1)),
+            Exclusion.LONG_PREFILL,
+            "1 in flight; a long prompt starts there only when none are",
+            id="no-document-beside-chats",
+        ),
+        pytest.param(ANY, DOCUMENT, busy("light-0", Load()), None, "", id="a-document-where-nothing-runs"),
+        pytest.param(
+            ANY,
+            SHORT,
+            busy("light-0", Load(seqs=3, prefill_ms=600)),
+            Exclusion.PREFILL_BUSY,
+            "0.6 s of prompt work outstanding",
+            id="prompt-work",
+        ),
+        pytest.param(
+            DOCUMENTS,
+            DOCUMENT,
+            busy("push", Load(seqs=1, long_seqs=1, long_unanswered=1)),
+            Exclusion.LONG_PREFILL,
+            "1 of 1 long prompts being read",
+            id="one-at-a-time",
+        ),
+        pytest.param(
+            DOCUMENTS,
+            DOCUMENT,
+            busy("push", Load(seqs=4, long_seqs=4)),
+            Exclusion.LONG_FULL,
+            "4 long prompts in flight of 4",
+            id="cap",
+        ),
+        pytest.param(
+            DOCUMENTS,
+            SHORT,
+            busy("push", Load(seqs=1, long_seqs=1, long_unanswered=1)),
+            None,
+            "",
+            id="own-class-beside-a-long-prompt",
+        ),
+        pytest.param(
+            ANY,
+            SHORT,
+            busy("push", Load(seqs=1, long_seqs=1, long_unanswered=1)),
+            Exclusion.SPILL_LONG,
+            "it reads a long prompt",
+            id="spill-beside-a-long-prompt",
+        ),
+        pytest.param(
+            ANY,
+            SHORT,
+            busy("push", Load(), long_waiting=2),
+            Exclusion.SPILL_LONG,
+            "2 long prompts wait for it",
+            id="spill-before-a-long-prompt",
+        ),
+        pytest.param(
+            ANY, SHORT, busy("push", Load(prefill_ms=499)), None, "", id="spill-beside-a-little-prompt-work"
+        ),
+        pytest.param(
+            ANY,
+            SHORT,
+            busy("push", Load(prefill_ms=500)),
+            Exclusion.SPILL_PREFILL,
+            "0.5 s of prompt work outstanding",
+            id="spill-beside-prompt-work",
+        ),
+        pytest.param(ANY, SHORT, busy("push", load(47)), None, "", id="spill-up-to-the-reserve"),
+        pytest.param(
+            ANY,
+            SHORT,
+            busy("push", load(48)),
+            Exclusion.SPILL_RESERVE,
+            "75% of its knee, 25% is kept for its own class",
+            id="spill-into-the-reserve",
+        ),
+        pytest.param(
+            ANY,
+            SHORT,
+            busy("push", replace(load(48), long_seqs=1)),
+            None,
+            "",
+            id="a-document-uses-its-part-of-the-reserve",
+        ),
+        pytest.param(
+            ANY, SHORT, busy("push", load(64)), Exclusion.AT_KNEE, "64 in flight, 100% of its knee", id="full"
+        ),
+        pytest.param(
+            ANY,
+            SHORT,
+            busy("light-0", load(32), share_max=admission.WHOLE // 2),
+            Exclusion.AT_KNEE,
+            "32 in flight, 50% of its knee",
+            id="a-target-for-tpot-holds-it-lower",
+        ),
+    ],
+)
+def test_gates_and_spill(
+    traffic_class: TrafficClass, demand: Demand, subject: BackendView, reason: Exclusion | None, detail: str
+) -> None:
+    assert objection(traffic_class, demand, subject) == (reason, detail)
+
+
+def test_a_candidate_carries_what_the_ledger_checks() -> None:
+    views = {name: busy(name, load(10)) for name in ("light-0", "light-1", "push")}
+
+    light, _, push = selection.rank(GATED, ANY, SHORT, views)
+
+    assert (light.is_spill, push.is_spill) == (False, True)
+    assert light.claim.prefill_ms == 100
+    assert light.limits.prefill_ms == 599 + 100
+    assert (light.limits.share, push.limits.share) == (admission.WHOLE, 750_000)
+
+
+def test_a_backend_in_probation_takes_no_more_than_it_may_even_at_once() -> None:
+    subject = replace(busy("light-0", load(1)), status=replace(UP, state=State.PROBATION))
+    candidates = selection.rank(GATED, ANY, SHORT, {**fleet(), "light-0": subject})
+    found = next(one for one in candidates if one.backend == "light-0")
+
+    assert admission.full(load(1), found.claim, found.limits) is None
+    assert admission.full(load(2), found.claim, found.limits) is Exclusion.AT_KNEE

@@ -1,0 +1,261 @@
+"""The policies that the routing benchmark compares: the gateway's own code, and four that others use."""
+
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from itertools import count
+from typing import Any, TypeVar
+
+from benchmarks.traffic import Arrival, Kind
+from benchmarks.virtual_fleet import Fate, Fleet, fleet_profiles
+from gateway.core import classification
+from gateway.core.health import BackendStatus, State
+from gateway.core.selection import BackendView
+from gateway.core.values import (
+    Backend,
+    Bound,
+    Comparison,
+    CountMode,
+    Demand,
+    Endpoint,
+    Estimate,
+    Gates,
+    KneeStep,
+    ModelPolicy,
+    Policy,
+    Pool,
+    Prompt,
+    Request,
+    Spill,
+    TrafficClass,
+    Waiting,
+    When,
+)
+from gateway.core.waiting import Refused, Ticket, WaitingLine, fastest_prefill_s
+from gateway.ports import Slot
+from gateway.store.memory import MemoryLedger
+
+T = TypeVar("T")
+
+ESTIMATE_BAND = 0.15
+"""How far above the estimate the gateway plans: three times the estimate's error."""
+
+
+def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return what a coroutine that never waits returns."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise RuntimeError("it waited")
+
+
+# ------------------------------------------------------------------ the gateway
+
+
+PUSH_KNEE = (KneeStep(2_000, 96), KneeStep(16_000, 64), KneeStep(32_000, 40), KneeStep(None, 24))
+"""The latency model's knees for 16K/1K (90 %) and 64K/1K (95 %), in place of the profile's 16 from 16K on,
+which is chosen for half the TPOT. Beyond 100K tokens KV blocks are the limit."""
+
+
+def site(knee_seqs: int | None = None, long_seqs: int | None = None) -> Policy:
+    """Return the policy of the benchmark's site: what an operator would configure for this fleet.
+
+    `knee_seqs`: cap of each LIGHT server for short prompts, where it is not the profile's 64.
+    `long_seqs`: documents in flight on PUSH.
+    """
+    backends = {}
+    for name, profile in fleet_profiles().items():
+        capacity = profile.capacity
+        if name == "push":
+            capacity = replace(capacity, knee=PUSH_KNEE)
+        elif knee_seqs is not None and name.startswith("light"):
+            steps = [KneeStep(step.prompt_tokens_max, min(step.seqs, knee_seqs)) for step in capacity.knee]
+            capacity = replace(capacity, knee=tuple(steps))
+        backends[name] = Backend(
+            id=name,
+            url=f"http://{name}",
+            capacity=capacity,
+            model="gemma",
+            tokens_per_s=profile.perf.lone_tokens_per_s(),
+            perf=profile.perf,
+            batched_tokens=profile.flags.max_num_batched_tokens,
+        )
+    pools = (
+        Pool("light", ("light-0", "light-1"), gates=Gates(long_prefills=0, prefill_s=0.6)),
+        Pool("push", ("push",), gates=Gates(long_seqs=long_seqs), spill=Spill(reserve=0.125, prefill_s=0.5)),
+        Pool("tpu", ("tpu",)),
+        Pool("spark", ("spark",)),
+    )
+    is_long = When(prompt_tokens=(Bound(Comparison.GE, 16_000),))
+    documents = Waiting(max_wait_s=900, ttft_target_s=60, prefill_weight=1)
+    jobs = Waiting(max_wait_s=3600, ttft_target_s=600, prefill_weight=1)
+    classes = (
+        TrafficClass("reasoning", ("tpu", "spark"), When(reasoning=True), 4096, waiting=jobs),
+        TrafficClass("long_document", ("push",), is_long, waiting=documents),
+        TrafficClass("short_chat", ("light", "push")),
+    )
+    return Policy(
+        models=(ModelPolicy("gemma", classes),), pools={pool.id: pool for pool in pools}, backends=backends
+    )
+
+
+class GatewayRouter:
+    """The product's own classify, select, admit, queue and shed code; only time and servers are models."""
+
+    is_patient = True
+
+    def __init__(self, policy: Policy) -> None:
+        """Start with an idle fleet and an empty line."""
+        self._policy = policy
+        self._ledger = MemoryLedger()
+        self._line = WaitingLine()
+        self._slots: dict[int, Slot] = {}
+        self._arrivals: dict[str, Arrival] = {}
+        self._status = BackendStatus(state=State.UP, served_models=("gemma",))
+        self.above_cap = 0
+
+    def arrive(self, fleet: Fleet, arrival: Arrival) -> None:
+        """Estimate, classify, enter the line."""
+        model = self._policy.models[0]
+        request = Request(
+            Endpoint.CHAT, "gemma", Prompt(), stream=True, reasoning=arrival.kind is Kind.REASONING
+        )
+        tokens = arrival.estimate_tokens
+        estimate = Estimate(tokens, round(tokens * (1 + ESTIMATE_BAND)), CountMode.APPROXIMATE)
+        matched = classification.classify(model, request, estimate)
+        assert matched is not None
+        traffic_class = matched[0]
+        demand = Demand.of(request, estimate, classification.output_tokens(traffic_class, request))
+        ticket = Ticket(
+            id=str(arrival.id),
+            model=model.id,
+            policy=self._policy,
+            traffic_class=traffic_class,
+            demand=demand,
+            key=None,
+            arrived_at=fleet.now,
+            prefill_s=fastest_prefill_s(self._policy, traffic_class, demand),
+        )
+        self._arrivals[ticket.id] = arrival
+        refused = self._line.enter(ticket, fleet.now)
+        if refused is not None:
+            self._refuse(fleet, refused)
+            return
+        self.look(fleet)
+
+    def answered(self, fleet: Fleet, fate: Fate) -> None:
+        """Its prompt is work outstanding no more."""
+        at_once(self._ledger.answered(self._slots[fate.arrival.id]))
+        self.look(fleet)
+
+    def ended(self, fleet: Fleet, fate: Fate) -> None:
+        """Give its place back, and to the next."""
+        at_once(self._ledger.release(self._slots.pop(fate.arrival.id)))
+        self._line.released(str(fate.arrival.id), fate.backend, fleet.now)
+        self.look(fleet)
+
+    def left(self, fleet: Fleet, fate: Fate) -> None:
+        """Forget it."""
+        self._line.leave(str(fate.arrival.id))
+
+    def look(self, fleet: Fleet) -> None:
+        """Take a turn of the line, and do what it says."""
+        views = {
+            name: BackendView(backend, self._ledger.load(name), self._status)
+            for name, backend in self._policy.backends.items()
+        }
+        turn = self._line.turn(fleet.now, views)
+        for offer in turn.offers:
+            candidate = offer.candidates[0]
+            slot = at_once(self._ledger.acquire(candidate.backend, candidate.claim, candidate.limits))
+            if not isinstance(slot, Slot):
+                self._line.missed(offer.ticket.id, [candidate.backend], fleet.now)
+                fleet.look_at(fleet.now)
+                continue
+            arrival = self._arrivals.pop(offer.ticket.id)
+            self._slots[arrival.id] = slot
+            self._line.started(offer.ticket.id, fleet.now)
+            fleet.send(arrival, candidate.backend)
+            self._check_cap(fleet, candidate.backend)
+        for refused in turn.refused:
+            self._refuse(fleet, refused)
+        if turn.look_again_at is not None:
+            fleet.look_at(turn.look_again_at)
+
+    def _check_cap(self, fleet: Fleet, name: str) -> None:
+        """Compare what the server really holds with what policy allows: the ledger has no say in this."""
+        capacity, box = self._policy.backends[name].capacity, fleet.boxes[name]
+        is_over_kv = capacity.kv_blocks is not None and box.engine.kv_usage > capacity.kv_budget
+        self.above_cap += is_over_kv or box.in_flight > max(step.seqs for step in capacity.knee)
+
+    def _refuse(self, fleet: Fleet, refused: Refused) -> None:
+        fleet.refuse(self._arrivals.pop(refused.id), refused.reason.value)
+
+
+# ------------------------------------------------------------------ the others
+
+Choice = Callable[[Fleet, Arrival, tuple[str, ...]], str | None]
+
+CHAT_GROUP = ("light-0", "light-1", "push")
+REASONING_GROUP = ("tpu", "spark")
+CAPS: Mapping[str, int] = {"light-0": 64, "light-1": 64, "push": 100, "tpu": 64, "spark": 4}
+
+
+class GroupRouter:
+    """Two model groups, a rule that chooses within them, and no queue but the engines' own."""
+
+    is_patient = False
+    above_cap = 0
+
+    def __init__(self, choose: Choice) -> None:
+        """Choose with this rule; where it returns None the request gets a 429."""
+        self._choose = choose
+
+    def arrive(self, fleet: Fleet, arrival: Arrival) -> None:
+        """Send it on at once."""
+        group = REASONING_GROUP if arrival.kind is Kind.REASONING else CHAT_GROUP
+        name = self._choose(fleet, arrival, group)
+        if name is None:
+            fleet.refuse(arrival, "429")
+        else:
+            fleet.send(arrival, name)
+
+    def answered(self, fleet: Fleet, fate: Fate) -> None:
+        """Not of interest."""
+
+    def ended(self, fleet: Fleet, fate: Fate) -> None:
+        """Not of interest: what is in flight is the servers' to count."""
+
+    def left(self, fleet: Fleet, fate: Fate) -> None:
+        """Cannot be: everything is sent at once."""
+
+    def look(self, fleet: Fleet) -> None:
+        """Cannot be: nothing is asked for."""
+
+
+def round_robin() -> Choice:
+    """Return the rule that takes the servers of a group in turn."""
+    turns = {CHAT_GROUP: count(), REASONING_GROUP: count()}
+    return lambda _, __, group: group[next(turns[group]) % len(group)]
+
+
+def least_in_flight(fleet: Fleet, _: Arrival, group: tuple[str, ...]) -> str | None:
+    """Return the server with the fewest requests."""
+    return min(group, key=lambda name: fleet.boxes[name].in_flight, default=None)
+
+
+def context_least(fleet: Fleet, arrival: Arrival, group: tuple[str, ...]) -> str | None:
+    """Return the least busy of those whose window holds the request."""
+    return least_in_flight(fleet, arrival, _fitting(fleet, arrival, group))
+
+
+def context_429(fleet: Fleet, arrival: Arrival, group: tuple[str, ...]) -> str | None:
+    """Return the same among those below their cap."""
+    free = tuple(n for n in _fitting(fleet, arrival, group) if fleet.boxes[n].in_flight < CAPS[n])
+    return least_in_flight(fleet, arrival, free)
+
+
+def _fitting(fleet: Fleet, arrival: Arrival, group: tuple[str, ...]) -> tuple[str, ...]:
+    need = arrival.prompt_tokens + arrival.output_tokens
+    return tuple(name for name in group if need <= fleet.boxes[name].profile.capacity.context_tokens)

@@ -1,0 +1,781 @@
+"""The waiting line: who starts where next, and who is told that waiting will not help. Pure.
+
+One line per gateway process. Every request enters it, also when nothing is full, so that no newcomer
+passes those that wait for the same place:
+
+    enter(ticket, now)      -> Refused, or None: it waits
+    turn(now, views)        -> offers: who may start where; refused: who waited too long; look_again_at
+    started(id, now)           the place was taken; the request runs
+    missed(id, backends, now)  it was gone: back to its place in the line
+    released(id, now)          it ended; the line measures how fast places come free
+    leave(id)                  the caller left
+
+Order. The higher priority first. Within a class, start-time fair queueing between API keys: each key's
+share of the tokens started is equal while both have something waiting, however much one of them sends.
+Within a key, the earliest deadline among those that can still be met, then the shortest: at saturation,
+plain order of arrival and plain earliest-deadline are nearly as bad as each other, because both spend the
+place on what is late already (docs/routing.md). A request that was sent behind (`WhenLate.DEMOTE`) comes
+after all others of its class.
+
+Who blocks whom. A request that does not fit *holds* the backends of its first pool that are at their
+knee, out of KV blocks or busy with prompts: nobody after it is started there, whatever its class, so that
+small requests cannot starve a large one. Its class may allow it to be passed `passes_max` times before
+that. The gates for long prompts hold nothing: a document that waits for another to be read does not keep
+chats from the same backend. Nor does a spill hold the other pool's backends.
+
+Time is an argument. Nothing here waits; whoever owns the line calls `turn` when something was freed, when
+somebody entered, and at `look_again_at`.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum, StrEnum
+from heapq import heapify, heappop, heappush
+from math import exp
+from typing import Any, TypeVar
+
+from gateway.core import admission, selection
+from gateway.core.selection import BackendView
+from gateway.core.values import Candidate, Demand, Exclusion, Load, Policy, TrafficClass, WhenLate
+
+_T = TypeVar("_T", bound=Any)
+
+LOOKAHEAD = 64
+"""Requests of one class that one turn looks at. Bounds its cost."""
+
+MISS_PAUSE_S = 0.05
+"""A backend whose place was gone is not offered again before this, or before something is released there."""
+
+RETRY_AFTER_MAX_S = 59.0
+"""Above a minute some SDKs ignore Retry-After and come back at once."""
+
+STARTS_OVER_S = 5.0
+"""Time constant over which starts are counted."""
+
+RESIDENCE_WEIGHT = 0.1
+"""Weight of the newest request in the mean time that requests stay."""
+
+
+class Reason(StrEnum):
+    """Why a request was not let wait, or not any longer. Few and fixed: a metric label and an error code."""
+
+    QUEUE_FULL = "queue_full"  # as many wait, or as many bytes, as may
+    WAIT_TOO_LONG = "wait_too_long"  # at the measured rate it would wait longer than its class allows
+    WAITED_TOO_LONG = "waited_too_long"  # it did
+    DEADLINE = "deadline"  # its caller's own deadline would pass, or has passed
+    NO_BACKEND = "no_backend"  # none that could take it is up
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A request that wants a place.
+
+    Attributes:
+        id: Unique among those that wait or run.
+        model: Id of its model policy; with the class's name it says which line it stands in.
+        policy, traffic_class, demand: What decides where it may go.
+        key: Name of its caller's API key; None stands for one of its own.
+        arrived_at: When it came in, monotonic seconds. A request that is tried again keeps it.
+        prefill_s: Unloaded prefill of its prompt on the fastest backend of its first pool.
+        size_bytes: What it keeps in memory while it waits.
+        deadline: When its caller wants the first token at the latest, or None.
+        failed: Backends it was tried on.
+        prefix_shares: Per backend, the share of its conversation that was seen there.
+    """
+
+    id: str
+    model: str
+    policy: Policy
+    traffic_class: TrafficClass
+    demand: Demand
+    key: str | None
+    arrived_at: float
+    prefill_s: float = 0.0
+    size_bytes: int = 0
+    deadline: float | None = None
+    failed: frozenset[str] = frozenset()
+    prefix_shares: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def first_pool(self) -> tuple[str, ...]:
+        """The backends of its first choice."""
+        return self.policy.pools[self.traffic_class.pools[0]].backends
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its prompt counts as long where it would rather go."""
+        return admission.is_long(self.policy.pools[self.traffic_class.pools[0]].gates, self.demand)
+
+    @property
+    def due_at(self) -> float:
+        """When its first token is due: by its class, or earlier by its caller."""
+        waiting = self.traffic_class.waiting
+        due = self.arrived_at + waiting.ttft_target_s + waiting.prefill_weight * self.prefill_s
+        return due if self.deadline is None else min(due, self.deadline)
+
+
+def fastest_prefill_s(policy: Policy, traffic_class: TrafficClass, demand: Demand) -> float:
+    """Return a prompt's unloaded prefill on the fastest backend of the class's first pool, in seconds."""
+    backends = policy.pools[traffic_class.pools[0]].backends
+    return min((admission.prefill_s(policy.backends[name], demand) for name in backends), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why a request may not wait, and what to tell its caller.
+
+    Attributes:
+        id: The ticket's.
+        reason: See `Reason`.
+        position: Its place in the line of its class, 1 being next.
+        expected_wait_s: How long it would have to wait at the rate measured; None while nothing is known.
+        retry_after_s: When to come back, seconds in 1..59.
+        waited_s: How long it has waited.
+    """
+
+    id: str
+    reason: Reason
+    position: int
+    expected_wait_s: float | None
+    retry_after_s: float
+    waited_s: float = 0.0
+
+    def sentence(self) -> str:
+        """Return the same in words, for the caller."""
+        match self.reason:
+            case Reason.NO_BACKEND:
+                return "No backend that could take this request is up."
+            case Reason.QUEUE_FULL:
+                what = "The queue for requests like this one is full"
+            case Reason.WAITED_TOO_LONG:
+                what = f"No place came free within {self.waited_s:.1f} s"
+            case Reason.DEADLINE:
+                what = "A place would come free only after the request's own deadline"
+            case Reason.WAIT_TOO_LONG:
+                what = "A place would come free too late"
+        if self.expected_wait_s is None:
+            return f"{what} (position {self.position})."
+        return f"{what} (position {self.position}, about {self.expected_wait_s:.1f} s to wait)."
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A request that may start: take a place on the first of these that still has one."""
+
+    ticket: Ticket
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is to be done now.
+
+    Attributes:
+        offers: Who may start, in order. Each is answered with `started`, `missed` or `leave`.
+        refused: Who must be told that waiting did not help; they have left the line.
+        look_again_at: When to ask again if nothing happens before, monotonic seconds; None: not needed.
+    """
+
+    offers: Sequence[Offer]
+    refused: Sequence[Refused]
+    look_again_at: float | None
+
+
+class _Standing(IntEnum):
+    TIMELY = 0  # its deadline can be met
+    LATE = 1  # it cannot
+    BEHIND = 2  # it was sent behind the others
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A ticket in the line. Mutable: its standing changes as time goes by."""
+
+    ticket: Ticket
+    number: int
+    entered_at: float
+    expires_at: float
+    due_at: float
+    start_by: float
+    is_long: bool
+    standing: _Standing = _Standing.TIMELY
+    passed: int = 0
+
+    @property
+    def cost(self) -> int:
+        """What a start is charged to its key with, in tokens."""
+        return max(1, self.ticket.demand.seqs * self.ticket.demand.total_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class _Flow:
+    """What waits for one key of one class. All lists sorted; the last member is the entry's number."""
+
+    key: str | None
+    number: int
+    tag: float
+    timely: list[tuple[float, int]] = field(default_factory=list)  # by deadline
+    late: list[tuple[float, int]] = field(default_factory=list)  # by length
+
+    def __len__(self) -> int:
+        return len(self.timely) + len(self.late)
+
+    def in_order(self) -> Iterator[int]:
+        for _, number in self.timely:
+            yield number
+        for _, number in self.late:
+            yield number
+
+
+@dataclass(slots=True)
+class _Drain:
+    """How fast requests of one class get a place, measured."""
+
+    running: int = 0
+    residence_s: float | None = None
+    starts: float = 0.0
+    at: float = 0.0
+
+    def note_started(self, now: float) -> None:
+        self.starts = self._decayed(now) + 1
+        self.at = now
+        self.running += 1
+
+    def note_released(self, stayed_s: float) -> None:
+        self.running -= 1
+        if self.residence_s is None:
+            self.residence_s = stayed_s
+        else:
+            self.residence_s += RESIDENCE_WEIGHT * (stayed_s - self.residence_s)
+
+    def per_s(self, now: float) -> float | None:
+        """Return places per second, or None before the first request has ended: nothing is known then.
+
+        The better of two measures: Little's law, requests that run over the time they stay, and what
+        starts at present. Each is too low at times: the first while a burst fills an idle fleet, the
+        second while nothing had to wait.
+        """
+        if not self.residence_s:
+            return None
+        started = (self._decayed(now) - 1) / STARTS_OVER_S
+        best = max(started, self.running / self.residence_s)
+        return best if best > 0 else None
+
+    def _decayed(self, now: float) -> float:
+        return self.starts * exp((self.at - now) / STARTS_OVER_S)
+
+
+class _Lane:
+    """The line of one class."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, _Entry] = {}
+        self.size_bytes = 0
+        self.drain = _Drain()
+        self._flows: dict[str | None, _Flow] = {}
+        self._order: list[tuple[float, int, str | None]] = []  # (tag, flow number, key), sorted
+        self._finish: dict[str | None, float] = {}  # tags of keys with nothing waiting, above `_virtual`
+        self._virtual = 0.0
+        self._flow_count = 0
+        self._behind: list[int] = []
+        self._starts: list[tuple[float, int]] = []  # the timely of all keys, by when they must start
+
+    # ------------------------------------------------------------ membership
+
+    def add(self, entry: _Entry, now: float) -> None:
+        self.entries[entry.number] = entry
+        self.size_bytes += entry.ticket.size_bytes
+        self._place(entry, now)
+
+    def remove(self, entry: _Entry) -> None:
+        del self.entries[entry.number]
+        self.size_bytes -= entry.ticket.size_bytes
+        self._take_out(entry)
+
+    def send_behind(self, entry: _Entry) -> None:
+        self._take_out(entry)
+        entry.standing = _Standing.BEHIND
+        insort(self._behind, entry.number)
+
+    def _place(self, entry: _Entry, now: float) -> None:
+        if entry.standing is _Standing.BEHIND:
+            insort(self._behind, entry.number)
+            return
+        key = entry.ticket.key
+        flow = self._flows.get(key)
+        if flow is None:
+            self._flow_count += 1
+            tag = max(self._virtual, self._finish.pop(key, 0.0))
+            flow = self._flows[key] = _Flow(key, self._flow_count, tag)
+            insort(self._order, (flow.tag, flow.number, key))
+        if now > entry.start_by:
+            entry.standing = _Standing.LATE
+            insort(flow.late, (entry.ticket.prefill_s, entry.number))
+        else:
+            entry.standing = _Standing.TIMELY
+            insort(flow.timely, (entry.due_at, entry.number))
+            insort(self._starts, (entry.start_by, entry.number))
+
+    def _take_out(self, entry: _Entry) -> None:
+        if entry.standing is _Standing.BEHIND:
+            _discard(self._behind, entry.number)
+            return
+        flow = self._flows[entry.ticket.key]
+        if entry.standing is _Standing.LATE:
+            _discard(flow.late, (entry.ticket.prefill_s, entry.number))
+        else:
+            _discard(flow.timely, (entry.due_at, entry.number))
+            _discard(self._starts, (entry.start_by, entry.number))
+        if not flow:
+            self._drop(flow)
+
+    def _drop(self, flow: _Flow) -> None:
+        del self._flows[flow.key]
+        _discard(self._order, (flow.tag, flow.number, flow.key))
+        self._remember(flow.key, flow.tag)
+
+    # ------------------------------------------------------------ fairness
+
+    def charge(self, key: str | None, cost: float) -> None:
+        """Count a start (or, negative, one that did not happen) to a key."""
+        flow = self._flows.get(key)
+        if flow is None:
+            begin = max(self._virtual, self._finish.get(key, 0.0))
+            self._remember(key, begin + cost)
+        else:
+            begin = flow.tag
+            _discard(self._order, (flow.tag, flow.number, key))
+            flow.tag += cost
+            insort(self._order, (flow.tag, flow.number, key))
+        if cost > 0:
+            self._virtual = max(self._virtual, begin)
+
+    def _remember(self, key: str | None, tag: float) -> None:
+        # A tag at or below the virtual time says nothing: a newcomer begins there.
+        if tag > self._virtual:
+            self._finish[key] = tag
+        else:
+            self._finish.pop(key, None)
+        if len(self._finish) > 64 + 2 * len(self._flows):
+            self._finish = {name: tag for name, tag in self._finish.items() if tag > self._virtual}
+
+    # ------------------------------------------------------------ order
+
+    def age(self, now: float) -> None:
+        """Move those whose deadline can no longer be met behind those whose can."""
+        while self._starts and self._starts[0][0] < now:
+            _, number = self._starts.pop(0)
+            entry = self.entries[number]
+            flow = self._flows[entry.ticket.key]
+            _discard(flow.timely, (entry.due_at, number))
+            entry.standing = _Standing.LATE
+            insort(flow.late, (entry.ticket.prefill_s, number))
+
+    def walk(self) -> Iterator[_Entry]:
+        """Yield the entries in the order in which they would be started, each charged as it goes."""
+        ahead: list[tuple[float, int, str | None, Iterator[int]]] = []  # keys already looked at
+        following = iter(self._order)
+        fresh = next(following, None)
+        while fresh is not None or ahead:
+            if fresh is not None and (not ahead or fresh[:2] <= ahead[0][:2]):
+                tag, order, key = fresh
+                numbers = self._flows[key].in_order()
+                fresh = next(following, None)
+            else:
+                tag, order, key, numbers = heappop(ahead)
+            number = next(numbers, None)
+            if number is not None:
+                entry = self.entries[number]
+                yield entry
+                heappush(ahead, (tag + entry.cost, order, key, numbers))
+        for number in self._behind:
+            yield self.entries[number]
+
+    def ahead_of(self, entry: _Entry) -> int:
+        """Return how many would be started before `entry`, which need not be in the line yet."""
+        before_behind = len(self.entries) - len(self._behind)
+        if entry.standing is _Standing.BEHIND:
+            return before_behind + bisect_left(self._behind, entry.number)
+        flow = self._flows.get(entry.ticket.key)
+        others = len(self._flows) - (flow is not None)
+        own = 0
+        if flow is not None and entry.standing is _Standing.TIMELY:
+            own = bisect_left(flow.timely, (entry.due_at, entry.number))
+        elif flow is not None:
+            own = len(flow.timely) + bisect_left(flow.late, (entry.ticket.prefill_s, entry.number))
+        # The other keys take turns with this one.
+        return min(before_behind - (entry.number in self.entries), own + (own + 1) * others)
+
+
+class WaitingLine:
+    """The line of one process. See the module for its rules."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._lanes: dict[tuple[str, str], _Lane] = {}
+        self._waiting: dict[str, _Entry] = {}
+        self._offered: dict[str, tuple[_Entry, Offer]] = {}
+        self._running: dict[str, tuple[_Lane, float]] = {}
+        self._expiries: list[tuple[float, int, _Entry]] = []
+        self._long_waiting: dict[str, int] = {}
+        self._gone_until: dict[str, float] = {}  # backends whose place was gone when it was to be taken
+        self._numbers = 0
+
+    # ------------------------------------------------------------ questions
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def waiting(self) -> Mapping[tuple[str, str], int]:
+        """Return how many wait, per (model, class)."""
+        return {name: len(lane.entries) for name, lane in self._lanes.items()}
+
+    def long_waiting(self) -> Mapping[str, int]:
+        """Return how many requests with long prompts wait, per backend of their first choice."""
+        return dict(self._long_waiting)
+
+    def drain_per_s(self, model: str, traffic_class: str, now: float) -> float | None:
+        """Return how many requests of a class get a place per second, or None while that is unknown."""
+        lane = self._lanes.get((model, traffic_class))
+        return None if lane is None else lane.drain.per_s(now)
+
+    def position(self, ticket_id: str) -> int | None:
+        """Return a request's place in the line of its class, 1 being next; None if it is not waiting."""
+        entry = self._waiting.get(ticket_id)
+        return None if entry is None else self._lane(entry.ticket).ahead_of(entry) + 1
+
+    # ------------------------------------------------------------ events
+
+    def enter(self, ticket: Ticket, now: float) -> Refused | None:
+        """Let a request wait for its turn, or return why it may not."""
+        lane, rules = self._lane(ticket), ticket.traffic_class.waiting
+        self._numbers += 1
+        entry = _Entry(
+            ticket=ticket,
+            number=self._numbers,
+            entered_at=now,
+            expires_at=_expiry(ticket, now, rules.max_wait_s),
+            due_at=ticket.due_at,
+            start_by=ticket.due_at - ticket.prefill_s,
+            is_long=ticket.is_long,
+        )
+        if now > entry.start_by:
+            entry.standing = _Standing.LATE
+        ahead, wait_s = self._forecast(lane, entry, now)
+        if len(lane.entries) >= rules.waiting_max or (
+            lane.entries and lane.size_bytes + ticket.size_bytes > rules.waiting_bytes_max
+        ):
+            return _refused(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
+        # A forecast needs somebody ahead: who comes first in an empty line may start at once.
+        if ahead and wait_s is not None:
+            if ticket.deadline is not None and now + wait_s > ticket.deadline:
+                return _refused(entry, Reason.DEADLINE, ahead, wait_s, now)
+            if wait_s > rules.max_wait_s:
+                if rules.when_late is WhenLate.REFUSE:
+                    return _refused(entry, Reason.WAIT_TOO_LONG, ahead, wait_s, now)
+                entry.standing = _Standing.BEHIND
+                entry.expires_at = _expiry(ticket, now, rules.demoted_wait_s)
+        self._insert(lane, entry, now)
+        return None
+
+    def leave(self, ticket_id: str) -> None:
+        """Forget a request that waits or was offered a place; one that is neither changes nothing."""
+        entry = self._waiting.get(ticket_id)
+        if entry is not None:
+            self._remove(entry)
+            return
+        offered = self._offered.pop(ticket_id, None)
+        if offered is not None:
+            self._uncharge(offered[0])
+
+    def started(self, ticket_id: str, now: float) -> None:
+        """Note that an offered request has taken its place."""
+        entry, _ = self._offered.pop(ticket_id)
+        lane = self._lane(entry.ticket)
+        lane.drain.note_started(now)
+        self._running[ticket_id] = (lane, now)
+
+    def missed(self, ticket_id: str, backends: Sequence[str], now: float) -> None:
+        """Note that the places offered were gone: the request is back where it was in the line."""
+        for name in backends:
+            self._gone_until[name] = now + MISS_PAUSE_S
+        offered = self._offered.pop(ticket_id, None)
+        if offered is not None:
+            entry = offered[0]
+            self._uncharge(entry)
+            self._insert(self._lane(entry.ticket), entry, now)
+
+    def released(self, ticket_id: str, backend: str, now: float) -> None:
+        """Note that a request that ran on `backend` has ended."""
+        self._gone_until.pop(backend, None)
+        running = self._running.pop(ticket_id, None)
+        if running is not None:
+            lane, since = running
+            lane.drain.note_released(now - since)
+
+    def charge(self, model: str, traffic_class: str, key: str | None, tokens: int) -> None:
+        """Count tokens that another process started for a key, so that keys are treated alike there too."""
+        self._lanes.setdefault((model, traffic_class), _Lane()).charge(key, max(1, tokens))
+
+    # ------------------------------------------------------------ the turn
+
+    def turn(self, now: float, views: Mapping[str, BackendView]) -> Turn:
+        """Return who may start, who must be refused, and when to look again.
+
+        `views` are the backends as they stand: their load as the ledger counts it. What has been offered
+        and not been answered is added here.
+        """
+        refused = self._expire(now)
+        if not self._waiting:
+            return Turn((), refused, None)
+        room = _Room(self._with_offers(views), self._paused(now))
+        offers: list[Offer] = []
+        hopeless: list[_Entry] = []
+        looked = 0
+        for lanes in self._by_priority():
+            for lane in lanes:
+                lane.age(now)
+            for entry in _merged(lanes):
+                candidates = room.place(entry)
+                looked += 1
+                if candidates is None:
+                    hopeless.append(entry)
+                elif candidates:
+                    offers.append(Offer(entry.ticket, candidates))
+        for offer in offers:
+            self._offer(offer)
+        for entry in hopeless:
+            refused.append(self._refuse(entry, Reason.NO_BACKEND, now))
+        # Where the look ahead may have ended the turn before the free places did, there is more to do.
+        is_unfinished = self._waiting and (hopeless or (offers and looked >= LOOKAHEAD))
+        return Turn(offers, refused, now if is_unfinished else self._next_look(now))
+
+    # ------------------------------------------------------------ inside
+
+    def _lane(self, ticket: Ticket) -> _Lane:
+        name = (ticket.model, ticket.traffic_class.name)
+        lane = self._lanes.get(name)
+        if lane is None:
+            lane = self._lanes[name] = _Lane()
+        return lane
+
+    def _insert(self, lane: _Lane, entry: _Entry, now: float) -> None:
+        lane.add(entry, now)
+        self._waiting[entry.ticket.id] = entry
+        heappush(self._expiries, (entry.expires_at, entry.number, entry))
+        if entry.is_long:
+            self._count_long(entry, 1)
+
+    def _remove(self, entry: _Entry) -> None:
+        self._lane(entry.ticket).remove(entry)
+        del self._waiting[entry.ticket.id]
+        if entry.is_long:
+            self._count_long(entry, -1)
+
+    def _count_long(self, entry: _Entry, change: int) -> None:
+        for name in entry.ticket.first_pool:
+            count = self._long_waiting.get(name, 0) + change
+            if count:
+                self._long_waiting[name] = count
+            else:
+                del self._long_waiting[name]
+
+    def _offer(self, offer: Offer) -> None:
+        entry = self._waiting[offer.ticket.id]
+        self._remove(entry)
+        self._offered[offer.ticket.id] = (entry, offer)
+        self._lane(entry.ticket).charge(entry.ticket.key, entry.cost)
+
+    def _uncharge(self, entry: _Entry) -> None:
+        self._lane(entry.ticket).charge(entry.ticket.key, -entry.cost)
+
+    def _refuse(self, entry: _Entry, reason: Reason, now: float) -> Refused:
+        ahead, wait_s = self._forecast(self._lane(entry.ticket), entry, now)
+        self._remove(entry)
+        return _refused(entry, reason, ahead, wait_s, now)
+
+    def _forecast(self, lane: _Lane, entry: _Entry, now: float) -> tuple[int, float | None]:
+        """Return how many are ahead of an entry, and how long it would wait; None where nothing is known."""
+        ahead = lane.ahead_of(entry)
+        per_s = lane.drain.per_s(now)
+        return ahead, None if per_s is None else (ahead + 1) / per_s
+
+    def _expire(self, now: float) -> list[Refused]:
+        refused: list[Refused] = []
+        while self._expiries and self._expiries[0][0] <= now:
+            expires_at, number, entry = heappop(self._expiries)
+            if not self._is_current(expires_at, entry):
+                continue
+            rules = entry.ticket.traffic_class.waiting
+            overdue = entry.ticket.deadline is not None and entry.ticket.deadline <= now
+            may_stay = rules.when_late is WhenLate.DEMOTE and entry.standing is not _Standing.BEHIND
+            if may_stay and not overdue:
+                self._lane(entry.ticket).send_behind(entry)
+                entry.expires_at = _expiry(entry.ticket, entry.entered_at, rules.demoted_wait_s)
+                heappush(self._expiries, (entry.expires_at, number, entry))
+            else:
+                reason = Reason.DEADLINE if overdue else Reason.WAITED_TOO_LONG
+                refused.append(self._refuse(entry, reason, now))
+        return refused
+
+    def _is_current(self, expires_at: float, entry: _Entry) -> bool:
+        return self._waiting.get(entry.ticket.id) is entry and entry.expires_at == expires_at
+
+    def _with_offers(self, views: Mapping[str, BackendView]) -> dict[str, BackendView]:
+        """Return the views with what was offered and not answered yet, and the long prompts that wait."""
+        extra: dict[str, Load] = {}
+        for _, offer in self._offered.values():
+            first = offer.candidates[0]
+            extra[first.backend] = extra.get(first.backend, Load()) + first.claim
+        full = dict(views)
+        for name in {*extra, *self._long_waiting} & views.keys():
+            view = views[name]
+            full[name] = replace(
+                view,
+                load=view.load + extra.get(name, Load()),
+                long_waiting=view.long_waiting + self._long_waiting.get(name, 0),
+            )
+        return full
+
+    def _paused(self, now: float) -> frozenset[str]:
+        self._gone_until = {name: until for name, until in self._gone_until.items() if until > now}
+        return frozenset(self._gone_until)
+
+    def _by_priority(self) -> list[list[_Lane]]:
+        groups: dict[int, list[_Lane]] = {}
+        for lane in self._lanes.values():
+            if lane.entries:
+                newest = next(reversed(lane.entries.values()))
+                groups.setdefault(newest.ticket.traffic_class.priority, []).append(lane)
+        return [groups[priority] for priority in sorted(groups, reverse=True)]
+
+    def _next_look(self, now: float) -> float | None:
+        while self._expiries and not self._is_current(self._expiries[0][0], self._expiries[0][2]):
+            heappop(self._expiries)
+        if not self._waiting:
+            return None
+        return min([self._expiries[0][0], *self._gone_until.values()])
+
+
+class _Room:
+    """The backends within one turn: what is offered is counted, what is waited for is held."""
+
+    def __init__(self, views: Mapping[str, BackendView], paused: frozenset[str]) -> None:
+        self._views = dict(views)
+        self._closed = set(paused)  # backends that nobody may be offered any more in this turn
+        self._wanted: dict[str, list[tuple[_Entry, tuple[str, ...]]]] = {}
+        self._stuck: dict[tuple[str, str], list[Ticket]] = {}
+
+    def place(self, entry: _Entry) -> tuple[Candidate, ...] | None:
+        """Return where it may start, best first; () if it has to wait; None if no backend is up for it."""
+        ticket = entry.ticket
+        stuck = self._stuck.setdefault((ticket.model, ticket.traffic_class.name), [])
+        if any(_asks_no_less(ticket, other) for other in stuck):
+            return ()
+        ranked = selection.rank(
+            ticket.policy,
+            ticket.traffic_class,
+            ticket.demand,
+            self._seen_by(ticket),
+            failed=ticket.failed,
+        )
+        able = [one for one in ranked if one.excluded is None]
+        free = tuple(one for one in able if one.backend not in self._closed)
+        if free:
+            self._take(free[0])
+            return free
+        if not able and not any(one.excluded is not None and one.excluded.is_busy for one in ranked):
+            return None
+        stuck.append(ticket)
+        self._hold(entry, tuple(one.backend for one in ranked if _is_waited_for(one)))
+        return ()
+
+    def _seen_by(self, ticket: Ticket) -> Mapping[str, BackendView]:
+        if not ticket.prefix_shares:
+            return self._views
+        return {
+            name: replace(view, prefix_share=ticket.prefix_shares.get(name, 0.0))
+            for name, view in self._views.items()
+        }
+
+    def _take(self, candidate: Candidate) -> None:
+        name = candidate.backend
+        view = self._views[name]
+        self._views[name] = replace(view, load=view.load + candidate.claim)
+        for passed, wants in self._wanted.pop(name, ()):
+            passed.passed += 1
+            self._hold(passed, wants)
+
+    def _hold(self, entry: _Entry, wants: tuple[str, ...]) -> None:
+        if entry.passed >= entry.ticket.traffic_class.waiting.passes_max:
+            self._closed.update(wants)
+            return
+        for name in wants:
+            waiting = self._wanted.setdefault(name, [])
+            if all(entry is not other for other, _ in waiting):
+                waiting.append((entry, wants))
+
+
+def _merged(lanes: Sequence[_Lane]) -> Iterator[_Entry]:
+    """Yield what waits in lanes of one priority: each in its own order, among them the earliest deadline."""
+    heads: list[tuple[float, int, int, _Entry, Iterator[_Entry]]] = []
+    for index, lane in enumerate(lanes):
+        walk = lane.walk()
+        first = next(walk, None)
+        if first is not None:
+            heads.append((first.due_at, first.number, index, first, walk))
+    heapify(heads)
+    looked = [0] * len(lanes)
+    while heads:
+        _, _, index, entry, walk = heappop(heads)
+        yield entry
+        looked[index] += 1
+        following = next(walk, None)
+        if following is not None and looked[index] < LOOKAHEAD:
+            heappush(heads, (following.due_at, following.number, index, following, walk))
+
+
+def _is_waited_for(candidate: Candidate) -> bool:
+    return candidate.excluded in _SHARED and not candidate.is_spill
+
+
+_SHARED = frozenset({Exclusion.AT_KNEE, Exclusion.KV_FULL, Exclusion.PREFILL_BUSY})
+"""What is short for requests of every kind. The gates for long prompts are not among them."""
+
+
+def _asks_no_less(ticket: Ticket, other: Ticket) -> bool:
+    """Return whether `ticket` can start nowhere that `other`, of the same class, cannot."""
+    asked, least = ticket.demand, other.demand
+    return (
+        ticket.failed >= other.failed
+        and asked.seqs >= least.seqs
+        and asked.prompt_tokens >= least.prompt_tokens
+        and asked.total_tokens >= least.total_tokens
+        and asked.images >= least.images
+        and asked.audios >= least.audios
+        and ticket.policy is other.policy
+    )
+
+
+def _expiry(ticket: Ticket, since: float, wait_s: float) -> float:
+    return since + wait_s if ticket.deadline is None else min(since + wait_s, ticket.deadline)
+
+
+def _refused(entry: _Entry, reason: Reason, ahead: int, wait_s: float | None, now: float) -> Refused:
+    return Refused(
+        id=entry.ticket.id,
+        reason=reason,
+        position=ahead + 1,
+        expected_wait_s=wait_s,
+        retry_after_s=max(1.0, min(RETRY_AFTER_MAX_S, wait_s or 1.0)),
+        waited_s=now - entry.entered_at,
+    )
+
+
+def _discard(members: list[_T], member: _T) -> None:
+    """Take one member out of a sorted list that has it."""
+    at = bisect_left(members, member)
+    if at == len(members) or members[at] != member:
+        raise KeyError(member)
+    del members[at]

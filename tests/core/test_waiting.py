@@ -1,0 +1,614 @@
+"""The waiting line: who may start, in which order, who is refused, and what they are told."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import pytest
+
+from gateway.core import admission
+from gateway.core.health import BackendStatus, State
+from gateway.core.selection import BackendView
+from gateway.core.values import (
+    Backend,
+    Capacity,
+    Demand,
+    Gates,
+    KneeStep,
+    Load,
+    Modalities,
+    Policy,
+    Pool,
+    TrafficClass,
+    Waiting,
+    WhenLate,
+)
+from gateway.core.waiting import Reason, Refused, Ticket, Turn, WaitingLine
+
+UP = BackendStatus(state=State.UP, served_models=("gemma",))
+PLAIN = TrafficClass("chat", ("light",))
+CHAT = TrafficClass("chat", ("light", "push"))
+LONG = TrafficClass("long", ("push",), waiting=Waiting(max_wait_s=900, ttft_target_s=60, prefill_weight=1.0))
+
+
+class Site:
+    """One light server of `knee` places, one push server of 10, and a line before them."""
+
+    def __init__(self, knee: int = 1) -> None:
+        window = 262_144
+        steps = (KneeStep(2_000, knee), KneeStep(None, max(1, knee // 2)))
+        self.backends = {
+            "light": Backend("light", "http://light", Capacity(window, steps)),
+            "push": Backend(
+                "push",
+                "http://push",
+                Capacity(window, (KneeStep(None, 10),)),
+                modalities=Modalities(images_max=None),
+            ),
+        }
+        self.policy = Policy(
+            models=(),
+            pools={"light": Pool("light", ("light",)), "push": Pool("push", ("push",), gates=Gates())},
+            backends=self.backends,
+        )
+        self.status = dict.fromkeys(self.backends, UP)
+        self.loads = dict.fromkeys(self.backends, Load())
+        self.taken: dict[str, tuple[str, Load]] = {}
+        self.line = WaitingLine()
+        self.numbers = 0
+
+    def ticket(
+        self,
+        name: str,
+        now: float = 0.0,
+        *,
+        traffic_class: TrafficClass = PLAIN,
+        prompt: int = 100,
+        key: str | None = None,
+        **fields: object,
+    ) -> Ticket:
+        demand = Demand(seqs=1, prompt_tokens=prompt, total_tokens=prompt + 100)
+        ticket = Ticket(name, "gemma", self.policy, traffic_class, demand, key, arrived_at=now)
+        return replace(ticket, **fields)  # type: ignore[arg-type]
+
+    def enter(self, name: str, now: float = 0.0, **fields: object) -> Refused | None:
+        return self.line.enter(self.ticket(name, now, **fields), now)  # type: ignore[arg-type]
+
+    def views(self) -> Mapping[str, BackendView]:
+        return {n: BackendView(b, self.loads[n], self.status[n]) for n, b in self.backends.items()}
+
+    def turn(self, now: float = 0.0) -> Turn:
+        return self.line.turn(now, self.views())
+
+    def start(self, now: float = 0.0) -> list[str]:
+        """Take a turn, and take every place it offers."""
+        turn = self.turn(now)
+        for offer in turn.offers:
+            candidate = offer.candidates[0]
+            assert admission.full(self.loads[candidate.backend], candidate.claim, candidate.limits) is None
+            self.loads[candidate.backend] += candidate.claim
+            self.taken[offer.ticket.id] = (candidate.backend, candidate.claim)
+            self.line.started(offer.ticket.id, now)
+        return [offer.ticket.id for offer in turn.offers]
+
+    def answered(self, name: str) -> None:
+        backend, claim = self.taken[name]
+        self.loads[backend] += claim.after_first_token - claim
+        self.taken[name] = (backend, claim.after_first_token)
+
+    def end(self, name: str, now: float = 0.0) -> None:
+        backend, claim = self.taken.pop(name)
+        self.loads[backend] -= claim
+        self.line.released(name, backend, now)
+
+    def served(self, names: Iterable[str], now: float = 0.0) -> list[str]:
+        """End one after another whatever runs, until all of `names` have started; return their order."""
+        order: list[str] = []
+        wanted = set(names)
+        while wanted:
+            for name in list(self.taken):
+                self.end(name, now)
+            begun = self.start(now)
+            assert begun, f"nobody starts, {wanted} wait"
+            order += begun
+            wanted -= set(begun)
+        return order
+
+
+def test_who_comes_to_an_idle_fleet_starts_at_once() -> None:
+    site = Site()
+
+    assert site.enter("a") is None
+    assert site.start() == ["a"]
+    assert len(site.line) == 0
+    assert site.turn().look_again_at is None
+
+
+def test_who_comes_to_a_full_fleet_waits_until_something_ends() -> None:
+    site = Site()
+    site.enter("a")
+    site.start()
+
+    site.enter("b", 0.1)
+    assert site.start(0.1) == []
+    assert site.turn(0.1).look_again_at == pytest.approx(0.1 + 1.2)
+
+    site.end("a", 0.5)
+    assert site.start(0.5) == ["b"]
+
+
+def test_a_newcomer_does_not_pass_those_that_wait() -> None:
+    site = Site()
+    site.enter("a")
+    site.start()
+    site.enter("b", 0.1)
+    site.end("a", 0.2)
+
+    site.enter("newcomer", 0.2)
+
+    assert site.start(0.2) == ["b"]
+
+
+# ------------------------------------------------------------------ order
+
+PATIENT = TrafficClass(
+    "chat", ("light",), waiting=Waiting(max_wait_s=900, ttft_target_s=2, prefill_weight=0.0)
+)
+
+
+@pytest.mark.parametrize(
+    ("now", "order"),
+    [
+        pytest.param(1.0, ["early", "middle", "newest"], id="all-can-be-met: by deadline"),
+        pytest.param(2.05, ["middle", "newest", "early"], id="the-first-cannot: behind those that can"),
+        pytest.param(9.0, ["newest", "middle", "early"], id="none-can: the shortest first"),
+    ],
+)
+def test_the_earliest_deadline_that_can_be_met_then_the_shortest(now: float, order: list[str]) -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("early", 0.1, traffic_class=PATIENT, prefill_s=0.3)
+    site.enter("middle", 0.3, traffic_class=PATIENT, prefill_s=0.2)
+    site.enter("newest", 0.5, traffic_class=PATIENT, prefill_s=0.1)
+
+    assert site.served(order, now) == order
+
+
+@pytest.mark.parametrize(
+    ("now", "first"), [(1.9, "slow"), (1.9001, "quick")], ids=["just-in-time", "just-too-late"]
+)
+def test_whether_a_deadline_can_be_met_counts_the_prompts_own_prefill(now: float, first: str) -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("slow", 0.0, traffic_class=PATIENT, prefill_s=0.1)
+    site.enter("quick", 0.5, traffic_class=PATIENT)
+
+    assert site.served([first], now)[0] == first
+
+
+def test_a_document_has_its_own_prefill_on_top_of_the_target() -> None:
+    site = Site()
+    ticket = site.ticket("doc", 10.0, traffic_class=LONG, prompt=100_000, prefill_s=40.0)
+
+    assert ticket.due_at == 110.0
+    assert replace(ticket, deadline=90.0).due_at == 90.0
+
+
+def test_the_higher_priority_goes_first() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    low = TrafficClass("batch", ("light",), priority=-1)
+    site.enter("batch", 0.0, traffic_class=low)
+    site.enter("chat", 0.5)
+
+    assert site.served(["chat", "batch"], 1.0) == ["chat", "batch"]
+
+
+def test_classes_of_one_priority_take_turns_by_deadline() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    other = TrafficClass("other", ("light",))
+    for number in range(3):
+        site.enter(f"a{number}", 0.2 * number)
+        site.enter(f"b{number}", 0.2 * number + 0.1, traffic_class=other)
+
+    assert site.served(["b2"], 0.6) == ["a0", "b0", "a1", "b1", "a2", "b2"]
+
+
+# ------------------------------------------------------------------ fairness
+
+
+def test_a_noisy_key_does_not_starve_the_others() -> None:
+    site = Site()
+    site.enter("running", key="noisy")
+    site.start()
+    for number in range(20):
+        site.enter(f"noisy-{number}", 0.01 * number, key="noisy")
+    site.enter("quiet-0", 0.5, key="quiet")
+    site.enter("quiet-1", 0.5, key="quiet")
+
+    order = site.served(["quiet-1"], 0.6)
+
+    assert order.index("quiet-0") <= 1
+    assert order.index("quiet-1") <= 3
+
+
+def test_who_has_had_much_lately_comes_after_who_has_not() -> None:
+    site = Site(knee=5)
+    for number in range(5):
+        site.enter(f"noisy-{number}", key="noisy")
+    site.start()
+    site.enter("noisy-again", 0.1, key="noisy")
+    site.enter("quiet", 0.2, key="quiet")
+    site.end("noisy-0", 0.3)
+
+    assert site.start(0.3) == ["quiet"]
+
+
+def test_a_long_absence_is_no_credit() -> None:
+    site = Site()
+    for number in range(50):
+        site.enter(f"early-{number}", 0.0, traffic_class=PATIENT, key="busy")
+        site.served([f"early-{number}"])
+    for number in range(3):
+        site.enter(f"back-{number}", 0.0, traffic_class=PATIENT, key="back")
+        site.enter(f"busy-{number}", 0.0, traffic_class=PATIENT, key="busy")
+
+    order = site.served(["busy-2", "back-2"], 0.1)
+
+    assert [name.split("-")[0] for name in order[:5]].count("busy") == 2
+
+
+def test_what_other_processes_started_for_a_key_counts_too() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("a", 0.0, key="a")
+    site.enter("b", 0.1, key="b")
+    site.line.charge("gemma", "chat", "a", 10_000)
+
+    assert site.served(["a", "b"], 0.2) == ["b", "a"]
+
+
+# ------------------------------------------------------------------ who blocks whom
+
+
+def test_one_that_does_not_fit_is_not_passed_by_smaller_ones() -> None:
+    site = Site(knee=4)
+    for number in range(3):
+        site.enter(f"short-{number}", traffic_class=PATIENT)
+    site.start()
+    site.enter("big", 0.1, traffic_class=PATIENT, prompt=3_000)  # needs two of four places
+    site.enter("small", 0.2, traffic_class=PATIENT)
+
+    assert site.start(0.3) == []
+    site.end("short-0", 0.4)
+    assert site.start(0.4) == ["big"]
+    site.end("short-1", 0.5)
+    assert site.start(0.5) == ["small"]
+
+
+def test_the_line_of_another_class_does_not_pass_it_either() -> None:
+    site = Site(knee=4)
+    for number in range(3):
+        site.enter(f"short-{number}", traffic_class=PATIENT)
+    site.start()
+    site.enter("big", 0.1, traffic_class=PATIENT, prompt=3_000)
+    site.enter("small", 0.2, traffic_class=TrafficClass("other", ("light",), priority=-1))
+
+    assert site.start(0.3) == []
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_class_may_allow_being_passed_that_often(passes: int) -> None:
+    allowing = replace(PATIENT, waiting=replace(PATIENT.waiting, passes_max=passes))
+    site = Site(knee=4)
+    for number in range(3):
+        site.enter(f"short-{number}", traffic_class=allowing)
+    site.start()
+    site.enter("big", 0.1, traffic_class=allowing, prompt=3_000)
+    for number in range(3):
+        site.enter(f"small-{number}", 0.2, traffic_class=allowing)
+
+    passed = []
+    for number in range(2):
+        passed += site.start(0.3)
+        site.end(f"short-{number}", 0.3)
+    passed += site.start(0.3)
+
+    assert passed.index("big") == passes if "big" in passed else passes == 2
+    assert [name for name in passed if name.startswith("small")] == [f"small-{n}" for n in range(passes)]
+
+
+def test_a_document_that_waits_for_another_to_be_read_blocks_no_chat() -> None:
+    site = Site()
+    short_on_push = TrafficClass("other", ("push",))
+    site.enter("reading", traffic_class=LONG, prompt=50_000)
+    assert site.start() == ["reading"]
+
+    site.enter("next", 0.1, traffic_class=LONG, prompt=50_000)
+    site.enter("chat", 0.2, traffic_class=short_on_push)
+
+    assert site.start(0.3) == ["chat"]
+    site.answered("reading")
+    assert site.start(0.4) == ["next"]
+
+
+def test_a_chat_does_not_spill_while_a_document_waits_there() -> None:
+    site = Site()
+    site.enter("running", traffic_class=CHAT)
+    site.start()
+    site.enter("reading", traffic_class=LONG, prompt=50_000)
+    site.start()
+    site.enter("next", traffic_class=LONG, prompt=50_000)
+    site.enter("chat", 0.1, traffic_class=CHAT)
+    assert site.line.long_waiting() == {"push": 1}
+    assert site.start(0.1) == []
+
+    site.line.leave("next")
+    site.answered("reading")
+
+    assert site.line.long_waiting() == {}
+    assert site.start(0.2) == ["chat"]
+    assert site.taken["chat"][0] == "push"
+
+
+def test_a_spill_holds_nothing_of_the_other_pool() -> None:
+    site = Site()
+    site.enter("running", traffic_class=CHAT)
+    site.start()
+    site.loads["push"] = Load(seqs=9, share=900_000)
+    site.enter("chat", 0.1, traffic_class=CHAT)  # what is left on push is kept for documents
+    site.enter("doc", 0.2, traffic_class=LONG, prompt=50_000)
+
+    assert site.start(0.3) == ["doc"]
+
+
+# ------------------------------------------------------------------ bounds and shedding
+
+
+def bounded(**rules: object) -> TrafficClass:
+    return TrafficClass("chat", ("light",), waiting=Waiting(**rules))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rules", "sizes", "reasons"),
+    [
+        pytest.param({"waiting_max": 2}, [1, 1, 1], [None, None, Reason.QUEUE_FULL], id="number"),
+        pytest.param({"waiting_bytes_max": 10}, [5, 5, 1], [None, None, Reason.QUEUE_FULL], id="bytes"),
+        pytest.param({"waiting_bytes_max": 10}, [50, 1], [None, Reason.QUEUE_FULL], id="one-always-may"),
+    ],
+)
+def test_the_line_is_bounded(
+    rules: dict[str, object], sizes: list[int], reasons: list[Reason | None]
+) -> None:
+    site = Site()
+    verdicts = [
+        site.enter(str(number), traffic_class=bounded(**rules), size_bytes=size)
+        for number, size in enumerate(sizes)
+    ]
+
+    assert [verdict and verdict.reason for verdict in verdicts] == reasons
+
+
+@pytest.mark.parametrize(
+    ("now", "reasons"),
+    [(1.19, []), (1.2, [Reason.WAITED_TOO_LONG])],
+    ids=["not-yet", "to-the-moment"],
+)
+def test_nobody_waits_longer_than_its_class_allows(now: float, reasons: list[Reason]) -> None:
+    site = Site()
+    site.enter("a")
+    site.start()
+    site.enter("b", 0.0)
+
+    assert [refused.reason for refused in site.turn(now).refused] == reasons
+    assert len(site.line) == 1 - len(reasons)
+
+
+def test_a_callers_own_deadline_ends_the_wait_before() -> None:
+    site = Site()
+    site.enter("a")
+    site.start()
+    site.enter("b", 0.0, deadline=0.5)
+
+    turn = site.turn(0.5)
+
+    assert [refused.reason for refused in turn.refused] == [Reason.DEADLINE]
+
+
+def drained(site: Site, residence_s: float) -> None:
+    """Let ten requests have stayed `residence_s` each, and one more be running."""
+    for number in range(10):
+        at = number * residence_s
+        site.enter(f"past-{number}", at)
+        assert site.start(at) == [f"past-{number}"]
+        site.end(f"past-{number}", at + residence_s)
+    site.enter("running", 10 * residence_s)
+    site.start(10 * residence_s)
+
+
+def test_a_wait_that_is_known_to_be_too_long_is_refused_at_once_with_the_truth() -> None:
+    site = Site()
+    drained(site, 10.0)
+    assert site.enter("next", 120.0) is None
+
+    refused = site.enter("second", 120.0)
+
+    assert refused is not None
+    assert (refused.reason, refused.position) == (Reason.WAIT_TOO_LONG, 2)
+    assert refused.expected_wait_s == pytest.approx(20.0)
+    assert refused.retry_after_s == pytest.approx(20.0)
+    assert refused.sentence() == "A place would come free too late (position 2, about 20.0 s to wait)."
+
+
+def test_who_is_next_is_never_refused_on_a_forecast() -> None:
+    site = Site()
+    drained(site, 1000.0)
+
+    assert site.enter("next", 10_500.0) is None
+
+
+def test_a_forecast_beyond_the_callers_deadline_is_refused_at_once() -> None:
+    site = Site()
+    drained(site, 10.0)
+    site.enter("next", 120.0, traffic_class=PATIENT)
+    lane = replace(PATIENT, waiting=replace(PATIENT.waiting, max_wait_s=900))
+
+    assert site.enter("patient", 120.0, traffic_class=lane) is None
+    refused = site.enter("hurried", 120.0, traffic_class=lane, deadline=149.0, prefill_s=100.0)
+
+    assert refused is not None
+    assert refused.reason is Reason.DEADLINE
+
+
+@pytest.mark.parametrize(
+    ("residence_s", "retry_after_s"),
+    [(0.01, 1.0), (4.0, 8.0), (500.0, 59.0)],
+    ids=["least", "middle", "most"],
+)
+def test_retry_after_stays_between_a_second_and_a_minute(residence_s: float, retry_after_s: float) -> None:
+    site = Site()
+    drained(site, residence_s)
+    now = 10 * residence_s + 60
+    full = bounded(waiting_max=1, max_wait_s=9000.0)
+    site.enter("next", now, traffic_class=full)
+
+    refused = site.enter("second", now, traffic_class=full)
+
+    assert refused is not None
+    assert refused.retry_after_s == pytest.approx(retry_after_s, rel=0.01)
+
+
+def test_before_anything_is_known_a_refusal_says_so() -> None:
+    site = Site()
+    full = bounded(waiting_max=1)
+    site.enter("a", traffic_class=full)
+
+    refused = site.enter("b", traffic_class=full)
+
+    assert refused is not None
+    assert (refused.expected_wait_s, refused.retry_after_s) == (None, 1.0)
+    assert refused.sentence() == "The queue for requests like this one is full (position 2)."
+
+
+def test_a_class_may_send_late_ones_behind_instead() -> None:
+    demoting = bounded(when_late=WhenLate.DEMOTE, demoted_wait_s=10.0)
+    site = Site()
+    site.enter("running", traffic_class=demoting)
+    site.start()
+    site.enter("late", 0.0, traffic_class=demoting)
+    assert site.turn(1.5).refused == []
+    site.enter("new", 2.0, traffic_class=demoting)
+    assert site.line.position("late") == 2
+
+    assert site.served(["new", "late"], 2.1) == ["new", "late"]
+
+
+def test_one_that_was_sent_behind_is_refused_in_the_end() -> None:
+    demoting = bounded(when_late=WhenLate.DEMOTE, demoted_wait_s=10.0)
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("late", 0.0, traffic_class=demoting)
+    site.turn(1.2)
+
+    assert site.turn(9.9).refused == []
+    assert [refused.id for refused in site.turn(10.0).refused] == ["late"]
+
+
+@pytest.mark.parametrize(
+    ("state", "reasons"),
+    [(State.DOWN, [Reason.NO_BACKEND]), (State.PROBATION, [])],
+    ids=["down", "a-few-at-a-time"],
+)
+def test_waiting_for_a_backend_that_is_gone_ends_at_once(state: State, reasons: list[Reason]) -> None:
+    site = Site(knee=4)
+    for number in range(2):
+        site.enter(str(number))
+    site.start()
+    site.status["light"] = replace(UP, state=state)
+    site.enter("a", 0.1)
+
+    turn = site.turn(0.1)
+
+    assert (list(turn.offers), [refused.reason for refused in turn.refused]) == ([], reasons)
+
+
+# ------------------------------------------------------------------ offers
+
+
+def test_what_is_offered_is_not_offered_again_and_its_place_is_taken() -> None:
+    site = Site()
+    site.enter("a")
+    site.enter("b")
+
+    assert [offer.ticket.id for offer in site.turn().offers] == ["a"]
+    assert list(site.turn().offers) == []
+
+    site.line.leave("a")
+    assert [offer.ticket.id for offer in site.turn().offers] == ["b"]
+
+
+def test_a_place_that_was_gone_puts_the_request_back_first() -> None:
+    site = Site(knee=2)
+    site.enter("a", 0.0, key="k")
+    site.enter("b", 0.1, key="k")
+    turn = site.turn(0.2)
+    assert [offer.ticket.id for offer in turn.offers] == ["a", "b"]
+
+    site.line.missed("b", ["light"], 0.2)
+    site.line.missed("a", ["light"], 0.2)
+    paused = site.turn(0.21)
+
+    assert list(paused.offers) == []
+    assert paused.look_again_at == pytest.approx(0.25)
+    assert [offer.ticket.id for offer in site.turn(0.25).offers] == ["a", "b"]
+
+
+def test_a_release_ends_the_pause_after_a_place_was_gone() -> None:
+    site = Site()
+    site.enter("a")
+    site.turn()
+    site.line.missed("a", ["light"], 0.0)
+    assert list(site.turn(0.01).offers) == []
+
+    site.line.released("elsewhere", "light", 0.01)
+
+    assert [offer.ticket.id for offer in site.turn(0.01).offers] == ["a"]
+
+
+def test_a_waiter_that_leaves_is_gone_at_once() -> None:
+    site = Site()
+    site.enter("a")
+    site.start()
+    site.enter("b", 0.1, size_bytes=7)
+    site.line.leave("b")
+    site.line.leave("b")
+
+    assert (len(site.line), site.line.waiting()) == (0, {("gemma", "chat"): 0})
+    assert site.turn(0.1).look_again_at is None
+
+
+def test_positions_count_what_would_start_before() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    for number in range(3):
+        site.enter(str(number), 0.1 * number)
+
+    assert [site.line.position(str(number)) for number in range(3)] == [1, 2, 3]
+    assert site.line.position("running") is None
+
+
+def test_images_are_placed_where_they_are_taken() -> None:
+    site = Site()
+    demand = Demand(seqs=1, prompt_tokens=100, total_tokens=200, images=1)
+    site.enter("picture", traffic_class=CHAT, demand=demand)
+
+    site.start()
+
+    assert site.taken["picture"][0] == "push"

@@ -1,0 +1,261 @@
+"""What must hold for the waiting line whatever happens, and in whatever order."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from gateway.core import admission, selection
+from gateway.core.health import BackendStatus, State
+from gateway.core.selection import BackendView
+from gateway.core.values import (
+    Backend,
+    Capacity,
+    Demand,
+    Gates,
+    KneeStep,
+    Load,
+    Policy,
+    Pool,
+    Spill,
+    TrafficClass,
+    Waiting,
+    WhenLate,
+)
+from gateway.core.waiting import Ticket, WaitingLine
+
+UP = BackendStatus(state=State.UP, served_models=("gemma",))
+WINDOW = 262_144
+SHORT_FIRST = Capacity(WINDOW, (KneeStep(2_000, 4), KneeStep(16_000, 2), KneeStep(None, 1)))
+LONG_FIRST = Capacity(WINDOW, (KneeStep(16_000, 6), KneeStep(None, 3)))
+BACKENDS = {
+    "light-0": Backend("light-0", "http://light-0", SHORT_FIRST),
+    "light-1": Backend("light-1", "http://light-1", SHORT_FIRST),
+    "push": Backend("push", "http://push", LONG_FIRST),
+}
+CLASSES = (
+    TrafficClass("chat", ("light", "push"), waiting=Waiting(waiting_max=12, waiting_bytes_max=100)),
+    TrafficClass(
+        "patient",
+        ("light",),
+        priority=-1,
+        waiting=Waiting(waiting_max=12, when_late=WhenLate.DEMOTE, demoted_wait_s=5.0, passes_max=2),
+    ),
+    TrafficClass("document", ("push",), waiting=Waiting(max_wait_s=30, ttft_target_s=6, prefill_weight=1)),
+)
+POLICY = Policy(
+    models=(),
+    pools={
+        "light": Pool("light", ("light-0", "light-1"), gates=Gates(long_prefills=0)),
+        "push": Pool("push", ("push",), gates=Gates(long_seqs=2), spill=Spill(reserve=0.3)),
+    },
+    backends=BACKENDS,
+)
+
+
+class Line(RuleBasedStateMachine):
+    """Requests come, start, are answered, end, leave and miss their places; time passes."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.line = WaitingLine()
+        self.now = 0.0
+        self.count = 0
+        self.waiting: dict[str, tuple[Ticket, float]] = {}
+        self.running: dict[str, tuple[str, Load]] = {}
+        self.loads = dict.fromkeys(BACKENDS, Load())
+        self.foreign = Load()
+        self.is_settled = True  # nothing happened since the last turn
+        self.look_at: float | None = None
+
+    def views(self) -> dict[str, BackendView]:
+        return {name: BackendView(backend, self.loads[name], UP) for name, backend in BACKENDS.items()}
+
+    @rule(
+        traffic_class=st.sampled_from(CLASSES),
+        prompt=st.sampled_from([100, 3_000, 20_000]),
+        seqs=st.sampled_from([1, 1, 1, 2]),
+        key=st.sampled_from(["a", "b", None]),
+        size=st.integers(0, 40),
+        patience=st.sampled_from([None, None, 0.5, 4.0]),
+    )
+    def arrive(
+        self, traffic_class: TrafficClass, prompt: int, seqs: int, key: str | None, size: int, patience: float
+    ) -> None:
+        self.count += 1
+        demand = Demand(seqs=seqs, prompt_tokens=prompt, total_tokens=prompt + 100)
+        ticket = Ticket(
+            str(self.count),
+            "gemma",
+            POLICY,
+            traffic_class,
+            demand,
+            key,
+            self.now,
+            prefill_s=prompt / 10_000,
+            size_bytes=size,
+            deadline=None if patience is None else self.now + patience,
+        )
+        refused = self.line.enter(ticket, self.now)
+        if refused is None:
+            self.waiting[ticket.id] = (ticket, self.now)
+            self.is_settled = False
+        else:
+            assert refused.position >= 1
+            assert 1 <= refused.retry_after_s <= 59
+
+    @rule(misses=st.booleans())
+    def turn(self, misses: bool) -> None:
+        turn = self.line.turn(self.now, self.views())
+        for refused in turn.refused:
+            del self.waiting[refused.id]
+            assert 1 <= refused.retry_after_s <= 59
+        for offer in turn.offers:
+            candidate = offer.candidates[0]
+            if misses:
+                self.line.missed(offer.ticket.id, [candidate.backend], self.now)
+                continue
+            # The ledger's own check: what the line offers is never above a limit.
+            assert admission.full(self.loads[candidate.backend], candidate.claim, candidate.limits) is None
+            self.loads[candidate.backend] += candidate.claim
+            self.running[offer.ticket.id] = (candidate.backend, candidate.claim)
+            self.line.started(offer.ticket.id, self.now)
+            del self.waiting[offer.ticket.id]
+        self.is_settled = not misses or not turn.offers
+        self.look_at = turn.look_again_at
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.running)))
+        backend, held = self.running[name]
+        self.loads[backend] += held.after_first_token - held
+        self.running[name] = (backend, held.after_first_token)
+        self.is_settled = False
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.running)))
+        backend, held = self.running.pop(name)
+        self.loads[backend] -= held
+        self.line.released(name, backend, self.now)
+        self.is_settled = False
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.waiting)))
+        self.line.leave(name)
+        del self.waiting[name]
+        self.is_settled = False
+
+    @rule(seconds=st.sampled_from([0.01, 0.3, 1.3, 7.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.is_settled = False
+
+    # ------------------------------------------------------------ what must hold
+
+    @invariant()
+    def nothing_is_above_its_limit(self) -> None:
+        for name, load in self.loads.items():
+            assert 0 <= load.share <= admission.WHOLE, name
+            assert load.long_unanswered <= 1
+        assert self.loads["push"].long_seqs <= 2
+
+    @invariant()
+    def the_line_and_its_owner_agree(self) -> None:
+        assert len(self.line) == len(self.waiting)
+        assert sum(self.line.waiting().values()) == len(self.waiting)
+        long_ones = sum(
+            1 for ticket, _ in self.waiting.values() if ticket.is_long and "push" in ticket.first_pool
+        )
+        assert self.line.long_waiting().get("push", 0) == long_ones
+
+    @invariant()
+    def it_is_bounded(self) -> None:
+        counts = Counter(ticket.traffic_class.name for ticket, _ in self.waiting.values())
+        for traffic_class in CLASSES:
+            assert counts[traffic_class.name] <= traffic_class.waiting.waiting_max
+        chats = [ticket for ticket, _ in self.waiting.values() if ticket.traffic_class.name == "chat"]
+        assert len(chats) < 2 or sum(ticket.size_bytes for ticket in chats) <= 100
+
+    @invariant()
+    def after_a_turn_nobody_has_waited_too_long(self) -> None:
+        if not self.is_settled:
+            return
+        for ticket, entered in self.waiting.values():
+            rules = ticket.traffic_class.waiting
+            most = rules.demoted_wait_s if rules.when_late is WhenLate.DEMOTE else rules.max_wait_s
+            assert self.now - entered < most
+            assert ticket.deadline is None or self.now < ticket.deadline
+        assert (self.look_at is None) == (not self.waiting)
+
+    @invariant()
+    def after_a_turn_an_idle_backend_leaves_nobody_waiting(self) -> None:
+        """With nothing in flight at all, somebody of every class must have started."""
+        if self.is_settled and not self.running and self.look_at is not None:
+            paused = self.look_at <= self.now + 0.05
+            assert paused or not self.waiting
+
+    @invariant()
+    def after_a_turn_who_would_be_first_has_no_place(self) -> None:
+        if not self.is_settled or not self.waiting or (self.look_at or 0) <= self.now + 0.05:
+            return
+        first = min(self.waiting, key=lambda name: (-self.waiting[name][0].traffic_class.priority, int(name)))
+        if len({ticket.traffic_class.priority for ticket, _ in self.waiting.values()}) > 1:
+            return
+        ticket = self.waiting[first][0]
+        if len(self.waiting) == 1:
+            long_waiting = int(ticket.is_long and "push" in ticket.first_pool)
+            views = {
+                name: BackendView(
+                    backend, self.loads[name], UP, long_waiting=long_waiting if name == "push" else 0
+                )
+                for name, backend in BACKENDS.items()
+            }
+            ranked = selection.rank(POLICY, ticket.traffic_class, ticket.demand, views)
+            assert all(candidate.excluded is not None for candidate in ranked)
+
+
+Line.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestLine = pytest.mark.filterwarnings("default")(Line.TestCase)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    backlog=st.lists(st.sampled_from(["a", "b", "c"]), min_size=30, max_size=60),
+    prompts=st.lists(st.integers(50, 1_500), min_size=60, max_size=60),
+)
+def test_keys_that_both_wait_get_equal_shares(backlog: Sequence[str], prompts: Sequence[int]) -> None:
+    """Start-time fair queueing: two keys with work waiting differ by no more than their largest requests."""
+    line = WaitingLine()
+    rules = Waiting(max_wait_s=900, ttft_target_s=900, prefill_weight=0)
+    traffic_class = TrafficClass("chat", ("light",), waiting=rules)
+    one_place = {"light-0": Backend("light-0", "http://light", Capacity(WINDOW, (KneeStep(None, 1),)))}
+    policy = Policy(models=(), pools={"light": Pool("light", ("light-0",))}, backends=one_place)
+    left = Counter(backlog)
+    cost: dict[str, int] = {}
+    for number, key in enumerate(backlog):
+        demand = Demand(seqs=1, prompt_tokens=prompts[number], total_tokens=prompts[number])
+        ticket = Ticket(f"{number}", "gemma", policy, traffic_class, demand, key, arrived_at=0.0)
+        assert line.enter(ticket, 0.0) is None
+        cost[ticket.id] = prompts[number]
+    had = dict.fromkeys(left, 0)
+    largest = max(cost.values())
+    for step in range(len(backlog)):
+        (offer,) = line.turn(float(step), {"light-0": BackendView(one_place["light-0"], Load(), UP)}).offers
+        line.started(offer.ticket.id, float(step))
+        line.released(offer.ticket.id, "light-0", float(step))
+        key = str(offer.ticket.key)
+        left[key] -= 1
+        had[key] += cost[offer.ticket.id]
+        if min(left.values()) == 0:
+            break
+        assert max(had.values()) - min(had.values()) <= 2 * largest
