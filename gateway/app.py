@@ -22,6 +22,7 @@ from gateway.core.drift import DriftTracker
 from gateway.core.errors import ConfigError
 from gateway.core.health import BackendStatus, HealthRules, State, hang_after_s, served_name, usable
 from gateway.core.values import Load
+from gateway.core.waiting import WaitingLine
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
@@ -29,8 +30,10 @@ from gateway.downstream.routes import Applications, Operators
 from gateway.downstream.wire import WireRules
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
+from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
+from gateway.store.redis import RedisLedger
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
@@ -74,7 +77,7 @@ class Gateway:
         self.settings = settings
         self.clock = SystemClock()
         self.policy = settings.policy()
-        self.ledger = MemoryLedger()
+        self.ledger = _ledger(settings)
         self.journal = Journal()
         backends = self.policy.backends
         secrets = _backend_keys(settings, environ)
@@ -91,12 +94,13 @@ class Gateway:
         self.upstream = HttpxUpstream(backends.values(), secrets=secrets, tls=tls)
         self.estimator = open_estimator(settings.vocab)
         _say_how_it_counts(self.estimator)
-        drift = DriftTracker()
+        drift, line = DriftTracker(), WaitingLine()
         self.metrics = Metrics(
             backends=lambda: self.policy.backends,
             loads=self.ledger.loads,
             statuses=self.fleet.statuses,
             drifts=drift.drifts,
+            waiting=line.waiting,
         )
         self.metrics.config_info.labels(self.policy.version).set(1)
         recorder = Recorders((self.metrics, self.journal, RequestLog()))
@@ -108,6 +112,7 @@ class Gateway:
             upstream=self.upstream,
             prefixes=MemoryPrefixIndex(),
             drift=drift,
+            line=line,
             recorder=recorder,
             clock=self.clock,
         )
@@ -133,6 +138,7 @@ class Gateway:
     def _backend_changed(self, backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
         logs.backend_changed(backend_id, old, new)
         self.metrics.backend_changed(backend_id, old, new)
+        self.pipeline.room.look()
         if new.state is not old.state and new.state in _LOST:
             self.pipeline.abandon(backend_id, new.reason)
 
@@ -196,6 +202,9 @@ class Gateway:
         running = Running(url_of(listen), None if admin is None else url_of(admin), self)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.fleet.run)
+            tasks.start_soon(self.pipeline.room.run)
+            if isinstance(self.ledger, FallbackLedger):
+                tasks.start_soon(self.ledger.run)
             for listener in self._listeners:
                 tasks.start_soon(listener.run_until_stopped)
                 await listener.wait_started()
@@ -213,6 +222,8 @@ class Gateway:
                 await listener.wait_ended()
         tasks.cancel_scope.cancel()
         await self.upstream.aclose()
+        if isinstance(self.ledger, FallbackLedger):
+            await self.ledger.aclose()
         self.estimator.close()
 
 
@@ -244,6 +255,21 @@ async def serve(
 async def _cancel_on_next(signals: AsyncIterator[signal.Signals], tasks: TaskGroup) -> None:
     await anext(signals)
     tasks.cancel_scope.cancel()
+
+
+def _ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
+    if settings.store is None:
+        return MemoryLedger()
+    return FallbackLedger(
+        RedisLedger(settings.store.url, prefix=settings.store.prefix), on_change=_store_changed
+    )
+
+
+def _store_changed(mode: Mode) -> None:
+    if mode is Mode.ALONE:
+        log.error("the store does not answer: this gateway goes on under its own part of every limit")
+    else:
+        log.warning("the store answers again: limits are shared")
 
 
 def _say_how_it_counts(estimator: PromptEstimator) -> None:

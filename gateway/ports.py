@@ -3,7 +3,7 @@
 A port's method is documented here, once. Errors named are those of core/errors.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -55,6 +55,10 @@ class Incoming(Protocol):
     @property
     def arrival(self) -> Arrival:
         """When it arrived, and the id it was given."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes it keeps in memory."""
 
     @property
     def dropped(self) -> Sequence[str]:
@@ -119,6 +123,9 @@ class Ledger(Protocol):
 
     async def release(self, slot: Slot) -> None:
         """Give a place back. Releasing the same slot twice changes nothing."""
+
+    def on_freed(self, callback: Callable[[str], None]) -> None:
+        """Have `callback` called with a backend's id whenever something became free there, by anybody."""
 
 
 @dataclass(frozen=True, slots=True)

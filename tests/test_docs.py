@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gateway.core import errors
 from gateway.core.errors import GatewayError
-from gateway.core.values import Exclusion
+from gateway.core.waiting import Reason
 from gateway.downstream import guard, routes
 from gateway.telemetry.metrics import Metrics
 
@@ -40,10 +40,10 @@ def raised_codes() -> Iterator[str]:
 
 def test_every_error_code_is_documented_and_no_other() -> None:
     documented = {row[2].strip("`") for row in table("errors.md")}
-    # The two that a full backend gives are named after the exclusion.
-    codes = set(raised_codes()) | {Exclusion.AT_KNEE.value, Exclusion.KV_FULL.value}
+    # A request that may not wait is told why by its code.
+    reasons = {reason.value for reason in Reason} - {Reason.NO_BACKEND.value}
 
-    assert documented == codes - {"abort"}
+    assert documented == (set(raised_codes()) | reasons) - {"abort"}
 
 
 def test_documented_statuses_are_those_of_the_code() -> None:
@@ -61,7 +61,7 @@ def test_documented_statuses_are_those_of_the_code() -> None:
 
 
 def test_every_metric_is_documented_with_its_labels_and_no_other() -> None:
-    metrics = Metrics(backends=dict, loads=dict, statuses=dict, drifts=dict)
+    metrics = Metrics(backends=dict, loads=dict, statuses=dict, drifts=dict, waiting=dict)
     exposed = set()
     for family in metrics.registry.collect():
         exposed.add(f"{family.name}_total" if family.type == "counter" else family.name)

@@ -73,6 +73,7 @@ class WireRequest:
     forwarded: Headers
     dropped: Sequence[str]
     usage_injected: bool
+    size_bytes: int
     members: Mapping[str, msgspec.Raw]
 
     def body_for(self, served_model: str) -> bytes:
@@ -149,6 +150,7 @@ def read(
         forwarded=forwarded,
         dropped=dropped,
         usage_injected=inject,
+        size_bytes=len(body),
         members=members,
     )
 

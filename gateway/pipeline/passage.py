@@ -18,7 +18,7 @@ class Passage:
         incoming: What came in.
         downstream: Where the answer goes.
         policy: The policy it started with and keeps.
-        estimated_at: As in `RequestRecord`.
+        estimated_at, admitted_at: As in `RequestRecord`.
         decision: Where it may go and why, once decided.
         served_by: The candidate being asked, or that answered.
         attempts: Every try that ended, in order.
@@ -36,6 +36,7 @@ class Passage:
     downstream: Downstream
     policy: Policy
     estimated_at: float | None = None
+    admitted_at: float | None = None
     decision: Decision | None = None
     served_by: Candidate | None = None
     attempts: list[AttemptRecord] = field(default_factory=list)
@@ -59,6 +60,9 @@ class Passage:
         if self.decision is not None:
             facts.append((b"x-gateway-class", self.decision.traffic_class.encode()))
             facts.append((b"x-gateway-prompt-tokens", str(self.decision.estimate.tokens).encode()))
+        if self.admitted_at is not None and self.estimated_at is not None:
+            waited_ms = round(1000 * (self.admitted_at - self.estimated_at))
+            facts.append((b"x-gateway-queue-ms", str(waited_ms).encode()))
         if self.served_by is not None:
             facts.append((b"x-gateway-pool", self.served_by.pool.encode()))
             facts.append((b"x-gateway-backend", self.served_by.backend.encode()))
@@ -81,6 +85,7 @@ class Passage:
             received_at=arrival.received_at,
             ended_at=ended_at,
             estimated_at=self.estimated_at,
+            admitted_at=self.admitted_at,
             first_byte_at=self.first_byte_at,
             decision=self.decision,
             backend=self.served_by.backend if self.served_by else "",

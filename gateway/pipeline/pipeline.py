@@ -5,13 +5,12 @@ It is cancelled as a whole when the caller leaves, and then everything is given 
 """
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import anyio
 
-from gateway.core import admission, deciding, retry, selection
+from gateway.core import deciding, retry, selection
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
     AtCapacity,
@@ -19,7 +18,6 @@ from gateway.core.errors import (
     GatewayError,
     InvalidRequest,
     ModelNotFound,
-    NoBackend,
     ShedError,
     StreamBroken,
     UpstreamError,
@@ -29,16 +27,17 @@ from gateway.core.selection import BackendView
 from gateway.core.sse import DONE
 from gateway.core.usage import Ending
 from gateway.core.values import (
+    Backend,
     Candidate,
     CountMode,
-    Demand,
     Endpoint,
     Exclusion,
     Policy,
-    TrafficClass,
 )
+from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s
 from gateway.pipeline.attempt import CALLER_STALL_S, Attempt, CallerStalled
 from gateway.pipeline.passage import Passage
+from gateway.pipeline.waiting_room import WaitingRoom
 from gateway.ports import (
     Clock,
     Downstream,
@@ -52,11 +51,8 @@ from gateway.ports import (
     Upstream,
 )
 
-NO_BACKEND_RETRY_S = 5.0
 _REFUSALS = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
 """Answers that may be the request's doing as well as the backend's."""
-
-RELEASE_S = 1.0
 
 
 class Pipeline:
@@ -72,6 +68,7 @@ class Pipeline:
         upstream: Upstream,
         prefixes: PrefixIndex,
         drift: DriftTracker,
+        line: WaitingLine,
         recorder: Recorder,
         clock: Clock,
     ) -> None:
@@ -86,6 +83,8 @@ class Pipeline:
         self._recorder = recorder
         self._clock = clock
         self._running: dict[str, set[Attempt]] = {}
+        self._backends: dict[str, Backend] = {}  # of every policy a request has come in under
+        self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends, {}), clock)
 
     async def run(self, incoming: Incoming, downstream: Downstream) -> None:
         """Serve one request, to its end.
@@ -118,118 +117,108 @@ class Pipeline:
             attempt.give_up(reason)
 
     async def _serve(self, passage: Passage) -> None:
-        traffic_class, demand = await self._decide(passage)
-        failed: set[str] = set()
+        ticket = await self._decide(passage)
         failure: UpstreamError | None = None
         while True:
+            self._check_fit(passage, ticket)
             try:
-                candidate, slot = await self._admit(passage, traffic_class, demand, frozenset(failed))
+                candidate, slot = await self.room.admit(ticket)
             except ShedError as shed:
                 if failure is None or isinstance(shed, AtCapacity):
                     raise
                 # Nobody is left to ask: what the last one said is the better answer.
                 raise failure from None
+            passage.admitted_at = passage.admitted_at or self._clock.now()
             try:
-                async with self._holding(slot):
-                    await self._try(passage, candidate, slot)
+                await self._try(passage, candidate, slot)
             except UpstreamError as error:
                 if passage.status:
                     await self._break(passage, error)
                     return
-                failed.add(candidate.backend)
                 failure = error
                 if not retry.may_retry(passage.policy.retry, len(passage.attempts), passage.crashes):
                     raise
+                ticket = replace(ticket, failed=ticket.failed | {candidate.backend})
             else:
                 passage.ending = Ending.COMPLETED
                 self._learn(passage, candidate)
                 return
+            finally:
+                await self.room.release(ticket, slot)
 
     # -------------------------------------------------------------- decide
 
-    async def _decide(self, passage: Passage) -> tuple[TrafficClass, Demand]:
-        policy, request = passage.policy, passage.incoming.request
+    async def _decide(self, passage: Passage) -> Ticket:
+        """Return the ticket with which the request stands in line, once it is known where it may go."""
+        policy, request, arrival = passage.policy, passage.incoming.request, passage.incoming.arrival
         model = policy.model(request.model)
         if model is None:
             known = ", ".join(sorted(known.id for known in policy.models))
             raise ModelNotFound(f"The model `{request.model}` does not exist. Known: {known}.", param="model")
         estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
         passage.estimated_at = self._clock.now()
-        traffic_class, passage.decision = deciding.decide(
-            policy, model, request, estimate, lambda chosen: self._views(passage, chosen)
+        held = self._prefixes.held(request.prefixes)
+        self._backends.update(policy.backends)
+        views = self._views(policy.backends, held)
+        traffic_class, passage.decision = deciding.decide(policy, model, request, estimate, lambda _: views)
+        demand = passage.decision.demand
+        patience_s = _patience_s(request.headers)
+        return Ticket(
+            id=arrival.id,
+            model=model.id,
+            policy=policy,
+            traffic_class=traffic_class,
+            demand=demand,
+            key=request.key,
+            arrived_at=arrival.received_at,
+            prefill_s=fastest_prefill_s(policy, traffic_class, demand),
+            size_bytes=passage.incoming.size_bytes,
+            deadline=None if patience_s is None else arrival.received_at + patience_s,
+            prefix_shares=held,
         )
-        return traffic_class, passage.decision.demand
 
-    def _views(self, passage: Passage, traffic_class: TrafficClass) -> Mapping[str, BackendView]:
-        policy = passage.policy
-        statuses = self._fleet.statuses()
-        held = self._prefixes.held(passage.incoming.request.prefixes)
+    def _views(self, backends: Mapping[str, Backend], held: Mapping[str, float]) -> Mapping[str, BackendView]:
+        statuses, long_waiting = self._fleet.statuses(), self.room.line.long_waiting()
         return {
             name: BackendView(
-                backend=policy.backends[name],
+                backend=backend,
                 load=self._ledger.load(name),
                 status=statuses.get(name, _UNKNOWN),
                 prefix_share=held.get(name, 0.0),
+                long_waiting=long_waiting.get(name, 0),
             )
-            for pool in traffic_class.pools
-            for name in policy.pools[pool].backends
+            for name, backend in backends.items()
         }
 
     # -------------------------------------------------------------- admit
 
-    async def _admit(
-        self, passage: Passage, traffic_class: TrafficClass, demand: Demand, failed: frozenset[str]
-    ) -> tuple[Candidate, Slot]:
-        """Return a candidate and the slot taken on it: the best one that has room at this moment."""
-        policy = passage.policy
-        views = self._views(passage, traffic_class)
-        candidates = selection.rank(policy, traffic_class, demand, views, failed=failed)
-        refused: list[Exclusion] = [c.excluded for c in candidates if c.excluded is not None]
-        for candidate in candidates:
-            if candidate.excluded is not None:
-                continue
-            # The ranking is a snapshot; this is the check.
-            capacity = views[candidate.backend].capacity
-            slot = await self._ledger.acquire(
-                candidate.backend, admission.claim(capacity, demand), admission.limits(capacity)
-            )
-            if isinstance(slot, Slot):
-                return candidate, slot
-            refused.append(slot)
-        window = max(view.capacity.context_tokens for view in views.values())
-        raise self._refusal(passage, traffic_class, refused, window)
+    def _check_fit(self, passage: Passage, ticket: Ticket) -> None:
+        """Refuse a request that no backend of its class could ever take: it must not wait, nor be retried.
 
-    def _refusal(
-        self, passage: Passage, traffic_class: TrafficClass, reasons: Sequence[Exclusion], window: int
-    ) -> GatewayError:
-        """Return the error that tells the caller what to do about it."""
-        name = traffic_class.name
-        if full := [reason for reason in reasons if reason in (Exclusion.AT_KNEE, Exclusion.KV_FULL)]:
-            message = f"Every backend for {name} requests is at its limit. Please retry."
-            return AtCapacity(message, code=full[0].value, retry_after_s=1)
-        if any(not reason.is_permanent for reason in reasons):
-            return NoBackend(
-                f"No backend for {name} requests is available right now.", retry_after_s=NO_BACKEND_RETRY_S
-            )
+        Raises:
+            CallerError: which says what to change.
+        """
+        views = self._views(passage.policy.backends, {})
+        candidates = selection.rank(
+            passage.policy, ticket.traffic_class, ticket.demand, views, failed=ticket.failed
+        )
+        reasons = {candidate.excluded for candidate in candidates if candidate.backend not in ticket.failed}
+        if not reasons or not all(reason is not None and reason.is_permanent for reason in reasons):
+            return
+        if ticket.failed:
+            return  # others could take it, and have failed: the line says so
+        name = ticket.traffic_class.name
         if Exclusion.MODALITY in reasons:
-            return InvalidRequest(
+            raise InvalidRequest(
                 f"No backend for {name} requests takes this combination of images, audio and length.",
                 code="unsupported_modality",
                 param="messages",
             )
         if Exclusion.SEQS_EXCEEDED in reasons:
-            return InvalidRequest(
-                "No backend runs that many choices at once.", code="too_many_choices", param="n"
-            )
-        return _overlong(passage, window, is_kv=Exclusion.CONTEXT_EXCEEDED not in reasons)
-
-    @asynccontextmanager
-    async def _holding(self, slot: Slot) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            with anyio.move_on_after(RELEASE_S, shield=True):
-                await self._ledger.release(slot)
+            message = "No backend runs that many choices at once."
+            raise InvalidRequest(message, code="too_many_choices", param="n")
+        window = max(views[candidate.backend].capacity.context_tokens for candidate in candidates)
+        raise _overlong(passage, window, is_kv=Exclusion.CONTEXT_EXCEEDED not in reasons)
 
     # -------------------------------------------------------------- relay, account
 
@@ -291,6 +280,16 @@ class Pipeline:
 
 
 _UNKNOWN = BackendStatus()
+PATIENCE_HEADER = "x-gateway-timeout-s"
+
+
+def _patience_s(headers: Mapping[str, str]) -> float | None:
+    """Return how long the caller says it waits for its first token, or None if it does not say."""
+    try:
+        patience_s = float(headers.get(PATIENCE_HEADER, ""))
+    except ValueError:
+        return None
+    return patience_s if 0 < patience_s < float("inf") else None
 
 
 def _overlong(passage: Passage, window: int, *, is_kv: bool) -> ContextExceeded:

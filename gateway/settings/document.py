@@ -4,11 +4,20 @@ The docstring under a field is its documentation everywhere: in the JSON Schema 
 docs/configuration.md and in `missing` errors. Defaults are those of the core wherever the core has one.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from gateway.core.values import RetryPolicy, TemplateCosts, Timeouts, TrafficClass, Weights
+from gateway.core.values import (
+    Gates,
+    RetryPolicy,
+    Spill,
+    TemplateCosts,
+    Timeouts,
+    TrafficClass,
+    Waiting,
+    Weights,
+)
 from gateway.settings.fields import (
     AddressText,
     Attempts,
@@ -27,8 +36,10 @@ from gateway.settings.fields import (
     Share,
     ShortForm,
     Slug,
+    StoreUrl,
     Text,
     Weight,
+    number,
 )
 from gateway.settings.site_profiles import SiteProfileSection
 
@@ -36,6 +47,7 @@ _TIMEOUTS = Timeouts()
 _WEIGHTS = Weights()
 _COSTS = TemplateCosts()
 _CLASS = TrafficClass(name="", pools=())
+_GATES, _SPILL, _WAITING = Gates(), Spill(), Waiting()
 
 # ------------------------------------------------------------------ counting
 
@@ -170,6 +182,32 @@ class PoolTimeoutsSection(Section):
     """Seconds for the whole attempt."""
 
 
+class GatesSection(Section):
+    """What a pool lets in beside the knee, per backend: docs/routing.md says what each is worth."""
+
+    long_prompt_tokens: Positive = _GATES.long_prompt_tokens
+    """From this length on a prompt is long."""
+
+    long_prefills: Count | None = None
+    """Long prompts read at once; 0: only where nothing else runs. Left out: 0 for chat pools, else 1."""
+
+    long_seqs: Positive | None = None
+    """Long documents a backend may hold: 4 to 6 where somebody reads along, 12 to 16 for throughput."""
+
+    prefill_s: Seconds | None = None
+    """Seconds of prompt work outstanding at which it takes no more. Left out: 0.6 for chat pools."""
+
+
+class SpillSection(Section):
+    """When a pool takes work that would rather go to an earlier pool of its class."""
+
+    reserve: Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)] = _SPILL.reserve
+    """Share of the knee that is left free for the pool's own work."""
+
+    prefill_s: Seconds = _SPILL.prefill_s
+    """Seconds of prompt work outstanding from which on it takes none."""
+
+
 _POOL_SHORT: dict[str, Any] = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 
 
@@ -185,6 +223,12 @@ class PoolSection(Section):
 
     timeouts: PoolTimeoutsSection = PoolTimeoutsSection()
     """Timeouts of this pool, where they differ from the top-level `timeouts`."""
+
+    gates: GatesSection = GatesSection()
+    """What it lets in beside the knee."""
+
+    spill: SpillSection = SpillSection()
+    """When it takes work of classes whose first choice is another pool."""
 
 
 # ------------------------------------------------------------------ models and classes
@@ -224,6 +268,34 @@ class WhenSection(Section):
     """Request headers by name: the value, a list of accepted values, or true where any value will do."""
 
 
+class WaitingSection(Section):
+    """How requests of a class wait for a place when every backend is full."""
+
+    max_wait_s: Seconds | None = None
+    """The longest a request waits; would it be longer, it is refused at once. Left out: 1.2, 900 or 600."""
+
+    ttft_target_s: Seconds | None = None
+    """Seconds from arrival in which the first token is wanted. It orders the line. Left out: 2, 60 or 600."""
+
+    prefill_weight: Weight | None = None
+    """How many times a prompt's own reading time comes on top of that. Above 1, short ones go first."""
+
+    waiting_max: Positive = _WAITING.waiting_max
+    """Requests of the class that may wait."""
+
+    waiting_bytes_max: Positive = _WAITING.waiting_bytes_max
+    """Bytes they may hold together."""
+
+    when_late: Literal["refuse", "demote"] = "refuse"
+    """What becomes of one that is late: refused with 429, or sent behind the others."""
+
+    demoted_wait_s: Seconds = _WAITING.demoted_wait_s
+    """The longest one that was sent behind waits, in all."""
+
+    passes_max: Count = _WAITING.passes_max
+    """How many smaller requests may pass one that does not fit yet."""
+
+
 class ClassSection(Section):
     """One kind of work and where it goes. Classes are tried top to bottom; the first that matches wins."""
 
@@ -238,6 +310,12 @@ class ClassSection(Section):
 
     output_reserve_tokens: Positive = _CLASS.output_reserve_tokens
     """Output to plan for when the caller gives no `max_tokens`."""
+
+    priority: int = _CLASS.priority
+    """Among the classes that wait, the higher goes first."""
+
+    waiting: WaitingSection = WaitingSection()
+    """How its requests wait when every backend is full."""
 
 
 class PromptSection(Section):
@@ -376,6 +454,20 @@ class HealthSection(Section):
     """Requests that must succeed before a backend that came back is trusted again."""
 
 
+class StoreSection(Section):
+    """Where gateways in front of one fleet share their limits. A plain URL is the short form."""
+
+    url: StoreUrl
+    """Redis or Valkey: redis://host:6379/0, rediss:// with TLS, unix:///path. A password through ${VAR}."""
+
+    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")] = "gw"
+    """In front of every key: fleets that share a server need one each."""
+
+
+def _store(written: Any) -> Any:
+    return {"url": written} if isinstance(written, str) else written
+
+
 class ShutdownSection(Section):
     """What happens on SIGTERM."""
 
@@ -424,6 +516,9 @@ class Document(Section):
 
     health: HealthSection = HealthSection()
     """When a backend counts as healthy."""
+
+    store: Annotated[StoreSection, ShortForm(_store, {"type": "string"})] | None = None
+    """Redis or Valkey through which several gateways share limits. Left out, this process counts alone."""
 
     shutdown: ShutdownSection = ShutdownSection()
     """What happens on SIGTERM."""

@@ -62,22 +62,23 @@ class ShortForm:
         return {"anyOf": [self.schema, handler(schema)]}
 
 
-def _number(written: Any) -> Any:
+def number(written: Any) -> Any:
+    """Return what was written, unless it is `true` or `false`, which YAML and Python take for numbers."""
     if isinstance(written, bool):
         raise ValueError("a number is needed, not true or false")
     return written
 
 
-Positive = Annotated[int, Field(ge=1), BeforeValidator(_number)]
-Knee = Annotated[int, Field(ge=1, lt=1000), BeforeValidator(_number)]  # core/admission.py counts to 999
-Count = Annotated[int, Field(ge=0), BeforeValidator(_number)]
-Attempts = Annotated[int, Field(ge=1, le=10), BeforeValidator(_number)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
-Share = Annotated[float, Field(gt=0, le=1), BeforeValidator(_number)]
-Figure = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(number)]
+Knee = Annotated[int, Field(ge=1, lt=1000), BeforeValidator(number)]  # core/admission.py counts to 999
+Count = Annotated[int, Field(ge=0), BeforeValidator(number)]
+Attempts = Annotated[int, Field(ge=1, le=10), BeforeValidator(number)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number)]
+Share = Annotated[float, Field(gt=0, le=1), BeforeValidator(number)]
+Figure = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number)]
 
-Sharpness = Annotated[float, Field(ge=1, le=20), BeforeValidator(_number)]
+Sharpness = Annotated[float, Field(ge=1, le=20), BeforeValidator(number)]
 
 _SLUG = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 
@@ -172,6 +173,25 @@ def _base_url(written: str) -> str:
 
 BaseUrl = Annotated[
     str, AfterValidator(_base_url), Field(json_schema_extra={"pattern": "^(https?://|.*\\$\\{)"})
+]
+
+
+def _store_url(written: str) -> str:
+    """Return the URL. Messages never repeat it: it may hold a password."""
+    try:
+        url = urlsplit(written)
+        _ = url.port
+    except ValueError:
+        raise ValueError("this is no URL; write it as redis://host:6379/0") from None
+    if url.scheme not in {"redis", "rediss", "unix"} or not (url.hostname or url.path):
+        raise ValueError("write it as redis://host:6379/0, rediss://host:6379/0 or unix:///path")
+    return written
+
+
+StoreUrl = Annotated[
+    str,
+    AfterValidator(_store_url),
+    Field(json_schema_extra={"pattern": "^(rediss?://|unix:|.*\\$\\{)"}),
 ]
 
 _COMPARISON = {"title": "comparison", "type": "string", "pattern": r"^\s*(>=|>|<=|<|==|=)?\s*[0-9].*$|\$\{"}

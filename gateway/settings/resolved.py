@@ -1,7 +1,8 @@
 """A configuration that was read: what `app.py` asks it, and the policy it yields."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -11,26 +12,33 @@ from gateway.core.values import (
     Backend,
     Bound,
     Capacity,
+    Comparison,
+    Gates,
     Modalities,
     ModelPolicy,
     Policy,
     Pool,
     RetryPolicy,
+    Spill,
     TemplateCosts,
     Timeouts,
     TrafficClass,
+    Waiting,
     Weights,
     When,
+    WhenLate,
 )
 from gateway.settings.document import (
     BackendSection,
     ClassSection,
     Document,
+    GatesSection,
     HealthSection,
     ModelSection,
     PoolSection,
     RequestsSection,
     ShutdownSection,
+    StoreSection,
     WhenSection,
 )
 from gateway.settings.fields import Address, address, curve
@@ -95,6 +103,11 @@ class Settings:
         return self.document.health
 
     @property
+    def store(self) -> StoreSection | None:
+        """Where limits are shared, or None where this process counts alone."""
+        return self.document.store
+
+    @property
     def shutdown(self) -> ShutdownSection:
         """What happens on SIGTERM."""
         return self.document.shutdown
@@ -119,7 +132,13 @@ class Settings:
 
     def _pool(self, name: str, section: PoolSection) -> Pool:
         own = {key: value for key, value in section.timeouts.model_dump().items() if value is not None}
-        return Pool(name, section.backends, Timeouts(**(self.document.timeouts.model_dump() | own)))
+        return Pool(
+            name,
+            section.backends,
+            Timeouts(**(self.document.timeouts.model_dump() | own)),
+            _gates(section.gates, is_chat=name in _chat_pools(self.document)),
+            Spill(**section.spill.model_dump()),
+        )
 
     def _backend(self, name: str, section: BackendSection) -> Backend:
         profile = self.profile(name)
@@ -133,6 +152,8 @@ class Settings:
             tokens_per_s=profile.perf.lone_tokens_per_s(),
             boot_budget_s=section.boot_budget_s or profile.boot_budget_s,
             drain=section.drain,
+            perf=profile.perf,
+            batched_tokens=profile.flags.max_num_batched_tokens,
         )
 
     # -------------------------------------------------------------- secrets
@@ -284,7 +305,58 @@ def _class(section: ClassSection) -> TrafficClass:
         pools=section.pools,
         when=_when(section.when),
         output_reserve_tokens=section.output_reserve_tokens,
+        priority=section.priority,
+        waiting=_waiting(section),
     )
+
+
+class _Kind(Enum):
+    """What a class is for, as far as its defaults go."""
+
+    CHAT = "chat"
+    DOCUMENT = "document"
+    REASONING = "reasoning"
+
+
+DOCUMENT_TOKENS = 8_000
+"""A class that takes only prompts above this is for documents: minutes of waiting are normal there."""
+
+_WAITS = {
+    _Kind.CHAT: Waiting(),
+    _Kind.DOCUMENT: Waiting(max_wait_s=900.0, ttft_target_s=60.0),
+    _Kind.REASONING: Waiting(max_wait_s=600.0, ttft_target_s=600.0),
+}
+CHAT_PREFILL_S = 0.6
+
+
+def _kind(section: ClassSection) -> _Kind:
+    if section.when.reasoning:
+        return _Kind.REASONING
+    bounds = section.when.prompt_tokens or ()
+    least = max((b.value for b in bounds if b.op in (Comparison.GE, Comparison.GT, Comparison.EQ)), default=0)
+    return _Kind.DOCUMENT if least >= DOCUMENT_TOKENS else _Kind.CHAT
+
+
+def _waiting(section: ClassSection) -> Waiting:
+    default = _WAITS[_kind(section)]
+    given = {name: value for name, value in section.waiting.model_dump().items() if value is not None}
+    return replace(default, **(given | {"when_late": WhenLate(section.waiting.when_late)}))
+
+
+def _chat_pools(document: Document) -> frozenset[str]:
+    """Return the pools for chat alone: a long prompt would stall it there, and has a pool of its own."""
+    first: dict[_Kind, set[str]] = {kind: set() for kind in _Kind}
+    for model in document.models.values():
+        for one in model.classes:
+            first[_kind(one)].add(one.pools[0])
+    documents = first[_Kind.DOCUMENT]
+    return frozenset(first[_Kind.CHAT] - documents) if documents else frozenset()
+
+
+def _gates(section: GatesSection, *, is_chat: bool) -> Gates:
+    default = Gates(long_prefills=0, prefill_s=CHAT_PREFILL_S) if is_chat else Gates()
+    given = {name: value for name, value in section.model_dump().items() if value is not None}
+    return replace(default, **given)
 
 
 def _when(section: WhenSection) -> When:

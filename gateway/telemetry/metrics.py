@@ -22,6 +22,7 @@ TTFT_BUCKETS_S = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 
 TPOT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 DURATION_BUCKETS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 OVERHEAD_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+QUEUE_BUCKETS_S = (0.001, 0.01, 0.1, 0.3, 0.6, 1.2, 2.5, 5, 10, 30, 60, 120, 300, 600, 900)
 PROMPT_BUCKETS = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 ERROR_BUCKETS = (-0.5, -0.2, -0.1, -0.05, -0.02, -0.01, -0.001, 0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
@@ -36,8 +37,9 @@ class Metrics:
         loads: Callable[[], Mapping[str, Load]],
         statuses: Callable[[], Mapping[str, BackendStatus]],
         drifts: Callable[[], Mapping[str, Drift]],
+        waiting: Callable[[], Mapping[tuple[str, str], int]],
     ) -> None:
-        """Read gauges from these at scrape time, each per backend id."""
+        """Read gauges from these at scrape time: per backend id; `waiting` per (model, class)."""
         self.registry = CollectorRegistry(auto_describe=True)
         registry = self.registry
         self.requests = Counter(
@@ -89,6 +91,13 @@ class Metrics:
             buckets=OVERHEAD_BUCKETS_S,
             registry=registry,
         )
+        self.waiting_time = Histogram(
+            "gateway_queue_seconds",
+            "Time from the decision to a place on a backend.",
+            ("traffic_class",),
+            buckets=QUEUE_BUCKETS_S,
+            registry=registry,
+        )
         self.prompt_tokens = Histogram(
             "gateway_prompt_tokens",
             "Estimated prompt length.",
@@ -124,7 +133,7 @@ class Metrics:
         self.config_info = Gauge(
             "gateway_config_info", "1 for the configuration in force.", ("version",), registry=registry
         )
-        registry.register(_Fleet(backends, loads, statuses, drifts))
+        registry.register(_Fleet(backends, loads, statuses, drifts, waiting))
 
     def attempt(self, record: AttemptRecord) -> None:
         """See `ports.Recorder.attempt`."""
@@ -143,6 +152,8 @@ class Metrics:
         for candidate in decision.candidates:
             if candidate.excluded is not None:
                 self.refusals.labels(candidate.backend, candidate.excluded.value).inc()
+        if record.admitted_at is not None and record.estimated_at is not None:
+            self.waiting_time.labels(name).observe(record.admitted_at - record.estimated_at)
         if record.first_byte_at is not None:
             self._served(record, name)
 
@@ -185,8 +196,10 @@ class _Fleet(Collector):
         loads: Callable[[], Mapping[str, Load]],
         statuses: Callable[[], Mapping[str, BackendStatus]],
         drifts: Callable[[], Mapping[str, Drift]],
+        waiting: Callable[[], Mapping[tuple[str, str], int]],
     ) -> None:
         self._backends, self._loads, self._statuses, self._drifts = backends, loads, statuses, drifts
+        self._waiting = waiting
 
     def collect(self) -> Iterator[Metric]:
         loads, statuses, drifts = self._loads(), self._statuses(), self._drifts()
@@ -226,5 +239,11 @@ class _Fleet(Collector):
                 gauges[metric].add_metric([name], float(value))
             for state in State:
                 states.add_metric([name, state.value], float(state is status.state))
+        waiting = GaugeMetricFamily(
+            "gateway_waiting", "Requests that wait for a place.", labels=["model", "traffic_class"]
+        )
+        for (model, traffic_class), count in self._waiting().items():
+            waiting.add_metric([model, traffic_class], float(count))
         yield from gauges.values()
         yield states
+        yield waiting

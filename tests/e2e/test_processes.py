@@ -29,7 +29,8 @@ models:
     classes:
       - {class: reasoning, when: {reasoning: true}, pools: [reasoning]}
       - {class: long_document, when: {prompt_tokens: ">= 16000"}, pools: [push]}
-      - {class: short_chat, pools: [light, push]}
+      # Patient: this machine is slower than the GPUs it plays, and faster than their profiles say.
+      - {class: short_chat, pools: [light, push], waiting: {max_wait_s: 30}}
 health: {interval_s: 0.2}
 """
 WORDS = ("the", "river", "runs", "past", "an", "old", "mill", "and", "nobody", "knows", "how", "long")

@@ -1,9 +1,16 @@
-"""A pipeline with everything around it."""
+"""A pipeline with everything around it, and its waiting room at work."""
 
+from collections.abc import AsyncIterator
+
+import anyio
 import pytest
 from support.world import World
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+async def world() -> AsyncIterator[World]:
+    world = World()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.pipeline.room.run)
+        yield world
+        tasks.cancel_scope.cancel()

@@ -16,6 +16,7 @@ from gateway.core.values import (
     CountMode,
     Endpoint,
     Estimate,
+    Gates,
     KneeStep,
     Modalities,
     Pool,
@@ -130,7 +131,9 @@ def test_a_plain_file_has_every_default(loaded: Load, plain: str) -> None:
     settings = loaded(plain)
     assert settings.warnings == ()
     assert (settings.listen, settings.admin) == (Address("127.0.0.1", 8080), Address("127.0.0.1", 9090))
-    assert settings.policy().pools["light"] == Pool("light", ("light",), Timeouts())
+    assert settings.policy().pools["light"] == Pool(
+        "light", ("light",), Timeouts(), Gates(long_prefills=0, prefill_s=0.6)
+    )
     assert settings.requests.max_body_bytes == 32 * 1024 * 1024
     assert settings.requests.remote_media is False
     assert "chat_template" in settings.requests.drop_fields

@@ -90,7 +90,7 @@ async def site(
     folder: Path, *, fleet: Mapping[str, SimulatorOptions] | None = None, **sections: Any
 ) -> AsyncIterator[Site]:
     """Run the fleet and the gateway in front of it; `sections` replace those of `POLICY`."""
-    fleet = fleet or simulated(FLEET)
+    fleet = simulated(FLEET) if fleet is None else fleet
     async with AsyncExitStack() as stack:
         backends = {
             name: await stack.enter_async_context(simulator(options)) for name, options in fleet.items()

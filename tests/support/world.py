@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 
@@ -30,6 +31,7 @@ from gateway.core.values import (
     TrafficClass,
     When,
 )
+from gateway.core.waiting import WaitingLine
 from gateway.pipeline import Pipeline
 from gateway.ports import Arrival, Headers, Target
 from gateway.store.memory import MemoryLedger
@@ -56,7 +58,8 @@ class Incoming:
     forwarded: Headers = ()
     dropped: Sequence[str] = ()
     usage_injected: bool = False
-    arrival: Arrival = Arrival("req-1", 1_000_000.0, 0.5)  # noqa: RUF009 - frozen
+    size_bytes: int = 100
+    arrival: Arrival = Arrival("req-1", 1_000_000.0, 10.0)  # noqa: RUF009 - frozen
 
     def body_for(self, served_model: str) -> bytes:
         return json.dumps({"model": served_model}).encode()
@@ -173,14 +176,13 @@ class Estimates:
 
 
 class StillClock:
-    """`ports.Clock` that ticks one second per look."""
+    """`ports.Clock` that stands still until a test moves it."""
 
     def __init__(self) -> None:
-        self._now = 0.0
+        self.time = 10.0
 
     def now(self) -> float:
-        self._now += 1.0
-        return self._now
+        return self.time
 
     def wall(self) -> float:
         return 1_000_000.0
@@ -216,6 +218,7 @@ class World:
 
     def __init__(self) -> None:
         self.policy = POLICY
+        self.clock = StillClock()
         self.ledger = MemoryLedger()
         self.upstream = ScriptedUpstream()
         self.fleet = Fleet(
@@ -232,17 +235,18 @@ class World:
             upstream=self.upstream,
             prefixes=self.prefixes,
             drift=DriftTracker(),
+            line=WaitingLine(),
             recorder=self.notes,
-            clock=StillClock(),
+            clock=self.clock,
         )
 
     def answers(self, **scripts: Script) -> None:
         for name, script in scripts.items():
             self.upstream.scripts.setdefault(name.replace("_", "-"), []).append(script)
 
-    async def run(self, request: Request, caller: Caller | None = None, **fields: bool) -> Caller:
+    async def run(self, request: Request, caller: Caller | None = None, **fields: Any) -> Caller:
         caller = caller or Caller()
-        await self.pipeline.run(Incoming(request, **fields), caller)  # type: ignore[arg-type]
+        await self.pipeline.run(Incoming(request, **fields), caller)
         return caller
 
     def request(self, *, stream: bool = True, **fields: object) -> Request:

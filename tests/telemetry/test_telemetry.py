@@ -53,6 +53,7 @@ RECORD = RequestRecord(
     wall_at=1.0,
     received_at=10.0,
     estimated_at=10.001,
+    admitted_at=10.201,
     first_byte_at=10.5,
     ended_at=12.5,
     decision=DECISION,
@@ -64,7 +65,7 @@ ATTEMPT = AttemptRecord("light-0", "light", "short_chat", Outcome.FAILED, "statu
 
 
 def metrics(**fields: object) -> Metrics:
-    sources = {"backends": lambda: BACKENDS, "loads": dict, "statuses": dict, "drifts": dict}
+    sources = {"backends": lambda: BACKENDS, "loads": dict, "statuses": dict, "drifts": dict, "waiting": dict}
     return Metrics(**{**sources, **fields})  # type: ignore[arg-type]
 
 
@@ -88,6 +89,7 @@ def test_a_served_request_is_measured() -> None:
     assert value(subject, "gateway_estimate_error_ratio_bucket", backend="light-0", le="0.05") == 0
     assert value(subject, "gateway_estimate_error_ratio_bucket", backend="light-0", le="0.1") == 1
     assert value(subject, "gateway_estimate_seconds_sum") == pytest.approx(0.001)
+    assert value(subject, "gateway_queue_seconds_sum", traffic_class="short_chat") == pytest.approx(0.2)
     assert value(subject, "gateway_exclusions_total", backend="push", reason="at_knee") == 1
     assert value(subject, "gateway_spills_total", traffic_class="short_chat", pool="push") is None
 
@@ -123,6 +125,7 @@ def test_gauges_are_read_when_asked_for() -> None:
         loads=lambda: {"light-0": Load(seqs=32, share=500_000, kv_blocks=7)},
         statuses=lambda: {"light-0": BackendStatus(state=State.UP, engine=engine)},
         drifts=lambda: {"light-0": Drift("light-0", samples=20, median_tokens=40.0, drifted=True)},
+        waiting=lambda: {("gemma-4", "short_chat"): 3},
     )
 
     assert value(subject, "gateway_in_flight", backend="light-0") == 32
@@ -134,6 +137,7 @@ def test_gauges_are_read_when_asked_for() -> None:
     assert value(subject, "gateway_backend_state", backend="light-0", state="down") == 0
     assert value(subject, "gateway_estimate_drift_tokens", backend="light-0") == 40
     assert value(subject, "gateway_estimate_drifted", backend="light-0") == 1
+    assert value(subject, "gateway_waiting", model="gemma-4", traffic_class="short_chat") == 3
 
 
 def test_states_and_restarts_are_counted() -> None:

@@ -1,0 +1,134 @@
+"""The waiting line at work: requests enter, and are woken when a place is theirs.
+
+The line itself (core/waiting.py) decides and never waits. Here one loop asks it for its next turn whenever
+something has happened: a request came, a place was freed, a prompt was answered, a backend's state changed,
+or a time has come. It takes the places offered, atomically, and wakes whom they belong to. A request that
+waits costs an event; nobody polls.
+"""
+
+from collections.abc import Callable, Mapping
+
+import anyio
+
+from gateway.core import selection
+from gateway.core.errors import AtCapacity, NoBackend, ShedError
+from gateway.core.selection import BackendView
+from gateway.core.values import Candidate
+from gateway.core.waiting import Offer, Reason, Refused, Ticket, WaitingLine
+from gateway.ports import Clock, Ledger, Slot
+
+RELEASE_S = 1.0
+
+
+class _Waiter:
+    """Somebody who waits, and what became of it."""
+
+    __slots__ = ("error", "place", "woken")
+
+    def __init__(self) -> None:
+        self.woken = anyio.Event()
+        self.place: tuple[Candidate, Slot] | None = None
+        self.error: ShedError | None = None
+
+
+class WaitingRoom:
+    """Admits requests, in the order of the line. `run` must run as long as requests do."""
+
+    def __init__(
+        self,
+        line: WaitingLine,
+        ledger: Ledger,
+        views: Callable[[], Mapping[str, BackendView]],
+        clock: Clock,
+    ) -> None:
+        """Take places on `ledger`, as `line` says; `views`: the backends as they stand, prefixes aside."""
+        self.line = line
+        self._ledger = ledger
+        self._views = views
+        self._clock = clock
+        self._waiters: dict[str, _Waiter] = {}
+        self._wake = anyio.Event()
+        ledger.on_freed(lambda _: self.look())
+
+    def look(self) -> None:
+        """Have the line looked at: something has happened that may let somebody start."""
+        self._wake.set()
+
+    async def admit(self, ticket: Ticket) -> tuple[Candidate, Slot]:
+        """Return a candidate and the slot taken on it, as soon as it is this request's turn.
+
+        Raises:
+            AtCapacity: it may not wait, or has waited as long as it may.
+            NoBackend: none that could take it is up.
+        """
+        refused = self.line.enter(ticket, self._clock.now())
+        if refused is not None:
+            raise _shed(refused)
+        waiter = self._waiters[ticket.id] = _Waiter()
+        self.look()
+        try:
+            await waiter.woken.wait()
+        except anyio.get_cancelled_exc_class():
+            if waiter.place is not None:  # the caller left at the very moment its turn came
+                await self.release(ticket, waiter.place[1])
+            raise
+        finally:
+            del self._waiters[ticket.id]
+            self.line.leave(ticket.id)
+        if waiter.error is not None:
+            raise waiter.error
+        assert waiter.place is not None
+        return waiter.place
+
+    async def release(self, ticket: Ticket, slot: Slot) -> None:
+        """Give a place back, and let the next one start."""
+        with anyio.move_on_after(RELEASE_S, shield=True):
+            await self._ledger.release(slot)
+        self.line.released(ticket.id, slot.backend, self._clock.now())
+        self.look()  # also where the ledger could not say so
+
+    async def run(self) -> None:
+        """Take turns until cancelled."""
+        while True:
+            wake = self._wake = anyio.Event()
+            turn = self.line.turn(self._clock.now(), self._views())
+            for refused in turn.refused:
+                waiter = self._waiters.get(refused.id)
+                if waiter is not None:
+                    waiter.error = _shed(refused)
+                    waiter.woken.set()
+            for offer in turn.offers:
+                await self._take(offer)
+            patience_s = None
+            if turn.look_again_at is not None:
+                patience_s = max(0.0, turn.look_again_at - self._clock.now())
+            with anyio.move_on_after(patience_s):
+                await wake.wait()
+
+    async def _take(self, offer: Offer) -> None:
+        """Take the first place of an offer that is still free."""
+        ticket, views = offer.ticket, self._views()
+        for candidate in offer.candidates:
+            pools = ticket.policy.pools
+            is_spill = candidate.pool != ticket.traffic_class.pools[0]
+            view = views[candidate.backend]
+            case = selection.consider(ticket.demand, view, pools[candidate.pool], is_spill=is_spill)
+            slot = await self._ledger.acquire(candidate.backend, case.claim, case.spill_limits or case.limits)
+            if not isinstance(slot, Slot):
+                continue
+            waiter = self._waiters.get(ticket.id)
+            if waiter is None:  # it left meanwhile
+                await self._ledger.release(slot)
+                return
+            self.line.started(ticket.id, self._clock.now())
+            waiter.place = (candidate, slot)
+            waiter.woken.set()
+            return
+        gone = [candidate.backend for candidate in offer.candidates]
+        self.line.missed(ticket.id, gone, self._clock.now())
+
+
+def _shed(refused: Refused) -> ShedError:
+    if refused.reason is Reason.NO_BACKEND:
+        return NoBackend(refused.sentence(), retry_after_s=refused.retry_after_s)
+    return AtCapacity(refused.sentence(), code=refused.reason.value, retry_after_s=refused.retry_after_s)
