@@ -7,6 +7,7 @@ It is cancelled as a whole when the caller leaves, and then everything is given 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import anyio
 
@@ -54,6 +55,9 @@ from gateway.ports import (
 _REFUSALS = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
 """Answers that may be the request's doing as well as the backend's."""
 
+_NOBODY: Mapping[str, float] = MappingProxyType({})
+_NOBODY_WAITS: Mapping[str, int] = MappingProxyType({})
+
 
 class Pipeline:
     """Runs requests. One per process; what it holds of a request ends with that request."""
@@ -84,7 +88,7 @@ class Pipeline:
         self._clock = clock
         self._running: dict[str, set[Attempt]] = {}
         self._backends: dict[str, Backend] = {}  # of every policy a request has come in under
-        self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends, {}), clock)
+        self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
 
     async def run(self, incoming: Incoming, downstream: Downstream) -> None:
         """Serve one request, to its end.
@@ -159,7 +163,7 @@ class Pipeline:
         passage.estimated_at = self._clock.now()
         held = self._prefixes.held(request.prefixes)
         self._backends.update(policy.backends)
-        views = self._views(policy.backends, held)
+        views = self._views(policy.backends, held, self.room.line.long_waiting())
         traffic_class, passage.decision = deciding.decide(policy, model, request, estimate, lambda _: views)
         demand = passage.decision.demand
         patience_s = _patience_s(request.headers)
@@ -177,8 +181,14 @@ class Pipeline:
             prefix_shares=held,
         )
 
-    def _views(self, backends: Mapping[str, Backend], held: Mapping[str, float]) -> Mapping[str, BackendView]:
-        statuses, long_waiting = self._fleet.statuses(), self.room.line.long_waiting()
+    def _views(
+        self,
+        backends: Mapping[str, Backend],
+        held: Mapping[str, float] = _NOBODY,
+        long_waiting: Mapping[str, int] = _NOBODY_WAITS,
+    ) -> Mapping[str, BackendView]:
+        """Return backends as they stand. The line adds who waits in it by itself."""
+        statuses = self._fleet.statuses()
         return {
             name: BackendView(
                 backend=backend,
@@ -198,7 +208,7 @@ class Pipeline:
         Raises:
             CallerError: which says what to change.
         """
-        views = self._views(passage.policy.backends, {})
+        views = self._views(passage.policy.backends)
         candidates = selection.rank(
             passage.policy, ticket.traffic_class, ticket.demand, views, failed=ticket.failed
         )

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 
 import anyio
 
-from gateway.core import selection
 from gateway.core.errors import AtCapacity, NoBackend, ShedError
 from gateway.core.selection import BackendView
 from gateway.core.values import Candidate
@@ -75,6 +74,7 @@ class WaitingRoom:
         finally:
             del self._waiters[ticket.id]
             self.line.leave(ticket.id)
+            self.look()  # what it was offered or held back may be another's
         if waiter.error is not None:
             raise waiter.error
         assert waiter.place is not None
@@ -107,13 +107,9 @@ class WaitingRoom:
 
     async def _take(self, offer: Offer) -> None:
         """Take the first place of an offer that is still free."""
-        ticket, views = offer.ticket, self._views()
+        ticket = offer.ticket
         for candidate in offer.candidates:
-            pools = ticket.policy.pools
-            is_spill = candidate.pool != ticket.traffic_class.pools[0]
-            view = views[candidate.backend]
-            case = selection.consider(ticket.demand, view, pools[candidate.pool], is_spill=is_spill)
-            slot = await self._ledger.acquire(candidate.backend, case.claim, case.spill_limits or case.limits)
+            slot = await self._ledger.acquire(candidate.backend, candidate.claim, candidate.limits)
             if not isinstance(slot, Slot):
                 continue
             waiter = self._waiters.get(ticket.id)

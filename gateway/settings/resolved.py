@@ -323,8 +323,8 @@ DOCUMENT_TOKENS = 8_000
 
 _WAITS = {
     _Kind.CHAT: Waiting(),
-    _Kind.DOCUMENT: Waiting(max_wait_s=900.0, ttft_target_s=60.0),
-    _Kind.REASONING: Waiting(max_wait_s=600.0, ttft_target_s=600.0),
+    _Kind.DOCUMENT: Waiting(max_wait_s=900.0, ttft_target_s=60.0, prefill_weight=1.0),
+    _Kind.REASONING: Waiting(max_wait_s=600.0, ttft_target_s=600.0, prefill_weight=1.0),
 }
 CHAT_PREFILL_S = 0.6
 

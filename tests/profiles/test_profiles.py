@@ -73,7 +73,7 @@ def test_a_profile_is_plausible(name: str) -> None:
     ("name", "context", "knee", "blocks", "budget_s"),
     [
         pytest.param("h100-tp1-light", 32_768, (64, 32, 12), 324_032, 600, id="light"),
-        pytest.param("h100-tp2-push", 262_144, (96, 64, 16), 933_361, 600, id="push"),
+        pytest.param("h100-tp2-push", 262_144, (96, 64, 40, 24), 933_361, 600, id="push"),
         pytest.param("h200-fp8", 32_768, (128, 64, 24), 452_340, 600, id="h200-fp8"),
         pytest.param("h200-bf16", 32_768, (128, 32, 12), 227_820, 600, id="h200-bf16"),
         pytest.param("spark-fp8", 65_536, (4, 4, 1), 525_000, 600, id="spark-fp8"),
