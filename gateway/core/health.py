@@ -429,7 +429,7 @@ def _sample(status: BackendStatus, new: EngineSample, now: float, rules: HealthR
 
 def _restarted(old: EngineSample, new: EngineSample) -> bool:
     if old.started_at is not None and new.started_at is not None:
-        return abs(new.started_at - old.started_at) >= 0.1  # clock ticks (10 ms) are finer than any restart
+        return abs(new.started_at - old.started_at) >= 0.01  # one clock tick: no process starts twice in it
     # Several API servers behind one port export no start time; counters cannot fall otherwise.
     return (
         new.generation_tokens < old.generation_tokens

@@ -78,6 +78,7 @@ class Site:
             async with self.http() as client:
                 while not condition():
                     await client.get("/livez")
+                    await anyio.sleep(0.01)  # between two looks: a busy loop would slow what it waits for
 
     def idle(self) -> bool:
         """Return whether nothing is in flight anywhere."""
