@@ -181,25 +181,28 @@ NEXT = "Next: `gemma-gateway demo --serve` keeps this fleet up for your own requ
 
 def snippets(url: str, admin_url: str, config: str) -> Mapping[str, str]:
     """Return what to paste, by the heading it stands under."""
+    # Short lines: a terminal that breaks one would break what is pasted.
     curl = (
-        f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
-        f"""  -d '{{"model": "{MODEL}", "stream": true, """
-        """"messages": [{"role": "user", "content": "Hello!"}]}'"""
+        f"curl -N {url}/v1/chat/completions \\\n"
+        "  -H 'content-type: application/json' \\\n"
+        f"""  -d '{{"model": "{MODEL}", "stream": true,\n"""
+        """       "messages": [{"role": "user", "content": "Hello!"}]}'"""
     )
     sdk = (
         "from openai import OpenAI\n"
         f'client = OpenAI(base_url="{url}/v1", api_key="not-needed")\n'
-        f'answer = client.chat.completions.create(model="{MODEL}", '
-        'messages=[{"role": "user", "content": "Hello!"}])\n'
+        'hello = [{"role": "user", "content": "Hello!"}]\n'
+        f'answer = client.chat.completions.create(model="{MODEL}", messages=hello)\n'
         "print(answer.choices[0].message.content)"
     )
     look = (
         f"curl {admin_url}/admin/backends     # the fleet\n"
-        f"curl {admin_url}/admin/requests     # the last requests, each with its decision\n"
+        f"curl {admin_url}/admin/requests     # the last decisions\n"
         f"curl {admin_url}/metrics            # for Prometheus"
     )
     why = (
-        f"""echo '{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "Hello!"}}]}}' \\\n"""
+        f"""echo '{{"model": "{MODEL}",\n"""
+        """       "messages": [{"role": "user", "content": "Hello!"}]}' \\\n"""
         f"  | gemma-gateway explain --config {config} -"
     )
     return {"shell": curl, "Python": sdk, "operators": look, "why would it go there?": why}

@@ -48,3 +48,9 @@ def test_a_story_is_good_only_when_every_request_is_over_and_none_failed(busy_st
     busy_story.problems.append("something else")
     verdicts.append(busy_story.is_good)
     assert verdicts == [False, True, False]
+
+
+def test_what_is_to_be_pasted_fits_into_a_small_terminal() -> None:
+    texts = summary.snippets("http://127.0.0.1:65535", "http://127.0.0.1:65535", "/tmp/x/demo.yaml")
+
+    assert max(len(line) for text in texts.values() for line in text.splitlines()) < 80
