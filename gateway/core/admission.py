@@ -151,22 +151,3 @@ def misfit(capacity: Capacity, demand: Demand) -> Exclusion | None:
     if planned is not None and claim(capacity, demand).kv_blocks > planned:
         return Exclusion.KV_EXCEEDED
     return None
-
-
-def refusal(capacity: Capacity, load: Load, demand: Demand) -> Exclusion | None:
-    """Return why the request may not start, or None to admit it.
-
-    The permanent reason is checked first: a request that can never fit must not be told to retry.
-    """
-    never = misfit(capacity, demand)
-    if never is not None:
-        return never
-    return full(load, claim(capacity, demand), limits(capacity))
-
-
-def retry_after_s(load: Load, residence_s: float, ahead: int = 0) -> float:
-    """Return the seconds until a slot frees for a caller with `ahead` others before it.
-
-    Little's law: sequences that stay `residence_s` on average leave at seqs / residence_s per second.
-    """
-    return (ahead + 1) * residence_s / max(1, load.seqs)

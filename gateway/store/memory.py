@@ -46,10 +46,6 @@ class MemoryLedger:
         """Return what each slot held on a backend takes at the moment, by slot id."""
         return dict(self._held.get(backend_id, {}))
 
-    def holds(self, slot: Slot) -> bool:
-        """Return whether a slot is held."""
-        return slot.id in self._held.get(slot.backend, {})
-
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """See `ports.Ledger.acquire`."""
         reason = admission.full(self.load(backend_id), claim, limits)

@@ -27,6 +27,12 @@ CAPACITY = Capacity(
 UNCOUNTED = Capacity(context_tokens=32_768, knee=(KneeStep(None, 64),))
 
 
+def refusal(capacity: Capacity, load: Load, wanted: Demand) -> Exclusion | None:
+    """Return why the request may not start: what is permanent first, then what is full."""
+    claim, most = admission.claim(capacity, wanted), admission.limits(capacity)
+    return admission.misfit(capacity, wanted) or admission.full(load, claim, most)
+
+
 def demand(prompt: int = 1_000, total: int | None = None, seqs: int = 1) -> Demand:
     return Demand(seqs=seqs, prompt_tokens=prompt, total_tokens=prompt if total is None else total)
 
@@ -48,8 +54,8 @@ def test_the_knee_is_a_curve_over_prompt_length(prompt: int, knee: int) -> None:
 def test_exactly_the_knee_fits(knee: int) -> None:
     capacity = Capacity(context_tokens=100_000, knee=(KneeStep(None, knee),))
 
-    assert admission.refusal(capacity, filled(capacity, 100, knee - 1), demand(100)) is None
-    assert admission.refusal(capacity, filled(capacity, 100, knee), demand(100)) is Exclusion.AT_KNEE
+    assert refusal(capacity, filled(capacity, 100, knee - 1), demand(100)) is None
+    assert refusal(capacity, filled(capacity, 100, knee), demand(100)) is Exclusion.AT_KNEE
 
 
 @pytest.mark.parametrize(
@@ -83,22 +89,13 @@ def test_exactly_the_knee_fits(knee: int) -> None:
     ],
 )
 def test_refusal(load: Load, wanted: Demand, reason: Exclusion | None) -> None:
-    assert admission.refusal(CAPACITY, load, wanted) is reason
+    assert refusal(CAPACITY, load, wanted) is reason
 
 
 def test_where_kv_is_not_counted_the_engine_judges() -> None:
     assert admission.claim(UNCOUNTED, demand(30_000)).kv_blocks == 0
     assert admission.blocks_planned(UNCOUNTED) is None
-    assert admission.refusal(UNCOUNTED, Load(seqs=63, share=63 * 15_625), demand(30_000)) is None
-
-
-@pytest.mark.parametrize(
-    ("seqs", "residence_s", "ahead", "seconds"),
-    [(64, 6.4, 0, 0.1), (64, 6.4, 9, 1.0), (0, 5.0, 0, 5.0)],
-    ids=["next", "tenth", "nothing-known"],
-)
-def test_retry_after_is_littles_law(seqs: int, residence_s: float, ahead: int, seconds: float) -> None:
-    assert admission.retry_after_s(Load(seqs=seqs), residence_s, ahead) == pytest.approx(seconds)
+    assert refusal(UNCOUNTED, Load(seqs=63, share=63 * 15_625), demand(30_000)) is None
 
 
 # ------------------------------------------------------------------ gates

@@ -1,6 +1,5 @@
 """The routes about the server, and how answers behave over time."""
 
-import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -8,32 +7,13 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from support.engine_wire import WEATHER, post
 
 from gateway.simulator import Simulator, SimulatorOptions, running, simulator
 
 Chat = Callable[..., dict[str, Any]]
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
 Events = Callable[[str], list[Any]]
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-IMAGE = [{"type": "text", "text": "what is it"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
-
-
-def masked(body: str) -> str:
-    """Return a body without what differs from answer to answer."""
-    body = re.sub(r'"id":"(chatcmpl|cmpl|modelperm)-[0-9a-f]{16}"', r'"id":"\1-ID"', body)
-    body = re.sub(r'"(chatcmpl-tool)-[0-9a-f]{16}"', r'"\1-ID"', body)
-    body = re.sub(r'"created":\d{10}', '"created":0', body)
-    return re.sub(r'"vllm-0.32.0-[0-9a-f]{8}"', '"FP"', body)
-
-
-async def post(client: httpx.AsyncClient, body: object, path: str = "/v1/chat/completions") -> httpx.Response:
-    return await client.post(path, json=body)
 
 
 # ------------------------------------------------------------------ about the server

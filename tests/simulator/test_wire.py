@@ -1,35 +1,15 @@
 """Answers on the wire: bodies and events. Samples are vLLM 0.32's, shortened."""
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
+from support.engine_wire import masked, post
 
 Chat = Callable[..., dict[str, Any]]
 Events = Callable[[str], list[Any]]
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-IMAGE = [{"type": "text", "text": "what is it"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
-
-
-def masked(body: str) -> str:
-    """Return a body without what differs from answer to answer."""
-    body = re.sub(r'"id":"(chatcmpl|cmpl|modelperm)-[0-9a-f]{16}"', r'"id":"\1-ID"', body)
-    body = re.sub(r'"(chatcmpl-tool)-[0-9a-f]{16}"', r'"\1-ID"', body)
-    body = re.sub(r'"created":\d{10}', '"created":0', body)
-    return re.sub(r'"vllm-0.32.0-[0-9a-f]{8}"', '"FP"', body)
-
-
-async def post(client: httpx.AsyncClient, body: object, path: str = "/v1/chat/completions") -> httpx.Response:
-    return await client.post(path, json=body)
 
 
 async def test_a_chat_answer_has_vllm_s_members_in_vllm_s_order(
