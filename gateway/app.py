@@ -18,9 +18,18 @@ from anyio.abc import TaskGroup
 from gateway import __version__
 from gateway.clock import SystemClock
 from gateway.core import admission
+from gateway.core.count_check import CountDrift, CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import ConfigError
-from gateway.core.health import BackendStatus, HealthRules, State, hang_after_s, served_name, usable
+from gateway.core.health import (
+    BackendStatus,
+    EngineSample,
+    HealthRules,
+    State,
+    hang_after_s,
+    served_name,
+    usable,
+)
 from gateway.core.values import Load
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.keys import KeyRing
@@ -28,7 +37,7 @@ from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
 from gateway.downstream.routes import Applications, Operators
 from gateway.downstream.wire import WireRules
-from gateway.pipeline import Pipeline
+from gateway.pipeline import BackendWatch, Pipeline, Sight
 from gateway.settings import Settings
 from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.memory import MemoryLedger
@@ -90,16 +99,20 @@ class Gateway:
             tls=tls,
             hang_s={name: _hang_s(settings, name) for name in backends},
             on_change=self._backend_changed,
+            on_sample=self._backend_sampled,
         )
         self.upstream = HttpxUpstream(backends.values(), secrets=secrets, tls=tls)
         self.estimator = open_estimator(settings.vocab)
         _say_how_it_counts(self.estimator)
-        drift, line = DriftTracker(), WaitingLine()
+        drift, line, self.counts = DriftTracker(), WaitingLine(), CountTracker()
+        watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
         self.metrics = Metrics(
             backends=lambda: self.policy.backends,
             loads=self.ledger.loads,
             statuses=self.fleet.statuses,
             drifts=drift.drifts,
+            count_drifts=self.counts.drifts,
+            sights=watch.sights,
             waiting=line.waiting,
         )
         self.metrics.config_info.labels(self.policy.version).set(1)
@@ -112,6 +125,8 @@ class Gateway:
             upstream=self.upstream,
             prefixes=MemoryPrefixIndex(),
             drift=drift,
+            counts=self.counts,
+            watch=watch,
             line=line,
             recorder=recorder,
             clock=self.clock,
@@ -142,6 +157,17 @@ class Gateway:
         if new.state is not old.state and new.state in _LOST:
             self.pipeline.abandon(backend_id, new.reason)
 
+    def _backend_sampled(self, backend_id: str, engine: EngineSample) -> None:
+        if isinstance(self.ledger, FallbackLedger) and self.ledger.mode is Mode.ALONE:
+            self.counts.forget(backend_id)  # what the other gateways have there is not known
+            return
+        capacity = self.policy.backends[backend_id].capacity
+        before, after = self.counts.observe(backend_id, engine, self.ledger.load(backend_id), capacity)
+        if after.cause is not before.cause:
+            logs.count_drifted(after)
+        if after.kv_blocks < before.kv_blocks:
+            self.pipeline.room.look()
+
     def readiness(self) -> Mapping[str, bool]:
         """Return what must hold for `/readyz`, each by its name."""
         statuses = self.fleet.statuses()
@@ -162,7 +188,7 @@ class Gateway:
 
     def backends_view(self) -> Mapping[str, Any]:
         """Return every backend as an operator wants to see it."""
-        now = self.clock.now()
+        now, sights = self.clock.now(), self.pipeline.watch.sights()
         pools = {
             name: [pool.id for pool in self.policy.pools.values() if name in pool.backends]
             for name in self.policy.backends
@@ -179,6 +205,8 @@ class Gateway:
                 "kv_blocks": load.kv_blocks,
                 "kv_blocks_planned": admission.blocks_planned(backend.capacity),
                 "context_tokens": backend.capacity.context_tokens,
+                "count_drift": _count_view(self.counts.drift(name)),
+                **_sight_view(sights.get(name)),
                 **_status_view(status, now),
             }
             for name, backend in self.policy.backends.items()
@@ -203,6 +231,7 @@ class Gateway:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.fleet.run)
             tasks.start_soon(self.pipeline.room.run)
+            tasks.start_soon(self.pipeline.watch.run)
             if isinstance(self.ledger, FallbackLedger):
                 tasks.start_soon(self.ledger.run)
             for listener in self._listeners:
@@ -335,6 +364,44 @@ def _backend_keys(settings: Settings, environ: Mapping[str, str]) -> Mapping[str
             raise ConfigError(f"backend {name}: its API key has a character that no header can carry")
         keys[name] = key
     return keys
+
+
+def _count_view(drift: CountDrift) -> Mapping[str, Any]:
+    return {
+        "seqs": drift.seqs,
+        "lasting_seqs": drift.lasting_seqs,
+        "kv_blocks_taken": drift.kv_blocks,
+        "cause": drift.cause.sentence(),
+    }
+
+
+def _sight_view(sight: Sight | None) -> Mapping[str, Any]:
+    if sight is None:
+        return {"tpot": None, "knee_estimate": []}
+    control, target_s = sight.control, sight.tpot_target_s
+    return {
+        "tpot": None
+        if target_s is None
+        else {
+            "target_ms": round(1000 * target_s, 1),
+            "measured_ms": None if control.tpot_s is None else round(1000 * control.tpot_s, 1),
+            "knee_share": round(sight.share, 4),
+            "move": control.move.value,
+        },
+        "knee_estimate": [
+            {
+                "prompt_tokens_max": step.prompt_tokens_max,
+                "configured_seqs": step.seqs,
+                "seqs": None if found.seqs is None else round(found.seqs, 1),
+                "confidence": found.confidence.value,
+                "doubt": found.doubt.value,
+                "limited_by": found.limited_by.value,
+                "decoding_seqs": round(found.decoding_seqs, 1),
+                "decoding_seqs_max": round(found.decoding_seqs_max, 1),
+            }
+            for step, found in sight.knees.items()
+        ],
+    }
 
 
 def _status_view(status: BackendStatus, now: float) -> Mapping[str, Any]:

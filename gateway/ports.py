@@ -112,6 +112,9 @@ class Ledger(Protocol):
     def load(self, backend_id: str) -> Load:
         """Return what is in flight on a backend: a snapshot, possibly stale by the time it is read."""
 
+    def others(self, backend_id: str) -> Load:
+        """Return the part of `load` that other gateway processes hold, as last heard."""
+
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """Take a place if the backend then holds no more than `limits`; else say which counter is full.
 

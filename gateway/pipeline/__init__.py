@@ -6,5 +6,6 @@ Only this package knows the order of the steps. It sees ports and pure functions
 from gateway.pipeline.attempt import CallerStalled
 from gateway.pipeline.passage import LEFT_STATUS
 from gateway.pipeline.pipeline import Pipeline
+from gateway.pipeline.watch import BackendWatch, Sight
 
-__all__ = ["LEFT_STATUS", "CallerStalled", "Pipeline"]
+__all__ = ["LEFT_STATUS", "BackendWatch", "CallerStalled", "Pipeline", "Sight"]

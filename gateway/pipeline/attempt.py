@@ -92,10 +92,12 @@ class Attempt:
         served_model: str,
         clock: Clock,
         on_answer: Callable[[], Awaitable[None]],
+        on_chunk: Callable[[], None],
     ) -> None:
         """Prepare a try of `passage` on `backend`, which serves the model as `served_model`.
 
-        `on_answer` is awaited when the first token has come, before it is passed on.
+        `on_answer` is awaited when the first token has come, before it is passed on; `on_chunk` is called
+        for every read of a stream after that.
         """
         self._passage = passage
         self._candidate = candidate
@@ -105,6 +107,7 @@ class Attempt:
         self._names = ModelNames(served_model, passage.incoming.request.model)
         self._clock = clock
         self._on_answer = on_answer
+        self._on_chunk = on_chunk
         self._scope = anyio.CancelScope()
         self._first_byte_at: float | None = None
         self._outcome: Outcome | None = None
@@ -242,6 +245,8 @@ class Attempt:
                     continue
                 ready = b"".join(held)
                 await self._answer(SSE_HEADERS)
+            else:
+                self._on_chunk()
             if ready:
                 await self._send(ready)
             if reader.fault is not None:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import anyio
 
 from gateway.core import deciding, retry, selection
+from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
     AtCapacity,
@@ -39,6 +40,7 @@ from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s
 from gateway.pipeline.attempt import CALLER_STALL_S, Attempt, CallerStalled
 from gateway.pipeline.passage import Passage
 from gateway.pipeline.waiting_room import WaitingRoom
+from gateway.pipeline.watch import BackendWatch
 from gateway.ports import (
     Clock,
     Downstream,
@@ -60,7 +62,12 @@ _NOBODY_WAITS: Mapping[str, int] = MappingProxyType({})
 
 
 class Pipeline:
-    """Runs requests. One per process; what it holds of a request ends with that request."""
+    """Runs requests. One per process; what it holds of a request ends with that request.
+
+    Attributes:
+        room: Where requests wait. Its `run` must run as long as requests do.
+        watch: What is seen of the backends; likewise.
+    """
 
     def __init__(
         self,
@@ -72,6 +79,8 @@ class Pipeline:
         upstream: Upstream,
         prefixes: PrefixIndex,
         drift: DriftTracker,
+        counts: CountTracker,
+        watch: BackendWatch,
         line: WaitingLine,
         recorder: Recorder,
         clock: Clock,
@@ -84,11 +93,14 @@ class Pipeline:
         self._upstream = upstream
         self._prefixes = prefixes
         self._drift = drift
+        self._counts = counts
         self._recorder = recorder
         self._clock = clock
         self._running: dict[str, set[Attempt]] = {}
         self._backends: dict[str, Backend] = {}  # of every policy a request has come in under
+        self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
+        watch.on_more(self.room.look)
 
     async def run(self, incoming: Incoming, downstream: Downstream) -> None:
         """Serve one request, to its end.
@@ -134,7 +146,7 @@ class Pipeline:
                 raise failure from None
             passage.admitted_at = passage.admitted_at or self._clock.now()
             try:
-                await self._try(passage, candidate, slot)
+                await self._try(passage, ticket, candidate, slot)
             except UpstreamError as error:
                 if passage.status:
                     await self._break(passage, error)
@@ -195,6 +207,8 @@ class Pipeline:
                 load=self._ledger.load(name),
                 status=statuses.get(name, _UNKNOWN),
                 prefix_share=held.get(name, 0.0),
+                share_max=self.watch.share_max(name),
+                kv_taken=self._counts.drift(name).kv_blocks,
                 long_waiting=long_waiting.get(name, 0),
             )
             for name, backend in backends.items()
@@ -232,16 +246,21 @@ class Pipeline:
 
     # -------------------------------------------------------------- relay, account
 
-    async def _try(self, passage: Passage, candidate: Candidate, slot: Slot) -> None:
+    async def _try(self, passage: Passage, ticket: Ticket, candidate: Candidate, slot: Slot) -> None:
         backend = passage.policy.backends[candidate.backend]
         status = self._fleet.statuses().get(backend.id, _UNKNOWN)
         served = served_name(backend.model, status) or passage.incoming.request.model
 
+        request = passage.incoming.request
+        is_visible = request.stream and request.seqs == 1
+        watch = self.watch.opened(backend, slot, ticket.demand, is_visible=is_visible)
+
         async def on_answer() -> None:
+            watch.answered()
             self._report(passage)
             await self._ledger.answered(slot)
 
-        attempt = Attempt(passage, candidate, backend, served, self._clock, on_answer)
+        attempt = Attempt(passage, candidate, backend, served, self._clock, on_answer, watch.chunk)
         running = self._running.setdefault(backend.id, set())
         running.add(attempt)
         try:
@@ -249,6 +268,7 @@ class Pipeline:
         finally:
             running.discard(attempt)
             record = passage.attempts[-1]
+            watch.ended(passage.usage if record.outcome is Outcome.OK else None)
             self._recorder.attempt(record)
             if record.outcome in _REFUSALS:
                 passage.unreported.append(record)

@@ -138,6 +138,7 @@ class Settings:
             Timeouts(**(self.document.timeouts.model_dump() | own)),
             _gates(section.gates, is_chat=name in _chat_pools(self.document)),
             Spill(**section.spill.model_dump()),
+            None if section.tpot_target_ms is None else section.tpot_target_ms / 1000,
         )
 
     def _backend(self, name: str, section: BackendSection) -> Backend:

@@ -58,7 +58,13 @@ class FallbackLedger:
     def load(self, backend_id: str) -> Load:
         """See `ports.Ledger.load`. Alone, as if every replica held as much as this one."""
         load = self._shared.load(backend_id)
-        return load if self.mode is Mode.SHARED else self._extrapolated(backend_id)
+        return load if self.mode is Mode.SHARED else self._extrapolated(backend_id, self.replicas)
+
+    def others(self, backend_id: str) -> Load:
+        """See `ports.Ledger.others`. Alone, as for `load`."""
+        if self.mode is Mode.SHARED:
+            return self._shared.others(backend_id)
+        return self._extrapolated(backend_id, self.replicas - 1)
 
     def loads(self) -> Mapping[str, Load]:
         """Return what is in flight on every backend that was ever asked about."""
@@ -141,9 +147,9 @@ class FallbackLedger:
         self.changes[mode] += 1
         self._on_change(mode)
 
-    def _extrapolated(self, backend_id: str) -> Load:
+    def _extrapolated(self, backend_id: str, processes: int) -> Load:
         own = self._shared.held().get(backend_id, Load())
-        return Load(**{name: getattr(own, name) * self.replicas for name in COUNTERS})
+        return Load(**{name: getattr(own, name) * processes for name in COUNTERS})
 
 
 def divided(limits: Load, claim: Load, replicas: int) -> Load:

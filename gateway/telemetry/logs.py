@@ -8,6 +8,7 @@ import logging
 import sys
 from typing import Any, TextIO
 
+from gateway.core.count_check import Cause, CountDrift
 from gateway.core.health import BackendStatus
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 
@@ -87,6 +88,26 @@ def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> 
     level = logging.INFO if new.state.value in ("up", "probation") else logging.WARNING
     fleet_log.log(
         level, "%s: %s -> %s (%s)", backend_id, old.state, new.state, new.reason, extra={"fields": fields}
+    )
+
+
+def count_drifted(drift: CountDrift) -> None:
+    """Write a line when an engine's count has begun, or ceased, to differ from the gateway's."""
+    fields = {
+        "event": "count_drift",
+        "backend": drift.backend,
+        "seqs": drift.lasting_seqs,
+        "cause": drift.cause.value,
+        "reason": drift.cause.sentence(),
+    }
+    level = logging.INFO if drift.cause is Cause.NONE else logging.WARNING
+    fleet_log.log(
+        level,
+        "%s: the engine has %+d sequences against the gateway's count (%s)",
+        drift.backend,
+        drift.lasting_seqs,
+        drift.cause.sentence(),
+        extra={"fields": fields},
     )
 
 

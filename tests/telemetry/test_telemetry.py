@@ -65,7 +65,8 @@ ATTEMPT = AttemptRecord("light-0", "light", "short_chat", Outcome.FAILED, "statu
 
 
 def metrics(**fields: object) -> Metrics:
-    sources = {"backends": lambda: BACKENDS, "loads": dict, "statuses": dict, "drifts": dict, "waiting": dict}
+    nothing = ("loads", "statuses", "drifts", "count_drifts", "sights", "waiting")
+    sources = {"backends": lambda: BACKENDS, **dict.fromkeys(nothing, dict)}
     return Metrics(**{**sources, **fields})  # type: ignore[arg-type]
 
 
