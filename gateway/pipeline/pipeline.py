@@ -7,9 +7,11 @@ It is cancelled as a whole when the caller leaves, and then everything is given 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import anyio
+from anyio.abc import TaskGroup
 
 from gateway.core import deciding, retry, selection
 from gateway.core.count_check import CountTracker
@@ -37,7 +39,9 @@ from gateway.core.values import (
     Policy,
 )
 from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s
-from gateway.pipeline.attempt import CALLER_STALL_S, Attempt, CallerStalled
+from gateway.pipeline import caller
+from gateway.pipeline.attempt import Attempt
+from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive
 from gateway.pipeline.passage import Passage
 from gateway.pipeline.waiting_room import WaitingRoom
 from gateway.pipeline.watch import BackendWatch
@@ -134,6 +138,48 @@ class Pipeline:
 
     async def _serve(self, passage: Passage) -> None:
         ticket = await self._decide(passage)
+        silent_s = ticket.traffic_class.waiting.keep_alive_after_s
+        if silent_s is None or not passage.incoming.request.stream:
+            await self._place(passage, ticket)
+        else:
+            await self._place_with_comments(passage, ticket, ticket.arrived_at + silent_s)
+
+    async def _place_with_comments(self, passage: Passage, ticket: Ticket, since: float) -> None:
+        """Do as `_place`, with comments to the caller from `since` (monotonic seconds) to the first token.
+
+        Once they have begun, a failure is an event: the status is spent.
+        """
+        comments = passage.keep_alive = KeepAlive(
+            partial(passage.open, 200, SSE_HEADERS), passage.downstream.send
+        )
+        failure: Exception | None = None
+
+        async def comment(tasks: TaskGroup) -> None:
+            nonlocal failure
+            try:
+                await comments.run(since - self._clock.now())
+            except CallerStalled as error:
+                failure = error
+                tasks.cancel_scope.cancel()
+            except OSError:
+                pass  # the caller is gone: whoever listens for that ends the request
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(comment, tasks)
+            try:
+                await self._place(passage, ticket)
+            except (GatewayError, CallerStalled, OSError) as error:
+                failure = error
+            await comments.stop()
+            tasks.cancel_scope.cancel()
+        if isinstance(failure, GatewayError) and passage.status:
+            passage.ending, passage.error_code = Ending.of(failure), failure.code
+            await self._end_with(passage, failure, failure.code)
+        elif failure is not None:
+            raise failure
+
+    async def _place(self, passage: Passage, ticket: Ticket) -> None:
+        """Find it a place and relay the answer, on another backend as long as none has answered."""
         failure: UpstreamError | None = None
         while True:
             self._check_fit(passage, ticket)
@@ -148,8 +194,9 @@ class Pipeline:
             try:
                 await self._try(passage, ticket, candidate, slot)
             except UpstreamError as error:
-                if passage.status:
-                    await self._break(passage, error)
+                if passage.is_answered:
+                    passage.ending, passage.error_code = Ending.BROKEN, StreamBroken.code
+                    await self._end_with(passage, error, StreamBroken.code)
                     return
                 failure = error
                 if not retry.may_retry(passage.policy.retry, len(passage.attempts), passage.crashes):
@@ -298,12 +345,11 @@ class Pipeline:
         self._estimator.observe(request.prompt, decision.estimate, actual)
         self._drift.observe(candidate.backend, request.prompt, model.template, decision.estimate, actual)
 
-    async def _break(self, passage: Passage, error: UpstreamError) -> None:
-        """End a stream that failed after its first byte, in the way that every SDK raises on."""
-        passage.ending, passage.error_code = Ending.BROKEN, StreamBroken.code
-        envelope = {"message": error.message, "type": error.type, "param": None, "code": StreamBroken.code}
+    async def _end_with(self, passage: Passage, error: GatewayError, code: str) -> None:
+        """End a stream that failed after its headers, in the way that every SDK raises on."""
+        envelope = {"message": error.message, "type": error.type, "param": error.param, "code": code}
         event = b"data: " + json.dumps({"error": envelope}).encode() + b"\n\n"
-        with anyio.move_on_after(CALLER_STALL_S) as patience:
+        with anyio.move_on_after(caller.CALLER_STALL_S) as patience:
             await passage.downstream.send(event + DONE)
         if patience.cancelled_caught:
             raise CallerStalled

@@ -400,6 +400,31 @@ async def test_a_backend_that_restarts_comes_back(fleet: Site) -> None:
     assert all(answer.choices for answer in answers)
 
 
+async def test_a_stream_that_waits_for_long_gets_comments_where_policy_says_so(tmp_path: Path) -> None:
+    models = {
+        "gemma-4": {
+            "classes": [{"class": "chat", "pools": ["light"], "waiting": {"keep_alive_after_s": 0.1}}]
+        }
+    }
+    slow = simulated({"light-0": "h100-tp1-light"}, speed=2.0)
+    async with site(tmp_path, fleet=slow, **(ONE_POOL | {"models": models})) as running:
+        fields: Any = {"model": "gemma-4", "messages": LONG, "max_tokens": 5, "stream": True}
+        async with (
+            running.http() as client,
+            client.stream("POST", "/v1/chat/completions", json=fields) as answer,
+        ):
+            assert answer.status_code == 200
+            assert answer.headers["x-gateway-class"] == "chat"
+            assert "x-gateway-backend" not in answer.headers  # nobody has answered yet
+            body = b"".join([part async for part in answer.aiter_bytes()])
+        chunks = [chunk async for chunk in await running.openai().chat.completions.create(**fields)]
+
+        assert body.startswith(b": keep-alive\n\ndata: {")
+        assert body.endswith(b"data: [DONE]\n\n")
+        assert chunks[-1].choices[0].finish_reason == "length"
+        await running.eventually(running.idle)
+
+
 # ---------------------------------------------------------------- operators
 
 

@@ -341,7 +341,7 @@ async def test_a_stream_that_stands_still_is_broken_off(world: World, limits: di
 async def test_a_caller_that_does_not_read_is_not_the_backends_fault(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.pipeline.attempt.CALLER_STALL_S", 0.05)
+    monkeypatch.setattr("gateway.pipeline.caller.CALLER_STALL_S", 0.05)
     impatient(world, idle_s=0.01)
     world.answers(light_0=Script([ROLE + HELLO, STOP + DONE]))
     caller = Caller(stalls=True)
