@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from gateway.core.errors import GatewayError
 from gateway.core.health import BackendStatus, Outcome
 from gateway.core.jobs import (
     Chunk,
@@ -198,6 +199,9 @@ class Downstream(Protocol):
     async def send(self, data: bytes) -> None:
         """Send body bytes; waits while the caller is slow to read."""
 
+    async def fail(self, error: GatewayError, code: str) -> None:
+        """End a stream that has started with an error, under `code`; nothing is sent after it."""
+
 
 class Fleet(Protocol):
     """What is known of the backends' health, and who is told how attempts went."""
@@ -261,9 +265,9 @@ class JobStore(Protocol):
     async def claim(self, worker: str, lanes: Collection[str] | None, attempts_max: int) -> Job | None:
         """Take the next job of these lanes (None: of any), or None where nothing is to be done.
 
-        A job whose worker has not been heard of for `LOST_S` is taken over; one that has been claimed
-        `attempts_max` times is made FAILED (`job_poisoned`) instead, and one that is worthless by now FAILED
-        (`job_expired`).
+        A job whose worker has not been heard of for a while is taken over, which counts as a failure. One
+        that has failed `attempts_max` times is made FAILED (`job_poisoned`) instead, and one that is worthless
+        by now FAILED (`job_expired`).
         """
 
     async def beat(self, worker: str, claims: Collection[tuple[str, int]]) -> Collection[str]:
@@ -277,8 +281,13 @@ class JobStore(Protocol):
     ) -> bool:
         """Make a job final. False: this attempt no longer has it, and nothing changed."""
 
-    async def give_back(self, job_id: str, attempt: int, *, after_s: float = 0.0) -> bool:
-        """Queue a job again, at the front, not before `after_s`. False: this attempt no longer has it."""
+    async def give_back(
+        self, job_id: str, attempt: int, *, after_s: float = 0.0, failed: bool = False
+    ) -> bool:
+        """Queue a job again, at the front, not before `after_s`; `failed`: count it as a failure of the job.
+
+        False: this attempt no longer has it.
+        """
 
     async def waiting(self, wait_s: float) -> None:
         """Return when there may be something to claim, or when a claimed job was cancelled; at the latest

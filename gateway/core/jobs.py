@@ -91,7 +91,8 @@ class Job:
     Attributes:
         new: What was handed over.
         status: Where it stands.
-        attempt: How often it has been claimed.
+        attempt: How often it has been claimed: the number that its worker's writes must name.
+        failures: How many of those ended by themselves: the worker died, or the backend with it.
         created_at: When it was accepted; `started_at`: when last claimed; `ended_at`: when it became final.
             Epoch seconds of the store's clock.
         retry_at: It is not claimed before this.
@@ -104,6 +105,7 @@ class Job:
     new: NewJob
     status: JobStatus
     attempt: int = 0
+    failures: int = 0
     created_at: float = 0.0
     started_at: float | None = None
     ended_at: float | None = None
