@@ -266,8 +266,8 @@ class JobStore(Protocol):
         """Take the next job of these lanes (None: of any), or None where nothing is to be done.
 
         A job whose worker has not been heard of for a while is taken over, which counts as a failure. One
-        that has failed `attempts_max` times is made FAILED (`job_poisoned`) instead, and one that is worthless
-        by now FAILED (`job_expired`).
+        that has failed `attempts_max` times is made FAILED (`job_poisoned`) instead, and one that is by now
+        worthless FAILED (`job_expired`).
         """
 
     async def beat(self, worker: str, claims: Collection[tuple[str, int]]) -> Collection[str]:
