@@ -273,8 +273,11 @@ class JobStore(Protocol):
     async def beat(self, worker: str, claims: Collection[tuple[str, int]]) -> Collection[str]:
         """Say that `worker` still has these (job id, attempt). Returns the ids of those it has lost."""
 
-    async def append(self, job_id: str, attempt: int, data: bytes, *, restarts: bool = False) -> bool:
-        """Add a chunk to an answer. False: this attempt no longer has the job."""
+    async def append(self, job_id: str, attempt: int, chunk: Chunk) -> bool:
+        """Add a chunk to an answer; one whose number is there already changes nothing.
+
+        False: this attempt no longer has the job.
+        """
 
     async def finish(
         self, job_id: str, attempt: int, status: JobStatus, error: JobError | None = None
