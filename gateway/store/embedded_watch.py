@@ -16,7 +16,7 @@ STOP_S = 3.0
 
 
 def main(command: list[str]) -> int:
-    """Run the command, passing on what it says. Returns its exit status."""
+    """Run the command, passing on what it says. Returns its exit status, 128 + N after signal N."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -26,7 +26,8 @@ def main(command: list[str]) -> int:
     for line in process.stdout:
         with suppress(OSError):  # nobody listens any more; but a full pipe would stop the command
             os.write(1, line)
-    return process.wait()
+    status = process.wait()
+    return status if status >= 0 else 128 - status
 
 
 def _end_with_input(process: "subprocess.Popen[bytes]") -> None:
