@@ -178,21 +178,27 @@ async def test_both_serve_and_share_one_limit(gateway: Gateway) -> None:
                 counts = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", text, re.M)
                 peak = max(peak, int(sum(map(float, counts))))
 
-    async def call(number: int) -> None:
-        async with gateway.client_of(number % WORKERS) as client:
-            for _ in range(3):
-                await client.chat.completions.create(model="gemma-4", messages=CHAT, max_tokens=60)
+    async def call(client: openai.AsyncOpenAI) -> None:
+        await client.chat.completions.create(
+            model="gemma-4", messages=CHAT, max_tokens=600, extra_body={"ignore_eos": True}
+        )
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(watch)
-        async with anyio.create_task_group() as calls:
-            for number in range(8):
-                calls.start_soon(call, number)
-        done.set()
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(gateway.client_of(number % WORKERS)) for number in range(8)
+        ]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            async with anyio.create_task_group() as calls:
+                for client in clients:
+                    calls.start_soon(call, client)
+            done.set()
 
     assert peak == KNEE
     for number in range(WORKERS):
-        assert len(await gateway.requests(number)) >= 12
+        # Those that wait do so with their own worker, until a place comes free through either.
+        records = (await gateway.requests(number)).values()
+        assert sum(one["admitted_at"] - one["estimated_at"] > 0.2 for one in records) >= 2
         assert re.search(rf'"worker": {number}, "event": "request"', gateway.process.output)
     assert gateway.process.output.count(" serves http") == 1
 
@@ -230,6 +236,19 @@ async def test_a_worker_that_is_killed_is_replaced_and_gives_back_what_it_held(g
     async with gateway.client_of(1):
         pass
     assert await gateway.process.end(signal.SIGTERM) == 0
+
+
+@fast
+async def test_a_connection_that_waits_to_be_accepted_outlives_every_worker(gateway: Gateway) -> None:
+    pids = [gateway.pid(number) for number in range(WORKERS)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    async with await anyio.connect_tcp("127.0.0.1", int(gateway.url.rpartition(":")[2])) as connection:
+        await connection.send(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        with anyio.fail_after(30):
+            assert (await connection.receive()).startswith(b"HTTP/1.1 200")
 
 
 def to_the_parent(pid: int) -> None:
@@ -318,12 +337,12 @@ async def test_what_no_worker_can_use_is_said_once(tmp_path: Path) -> None:
 
 
 async def test_what_one_worker_cannot_use_ends_all(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.2", 0)) as taken:  # where nobody else is likely to be, one port below
         port = taken.getsockname()[1]
-        config = configured(tmp_path, "http://127.0.0.1:9", admin=f"127.0.0.1:{port - 1}")
+        config = configured(tmp_path, "http://127.0.0.1:9", admin=f"127.0.0.2:{port - 1}")
         async with running(*serve(config)) as process:
             assert await process.end() == 2
             await process.wait_for("<ended>")
 
-    assert process.output.count(f"error: cannot listen on 127.0.0.1:{port}") == 1
+    assert process.output.count(f"error: cannot listen on 127.0.0.2:{port}") == 1
     assert process.output.count("error: ") == 1
