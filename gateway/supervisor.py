@@ -162,7 +162,7 @@ class Crew:
         self._accepting: dict[int, str | None] = {}
         self._stops = 0
         self._stopping = anyio.Event()
-        self._errors: dict[str, None] = {}  # in order, each once
+        self._failure: str | None = None
 
     async def run(self, order: Order) -> None:
         """Return when all workers have ended after `stop`; until then, start each again that ends.
@@ -173,8 +173,8 @@ class Crew:
         async with anyio.create_task_group() as tasks:
             for number in range(self._workers):
                 tasks.start_soon(self._keep, replace(order, number=number))
-        if self._errors:
-            raise ConfigError("\n".join(self._errors))
+        if self._failure is not None:
+            raise ConfigError(self._failure)
 
     async def stop(self) -> None:
         """Have every worker drain; the second time, end at once."""
@@ -241,13 +241,13 @@ class Crew:
             self._ready(tuple(url for url in urls if url is not None))
 
     def _give_up(self, error: str) -> None:
-        self._errors.update(dict.fromkeys(error.splitlines()))
+        self._failure = error  # the others would say the same
         self._stopping.set()
         for process in self._processes.values():
             process.kill()  # nothing was announced yet
 
     def _note_end(self, number: int, status: int) -> None:
-        if status:
+        if status and self._failure is None:
             self.ended_well = False
             log.error("worker %d ended (%s) instead of draining", number, _manner(status))
 
