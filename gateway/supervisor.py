@@ -31,7 +31,7 @@ from gateway.store.embedded import temporary_folder, valkey_in
 
 log = logging.getLogger("gateway.supervisor")
 
-USAGE = 2
+FAILURE, USAGE = 1, 2
 GOOD_SPELL_S = 60.0
 """What lives this long after its start ended for a reason of its own, and is started again at once."""
 
@@ -156,6 +156,7 @@ class Crew:
         self.drain_s = drain_s
         self.ended_well = True
         self._workers = workers
+        self._command = _command()
         self._ready = ready
         self._is_ready = False
         self._processes: dict[int, Process] = {}
@@ -188,13 +189,16 @@ class Crew:
         self._stopping.set()
         for number, process in self._processes.items():
             log.error("worker %d does not end: killed", number)
-            process.kill()
+            _kill(process)
 
     async def _keep(self, order: Order) -> None:
         pause_s = 0.0
         while not self._stopping.is_set():
             started_at = anyio.current_time()
-            status, error = await self._live(order)
+            try:
+                status, error = await self._live(order)
+            except OSError as failure:  # no memory for it, or no process to spare
+                status, error = FAILURE, f"it cannot be started: {failure}"
             if self._stopping.is_set():
                 self._note_end(order.number, status)
             elif status == USAGE and error is not None and not self._is_ready:
@@ -210,7 +214,7 @@ class Crew:
         """Run one worker to its end. Returns its exit status, and what was wrong with its configuration."""
         error = None
         async with await anyio.open_process(
-            [sys.executable, *_import_flags(), "-m", "gateway.worker", str(order.number)],
+            [*self._command, str(order.number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None,
@@ -244,7 +248,7 @@ class Crew:
         self._failure = error  # the others would say the same
         self._stopping.set()
         for process in self._processes.values():
-            process.kill()  # nothing was announced yet
+            _kill(process)  # nothing was announced yet
 
     def _note_end(self, number: int, status: int) -> None:
         if status and self._failure is None:
@@ -281,7 +285,7 @@ async def _keep_store(*, task_status: TaskStatus[str]) -> None:
                     else:
                         log.warning("the embedded store runs again")
                     reason = f"ended (status {await valkey.ended()})"
-            except ConfigError as error:
+            except (ConfigError, OSError) as error:
                 if is_first:
                     raise ConfigError(f"{error}; or name a `store:` in the configuration") from error
                 reason = str(error)
@@ -310,12 +314,20 @@ async def _report(process: Process) -> Report | None:
     return Report(**json.loads(line))
 
 
-def _import_flags() -> list[str]:
-    """Have a worker import what this process imported, not what the current folder happens to hold."""
-    return [] if os.getcwd() in sys.path else ["-P"]
+def _kill(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
+
+
+def _command() -> list[str]:
+    """Return how to start a worker that imports what this process did, not what the current folder holds."""
+    flags = [] if os.getcwd() in sys.path else ["-P"]
+    return [sys.executable, *flags, "-m", "gateway.worker"]
 
 
 def _manner(status: int) -> str:
     if status >= 0:
         return f"status {status}"
-    return f"killed by {signal.Signals(-status).name}"
+    with suppress(ValueError):  # not every signal has a name
+        return f"killed by {signal.Signals(-status).name}"
+    return f"killed by signal {-status}"
