@@ -282,7 +282,9 @@ def _ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
     if settings.store is None:
         return MemoryLedger()
     return FallbackLedger(
-        RedisLedger(settings.store.url, prefix=settings.store.prefix), on_change=_store_changed
+        RedisLedger(settings.store.url, prefix=settings.store.prefix),
+        on_change=_store_changed,
+        replicas_min=settings.workers,
     )
 
 

@@ -51,6 +51,7 @@ class Order:
 
     Attributes:
         number: Which one it is, from 0.
+        workers: How many there are.
         config: The configuration file.
         source: What the file said when the parent read it, so that all workers ever started do the same.
         log_level: From which level on to log.
@@ -59,6 +60,7 @@ class Order:
     """
 
     number: int
+    workers: int
     config: str
     source: str
     log_level: str
@@ -119,16 +121,18 @@ async def serve(
             no store for the workers to share.
     """
     settings.require(environ)
-    settings.for_worker(workers - 1, None)
+    settings.for_worker(workers - 1, workers, None)
     failure: ConfigError | None = None
     with anyio.open_signal_receiver(*STOP_SIGNALS) as signals, bind(*settings.listen) as listen:
         listen.listen(BACKLOG)  # from here on connections wait for a worker, whichever lives
-        order = Order(0, str(settings.path), settings.source.decode(), log_level, listen.fileno(), None)
+        order = Order(
+            0, workers, str(settings.path), settings.source.decode(), log_level, listen.fileno(), None
+        )
 
         def announce(admin_urls: tuple[str, ...]) -> None:
             ready(Serving(url_of(listen), workers, admin_urls))
 
-        crew = Crew(workers, settings.shutdown.drain_s, announce)
+        crew = Crew(settings.shutdown.drain_s, announce)
         async with anyio.create_task_group() as tasks:
             try:
                 if settings.store is None:
@@ -151,11 +155,10 @@ class Crew:
         ended_well: Whether each that was told to stop has ended by itself, with status 0.
     """
 
-    def __init__(self, workers: int, drain_s: float, ready: Callable[[tuple[str, ...]], None]) -> None:
-        """Keep that many; call `ready` once, with their URLs for operators, when all accept connections."""
+    def __init__(self, drain_s: float, ready: Callable[[tuple[str, ...]], None]) -> None:
+        """Call `ready` once, with the workers' URLs for operators, when all accept connections."""
         self.drain_s = drain_s
         self.ended_well = True
-        self._workers = workers
         self._command = _command()
         self._ready = ready
         self._is_ready = False
@@ -172,7 +175,7 @@ class Crew:
             ConfigError: one could not use its configuration when they were first started.
         """
         async with anyio.create_task_group() as tasks:
-            for number in range(self._workers):
+            for number in range(order.workers):
                 tasks.start_soon(self._keep, replace(order, number=number))
         if self._failure is not None:
             raise ConfigError(self._failure)
@@ -227,7 +230,7 @@ class Crew:
                 await _tell(process, told)
                 report = await _report(process)
                 if report is not None and report.error is None:
-                    self._accepts(order.number, process.pid, report.admin_url)
+                    self._accepts(order, process.pid, report.admin_url)
                 elif report is not None:
                     error = report.error
                 status = await process.wait()
@@ -236,12 +239,13 @@ class Crew:
                 self._accepting.pop(order.number, None)
         return status, error
 
-    def _accepts(self, number: int, pid: int, admin_url: str | None) -> None:
-        self._accepting[number] = admin_url
-        log.info("worker %d (pid %d) accepts connections, operators: %s", number, pid, admin_url or "off")
-        if not self._is_ready and len(self._accepting) == self._workers:
+    def _accepts(self, order: Order, pid: int, admin_url: str | None) -> None:
+        self._accepting[order.number] = admin_url
+        where = admin_url or "off"
+        log.info("worker %d (pid %d) accepts connections, operators: %s", order.number, pid, where)
+        if not self._is_ready and len(self._accepting) == order.workers:
             self._is_ready = True
-            urls = (self._accepting[number] for number in range(self._workers))
+            urls = (self._accepting[number] for number in range(order.workers))
             self._ready(tuple(url for url in urls if url is not None))
 
     def _give_up(self, error: str) -> None:

@@ -42,7 +42,7 @@ def main() -> int:
     logs.set_up(order.log_level, worker=order.number)
     try:
         loaded = settings.load(order.config, source=order.source.encode())
-        own = loaded.for_worker(order.number, order.store_url)
+        own = loaded.for_worker(order.number, order.workers, order.store_url)
         with socket.socket(fileno=order.listen_fd) as listen:
             process.run(_serve, own, listen, _told(stops), report)
     except ConfigError as error:

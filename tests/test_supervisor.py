@@ -68,8 +68,8 @@ async def test_a_worker_that_ends_is_started_again(
     log.addHandler(ends)
     try:
         with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
-            order = Order(0, "gateway.yaml", "", "info", listen.fileno(), None)
-            crew = Crew(1, 600.0, lambda urls: pytest.fail("nothing accepts connections"))
+            order = Order(0, 1, "gateway.yaml", "", "info", listen.fileno(), None)
+            crew = Crew(600.0, lambda urls: pytest.fail("nothing accepts connections"))
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(crew.run, order)
                 await ends.twice.wait()

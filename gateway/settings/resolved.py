@@ -68,6 +68,7 @@ class Settings:
         tree: Where everything in it stands.
         source: The bytes of the file.
         warnings: What is legal and probably not meant, as `check` says it.
+        workers: Processes on this machine that serve it together.
     """
 
     path: Path
@@ -76,6 +77,7 @@ class Settings:
     tree: Tree = field(repr=False)
     source: bytes = field(repr=False)
     warnings: tuple[Problem, ...] = ()
+    workers: int = 1
 
     # -------------------------------------------------------------- listeners and limits
 
@@ -114,11 +116,12 @@ class Settings:
         """What happens on SIGTERM."""
         return self.document.shutdown
 
-    def for_worker(self, number: int, store_url: str | None) -> "Settings":
+    def for_worker(self, number: int, workers: int, store_url: str | None) -> "Settings":
         """Return the settings of one of several processes: operators find it `number` ports further on.
 
         Args:
             number: Which one, from 0. A port that the system chooses stays one.
+            workers: How many there are.
             store_url: What they share limits through where the file names no store.
 
         Raises:
@@ -135,7 +138,7 @@ class Settings:
                 )
                 raise ConfigError(str(self.problem(("admin",), message)))
             own["admin"] = written(self.admin.host, port)
-        return replace(self, document=self.document.model_copy(update=own))
+        return replace(self, document=self.document.model_copy(update=own), workers=workers)
 
     # -------------------------------------------------------------- policy
 

@@ -128,19 +128,21 @@ def serve(config: Path) -> tuple[str, ...]:
 
 @pytest.fixture
 async def gateway(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Gateway]:
-    """A gateway, in front of a server that is `request.param` times as fast as a real one."""
-    simulate = ("simulate", "--profile", "h100-tp1-light", "--port", "0", "--speed", str(request.param))
+    """A gateway with `sections` of its own; the server behind it is `speed` times as fast as a real one."""
+    speed, sections = request.param
+    simulate = ("simulate", "--profile", "h100-tp1-light", "--port", "0", "--speed", str(speed))
     async with running(*simulate) as simulator:
         backend = (await simulator.wait_for(r"(http://127\.0\.0\.1:\d+)"))[1]
-        config = configured(tmp_path, backend)
+        config = configured(tmp_path, backend, **sections)
         async with running(*serve(config), own_group=True) as process:
             gateway = Gateway(process, config, backend)
             await gateway.serving()
             yield gateway
 
 
-fast = pytest.mark.parametrize("gateway", [20], indirect=True)
-real = pytest.mark.parametrize("gateway", [1], indirect=True)
+FAST = pytest.param((20, {}), id="20x")
+STORELESS = pytest.param((20, {"store": "redis://127.0.0.1:9"}), id="20x, its store was never there")
+REAL = pytest.param((1, {}), id="1x")
 
 
 async def stream(client: openai.AsyncOpenAI, tokens: int) -> AsyncIterator[Any]:
@@ -165,7 +167,7 @@ async def finish(chunks: AsyncIterator[Any]) -> str | None:
     return reason
 
 
-@fast
+@pytest.mark.parametrize("gateway", [FAST, STORELESS], indirect=True)
 async def test_both_serve_and_share_one_limit(gateway: Gateway) -> None:
     peak = 0
     done = anyio.Event()
@@ -203,7 +205,7 @@ async def test_both_serve_and_share_one_limit(gateway: Gateway) -> None:
     assert gateway.process.output.count(" serves http") == 1
 
 
-@real
+@pytest.mark.parametrize("gateway", [REAL], indirect=True)
 async def test_a_worker_that_is_killed_is_replaced_and_gives_back_what_it_held(gateway: Gateway) -> None:
     waited: list[Any] = []
 
@@ -238,7 +240,7 @@ async def test_a_worker_that_is_killed_is_replaced_and_gives_back_what_it_held(g
     assert await gateway.process.end(signal.SIGTERM) == 0
 
 
-@fast
+@pytest.mark.parametrize("gateway", [FAST], indirect=True)
 async def test_a_connection_that_waits_to_be_accepted_outlives_every_worker(gateway: Gateway) -> None:
     pids = [gateway.pid(number) for number in range(WORKERS)]
     for pid in pids:
@@ -268,7 +270,7 @@ def to_everyone(pid: int) -> None:
         os.kill(one, signal.SIGTERM)
 
 
-@real
+@pytest.mark.parametrize("gateway", [REAL], indirect=True)
 @pytest.mark.parametrize("stop", [to_the_parent, to_the_group, to_everyone])
 async def test_a_signal_drains_every_worker(gateway: Gateway, stop: Callable[[int], None]) -> None:
     pid = gateway.process.process.pid
@@ -286,7 +288,7 @@ async def test_a_signal_drains_every_worker(gateway: Gateway, stop: Callable[[in
     await wait_gone(*everything)
 
 
-@real
+@pytest.mark.parametrize("gateway", [REAL], indirect=True)
 async def test_a_second_signal_ends_every_worker_at_once(gateway: Gateway) -> None:
     async with gateway.client_of(0) as one, gateway.client_of(1) as other:
         streams = [await stream(client, 10_000) for client in (one, other)]
@@ -298,7 +300,7 @@ async def test_a_second_signal_ends_every_worker_at_once(gateway: Gateway) -> No
                 await finish(chunks)
 
 
-@real
+@pytest.mark.parametrize("gateway", [REAL], indirect=True)
 async def test_workers_drain_when_their_parent_is_killed_and_nothing_is_left(gateway: Gateway) -> None:
     everything = descendants(gateway.process.process.pid)
     assert len(everything) == WORKERS + 2  # the store, and what watches it
@@ -311,7 +313,7 @@ async def test_workers_drain_when_their_parent_is_killed_and_nothing_is_left(gat
     await wait_gone(*everything)
 
 
-@fast
+@pytest.mark.parametrize("gateway", [FAST], indirect=True)
 async def test_the_embedded_store_comes_back(gateway: Gateway) -> None:
     os.kill(gateway.valkey(), signal.SIGKILL)
 

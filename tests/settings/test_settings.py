@@ -422,7 +422,7 @@ def test_the_summary_says_where_requests_go(loaded: Load) -> None:
 def test_each_worker_has_a_port_for_operators(
     loaded: Load, plain: str, admin: str, number: int, own: Address | None
 ) -> None:
-    settings = loaded(f"admin: {admin}\n{plain}").for_worker(number, None)
+    settings = loaded(f"admin: {admin}\n{plain}").for_worker(number, 4, None)
 
     assert settings.admin == own
     assert settings.store is None
@@ -430,7 +430,7 @@ def test_each_worker_has_a_port_for_operators(
 
 def test_a_worker_without_a_port_for_operators_is_a_configuration_error(loaded: Load, plain: str) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.yaml:1:8: worker 2 would have port 65536"):
-        loaded(f"admin: 127.0.0.1:65534\n{plain}").for_worker(2, None)
+        loaded(f"admin: 127.0.0.1:65534\n{plain}").for_worker(2, 4, None)
 
 
 @pytest.mark.parametrize(
@@ -443,7 +443,7 @@ def test_a_worker_without_a_port_for_operators_is_a_configuration_error(loaded: 
 def test_workers_share_the_store_of_the_file_or_one_of_their_own(
     loaded: Load, plain: str, line: str, url: str, prefix: str
 ) -> None:
-    store = loaded(line + plain).for_worker(0, "unix:///run/own").store
+    store = loaded(line + plain).for_worker(0, 4, "unix:///run/own").store
 
     assert store is not None
     assert (store.url, store.prefix) == (url, prefix)
