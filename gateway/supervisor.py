@@ -121,7 +121,7 @@ async def serve(
             no store for the workers to share.
     """
     settings.require(environ)
-    settings.for_worker(workers - 1, workers, None)
+    settings.for_worker(workers - 1, workers, None)  # the last one has a port for operators as well
     failure: ConfigError | None = None
     with anyio.open_signal_receiver(*STOP_SIGNALS) as signals, bind(*settings.listen) as listen:
         listen.listen(BACKLOG)  # from here on connections wait for a worker, whichever lives
