@@ -282,7 +282,7 @@ async def _keep_store(*, task_status: TaskStatus[str]) -> None:
         while True:
             started_at = anyio.current_time()
             try:
-                async with valkey_in(folder) as valkey:
+                async with valkey_in(folder, is_temporary=True) as valkey:
                     if is_first:
                         task_status.started(valkey.url)
                         is_first = False

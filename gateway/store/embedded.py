@@ -80,7 +80,7 @@ async def embedded_valkey(folder: Path | None = None) -> AsyncIterator[str]:
     """
     if folder is None:
         with temporary_folder() as temporary:
-            async with valkey_in(temporary) as valkey:
+            async with valkey_in(temporary, is_temporary=True) as valkey:
                 yield valkey.url
     else:
         async with valkey_in(folder) as valkey:
@@ -120,8 +120,10 @@ class EmbeddedValkey:
 
 
 @asynccontextmanager
-async def valkey_in(folder: Path) -> AsyncIterator[EmbeddedValkey]:
+async def valkey_in(folder: Path, *, is_temporary: bool = False) -> AsyncIterator[EmbeddedValkey]:
     """Run a server with its socket in `folder` while the block runs. It replaces one that was there before.
+
+    A temporary folder is removed if this process ends and cannot do so itself.
 
     Raises:
         ConfigError: there is no server, its socket's path is too long, or it does not start.
@@ -135,7 +137,10 @@ async def valkey_in(folder: Path) -> AsyncIterator[EmbeddedValkey]:
     # A watcher between the two: it sees its standard input end when this process does, even by SIGKILL.
     # A session of its own keeps the terminal's Ctrl-C from both while requests are still finishing.
     watcher = await anyio.open_process(
-        [sys.executable, "-I", "-S", str(_WATCH), *server_command(binary, folder)],
+        [
+            *(sys.executable, "-I", "-S", str(_WATCH), str(folder) if is_temporary else ""),
+            *server_command(binary, folder),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=None,

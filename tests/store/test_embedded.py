@@ -71,9 +71,11 @@ async def test_it_ends_with_its_parent_however_that_ends(how: signal.Signals) ->
         with anyio.fail_after(WITHIN_S):
             url = (await parent.stdout.receive()).decode().strip()
         pid = await server_pid(url)
+        watcher = parent_of(pid)
         parent.send_signal(how)
         await parent.wait()
-        await wait_gone(pid)
+        await wait_gone(pid, watcher)
+    assert not Path(url.removeprefix("unix://")).parent.exists()
 
 
 async def test_its_end_is_noticed(tmp_path: Path) -> None:
