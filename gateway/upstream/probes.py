@@ -9,7 +9,7 @@ never delays another's verdict and a slow backend is not asked more often than i
 
 Every probe opens a connection of its own: that a new one can be opened is what the next request
 needs to know, and a kept one would be closed by the engine at its own moment. What a probe meets
-becomes an event for the state machine in core/health.py. An exception that is none of the
+becomes an event for the state machine in core/health. An exception that is none of the
 expected ones ends `run`, and with it the process: a fleet that is no longer watched must not go on
 looking healthy.
 """
