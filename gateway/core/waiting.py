@@ -36,6 +36,7 @@ from math import exp
 from typing import Any, TypeVar
 
 from gateway.core import admission, selection
+from gateway.core.facts import Flow, StartedTokens, summed
 from gateway.core.selection import BackendView
 from gateway.core.values import Candidate, Demand, Exclusion, Load, Policy, TrafficClass, WhenLate
 
@@ -419,6 +420,8 @@ class WaitingLine:
         self._running: dict[str, tuple[_Lane, float]] = {}
         self._expiries: list[tuple[float, int, _Entry]] = []
         self._long_waiting: dict[str, int] = {}
+        self._long_elsewhere: Mapping[str, int] = {}
+        self._tokens_started = StartedTokens()
         self._gone_until: dict[str, float] = {}  # backends whose place was gone when it was to be taken
         self._numbers = 0
 
@@ -432,8 +435,16 @@ class WaitingLine:
         return {name: len(lane.entries) for name, lane in self._lanes.items()}
 
     def long_waiting(self) -> Mapping[str, int]:
-        """Return how many requests with long prompts wait, per backend of their first choice."""
+        """Return how many requests with long prompts wait, here or elsewhere, per backend of first choice."""
+        return summed((self._long_waiting, self._long_elsewhere))
+
+    def long_waiting_here(self) -> Mapping[str, int]:
+        """Return how many of them wait in this line."""
         return dict(self._long_waiting)
+
+    def tokens_started(self, now: float) -> Mapping[Flow, int]:
+        """Return the tokens of what was started from this line, per flow; see `StartedTokens`."""
+        return self._tokens_started.totals(now)
 
     def drain_per_s(self, model: str, traffic_class: str, now: float) -> float | None:
         """Return how many requests of a class get a place per second, or None while that is unknown."""
@@ -492,8 +503,10 @@ class WaitingLine:
     def started(self, ticket_id: str, now: float) -> None:
         """Note that an offered request has taken its place."""
         entry, _ = self._offered.pop(ticket_id)
-        lane = self._lane(entry.ticket)
+        ticket = entry.ticket
+        lane = self._lane(ticket)
         lane.drain.note_started(now)
+        self._tokens_started.add((ticket.model, ticket.traffic_class.name, ticket.key), entry.cost, now)
         self._running[ticket_id] = (lane, now)
 
     def missed(self, ticket_id: str, backends: Sequence[str], now: float) -> None:
@@ -517,6 +530,10 @@ class WaitingLine:
     def charge(self, model: str, traffic_class: str, key: str | None, tokens: int) -> None:
         """Count tokens that another process started for a key, so that keys are treated alike there too."""
         self._lanes.setdefault((model, traffic_class), _Lane()).charge(key, max(1, tokens))
+
+    def note_long_waiting(self, elsewhere: Mapping[str, int]) -> None:
+        """Note how many requests with long prompts wait in other lines, per backend of first choice."""
+        self._long_elsewhere = dict(elsewhere)
 
     # ------------------------------------------------------------ the turn
 
@@ -629,12 +646,13 @@ class WaitingLine:
             first = offer.candidates[0]
             extra[first.backend] = extra.get(first.backend, Load()) + first.claim
         full = dict(views)
-        for name in {*extra, *self._long_waiting} & views.keys():
+        long_waiting = self.long_waiting()
+        for name in {*extra, *long_waiting} & views.keys():
             view = views[name]
             full[name] = replace(
                 view,
                 load=view.load + extra.get(name, Load()),
-                long_waiting=view.long_waiting + self._long_waiting.get(name, 0),
+                long_waiting=view.long_waiting + long_waiting.get(name, 0),
             )
         return full
 

@@ -273,6 +273,25 @@ def test_what_other_processes_started_for_a_key_counts_too() -> None:
     assert site.served(["a", "b"], 0.2) == ["b", "a"]
 
 
+def test_what_was_started_here_is_told_and_what_others_started_is_not() -> None:
+    site = Site()
+    site.enter("one", key="a")
+    site.enter("other", key="b")
+    site.line.charge("gemma", "chat", "c", 10_000)
+    site.start(1.0)
+
+    assert site.line.tokens_started(1.0) == {("gemma", "chat", "a"): 200}
+
+
+def test_an_offer_that_was_missed_was_no_start() -> None:
+    site = Site()
+    site.enter("one", key="a")
+    (offer,) = site.line.turn(0.0, site.views()).offers
+    site.line.missed(offer.ticket.id, ["light"], 0.0)
+
+    assert site.line.tokens_started(0.0) == {}
+
+
 # ------------------------------------------------------------------ who blocks whom
 
 
@@ -354,6 +373,21 @@ def test_a_chat_does_not_spill_while_a_document_waits_there() -> None:
     assert site.line.long_waiting() == {}
     assert site.start(0.2) == ["chat"]
     assert site.taken["chat"][0] == "push"
+
+
+def test_a_chat_does_not_spill_while_a_document_waits_there_at_another_gateway() -> None:
+    site = Site()
+    site.enter("running", traffic_class=CHAT)
+    site.start()
+    site.line.note_long_waiting({"push": 2, "of another fleet": 1})
+    site.enter("chat", 0.1, traffic_class=CHAT)
+    assert site.line.long_waiting()["push"] == 2
+    assert site.line.long_waiting_here() == {}
+    assert site.start(0.1) == []
+
+    site.line.note_long_waiting({})
+
+    assert site.start(0.2) == ["chat"]
 
 
 def test_a_spill_holds_nothing_of_the_other_pool() -> None:

@@ -15,6 +15,9 @@ Three kinds of evidence come in. *Probes* say whether the server answers; *sampl
 own metrics say whether it makes progress and whether it is still the same process; *attempts* say
 how real requests fared. No one of them is enough: a hung engine and a draining one both answer
 `/health` with 200, and a caller's bad request fails on a healthy backend.
+
+Gateways that share a store tell each other what only their own requests could show (`Verdict`,
+`Elsewhere`), so that a backend that fails through one of them is out at all of them.
 """
 
 from gateway.core.health.transitions import advance
@@ -22,9 +25,11 @@ from gateway.core.health.vocabulary import (
     PROBATION_SEQS,
     Attempt,
     BackendStatus,
+    Elsewhere,
     EngineSample,
     Event,
     HealthRules,
+    Heard,
     ModelsFailed,
     Outcome,
     ProbeFailed,
@@ -33,11 +38,13 @@ from gateway.core.health.vocabulary import (
     Sample,
     SampleFailed,
     State,
+    Verdict,
     accepts,
     hang_after_s,
     preference,
     served_name,
     usable,
+    verdict,
 )
 
 __all__ = [
@@ -56,9 +63,13 @@ __all__ = [
     "Sample",
     "SampleFailed",
     "Attempt",
+    "Verdict",
+    "Heard",
+    "Elsewhere",
     "advance",
     "usable",
     "accepts",
     "preference",
     "served_name",
+    "verdict",
 ]

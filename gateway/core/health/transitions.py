@@ -7,9 +7,11 @@ from gateway.core.health.vocabulary import (
     GONE,
     Attempt,
     BackendStatus,
+    Elsewhere,
     EngineSample,
     Event,
     HealthRules,
+    Heard,
     ModelsFailed,
     Outcome,
     ProbeFailed,
@@ -18,7 +20,18 @@ from gateway.core.health.vocabulary import (
     Sample,
     SampleFailed,
     State,
+    Verdict,
 )
+
+HEARD_MAX = 256
+"""Gateways whose last verdict on a backend is remembered. One that starts anew has a new name."""
+
+_TELLING = frozenset({Outcome.FAILED, Outcome.TIMEOUT})
+"""Faults that are news to other gateways. Their probes find out by themselves what cannot be reached; and a
+refused key or model name may be the doing of this gateway's own configuration."""
+
+_GOING_OR_GONE = frozenset({State.BOOTING, State.DOWN, State.DRAINING})
+"""States that no word of its stopping changes: the report of a stream that was cut comes after its end."""
 
 
 def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules) -> BackendStatus:
@@ -39,9 +52,11 @@ def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules)
         case Attempt(Outcome.DRAINING, detail):
             return _attempt_drained(status, detail, now)
         case Attempt(outcome, detail) if outcome.is_fault:
-            return _attempt_failed(
-                status, f"{outcome.value}: {detail}" if detail else outcome.value, now, rules
-            )
+            return _attempt_failed(status, outcome, detail, now, rules)
+        case Heard(gateway, verdict):
+            return _heard(status, gateway, verdict, now, rules)
+        case Elsewhere(served, failed):
+            return _elsewhere(status, served, failed, now, rules)
     return status  # REJECTED, CANCELLED, BUSY: nothing to hold against it
 
 
@@ -49,7 +64,7 @@ def _enter(status: BackendStatus, state: State, now: float, reason: str) -> Back
     """Return the status in `state`; `since` restarts only when that is another state than before."""
     if state is status.state:
         return replace(status, reason=reason)
-    return replace(status, state=state, since=now, reason=reason, successes=0)
+    return replace(status, state=state, since=now, reason=reason, successes=0, is_own_verdict=False)
 
 
 def _on_probation(status: BackendStatus, now: float, reason: str) -> BackendStatus:
@@ -80,7 +95,7 @@ def _models_failed(
 ) -> BackendStatus:
     status = _with_model_error(status, f"cannot tell what it serves: {event.detail}")
     if event.key_refused:  # every request would be refused too
-        return _attempt_failed(status, f"{Outcome.MISCONFIGURED.value}: {event.detail}", now, rules)
+        return _attempt_failed(status, Outcome.MISCONFIGURED, event.detail, now, rules)
     return status
 
 
@@ -210,31 +225,54 @@ def _after_progress(
 
 
 def _attempt_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendStatus:
-    # One success forgives one failure, so that a busy backend is not thrown out for a few in a
-    # thousand, and one that fails every other request still is.
-    status = replace(status, recent_failures=status.recent_failures[1:])
+    status = _forgiven(replace(status, served=status.served + 1), 1)
     if status.state is State.UNKNOWN:
         return _enter(replace(status, was_up=True), State.UP, now, "served a request")
+    return _succeeded(status, 1, now, rules)
+
+
+def _forgiven(status: BackendStatus, served: int) -> BackendStatus:
+    # One success forgives one failure, so that a busy backend is not thrown out for a few in a
+    # thousand, and one that fails every other request still is.
+    return replace(status, recent_failures=status.recent_failures[served:])
+
+
+def _succeeded(status: BackendStatus, served: int, now: float, rules: HealthRules) -> BackendStatus:
     if status.state is not State.PROBATION:
         return status
-    done = status.successes + 1
+    done = status.successes + served
     if done >= rules.probation_successes:
         return _enter(status, State.UP, now, f"served {done} requests in probation")
     return replace(status, successes=done)
 
 
-def _attempt_failed(status: BackendStatus, detail: str, now: float, rules: HealthRules) -> BackendStatus:
+def _attempt_failed(
+    status: BackendStatus, outcome: Outcome, detail: str, now: float, rules: HealthRules
+) -> BackendStatus:
+    detail = f"{outcome.value}: {detail}" if detail else outcome.value
     status = replace(status, last_error=detail)
-    if status.state is State.PROBATION:
-        return _ejected(status, f"failed in probation: {detail}", now, rules)
-    if status.state not in (State.UP, State.UNKNOWN):
+    if status.state not in (State.UP, State.UNKNOWN, State.PROBATION):
         return status  # it is out already; what was in flight does not make it worse
+    is_telling = outcome in _TELLING
+    status = replace(status, failed=status.failed + is_telling)
+    if status.state is State.PROBATION:
+        out = _ejected(status, f"failed in probation: {detail}", now, rules)
+    else:
+        status = _with_failures(status, 1, now, rules)
+        failures = len(status.recent_failures)
+        if failures < rules.failures_max:
+            return status
+        out = _ejected(status, f"{failures} requests failed, the last with {detail}", now, rules)
+    return _own_verdict(out) if is_telling else out
+
+
+def _with_failures(status: BackendStatus, failed: int, now: float, rules: HealthRules) -> BackendStatus:
     kept = (at for at in status.recent_failures if now - at < rules.failure_window_s)
-    failures = (*kept, now)
-    status = replace(status, recent_failures=failures)
-    if len(failures) < rules.failures_max:
-        return status
-    return _ejected(status, f"{len(failures)} requests failed, the last with {detail}", now, rules)
+    return replace(status, recent_failures=(*kept, *(now for _ in range(failed))))
+
+
+def _own_verdict(status: BackendStatus) -> BackendStatus:
+    return replace(status, verdicts=status.verdicts + 1, is_own_verdict=True)
 
 
 def _ejected(status: BackendStatus, reason: str, now: float, rules: HealthRules) -> BackendStatus:
@@ -246,11 +284,58 @@ def _ejected(status: BackendStatus, reason: str, now: float, rules: HealthRules)
 
 
 def _attempt_drained(status: BackendStatus, detail: str, now: float) -> BackendStatus:
-    if status.state in (State.BOOTING, State.DOWN, State.DRAINING):
-        return status  # the report of a stream that was cut comes after the process is gone
-    return _enter(
-        status,
-        State.DRAINING,
-        now,
-        f"the engine is stopping: {detail}" if detail else "the engine is stopping",
-    )
+    if status.state in _GOING_OR_GONE:
+        return status
+    reason = f"the engine is stopping: {detail}" if detail else "the engine is stopping"
+    return _own_verdict(_enter(status, State.DRAINING, now, reason))
+
+
+# ---- other gateways
+
+
+def _heard(
+    status: BackendStatus, gateway: str, verdict: Verdict, now: float, rules: HealthRules
+) -> BackendStatus:
+    """Return the status after a verdict of another gateway, which counts once, however often it is told."""
+    heard = dict(status.heard)
+    if verdict.number <= heard.pop(gateway, 0):
+        return status
+    known = (*heard.items(), (gateway, verdict.number))[-HEARD_MAX:]
+    status = replace(status, heard=known)
+    if verdict.left_s <= 0:
+        return status
+    reason = f"seen by {gateway}: {verdict.reason}"
+    if verdict.state is State.DRAINING and status.state not in _GOING_OR_GONE:
+        since = now - max(0.0, rules.drain_s - verdict.left_s)
+        return replace(_enter(status, State.DRAINING, now, reason), since=since)
+    if verdict.state is not State.EJECTED:
+        return status
+    until = now + min(verdict.left_s, rules.penalty_max_s)
+    ejections = max(status.ejections, verdict.ejections)
+    if status.state is State.EJECTED:
+        return replace(status, ejections=ejections, ejected_until=max(status.ejected_until, until))
+    if status.state not in (State.UP, State.UNKNOWN, State.PROBATION):
+        return status
+    status = replace(status, ejections=ejections, ejected_until=until, recent_failures=(), last_error=reason)
+    return _enter(status, State.EJECTED, now, reason)
+
+
+def _elsewhere(
+    status: BackendStatus, served: int, failed: int, now: float, rules: HealthRules
+) -> BackendStatus:
+    """Return the status after requests of other gateways, whose order is not known.
+
+    In probation only success counts: the gateway whose request failed has ejected it, and says so.
+    """
+    if status.state is State.PROBATION:
+        return _succeeded(status, served, now, rules) if served and not failed else status
+    if status.state not in (State.UP, State.UNKNOWN):
+        return status
+    if failed <= served:
+        return _forgiven(status, served - failed)
+    status = _with_failures(status, min(failed - served, rules.failures_max), now, rules)
+    failures = len(status.recent_failures)
+    if failures < rules.failures_max:
+        return status
+    why = f"{failures} requests failed, some of them through other gateways"
+    return _own_verdict(_ejected(status, why, now, rules))

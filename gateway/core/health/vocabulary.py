@@ -103,6 +103,11 @@ class BackendStatus:
         ejected_until: Monotonic seconds at which its penalty ends.
         successes: Requests that succeeded in this probation.
         progress_at: Monotonic seconds at which its engine last moved, or was idle; None before any sample.
+        served, failed: Requests of this process that spoke for or against it, since the gateway started. What
+            every gateway can see by itself, or is its own configuration's doing, is not among them.
+        verdicts: Times this process's own requests took it out; see `Verdict`.
+        is_own_verdict: Whether that is why it is in its present state.
+        heard: Per gateway, the number of the last verdict that was heard from it.
     """
 
     state: State = State.UNKNOWN
@@ -124,6 +129,11 @@ class BackendStatus:
     ejected_until: float = 0.0
     successes: int = 0
     progress_at: float | None = None
+    served: int = 0
+    failed: int = 0
+    verdicts: int = 0
+    is_own_verdict: bool = False
+    heard: tuple[tuple[str, int], ...] = ()
 
 
 PROBATION_SEQS = 2
@@ -188,6 +198,29 @@ def hang_after_s(perf: PerfModel, batched_tokens: int, context_tokens: int, floo
     return max(floor_s, 2 * step)
 
 
+# ------------------------------------------------------------------ what gateways tell each other
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one gateway's requests showed it of a backend, and no other gateway's probes can see.
+
+    Attributes:
+        number: Which of this gateway's verdicts on this backend it is, from 1. With the gateway's name it
+            says which verdict this is, however often it is repeated.
+        state: EJECTED or DRAINING.
+        reason: Why, in a few words for an operator.
+        left_s: For how many more seconds it holds.
+        ejections: As in `BackendStatus`, so that the next penalty is as long everywhere.
+    """
+
+    number: int
+    state: State
+    reason: str
+    left_s: float
+    ejections: int = 0
+
+
 # ------------------------------------------------------------------ events
 
 
@@ -238,7 +271,23 @@ class Attempt:
     detail: str = ""
 
 
-Event = ProbeOk | ProbeFailed | ModelsFailed | Sample | SampleFailed | Attempt
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Another gateway tells its verdict. It is repeated for as long as it holds."""
+
+    gateway: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """So many requests to it through other gateways ended since this was last told."""
+
+    served: int
+    failed: int
+
+
+Event = ProbeOk | ProbeFailed | ModelsFailed | Sample | SampleFailed | Attempt | Heard | Elsewhere
 
 
 # ------------------------------------------------------------------ questions
@@ -263,6 +312,16 @@ def preference(status: BackendStatus) -> int:
     `accepts` bounds what it can spoil.
     """
     return 1 if status.state is State.UNKNOWN else 0
+
+
+def verdict(status: BackendStatus, now: float, rules: HealthRules) -> Verdict | None:
+    """Return what to tell other gateways, or None. What was heard from one of them is not passed on."""
+    if not status.is_own_verdict:
+        return None
+    until = status.ejected_until if status.state is State.EJECTED else status.since + rules.drain_s
+    if until <= now:
+        return None
+    return Verdict(status.verdicts, status.state, status.reason, until - now, status.ejections)
 
 
 def served_name(configured: str | None, status: BackendStatus) -> str | None:
