@@ -32,8 +32,10 @@ from gateway import __version__
 from gateway.core.health import (
     Attempt,
     BackendStatus,
+    Elsewhere,
     Event,
     HealthRules,
+    Heard,
     ModelsFailed,
     Outcome,
     ProbeFailed,
@@ -41,8 +43,10 @@ from gateway.core.health import (
     ProbeOk,
     Sample,
     SampleFailed,
+    Verdict,
     advance,
     usable,
+    verdict,
 )
 from gateway.core.values import Backend
 from gateway.ports import Clock
@@ -59,7 +63,7 @@ Listener = Callable[[str, BackendStatus, BackendStatus], None]
 
 
 class Prober:
-    """`ports.Fleet`, fed by probes while `run` runs and by `report` at any time."""
+    """`ports.Fleet` and `ports.SharedHealth`, fed by probes while `run` runs and by reports at any time."""
 
     def __init__(
         self,
@@ -110,6 +114,17 @@ class Prober:
     def report(self, backend_id: str, outcome: Outcome, detail: str) -> None:
         """See `ports.Fleet.report`."""
         self._observe(backend_id, Attempt(outcome, detail))
+
+    def verdicts(self) -> Mapping[str, Verdict]:
+        """See `ports.SharedHealth.verdicts`."""
+        now = self._clock.now()
+        told = {name: verdict(status, now, self._rules[name]) for name, status in self._statuses.items()}
+        return {name: one for name, one in told.items() if one is not None}
+
+    def hear(self, backend_id: str, told: Heard | Elsewhere) -> None:
+        """See `ports.SharedHealth.hear`."""
+        if backend_id in self._statuses:
+            self._observe(backend_id, told)
 
     async def wait_for(self, predicate: Callable[[Mapping[str, BackendStatus]], bool]) -> None:
         """Return as soon as `predicate(statuses())` holds. It is asked again after every event."""
