@@ -28,7 +28,7 @@ from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
 from gateway.downstream.routes import Applications, Operators
 from gateway.downstream.wire import WireRules
-from gateway.pipeline import Pipeline
+from gateway.pipeline import Peers, Pipeline
 from gateway.settings import Settings
 from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.memory import MemoryLedger
@@ -78,6 +78,7 @@ class Gateway:
         self.clock = SystemClock()
         self.policy = settings.policy()
         self.ledger = _ledger(settings)
+        self._store = self.ledger if isinstance(self.ledger, FallbackLedger) else None
         self.journal = Journal()
         backends = self.policy.backends
         secrets = _backend_keys(settings, environ)
@@ -101,6 +102,8 @@ class Gateway:
             statuses=self.fleet.statuses,
             drifts=drift.drifts,
             waiting=line.waiting,
+            replicas=lambda: self._store.replicas if self._store else 1,
+            store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
         )
         self.metrics.config_info.labels(self.policy.version).set(1)
         recorder = Recorders((self.metrics, self.journal, RequestLog()))
@@ -116,10 +119,22 @@ class Gateway:
             recorder=recorder,
             clock=self.clock,
         )
+        digests = settings.key_digests(environ) or {}
+        self.peers = Peers(
+            fleet=self.fleet,
+            estimator=self.estimator,
+            line=line,
+            policy=lambda: self.policy,
+            keys=digests,
+            clock=self.clock,
+            on_waiting=self.pipeline.room.look,
+        )
+        if self._store is not None:
+            self._store.exchange.join(self.peers.facts, self.peers.hear)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
-            keys=KeyRing(settings.key_digests(environ) or {}),
+            keys=KeyRing(digests),
             rules=wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             readiness=self.readiness,
@@ -131,6 +146,7 @@ class Gateway:
                 "backends": self.backends_view,
                 "requests": self.journal.recent,
                 "policy": self.policy_view,
+                "replicas": self.replicas_view,
             },
             metrics=self.metrics.exposition,
         )
@@ -141,6 +157,8 @@ class Gateway:
         self.pipeline.room.look()
         if new.state is not old.state and new.state in _LOST:
             self.pipeline.abandon(backend_id, new.reason)
+        if new.verdicts > old.verdicts and self._store is not None:
+            self._store.exchange.publish_now()
 
     def readiness(self) -> Mapping[str, bool]:
         """Return what must hold for `/readyz`, each by its name."""
@@ -159,6 +177,21 @@ class Gateway:
     def policy_view(self) -> Mapping[str, Any]:
         """Return the policy in force, for operators."""
         return asdict(self.policy) | {"version": self.policy.version, "gateway": __version__}
+
+    def replicas_view(self) -> Mapping[str, Any]:
+        """Return which gateway processes share the store, and what they tell each other, for operators."""
+        if self._store is None:
+            return {"owner": None, "mode": None, "replicas": 1, "others": {}}
+        told = self.peers.view()
+        return {
+            "owner": self._store.owner,
+            "mode": self._store.mode,
+            "replicas": self._store.replicas,
+            "others": {
+                owner: {"age_s": round(age_s, 1), **told.get(owner, {})}
+                for owner, age_s in self._store.exchange.ages(anyio.current_time()).items()
+            },
+        }
 
     def backends_view(self) -> Mapping[str, Any]:
         """Return every backend as an operator wants to see it."""
@@ -203,8 +236,8 @@ class Gateway:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.fleet.run)
             tasks.start_soon(self.pipeline.room.run)
-            if isinstance(self.ledger, FallbackLedger):
-                tasks.start_soon(self.ledger.run)
+            if self._store is not None:
+                tasks.start_soon(self._store.run)
             for listener in self._listeners:
                 tasks.start_soon(listener.run_until_stopped)
                 await listener.wait_started()
@@ -222,8 +255,8 @@ class Gateway:
                 await listener.wait_ended()
         tasks.cancel_scope.cancel()
         await self.upstream.aclose()
-        if isinstance(self.ledger, FallbackLedger):
-            await self.ledger.aclose()
+        if self._store is not None:
+            await self._store.aclose()
         self.estimator.close()
 
 

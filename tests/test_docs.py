@@ -61,7 +61,9 @@ def test_documented_statuses_are_those_of_the_code() -> None:
 
 
 def test_every_metric_is_documented_with_its_labels_and_no_other() -> None:
-    metrics = Metrics(backends=dict, loads=dict, statuses=dict, drifts=dict, waiting=dict)
+    metrics = Metrics(
+        backends=dict, loads=dict, statuses=dict, drifts=dict, waiting=dict, replicas=int, store_modes=dict
+    )
     exposed = set()
     for family in metrics.registry.collect():
         exposed.add(f"{family.name}_total" if family.type == "counter" else family.name)

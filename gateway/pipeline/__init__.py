@@ -5,6 +5,7 @@ Only this package knows the order of the steps. It sees ports and pure functions
 
 from gateway.pipeline.attempt import CallerStalled
 from gateway.pipeline.passage import LEFT_STATUS
+from gateway.pipeline.peers import Peers
 from gateway.pipeline.pipeline import Pipeline
 
-__all__ = ["LEFT_STATUS", "CallerStalled", "Pipeline"]
+__all__ = ["LEFT_STATUS", "CallerStalled", "Peers", "Pipeline"]

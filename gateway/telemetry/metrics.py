@@ -38,8 +38,13 @@ class Metrics:
         statuses: Callable[[], Mapping[str, BackendStatus]],
         drifts: Callable[[], Mapping[str, Drift]],
         waiting: Callable[[], Mapping[tuple[str, str], int]],
+        replicas: Callable[[], int],
+        store_modes: Callable[[], Mapping[str, bool]],
     ) -> None:
-        """Read gauges from these at scrape time: per backend id; `waiting` per (model, class)."""
+        """Read gauges from these at scrape time: per backend id; `waiting` per (model, class).
+
+        `store_modes` says of each way of counting slots whether it is in force; of none without a store.
+        """
         self.registry = CollectorRegistry(auto_describe=True)
         registry = self.registry
         self.requests = Counter(
@@ -134,6 +139,7 @@ class Metrics:
             "gateway_config_info", "1 for the configuration in force.", ("version",), registry=registry
         )
         registry.register(_Fleet(backends, loads, statuses, drifts, waiting))
+        registry.register(_Store(replicas, store_modes))
 
     def attempt(self, record: AttemptRecord) -> None:
         """See `ports.Recorder.attempt`."""
@@ -247,3 +253,21 @@ class _Fleet(Collector):
         yield from gauges.values()
         yield states
         yield waiting
+
+
+class _Store(Collector):
+    """Gauges of what gateway processes share."""
+
+    def __init__(self, replicas: Callable[[], int], store_modes: Callable[[], Mapping[str, bool]]) -> None:
+        self._replicas, self._store_modes = replicas, store_modes
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "gateway_replicas", "Gateway processes that share the store.", value=self._replicas()
+        )
+        modes = GaugeMetricFamily(
+            "gateway_store_mode", "1 for how slots are counted: shared, or alone.", labels=["mode"]
+        )
+        for mode, is_in_force in self._store_modes().items():
+            modes.add_metric([mode], float(is_in_force))
+        yield modes
