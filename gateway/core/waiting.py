@@ -338,19 +338,22 @@ class _Lane:
 
     # ------------------------------------------------------------ fairness
 
-    def charge(self, key: str | None, cost: float) -> None:
-        """Count a start (or, negative, one that did not happen) to a key."""
+    def charge(self, key: str | None, cost: float) -> float:
+        """Count a start (or, negative, one that did not happen) to a key. Return its tag before that."""
         flow = self._flows.get(key)
         if flow is None:
             begin = max(self._virtual, self._finish.get(key, 0.0))
             self._remember(key, begin + cost)
-        else:
-            begin = flow.tag
-            _discard(self._order, (flow.tag, flow.number, key))
-            flow.tag += cost
-            insort(self._order, (flow.tag, flow.number, key))
-        if cost > 0:
-            self._virtual = max(self._virtual, begin)
+            return begin
+        begin = flow.tag
+        _discard(self._order, (flow.tag, flow.number, key))
+        flow.tag += cost
+        insort(self._order, (flow.tag, flow.number, key))
+        return begin
+
+    def advance(self, tag: float) -> None:
+        """Note that what had this tag has started: who comes now begins there."""
+        self._virtual = max(self._virtual, tag)
 
     def _remember(self, key: str | None, tag: float) -> None:
         # A tag at or below the virtual time says nothing: a newcomer begins there.
@@ -416,7 +419,7 @@ class WaitingLine:
         """Start empty."""
         self._lanes: dict[tuple[str, str], _Lane] = {}
         self._waiting: dict[str, _Entry] = {}
-        self._offered: dict[str, tuple[_Entry, Offer]] = {}
+        self._offered: dict[str, tuple[_Entry, Offer, float]] = {}  # and the tag of its key before
         self._running: dict[str, tuple[_Lane, float]] = {}
         self._expiries: list[tuple[float, int, _Entry]] = []
         self._long_waiting: dict[str, int] = {}
@@ -502,10 +505,11 @@ class WaitingLine:
 
     def started(self, ticket_id: str, now: float) -> None:
         """Note that an offered request has taken its place."""
-        entry, _ = self._offered.pop(ticket_id)
+        entry, _, tag = self._offered.pop(ticket_id)
         ticket = entry.ticket
         lane = self._lane(ticket)
         lane.drain.note_started(now)
+        lane.advance(tag)
         self._tokens_started.add((ticket.model, ticket.traffic_class.name, ticket.key), entry.cost, now)
         self._running[ticket_id] = (lane, now)
 
@@ -529,7 +533,8 @@ class WaitingLine:
 
     def charge(self, model: str, traffic_class: str, key: str | None, tokens: int) -> None:
         """Count tokens that another process started for a key, so that keys are treated alike there too."""
-        self._lanes.setdefault((model, traffic_class), _Lane()).charge(key, max(1, tokens))
+        lane = self._lanes.setdefault((model, traffic_class), _Lane())
+        lane.advance(lane.charge(key, max(1, tokens)))
 
     def note_long_waiting(self, elsewhere: Mapping[str, int]) -> None:
         """Note how many requests with long prompts wait in other lines, per backend of first choice."""
@@ -601,8 +606,8 @@ class WaitingLine:
     def _offer(self, offer: Offer) -> None:
         entry = self._waiting[offer.ticket.id]
         self._remove(entry)
-        self._offered[offer.ticket.id] = (entry, offer)
-        self._lane(entry.ticket).charge(entry.ticket.key, entry.cost)
+        tag = self._lane(entry.ticket).charge(entry.ticket.key, entry.cost)
+        self._offered[offer.ticket.id] = (entry, offer, tag)
 
     def _uncharge(self, entry: _Entry) -> None:
         self._lane(entry.ticket).charge(entry.ticket.key, -entry.cost)
@@ -642,7 +647,7 @@ class WaitingLine:
     def _with_offers(self, views: Mapping[str, BackendView]) -> dict[str, BackendView]:
         """Return the views with what was offered and not answered yet, and the long prompts that wait."""
         extra: dict[str, Load] = {}
-        for _, offer in self._offered.values():
+        for _, offer, _ in self._offered.values():
             first = offer.candidates[0]
             extra[first.backend] = extra.get(first.backend, Load()) + first.claim
         full = dict(views)

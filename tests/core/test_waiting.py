@@ -273,6 +273,17 @@ def test_what_other_processes_started_for_a_key_counts_too() -> None:
     assert site.served(["a", "b"], 0.2) == ["b", "a"]
 
 
+def test_an_offer_that_was_missed_does_not_make_who_comes_next_wait_longer() -> None:
+    site = Site()
+    site.line.charge("gemma", "chat", "a", 10_000)
+    site.enter("a", 0.0, key="a")
+    site.turn(0.0)
+    site.line.missed("a", ["light"], 0.0)
+    site.enter("b", 0.1, key="b")
+
+    assert site.served(["a", "b"], 0.2) == ["b", "a"]
+
+
 def test_what_was_started_here_is_told_and_what_others_started_is_not() -> None:
     site = Site()
     site.enter("one", key="a")
