@@ -66,8 +66,7 @@ class Peers:
         for gateway, told in facts.items():
             old = before.get(gateway)
             self._hear_of_backends(gateway, told, old)
-            if told is not old:
-                self._charge(told, old)
+            self._charge(told, old)
         self._estimator.note_learned(pooled(told.learned for told in facts.values()))
         self._note_long_waiting(summed(told.long_waiting for told in facts.values()))
 

@@ -25,8 +25,10 @@ end
 if OWN_FACTS ~= '' then
     redis.call('HSET', FACTS, OWNER, OWN_FACTS)
 end
-for _, key in ipairs(KEYS) do
-    redis.call('PEXPIREAT', key, now + 2 * TTL + 1)
+if TTL > 0 then -- whoever leaves must not end what the others keep there
+    for _, key in ipairs(KEYS) do
+        redis.call('PEXPIREAT', key, now + 2 * TTL)
+    end
 end
 if CHANNEL ~= '' then
     redis.call('PUBLISH', CHANNEL, OWNER)

@@ -204,6 +204,10 @@ def test_the_longer_of_two_penalties_counts_and_the_next_one_doubles_it() -> Non
     assert status[-1].ejected_until - 23 == 40.0
 
 
+def test_a_shorter_penalty_elsewhere_shortens_none() -> None:
+    assert play((0, OK), *[(1, FAILED)] * 3, (2, says(left_s=1.0)))[-1].ejected_until == 6.0
+
+
 def test_no_gateway_can_keep_a_backend_out_for_longer_than_the_longest_penalty() -> None:
     assert play((0, OK), (1, says(left_s=1e9)))[-1].ejected_until == 1 + RULES.penalty_max_s
 
