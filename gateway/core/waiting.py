@@ -54,6 +54,10 @@ RETRY_AFTER_MAX_S = 59.0
 STARTS_OVER_S = 5.0
 """Time constant over which starts are counted."""
 
+PUT_BACK_TOKENS = 262_144
+"""How far a key is put back at most for what it started elsewhere: one request of the largest window. What it
+is charged beyond that is forgotten, so that a key whose gateway has gone is not shut out by all others."""
+
 RESIDENCE_WEIGHT = 0.1
 """Weight of the newest request in the mean time that requests stay."""
 
@@ -351,6 +355,17 @@ class _Lane:
         insort(self._order, (flow.tag, flow.number, key))
         return begin
 
+    def charge_elsewhere(self, key: str | None, cost: float) -> None:
+        """Count a start from another line to a key.
+
+        This line has not come that far: whoever waits here is passed by nobody for it, and who comes now
+        begins no later than they do.
+        """
+        flow = self._flows.get(key)
+        begin = max(self._virtual, self._finish.get(key, 0.0)) if flow is None else flow.tag
+        self.charge(key, max(0.0, min(cost, self._virtual + PUT_BACK_TOKENS - begin)))
+        self.advance(min(begin, self._order[0][0]) if self._order else begin)
+
     def advance(self, tag: float) -> None:
         """Note that what had this tag has started: who comes now begins there."""
         self._virtual = max(self._virtual, tag)
@@ -534,7 +549,7 @@ class WaitingLine:
     def charge(self, model: str, traffic_class: str, key: str | None, tokens: int) -> None:
         """Count tokens that another process started for a key, so that keys are treated alike there too."""
         lane = self._lanes.setdefault((model, traffic_class), _Lane())
-        lane.advance(lane.charge(key, max(1, tokens)))
+        lane.charge_elsewhere(key, max(1, tokens))
 
     def note_long_waiting(self, elsewhere: Mapping[str, int]) -> None:
         """Note how many requests with long prompts wait in other lines, per backend of first choice."""

@@ -22,7 +22,7 @@ from gateway.core.values import (
     Waiting,
     WhenLate,
 )
-from gateway.core.waiting import Reason, Refused, Ticket, Turn, WaitingLine
+from gateway.core.waiting import PUT_BACK_TOKENS, Reason, Refused, Ticket, Turn, WaitingLine
 
 UP = BackendStatus(state=State.UP, served_models=("gemma",))
 PLAIN = TrafficClass("chat", ("light",))
@@ -271,6 +271,35 @@ def test_what_other_processes_started_for_a_key_counts_too() -> None:
     site.line.charge("gemma", "chat", "a", 10_000)
 
     assert site.served(["a", "b"], 0.2) == ["b", "a"]
+
+
+def test_what_others_started_for_one_key_gives_those_who_wait_no_lead_over_a_third() -> None:
+    site = Site()
+    site.enter("running", traffic_class=PATIENT)
+    site.start()
+    for number in range(4):
+        site.enter(f"early-{number}", 0.0, traffic_class=PATIENT, key="early")
+    for _ in range(10):
+        site.line.charge("gemma", "chat", "flood", 100_000)
+    for number in range(4):
+        site.enter(f"late-{number}", 0.1, traffic_class=PATIENT, key="late")
+
+    order = site.served(["early-3", "late-3"], 0.2)
+
+    assert [name.split("-")[0] for name in order[:4]].count("late") == 2
+
+
+def test_a_key_is_put_back_by_one_very_large_request_at_most() -> None:
+    site = Site()
+    site.enter("running", traffic_class=PATIENT)
+    site.start()
+    for number in range(20):
+        site.enter(f"b-{number}", 0.0, traffic_class=PATIENT, prompt=50_000, key="b")
+    for _ in range(100):
+        site.line.charge("gemma", "chat", "a", 1_000_000)
+    site.enter("a", 0.1, traffic_class=PATIENT, prompt=50_000, key="a")
+
+    assert site.served(["a"], 0.2).index("a") == 1 + PUT_BACK_TOKENS // 50_100
 
 
 def test_an_offer_that_was_missed_does_not_make_who_comes_next_wait_longer() -> None:
