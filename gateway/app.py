@@ -6,6 +6,7 @@ Nothing else constructs an adapter, and nothing here decides anything.
 import logging
 import os
 import signal
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -18,9 +19,18 @@ from anyio.abc import TaskGroup
 from gateway import __version__
 from gateway.clock import SystemClock
 from gateway.core import admission
+from gateway.core.count_check import CountDrift, CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import ConfigError
-from gateway.core.health import BackendStatus, HealthRules, State, hang_after_s, served_name, usable
+from gateway.core.health import (
+    BackendStatus,
+    EngineSample,
+    HealthRules,
+    State,
+    hang_after_s,
+    served_name,
+    usable,
+)
 from gateway.core.values import Load
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.keys import KeyRing
@@ -28,7 +38,7 @@ from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
 from gateway.downstream.routes import Applications, Operators
 from gateway.downstream.wire import WireRules
-from gateway.pipeline import Peers, Pipeline
+from gateway.pipeline import BackendWatch, Peers, Pipeline, Sight
 from gateway.settings import Settings
 from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.memory import MemoryLedger
@@ -46,6 +56,9 @@ from gateway.upstream.probes import Prober
 log = logging.getLogger("gateway.process")
 
 STOP_S = 5.0
+"""Seconds in which connections close once their requests have ended or were cut."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOST = frozenset({State.HUNG, State.DOWN})
 
 
@@ -91,16 +104,20 @@ class Gateway:
             tls=tls,
             hang_s={name: _hang_s(settings, name) for name in backends},
             on_change=self._backend_changed,
+            on_sample=self._backend_sampled,
         )
         self.upstream = HttpxUpstream(backends.values(), secrets=secrets, tls=tls)
         self.estimator = open_estimator(settings.vocab)
         _say_how_it_counts(self.estimator)
-        drift, line = DriftTracker(), WaitingLine()
+        drift, line, self.counts = DriftTracker(), WaitingLine(), CountTracker()
+        watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
         self.metrics = Metrics(
             backends=lambda: self.policy.backends,
             loads=self.ledger.loads,
             statuses=self.fleet.statuses,
             drifts=drift.drifts,
+            count_drifts=self.counts.drifts,
+            sights=watch.sights,
             waiting=line.waiting,
             replicas=lambda: self._store.replicas if self._store else 1,
             store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
@@ -115,6 +132,8 @@ class Gateway:
             upstream=self.upstream,
             prefixes=MemoryPrefixIndex(),
             drift=drift,
+            counts=self.counts,
+            watch=watch,
             line=line,
             recorder=recorder,
             clock=self.clock,
@@ -160,6 +179,17 @@ class Gateway:
         if new.verdicts > old.verdicts and self._store is not None:
             self._store.exchange.publish_now()
 
+    def _backend_sampled(self, backend_id: str, engine: EngineSample) -> None:
+        if self._store is not None and self._store.mode is Mode.ALONE:
+            self.counts.forget(backend_id)  # what the other gateways have there is not known
+            return
+        capacity = self.policy.backends[backend_id].capacity
+        before, after = self.counts.observe(backend_id, engine, self.ledger.load(backend_id), capacity)
+        if after.cause is not before.cause:
+            logs.count_drifted(after)
+        if after.kv_blocks < before.kv_blocks:
+            self.pipeline.room.look()
+
     def readiness(self) -> Mapping[str, bool]:
         """Return what must hold for `/readyz`, each by its name."""
         statuses = self.fleet.statuses()
@@ -195,7 +225,7 @@ class Gateway:
 
     def backends_view(self) -> Mapping[str, Any]:
         """Return every backend as an operator wants to see it."""
-        now = self.clock.now()
+        now, sights = self.clock.now(), self.pipeline.watch.sights()
         pools = {
             name: [pool.id for pool in self.policy.pools.values() if name in pool.backends]
             for name in self.policy.backends
@@ -212,6 +242,8 @@ class Gateway:
                 "kv_blocks": load.kv_blocks,
                 "kv_blocks_planned": admission.blocks_planned(backend.capacity),
                 "context_tokens": backend.capacity.context_tokens,
+                "count_drift": _count_view(self.counts.drift(name)),
+                **_sight_view(sights.get(name)),
                 **_status_view(status, now),
             }
             for name, backend in self.policy.backends.items()
@@ -220,14 +252,16 @@ class Gateway:
         }
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Running]:
+    async def running(self, listen: socket.socket | None = None) -> AsyncIterator[Running]:
         """Serve on the configured addresses while the block runs.
+
+        Applications connect to `listen`, if given: a socket that this process was started with.
 
         Raises:
             ConfigError: an address cannot be bound.
         """
         applications, operators = self.applications.asgi_app(), self.operators.asgi_app()
-        listen = bind(*self.settings.listen)
+        listen = listen or bind(*self.settings.listen)
         admin = None if self.settings.admin is None else bind(*self.settings.admin)
         self._listeners = [Listener(applications, listen)]
         if admin is not None:
@@ -236,6 +270,7 @@ class Gateway:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.fleet.run)
             tasks.start_soon(self.pipeline.room.run)
+            tasks.start_soon(self.pipeline.watch.run)
             if self._store is not None:
                 tasks.start_soon(self._store.run)
             for listener in self._listeners:
@@ -269,24 +304,39 @@ async def serve(
         ConfigError: it cannot be built from these settings, or an address cannot be bound.
     """
     gateway = Gateway(settings, environ)
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
-        async with gateway.running() as running:
-            ready(running)
-            await anext(signals)
-            in_flight = gateway.applications.in_flight
-            log.info("draining: %d requests in flight; a second signal ends them", in_flight)
-            with anyio.move_on_after(settings.shutdown.drain_s):
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_cancel_on_next, signals, tasks)
-                    await gateway.applications.drain()
-                    tasks.cancel_scope.cancel()
-            if left := gateway.applications.in_flight:
-                log.warning("ending with %d requests in flight", left)
+    with anyio.open_signal_receiver(*STOP_SIGNALS) as signals:
+        await serve_until(signals, gateway, ready=ready)
+
+
+async def serve_until(
+    stops: AsyncIterator[object],
+    gateway: Gateway,
+    *,
+    ready: Callable[[Running], None],
+    listen: socket.socket | None = None,
+) -> None:
+    """Run a gateway until the first of `stops`, then drain it; the second ends it at once.
+
+    Raises:
+        ConfigError: an address cannot be bound.
+    """
+    async with gateway.running(listen) as running:
+        ready(running)
+        await anext(stops)
+        in_flight = gateway.applications.in_flight
+        log.info("draining: %d requests in flight; a second signal ends them", in_flight)
+        with anyio.move_on_after(gateway.settings.shutdown.drain_s):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_cancel_on_next, stops, tasks)
+                await gateway.applications.drain()
+                tasks.cancel_scope.cancel()
+        if left := gateway.applications.in_flight:
+            log.warning("ending with %d requests in flight", left)
     log.info("stopped")
 
 
-async def _cancel_on_next(signals: AsyncIterator[signal.Signals], tasks: TaskGroup) -> None:
-    await anext(signals)
+async def _cancel_on_next(stops: AsyncIterator[object], tasks: TaskGroup) -> None:
+    await anext(stops)
     tasks.cancel_scope.cancel()
 
 
@@ -294,7 +344,9 @@ def _ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
     if settings.store is None:
         return MemoryLedger()
     return FallbackLedger(
-        RedisLedger(settings.store.url, prefix=settings.store.prefix), on_change=_store_changed
+        RedisLedger(settings.store.url, prefix=settings.store.prefix),
+        on_change=_store_changed,
+        replicas_min=settings.workers,
     )
 
 
@@ -368,6 +420,44 @@ def _backend_keys(settings: Settings, environ: Mapping[str, str]) -> Mapping[str
             raise ConfigError(f"backend {name}: its API key has a character that no header can carry")
         keys[name] = key
     return keys
+
+
+def _count_view(drift: CountDrift) -> Mapping[str, Any]:
+    return {
+        "seqs": drift.seqs,
+        "lasting_seqs": drift.lasting_seqs,
+        "kv_blocks_taken": drift.kv_blocks,
+        "cause": drift.cause.sentence(),
+    }
+
+
+def _sight_view(sight: Sight | None) -> Mapping[str, Any]:
+    if sight is None:
+        return {"tpot": None, "knee_estimate": []}
+    control, target_s = sight.control, sight.tpot_target_s
+    return {
+        "tpot": None
+        if target_s is None
+        else {
+            "target_ms": round(1000 * target_s, 1),
+            "measured_ms": None if control.tpot_s is None else round(1000 * control.tpot_s, 1),
+            "knee_share": round(sight.share, 4),
+            "move": control.move.value,
+        },
+        "knee_estimate": [
+            {
+                "prompt_tokens_max": step.prompt_tokens_max,
+                "configured_seqs": step.seqs,
+                "seqs": None if found.seqs is None else round(found.seqs, 1),
+                "confidence": found.confidence.value,
+                "doubt": found.doubt.value,
+                "limited_by": found.limited_by.value,
+                "decoding_seqs": round(found.decoding_seqs, 1),
+                "decoding_seqs_max": round(found.decoding_seqs_max, 1),
+            }
+            for step, found in sight.knees.items()
+        ],
+    }
 
 
 def _status_view(status: BackendStatus, now: float) -> Mapping[str, Any]:

@@ -22,18 +22,34 @@ stores to one table of cases.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gateway.core.values import OPEN, UNLIMITED, Backend, Capacity, Demand, Exclusion, Gates, Load, Spill
+from gateway.core.values import (
+    OPEN,
+    UNLIMITED,
+    Backend,
+    Capacity,
+    Demand,
+    Exclusion,
+    Gates,
+    KneeStep,
+    Load,
+    Spill,
+)
 
 WHOLE = 1_000_000
 """A backend's knee in units of `Load.share`."""
 
 
-def knee_seqs(capacity: Capacity, prompt_tokens: int) -> int:
-    """Return how many sequences with prompts of that length the backend runs before it saturates."""
+def knee_step(capacity: Capacity, prompt_tokens: int) -> KneeStep:
+    """Return the step of the knee curve that holds for prompts of that length."""
     for step in capacity.knee:
         if step.prompt_tokens_max is None or prompt_tokens <= step.prompt_tokens_max:
-            return step.seqs
-    return capacity.knee[-1].seqs
+            return step
+    return capacity.knee[-1]
+
+
+def knee_seqs(capacity: Capacity, prompt_tokens: int) -> int:
+    """Return how many sequences with prompts of that length the backend runs before it saturates."""
+    return knee_step(capacity, prompt_tokens).seqs
 
 
 def prefill_s(backend: Backend, demand: Demand) -> float:
@@ -68,21 +84,26 @@ def claim(capacity: Capacity, demand: Demand, gates: Gates = OPEN, prefill_s: fl
 
 
 def limits(
-    capacity: Capacity, wanted: Load | None = None, gates: Gates = OPEN, share_max: int = WHOLE
+    capacity: Capacity,
+    wanted: Load | None = None,
+    gates: Gates = OPEN,
+    share_max: int = WHOLE,
+    kv_taken: int = 0,
 ) -> Load:
     """Return the most a backend may hold once a request that claims `wanted` has started there.
 
-    `share_max` is how much of the knee may be used. Where a limit on long sequences is smaller than one
-    request, that request may still run alone.
+    `share_max` is how much of the knee may be used, `kv_taken` the blocks that others hold there. Where a
+    limit is smaller than one request that fits the backend, that request may still run alone.
     """
     wanted = wanted or Load()
     planned = blocks_planned(capacity)
+    blocks = UNLIMITED if planned is None else max(planned - kv_taken, min(planned, wanted.kv_blocks))
     # A long prompt where none may be read beside other work: only on a backend that is empty.
     alone = gates.long_prefills == 0 and wanted.long_seqs > 0
     return Load(
         seqs=wanted.seqs if alone else UNLIMITED,
-        share=share_max,
-        kv_blocks=UNLIMITED if planned is None else planned,
+        share=max(share_max, min(WHOLE, wanted.share)),
+        kv_blocks=blocks,
         long_seqs=UNLIMITED if gates.long_seqs is None else max(gates.long_seqs, wanted.long_seqs),
         long_unanswered=UNLIMITED if gates.long_prefills is None else max(1, gates.long_prefills),
         prefill_ms=_below(gates.prefill_s, wanted),

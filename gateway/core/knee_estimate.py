@@ -81,6 +81,7 @@ class Doubt(StrEnum):
 
     NONE = "none"
     FEW_WINDOWS = "few_windows"  # not watched for long enough, or idle
+    HIDDEN = "hidden"  # too much of what runs there cannot be seen: whole answers, other gateways
     NO_STREAMS = "no_streams"  # no stream of this class has ended here
     NO_SPREAD = "no_spread"  # the batch is always the same size: saturated, or a constant trickle
     NO_LINE = "no_line"  # steps do not grow with the batch, or not from a fixed part
@@ -162,6 +163,7 @@ class StepFit:
     Attributes:
         pending: Windows put together until they have enough steps.
         windows: Sum of weights.
+        hidden: The same of windows that were left out, because too much in them was hidden.
         batch, batch_sq: Sequences decoding per step, and its squares, summed.
         batch_max: The largest, fading slowly.
         gram, moments: Normal equations of the relative step time on (1, B, P, B * P); the last column
@@ -173,6 +175,7 @@ class StepFit:
 
     pending: GapWindow = NOTHING_SEEN
     windows: float = 0.0
+    hidden: float = 0.0
     batch: float = 0.0
     batch_sq: float = 0.0
     batch_max: float = 0.0
@@ -186,7 +189,7 @@ class StepFit:
     def with_window(self, window: GapWindow) -> "StepFit":
         """Return the fit after one more window."""
         if window.hidden_seq_s > HIDDEN_SHARE * window.in_flight_seq_s:
-            return replace(self, pending=NOTHING_SEEN)
+            return replace(self, pending=NOTHING_SEEN, hidden=self.hidden * _kept(window.duration_s) + 1)
         pending = self.pending + window
         if pending.steps < STEPS_MIN:
             return replace(self, pending=pending)
@@ -204,14 +207,14 @@ class StepFit:
             if abs(residual) > OUTLIER * deviation:
                 weight = OUTLIER * deviation / abs(residual)
                 residual *= weight
-        # The longer of the two half-lives is the smaller rate.
-        kept = 0.5 ** min(duration_s / HALF_LIFE_S, 1 / HALF_LIFE_WINDOWS)
+        kept = _kept(duration_s)
         scaled = tuple(value / step_s for value in row)
         batch = row[1]
         faded = replace(
             self,
             pending=NOTHING_SEEN,
             windows=self.windows * kept + 1,
+            hidden=self.hidden * kept,
             batch=self.batch * kept + batch,
             batch_sq=self.batch_sq * kept + batch * batch,
             batch_max=max(self.batch_max * kept**0.25, batch),
@@ -267,7 +270,7 @@ def estimate(fit: StepFit, shape: ClassShape, kv_blocks: int | None = None) -> K
         slots_seqs=slots,
     )
     if fit.windows < WINDOWS_MIN or fit.residuals < WINDOWS_MIN / 3:
-        return unknown
+        return replace(unknown, doubt=Doubt.HIDDEN) if fit.hidden > fit.windows else unknown
     if not shape.chunks:
         return replace(unknown, doubt=Doubt.NO_STREAMS)
     inverse = _inverse(fit.gram, 3)
@@ -324,6 +327,12 @@ def _bend(fit: StepFit) -> float:
     if inverse is None or not deviation:
         return 0.0
     return _dot(inverse[3], fit.moments) / (math.sqrt(inverse[3][3]) * deviation)
+
+
+def _kept(duration_s: float) -> float:
+    """Return what is left of older observations after a window of that length."""
+    # The longer of the two half-lives is the smaller rate.
+    return math.pow(0.5, min(duration_s / HALF_LIFE_S, 1 / HALF_LIFE_WINDOWS))
 
 
 # ------------------------------------------------------------------ small matrices

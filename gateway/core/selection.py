@@ -36,6 +36,7 @@ class BackendView:
         status: Its health.
         prefix_share: Share (0..1) of this conversation it has seen before.
         share_max: How much of its knee may be used: the whole, or less where a target for TPOT says so.
+        kv_taken: KV blocks in use there that nobody has reserved who shares this gateway's count.
         long_waiting: Requests with long prompts that wait for it as their first choice.
     """
 
@@ -44,6 +45,7 @@ class BackendView:
     status: BackendStatus
     prefix_share: float = 0.0
     share_max: int = admission.WHOLE
+    kv_taken: int = 0
     long_waiting: int = 0
 
     @property
@@ -150,7 +152,9 @@ def _room(case: Case) -> Objection | None:
         case None:
             return None
         case Exclusion.KV_FULL as reason:
-            detail = f"{load.kv_blocks} of {admission.blocks_planned(case.capacity)} KV blocks taken"
+            detail = f"{load.kv_blocks} of {most.kv_blocks} KV blocks taken"
+            if case.view.kv_taken:
+                detail += f", {case.view.kv_taken} more by others"
         case Exclusion.LONG_FULL as reason:
             detail = f"{load.long_seqs} long prompts in flight of {most.long_seqs}"
         case Exclusion.LONG_PREFILL as reason:
@@ -159,6 +163,8 @@ def _room(case: Case) -> Objection | None:
             detail = f"{load.prefill_ms / 1000:.1f} s of prompt work outstanding"
         case reason:
             detail = f"{load.seqs} in flight, {load.share / admission.WHOLE:.0%} of its knee"
+            if most.share < admission.WHOLE:
+                detail += f"; the target for TPOT allows {most.share / admission.WHOLE:.0%}"
     return reason, detail
 
 
@@ -258,7 +264,7 @@ def consider(demand: Demand, view: BackendView, pool: Pool, *, is_spill: bool = 
     capacity = view.capacity
     work_s = admission.prefill_s(view.backend, demand)
     claim = admission.claim(capacity, demand, pool.gates, work_s)
-    most = admission.limits(capacity, claim, pool.gates, view.share_max)
+    most = admission.limits(capacity, claim, pool.gates, view.share_max, view.kv_taken)
     if view.status.state is State.PROBATION:
         most = replace(most, seqs=min(most.seqs, PROBATION_SEQS - 1 + claim.seqs))
     tightened = None

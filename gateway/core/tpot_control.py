@@ -43,13 +43,14 @@ class GapWindow:
         busy_s: The part of it in which at least one visible sequence decoded.
         decoding_seq_s: Visible sequences past their first token.
         waiting_seq_s: Visible sequences without a first token.
-        hidden_seq_s: Sequences whose steps cannot be seen: answers in one piece, several choices.
+        hidden_seq_s: Sequences whose steps cannot be seen: answers in one piece, several choices, and what
+            other gateways have in flight.
         chunks: Chunks relayed after the first of each visible stream: sequences times engine steps.
         steps: Engine steps in which a visible sequence decoded: chunks over sequences decoding.
         prompt_tokens: Prompt tokens of visible streams whose first token came while others decoded.
         ended_tokens: Output tokens after the first of the visible streams that ended.
         ended_chunks: Chunks after the first of the same streams.
-        share_s: Share of the knee in flight, millionths times seconds.
+        share_s: Share of the knee in flight, that of other gateways included, millionths times seconds.
         share_max: The highest share in flight, millionths.
     """
 
@@ -125,6 +126,8 @@ class GapMeter:
         "_hidden",
         "_hidden_seq_s",
         "_now",
+        "_others_seqs",
+        "_others_share",
         "_prompt_tokens",
         "_share",
         "_share_max",
@@ -142,6 +145,7 @@ class GapMeter:
         self._now = now
         self._decoding = self._waiting = self._hidden = 0
         self._share = self._share_max = 0
+        self._others_share = self._others_seqs = 0
         self._whole: GapWindow | None = None
         self._begin()
 
@@ -156,7 +160,13 @@ class GapMeter:
         else:
             self._waiting += 1
         self._share += share
-        self._share_max = max(self._share_max, self._share)
+        self._note_peak()
+
+    def others(self, now: float, *, share: int, seqs: int) -> None:
+        """Note what other gateways have in flight there from now on."""
+        self._advance(now)
+        self._others_share, self._others_seqs = share, seqs
+        self._note_peak()
 
     def answered(self, now: float, *, prompt_tokens: int) -> None:
         """Note the first token of a visible stream."""
@@ -213,7 +223,11 @@ class GapMeter:
         self._busy_s = self._decoding_seq_s = self._waiting_seq_s = self._hidden_seq_s = 0.0
         self._share_s = self._steps = 0.0
         self.chunks = self._chunks_seen = self._prompt_tokens = self._ended_tokens = self._ended_chunks = 0
-        self._share_max = self._share
+        self._share_max = 0
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        self._share_max = max(self._share_max, self._share + self._others_share)
 
     def _cut(self) -> None:
         seen = GapWindow(
@@ -242,8 +256,8 @@ class GapMeter:
             self._steps += (self.chunks - self._chunks_seen) / self._decoding
         self._chunks_seen = self.chunks
         self._waiting_seq_s += self._waiting * passed_s
-        self._hidden_seq_s += self._hidden * passed_s
-        self._share_s += self._share * passed_s
+        self._hidden_seq_s += (self._hidden + self._others_seqs) * passed_s
+        self._share_s += (self._share + self._others_share) * passed_s
 
 
 # ------------------------------------------------------------------ what follows from it
@@ -343,7 +357,9 @@ def adjust(state: TpotControl, window: GapWindow, target: TpotTarget) -> TpotCon
     if seen.duration_s < DECIDE_FAR_S:
         return state
     if _is_queueing(seen):
-        decoding = seen.share_s / seen.duration_s * seen.decoding_seq_s / seen.in_flight_seq_s
+        # What cannot be seen queues as what can.
+        visible_seq_s = seen.decoding_seq_s + seen.waiting_seq_s
+        decoding = seen.share_s / seen.duration_s * seen.decoding_seq_s / visible_seq_s
         return _moved(state, min(round(decoding), round(state.share * DOWN)), Move.DOWN_ENGINE_QUEUE, target)
     gap_s = seen.gap_s
     if gap_s is None or not state.ended_chunks or seen.steps < DECIDE_STEPS:

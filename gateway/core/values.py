@@ -269,6 +269,8 @@ class Pool:
         timeouts: How long each phase of an attempt there may take.
         gates: What it lets in beside the knee.
         spill: When it takes work that would rather go to an earlier pool of its class.
+        tpot_target_s: Seconds per output token that its callers shall see at most, or None: its backends
+            are given less than their knee while it is exceeded.
     """
 
     id: str
@@ -276,6 +278,7 @@ class Pool:
     timeouts: Timeouts = Timeouts()
     gates: Gates = OPEN
     spill: Spill = Spill()
+    tpot_target_s: float | None = None
 
 
 # ------------------------------------------------------------------ what policy says
@@ -341,6 +344,9 @@ class Waiting:
         when_late: Refused, or sent behind the others.
         demoted_wait_s: The longest one that was sent behind waits, in all.
         passes_max: How many times one that does not fit may be passed by smaller ones that do.
+        keep_alive_after_s: A stream that has no token this long after its arrival gets its headers, and
+            comments from then on, so that nothing in between takes it for dead. From there on a failure is an
+            event, not a status. None: never.
     """
 
     max_wait_s: float = 1.2
@@ -351,6 +357,7 @@ class Waiting:
     when_late: WhenLate = WhenLate.REFUSE
     demoted_wait_s: float = 60.0
     passes_max: int = 0
+    keep_alive_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,6 +449,11 @@ class Policy:
             if name == model.id or name in model.aliases or name in model.reasoning_aliases:
                 return model
         return None
+
+    def tpot_target_s(self, backend_id: str) -> float | None:
+        """Return the lowest target of the pools that a backend belongs to, or None where none has one."""
+        targets = (pool.tpot_target_s for pool in self.pools.values() if backend_id in pool.backends)
+        return min((target for target in targets if target is not None), default=None)
 
     @property
     def window_tokens(self) -> int:

@@ -28,6 +28,8 @@ from gateway.core.naming import ModelNames
 from gateway.core.sse import StreamReader
 from gateway.core.usage import AttemptRecord
 from gateway.core.values import Backend, Candidate, Timeouts
+from gateway.pipeline import caller
+from gateway.pipeline.caller import SSE_HEADERS, CallerStalled
 from gateway.pipeline.passage import Passage
 from gateway.ports import Clock, Headers, Target, Upstream, UpstreamResponse
 
@@ -35,17 +37,9 @@ ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """A complete answer longer than this is not the answer of a language model."""
 
 ERROR_BYTES_MAX = 64 * 1024
-CALLER_STALL_S = 120.0
-"""A caller that reads nothing for this long, with full buffers, is gone: it holds a place on a GPU."""
-
 END_OF_BODY_S = 1.0
 """How long a backend may take to end its body after `[DONE]` before the connection is given up."""
 
-SSE_HEADERS: Headers = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
 _OUTCOMES: Mapping[type[GatewayError], Outcome] = {
     UpstreamUnreachable: Outcome.UNREACHABLE,
     UpstreamLost: Outcome.UNREACHABLE,
@@ -53,10 +47,6 @@ _OUTCOMES: Mapping[type[GatewayError], Outcome] = {
     UpstreamBusy: Outcome.BUSY,
     OutOfResources: Outcome.CANCELLED,
 }
-
-
-class CallerStalled(Exception):
-    """The caller has stopped reading its answer."""
 
 
 class _Choice(msgspec.Struct):
@@ -92,10 +82,12 @@ class Attempt:
         served_model: str,
         clock: Clock,
         on_answer: Callable[[], Awaitable[None]],
+        on_chunk: Callable[[], None],
     ) -> None:
         """Prepare a try of `passage` on `backend`, which serves the model as `served_model`.
 
-        `on_answer` is awaited when the first token has come, before it is passed on.
+        `on_answer` is awaited when the first token has come, before it is passed on; `on_chunk` is called
+        for every read of a stream after that.
         """
         self._passage = passage
         self._candidate = candidate
@@ -105,6 +97,7 @@ class Attempt:
         self._names = ModelNames(served_model, passage.incoming.request.model)
         self._clock = clock
         self._on_answer = on_answer
+        self._on_chunk = on_chunk
         self._scope = anyio.CancelScope()
         self._first_byte_at: float | None = None
         self._outcome: Outcome | None = None
@@ -192,7 +185,7 @@ class Attempt:
         """Pass bytes on. The time the caller takes to read them is the caller's, not the backend's."""
         self._passage.chunks += 1
         self._is_sending = True
-        self._scope.deadline = anyio.current_time() + CALLER_STALL_S
+        self._scope.deadline = anyio.current_time() + caller.CALLER_STALL_S
         await self._passage.downstream.send(data)
         self._is_sending = False
 
@@ -242,6 +235,8 @@ class Attempt:
                     continue
                 ready = b"".join(held)
                 await self._answer(SSE_HEADERS)
+            else:
+                self._on_chunk()
             if ready:
                 await self._send(ready)
             if reader.fault is not None:

@@ -4,10 +4,13 @@ from dataclasses import dataclass, field
 
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
 from gateway.core.values import Candidate, Decision, Policy
+from gateway.pipeline.caller import KeepAlive
 from gateway.ports import Downstream, Headers, Incoming
 
 LEFT_STATUS = 499
 """Recorded for a caller that left before it was answered (nginx's convention); never sent."""
+
+_WHERE = frozenset({b"x-gateway-pool", b"x-gateway-backend"})
 
 
 @dataclass(slots=True)
@@ -26,6 +29,8 @@ class Passage:
         crashes: How many of them took an engine with them.
         usage: What the backend reported.
         first_byte_at: When the first token came, monotonic seconds.
+        keep_alive: What sends comments while it waits, if anything does.
+        is_answered: Whether the answer has begun: from then on nobody else can be asked.
         chunks: Reads relayed.
         status: Of the response, once it has started; 0 before.
         ending: How it ended; a failure of the gateway itself, until something else is noted.
@@ -44,18 +49,31 @@ class Passage:
     crashes: int = 0
     usage: Usage | None = None
     first_byte_at: float | None = None
+    keep_alive: KeepAlive | None = None
+    is_answered: bool = False
     chunks: int = 0
     status: int = 0
     ending: Ending = Ending.FAILED
     error_code: str = ""
 
     async def start(self, status: int, headers: Headers) -> None:
+        """Begin the answer: send the status and headers, unless comments needed them already."""
+        if self.keep_alive is not None:
+            await self.keep_alive.stop()
+        self.is_answered = True
+        if not self.status:
+            await self.open(status, headers)
+
+    async def open(self, status: int, headers: Headers) -> None:
         """Send the status and headers, with those that say what was decided."""
         self.status = status
-        await self.downstream.start(status, (*headers, *self.headers()))
+        facts = self.headers()
+        if not self.is_answered:  # whoever is being asked may not be the one that answers
+            facts = [fact for fact in facts if fact[0] not in _WHERE]
+        await self.downstream.start(status, (*headers, *facts))
 
     def headers(self) -> Headers:
-        """Return the response headers that say what was decided."""
+        """Return the response headers that say what was decided, and who was asked last."""
         facts = [(b"x-request-id", self.incoming.arrival.id.encode())]
         if self.decision is not None:
             facts.append((b"x-gateway-class", self.decision.traffic_class.encode()))

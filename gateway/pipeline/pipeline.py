@@ -4,14 +4,16 @@ One coroutine owns the slot, the backend's stream and the caller, opened and clo
 It is cancelled as a whole when the caller leaves, and then everything is given back.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import anyio
+from anyio.abc import TaskGroup
 
 from gateway.core import deciding, retry, selection
+from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
     AtCapacity,
@@ -25,7 +27,6 @@ from gateway.core.errors import (
 )
 from gateway.core.health import BackendStatus, Outcome, served_name
 from gateway.core.selection import BackendView
-from gateway.core.sse import DONE
 from gateway.core.usage import Ending
 from gateway.core.values import (
     Backend,
@@ -36,9 +37,12 @@ from gateway.core.values import (
     Policy,
 )
 from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s
-from gateway.pipeline.attempt import CALLER_STALL_S, Attempt, CallerStalled
+from gateway.pipeline import caller
+from gateway.pipeline.attempt import Attempt
+from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive
 from gateway.pipeline.passage import Passage
 from gateway.pipeline.waiting_room import WaitingRoom
+from gateway.pipeline.watch import BackendWatch
 from gateway.ports import (
     Clock,
     Downstream,
@@ -60,7 +64,12 @@ _NOBODY_WAITS: Mapping[str, int] = MappingProxyType({})
 
 
 class Pipeline:
-    """Runs requests. One per process; what it holds of a request ends with that request."""
+    """Runs requests. One per process; what it holds of a request ends with that request.
+
+    Attributes:
+        room: Where requests wait. Its `run` must run as long as requests do.
+        watch: What is seen of the backends; likewise.
+    """
 
     def __init__(
         self,
@@ -72,6 +81,8 @@ class Pipeline:
         upstream: Upstream,
         prefixes: PrefixIndex,
         drift: DriftTracker,
+        counts: CountTracker,
+        watch: BackendWatch,
         line: WaitingLine,
         recorder: Recorder,
         clock: Clock,
@@ -84,11 +95,14 @@ class Pipeline:
         self._upstream = upstream
         self._prefixes = prefixes
         self._drift = drift
+        self._counts = counts
         self._recorder = recorder
         self._clock = clock
         self._running: dict[str, set[Attempt]] = {}
         self._backends: dict[str, Backend] = {}  # of every policy a request has come in under
+        self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
+        watch.on_more(self.room.look)
 
     async def run(self, incoming: Incoming, downstream: Downstream) -> None:
         """Serve one request, to its end.
@@ -122,6 +136,48 @@ class Pipeline:
 
     async def _serve(self, passage: Passage) -> None:
         ticket = await self._decide(passage)
+        silent_s = ticket.traffic_class.waiting.keep_alive_after_s
+        if silent_s is None or not passage.incoming.request.stream:
+            await self._place(passage, ticket)
+        else:
+            await self._place_with_comments(passage, ticket, ticket.arrived_at + silent_s)
+
+    async def _place_with_comments(self, passage: Passage, ticket: Ticket, since: float) -> None:
+        """Do as `_place`, with comments to the caller from `since` (monotonic seconds) to the first token.
+
+        Once they have begun, a failure is an event: the status is spent.
+        """
+        comments = passage.keep_alive = KeepAlive(
+            partial(passage.open, 200, SSE_HEADERS), passage.downstream.send
+        )
+        failure: Exception | None = None
+
+        async def comment(tasks: TaskGroup) -> None:
+            nonlocal failure
+            try:
+                await comments.run(since - self._clock.now())
+            except CallerStalled as error:
+                failure = error
+                tasks.cancel_scope.cancel()
+            except OSError:
+                pass  # the caller is gone: whoever listens for that ends the request
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(comment, tasks)
+            try:
+                await self._place(passage, ticket)
+            except (GatewayError, CallerStalled, OSError) as error:
+                failure = error
+            await comments.stop()
+            tasks.cancel_scope.cancel()
+        if isinstance(failure, GatewayError) and passage.status:
+            passage.ending, passage.error_code = Ending.of(failure), failure.code
+            await self._end_with(passage, failure, failure.code)
+        elif failure is not None:
+            raise failure
+
+    async def _place(self, passage: Passage, ticket: Ticket) -> None:
+        """Find it a place and relay the answer, on another backend as long as none has answered."""
         failure: UpstreamError | None = None
         while True:
             self._check_fit(passage, ticket)
@@ -134,10 +190,11 @@ class Pipeline:
                 raise failure from None
             passage.admitted_at = passage.admitted_at or self._clock.now()
             try:
-                await self._try(passage, candidate, slot)
+                await self._try(passage, ticket, candidate, slot)
             except UpstreamError as error:
-                if passage.status:
-                    await self._break(passage, error)
+                if passage.is_answered:
+                    passage.ending, passage.error_code = Ending.BROKEN, StreamBroken.code
+                    await self._end_with(passage, error, StreamBroken.code)
                     return
                 failure = error
                 if not retry.may_retry(passage.policy.retry, len(passage.attempts), passage.crashes):
@@ -195,6 +252,8 @@ class Pipeline:
                 load=self._ledger.load(name),
                 status=statuses.get(name, _UNKNOWN),
                 prefix_share=held.get(name, 0.0),
+                share_max=self.watch.share_max(name),
+                kv_taken=self._counts.drift(name).kv_blocks,
                 long_waiting=long_waiting.get(name, 0),
             )
             for name, backend in backends.items()
@@ -232,16 +291,21 @@ class Pipeline:
 
     # -------------------------------------------------------------- relay, account
 
-    async def _try(self, passage: Passage, candidate: Candidate, slot: Slot) -> None:
+    async def _try(self, passage: Passage, ticket: Ticket, candidate: Candidate, slot: Slot) -> None:
         backend = passage.policy.backends[candidate.backend]
         status = self._fleet.statuses().get(backend.id, _UNKNOWN)
         served = served_name(backend.model, status) or passage.incoming.request.model
 
+        request = passage.incoming.request
+        is_visible = request.stream and request.seqs == 1
+        watch = self.watch.opened(backend, slot, ticket.demand, is_visible=is_visible)
+
         async def on_answer() -> None:
+            watch.answered()
             self._report(passage)
             await self._ledger.answered(slot)
 
-        attempt = Attempt(passage, candidate, backend, served, self._clock, on_answer)
+        attempt = Attempt(passage, candidate, backend, served, self._clock, on_answer, watch.chunk)
         running = self._running.setdefault(backend.id, set())
         running.add(attempt)
         try:
@@ -249,6 +313,7 @@ class Pipeline:
         finally:
             running.discard(attempt)
             record = passage.attempts[-1]
+            watch.ended(passage.usage if record.outcome is Outcome.OK else None)
             self._recorder.attempt(record)
             if record.outcome in _REFUSALS:
                 passage.unreported.append(record)
@@ -278,13 +343,10 @@ class Pipeline:
         self._estimator.observe(request.prompt, decision.estimate, actual)
         self._drift.observe(candidate.backend, request.prompt, model.template, decision.estimate, actual)
 
-    async def _break(self, passage: Passage, error: UpstreamError) -> None:
-        """End a stream that failed after its first byte, in the way that every SDK raises on."""
-        passage.ending, passage.error_code = Ending.BROKEN, StreamBroken.code
-        envelope = {"message": error.message, "type": error.type, "param": None, "code": StreamBroken.code}
-        event = b"data: " + json.dumps({"error": envelope}).encode() + b"\n\n"
-        with anyio.move_on_after(CALLER_STALL_S) as patience:
-            await passage.downstream.send(event + DONE)
+    async def _end_with(self, passage: Passage, error: GatewayError, code: str) -> None:
+        """End a stream that failed after its headers."""
+        with anyio.move_on_after(caller.CALLER_STALL_S) as patience:
+            await passage.downstream.fail(error, code)
         if patience.cancelled_caught:
             raise CallerStalled
 

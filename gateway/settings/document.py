@@ -230,6 +230,9 @@ class PoolSection(Section):
     spill: SpillSection = SpillSection()
     """When it takes work of classes whose first choice is another pool."""
 
+    tpot_target_ms: Annotated[float, Field(gt=0, le=60_000), BeforeValidator(number)] | None = None
+    """Milliseconds per output token to keep to: a backend that exceeds them gets less than its knee."""
+
 
 # ------------------------------------------------------------------ models and classes
 
@@ -291,6 +294,9 @@ class WaitingSection(Section):
 
     demoted_wait_s: Seconds = _WAITING.demoted_wait_s
     """The longest one that was sent behind waits, in all."""
+
+    keep_alive_after_s: Seconds | None = None
+    """Seconds after which a stream without a token gets its headers, then comments. Left out: never."""
 
     passes_max: Count = _WAITING.passes_max
     """How many smaller requests may pass one that does not fit yet."""

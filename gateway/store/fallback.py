@@ -37,9 +37,19 @@ class FallbackLedger:
         changes: How often each mode was entered after the start.
     """
 
-    def __init__(self, shared: RedisLedger, on_change: Callable[[Mode], None] = lambda mode: None) -> None:
-        """Count by `shared`. `on_change` is called after every change of mode."""
+    def __init__(
+        self,
+        shared: RedisLedger,
+        on_change: Callable[[Mode], None] = lambda mode: None,
+        *,
+        replicas_min: int = 1,
+    ) -> None:
+        """Count by `shared`. `on_change` is called after every change of mode.
+
+        There are at least `replicas_min` gateway processes, seen or not.
+        """
         self._shared = shared
+        self._replicas_min = replicas_min
         self._on_change = on_change
         self._on_freed: list[OnFreed] = []
         self._alone_since = 0.0
@@ -48,8 +58,8 @@ class FallbackLedger:
 
     @property
     def replicas(self) -> int:
-        """Gateway processes last seen, this one included."""
-        return self._shared.replicas
+        """Gateway processes last seen, this one included, or how many there are at least."""
+        return max(self._shared.replicas, self._replicas_min)
 
     @property
     def owner(self) -> str:
@@ -69,7 +79,13 @@ class FallbackLedger:
     def load(self, backend_id: str) -> Load:
         """See `ports.Ledger.load`. Alone, as if every replica held as much as this one."""
         load = self._shared.load(backend_id)
-        return load if self.mode is Mode.SHARED else self._extrapolated(backend_id)
+        return load if self.mode is Mode.SHARED else self._extrapolated(backend_id, self.replicas)
+
+    def others(self, backend_id: str) -> Load:
+        """See `ports.Ledger.others`. Alone, as for `load`."""
+        if self.mode is Mode.SHARED:
+            return self._shared.others(backend_id)
+        return self._extrapolated(backend_id, self.replicas - 1)
 
     def loads(self) -> Mapping[str, Load]:
         """Return what is in flight on every backend that was ever asked about."""
@@ -152,9 +168,9 @@ class FallbackLedger:
         self.changes[mode] += 1
         self._on_change(mode)
 
-    def _extrapolated(self, backend_id: str) -> Load:
+    def _extrapolated(self, backend_id: str, processes: int) -> Load:
         own = self._shared.held().get(backend_id, Load())
-        return Load(**{name: getattr(own, name) * self.replicas for name in COUNTERS})
+        return Load(**{name: getattr(own, name) * processes for name in COUNTERS})
 
 
 def divided(limits: Load, claim: Load, replicas: int) -> Load:

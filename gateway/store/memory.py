@@ -34,6 +34,10 @@ class MemoryLedger:
         """See `ports.Ledger.load`."""
         return self._sums.get(backend_id, _NOTHING)
 
+    def others(self, backend_id: str) -> Load:
+        """See `ports.Ledger.others`. There are none."""
+        return _NOTHING
+
     def loads(self) -> Mapping[str, Load]:
         """Return what is in flight on every backend that was ever used."""
         return dict(self._sums)

@@ -108,9 +108,12 @@ class RedisLedger:
     def load(self, backend_id: str) -> Load:
         """See `ports.Ledger.load`. What this process holds is exact, what others hold as last heard of."""
         self._seen.setdefault(backend_id)
+        return self._own.load(backend_id) + self.others(backend_id)
+
+    def others(self, backend_id: str) -> Load:
+        """See `ports.Ledger.others`."""
         others = self._others.get(backend_id)
-        own = self._own.load(backend_id)
-        return own if others is None else own + others.load
+        return Load() if others is None else others.load
 
     def loads(self) -> Mapping[str, Load]:
         """Return what is in flight on every backend that was ever asked about."""

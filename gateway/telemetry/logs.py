@@ -8,6 +8,7 @@ import logging
 import sys
 from typing import Any, TextIO
 
+from gateway.core.count_check import Cause, CountDrift
 from gateway.core.health import BackendStatus
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 
@@ -18,12 +19,17 @@ _LEVELS = {Ending.FAILED: logging.ERROR, Ending.BROKEN: logging.ERROR, Ending.SH
 
 
 class _JsonFormatter(logging.Formatter):
+    def __init__(self, worker: int | None) -> None:
+        super().__init__()
+        self._who = {} if worker is None else {"worker": worker}
+
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", None) or {"message": record.getMessage()}
         line: dict[str, Any] = {
             "at": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
             "log": record.name,
+            **self._who,
             **fields,
         }
         if record.exc_info:
@@ -32,15 +38,19 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _HumanFormatter(logging.Formatter):
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+    def __init__(self, worker: int | None) -> None:
+        who = "" if worker is None else f"worker {worker}: "
+        super().__init__(f"%(asctime)s %(levelname)-7s {who}%(message)s", "%H:%M:%S")
 
 
-def set_up(level: str = "info", stream: TextIO | None = None) -> None:
-    """Send every log line to `stream` (standard error): JSON, or the human form on a terminal."""
+def set_up(level: str = "info", stream: TextIO | None = None, *, worker: int | None = None) -> None:
+    """Send every log line to `stream` (standard error): JSON, or the human form on a terminal.
+
+    Each says which `worker` wrote it, where several processes write to one stream.
+    """
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(_HumanFormatter() if stream.isatty() else _JsonFormatter())
+    handler.setFormatter(_HumanFormatter(worker) if stream.isatty() else _JsonFormatter(worker))
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
@@ -87,6 +97,26 @@ def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> 
     level = logging.INFO if new.state.value in ("up", "probation") else logging.WARNING
     fleet_log.log(
         level, "%s: %s -> %s (%s)", backend_id, old.state, new.state, new.reason, extra={"fields": fields}
+    )
+
+
+def count_drifted(drift: CountDrift) -> None:
+    """Write a line when an engine's count has begun, or ceased, to differ from the gateway's."""
+    fields = {
+        "event": "count_drift",
+        "backend": drift.backend,
+        "seqs": drift.lasting_seqs,
+        "cause": drift.cause.value,
+        "reason": drift.cause.sentence(),
+    }
+    level = logging.INFO if drift.cause is Cause.NONE else logging.WARNING
+    fleet_log.log(
+        level,
+        "%s: the engine has %+d sequences against the gateway's count (%s)",
+        drift.backend,
+        drift.lasting_seqs,
+        drift.cause.sentence(),
+        extra={"fields": fields},
     )
 
 

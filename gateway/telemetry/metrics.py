@@ -12,10 +12,12 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.core import admission
+from gateway.core.count_check import CountDrift
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, State
 from gateway.core.usage import AttemptRecord, RequestRecord
 from gateway.core.values import Backend, Load
+from gateway.pipeline import Sight
 
 # vLLM's own, up to and beyond the longest first token published (319 s).
 TTFT_BUCKETS_S = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)
@@ -37,6 +39,8 @@ class Metrics:
         loads: Callable[[], Mapping[str, Load]],
         statuses: Callable[[], Mapping[str, BackendStatus]],
         drifts: Callable[[], Mapping[str, Drift]],
+        count_drifts: Callable[[], Mapping[str, CountDrift]],
+        sights: Callable[[], Mapping[str, Sight]],
         waiting: Callable[[], Mapping[tuple[str, str], int]],
         replicas: Callable[[], int],
         store_modes: Callable[[], Mapping[str, bool]],
@@ -138,7 +142,9 @@ class Metrics:
         self.config_info = Gauge(
             "gateway_config_info", "1 for the configuration in force.", ("version",), registry=registry
         )
-        registry.register(_Fleet(backends, loads, statuses, drifts, waiting))
+        registry.register(_Fleet(backends, loads, statuses, drifts, count_drifts))
+        registry.register(_Knees(sights))
+        registry.register(_Waiting(waiting))
         registry.register(_Store(replicas, store_modes))
 
     def attempt(self, record: AttemptRecord) -> None:
@@ -202,13 +208,14 @@ class _Fleet(Collector):
         loads: Callable[[], Mapping[str, Load]],
         statuses: Callable[[], Mapping[str, BackendStatus]],
         drifts: Callable[[], Mapping[str, Drift]],
-        waiting: Callable[[], Mapping[tuple[str, str], int]],
+        count_drifts: Callable[[], Mapping[str, CountDrift]],
     ) -> None:
         self._backends, self._loads, self._statuses, self._drifts = backends, loads, statuses, drifts
-        self._waiting = waiting
+        self._count_drifts = count_drifts
 
     def collect(self) -> Iterator[Metric]:
         loads, statuses, drifts = self._loads(), self._statuses(), self._drifts()
+        count_drifts = self._count_drifts()
         gauges = {
             name: GaugeMetricFamily(name, text, labels=["backend"])
             for name, text in {
@@ -219,6 +226,9 @@ class _Fleet(Collector):
                 "gateway_engine_running": "Sequences the engine says it runs.",
                 "gateway_engine_waiting": "Sequences the engine says it queues.",
                 "gateway_engine_kv_usage_ratio": "Share of KV blocks the engine says it uses.",
+                "gateway_count_drift_seqs": "Sequences the engine has beyond the gateway's count.",
+                "gateway_count_drift_lasting_seqs": "What of that was there for a whole minute.",
+                "gateway_kv_blocks_taken": "KV blocks in use that no gateway here has reserved.",
                 "gateway_estimate_drift_tokens": "Median of usage.prompt_tokens - estimate, last answers.",
                 "gateway_estimate_drifted": "1 when that drift lasts: wrong vocabulary, template or budget.",
             }.items()
@@ -238,6 +248,10 @@ class _Fleet(Collector):
                 values["gateway_engine_running"] = status.engine.running
                 values["gateway_engine_waiting"] = status.engine.waiting
                 values["gateway_engine_kv_usage_ratio"] = status.engine.kv_usage
+            if name in count_drifts:
+                values["gateway_count_drift_seqs"] = count_drifts[name].seqs
+                values["gateway_count_drift_lasting_seqs"] = count_drifts[name].lasting_seqs
+                values["gateway_kv_blocks_taken"] = count_drifts[name].kv_blocks
             if name in drifts:
                 values["gateway_estimate_drift_tokens"] = drifts[name].median_tokens
                 values["gateway_estimate_drifted"] = drifts[name].drifted or drifts[name].image_drifted
@@ -245,13 +259,56 @@ class _Fleet(Collector):
                 gauges[metric].add_metric([name], float(value))
             for state in State:
                 states.add_metric([name, state.value], float(state is status.state))
+        yield from gauges.values()
+        yield states
+
+
+class _Knees(Collector):
+    """What is in force of each knee, and what the steps say of it."""
+
+    def __init__(self, sights: Callable[[], Mapping[str, Sight]]) -> None:
+        self._sights = sights
+
+    def collect(self) -> Iterator[Metric]:
+        share = GaugeMetricFamily(
+            "gateway_knee_share_ratio",
+            "Share of the knee in force, where a TPOT is promised.",
+            labels=["backend"],
+        )
+        tpot = GaugeMetricFamily(
+            "gateway_knee_tpot_seconds",
+            "Time per output token that share was last judged by.",
+            labels=["backend"],
+        )
+        seqs = GaugeMetricFamily(
+            "gateway_knee_estimate_seqs",
+            "Where the knee seems to be, by prompt length. Advisory; absent while unknown.",
+            labels=["backend", "prompt_tokens_max", "confidence"],
+        )
+        for name, sight in self._sights().items():
+            if sight.tpot_target_s is not None:
+                share.add_metric([name], sight.share)
+                if sight.control.tpot_s is not None:
+                    tpot.add_metric([name], sight.control.tpot_s)
+            for step, found in sight.knees.items():
+                if found.seqs is not None:
+                    most = "+Inf" if step.prompt_tokens_max is None else str(step.prompt_tokens_max)
+                    seqs.add_metric([name, most, found.confidence.value], found.seqs)
+        yield from (share, tpot, seqs)
+
+
+class _Waiting(Collector):
+    """Who waits."""
+
+    def __init__(self, waiting: Callable[[], Mapping[tuple[str, str], int]]) -> None:
+        self._waiting = waiting
+
+    def collect(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily(
             "gateway_waiting", "Requests that wait for a place.", labels=["model", "traffic_class"]
         )
         for (model, traffic_class), count in self._waiting().items():
             waiting.add_metric([model, traffic_class], float(count))
-        yield from gauges.values()
-        yield states
         yield waiting
 
 

@@ -33,6 +33,7 @@ from gateway.core.health import (
     Attempt,
     BackendStatus,
     Elsewhere,
+    EngineSample,
     Event,
     HealthRules,
     Heard,
@@ -61,6 +62,9 @@ HURRY_S = 0.2
 Listener = Callable[[str, BackendStatus, BackendStatus], None]
 """Told a backend's id and its status before and after. Must neither raise nor block."""
 
+SampleListener = Callable[[str, EngineSample], None]
+"""Told a backend's id and what its engine has just said of itself. Must neither raise nor block."""
+
 
 class Prober:
     """`ports.Fleet` and `ports.SharedHealth`, fed by probes while `run` runs and by reports at any time."""
@@ -75,6 +79,7 @@ class Prober:
         tls: Mapping[str, ssl.SSLContext | bool],
         hang_s: Mapping[str, float] | None = None,
         on_change: Listener | None = None,
+        on_sample: SampleListener | None = None,
     ) -> None:
         """Prepare to watch `backends`; nothing is sent before `run`.
 
@@ -86,6 +91,7 @@ class Prober:
             tls: Per backend id, how to verify its certificate; True where absent.
             hang_s: Per backend id, what replaces `rules.hang_s`; see `health.hang_after_s`.
             on_change: Told of every change of state, and of every new reason for one.
+            on_sample: Told of every sample.
         """
         hang_s = hang_s or {}
         self._backends = dict(backends)
@@ -102,6 +108,7 @@ class Prober:
         self._secrets = secrets
         self._tls = tls
         self._on_change = on_change
+        self._on_sample = on_sample
         self._statuses = {name: BackendStatus(since=clock.now()) for name in backends}
         self._view = MappingProxyType(self._statuses)
         self._looks = {name: anyio.Event() for name in backends}  # set: look at the models now
@@ -175,7 +182,10 @@ class Prober:
 
         async def scrape() -> None:
             if self._statuses[name].down_since is None:  # else there is nobody to ask
-                self._observe(name, await _sample(asker, rules.scrape_timeout_s, self._clock))
+                found = await _sample(asker, rules.scrape_timeout_s, self._clock)
+                self._observe(name, found)
+                if self._on_sample is not None and isinstance(found, Sample):
+                    self._on_sample(name, found.engine)
 
         await self._paced(f"{name} metrics", rules.interval_s, scrape)
 

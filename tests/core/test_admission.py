@@ -146,6 +146,43 @@ def test_more_sequences_of_a_document_than_the_cap_may_run_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("blocks", "kv_taken", "reason"),
+    [
+        (1_700, 0, None),
+        (1_700, 50, None),
+        (1_700, 51, Exclusion.KV_FULL),
+        (0, 1_750, None),
+        (0, 5_000, None),  # alone it may always be tried: the figure may be wrong
+        (1, 1_750, Exclusion.KV_FULL),
+    ],
+)
+def test_blocks_that_others_hold_are_not_given_out(
+    blocks: int, kv_taken: int, reason: Exclusion | None
+) -> None:
+    wanted = admission.claim(CAPACITY, demand(1_600))  # 50 blocks
+    most = admission.limits(CAPACITY, wanted, kv_taken=kv_taken)
+
+    assert admission.full(Load(kv_blocks=blocks), wanted, most) is reason
+
+
+@pytest.mark.parametrize(
+    ("share", "seqs", "reason"),
+    [
+        (0, 4, None),
+        (0, 16, None),
+        (1, 16, Exclusion.AT_KNEE),
+        (125_000, 8, None),
+        (125_001, 8, Exclusion.AT_KNEE),
+    ],
+)
+def test_a_lower_share_of_the_knee(share: int, seqs: int, reason: Exclusion | None) -> None:
+    wanted = admission.claim(CAPACITY, demand(seqs=seqs))
+    most = admission.limits(CAPACITY, wanted, share_max=admission.WHOLE // 4)
+
+    assert admission.full(Load(share=share), wanted, most) is reason
+
+
+@pytest.mark.parametrize(
     ("outstanding_ms", "prefill_s", "reason"),
     [
         pytest.param(0, 5.0, None, id="any-prompt-on-an-idle-server"),

@@ -330,6 +330,10 @@ GATED = Policy(
 PUSH = Capacity(context_tokens=262_144, knee=(KneeStep(16_000, 64), KneeStep(None, 16)))
 MEASURED = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=1e-4, t_attn=0, sharp=1)
 DOCUMENT = Demand(seqs=1, prompt_tokens=20_000, total_tokens=21_000)
+COUNTED = backend(
+    "light-0",
+    replace(SMALL, kv=KvFormula(sliding_layers=0, global_layers=1), kv_blocks=2_000, kv_budget=0.9),
+)
 ANY = TrafficClass("any", ("light", "push"))
 DOCUMENTS = TrafficClass("long_document", ("push",))
 
@@ -444,8 +448,16 @@ def objection(
             SHORT,
             busy("light-0", load(32), share_max=admission.WHOLE // 2),
             Exclusion.AT_KNEE,
-            "32 in flight, 50% of its knee",
+            "32 in flight, 50% of its knee; the target for TPOT allows 50%",
             id="a-target-for-tpot-holds-it-lower",
+        ),
+        pytest.param(
+            ANY,
+            SHORT,
+            replace(busy("light-0", Load(seqs=4, kv_blocks=500)), backend=COUNTED, kv_taken=1_300),
+            Exclusion.KV_FULL,
+            "500 of 500 KV blocks taken, 1300 more by others",
+            id="what-others-hold-is-not-given-out",
         ),
     ],
 )

@@ -14,7 +14,7 @@ import openai
 import pytest
 from support.site import SPEED, Site, simulated, site
 
-from gateway.core.health import State
+from gateway.core.health import EngineSample, State
 from gateway.simulator import Fault, FaultOrder
 
 HELLO: Any = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -400,6 +400,31 @@ async def test_a_backend_that_restarts_comes_back(fleet: Site) -> None:
     assert all(answer.choices for answer in answers)
 
 
+async def test_a_stream_that_waits_for_long_gets_comments_where_policy_says_so(tmp_path: Path) -> None:
+    models = {
+        "gemma-4": {
+            "classes": [{"class": "chat", "pools": ["light"], "waiting": {"keep_alive_after_s": 0.1}}]
+        }
+    }
+    slow = simulated({"light-0": "h100-tp1-light"}, speed=2.0)
+    async with site(tmp_path, fleet=slow, **(ONE_POOL | {"models": models})) as running:
+        fields: Any = {"model": "gemma-4", "messages": LONG, "max_tokens": 5, "stream": True}
+        async with (
+            running.http() as client,
+            client.stream("POST", "/v1/chat/completions", json=fields) as answer,
+        ):
+            assert answer.status_code == 200
+            assert answer.headers["x-gateway-class"] == "chat"
+            assert "x-gateway-backend" not in answer.headers  # nobody has answered yet
+            body = b"".join([part async for part in answer.aiter_bytes()])
+        chunks = [chunk async for chunk in await running.openai().chat.completions.create(**fields)]
+
+        assert body.startswith(b": keep-alive\n\ndata: {")
+        assert body.endswith(b"data: [DONE]\n\n")
+        assert chunks[-1].choices[0].finish_reason == "length"
+        await running.eventually(running.idle)
+
+
 # ---------------------------------------------------------------- operators
 
 
@@ -413,10 +438,14 @@ async def test_operators_see_the_fleet_and_why(fleet: Site) -> None:
         metrics = (await client.get("/metrics")).text
         unknown = await client.get("/admin/nothing")
 
+    newest_backend = raw.headers["x-gateway-backend"]
     assert set(backends) == {"light-0", "light-1", "push", "spark", "tpu"}
     assert backends["push"]["state"] == "up"
     assert backends["push"]["knee_seqs"] > 0
     assert backends["push"]["engine"]["running"] == 0
+    assert backends["push"]["tpot"] is None
+    knee = backends[newest_backend]["knee_estimate"]
+    assert knee == []  # no stream has ended there yet
     assert backends["light-0"]["served_models"]
     newest = requests[0]
     assert newest["id"] == raw.headers["x-request-id"]
@@ -430,6 +459,40 @@ async def test_operators_see_the_fleet_and_why(fleet: Site) -> None:
     assert f'gateway_requests_total{{backend="{newest["backend"]}"' in metrics
     assert 'gateway_backend_state{backend="push",state="up"} 1.0' in metrics
     assert unknown.status_code == 404
+
+
+async def test_what_somebody_else_runs_on_a_backend_is_seen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever goes past the gateway takes blocks that it can then not give out."""
+    slow = simulated({"light-0": "h100-tp1-light"}, speed=2.0)
+    async with site(tmp_path, fleet=slow, **ONE_POOL) as running:
+        drift = running.gateway.counts.drift
+        served = running.gateway.fleet.statuses()["light-0"].served_models[0]
+        body = {"model": served, "messages": LONG, "max_tokens": 5_000, "stream": True}
+        url = f"{running.backends['light-0'].url}/v1/chat/completions"
+        async with (
+            httpx.AsyncClient(trust_env=False, timeout=60) as stranger,
+            stranger.stream("POST", url, json=body | {"ignore_eos": True}),
+        ):
+            await running.eventually(lambda: drift("light-0").seqs == 1 and drift("light-0").kv_blocks > 0)
+            async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as client:
+                shown = (await client.get("/admin/backends")).json()["light-0"]["count_drift"]
+                metrics = (await client.get("/metrics")).text
+            view = running.gateway.pipeline._views(running.gateway.policy.backends)["light-0"]
+        assert shown["kv_blocks_taken"] > 0
+        assert 'gateway_count_drift_seqs{backend="light-0"} 1.0' in metrics
+        assert view.kv_taken > 0
+        await running.eventually(lambda: drift("light-0").kv_blocks == 0)
+
+        caplog.set_level("INFO", logger="gateway.fleet")
+        for second in range(61):
+            running.gateway._backend_sampled("light-0", EngineSample(at=1e6 + second, running=2))
+        said = [record.getMessage() for record in caplog.records if "+2" in record.getMessage()]
+        assert said == [
+            "light-0: the engine has +2 sequences against the gateway's count "
+            "(somebody else uses that server: another gateway without the same store, or a client)"
+        ]
 
 
 async def test_liveness_and_readiness(fleet: Site) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import anyio
 import pytest
-from support.world import Caller, Script, World
+from support.world import ABORT, CRASH, DONE, HELLO, ROLE, STOP, USAGE, WHOLE, Caller, Script, World
 
 from gateway.core import admission
 from gateway.core.errors import (
@@ -30,27 +30,7 @@ from gateway.core.values import Backend, Demand, Load, Modalities, Policy, Pool,
 from gateway.pipeline import CallerStalled
 from gateway.ports import Arrival, Slot
 
-
-def event(**choice: object) -> bytes:
-    body = {"model": "served", "choices": [{"index": 0, "finish_reason": None, **choice}]}
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
-
-
-ROLE = event(delta={"role": "assistant", "content": ""})
-HELLO = event(delta={"content": "hello"})
-STOP = event(delta={}, finish_reason="stop")
-ABORT = event(delta={"content": "x"}, finish_reason="abort")
-USAGE = b'data: {"model":"served","choices":[],"usage":{"prompt_tokens":101,"completion_tokens":2}}\n\n'
-DONE = b"data: [DONE]\n\n"
-CRASH = b'data: {"error": {"message": "EngineCore encountered an issue.", "code": 500}}\n\n'
 GOOD = Script([ROLE + HELLO, STOP, DONE])
-WHOLE = json.dumps(
-    {
-        "model": "served",
-        "choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 101, "completion_tokens": 2},
-    }
-).encode()
 
 
 def public(data: bytes) -> bytes:
@@ -361,7 +341,7 @@ async def test_a_stream_that_stands_still_is_broken_off(world: World, limits: di
 async def test_a_caller_that_does_not_read_is_not_the_backends_fault(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.pipeline.attempt.CALLER_STALL_S", 0.05)
+    monkeypatch.setattr("gateway.pipeline.caller.CALLER_STALL_S", 0.05)
     impatient(world, idle_s=0.01)
     world.answers(light_0=Script([ROLE + HELLO, STOP + DONE]))
     caller = Caller(stalls=True)

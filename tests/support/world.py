@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 
+from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import GatewayError
 from gateway.core.health import BackendStatus, Outcome, State
@@ -32,7 +33,7 @@ from gateway.core.values import (
     When,
 )
 from gateway.core.waiting import WaitingLine
-from gateway.pipeline import Pipeline
+from gateway.pipeline import BackendWatch, Pipeline
 from gateway.ports import Arrival, Headers, Target
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
@@ -117,6 +118,10 @@ class Caller:
     @property
     def body(self) -> bytes:
         return b"".join(self.parts)
+
+    async def fail(self, error: GatewayError, code: str) -> None:
+        fields = {"message": error.message, "type": error.type, "param": error.param, "code": code}
+        await self.send(b"data: " + json.dumps({"error": fields}).encode() + b"\n\n" + DONE)
 
     async def start(self, status: int, headers: Headers) -> None:
         self.status = status
@@ -216,10 +221,10 @@ POLICY = Policy(
 class World:
     """A pipeline with everything around it."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: MemoryLedger | None = None) -> None:
         self.policy = POLICY
         self.clock = StillClock()
-        self.ledger = MemoryLedger()
+        self.ledger = ledger or MemoryLedger()
         self.upstream = ScriptedUpstream()
         self.fleet = Fleet(
             {name: BackendStatus(state=State.UP, served_models=("served",)) for name in POLICY.backends}
@@ -227,6 +232,7 @@ class World:
         self.notes = Notes()
         self.estimates = Estimates()
         self.prefixes = MemoryPrefixIndex()
+        self.counts = CountTracker()
         self.pipeline = Pipeline(
             policy=lambda: self.policy,
             estimator=self.estimates,
@@ -235,6 +241,8 @@ class World:
             upstream=self.upstream,
             prefixes=self.prefixes,
             drift=DriftTracker(),
+            counts=self.counts,
+            watch=BackendWatch(lambda: self.policy, self.ledger, self.clock),
             line=WaitingLine(),
             recorder=self.notes,
             clock=self.clock,
@@ -251,3 +259,27 @@ class World:
 
     def request(self, *, stream: bool = True, **fields: object) -> Request:
         return Request(endpoint=Endpoint.CHAT, model="gemma-4", prompt=Prompt(), stream=stream, **fields)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- what a backend sends
+
+
+def event(**choice: object) -> bytes:
+    body = {"model": "served", "choices": [{"index": 0, "finish_reason": None, **choice}]}
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+ROLE = event(delta={"role": "assistant", "content": ""})
+HELLO = event(delta={"content": "hello"})
+STOP = event(delta={}, finish_reason="stop")
+ABORT = event(delta={"content": "x"}, finish_reason="abort")
+USAGE = b'data: {"model":"served","choices":[],"usage":{"prompt_tokens":101,"completion_tokens":2}}\n\n'
+DONE = b"data: [DONE]\n\n"
+CRASH = b'data: {"error": {"message": "EngineCore encountered an issue.", "code": 500}}\n\n'
+WHOLE = json.dumps(
+    {
+        "model": "served",
+        "choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 101, "completion_tokens": 2},
+    }
+).encode()

@@ -65,9 +65,9 @@ ATTEMPT = AttemptRecord("light-0", "light", "short_chat", Outcome.FAILED, "statu
 
 
 def metrics(**fields: object) -> Metrics:
-    sources = {"backends": lambda: BACKENDS, "replicas": lambda: 1}
-    nothing = dict.fromkeys(("loads", "statuses", "drifts", "waiting", "store_modes"), dict)
-    return Metrics(**{**nothing, **sources, **fields})  # type: ignore[arg-type]
+    nothing = ("loads", "statuses", "drifts", "count_drifts", "sights", "waiting", "store_modes")
+    sources = {"backends": lambda: BACKENDS, "replicas": lambda: 1, **dict.fromkeys(nothing, dict)}
+    return Metrics(**{**sources, **fields})  # type: ignore[arg-type]
 
 
 def value(subject: Metrics, name: str, **labels: str) -> float | None:
@@ -248,6 +248,17 @@ def test_a_change_of_the_world_is_one_line() -> None:
         "no answer for 600 s",
     )
     assert (attempt["event"], attempt["reason"]) == ("attempt_failed", "status 500: boom")
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
+def test_a_line_says_which_worker_wrote_it() -> None:
+    machine, person = io.StringIO(), Terminal()
+    for out in (machine, person):
+        logs.set_up("info", out, worker=1)
+        logging.getLogger("gateway.test").warning("it works")
+
+    assert json.loads(machine.getvalue())["worker"] == 1
+    assert person.getvalue().endswith("WARNING worker 1: it works\n")
 
 
 @pytest.mark.usefixtures("_logging_as_it_was")

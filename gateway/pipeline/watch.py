@@ -1,0 +1,204 @@
+"""What can be seen of each backend from outside, and what follows from it.
+
+Per backend: the gap between chunks while it decodes (core/tpot_control.py), the share of its knee that is
+in force where its pool promises a TPOT, and what its own steps say about its knee (core/knee_estimate.py).
+All is kept in memory and grows with the number of backends alone. Per chunk one counter goes up, no more.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import anyio
+
+from gateway.core.admission import WHOLE, blocks_planned, knee_step
+from gateway.core.knee_estimate import ClassShape, KneeEstimate, StepFit, estimate
+from gateway.core.tpot_control import WINDOW_S, GapMeter, TpotControl, TpotTarget, adjust
+from gateway.core.usage import Usage
+from gateway.core.values import Backend, Demand, KneeStep, Policy
+from gateway.ports import Clock, Ledger, Slot
+
+
+@dataclass(slots=True)
+class _Watched:
+    meter: GapMeter
+    control: TpotControl = field(default_factory=TpotControl)
+    fit: StepFit = field(default_factory=StepFit)
+    shapes: dict[KneeStep, ClassShape] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a backend shows.
+
+    Attributes:
+        share: Share of its knee in force, 0..1.
+        tpot_target_s: TPOT that its pools promise, or None.
+        control: Where the control stands.
+        knees: Per step of its knee curve, where the knee seems to be. Advisory.
+    """
+
+    share: float
+    tpot_target_s: float | None
+    control: TpotControl
+    knees: Mapping[KneeStep, KneeEstimate]
+
+
+class AttemptWatch:
+    """Watches one attempt. Only streams with one choice show their steps; all others count as hidden."""
+
+    __slots__ = (
+        "_backend",
+        "_chunks",
+        "_demand",
+        "_hidden_seqs",
+        "_is_answered",
+        "_now",
+        "_share",
+        "_watched",
+    )
+
+    def __init__(
+        self,
+        watched: _Watched,
+        backend: Backend,
+        slot: Slot,
+        demand: Demand,
+        now: Callable[[], float],
+        *,
+        is_visible: bool,
+    ) -> None:
+        """Note that a request is being sent to `backend`, in `slot`."""
+        self._watched = watched
+        self._backend = backend
+        self._demand = demand
+        self._now = now
+        self._share = slot.load.share
+        self._hidden_seqs = 0 if is_visible else slot.load.seqs
+        self._is_answered = False
+        self._chunks = 0
+        watched.meter.opened(now(), share=self._share, hidden_seqs=self._hidden_seqs)
+
+    def answered(self) -> None:
+        """Note its first token."""
+        if not self._hidden_seqs and not self._is_answered:
+            self._is_answered = True
+            self._watched.meter.answered(self._now(), prompt_tokens=self._demand.prompt_tokens)
+
+    def chunk(self) -> None:
+        """Note a read after the first token."""
+        if self._is_answered:
+            self._chunks += 1
+            self._watched.meter.chunks += 1
+
+    def ended(self, usage: Usage | None) -> None:
+        """Note its end; `usage` None where the answer was not complete."""
+        complete = usage is not None and self._is_answered and usage.completion_tokens > 1
+        tokens = usage.completion_tokens - 1 if usage is not None and complete else None
+        self._watched.meter.ended(
+            self._now(),
+            share=self._share,
+            hidden_seqs=self._hidden_seqs,
+            is_answered=self._is_answered,
+            tokens=tokens,
+            chunks=self._chunks,
+        )
+        if usage is not None and complete:
+            self._learn(usage)
+
+    def _learn(self, usage: Usage) -> None:
+        capacity = self._backend.capacity
+        total_tokens = usage.prompt_tokens + usage.completion_tokens
+        step = knee_step(capacity, usage.prompt_tokens)
+        shapes = self._watched.shapes
+        shapes[step] = shapes.get(step, ClassShape()).with_stream(
+            prompt_tokens=usage.prompt_tokens,
+            chunks=self._chunks,
+            kv_blocks=0 if capacity.kv is None else capacity.kv.blocks(total_tokens),
+        )
+
+
+class BackendWatch:
+    """Watches every backend of one gateway process. `run` must run as long as requests do."""
+
+    def __init__(self, policy: Callable[[], Policy], ledger: Ledger, clock: Clock) -> None:
+        """Watch the backends of `policy`, whose slots are counted by `ledger`."""
+        self._policy = policy
+        self._ledger = ledger
+        self._clock = clock
+        self._on_more: list[Callable[[], None]] = []
+        self._watched: dict[str, _Watched] = {}
+
+    def on_more(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called whenever a backend may be given more of its knee than before."""
+        self._on_more.append(callback)
+
+    def opened(self, backend: Backend, slot: Slot, demand: Demand, *, is_visible: bool) -> AttemptWatch:
+        """Note an attempt; `is_visible`: whether its steps can be seen."""
+        watched = self._of(backend.id)
+        self._note_others(backend.id, watched)
+        return AttemptWatch(watched, backend, slot, demand, self._clock.now, is_visible=is_visible)
+
+    def share_max(self, backend_id: str) -> int:
+        """Return how much of a backend's knee is in force, in millionths."""
+        watched = self._watched.get(backend_id)
+        return WHOLE if watched is None else watched.control.share
+
+    def sights(self) -> Mapping[str, Sight]:
+        """Return what every backend shows that has had a request, by id."""
+        policy = self._policy()
+        return {
+            name: _sight(self._watched[name], backend, policy.tpot_target_s(name))
+            for name, backend in policy.backends.items()
+            if name in self._watched
+        }
+
+    async def run(self) -> None:
+        """Look at every backend now and then, until cancelled."""
+        while True:
+            await anyio.sleep(WINDOW_S)
+            self.look()
+
+    def look(self) -> None:
+        """Close the windows that can be closed, and adjust what is in force."""
+        policy, now = self._policy(), self._clock.now()
+        self._watched = {name: one for name, one in self._watched.items() if name in policy.backends}
+        for name, watched in self._watched.items():
+            self._note_others(name, watched)
+            window = watched.meter.close(now)
+            if window is None:
+                continue
+            watched.fit = watched.fit.with_window(window)
+            target_s = policy.tpot_target_s(name)
+            before = watched.control.share
+            if target_s is None:
+                watched.control = TpotControl()
+            else:
+                target = TpotTarget.of(policy.backends[name].capacity, target_s)
+                watched.control = adjust(watched.control, window, target)
+            if watched.control.share > before:
+                for callback in self._on_more:
+                    callback()
+
+    def _of(self, backend_id: str) -> _Watched:
+        watched = self._watched.get(backend_id)
+        if watched is None:
+            watched = self._watched[backend_id] = _Watched(GapMeter(self._clock.now()))
+        return watched
+
+    def _note_others(self, backend_id: str, watched: _Watched) -> None:
+        others = self._ledger.others(backend_id)
+        watched.meter.others(self._clock.now(), share=others.share, seqs=others.seqs)
+
+
+def _sight(watched: _Watched, backend: Backend, tpot_target_s: float | None) -> Sight:
+    planned = blocks_planned(backend.capacity)
+    return Sight(
+        share=watched.control.share / WHOLE,
+        tpot_target_s=tpot_target_s,
+        control=watched.control,
+        knees={
+            step: estimate(watched.fit, watched.shapes[step], planned)
+            for step in backend.capacity.knee
+            if step in watched.shapes
+        },
+    )

@@ -1,0 +1,105 @@
+"""The truth check: what lasts counts, what comes and goes does not."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from gateway.core.count_check import KV_SAMPLES, Cause, CountDrift, CountTracker
+from gateway.core.health import EngineSample
+from gateway.core.kv import KvFormula
+from gateway.core.values import Capacity, KneeStep, Load
+from gateway.profiles import library
+
+KV = library.load("h100-tp1-light").capacity.kv
+POOL = Capacity(32_768, (KneeStep(None, 64),), kv=KV, kv_blocks=1_000)
+
+
+def watched(
+    differences: Sequence[int], *, every_s: float = 1.0, ours: int = 10, tracker: CountTracker | None = None
+) -> CountDrift:
+    """Return the drift after samples whose engine has so many sequences more than are counted."""
+    tracker = tracker or CountTracker()
+    for number, difference in enumerate(differences):
+        engine = EngineSample(at=100 + number * every_s, running=ours + difference - 1, waiting=1)
+        tracker.observe("b", engine, Load(seqs=ours), POOL)
+    return tracker.drift("b")
+
+
+@pytest.mark.parametrize(
+    ("differences", "lasting_seqs", "cause"),
+    [
+        ([0] * 61, 0, Cause.NONE),
+        ([3] * 61, 3, Cause.OTHERS),
+        ([3, 9, 4] * 21, 3, Cause.OTHERS),  # the part that was always there
+        ([-2] * 61, -2, Cause.HELD),
+        ([-2, -7] * 31, -2, Cause.HELD),
+        ([-1, 1] * 31, 0, Cause.NONE),  # requests on their way in and out
+        ([5] * 30 + [0] + [5] * 30, 0, Cause.NONE),
+        ([5] * 30, 0, Cause.NONE),  # not for long enough yet
+        ([0] * 61 + [4] * 61, 4, Cause.OTHERS),  # what is older than a minute is forgotten
+        ([], 0, Cause.NONE),
+    ],
+)
+def test_what_lasts_for_a_minute_counts(differences: list[int], lasting_seqs: int, cause: Cause) -> None:
+    drift = watched(differences)
+
+    assert (drift.lasting_seqs, drift.cause) == (lasting_seqs, cause)
+    assert drift.seqs == (differences[-1] if differences else 0)
+
+
+def test_a_few_samples_in_a_minute_say_nothing() -> None:
+    assert watched([3] * 7, every_s=10.0).lasting_seqs == 0
+    assert watched([3] * 13, every_s=5.0).lasting_seqs == 3
+
+
+def test_what_was_counted_in_part_only_is_forgotten() -> None:
+    tracker = CountTracker()
+    assert watched([3] * 61, tracker=tracker).cause is Cause.OTHERS
+
+    tracker.forget("b")
+
+    assert tracker.drift("b") == CountDrift("b")
+    assert "b" not in tracker.drifts()
+
+
+@pytest.mark.parametrize(
+    ("usages", "reserved", "excess"),
+    [
+        ([0.5] * KV_SAMPLES, 400, 100),
+        ([0.5] * KV_SAMPLES, 500, 0),
+        ([0.5] * KV_SAMPLES, 700, 0),  # reserved in advance, not written yet
+        ([0.9, 0.5, 0.9, 0.9, 0.9], 400, 100),  # the smallest of the last few
+        ([0.5, 0.9, 0.9, 0.9, 0.9, 0.9], 400, 500),
+        ([0.5] * (KV_SAMPLES - 1), 400, 0),  # too few
+    ],
+)
+def test_blocks_that_nobody_here_reserved(usages: list[float], reserved: int, excess: int) -> None:
+    tracker = CountTracker()
+    for number, usage in enumerate(usages):
+        engine = EngineSample(at=float(number), running=1, kv_usage=usage)
+        tracker.observe("b", engine, Load(seqs=1, kv_blocks=reserved), POOL)
+
+    assert tracker.drift("b").kv_blocks == excess
+
+
+@pytest.mark.parametrize(("kv", "kv_blocks"), [(None, 1_000), (KV, None)])
+def test_where_blocks_are_not_counted_none_are_missing(kv: KvFormula | None, kv_blocks: int | None) -> None:
+    tracker = CountTracker()
+    capacity = Capacity(32_768, (KneeStep(None, 64),), kv=kv, kv_blocks=kv_blocks)
+    for number in range(KV_SAMPLES):
+        tracker.observe("b", EngineSample(at=float(number), kv_usage=0.9), Load(), capacity)
+
+    assert tracker.drift("b").kv_blocks == 0
+
+
+def test_a_change_of_cause_can_be_told() -> None:
+    tracker = CountTracker()
+    causes = []
+    for number in range(125):
+        more = 2 if number < 65 else 0
+        engine = EngineSample(at=float(number), running=more)
+        before, after = tracker.observe("b", engine, Load(), POOL)
+        if before.cause is not after.cause:
+            causes.append(after.cause)
+
+    assert causes == [Cause.OTHERS, Cause.NONE]

@@ -1,0 +1,267 @@
+"""What the pipeline sees of its backends: steps, and what follows from them. The clock is the test's."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import anyio
+import pytest
+from support.world import DONE, HELLO, POLICY, ROLE, STOP, WHOLE, Caller, Script, World
+
+from gateway.core import admission
+from gateway.core.health import Outcome
+from gateway.core.knee_estimate import Doubt
+from gateway.core.tpot_control import DECIDE_S, WINDOW_S, Move
+from gateway.core.values import Demand, Load, Policy
+from gateway.ports import Slot
+from gateway.store.memory import MemoryLedger
+
+USAGE = (
+    b'data: {"model":"served","choices":[],'
+    b'"usage":{"prompt_tokens":101,"total_tokens":1001,"completion_tokens":%d}}\n\n'
+)
+
+
+def promising(tpot_s: float | None) -> Policy:
+    """Return the policy with a target for the chat pool."""
+    return replace(
+        POLICY, pools={**POLICY.pools, "light": replace(POLICY.pools["light"], tpot_target_s=tpot_s)}
+    )
+
+
+class Streams:
+    """Streams that a test drives chunk by chunk."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.gates: list[tuple[Caller, list[anyio.Event]]] = []
+
+    async def start(self, tasks: anyio.abc.TaskGroup, backend: str, chunks: int) -> None:
+        """Start a stream on a backend and see its first token."""
+        gates = [anyio.Event() for _ in range(chunks)]
+        steps: list[bytes | anyio.Event] = [ROLE + HELLO]
+        for gate in gates:
+            steps += [gate, HELLO]
+        self.world.upstream.scripts.setdefault(backend, []).append(
+            Script([*steps, STOP, USAGE % (chunks + 2), DONE])
+        )
+        caller = Caller()
+        self.gates.append((caller, gates))
+        tasks.start_soon(self.world.run, self.world.request(), caller)
+        await received(caller, 1)
+
+    async def step(self, gap_s: float) -> None:
+        """Let every stream have its next chunk, after that time."""
+        self.world.clock.time += gap_s
+        for caller, gates in self.gates:
+            if gates:
+                parts = len(caller.parts)
+                gates.pop(0).set()
+                await received(caller, parts + 1)
+
+
+async def received(caller: Caller, parts: int) -> None:
+    """Return once a caller has got so many parts."""
+    with anyio.fail_after(10):
+        while len(caller.parts) < parts:
+            await anyio.lowlevel.checkpoint()
+
+
+async def play(world: World, streams: Streams, gaps_s: Sequence[float]) -> None:
+    """Let chunks come at these intervals, while the watch looks as often as it would."""
+    looked_at = world.clock.now()
+    for gap_s in gaps_s:
+        await streams.step(gap_s)
+        if world.clock.now() - looked_at >= WINDOW_S:
+            looked_at = world.clock.now()
+            world.pipeline.watch.look()
+
+
+async def full_backends(world: World, gap_s: float, seconds: float) -> None:
+    """Fill both chat servers to their knee of 2, let chunks come at that pace, and end everything."""
+    chunks = round(seconds / gap_s)
+    streams = Streams(world)
+    async with anyio.create_task_group() as tasks:
+        for backend in ("light-0", "light-1", "light-0", "light-1"):
+            await streams.start(tasks, backend, chunks)
+        # What streams gain per chunk is known from streams that have ended: here one token.
+        for name in ("light-0", "light-1"):
+            watched = world.pipeline.watch._watched[name]
+            watched.control = replace(watched.control, ended_tokens=100, ended_chunks=100)
+        await play(world, streams, [gap_s] * chunks)
+
+
+async def test_a_target_that_is_missed_takes_from_the_knee(world: World) -> None:
+    world.policy = promising(0.3)
+
+    await full_backends(world, 0.6, DECIDE_S + 3 * WINDOW_S)
+
+    assert world.pipeline.watch.share_max("light-0") == round(0.9 * admission.WHOLE)
+    sight = world.pipeline.watch.sights()["light-0"]
+    assert sight.tpot_target_s == 0.3
+    assert sight.control.tpot_s == pytest.approx(0.6, rel=0.05)
+    assert world.pipeline.watch.share_max("push") == admission.WHOLE
+
+
+@pytest.mark.parametrize(("target_s", "move"), [(0.62, Move.HELD_IN_BAND), (3.0, Move.HELD_AT_LIMIT)])
+async def test_a_target_that_is_kept_takes_nothing(world: World, target_s: float, move: Move) -> None:
+    world.policy = promising(target_s)
+    seen: list[Move] = []
+    look = world.pipeline.watch.look
+
+    def look_and_note() -> None:
+        look()
+        seen.append(world.pipeline.watch.sights()["light-0"].control.move)
+
+    world.pipeline.watch.look = look_and_note  # type: ignore[method-assign]
+
+    await full_backends(world, 0.6, DECIDE_S + 5 * WINDOW_S)
+
+    assert world.pipeline.watch.share_max("light-0") == admission.WHOLE
+    assert move in seen
+
+
+async def test_without_a_target_nothing_is_taken(world: World) -> None:
+    await full_backends(world, 3.0, 2 * DECIDE_S)
+
+    assert world.pipeline.watch.share_max("light-0") == admission.WHOLE
+
+
+async def test_less_of_the_knee_means_that_fewer_start(world: World) -> None:
+    """At 90 % of a knee of two, one runs."""
+    world.policy = promising(0.3)
+    await full_backends(world, 0.6, DECIDE_S + 3 * WINDOW_S)
+    streams = Streams(world)
+
+    async with anyio.create_task_group() as tasks:
+        for backend in ("light-0", "light-1", "push"):
+            await streams.start(tasks, backend, 1)
+        await streams.step(0.1)
+
+    served = [target.backend.id for target in world.upstream.targets[-3:]]
+    assert served == ["light-0", "light-1", "push"]
+
+
+async def test_a_target_that_is_withdrawn_gives_the_knee_back_and_wakes_who_waits(world: World) -> None:
+    world.policy = promising(0.3)
+    await full_backends(world, 0.6, DECIDE_S + 3 * WINDOW_S)
+    world.policy = promising(None)
+    streams = Streams(world)
+    async with anyio.create_task_group() as tasks:
+        await streams.start(tasks, "light-0", 1)
+        world.clock.time += WINDOW_S
+        wake = world.pipeline.room._wake
+
+        world.pipeline.watch.look()
+
+        assert world.pipeline.watch.share_max("light-0") == admission.WHOLE
+        assert wake.is_set()
+        await streams.step(0.1)
+
+
+async def test_the_steps_of_a_stream_are_counted_from_its_reads(world: World) -> None:
+    """Ten reads after the first token, and two at the end, one of which holds usage alone."""
+    streams = Streams(world)
+    async with anyio.create_task_group() as tasks:
+        await streams.start(tasks, "light-0", 10)
+        await play(world, streams, [0.1] * 10)
+
+    watched = world.pipeline.watch._watched["light-0"]
+    window = watched.meter.close(world.clock.now())
+    assert window is not None
+    assert (window.chunks, window.ended_chunks, window.ended_tokens) == (13, 13, 11)
+    assert window.decoding_seq_s == pytest.approx(1.0)
+    (step,) = POLICY.backends["light-0"].capacity.knee
+    assert watched.shapes[step].prompt_tokens == 101
+
+
+async def test_answers_in_one_piece_are_in_flight_and_show_nothing(world: World) -> None:
+    gate = anyio.Event()
+    world.answers(light_0=Script([gate, WHOLE]))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(stream=False))
+        await anyio.wait_all_tasks_blocked()
+        world.clock.time += 3.0
+        gate.set()
+
+    window = world.pipeline.watch._watched["light-0"].meter.close(world.clock.now())
+    assert window is not None
+    assert (window.hidden_seq_s, window.chunks) == (3.0, 0)
+
+
+async def test_an_attempt_that_fails_leaves_nothing_in_flight(world: World) -> None:
+    world.answers(light_0=Script(status=500), light_1=Script([ROLE + HELLO, STOP, DONE]))
+
+    await world.run(world.request())
+
+    assert [attempt.outcome for attempt in world.notes.attempts] == [Outcome.FAILED, Outcome.OK]
+    for name in ("light-0", "light-1"):
+        world.clock.time += 3.0
+        window = world.pipeline.watch._watched[name].meter.close(world.clock.now())
+        assert window is not None
+        assert window.in_flight_seq_s == 0.0
+
+
+class SharedLedger(MemoryLedger):
+    """A ledger whose backends other gateways use as well."""
+
+    elsewhere = Load()
+
+    def others(self, backend_id: str) -> Load:
+        return self.elsewhere
+
+
+async def test_what_other_gateways_run_fills_a_backend_too() -> None:
+    """Half of the knee is taken elsewhere: with the own stream it is full, and the target counts."""
+    ledger = SharedLedger()
+    ledger.elsewhere = Load(seqs=1, share=admission.WHOLE // 2)
+    world = World(ledger)
+    world.policy = promising(0.3)
+    streams = Streams(world)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.pipeline.room.run)
+        await streams.start(tasks, "light-0", 90)
+        watched = world.pipeline.watch._watched["light-0"]
+        watched.control = replace(watched.control, ended_tokens=100, ended_chunks=100)
+        await play(world, streams, [0.6] * 90)
+        with anyio.fail_after(10):
+            while not world.notes.requests:
+                await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+
+    assert world.pipeline.watch.share_max("light-0") < admission.WHOLE
+    (estimate,) = world.pipeline.watch.sights()["light-0"].knees.values() or [None]
+    assert estimate is not None
+    assert estimate.doubt is Doubt.HIDDEN
+
+
+async def test_a_backend_that_left_the_policy_is_forgotten(world: World) -> None:
+    world.answers(light_0=Script([ROLE + HELLO, STOP, DONE]))
+    await world.run(world.request())
+    assert "light-0" in world.pipeline.watch.sights()
+
+    world.policy = replace(
+        world.policy,
+        backends={name: one for name, one in world.policy.backends.items() if name != "light-0"},
+        pools={name: replace(pool, backends=("light-1",)) for name, pool in world.policy.pools.items()},
+    )
+    world.pipeline.watch.look()
+
+    assert "light-0" not in world.pipeline.watch._watched
+
+
+async def test_a_slot_that_was_never_answered_is_only_waited_for(world: World) -> None:
+    backend = world.policy.backends["light-0"]
+    ticket_demand = admission.claim(backend.capacity, _DEMAND)
+    attempt = world.pipeline.watch.opened(
+        backend, Slot("1", "light-0", ticket_demand), _DEMAND, is_visible=True
+    )
+    world.clock.time += 3.0
+    attempt.chunk()  # before the first token: none of its own
+    attempt.ended(None)
+
+    window = world.pipeline.watch._watched["light-0"].meter.close(world.clock.now())
+    assert window is not None
+    assert (window.waiting_seq_s, window.decoding_seq_s, window.chunks) == (3.0, 0.0, 0)
+
+
+_DEMAND = Demand(seqs=1, prompt_tokens=100, total_tokens=200)
