@@ -14,6 +14,7 @@ import anyio
 from gateway.core.admission import COUNTERS
 from gateway.core.values import UNLIMITED, Exclusion, Load
 from gateway.ports import Slot
+from gateway.store.facts import Exchange
 from gateway.store.leases import StoreAway
 from gateway.store.memory import OnFreed
 from gateway.store.redis import RedisLedger
@@ -59,6 +60,16 @@ class FallbackLedger:
     def replicas(self) -> int:
         """Gateway processes last seen, this one included, or how many there are at least."""
         return max(self._shared.replicas, self._replicas_min)
+
+    @property
+    def owner(self) -> str:
+        """This process's name in Redis."""
+        return self._shared.owner
+
+    @property
+    def exchange(self) -> Exchange:
+        """What gateway processes tell each other of themselves, while Redis is there."""
+        return self._shared.exchange
 
     def on_freed(self, callback: OnFreed) -> None:
         """Have `callback` called whenever something became free on a backend, through whichever gateway."""
