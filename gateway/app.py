@@ -143,6 +143,7 @@ class Gateway:
             fleet=self.fleet,
             estimator=self.estimator,
             line=line,
+            watch=watch,
             policy=lambda: self.policy,
             keys=digests,
             clock=self.clock,

@@ -68,6 +68,8 @@ class Facts:
         learned: What its answers taught.
         started: Tokens of the requests it started, per flow.
         long_waiting: Per backend, the long prompts that wait for it as their first choice.
+        knee_shares: Per backend, the share of its knee (millionths) that its own measurements of TPOT lately
+            led to.
     """
 
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
@@ -75,6 +77,7 @@ class Facts:
     learned: Learned = Learned()
     started: Mapping[Flow, int] = field(default_factory=dict)
     long_waiting: Mapping[str, int] = field(default_factory=dict)
+    knee_shares: Mapping[str, int] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------ how it adds up
@@ -104,6 +107,15 @@ def summed(all_counts: Iterable[Mapping[_K, int]]) -> dict[_K, int]:
         for name, count in counts.items():
             sums[name] = sums.get(name, 0) + count
     return sums
+
+
+def least(all_counts: Iterable[Mapping[_K, int]]) -> dict[_K, int]:
+    """Return the smallest count of each thing."""
+    found: dict[_K, int] = {}
+    for counts in all_counts:
+        for name, count in counts.items():
+            found[name] = min(count, found.get(name, count))
+    return found
 
 
 def increases(before: Mapping[_K, int] | None, now: Mapping[_K, int]) -> dict[_K, int]:

@@ -8,10 +8,12 @@ told on.
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from gateway.core.facts import Attempts, Facts, increases, pooled, summed
+from gateway.core.admission import WHOLE
+from gateway.core.facts import Attempts, Facts, increases, least, pooled, summed
 from gateway.core.health import Elsewhere, Heard
 from gateway.core.values import Policy
 from gateway.core.waiting import WaitingLine
+from gateway.pipeline.watch import BackendWatch
 from gateway.ports import Clock, SharedHealth, SharedLearning
 
 
@@ -24,6 +26,7 @@ class Peers:
         fleet: SharedHealth,
         estimator: SharedLearning,
         line: WaitingLine,
+        watch: BackendWatch,
         policy: Callable[[], Policy],
         keys: Collection[str],
         clock: Clock,
@@ -35,12 +38,13 @@ class Peers:
             fleet: Whose verdicts are told, and who hears those of others.
             estimator: The same for what answers taught.
             line: Whose starts and long prompts are told, and which takes those of others into account.
+            watch: Whose shares of knees are told, and who keeps to the lowest.
             policy: The policy in force: what is not configured here is of no concern here.
             keys: Names of the API keys; none where callers need none.
             clock: Where times come from.
             on_waiting: Called when others have more or fewer long prompts waiting than before.
         """
-        self._fleet, self._estimator, self._line = fleet, estimator, line
+        self._fleet, self._estimator, self._line, self._watch = fleet, estimator, line, watch
         self._policy, self._clock, self._on_waiting = policy, clock, on_waiting
         self._keys: frozenset[str | None] = frozenset(keys or (None,))
         self._known: Mapping[str, Facts] = {}
@@ -58,6 +62,7 @@ class Peers:
             learned=self._estimator.learned(),
             started=self._line.tokens_started(self._clock.now()),
             long_waiting=self._line.long_waiting_here(),
+            knee_shares=self._watch.shares(),
         )
 
     def hear(self, facts: Mapping[str, Facts]) -> None:
@@ -68,6 +73,7 @@ class Peers:
             self._hear_of_backends(gateway, told, old)
             self._charge(told, old)
         self._estimator.note_learned(pooled(told.learned for told in facts.values()))
+        self._watch.note_shares(least(told.knee_shares for told in facts.values()))
         self._note_long_waiting(summed(told.long_waiting for told in facts.values()))
 
     def view(self) -> Mapping[str, Any]:
@@ -80,6 +86,7 @@ class Peers:
                 "margin_tokens": told.learned.p99_tokens,
                 "tokens_started": sum(told.started.values()),
                 "long_waiting": told.long_waiting,
+                "knee_shares": {name: share / WHOLE for name, share in told.knee_shares.items()},
             }
             for gateway, told in self._known.items()
         }

@@ -8,7 +8,8 @@ its form and the range of every number; what cannot be read says nothing, and ne
      "attempts": {"light-0": [served, failed]},
      "ratios": {"latin": [answers, mean_log]}, "margin": p99_tokens,
      "started": [["gemma-4", "short_chat", "name of a key or null", tokens]],
-     "long_waiting": {"push": 2}}
+     "long_waiting": {"push": 2},
+     "knee_shares": {"light-0": 900000}}
 """
 
 import logging
@@ -19,6 +20,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from gateway.core.admission import WHOLE
 from gateway.core.class_counts import TextKind
 from gateway.core.facts import Attempts, Facts, Learned, Ratio
 from gateway.core.health import State, Verdict
@@ -33,6 +35,7 @@ REASON_CHARS_MAX = 300
 
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Few = Annotated[int, Meta(ge=0, le=10_000)]
+_Share = Annotated[int, Meta(ge=1, le=WHOLE)]
 _KINDS = {kind.value: kind for kind in TextKind}
 
 
@@ -56,6 +59,7 @@ class _Document(Struct):
     margin: _Count = 0
     started: list[tuple[str, str, str | None, _Count]] = []
     long_waiting: dict[str, _Few] = {}
+    knee_shares: dict[str, _Share] = {}
 
 
 def encode(facts: Facts) -> str:
@@ -76,6 +80,7 @@ def encode(facts: Facts) -> str:
         margin=facts.learned.p99_tokens,
         started=[(*flow, tokens) for flow, tokens in facts.started.items()],
         long_waiting=dict(facts.long_waiting),
+        knee_shares=dict(facts.knee_shares),
     )
     return msgspec.json.encode(document).decode()
 
@@ -106,6 +111,7 @@ def decode(text: str) -> Facts | None:
         ),
         started={(model, name, key): tokens for model, name, key, tokens in document.started},
         long_waiting=document.long_waiting,
+        knee_shares=document.knee_shares,
     )
 
 

@@ -11,8 +11,9 @@ from gateway.core.facts import Attempts, Facts, Learned
 from gateway.core.health import HealthRules, Outcome, ProbeOk, State, Verdict
 from gateway.core.values import CountMode, Demand, Prompt, TemplateCosts, Turn
 from gateway.core.waiting import Ticket, WaitingLine
-from gateway.pipeline import Peers
+from gateway.pipeline import BackendWatch, Peers
 from gateway.store.facts import decode, encode
+from gateway.store.memory import MemoryLedger
 from gateway.tokenizer import PromptEstimator
 from gateway.upstream.probes import Prober
 
@@ -31,10 +32,12 @@ class Gateway:
         self.estimator = PromptEstimator(None)
         self.line = WaitingLine()
         self.looks = 0
+        self.watch = BackendWatch(lambda: POLICY, MemoryLedger(), self.clock)
         self.peers = Peers(
             fleet=self.fleet,
             estimator=self.estimator,
             line=self.line,
+            watch=self.watch,
             policy=lambda: POLICY,
             keys=("a", "b"),
             clock=self.clock,
@@ -264,7 +267,12 @@ def test_long_prompts_that_wait_elsewhere_are_added_up_and_forgotten(here: Gatew
 def test_an_operator_sees_what_the_others_tell(here: Gateway, there: Gateway) -> None:
     there.fail("push", 3)
     there.learn(1.12, 20)
-    facts = replace(there.peers.facts(), long_waiting={"push": 1}, started={(MODEL.id, CHAT.name, "a"): 700})
+    facts = replace(
+        there.peers.facts(),
+        long_waiting={"push": 1},
+        started={(MODEL.id, CHAT.name, "a"): 700},
+        knee_shares={"push": 900_000},
+    )
     here.hear(there=facts)
 
     seen = here.peers.view()["there"]
@@ -276,6 +284,7 @@ def test_an_operator_sees_what_the_others_tell(here: Gateway, there: Gateway) ->
         "margin_tokens": 0,
         "tokens_started": 700,
         "long_waiting": {"push": 1},
+        "knee_shares": {"push": 0.9},
     }
 
 

@@ -28,6 +28,7 @@ FULL = Facts(
     learned=Learned({TextKind.LATIN: Ratio(200, 0.03125), TextKind.CYRILLIC: Ratio(1, -0.25)}, 34),
     started={("gemma-4", "short_chat", "team a"): 123_456, ("gemma-4", "short_chat", None): 7},
     long_waiting={"push": 2},
+    knee_shares={"light-0": 900_000},
 )
 WITHIN_S = 20.0
 
