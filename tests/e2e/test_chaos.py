@@ -13,7 +13,7 @@ import os
 import random
 import socket
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ KNEES = {"light-0": 4, "light-1": 5, "push": 6}
 POOLS = {"light": ["light-0", "light-1"], "push": ["push"]}
 KEYS = ("alpha", "beta", "gamma")
 CHOICES_MAX = 2
-SPEED = 2
+SPEED = 3
 CALLERS = 14  # per gateway: as many as there are places in the whole fleet
 GATEWAYS = ("one", "other")
 
@@ -282,7 +282,7 @@ keys: {{{", ".join(f"{key}: {{sha256: {sha256(key.encode()).hexdigest()}}}" for 
 models:
   gemma-4:
     classes:
-      - {{class: long_document, when: {{prompt_tokens: ">= 4000"}}, pools: [push], {waiting}}}
+      - {{class: long_document, when: {{prompt_tokens: ">= 1500"}}, pools: [push], {waiting}}}
       - {{class: short_chat, pools: [light, push], {waiting}}}
 """
     backends = {name: (url, FLEET[name]) for name, url in engines.items()}
@@ -307,14 +307,14 @@ class Crowd:
     Attributes:
         endings: How requests ended, counted.
         faults: Endings that nothing explains.
-        longest_s: The longest that one answered had a place, and a little more.
+        stay_s: The longest that one which was answered had its place, and a little more, per backend.
         leaves: Whether callers leave at random.
     """
 
     site: Site
     endings: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    longest_s: float = 0.0
+    stay_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     leaves: bool = False
     is_over: bool = False
 
@@ -350,9 +350,10 @@ class Crowd:
             began = clock.wall()
             async with client.stream("POST", "/v1/chat/completions", json=fields, headers=headers) as answer:
                 body = await answer.aread()
-            waited_s = float(answer.headers.get("x-gateway-queue-ms", 0)) / 1000
             if answer.status_code == 200:
-                self.longest_s = max(self.longest_s, clock.wall() - began - waited_s)
+                waited_s = float(answer.headers["x-gateway-queue-ms"]) / 1000
+                backend, took_s = answer.headers["x-gateway-backend"], clock.wall() - began - waited_s
+                self.stay_s[backend] = max(self.stay_s[backend], took_s)
             return self._judged(answer, body, fields)
         return "left"  # the block above was cut short
 
@@ -371,7 +372,7 @@ class Crowd:
 def _drawn(dice: random.Random) -> dict[str, Any]:
     """Return one request of a mixed stream."""
     is_document = dice.random() < 0.1
-    words = dice.randint(4_500, 8_000) if is_document else dice.randint(5, 60)
+    words = dice.randint(2_000, 4_000) if is_document else dice.randint(5, 60)
     stream = dice.random() < 0.6
     return {
         "model": "gemma-4",
@@ -431,10 +432,10 @@ async def test_two_gateways_keep_every_limit_whatever_happens(site: Site) -> Non
         await ended(crowd, 100)  # all are busy
 
         calm_at = clock.wall()
-        await ended(crowd, 500)
+        await ended(crowd, 400)
         crowd.leaves = True
         leaving_at = clock.wall()
-        await ended(crowd, 500)
+        await ended(crowd, 400)
 
         dead = other.owner
         assert dead in await site.owners()
@@ -443,7 +444,7 @@ async def test_two_gateways_keep_every_limit_whatever_happens(site: Site) -> Non
         returned_at = clock.wall()
         await until(lambda: site.is_full_since(returned_at))  # all that the dead one had is used again
         await other.start()
-        await ended(crowd, 300)
+        await ended(crowd, 200)
         assert {one.owner, other.owner} == await site.owners()
 
         away_at = clock.wall()
@@ -454,22 +455,23 @@ async def test_two_gateways_keep_every_limit_whatever_happens(site: Site) -> Non
         for member in (one, other):
             await member.process.wait_for("the store is back", within_s=SETTLE_S)
         shared_at = clock.wall()
-        await ended(crowd, 500)
+        await ended(crowd, 400)
         over_at = clock.wall()
         crowd.is_over = True
 
     left = await nothing_left(site)
-    histories, stay_s = await site.histories(), crowd.longest_s
+    histories = await site.histories()
     zero_s = clock.wall() - over_at
-    log.warning("%s; the longest stayed %.2f s; idle after %.2f s", dict(crowd.endings), stay_s, zero_s)
+    log.warning("%s; stayed at most %s; idle after %.2f s", crowd.endings, dict(crowd.stay_s), zero_s)
 
     for name, history in histories.items():
-        knee = KNEES[name]
+        knee, stay_s = KNEES[name], crowd.stay_s[name]
         log.warning(
             "%s: %d held at most where callers left, of %d", name, history.peak(leaving_at, away_at), knee
         )
-        # Nobody leaves: never above, not by one; and the limit is what holds them back.
-        assert history.peak(calm_at, leaving_at) == knee, name
+        assert history.peak(calm_at, over_at) >= knee, name  # the limit is what holds them back
+        # Nobody leaves: never above, not by one.
+        assert history.peak(calm_at, leaving_at) <= knee, name
         # Callers leave, a gateway dies, its leases run out, it comes again: never above what is counted.
         assert history.peak_counted(calm_at, away_at) <= knee, name
         # The store is away. Before, all places may have been one gateway's; the other has its part besides.
