@@ -97,7 +97,7 @@ class FallbackLedger:
 
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """See `ports.Ledger.acquire`. Alone, `limits` are divided by the replicas."""
-        if self.mode is Mode.SHARED:
+        while self.mode is Mode.SHARED:  # again, where Redis was back before the command had failed
             turn = self._turn
             try:
                 return await self._shared.acquire(backend_id, claim, limits)

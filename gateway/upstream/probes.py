@@ -90,7 +90,7 @@ class Prober:
             secrets: Per backend id, the API key to present.
             tls: Per backend id, how to verify its certificate; True where absent.
             hang_s: Per backend id, what replaces `rules.hang_s`; see `health.hang_after_s`.
-            on_change: Told of every change of state, and of every new reason for one.
+            on_change: Told of every change of state, of every new reason for one, and of what is served.
             on_sample: Told of every sample.
         """
         hang_s = hang_s or {}
@@ -164,7 +164,8 @@ class Prober:
         fresh = new.was_up and not old.was_up
         if fresh or new.restarts != old.restarts or (usable(new) and not usable(old)):
             self._looks[name].set()
-        if self._on_change is not None and (old.state, old.reason) != (new.state, new.reason):
+        changed = (old.state, old.reason, old.served_models) != (new.state, new.reason, new.served_models)
+        if self._on_change is not None and changed:
             self._on_change(name, old, new)
         self._changed.set()
         self._changed = anyio.Event()

@@ -612,6 +612,17 @@ def test_waiting_for_a_backend_that_is_gone_ends_at_once(state: State, reasons: 
     assert (list(turn.offers), [refused.reason for refused in turn.refused]) == ([], reasons)
 
 
+def test_a_request_waits_for_a_backend_that_has_not_said_yet_what_it_serves() -> None:
+    site = Site()
+    site.status["light"] = BackendStatus()
+    site.enter("early")
+
+    turn = site.turn()
+    assert (list(turn.offers), list(turn.refused)) == ([], [])
+    site.status["light"] = UP
+    assert site.start(0.01) == ["early"]
+
+
 # ------------------------------------------------------------------ offers
 
 

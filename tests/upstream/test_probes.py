@@ -136,6 +136,19 @@ async def test_failed_requests_eject_and_a_good_probe_gives_another_chance(
     ]
 
 
+async def test_what_it_serves_is_told_when_it_is_known(clock: Clock, fake_engine: Engines) -> None:
+    told: list[tuple[str, ...]] = []
+    async with fake_engine() as engine:
+        engine.gates["/v1/models"] = anyio.Event()
+        prober = watch(clock, engine, on_change=lambda _, old, new: told.append(new.served_models))
+        async with probing(prober) as fleet:
+            await fleet.wait_for(is_(State.UP))
+            assert set(told) == {()}
+            engine.gates["/v1/models"].set()
+            await fleet.wait_for(lambda statuses: bool(statuses["a"].served_models))
+    assert told[-1] != ()
+
+
 async def test_a_slow_metrics_page_delays_no_verdict_and_is_not_asked_for_twice(
     clock: Clock, fake_engine: Engines
 ) -> None:
