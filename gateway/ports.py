@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.core.errors import GatewayError
-from gateway.core.health import BackendStatus, Outcome
+from gateway.core.facts import Learned
+from gateway.core.health import BackendStatus, Elsewhere, Heard, Outcome, Verdict
 from gateway.core.jobs import (
     Chunk,
     Idempotency,
@@ -211,6 +212,29 @@ class Fleet(Protocol):
 
     def report(self, backend_id: str, outcome: Outcome, detail: str) -> None:
         """Tell how an attempt on a backend ended."""
+
+
+class SharedHealth(Protocol):
+    """What gateways tell each other of backends; beside `Fleet`, which they all have."""
+
+    def statuses(self) -> Mapping[str, BackendStatus]:
+        """See `Fleet.statuses`."""
+
+    def verdicts(self) -> Mapping[str, Verdict]:
+        """Return, per backend that has one, the verdict that this process's own requests led to."""
+
+    def hear(self, backend_id: str, told: Heard | Elsewhere) -> None:
+        """Take in what another gateway tells of a backend. One that is not configured here is ignored."""
+
+
+class SharedLearning(Protocol):
+    """What gateways tell each other of counting prompts; beside `Estimator`."""
+
+    def learned(self) -> Learned:
+        """Return what this process's own answers taught."""
+
+    def note_learned(self, elsewhere: Learned) -> None:
+        """Use what the answers of all other gateways taught, in place of what was noted before."""
 
 
 class PrefixIndex(Protocol):

@@ -31,7 +31,9 @@ _JSON = "application/json"
 _SSE = "text/event-stream; charset=utf-8"
 _METRICS = "text/plain; version=1.0.0; charset=utf-8"
 _GUARDED = ("/v1/", "/v2/", "/inference/")
-_UNCOUNTED = frozenset({"/health", "/metrics", "/ping", "/load", "/version", "/simulator/fault"})
+_UNCOUNTED = frozenset(
+    {"/health", "/metrics", "/ping", "/load", "/version", "/simulator/fault", "/simulator/sequences"}
+)
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -44,6 +46,10 @@ class Connection(Protocol):
     """The TCP connection a request came on."""
 
     on_lost: Callable[[], None] | None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its client has closed it."""
 
     def write(self, data: bytes) -> None:
         """Write bytes past the HTTP layer."""
@@ -145,6 +151,7 @@ class Application:
             "/v1/chat/completions": {"POST": self._chat},
             "/v1/completions": {"POST": self._completion},
             "/simulator/fault": {"GET": self._show_fault, "POST": self._set_fault},
+            "/simulator/sequences": {"GET": self._sequences, "DELETE": self._forget_sequences},
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -333,7 +340,21 @@ class Application:
                 return False
         return True
 
-    # -------------------------------------------------------------- orders
+    # -------------------------------------------------------------- what an operator asks and orders
+
+    async def _sequences(self, exchange: Exchange) -> None:
+        sequences = self._backplane.host.tally.sequences
+        body = {
+            "held": sequences.held,
+            "aborted": sequences.aborted,
+            "is_whole": sequences.is_whole,
+            "changes": sequences.changes,
+        }
+        await exchange.reply(200, _bytes(body))
+
+    async def _forget_sequences(self, exchange: Exchange) -> None:
+        self._backplane.host.tally.sequences.forget()
+        await exchange.reply(204)
 
     async def _show_fault(self, exchange: Exchange) -> None:
         await exchange.reply(200, _bytes(_described(self._backplane.faults.order)))
@@ -362,6 +383,8 @@ class _Generation:
         """Answer, unless the client leaves first."""
         exchange = self._exchange
         exchange.connection.on_lost = self._answer.leave
+        if exchange.connection.is_lost:  # while the prompt was read
+            return
         if self._delivery.stream:
             # The status goes out at admission, long before the first token.
             await exchange.start(200, _SSE, None)

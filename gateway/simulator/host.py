@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import anyio
 from anyio.lowlevel import checkpoint
 
+from gateway.clock import SystemClock
 from gateway.core.engine import Batch, Engine, StepResult
 from gateway.simulator.calls import Call
 from gateway.simulator.options import SimulatorOptions
@@ -113,6 +114,7 @@ class EngineHost:
         self.tally = tally
         self.is_dead = False
         self._speed = options.speed
+        self._clock = SystemClock()
         self._seats: dict[int, Seat] = {}
         self._numbers = itertools.count()
         self._work = anyio.Event()
@@ -164,6 +166,7 @@ class EngineHost:
             number = next(self._numbers)
             self._seats[number] = seat
             self.engine.submit(number, seat.prompt_tokens, len(seat.script.tokens))
+        self._note_held()
         self._work.set()
 
     def withdraw(self, answer: Answer) -> None:
@@ -173,6 +176,7 @@ class EngineHost:
             del self._seats[number]
             self.engine.abort(number)
         if mine:
+            self._note_held(len(mine))
             self._work.set()  # what they held may let another in
 
     def cut_off(self, answer: Answer) -> None:
@@ -208,7 +212,11 @@ class EngineHost:
         for number in list(self._seats):
             self.engine.abort(number)
         self._seats.clear()
+        self._note_held()
         self._scope.cancel()
+
+    def _note_held(self, aborted: int = 0) -> None:
+        self.tally.sequences.note(self._clock.wall(), len(self._seats), aborted)
 
     def _note_started(self, batch: Batch) -> None:
         now = anyio.current_time()
@@ -242,6 +250,8 @@ class EngineHost:
             seat = self._seats.pop(number)
             seat.finish = seat.script.finish_reason
             self._note_finished(seat, now)
+        if result.finished:
+            self._note_held()
 
     def _note_finished(self, seat: Seat, now: float) -> None:
         tally = self.tally

@@ -5,7 +5,8 @@ families about GPUs, caches it does not have and the Python process are left out
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gateway.core.engine import Engine
@@ -60,6 +61,8 @@ _HELP = {
 }
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
+_CHANGES_MAX = 65_536
+
 Series = dict[str, float]
 """Value per label set, as it stands between the braces."""
 
@@ -87,6 +90,39 @@ class Histogram:
         yield f"{name}_sum{{{labels}}} {self._sum}"
 
 
+class Sequences:
+    """How many sequences the engine holds, running and waiting, and how that changed. Times: epoch seconds.
+
+    Attributes:
+        held: How many at present.
+        aborted: How many were aborted before their end, since the start: mostly because their client left.
+        changes: `(when, held, aborted)` after every change since `forget`, oldest first.
+        is_whole: Whether none of these changes was dropped for want of room.
+    """
+
+    def __init__(self) -> None:
+        self.held = self.aborted = 0
+        self._changes: deque[tuple[float, int, int]] = deque(maxlen=_CHANGES_MAX)
+        self.is_whole = True
+
+    @property
+    def changes(self) -> Sequence[tuple[float, int, int]]:
+        """See the class."""
+        return list(self._changes)
+
+    def note(self, when: float, held: int, aborted: int = 0) -> None:
+        """Note how many there are from now on; `aborted` of those that went were aborted."""
+        self.held = held
+        self.aborted += aborted
+        self.is_whole = self.is_whole and len(self._changes) < _CHANGES_MAX
+        self._changes.append((when, held, self.aborted))
+
+    def forget(self) -> None:
+        """Drop the history. What is held stays."""
+        self._changes.clear()
+        self.is_whole = True
+
+
 @dataclass(slots=True)
 class Tally:
     """Everything counted since the process started. Times are real seconds.
@@ -98,6 +134,7 @@ class Tally:
         finished: Sequences per finish reason.
         requests: HTTP requests per (handler, method, status class).
         histograms: By the name of the metric, without `vllm:`.
+        sequences: How many the engine holds. Not on the page: vLLM has no such history.
     """
 
     started_wall_s: float
@@ -109,6 +146,7 @@ class Tally:
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
     )
+    sequences: Sequences = field(default_factory=Sequences)
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
         """Note a value of a histogram."""
