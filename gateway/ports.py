@@ -312,7 +312,7 @@ class ResponseStore(Protocol):
     """
 
     async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
-        """Keep a record under an id, in place of what was there. False: it is larger than all that may be kept.
+        """Keep a record under an id, in place of what was there. False: it is larger than may be kept.
 
         Raises:
             StoreUnavailable: the store does not answer. Whether the record is kept is not known.

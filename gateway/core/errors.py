@@ -174,7 +174,7 @@ class Draining(ShedError):
 
 
 class StoreUnavailable(ShedError):
-    """The store that keeps responses does not answer."""
+    """Redis does not answer, and this cannot be done without it."""
 
     code = "store_unavailable"
 

@@ -16,7 +16,13 @@ from litestar import MediaType, Request, Response, delete, get
 from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 
-from gateway.core.errors import GatewayError, InvalidRequest, ResponseNotFound, StoreUnavailable, UpstreamFailed
+from gateway.core.errors import (
+    GatewayError,
+    InvalidRequest,
+    ResponseNotFound,
+    StoreUnavailable,
+    UpstreamFailed,
+)
 from gateway.core.responses.chat_stream import ChatStream
 from gateway.core.responses.draft import Draft, Event
 from gateway.core.responses.items import Item, home_of
@@ -106,7 +112,8 @@ class Responses:
         context, stored = await self._look_up(received.key, wanted)
         token = secrets.token_hex(16)
         asked = await self._readers.run(
-            size + len(context), lambda: _translated(received, self._rules, raws, members, token, context, stored)
+            size + len(context),
+            lambda: _translated(received, self._rules, raws, members, token, context, stored),
         )
 
         async def work(downstream: AsgiDownstream) -> None:
@@ -121,7 +128,7 @@ class Responses:
         return work
 
     async def _look_up(self, key: str | None, wanted: Needs) -> tuple[list[Item], Mapping[str, Item]]:
-        """Return the conversation a request goes on with, and the items it refers to, as far as there are any."""
+        """Return the conversation a request goes on with, and the items it refers to that are kept."""
         context: list[Item] = []
         if wanted.previous is not None:
             kept = await self._kept(key, wanted.previous, "previous_response_id")
@@ -158,9 +165,7 @@ class Responses:
             return Response(bytes(kept.response), media_type=MediaType.JSON)
 
         @get(PATH + "/{response_id:str}/input_items")
-        async def input_items(
-            request: Request[Any, Any, Any], response_id: FromPath[str]
-        ) -> dict[str, Any]:
+        async def input_items(request: Request[Any, Any, Any], response_id: FromPath[str]) -> dict[str, Any]:
             key = self._keys.name_of(request.headers.get("authorization"))
             kept = await self._kept(key, response_id)
             return _page([*kept.context, *kept.input], request.query_params)
@@ -182,7 +187,9 @@ def _refuse_background(members: Mapping[str, Any]) -> None:
         raise InvalidRequest("`background` must be true or false.", param="background")
     if background:
         raise InvalidRequest(
-            "Background responses are not offered here yet.", code="background_not_supported", param="background"
+            "Background responses are not offered here yet.",
+            code="background_not_supported",
+            param="background",
         )
 
 
@@ -333,6 +340,10 @@ class Answer:
         elif data.startswith(b":"):
             await self.downstream.send(data)
 
+    async def fail(self, error: GatewayError, code: str) -> None:
+        """See `ports.Downstream.fail`. In this API it is the last state of the response."""
+        await self._send(self.asked.draft.fail(error.type, error.message))
+
     async def finish(self) -> None:
         """End the answer, once the chat answer has come to its end.
 
@@ -388,4 +399,6 @@ class Answer:
 
 def _frames(events: Sequence[Event]) -> bytes:
     """Return events as server-sent ones."""
-    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encoded(event)) for event in events)
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encoded(event)) for event in events
+    )

@@ -54,7 +54,6 @@ class InternalError(GatewayError):
     code = "internal_error"
 
 
-
 class Applications:
     """What the routes for applications need; one per process."""
 

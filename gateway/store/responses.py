@@ -5,10 +5,10 @@ Both bound what one owner has in bytes, and forget first what would expire first
 
 import asyncio
 import heapq
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import cast
+from typing import Any
 
 import anyio
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -120,7 +120,7 @@ class RedisResponseStore:
             socket_timeout=command_s,
         )
         self._redis = Redis.from_pool(pool)
-        self._script = self._redis.register_script(_SCRIPT)
+        self._script: Callable[..., Awaitable[Any]] = self._redis.register_script(_SCRIPT)
 
     async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
         """See `ports.ResponseStore.put`."""
@@ -131,7 +131,8 @@ class RedisResponseStore:
 
     async def get(self, owner: str | None, id: str) -> bytes | None:
         """See `ports.ResponseStore.get`."""
-        return cast("bytes | None", await self._run(owner, "get", id))
+        found: bytes | None = await self._run(owner, "get", id)
+        return found
 
     async def delete(self, owner: str | None, id: str) -> bool:
         """See `ports.ResponseStore.delete`."""
@@ -141,14 +142,14 @@ class RedisResponseStore:
         """Close every connection."""
         await self._redis.aclose()
 
-    async def _run(self, owner: str | None, *arguments: str | bytes | int) -> object:
+    async def _run(self, owner: str | None, *arguments: str | bytes | int) -> Any:
         tag = f"{{{self._prefix}:responses:{owner or ''}}}"
         keys = [f"{tag}:{name}" for name in ("records", "expiries", "bytes")]
         try:
             # As in leases.py: cancelled half way, it would leave in doubt what was done.
             with anyio.CancelScope(shield=True):
                 async with asyncio.timeout(self._command_s):
-                    return await cast("Awaitable[object]", self._script(keys=keys, args=list(arguments)))
+                    return await self._script(keys=keys, args=list(arguments))
         except (TimeoutError, RedisError, OSError) as error:
             message = "The store of responses does not answer. Please retry."
             raise StoreUnavailable(message, retry_after_s=5) from error

@@ -242,7 +242,9 @@ class Draft:
             place = {"item_id": item.id, "output_index": item.index}
             arguments = "".join(item.arguments)
             events.append(
-                self._event("response.function_call_arguments.done", **place, name=item.name, arguments=arguments)
+                self._event(
+                    "response.function_call_arguments.done", **place, name=item.name, arguments=arguments
+                )
             )
             events.append(
                 self._event("response.output_item.done", output_index=item.index, item=item.shown())

@@ -56,10 +56,7 @@ def read_input(written: object, token: str, stored: Mapping[str, Item]) -> list[
         written = [{"role": "user", "content": written}]
     if not isinstance(written, list):
         raise InvalidRequest("`input` must be a string or an array of items.", param="input")
-    return [
-        _read_item(item, f"input.{index}", token, index, stored)
-        for index, item in enumerate(written)
-    ]
+    return [_read_item(item, f"input.{index}", token, index, stored) for index, item in enumerate(written)]
 
 
 def references(written: object) -> list[str]:
@@ -116,7 +113,9 @@ def _read_message(item: Item, where: str) -> Item:
     parts = _read_parts(content, f"{where}.content", _PART_READERS)
     if role == "assistant":
         parts = [
-            {"type": "output_text", "text": part["text"], "annotations": []} if part["type"] in _TEXTS else part
+            {"type": "output_text", "text": part["text"], "annotations": []}
+            if part["type"] in _TEXTS
+            else part
             for part in parts
         ]
     return {"role": role, "status": "completed", "content": parts}
@@ -275,9 +274,7 @@ class _Chat:
             raise InvalidRequest(message, param=f"{where}.call_id")
         output = item["output"]
         text = output if isinstance(output, str) else "\n".join(part["text"] for part in output)
-        self.messages.append(
-            {"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": text}
-        )
+        self.messages.append({"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": text})
 
 
 def _content(item: Item) -> str | list[Item]:

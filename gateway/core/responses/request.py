@@ -143,7 +143,9 @@ def needs(members: Mapping[str, Any], items_max: int) -> Needs:
     """
     written = members.get("input")
     if isinstance(written, list) and len(written) > items_max:
-        raise InvalidRequest(f"`input` has more than {items_max} items.", code="too_many_items", param="input")
+        raise InvalidRequest(
+            f"`input` has more than {items_max} items.", code="too_many_items", param="input"
+        )
     return Needs(_text(members, "previous_response_id"), references(written))
 
 
@@ -301,8 +303,8 @@ def _metadata(written: object) -> Mapping[str, str]:
         or any(not isinstance(value, str) or len(value) > _METADATA_VALUE_MAX for value in written.values())
     ):
         raise InvalidRequest(
-            f"`metadata` must be an object of at most {_METADATA_MAX} strings of at most {_METADATA_VALUE_MAX} "
-            f"characters, their names of at most {_METADATA_KEY_MAX}.",
+            f"`metadata` must be an object of at most {_METADATA_MAX} strings of at most "
+            f"{_METADATA_VALUE_MAX} characters, their names of at most {_METADATA_KEY_MAX}.",
             param="metadata",
         )
     return written
@@ -322,7 +324,9 @@ def _tool(tool: object, where: str) -> Mapping[str, Any]:
         raise InvalidRequest("A tool must be an object.", param=where)
     kind = tool.get("type")
     if kind != "function":
-        message = f"Tools of type {str(kind)[:40]!r} are not offered here: only functions that the caller runs."
+        message = (
+            f"Tools of type {str(kind)[:40]!r} are not offered here: only functions that the caller runs."
+        )
         raise InvalidRequest(message, code="unsupported_parameter", param=f"{where}.type")
     if not _text(tool, "name", f"{where}.name"):
         raise InvalidRequest("A function needs a `name`.", param=f"{where}.name")
