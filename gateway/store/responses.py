@@ -23,6 +23,7 @@ COMMAND_S = 2.0
 """The longest a command may take, connecting included: a record may be megabytes long."""
 
 CONNECTIONS_MAX = 8
+_SPARE = 64
 _SCRIPT = resources.files("gateway.store").joinpath("responses.lua").read_text(encoding="utf-8")
 
 
@@ -32,13 +33,21 @@ class _Shelf:
 
     records: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     order: list[tuple[float, str]] = field(default_factory=list)  # a heap; may name what is gone
-    bytes: int = 0
+    size: int = 0
+
+    def add(self, id: str, record: bytes, expires: float) -> None:
+        self.records[id] = (record, expires)
+        self.size += len(record)
+        heapq.heappush(self.order, (expires, id))
+        if len(self.order) > 2 * len(self.records) + _SPARE:
+            self.order = [(expires, id) for id, (_, expires) in self.records.items()]
+            heapq.heapify(self.order)
 
     def drop(self, id: str) -> bool:
         found = self.records.pop(id, None)
         if found is None:
             return False
-        self.bytes -= len(found[0])
+        self.size -= len(found[0])
         return True
 
     def drop_until(self, now: float) -> None:
@@ -47,7 +56,7 @@ class _Shelf:
             self._drop_first()
 
     def shrink(self, bytes_max: int) -> None:
-        while self.bytes > bytes_max:
+        while self.size > bytes_max:
             self._drop_first()
 
     def _drop_first(self) -> None:
@@ -72,10 +81,7 @@ class MemoryResponseStore:
         shelf = self._shelf(owner)
         shelf.drop(id)
         shelf.shrink(self._bytes_max - len(record))
-        expires = self._clock.now() + ttl_s
-        shelf.records[id] = (record, expires)
-        shelf.bytes += len(record)
-        heapq.heappush(shelf.order, (expires, id))
+        shelf.add(id, record, self._clock.now() + ttl_s)
         return True
 
     async def get(self, owner: str | None, id: str) -> bytes | None:

@@ -102,7 +102,14 @@ def test_every_section_of_the_example_is_in_use_but_the_vocabulary() -> None:
     data = yaml.safe_load((CONFIG / "gateway.example.yaml").read_text(encoding="utf-8"))
     assert root["properties"].keys() == data.keys()
     used = _keys(data)
-    for name in ("HealthSection", "RequestsSection", "ResponsesSection", "ShutdownSection", "WeightsSection", "TimeoutsSection"):
+    for name in (
+        "HealthSection",
+        "RequestsSection",
+        "ResponsesSection",
+        "ShutdownSection",
+        "WeightsSection",
+        "TimeoutsSection",
+    ):
         assert root["$defs"][name]["properties"].keys() <= used, name
 
 

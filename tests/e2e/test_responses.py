@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,8 @@ async def test_a_function_is_called_and_its_result_taken(fleet: Site) -> None:
     by_id = await client.responses.create(
         model="gemma-4", previous_response_id=first.id, input=[result], tools=[WEATHER]
     )
-    asked: Any = {"role": "user", "content": "Call get_weather for Paris."}
-    by_hand = await client.responses.create(
-        model="gemma-4", input=[asked, *first.output, result], tools=[WEATHER], store=False
-    )
+    conversation: Any = [{"role": "user", "content": "Call get_weather for Paris."}, *first.output, result]
+    by_hand = await client.responses.create(model="gemma-4", input=conversation, tools=[WEATHER], store=False)
 
     assert by_id.output_text
     assert by_id.output_text == by_hand.output_text
@@ -185,9 +183,7 @@ def _without_ids(response: Response) -> dict[str, Any]:
     for item in shown["output"]:  # type: ignore[attr-defined]
         assert item.pop("id")
         item.pop("call_id", None)
-    return {
-        name: value for name, value in shown.items() if name not in ("id", "created_at", "completed_at")
-    }
+    return {name: value for name, value in shown.items() if name not in ("id", "created_at", "completed_at")}
 
 
 async def test_the_sdks_stream_helper_follows(fleet: Site) -> None:
@@ -247,7 +243,7 @@ async def test_a_stream_that_waits_gets_comments_before_its_events(tmp_path: Pat
     slow = simulated({"light-0": "h100-tp1-light"}, speed=2.0)
     long = "The river runs past the old mill. " * 3_000
     async with site(tmp_path, fleet=slow, **(ONE_POOL | {"models": models})) as running:
-        fields = {"model": "gemma-4", "input": long, "max_output_tokens": 5, "stream": True}
+        fields: Any = {"model": "gemma-4", "input": long, "max_output_tokens": 5, "stream": True}
         async with (
             running.http() as client,
             client.stream("POST", "/v1/responses", json=fields) as answer,
@@ -289,11 +285,13 @@ async def test_a_conversation_goes_on_from_what_is_kept(fleet: Site) -> None:
             {"role": "user", "content": "And at night?"},
         ],
     )
-    listed = [item async for item in client.responses.input_items.list(second.id, limit=1, order="asc")]
+    listed: list[Any] = [
+        item async for item in client.responses.input_items.list(second.id, limit=1, order="asc")
+    ]
 
     assert second.previous_response_id == first.id
     assert second.output_text == by_hand.output_text
-    texts = [item.content[0].text for item in listed]  # type: ignore[union-attr]
+    texts = [item.content[0].text for item in listed]
     assert texts == [SKY, first.output_text, "And at night?"]
     await client.responses.delete(first.id)
     third = await client.responses.create(model="gemma-4", previous_response_id=second.id, input="Why?")
@@ -311,9 +309,12 @@ async def test_an_item_may_be_referred_to(fleet: Site) -> None:
     question: Any = {"role": "user", "content": "Go on."}
 
     by_reference = await client.responses.create(model="gemma-4", input=[reference, question])
-    by_value = await client.responses.create(model="gemma-4", input=[first.output[0], question])  # type: ignore[list-item]
+    item: Any = first.output[0]
+    by_value = await client.responses.create(model="gemma-4", input=[item, question])
     with pytest.raises(openai.BadRequestError) as unknown:
-        await client.responses.create(model="gemma-4", input=[{**reference, "id": "msg_1"}, question])
+        await client.responses.create(
+            model="gemma-4", input=[{"type": "item_reference", "id": "msg_1"}, question]
+        )
 
     assert by_reference.output_text == by_value.output_text
     assert (unknown.value.code, unknown.value.param) == ("item_not_found", "input.0.id")
@@ -362,7 +363,7 @@ async def test_each_key_has_its_own(tmp_path: Path) -> None:
     ) as running:
         answer = await running.openai(api_key="a").responses.create(model="gemma-4", input=SKY)
         other = running.openai(api_key="b").responses
-        refused = [
+        refused: list[Callable[[], Awaitable[Any]]] = [
             lambda: other.retrieve(answer.id),
             lambda: other.delete(answer.id),
             lambda: other.input_items.list(answer.id).__aiter__().__anext__(),
@@ -375,12 +376,11 @@ async def test_each_key_has_its_own(tmp_path: Path) -> None:
         reference: Any = {"type": "item_reference", "id": answer.output[0].id}
         with pytest.raises(openai.BadRequestError) as unknown:
             await other.create(model="gemma-4", input=[reference])
-        for call in (
-            lambda: running.openai(api_key="?").responses.create(model="gemma-4", input=SKY),
-            lambda: running.openai(api_key="?").responses.retrieve(answer.id),
-        ):
-            with pytest.raises(openai.AuthenticationError):
-                await call()
+        stranger = running.openai(api_key="?").responses
+        with pytest.raises(openai.AuthenticationError):
+            await stranger.create(model="gemma-4", input=SKY)
+        with pytest.raises(openai.AuthenticationError):
+            await stranger.retrieve(answer.id)
 
         assert unknown.value.code == "item_not_found"
         assert (await running.openai(api_key="a").responses.retrieve(answer.id)).id == answer.id
@@ -493,7 +493,11 @@ async def test_a_page_that_cannot_be_is_refused(one: Site, query: str) -> None:
 
 async def test_odd_numbers_and_characters_reach_the_backend(one: Site) -> None:
     huge = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 10**40}}}
-    fields = {"model": "gemma-4", "input": "half an emoji: \ud83d", "tools": [{**WEATHER, "parameters": huge}]}
+    fields = {
+        "model": "gemma-4",
+        "input": "half an emoji: \ud83d",
+        "tools": [{**WEATHER, "parameters": huge}],
+    }
     async with one.http() as client:
         answer = await client.post("/v1/responses", content=json.dumps(fields))
 

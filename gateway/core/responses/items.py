@@ -218,7 +218,7 @@ def messages_of(items: Sequence[Item], instructions: str | None, *, own: int) ->
     if instructions:
         chat.messages.append({"role": "system", "content": instructions})
     for index, item in enumerate(items, start=own - len(items)):
-        chat.add(item, f"input.{index}" if index >= 0 else "previous_response_id")
+        chat.add(item, f"input.{index}.call_id" if index >= 0 else "previous_response_id")
     chat.close()
     return _one_system_message(chat.messages)
 
@@ -233,6 +233,7 @@ class _Chat:
         self._tools: dict[str, str] = {}  # the tool's name by the id of its call
 
     def add(self, item: Item, where: str) -> None:
+        """Add an item; `where` is blamed for the result of a call that nobody made."""
         kind = item["type"]
         if kind == "function_call":
             self._call(item)
@@ -271,7 +272,7 @@ class _Chat:
         name = self._tools.get(item["call_id"])
         if name is None:
             message = "There is no function call with this `call_id` in the conversation before it."
-            raise InvalidRequest(message, param=f"{where}.call_id")
+            raise InvalidRequest(message, param=where)
         output = item["output"]
         text = output if isinstance(output, str) else "\n".join(part["text"] for part in output)
         self.messages.append({"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": text})
