@@ -61,10 +61,15 @@ class Keeping:
     ttl_s: float
 
 
-class Kept(msgspec.Struct):
-    """A kept response, and the conversation it answered: what came before its own input, and that input."""
+class KeptResponse(msgspec.Struct):
+    """A kept response by itself."""
 
     response: msgspec.Raw
+
+
+class Kept(KeptResponse):
+    """A kept response, and the conversation it answered: what came before its own input, and that input."""
+
     context: list[Any]
     input: list[Any]
 
@@ -80,6 +85,15 @@ class Kept(msgspec.Struct):
 
 def _is_half_a_call(item: Item) -> bool:
     return bool(item["type"] == "function_call" and item["status"] != "completed")
+
+
+@dataclass(slots=True)
+class Found:
+    """What a request builds on: the conversation before it, items by their ids, and the bytes these were."""
+
+    context: Sequence[Item] = ()
+    stored: dict[str, Item] = field(default_factory=dict)
+    size_bytes: int = 0
 
 
 class Responses:
@@ -109,11 +123,11 @@ class Responses:
         raws, members = await self._readers.run(size, lambda: _members(received.body))
         _refuse_background(members)
         wanted = needs(members, self._rules.messages_max)
-        context, stored = await self._look_up(received.key, wanted)
+        found = await self._look_up(received.key, wanted)
         token = secrets.token_hex(16)
         asked = await self._readers.run(
-            size + len(context),
-            lambda: _translated(received, self._rules, raws, members, token, context, stored),
+            size + found.size_bytes,
+            lambda: _translated(received, self._rules, raws, members, token, found),
         )
 
         async def work(downstream: AsgiDownstream) -> None:
@@ -127,28 +141,32 @@ class Responses:
 
         return work
 
-    async def _look_up(self, key: str | None, wanted: Needs) -> tuple[list[Item], Mapping[str, Item]]:
+    async def _look_up(self, key: str | None, wanted: Needs) -> Found:
         """Return the conversation a request goes on with, and the items it refers to that are kept."""
-        context: list[Item] = []
+        found = Found()
         if wanted.previous is not None:
-            kept = await self._kept(key, wanted.previous, "previous_response_id")
-            context = kept.items()
+            record = await self._record(key, wanted.previous, "previous_response_id")
+            found.size_bytes += len(record)
+            found.context = (await self._opened(record)).items()
         homes = {home for item in wanted.items if (home := home_of(item)) is not None}
         if len(homes) > REFERENCES_MAX:
             message = f"`input` refers to items of more than {REFERENCES_MAX} responses."
             raise InvalidRequest(message, code="too_many_items", param="input")
-        stored: dict[str, Item] = {}
         for home in homes:
-            record = await self._keeping.store.get(key, home)
-            if record is not None:
-                stored |= {item["id"]: item for item in msgspec.json.decode(record, type=Kept).items()}
-        return context, stored
+            kept = await self._keeping.store.get(key, home)
+            if kept is not None:
+                found.size_bytes += len(kept)
+                found.stored |= {item["id"]: item for item in (await self._opened(kept)).items()}
+        return found
 
-    async def _kept(self, key: str | None, id: str, param: str | None = None) -> Kept:
+    async def _record(self, key: str | None, id: str, param: str | None = None) -> bytes:
         record = await self._keeping.store.get(key, id)
         if record is None:
             raise _not_found(id, param)
-        return msgspec.json.decode(record, type=Kept)
+        return record
+
+    async def _opened(self, record: bytes) -> Kept:
+        return await self._readers.run(len(record), lambda: msgspec.json.decode(record, type=Kept))
 
     # -------------------------------------------------------------- what is kept
 
@@ -161,13 +179,14 @@ class Responses:
             if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
                 message = "Only a response that runs in the background can be streamed again."
                 raise InvalidRequest(message, code="unsupported_parameter", param="stream")
-            kept = await self._kept(key, response_id)
-            return Response(bytes(kept.response), media_type=MediaType.JSON)
+            record = await self._record(key, response_id)
+            response = msgspec.json.decode(record, type=KeptResponse).response
+            return Response(bytes(response), media_type=MediaType.JSON)
 
         @get(PATH + "/{response_id:str}/input_items")
         async def input_items(request: Request[Any, Any, Any], response_id: FromPath[str]) -> dict[str, Any]:
             key = self._keys.name_of(request.headers.get("authorization"))
-            kept = await self._kept(key, response_id)
+            kept = await self._opened(await self._record(key, response_id))
             return _page([*kept.context, *kept.input], request.query_params)
 
         @delete(PATH + "/{response_id:str}", status_code=200)
@@ -251,10 +270,9 @@ def _translated(
     raws: Mapping[str, msgspec.Raw],
     members: Mapping[str, Any],
     token: str,
-    context: Sequence[Item],
-    stored: Mapping[str, Item],
+    found: Found,
 ) -> Asked:
-    translated = read(members, token=token, context=context, stored=stored)
+    translated = read(members, token=token, context=found.context, stored=found.stored)
     conversation = _conversation(translated) if translated.store else None
     chat = {name: raw for name, raw in raws.items() if travels(name)}
     chat |= {name: msgspec.Raw(_encoded(value)) for name, value in translated.chat.items()}

@@ -441,8 +441,8 @@ class ResponsesSection(Section):
     keep_s: Seconds = 86_400.0
     """Seconds a response is kept, unless its request says `store: false`."""
 
-    max_bytes_per_key: Positive = 64 * 1024 * 1024
-    """Bytes of responses, with their conversations, that one API key may have; the oldest go first."""
+    max_bytes_per_key: Count = 64 * 1024 * 1024
+    """Bytes of responses, with their conversations, that one key may have; the oldest go first. 0: none."""
 
 
 class HealthSection(Section):

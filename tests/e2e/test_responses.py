@@ -354,6 +354,21 @@ async def test_what_is_too_large_to_keep_says_so(tmp_path: Path) -> None:
     assert events[-1].response.to_dict()["store"] is False  # type: ignore[union-attr]
 
 
+async def test_an_operator_may_have_nothing_kept(tmp_path: Path) -> None:
+    async with site(
+        tmp_path,
+        fleet=simulated({"light-0": "h100-tp1-light"}),
+        **ONE_POOL,
+        responses={"max_bytes_per_key": 0},
+    ) as running:
+        client = running.openai()
+        answer = await client.responses.create(model="gemma-4", input=SKY, max_output_tokens=5)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answer.id)
+
+    assert answer.to_dict()["store"] is False
+
+
 async def test_each_key_has_its_own(tmp_path: Path) -> None:
     async with site(
         tmp_path,
@@ -421,6 +436,12 @@ async def test_through_a_store_every_gateway_finds_it_and_losing_it_costs_no_ans
         ({"input": "river " * 400_000}, openai.BadRequestError, "context_length_exceeded", "input"),
         ({"temperature": -3}, openai.BadRequestError, "invalid_request", "temperature"),  # the backend's word
         ({"max_output_tokens": 0}, openai.BadRequestError, "invalid_request", "max_output_tokens"),
+        (
+            {"input": [{"type": "item_reference", "id": f"msg_{number:032x}0000"} for number in range(65)]},
+            openai.BadRequestError,
+            "too_many_items",
+            "input",
+        ),
         (
             {"tools": [{"type": "web_search"}]},
             openai.BadRequestError,
