@@ -126,6 +126,17 @@ class Pipeline:
             self._judge(passage)
             self._recorder.finished(passage.record(self._clock.now()))
 
+    async def place_of(self, incoming: Incoming) -> Decision:
+        """Return what would be decided about a request now; it is not run.
+
+        Raises:
+            CallerError: no backend could ever take it.
+        """
+        passage = Passage(incoming=incoming, downstream=NOWHERE, policy=self._policy())
+        self._check_fit(passage, await self._decide(passage))
+        assert passage.decision is not None
+        return passage.decision
+
     def abandon(self, backend_id: str, reason: str) -> None:
         """Give up the tries on a backend that have not been answered yet, so that they move on.
 
