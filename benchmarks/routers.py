@@ -105,9 +105,14 @@ class GatewayRouter:
 
     is_patient = True
 
-    def __init__(self, policy: Policy) -> None:
-        """Start with an idle fleet and an empty line."""
+    def __init__(self, policy: Policy, *, band: float = ESTIMATE_BAND, is_told_output: bool = False) -> None:
+        """Start with an idle fleet and an empty line.
+
+        `band`: how far above the estimate it plans. `is_told_output`: callers give `max_tokens`.
+        """
         self._policy = policy
+        self._band = band
+        self._is_told_output = is_told_output
         self._ledger = MemoryLedger()
         self._line = WaitingLine()
         self._slots: dict[int, Slot] = {}
@@ -119,10 +124,15 @@ class GatewayRouter:
         """Estimate, classify, enter the line."""
         model = self._policy.models[0]
         request = Request(
-            Endpoint.CHAT, "gemma", Prompt(), stream=True, reasoning=arrival.kind is Kind.REASONING
+            Endpoint.CHAT,
+            "gemma",
+            Prompt(),
+            stream=True,
+            max_tokens=arrival.output_tokens if self._is_told_output else None,
+            reasoning=arrival.kind is Kind.REASONING,
         )
         tokens = arrival.estimate_tokens
-        estimate = Estimate(tokens, round(tokens * (1 + ESTIMATE_BAND)), CountMode.APPROXIMATE)
+        estimate = Estimate(tokens, round(tokens * (1 + self._band)), CountMode.APPROXIMATE)
         matched = classification.classify(model, request, estimate)
         assert matched is not None
         traffic_class = matched[0]
