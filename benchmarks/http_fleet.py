@@ -54,8 +54,9 @@ from benchmarks.routers import site
 from benchmarks.scoring import WARM_UP_S, Score, quantile, score
 from benchmarks.traffic import MIXES, Arrival, arrivals
 from benchmarks.virtual_fleet import FLEET, Fate, fleet_profiles, holds
+from gateway.core import admission
 from gateway.core.perf import PerfModel
-from gateway.core.values import Backend, Policy, Pool, Timeouts, TrafficClass, When
+from gateway.core.values import Backend, Capacity, Policy, Pool, Timeouts, TrafficClass, When
 
 T = TypeVar("T")
 
@@ -66,6 +67,12 @@ STOP_S = 5.0
 TOTAL_S = 86_400.0
 _UNGATED = 1_000_000
 _PERF_TIMES = ("t_fixed", "t_mem", "kv_read", "kv_span", "t_seq", "t_tok", "t_attn", "overhead_s")
+
+LOST = 0.005
+"""Share of the run by which a server's steps may be late for good: what it does not make, it lacks."""
+
+SURE_S = 0.02
+"""Seconds of the clock by which a caller may be wrong about when a place was taken and given back."""
 
 LAG_P99_S = 0.1
 """Engine seconds by which one arrival in a hundred may be late: 5 % of the objective of a chat."""
@@ -270,12 +277,14 @@ class Meter:
         waited: Per process, the share of the time in which its main thread was ready to run and had no
             core: the machine is too busy, whether with this or with something else.
         machine: Share of all cores in use, by whomever.
+        seconds: How long it was.
     """
 
     pids: Mapping[str, int]
     used: dict[str, float] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
     machine: float = 0.0
+    seconds: float = 0.0
     _before: dict[str, tuple[float, float]] = field(default_factory=dict)
     _began: float = 0.0
 
@@ -285,13 +294,13 @@ class Meter:
 
     def stop(self) -> None:
         """Work out the shares."""
-        after, seconds = self._read(), time.monotonic() - self._began
+        after, self.seconds = self._read(), time.monotonic() - self._began
         for name in after.keys() & self._before.keys():
             first, second = (new - old for new, old in zip(after[name], self._before[name], strict=True))
             if name == "":
                 self.machine = first / (first + second)
             else:
-                self.used[name], self.waited[name] = first / seconds, second / seconds
+                self.used[name], self.waited[name] = first / self.seconds, second / self.seconds
 
     def _read(self) -> dict[str, tuple[float, float]]:
         """Return seconds (used, waited) of every process, and under "" those (used, idle) of the machine."""
@@ -390,7 +399,7 @@ class Run:
         found += [
             f"{name} lost {engine.lost_s:.1f} s of the clock"
             for name, engine in self.engines.items()
-            if engine.lost_s
+            if engine.lost_s > LOST * meter.seconds
         ]
         if self.heard.flaws:
             found.append(f"{len(self.heard.flaws)} broken answers, the first: {self.heard.flaws[0]}")
@@ -434,7 +443,8 @@ def measure(
         tokens_per_s=tokens / (duration_s - warm_up_s),
         misfits=sum(engine.rejected_4xx for engine in engines.values())
         + sum(bool(fate.backend) and not holds(profiles[fate.backend], fate.arrival) for fate in fates),
-        above_cap=sum(max(0, engine.peak - most_seqs(policy, name)) for name, engine in engines.items()),
+        above_cap=sum(max(0, engine.peak - most_seqs(policy, name)) for name, engine in engines.items())
+        + sum(above_knee(policy.backends[name].capacity, name, fates, SURE_S * speed) for name in FLEET),
         kv_max=max(engine.kv_peak for engine in engines.values()),
         seconds=time.perf_counter() - began,
         warm_up_s=warm_up_s,
@@ -458,6 +468,30 @@ async def _driven(
 async def _tokens_at(place: Site, clock: Clock, at: float) -> float:
     await clock.until(at)
     return sum(engine.tokens for engine in (await _engines(place)).values())
+
+
+def above_knee(capacity: Capacity, name: str, fates: Sequence[Fate], sure_s: float) -> int:
+    """Return how many requests started on a backend that held more than its knee curve allows, as far as
+    that can be told from outside.
+
+    A caller sees a request start and end a little off the moment at which its place is taken and given
+    back, so the first and last `sure_s` of each are left out; and where a request may have been taken for
+    a shorter one, it counts as that.
+    """
+    changes: list[tuple[float, float]] = []
+    for fate in fates:
+        if fate.backend != name or fate.sent_at is None:
+            continue
+        tokens = min(fate.arrival.prompt_tokens, fate.arrival.estimate_tokens)
+        share = 1 / admission.knee_seqs(capacity, tokens)
+        end = float("inf") if fate.done_at is None else fate.done_at - sure_s
+        if end > fate.sent_at + sure_s:
+            changes += [(fate.sent_at + sure_s, share), (end, -share)]
+    found, held = 0, 0.0
+    for _, change in sorted(changes):
+        held += change
+        found += change > 0 and held > 1 + 1e-6
+    return found
 
 
 def most_seqs(policy: Policy, name: str) -> int:

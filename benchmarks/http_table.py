@@ -18,7 +18,8 @@ DURATION_S = 1200.0
 
 CHECK_HEAD = (
     "| mix, load | answered / refused / left | Retry-After s | broken | 400s | most held / knee | preempted "
-    "| CPU gateway / callers / busiest server | waited for a core | arrivals late p99 | latest step |"
+    "| CPU: gateway / callers / busiest server / machine | waited for a core | arrivals late p99 "
+    "| latest step |"
 )
 
 
@@ -109,5 +110,6 @@ def check_row(mix: str, load: float, runs: Sequence[Run]) -> str:
         f"| {sum(engine.rejected_4xx for run in runs for engine in run.engines.values())} | {held} "
         f"| {sum(engine.preemptions for run in runs for engine in run.engines.values())} "
         f"| {used['gateway']:.0%} / {used['callers']:.0%} / {max(used[name] for name in FLEET):.0%} "
+        f"/ {max(run.meter.machine for run in runs):.0%} "
         f"| {waited:.1%} | {late_s:.2f} s | {1000 * step_s:.0f} ms |"
     )

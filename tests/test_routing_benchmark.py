@@ -12,7 +12,7 @@ import pytest
 
 from gateway import settings
 from gateway.core.class_counts import class_count_tokens
-from gateway.core.values import Gates
+from gateway.core.values import Capacity, Gates, KneeStep
 from gateway.simulator.template import render
 
 
@@ -143,24 +143,42 @@ def test_over_http_everybody_is_answered_and_nothing_is_sent_where_it_cannot_run
     assert run.meter.used.keys() in (set(), {"callers", "gateway", *run.engines})
 
 
+def test_more_than_the_knee_of_the_prompts_at_hand_is_noticed_from_outside() -> None:
+    from benchmarks.http_fleet import above_knee
+    from benchmarks.traffic import Arrival, Kind
+    from benchmarks.virtual_fleet import Fate
+
+    def held(prompt_tokens: int, since: float, until: float) -> Fate:
+        arrival = Arrival(0, since, Kind.CHAT, prompt_tokens, 100, prompt_tokens)
+        return Fate(arrival, "light-0", sent_at=since, first_at=since, done_at=until)
+
+    capacity = Capacity(32_768, (KneeStep(2_000, 4), KneeStep(None, 2)))
+    full = [held(100, 0, 10), held(100, 1, 10), held(5_000, 2, 9)]
+
+    assert above_knee(capacity, "light-0", full, 0.1) == 0
+    assert above_knee(capacity, "light-0", [*full, held(100, 8.85, 12)], 0.1) == 0  # at the same moment
+    assert above_knee(capacity, "light-0", [*full, held(100, 8, 12)], 0.1) == 1
+    assert above_knee(capacity, "push", [*full, held(100, 8, 12)], 0.1) == 0
+
+
 def test_a_run_on_a_machine_that_did_not_keep_up_is_not_believed() -> None:
     from benchmarks.http_fleet import Engine, Meter, Run
     from benchmarks.http_load import Heard
     from benchmarks.scoring import score
 
     nothing = score([], tokens_per_s=0, misfits=0, above_cap=0, kv_max=0, seconds=0)
-    engine = Engine(tokens=0, peak=0, kv_peak=0, preemptions=0, rejected_4xx=0, lag_peak_s=0.2, lost_s=0)
-    clean = Run(nothing, (), Heard(lags_s=[0.001] * 100), {"push": engine}, Meter({}), speed=4)
-    busy = Meter({}, used={"gateway": 0.9, "push": 0.1}, waited={"gateway": 0.01, "push": 0.2})
+    engine = Engine(tokens=0, peak=0, kv_peak=0, preemptions=0, rejected_4xx=0, lag_peak_s=0.3, lost_s=0.3)
+    clean = Run(nothing, (), Heard(lags_s=[0.001] * 100), {"push": engine}, Meter({}, seconds=100), speed=4)
+    busy = Meter({}, used={"gateway": 0.9, "push": 0.1}, waited={"gateway": 0.01, "push": 0.2}, seconds=100)
     flawed = Heard(lags_s=[0.001] * 98 + [0.1] * 2, flaws=["chat 3 at 7.0 s: 502 upstream_error"])
 
     assert clean.doubts() == []
     assert replace(
-        clean, heard=flawed, meter=busy, engines={"push": replace(engine, lost_s=0.3)}
+        clean, heard=flawed, meter=busy, engines={"push": replace(engine, lost_s=0.6)}
     ).doubts() == [
         "arrivals late by 0.40 s (p99)",
         "gateway used 90% of a core",
         "push waited for a core 20% of the time",
-        "push lost 0.3 s of the clock",
+        "push lost 0.6 s of the clock",
         "1 broken answers, the first: chat 3 at 7.0 s: 502 upstream_error",
     ]
