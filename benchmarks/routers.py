@@ -53,11 +53,6 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
 # ------------------------------------------------------------------ the gateway
 
 
-PUSH_KNEE = (KneeStep(2_000, 96), KneeStep(16_000, 64), KneeStep(32_000, 40), KneeStep(None, 24))
-"""The latency model's knees for 16K/1K (90 %) and 64K/1K (95 %), in place of the profile's 16 from 16K on,
-which is chosen for half the TPOT. Beyond 100K tokens KV blocks are the limit."""
-
-
 def site(knee_seqs: int | None = None, long_seqs: int | None = None) -> Policy:
     """Return the policy of the benchmark's site: what an operator would configure for this fleet.
 
@@ -67,9 +62,7 @@ def site(knee_seqs: int | None = None, long_seqs: int | None = None) -> Policy:
     backends = {}
     for name, profile in fleet_profiles().items():
         capacity = profile.capacity
-        if name == "push":
-            capacity = replace(capacity, knee=PUSH_KNEE)
-        elif knee_seqs is not None and name.startswith("light"):
+        if knee_seqs is not None and name.startswith("light"):
             steps = [KneeStep(step.prompt_tokens_max, min(step.seqs, knee_seqs)) for step in capacity.knee]
             capacity = replace(capacity, knee=tuple(steps))
         backends[name] = Backend(
