@@ -22,9 +22,9 @@ times as fast, and so is it configured:
 
 Three things are not scaled. What a process takes for a request is real, so a millisecond of the gateway
 counts as s of them, which makes a high speed a strict test. Prompt work is counted in whole
-milliseconds of the clock. And the line measures how fast places come free over 5 s of the clock, 5 s
-seconds of engine time; in virtual time that span, 4 or 8 times as long, moves no figure by more than 0.4
-points.
+milliseconds of the clock. And the line measures how fast places come free over 5 s of the clock, 5 times
+s of engine time; in virtual time a span 4 or 8 times as long moves goodput and refusals by no more
+than 0.4 points.
 
 The gateway plans for what it sees: `max_tokens`, which the callers state because the simulator has to
 generate exactly that many, and a band of 10 % above the estimate, as for any text counted without a

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import inf
 from statistics import fmean
 
 from benchmarks.traffic import Kind
@@ -61,6 +62,11 @@ def score(
     documents = [fate for fate in counted if fate.arrival.kind is Kind.LONG]
     jobs = [fate for fate in counted if fate.arrival.kind is Kind.REASONING and not fate.is_undecided]
     ttfts = sorted(fate.ttft_s for fate in chats if fate.ttft_s is not None)
+    document_ttfts = [
+        inf if fate.ttft_s is None else fate.ttft_s
+        for fate in documents
+        if fate.ttft_s is not None or fate.is_undecided  # what still waits at the end is late, not absent
+    ]
     return Score(
         chat=mean([is_good(fate) for fate in chats]),
         long=mean([is_good(fate) for fate in documents]),
@@ -70,7 +76,7 @@ def score(
         chat_ttft_p50_s=quantile(ttfts, 0.5),
         chat_ttft_p99_s=quantile(ttfts, 0.99),
         chat_tpot_s=mean([fate.tpot_s for fate in chats if fate.done_at is not None]),
-        long_ttft_p50_s=quantile(sorted(fate.ttft_s for fate in documents if fate.ttft_s is not None), 0.5),
+        long_ttft_p50_s=quantile(sorted(document_ttfts), 0.5),
         long_tpot_s=mean([fate.tpot_s for fate in documents if fate.done_at is not None]),
         tokens_per_s=tokens_per_s,
         misfits=misfits,
