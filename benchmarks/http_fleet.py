@@ -71,8 +71,10 @@ _PERF_TIMES = ("t_fixed", "t_mem", "kv_read", "kv_span", "t_seq", "t_tok", "t_at
 LOST = 0.005
 """Share of the run by which a server's steps may be late for good: what it does not make, it lacks."""
 
-SURE_S = 0.02
-"""Seconds of the clock by which a caller may be wrong about when a place was taken and given back."""
+SURE_S = 0.1
+"""Seconds of the clock by which a caller may be wrong about when a place was taken and given back. In
+overload a freed place is taken at once: with 0.02 one start in 250 looked like one too many, and with 0.1
+none."""
 
 LAG_P99_S = 0.1
 """Engine seconds by which one arrival in a hundred may be late: 5 % of the objective of a chat."""
