@@ -138,16 +138,20 @@ class EngineHost:
                     deadline = anyio.current_time()
                     continue
                 self._note_started(batch)
+                self.tally.kv_usage_peak = max(self.tally.kv_usage_peak, self.engine.kv_usage)
                 deadline += batch.duration_s / self._speed
                 delay = deadline - anyio.current_time()
                 if delay > _SLEEP_MIN_S:
                     await anyio.sleep(delay)
                 else:
                     await checkpoint()
+                lag_s = anyio.current_time() - deadline
+                self.tally.step_lag_peak_s = max(self.tally.step_lag_peak_s, lag_s)
                 while self._resumed is not None:
                     await self._resumed.wait()
                 now = anyio.current_time()
                 if now - deadline > _LAG_MAX_S:
+                    self.tally.lost_s += now - deadline
                     deadline = now
                 result = self.engine.complete()
                 self._hand_out(result, now)
@@ -167,6 +171,8 @@ class EngineHost:
             self._seats[number] = seat
             self.engine.submit(number, seat.prompt_tokens, len(seat.script.tokens))
         self._note_held()
+        held = self.engine.running + self.engine.waiting
+        self.tally.requests_peak = max(self.tally.requests_peak, held)
         self._work.set()
 
     def withdraw(self, answer: Answer) -> None:

@@ -1,7 +1,8 @@
 """What the simulated server counts about itself, and its /metrics page.
 
 Names, labels, buckets and order are those of a vLLM 0.32 page, as far as anything reads them; the
-families about GPUs, caches it does not have and the Python process are left out.
+families about GPUs, caches it does not have and the Python process are left out. After them, under
+`simulator:`, stands what no vLLM tells and a benchmark wants to know.
 """
 
 from bisect import bisect_left
@@ -58,6 +59,10 @@ _HELP = {
     "vllm:admission_rejections_total": "Number of admission attempts rejected by a queue limit, by reason.",
     "vllm:cache_config_info": "Information of the LLMEngine CacheConfig",
     "http_requests_total": "Total number of requests by method, status and handler.",
+    "simulator:requests_peak": "Most requests held at once, running and waiting.",
+    "simulator:kv_cache_usage_peak": "Highest KV-cache usage. 1 means 100 percent usage.",
+    "simulator:step_lag_seconds_peak": "Latest end of an engine step, in seconds of the clock.",
+    "simulator:lost_seconds_total": "Seconds of the clock by which steps were late and stayed so.",
 }
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
@@ -131,6 +136,10 @@ class Tally:
         started_wall_s: Epoch seconds of the start.
         prompt_tokens, generation_tokens: Counters.
         rejected: Requests refused because the queue was full.
+        requests_peak: Most sequences the engine held at once, running and waiting.
+        kv_usage_peak: Highest share of the KV blocks in use.
+        step_lag_peak_s: Latest end of a step: a busy machine, not the model.
+        lost_s: By how much steps were late where that is not made up for.
         finished: Sequences per finish reason.
         requests: HTTP requests per (handler, method, status class).
         histograms: By the name of the metric, without `vllm:`.
@@ -141,6 +150,10 @@ class Tally:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     rejected: int = 0
+    requests_peak: int = 0
+    kv_usage_peak: float = 0.0
+    step_lag_peak_s: float = 0.0
+    lost_s: float = 0.0
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_FINISH_REASONS, 0))
     requests: dict[tuple[str, str, str], int] = field(default_factory=dict)
     histograms: dict[str, Histogram] = field(
@@ -205,6 +218,10 @@ class Tally:
                 f'handler="{handler}",method="{method}",status="{status}"': float(count)
                 for (handler, method, status), count in self.requests.items()
             },
+            "simulator:requests_peak": {"": float(self.requests_peak)},
+            "simulator:kv_cache_usage_peak": {"": self.kv_usage_peak},
+            "simulator:step_lag_seconds_peak": {"": self.step_lag_peak_s},
+            "simulator:lost_seconds_total": {"": self.lost_s},
         }
 
 

@@ -102,6 +102,18 @@ async def test_metrics_follow_the_engine(client: httpx.AsyncClient, chat: Chat) 
     assert any(line.startswith("process_start_time_seconds 1") for line in lines)
 
 
+async def test_metrics_remember_the_most_that_was_held(client: httpx.AsyncClient, chat: Chat) -> None:
+    async with anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(post, client, chat(max_tokens=200, ignore_eos=True))
+    values = dict(line.rsplit(" ", 1) for line in (await client.get("/metrics")).text.splitlines())
+
+    assert values["simulator:requests_peak"] == "3.0"
+    assert 0 < float(values["simulator:kv_cache_usage_peak"]) < 0.01
+    assert float(values["simulator:step_lag_seconds_peak"]) > 0
+    assert values['vllm:num_requests_running{engine="0",model_name="gemma-4-31b-it"}'] == "0.0"
+
+
 # ------------------------------------------------------------------ behaviour over time
 
 
