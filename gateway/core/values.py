@@ -84,6 +84,7 @@ class Request:
         key: Name of the caller's API key, or None where none is configured.
         headers: The request headers policy may match on, names in lower case.
         prompt: What to count.
+        is_job: Nobody holds a connection open for it: it waits for as long as it takes.
         prefixes: Per message boundary, shortest first: a hash of everything up to it, and the share
             (0..1) of the conversation's bytes that is.
     """
@@ -103,6 +104,7 @@ class Request:
     key: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     prefixes: Prefixes = ()
+    is_job: bool = False
 
 
 class CountMode(StrEnum):

@@ -32,13 +32,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from heapq import heapify, heappop, heappush
-from math import exp
+from math import exp, inf
 from typing import Any, TypeVar
 
 from gateway.core import admission, selection
 from gateway.core.facts import Flow, StartedTokens, summed
 from gateway.core.selection import BackendView
-from gateway.core.values import Candidate, Demand, Exclusion, Load, Policy, TrafficClass, WhenLate
+from gateway.core.values import (
+    UNLIMITED,
+    Candidate,
+    Demand,
+    Exclusion,
+    Load,
+    Policy,
+    TrafficClass,
+    Waiting,
+    WhenLate,
+)
 
 _T = TypeVar("_T", bound=Any)
 
@@ -118,6 +128,17 @@ class Ticket:
         waiting = self.traffic_class.waiting
         due = self.arrived_at + waiting.ttft_target_s + waiting.prefill_weight * self.prefill_s
         return due if self.deadline is None else min(due, self.deadline)
+
+
+def patient(waiting: Waiting) -> Waiting:
+    """Return the rules by which work waits that nobody holds a connection open for: without a limit."""
+    return replace(
+        waiting,
+        max_wait_s=inf,
+        waiting_max=UNLIMITED,
+        waiting_bytes_max=UNLIMITED,
+        keep_alive_after_s=None,
+    )
 
 
 def fastest_prefill_s(policy: Policy, traffic_class: TrafficClass, demand: Demand) -> float:

@@ -1,8 +1,7 @@
-"""Responses in the background: handed over, looked at, followed, cancelled. The store has them all the while."""
+"""Responses in the background: handed over, looked at, followed, cancelled. The store keeps them meanwhile."""
 
-import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
@@ -54,10 +53,10 @@ class JobRules:
         priorities: Of the jobs of an API key, where it is not normal.
     """
 
-    quota: Quota = Quota()
+    quota: Quota = field(default_factory=Quota)
     keep_s: float = 86_400.0
     unstored_keep_s: float = 600.0
-    priorities: Mapping[str, JobPriority] = {}  # noqa: RUF012 - read only
+    priorities: Mapping[str, JobPriority] = field(default_factory=dict)
 
 
 class Background:
@@ -145,6 +144,13 @@ class Background:
             response["queue"] = await self._place(job)
         return response
 
+    async def record(self, job: Job) -> bytes:
+        """Return a finished job as it would be kept if it had been answered in place."""
+        facts = JobFacts.of(job)
+        context, said = (facts.conversation.get(name, []) for name in ("context", "input"))
+        response = await self.response(job)
+        return msgspec.json.encode({"response": response, "context": context, "input": said})
+
     async def events(self, job: Job, after: int) -> AsyncIterator[Sequence[Event]]:
         """Yield the events of a job after number `after`, as they come; an empty batch now and then.
 
@@ -193,11 +199,6 @@ class Background:
             raise InvalidRequest(f"`{PRIORITY_HEADER}` must be one of {known}.", param=PRIORITY_HEADER)
         order = list(JobPriority)
         return max(most, JobPriority(asked), key=order.index)
-
-
-def new_token() -> str:
-    """Return what names a response: nobody guesses it."""
-    return secrets.token_hex(16)
 
 
 def headers_kept(headers: Mapping[str, str]) -> dict[str, str]:

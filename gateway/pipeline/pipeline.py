@@ -32,11 +32,14 @@ from gateway.core.values import (
     Backend,
     Candidate,
     CountMode,
+    Decision,
     Endpoint,
+    Estimate,
     Exclusion,
+    ModelPolicy,
     Policy,
 )
-from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s
+from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s, patient
 from gateway.pipeline import caller
 from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive
@@ -132,10 +135,14 @@ class Pipeline:
         Raises:
             CallerError: no backend could ever take it.
         """
-        passage = Passage(incoming=incoming, downstream=NOWHERE, policy=self._policy())
-        self._check_fit(passage, await self._decide(passage))
-        assert passage.decision is not None
-        return passage.decision
+        policy = self._policy()
+        model = _model(policy, incoming.request.model)
+        estimate = await self._estimator.estimate(
+            incoming.request.prompt, model.template, policy.window_tokens
+        )
+        decision, ticket = self._ticket(policy, model, incoming, estimate)
+        self._check_fit(decision, ticket)
+        return decision
 
     def abandon(self, backend_id: str, reason: str) -> None:
         """Give up the tries on a backend that have not been answered yet, so that they move on.
@@ -191,7 +198,8 @@ class Pipeline:
         """Find it a place and relay the answer, on another backend as long as none has answered."""
         failure: UpstreamError | None = None
         while True:
-            self._check_fit(passage, ticket)
+            assert passage.decision is not None
+            self._check_fit(passage.decision, ticket)
             try:
                 candidate, slot = await self.room.admit(ticket)
             except ShedError as shed:
@@ -222,20 +230,26 @@ class Pipeline:
 
     async def _decide(self, passage: Passage) -> Ticket:
         """Return the ticket with which the request stands in line, once it is known where it may go."""
-        policy, request, arrival = passage.policy, passage.incoming.request, passage.incoming.arrival
-        model = policy.model(request.model)
-        if model is None:
-            known = ", ".join(sorted(known.id for known in policy.models))
-            raise ModelNotFound(f"The model `{request.model}` does not exist. Known: {known}.", param="model")
+        policy, request = passage.policy, passage.incoming.request
+        model = _model(policy, request.model)
         estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
         passage.estimated_at = self._clock.now()
+        passage.decision, ticket = self._ticket(policy, model, passage.incoming, estimate)
+        return ticket
+
+    def _ticket(
+        self, policy: Policy, model: ModelPolicy, incoming: Incoming, estimate: Estimate
+    ) -> tuple[Decision, Ticket]:
+        request, arrival = incoming.request, incoming.arrival
         held = self._prefixes.held(request.prefixes)
         self._backends.update(policy.backends)
         views = self._views(policy.backends, held, self.room.line.long_waiting())
-        traffic_class, passage.decision = deciding.decide(policy, model, request, estimate, lambda _: views)
-        demand = passage.decision.demand
+        traffic_class, decision = deciding.decide(policy, model, request, estimate, lambda _: views)
+        demand = decision.demand
         patience_s = _patience_s(request.headers)
-        return Ticket(
+        if request.is_job:
+            traffic_class, patience_s = replace(traffic_class, waiting=patient(traffic_class.waiting)), None
+        return decision, Ticket(
             id=arrival.id,
             model=model.id,
             policy=policy,
@@ -244,7 +258,7 @@ class Pipeline:
             key=request.key,
             arrived_at=arrival.received_at,
             prefill_s=fastest_prefill_s(policy, traffic_class, demand),
-            size_bytes=passage.incoming.size_bytes,
+            size_bytes=incoming.size_bytes,
             deadline=None if patience_s is None else arrival.received_at + patience_s,
             prefix_shares=held,
         )
@@ -272,15 +286,15 @@ class Pipeline:
 
     # -------------------------------------------------------------- admit
 
-    def _check_fit(self, passage: Passage, ticket: Ticket) -> None:
+    def _check_fit(self, decision: Decision, ticket: Ticket) -> None:
         """Refuse a request that no backend of its class could ever take: it must not wait, nor be retried.
 
         Raises:
             CallerError: which says what to change.
         """
-        views = self._views(passage.policy.backends)
+        views = self._views(ticket.policy.backends)
         candidates = selection.rank(
-            passage.policy, ticket.traffic_class, ticket.demand, views, failed=ticket.failed
+            ticket.policy, ticket.traffic_class, ticket.demand, views, failed=ticket.failed
         )
         reasons = {candidate.excluded for candidate in candidates if candidate.backend not in ticket.failed}
         if not reasons or not all(reason is not None and reason.is_permanent for reason in reasons):
@@ -298,7 +312,7 @@ class Pipeline:
             message = "No backend runs that many choices at once."
             raise InvalidRequest(message, code="too_many_choices", param="n")
         window = max(views[candidate.backend].capacity.context_tokens for candidate in candidates)
-        raise _overlong(passage, window, is_kv=Exclusion.CONTEXT_EXCEEDED not in reasons)
+        raise _overlong(decision, window, is_kv=Exclusion.CONTEXT_EXCEEDED not in reasons)
 
     # -------------------------------------------------------------- relay, account
 
@@ -375,10 +389,16 @@ def _patience_s(headers: Mapping[str, str]) -> float | None:
     return patience_s if 0 < patience_s < float("inf") else None
 
 
-def _overlong(passage: Passage, window: int, *, is_kv: bool) -> ContextExceeded:
+def _model(policy: Policy, name: str) -> ModelPolicy:
+    model = policy.model(name)
+    if model is None:
+        known = ", ".join(sorted(known.id for known in policy.models))
+        raise ModelNotFound(f"The model `{name}` does not exist. Known: {known}.", param="model")
+    return model
+
+
+def _overlong(decision: Decision, window: int, *, is_kv: bool) -> ContextExceeded:
     """Return the refusal in the words by which clients recognise an overflow."""
-    decision = passage.decision
-    assert decision is not None
     demand, estimate = decision.demand, decision.estimate
     output = demand.total_tokens - estimate.tokens_max
     about = "at least " if estimate.mode is CountMode.BOUND else ""
