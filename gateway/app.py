@@ -5,12 +5,13 @@ Nothing else constructs an adapter, and nothing here decides anything.
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import anyio
@@ -31,17 +32,23 @@ from gateway.core.health import (
     served_name,
     usable,
 )
-from gateway.core.values import Load
+from gateway.core.jobs import Job, JobPriority, Quota
+from gateway.core.responses.replay import JobFacts
+from gateway.core.values import Endpoint, Load
 from gateway.core.waiting import WaitingLine
+from gateway.downstream import wire
+from gateway.downstream.background import Background, JobRules
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
 from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
 from gateway.downstream.wire import WireRules
+from gateway.jobs import Worker, WorkerRules
 from gateway.pipeline import BackendWatch, Peers, Pipeline, Sight
 from gateway.settings import Settings
 from gateway.store.fallback import FallbackLedger, Mode
+from gateway.store.jobs import RedisJobs
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.store.redis import RedisLedger
@@ -154,6 +161,8 @@ class Gateway:
         if self._store is not None:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
         self.responses = _response_store(settings, self.clock)
+        self.jobs = _jobs(settings)
+        self.worker = _worker(settings, self.jobs, self.pipeline, self.clock)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
@@ -161,6 +170,7 @@ class Gateway:
             rules=wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             keeping=Keeping(self.responses, settings.responses.keep_s),
+            background=_background(settings, self.jobs, self.pipeline, self.clock),
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,
@@ -278,6 +288,10 @@ class Gateway:
             tasks.start_soon(self.pipeline.watch.run)
             if self._store is not None:
                 tasks.start_soon(self._store.run)
+            if self.jobs is not None:
+                tasks.start_soon(self.jobs.run)
+            if self.worker is not None:
+                tasks.start_soon(self.worker.run)
             for listener in self._listeners:
                 tasks.start_soon(listener.run_until_stopped)
                 await listener.wait_started()
@@ -298,6 +312,8 @@ class Gateway:
         if self._store is not None:
             await self._store.aclose()
         await self.responses.aclose()
+        if self.jobs is not None:
+            await self.jobs.aclose()
         self.estimator.close()
 
 
@@ -361,6 +377,49 @@ def _response_store(settings: Settings, clock: SystemClock) -> MemoryResponseSto
     if settings.store is None:
         return MemoryResponseStore(clock, bytes_max)
     return RedisResponseStore(settings.store.url, prefix=settings.store.prefix, bytes_max=bytes_max)
+
+
+def _jobs(settings: Settings) -> RedisJobs | None:
+    store = settings.jobs_store
+    return None if store is None else RedisJobs(store.url, prefix=store.prefix)
+
+
+def _background(
+    settings: Settings, jobs: RedisJobs | None, pipeline: Pipeline, clock: SystemClock
+) -> Background | None:
+    section = settings.jobs
+    if section is None or jobs is None:
+        return None
+    rules = JobRules(
+        quota=Quota(section.queued_max_per_key, section.bytes_max_per_key),
+        keep_s=section.keep_s,
+        unstored_keep_s=section.unstored_keep_s,
+        priorities={name: JobPriority(written) for name, written in section.priorities.items()},
+    )
+    return Background(jobs, pipeline, rules, clock)
+
+
+def _worker(
+    settings: Settings, jobs: RedisJobs | None, pipeline: Pipeline, clock: SystemClock
+) -> Worker | None:
+    section = settings.jobs
+    if section is None or jobs is None:
+        return None
+    rules = WorkerRules(
+        running_max=section.running_max,
+        attempts_max=section.attempts_max,
+        continues=section.resume == "continue",
+    )
+    name = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+
+    def read(job: Job, body: bytes) -> wire.WireRequest:
+        arrival = Arrival(f"req-{secrets.token_hex(16)}", clock.wall(), clock.now())
+        headers = JobFacts.of(job).headers
+        rules = wire_rules(settings)
+        found = wire.read(Endpoint.CHAT, body, rules, arrival=arrival, key=job.new.key, headers=headers)
+        return replace(found, request=replace(found.request, is_job=True))
+
+    return Worker(jobs, name, read, pipeline.run, rules)
 
 
 def _store_changed(mode: Mode) -> None:

@@ -484,6 +484,37 @@ def _store(written: Any) -> Any:
     return {"url": written} if isinstance(written, str) else written
 
 
+class JobsSection(Section):
+    """Requests that are handed over, and whose answers are fetched later. Without this section there are none."""
+
+    data_dir: Text = "gateway-data"
+    """Where they are kept if the file names no `store`; relative to this file. Made if need be."""
+
+    keep_s: Seconds = 86_400.0
+    """Seconds that a result is kept after its end."""
+
+    unstored_keep_s: Seconds = 600.0
+    """The same for requests with `store: false`."""
+
+    queued_max_per_key: Positive = 10_000
+    """Jobs of one API key that may wait or run."""
+
+    bytes_max_per_key: Positive = 1024 * 1024 * 1024
+    """Bytes that the jobs and results of one API key may hold together."""
+
+    priorities: dict[Slug, Literal["high", "normal", "batch"]] = Field(default_factory=dict)
+    """Priority of an API key's jobs, by the key's name; normal where it is not named. Callers may ask for less."""
+
+    running_max: Positive = 64
+    """Jobs that one process has at once."""
+
+    attempts_max: Positive = 3
+    """Failures after which a job is given up."""
+
+    resume: Literal["continue", "restart"] = "continue"
+    """How a job goes on whose backend or worker died: from the text it has, where it can, or from the start."""
+
+
 class ShutdownSection(Section):
     """What happens on SIGTERM."""
 
@@ -538,6 +569,9 @@ class Document(Section):
 
     store: Annotated[StoreSection, ShortForm(_store, {"type": "string"})] | None = None
     """Redis or Valkey through which several gateways share limits. Left out, this process counts alone."""
+
+    jobs: JobsSection | None = None
+    """Requests that are handed over, and whose answers are fetched later. Left out, there are none."""
 
     shutdown: ShutdownSection = ShutdownSection()
     """What happens on SIGTERM."""

@@ -34,6 +34,7 @@ from gateway.settings.document import (
     Document,
     GatesSection,
     HealthSection,
+    JobsSection,
     ModelSection,
     PoolSection,
     RequestsSection,
@@ -70,6 +71,7 @@ class Settings:
         source: The bytes of the file.
         warnings: What is legal and probably not meant, as `check` says it.
         workers: Processes on this machine that serve it together.
+        jobs_url: Where jobs are kept if the file names no store and this process was given one for them.
     """
 
     path: Path
@@ -79,6 +81,7 @@ class Settings:
     source: bytes = field(repr=False)
     warnings: tuple[Problem, ...] = ()
     workers: int = 1
+    jobs_url: str | None = field(default=None, repr=False)
 
     # -------------------------------------------------------------- listeners and limits
 
@@ -121,6 +124,29 @@ class Settings:
     def shutdown(self) -> ShutdownSection:
         """What happens on SIGTERM."""
         return self.document.shutdown
+
+    @property
+    def jobs(self) -> JobsSection | None:
+        """What is said of jobs, or None where there are none."""
+        return self.document.jobs
+
+    @property
+    def jobs_folder(self) -> Path | None:
+        """Where jobs are to be kept by a store of the gateway's own, or None where none is needed."""
+        if self.jobs is None or self.store is not None:
+            return None
+        return self._file(self.jobs.data_dir)
+
+    def with_jobs_at(self, url: str) -> "Settings":
+        """Return the same with jobs kept at `url`, where no store is named."""
+        return replace(self, jobs_url=url)
+
+    @property
+    def jobs_store(self) -> StoreSection | None:
+        """Where jobs are kept, or None where there are none."""
+        if self.jobs is None:
+            return None
+        return self.store or (None if self.jobs_url is None else StoreSection(url=self.jobs_url))
 
     def for_worker(self, number: int, workers: int, store_url: str | None) -> "Settings":
         """Return the settings of one of several processes: operators find it `number` ports further on.
