@@ -105,7 +105,11 @@ class Door:
         """Accept connections, each served by what `connect` returns."""
         if self._server is None:
             listener = self._bound(self.host, self.port)
-            self._server = await get_running_loop().create_server(connect, sock=listener, backlog=_BACKLOG)
+            # Known before it listens, so that it can be closed if this is cancelled on the way.
+            self._server = await get_running_loop().create_server(
+                connect, sock=listener, backlog=_BACKLOG, start_serving=False
+            )
+            await self._server.start_serving()
 
     def close(self) -> None:
         """Refuse connections; those that are open stay."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import httpx
 import pytest
 
@@ -210,6 +211,43 @@ async def test_after_a_kill_a_model_can_be_started_again(
     assert (again.status_code, again.json()["starts"], again.json()["kills"]) == (200, 2, 1)
     assert (await ask(box, "qwen", chat(max_tokens=5))).status_code == 200
     assert (await control.get("/box")).json()["violations"] == 1
+
+
+async def test_a_model_started_in_the_moment_of_its_death_lives(
+    profile: Profile, chat: Chat, until: Until
+) -> None:
+    async with simulated_box(BoxOptions(pair(profile, boot_s=0), resident="gemma")) as box:
+        gemma = box.models["gemma"]
+        first = gemma.server
+        assert first is not None
+
+        async def asking() -> None:
+            with pytest.raises(httpx.HTTPError):
+                await ask(box, "gemma", chat(max_tokens=4_000, ignore_eos=True))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(asking)
+            await until(lambda: first.generated_tokens > 5)
+            box.start("qwen")
+            box.start("gemma")
+            assert await gemma.settled() is State.RUNNING
+        assert (await ask(box, "gemma", chat(max_tokens=5))).status_code == 200
+
+        assert gemma.server is not None
+        assert gemma.server.generated_tokens == 5
+        assert gemma.cut == 1
+
+
+async def test_a_stop_at_any_moment_of_a_boot_stops_it(profile: Profile) -> None:
+    async with simulated_box(BoxOptions(pair(profile, boot_s=0), stop_s=0)) as box:
+        for turns in range(20):
+            box.start("gemma")
+            for _ in range(turns):
+                await anyio.lowlevel.checkpoint()
+            box.stop("gemma")
+            assert await box.models["gemma"].settled() is State.STOPPED
+            assert await is_refused(box.models["gemma"].url)
+    assert box.models["gemma"].server is None
 
 
 async def test_a_stopping_model_cannot_be_started(profile: Profile) -> None:
