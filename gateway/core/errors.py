@@ -14,6 +14,7 @@
         AtCapacity              429 rate_limit_error / queue_full, ...         + Retry-After
         Draining                503 server_error / draining                    + Retry-After
         OutOfResources          503 server_error / out_of_resources            + Retry-After
+        StoreUnavailable        503 server_error / store_unavailable           + Retry-After
         NoBackend               503 server_error / no_backend                  + Retry-After
       UpstreamError           a backend was asked and failed
         UpstreamUnreachable     502 server_error / upstream_unreachable   no byte sent: try the next one
@@ -162,6 +163,12 @@ class Draining(ShedError):
     """This gateway is shutting down."""
 
     code = "draining"
+
+
+class StoreUnavailable(ShedError):
+    """Redis does not answer, and this cannot be done without it."""
+
+    code = "store_unavailable"
 
 
 class NoBackend(ShedError):
