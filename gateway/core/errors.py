@@ -7,6 +7,7 @@
         Unauthorized            401 authentication_error  / invalid_api_key
         RouteNotFound           404 invalid_request_error / not_found
         ModelNotFound           404 invalid_request_error / model_not_found
+        ResponseNotFound        404 invalid_request_error / response_not_found
         RequestTimeout          408 invalid_request_error / request_timeout
         BodyTooLarge            413 invalid_request_error / request_too_large
         BackendRejected         4xx the backend's own verdict on the content, in our shape
@@ -110,6 +111,13 @@ class ModelNotFound(CallerError):
 
     status = 404
     code = "model_not_found"
+
+
+class ResponseNotFound(CallerError):
+    """No response of that id is kept for this caller."""
+
+    status = 404
+    code = "response_not_found"
 
 
 class RequestTimeout(CallerError):
