@@ -4,7 +4,6 @@ The pipeline serves the chat request like any other. What it sends, status, head
 translated on its way out, event by event.
 """
 
-import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +52,7 @@ PATH = "/v1/responses"
 REFERENCES_MAX = 64
 """Responses that one request may refer to through items: each is looked up."""
 
+_DEPTH_SPARE = 200
 _PAGE = 20
 _PAGE_MAX = 100
 
@@ -125,11 +125,11 @@ class Responses:
 
     async def read(self, received: Received) -> Work:
         """Return what answers a request to create a response. See `reading.Read`."""
-        size = len(received.body)
+        size, key = len(received.body), received.key
         raws, members = await self._readers.run(size, lambda: _members(received.body))
         background = self._background_of(members)
         wanted = needs(members, self._rules.messages_max)
-        found = await self._look_up(received.key, wanted)
+        found = await self._look_up(key, wanted)
         token = secrets.token_hex(16)
         asked = await self._readers.run(
             size + found.size_bytes,
@@ -139,7 +139,7 @@ class Responses:
             return await self._handed_over(background, asked, received, token)
 
         async def work(downstream: AsgiDownstream) -> None:
-            answer = Answer(downstream, asked, received.key, self._keeping, self._clock)
+            answer = Answer(downstream, asked, key, self._keeping, self._clock)
             try:
                 await self._pipeline.run(asked.incoming, answer)
             except GatewayError as error:
@@ -368,9 +368,12 @@ def _translated(
     found: Found,
 ) -> Asked:
     translated = read(members, token=token, context=found.context, stored=found.stored)
+    response = new_response(translated.echo, token, int(received.arrival.wall_at))
+    _check_depth(response)
     conversation = _conversation(translated) if translated.store else None
-    chat = {name: raw for name, raw in raws.items() if travels(name)}
-    chat |= {name: msgspec.Raw(_encoded(value)) for name, value in translated.chat.items()}
+    # Copies: what is taken as it is would keep the whole body in memory.
+    chat = {name: raw.copy() for name, raw in raws.items() if travels(name)}
+    chat |= {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in translated.chat.items()}
     size = sum(len(memoryview(raw)) for raw in chat.values()) + len(conversation or b"")
     try:
         incoming = wire.read_members(
@@ -386,22 +389,25 @@ def _translated(
     except GatewayError as error:
         error.param = chat_param_here(error.param)
         raise
-    response = new_response(translated.echo, token, int(received.arrival.wall_at))
     return Asked(incoming, Draft(response, token, len(translated.items)), conversation)
 
 
 def _conversation(translated: Translated) -> bytes:
-    return b'"context":%b,"input":%b' % (_encoded(translated.context), _encoded(translated.items))
+    return b'"context":%b,"input":%b' % (
+        msgspec.json.encode(translated.context),
+        msgspec.json.encode(translated.items),
+    )
 
 
-def _encoded(value: object) -> bytes:
+def _check_depth(response: Mapping[str, Any]) -> None:
+    """Refuse a request whose echo could not be written later, inside an event and deeper down the stack."""
+    nested: object = response
+    for _ in range(_DEPTH_SPARE):
+        nested = [nested]
     try:
-        return msgspec.json.encode(value)
-    except (OverflowError, RecursionError):
-        try:
-            return json.dumps(value, separators=(",", ":")).encode()  # an integer of any length
-        except RecursionError as error:
-            raise InvalidRequest("The request is nested too deeply.") from error
+        msgspec.json.encode(nested)
+    except RecursionError as error:
+        raise InvalidRequest("The request is nested too deeply.") from error
 
 
 # ------------------------------------------------------------------ out
@@ -487,7 +493,7 @@ class Answer:
             raise UpstreamFailed("The backend sent something that is not an answer.") from error
         draft.complete(self._now())
         await self._keep()
-        body = _encoded(draft.response)
+        body = msgspec.json.encode(draft.response)
         status, headers = self.head
         rest = [pair for pair in headers if pair[0] != b"content-length"]
         await self.downstream.start(status, [*rest, (b"content-length", str(len(body)).encode())])
@@ -498,7 +504,7 @@ class Answer:
         response, conversation = self.asked.draft.response, self.asked.conversation
         if conversation is None:
             return
-        record = b'{"response":%b,%b}' % (_encoded(response), conversation)
+        record = b'{"response":%b,%b}' % (msgspec.json.encode(response), conversation)
         try:
             response["store"] = await self.keeping.store.put(
                 self.key, response["id"], record, self.keeping.ttl_s
@@ -513,5 +519,5 @@ class Answer:
 def _frames(events: Sequence[Event]) -> bytes:
     """Return events as server-sent ones."""
     return b"".join(
-        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encoded(event)) for event in events
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in events
     )

@@ -529,6 +529,23 @@ async def test_odd_numbers_and_characters_reach_the_backend(one: Site) -> None:
         assert (await client.get(f"/v1/responses/{kept['id']}")).json() == kept
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_what_is_nested_too_deeply_to_be_repeated_is_refused_at_once(one: Site, stream: bool) -> None:
+    statuses = set()
+    async with one.http() as client:
+        for depth in (*range(500, 1_000, 20), 50_000):
+            schema = '{"a":' * depth + "1" + "}" * depth
+            tool = f'{{"type":"function","name":"f","parameters":{schema}}}'
+            fields = f'"model":"gemma-4","input":"Hi","max_output_tokens":1,"stream":{json.dumps(stream)}'
+            answer = await client.post("/v1/responses", content=f'{{{fields},"tools":[{tool}]}}')
+            statuses.add(answer.status_code)
+            if answer.status_code == 200:
+                assert '"status":"incomplete"' in answer.text
+
+    assert statuses == {200, 400}
+    assert {record.ending.value for record in one.gateway.journal.recent()} == {"completed", "rejected"}
+
+
 async def test_draining_finishes_streams_and_refuses_new_work(one: Site) -> None:
     stream = await one.openai().responses.create(
         model="gemma-4", input=SKY, max_output_tokens=1_000, stream=True, extra_body={"ignore_eos": True}

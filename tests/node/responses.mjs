@@ -4,6 +4,7 @@
 //   gemma-gateway serve --config GATEWAY.yaml &            # one backend at 127.0.0.1:9001
 //   npm install openai && node tests/node/responses.mjs http://127.0.0.1:8080/v1 gemma-4
 //
+// Simulated backends, whose text is the same each time, are what it compares by.
 // It ends with status 1 at the first thing that is not as it should be.
 
 import assert from "node:assert/strict";

@@ -49,10 +49,12 @@ async def test_owners_have_nothing_in_common(kept: ResponseStore) -> None:
 
 
 async def test_putting_again_replaces(kept: ResponseStore) -> None:
+    await kept.put("a", "r1", b"x" * 500, HOUR)
     for number in range(5):
-        assert await kept.put("a", "r1", b"%d" % number * 900, HOUR)
+        assert await kept.put("a", "r2", b"%d" % number * 500, 2 * HOUR)
 
-    assert await kept.get("a", "r1") == b"4" * 900
+    assert await kept.get("a", "r1") == b"x" * 500
+    assert await kept.get("a", "r2") == b"4" * 500
 
 
 async def test_what_expires_first_makes_room(kept: ResponseStore) -> None:

@@ -189,7 +189,8 @@ def _read_audio(part: Item, where: str) -> Item:
     audio = part.get("input_audio")
     if not isinstance(audio, Mapping):
         raise InvalidRequest("`input_audio` must be an object.", param=f"{where}.input_audio")
-    return {"input_audio": audio}
+    names = ("data", "format")
+    return {"input_audio": {name: _text(audio, name, f"{where}.input_audio") for name in names}}
 
 
 _PART_READERS: PartReaders = {

@@ -187,6 +187,11 @@ def test_all_system_text_at_the_head_is_one_message() -> None:
             "invalid_request",
             "input.1.content.0.input_audio",
         ),
+        (
+            user([{"type": "input_audio", "input_audio": {"data": [], "format": "wav"}}]),
+            "invalid_request",
+            "input.1.content.0.input_audio.data",
+        ),
         ({**call(), "arguments": {}}, "invalid_request", "input.1.arguments"),
         ({**call(), "id": 1}, "invalid_request", "input.1.id"),
         (RESULT, "invalid_request", "input.1.call_id"),
