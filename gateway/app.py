@@ -6,6 +6,7 @@ Nothing else constructs an adapter, and nothing here decides anything.
 import logging
 import os
 import signal
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -55,6 +56,9 @@ from gateway.upstream.probes import Prober
 log = logging.getLogger("gateway.process")
 
 STOP_S = 5.0
+"""Seconds in which connections close once their requests have ended or were cut."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOST = frozenset({State.HUNG, State.DOWN})
 
 
@@ -215,14 +219,16 @@ class Gateway:
         }
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Running]:
+    async def running(self, listen: socket.socket | None = None) -> AsyncIterator[Running]:
         """Serve on the configured addresses while the block runs.
+
+        Applications connect to `listen`, if given: a socket that this process was started with.
 
         Raises:
             ConfigError: an address cannot be bound.
         """
         applications, operators = self.applications.asgi_app(), self.operators.asgi_app()
-        listen = bind(*self.settings.listen)
+        listen = listen or bind(*self.settings.listen)
         admin = None if self.settings.admin is None else bind(*self.settings.admin)
         self._listeners = [Listener(applications, listen)]
         if admin is not None:
@@ -265,24 +271,39 @@ async def serve(
         ConfigError: it cannot be built from these settings, or an address cannot be bound.
     """
     gateway = Gateway(settings, environ)
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
-        async with gateway.running() as running:
-            ready(running)
-            await anext(signals)
-            in_flight = gateway.applications.in_flight
-            log.info("draining: %d requests in flight; a second signal ends them", in_flight)
-            with anyio.move_on_after(settings.shutdown.drain_s):
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_cancel_on_next, signals, tasks)
-                    await gateway.applications.drain()
-                    tasks.cancel_scope.cancel()
-            if left := gateway.applications.in_flight:
-                log.warning("ending with %d requests in flight", left)
+    with anyio.open_signal_receiver(*STOP_SIGNALS) as signals:
+        await serve_until(signals, gateway, ready=ready)
+
+
+async def serve_until(
+    stops: AsyncIterator[object],
+    gateway: Gateway,
+    *,
+    ready: Callable[[Running], None],
+    listen: socket.socket | None = None,
+) -> None:
+    """Run a gateway until the first of `stops`, then drain it; the second ends it at once.
+
+    Raises:
+        ConfigError: an address cannot be bound.
+    """
+    async with gateway.running(listen) as running:
+        ready(running)
+        await anext(stops)
+        in_flight = gateway.applications.in_flight
+        log.info("draining: %d requests in flight; a second signal ends them", in_flight)
+        with anyio.move_on_after(gateway.settings.shutdown.drain_s):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_cancel_on_next, stops, tasks)
+                await gateway.applications.drain()
+                tasks.cancel_scope.cancel()
+        if left := gateway.applications.in_flight:
+            log.warning("ending with %d requests in flight", left)
     log.info("stopped")
 
 
-async def _cancel_on_next(signals: AsyncIterator[signal.Signals], tasks: TaskGroup) -> None:
-    await anext(signals)
+async def _cancel_on_next(stops: AsyncIterator[object], tasks: TaskGroup) -> None:
+    await anext(stops)
     tasks.cancel_scope.cancel()
 
 
@@ -290,7 +311,9 @@ def _ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
     if settings.store is None:
         return MemoryLedger()
     return FallbackLedger(
-        RedisLedger(settings.store.url, prefix=settings.store.prefix), on_change=_store_changed
+        RedisLedger(settings.store.url, prefix=settings.store.prefix),
+        on_change=_store_changed,
+        replicas_min=settings.workers,
     )
 
 

@@ -36,9 +36,19 @@ class FallbackLedger:
         changes: How often each mode was entered after the start.
     """
 
-    def __init__(self, shared: RedisLedger, on_change: Callable[[Mode], None] = lambda mode: None) -> None:
-        """Count by `shared`. `on_change` is called after every change of mode."""
+    def __init__(
+        self,
+        shared: RedisLedger,
+        on_change: Callable[[Mode], None] = lambda mode: None,
+        *,
+        replicas_min: int = 1,
+    ) -> None:
+        """Count by `shared`. `on_change` is called after every change of mode.
+
+        There are at least `replicas_min` gateway processes, seen or not.
+        """
         self._shared = shared
+        self._replicas_min = replicas_min
         self._on_change = on_change
         self._on_freed: list[OnFreed] = []
         self._alone_since = 0.0
@@ -47,8 +57,8 @@ class FallbackLedger:
 
     @property
     def replicas(self) -> int:
-        """Gateway processes last seen, this one included."""
-        return self._shared.replicas
+        """Gateway processes last seen, this one included, or how many there are at least."""
+        return max(self._shared.replicas, self._replicas_min)
 
     def on_freed(self, callback: OnFreed) -> None:
         """Have `callback` called whenever something became free on a backend, through whichever gateway."""

@@ -233,3 +233,13 @@ async def test_no_redis_at_all_from_the_start(tmp_path: Any) -> None:
 def test_one_process_s_part_of_a_limit(most: int, wanted: int, replicas: int, part: int) -> None:
     limits, claim = Load(seqs=most, kv_blocks=most), Load(seqs=wanted, kv_blocks=wanted)
     assert divided(limits, claim, replicas) == Load(seqs=part, kv_blocks=part)
+
+
+async def test_those_that_never_met_go_on_under_half_the_limits_if_they_know_of_each_other() -> None:
+    shared = RedisLedger("redis://127.0.0.1:9")
+    alone = FallbackLedger(shared, replicas_min=2)
+
+    for _ in range(2):
+        assert isinstance(await alone.acquire("b", CLAIM, LIMITS), Slot)
+    assert await alone.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+    await alone.aclose()

@@ -240,6 +240,17 @@ def test_a_change_of_the_world_is_one_line() -> None:
 
 
 @pytest.mark.usefixtures("_logging_as_it_was")
+def test_a_line_says_which_worker_wrote_it() -> None:
+    machine, person = io.StringIO(), Terminal()
+    for out in (machine, person):
+        logs.set_up("info", out, worker=1)
+        logging.getLogger("gateway.test").warning("it works")
+
+    assert json.loads(machine.getvalue())["worker"] == 1
+    assert person.getvalue().endswith("WARNING worker 1: it works\n")
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
 def test_an_exception_stays_on_one_line() -> None:
     out = io.StringIO()
     logs.set_up("info", out)
