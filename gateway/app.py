@@ -46,9 +46,11 @@ from gateway.downstream.routes import Applications, Operators
 from gateway.downstream.wire import WireRules
 from gateway.jobs import Worker, WorkerRules
 from gateway.pipeline import BackendWatch, Peers, Pipeline, Sight
+from gateway.ports import Arrival
 from gateway.settings import Settings
 from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.jobs import RedisJobs
+from gateway.store.keeper import keep_store
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.store.redis import RedisLedger
@@ -302,6 +304,8 @@ class Gateway:
                     await self._stop(tasks)
 
     async def _stop(self, tasks: TaskGroup) -> None:
+        if self.worker is not None:
+            await self.worker.stop()
         for listener in self._listeners:
             listener.cut()
         with anyio.move_on_after(STOP_S):
@@ -325,9 +329,18 @@ async def serve(
     Raises:
         ConfigError: it cannot be built from these settings, or an address cannot be bound.
     """
-    gateway = Gateway(settings, environ)
+    failure: ConfigError | None = None
     with anyio.open_signal_receiver(*STOP_SIGNALS) as signals:
-        await serve_until(signals, gateway, ready=ready)
+        async with anyio.create_task_group() as tasks:
+            try:
+                if settings.jobs_folder is not None:
+                    settings = settings.with_jobs_at(await tasks.start(keep_store, settings.jobs_folder))
+                await serve_until(signals, Gateway(settings, environ), ready=ready)
+            except ConfigError as error:  # carried out by value: the group would wrap it
+                failure = error
+            tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
 
 
 async def serve_until(
@@ -345,6 +358,8 @@ async def serve_until(
     async with gateway.running(listen) as running:
         ready(running)
         await anext(stops)
+        if gateway.worker is not None:
+            gateway.worker.drain()
         in_flight = gateway.applications.in_flight
         log.info("draining: %d requests in flight; a second signal ends them", in_flight)
         with anyio.move_on_after(gateway.settings.shutdown.drain_s):

@@ -1,4 +1,4 @@
-"""Responses in the background: handed over, looked at, followed, cancelled. The store keeps them meanwhile."""
+"""Responses in the background: handed over, looked at, followed, cancelled. The store keeps them."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field

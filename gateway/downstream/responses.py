@@ -162,7 +162,7 @@ class Responses:
         return self._background if wanted else None
 
     async def _handed_over(
-        self, background: Background, asked: Asked, received: Received, token: str
+        self, background: Background, asked: "Asked", received: Received, token: str
     ) -> Work:
         store = asked.conversation is not None
         facts = JobFacts(
@@ -280,7 +280,9 @@ class Responses:
                 await self._record(key, response_id)
                 message = "Only a response that runs in the background can be cancelled."
                 raise InvalidRequest(message, code="not_in_background")
-            return Response(_encoded(await self._background.response(job)), media_type=MediaType.JSON)
+            return Response(
+                msgspec.json.encode(await self._background.response(job)), media_type=MediaType.JSON
+            )
 
         return [retrieve, input_items, forget, cancel]
 
@@ -291,7 +293,7 @@ class Responses:
         query = request.query_params
         if query.get("stream", "false").lower() in ("false", "0", ""):
             response = await background.response(job)
-            answer = Response(_encoded(response), media_type=MediaType.JSON)
+            answer = Response(msgspec.json.encode(response), media_type=MediaType.JSON)
             if not job.status.is_final:
                 answer.headers["retry-after"] = str(background.retry_after_s(response))
             return answer

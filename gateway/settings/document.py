@@ -485,7 +485,7 @@ def _store(written: Any) -> Any:
 
 
 class JobsSection(Section):
-    """Requests that are handed over, and whose answers are fetched later. Without this section there are none."""
+    """Requests that are handed over, and whose answers are fetched later. Without it there are none."""
 
     data_dir: Text = "gateway-data"
     """Where they are kept if the file names no `store`; relative to this file. Made if need be."""
@@ -503,7 +503,7 @@ class JobsSection(Section):
     """Bytes that the jobs and results of one API key may hold together."""
 
     priorities: dict[Slug, Literal["high", "normal", "batch"]] = Field(default_factory=dict)
-    """Priority of an API key's jobs, by the key's name; normal where it is not named. Callers may ask for less."""
+    """Priority of an API key's jobs by its name; else normal. A caller may ask for less, never for more."""
 
     running_max: Positive = 64
     """Jobs that one process has at once."""
@@ -512,7 +512,7 @@ class JobsSection(Section):
     """Failures after which a job is given up."""
 
     resume: Literal["continue", "restart"] = "continue"
-    """How a job goes on whose backend or worker died: from the text it has, where it can, or from the start."""
+    """How a job goes on whose backend or worker died: from the text it has, if it can, or from the start."""
 
 
 class ShutdownSection(Section):
