@@ -33,6 +33,7 @@ from gateway.core.health import (
 )
 from gateway.core.values import Load
 from gateway.core.waiting import WaitingLine
+from gateway.core.webhooks import WebhookAttempt
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
@@ -44,6 +45,7 @@ from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.store.redis import RedisLedger
+from gateway.store.webhooks import RedisWebhooks
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
@@ -52,6 +54,8 @@ from gateway.telemetry.recorder import Recorders
 from gateway.tokenizer import PromptEstimator, open_estimator
 from gateway.upstream.client import HttpxUpstream
 from gateway.upstream.probes import Prober
+from gateway.upstream.webhook_calls import WebhookCaller
+from gateway.upstream.webhooks import Webhooks
 
 log = logging.getLogger("gateway.process")
 
@@ -120,6 +124,7 @@ class Gateway:
             waiting=line.waiting,
         )
         self.metrics.config_info.labels(self.policy.version).set(1)
+        self.webhooks = _webhooks(settings, environ, self.clock, self.metrics)
         recorder = Recorders((self.metrics, self.journal, RequestLog()))
         self.pipeline = Pipeline(
             policy=lambda: self.policy,
@@ -240,6 +245,8 @@ class Gateway:
             tasks.start_soon(self.pipeline.watch.run)
             if isinstance(self.ledger, FallbackLedger):
                 tasks.start_soon(self.ledger.run)
+            if self.webhooks is not None:
+                tasks.start_soon(self.webhooks.run)
             for listener in self._listeners:
                 tasks.start_soon(listener.run_until_stopped)
                 await listener.wait_started()
@@ -314,6 +321,26 @@ def _ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
         RedisLedger(settings.store.url, prefix=settings.store.prefix),
         on_change=_store_changed,
         replicas_min=settings.workers,
+    )
+
+
+def _webhooks(
+    settings: Settings, environ: Mapping[str, str], clock: SystemClock, metrics: Metrics
+) -> Webhooks | None:
+    endpoints = settings.webhooks(environ)
+    if not endpoints or settings.store is None:
+        return None
+
+    def attempted(attempt: WebhookAttempt) -> None:
+        logs.webhook_attempted(attempt)
+        metrics.webhook_attempted(attempt)
+
+    return Webhooks(
+        endpoints,
+        RedisWebhooks(settings.store.url, prefix=settings.store.prefix),
+        WebhookCaller(endpoints, clock),
+        on_attempt=attempted,
+        on_pending=metrics.webhooks_wait,
     )
 
 

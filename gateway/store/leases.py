@@ -107,7 +107,9 @@ class Leases:
 
     async def _beat(self, ttl_ms: int) -> int:
         keys = [f"{{{self._prefix}}}:replicas"]
-        return int(await self._connections.bounded(lambda: self._heartbeat(keys=keys, args=[self._owner, ttl_ms])))
+        return int(
+            await self._connections.bounded(lambda: self._heartbeat(keys=keys, args=[self._owner, ttl_ms]))
+        )
 
     async def _run(
         self, script: Callable[..., Awaitable[Any]], backend_id: str, arguments: Sequence[str | int]
@@ -115,7 +117,9 @@ class Leases:
         tag = f"{{{self._prefix}:{backend_id}}}"
         keys = [f"{tag}:leases", f"{tag}:claims", f"{tag}:sums", f"{tag}:gone"]
         args = [self._channel, backend_id, self._owner, self._ttl_ms, len(COUNTERS), *arguments]
-        outcome, version, mine, *others = await self._connections.bounded(lambda: script(keys=keys, args=args))
+        outcome, version, mine, *others = await self._connections.bounded(
+            lambda: script(keys=keys, args=args)
+        )
         return Reply(outcome, version, mine, _load(others))
 
     @asynccontextmanager
