@@ -133,7 +133,9 @@ async def test_a_slow_answer_is_a_failure() -> None:
     assert (made.outcome, made.detail) == (WebhookOutcome.FAILED, "no answer in 0.2 s")
 
 
-async def test_an_endless_body_is_left_and_the_status_counts() -> None:
+async def test_an_endless_body_is_left_and_the_status_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook_calls, "BODY_S", 3600.0)
+
     async def endless(stream: SocketStream, _: int) -> None:
         await stream.send(STREAM_HEAD)
         while True:
