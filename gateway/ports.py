@@ -241,8 +241,9 @@ class JobStore(Protocol):
     async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
         """Return chunks of a job's answer from number `start` on, as many as there are, up to `limit`."""
 
-    async def changed(self, job_id: str, chunks: int, wait_s: float) -> None:
-        """Return when a job has more chunks than `chunks`, or another status; after `wait_s` anyway."""
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> None:
+        """Return when a job has more chunks than `chunks`, or another status than `status` (None: than when
+        this was called), or is final or gone; after `wait_s` anyway."""
 
     async def cancel(self, job_id: str) -> Job | None:
         """Make a job CANCELLED unless it is final. Its worker is told."""
@@ -251,12 +252,15 @@ class JobStore(Protocol):
         """Forget a job and its answer, cancelling it if it runs. Returns whether there was one."""
 
     async def retry(self, job_id: str) -> Job | None:
-        """Queue a FAILED or CANCELLED job again, from the start; the operator's exception to the rule."""
+        """Queue a FAILED or CANCELLED job again, from the start; the operator's exception to the rule.
+
+        What there was of its answer is forgotten, and it expires no more.
+        """
 
     async def find(
         self, *, key: str | None = None, status: JobStatus | None = None, limit: int = 100
     ) -> Sequence[Job]:
-        """Return jobs, newest first; `key`: only this API key's."""
+        """Return jobs, newest first; `key`: only this API key's. Without their bodies and facts."""
 
     async def lanes(self) -> Sequence[Lane]:
         """Return every lane that has jobs, queued or in progress."""
@@ -265,6 +269,9 @@ class JobStore(Protocol):
 
     async def claim(self, worker: str, lanes: Collection[str] | None, attempts_max: int) -> Job | None:
         """Take the next job of these lanes (None: of any), or None where nothing is to be done.
+
+        A worker asks once at a time. Where it does not know whether it got a job (StoreUnavailable), the next
+        call returns that one.
 
         A job whose worker has not been heard of for a while is taken over, which counts as a failure. One
         that has failed `attempts_max` times is made FAILED (`job_poisoned`) instead, and one that is by now
@@ -293,9 +300,12 @@ class JobStore(Protocol):
         False: this attempt no longer has it.
         """
 
-    async def waiting(self, wait_s: float) -> None:
-        """Return when there may be something to claim, or when a claimed job was cancelled; at the latest
-        after `wait_s`."""
+    async def waiting(self, wait_s: float) -> Collection[tuple[str, int]]:
+        """Return when there may be something to claim, or when somebody's claim has ended by another hand
+        (the job was cancelled, deleted, taken over); at the latest after `wait_s`.
+
+        Returns such claims, (job id, attempt), as far as they were heard of. `beat` tells of all.
+        """
 
 
 class WebhookStore(Protocol):

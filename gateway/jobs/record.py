@@ -78,15 +78,25 @@ class JobRecord:
     async def run(self) -> None:
         """Write what gathers, until cancelled or lost. A store that is away is tried again."""
         while not self.is_lost:
-            await self._has_some.wait()
+            if not self._is_behind:
+                self._has_some = anyio.Event()
+                await self._has_some.wait()
             await anyio.sleep(CHUNK_S)
             try:
                 await self.write()
             except StoreUnavailable:
                 await anyio.sleep(AGAIN_S)
 
+    async def write_all(self) -> None:
+        """Write all that has come. A store that is away is tried again, until cancelled."""
+        while not self.is_lost and self._is_behind:
+            try:
+                await self.write()
+            except StoreUnavailable:
+                await anyio.sleep(AGAIN_S)
+
     async def write(self) -> None:
-        """Write what has gathered.
+        """Write a chunk: what could not be written before, or else what has gathered.
 
         Raises:
             StoreUnavailable: it has not been written, or nobody knows; `write` again.
@@ -99,16 +109,17 @@ class JobRecord:
                     self.is_lost = True
                 self._unwritten = None
             self._has_room.set()
-            if self._gathered:
-                self._has_some.set()
 
     def _next_chunk(self) -> Chunk:
         chunk = Chunk(self._number, self._job.attempt, bytes(self._gathered), self._restarts)
         self._number += 1
         self._restarts = False
         self._gathered.clear()
-        self._has_some = anyio.Event()
         return chunk
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._unwritten is not None or bool(self._gathered)
 
     @property
     def chunks(self) -> int:

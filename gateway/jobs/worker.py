@@ -11,20 +11,21 @@ attempt took a backend's time, so that an outage of hours costs no job.
 
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
 from gateway.core.errors import BackendRejected, CallerError, GatewayError, ShedError, StoreUnavailable
-from gateway.core.job_answers import answer_so_far, continuation
+from gateway.core.job_answers import AnswerSoFar, answer_so_far, continuation
 from gateway.core.jobs import Chunk, Job, JobError, JobStatus
-from gateway.jobs.record import JobLost, JobRecord
+from gateway.jobs.record import AGAIN_S, JobLost, JobRecord
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming, JobStore
 
 log = logging.getLogger("gateway.jobs")
+T = TypeVar("T")
 
 FINISH_S = 5.0
 """How long a worker that is stopped may take to give its jobs back."""
@@ -121,7 +122,8 @@ class Worker:
 
             async def heard() -> None:
                 try:
-                    await self._store.waiting(self._rules.look_s)
+                    for job_id, attempt in await self._store.waiting(self._rules.look_s):
+                        self._lose(job_id, attempt)
                 except StoreUnavailable:
                     await anyio.sleep(self._rules.look_s)
                 tasks.cancel_scope.cancel()
@@ -148,9 +150,15 @@ class Worker:
                 lost = await self._store.beat(self._name, claims)
             except StoreUnavailable:
                 continue  # what an attempt writes that was taken over meanwhile is refused
-            for job_id in lost:
-                if job_id in self._claims:
-                    self._claims[job_id][1].cancel()
+            for job_id, attempt in claims:
+                if job_id in lost:
+                    self._lose(job_id, attempt)
+
+    def _lose(self, job_id: str, attempt: int) -> None:
+        """Stop working at a job that is no longer this worker's."""
+        job, scope = self._claims.get(job_id, (None, None))
+        if job is not None and scope is not None and job.attempt == attempt:
+            scope.cancel()
 
     # ------------------------------------------------------------ one job
 
@@ -162,9 +170,6 @@ class Worker:
                 raise JobLost
         except JobLost:
             log.info("job %s: no longer this worker's", job.id)
-        except StoreUnavailable as error:
-            # Whoever claims it next goes on from what is stored.
-            log.warning("job %s: its record cannot be written (%s)", job.id, error.message)
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(FINISH_S, shield=True):
                 await self._give_back(job, after_s=0.0, failed=False)
@@ -178,9 +183,9 @@ class Worker:
             self._room.set()
 
     async def _attempt(self, job: Job) -> None:
-        stored = answer_so_far(await stored_chunks(self._store, job.id)) if job.chunks else None
+        stored = await self._answer_so_far(job) if job.chunks else None
         if stored is not None and stored.finish_reason is not None:
-            await self._store.finish(job.id, job.attempt, stored.status)  # only the end was missing
+            await self._finish(job, stored.status)  # only the end was missing
             return
         body = continuation(job.new.body, stored) if stored is not None and self._rules.continues else None
         if body is not None:
@@ -197,7 +202,6 @@ class Worker:
 
         Raises:
             JobLost: it is no longer this worker's.
-            StoreUnavailable: what came could not be written.
         """
         waiting = self._ahead[job.new.lane]
 
@@ -219,11 +223,13 @@ class Worker:
                 except GatewayError as error:
                     failure = error
                 except CallerStalled:
-                    pass  # the record says so
+                    if not record.is_lost:
+                        failure = StoreUnavailable("The store was away for too long to take the answer.")
                 tasks.cancel_scope.cancel()
+            await record.write_all()
         finally:
             with anyio.move_on_after(FINISH_S, shield=True):
-                await record.write()
+                await record.write_all()
         if record.is_lost:
             raise JobLost
         return record.chunks, failure or record.error
@@ -231,11 +237,9 @@ class Worker:
     async def _conclude(self, job: Job, failure: GatewayError | None) -> None:
         match failure:
             case None:
-                answer = answer_so_far(await stored_chunks(self._store, job.id))
-                await self._store.finish(job.id, job.attempt, answer.status)
+                await self._finish(job, (await self._answer_so_far(job)).status)
             case CallerError():
-                error = JobError(failure.code, failure.message)
-                await self._store.finish(job.id, job.attempt, JobStatus.FAILED, error)
+                await self._finish(job, JobStatus.FAILED, JobError(failure.code, failure.message))
             case _:
                 rest_s = min(self._rules.retry_s * 2.0 ** min(job.failures, 16), self._rules.retry_max_s)
                 log.warning("job %s: attempt %d: %s", job.id, job.attempt, failure.message)
@@ -245,9 +249,27 @@ class Worker:
                     failed=not isinstance(failure, ShedError),
                 )
 
+    # ------------------------------------------------------------ what must reach the store
+
+    async def _answer_so_far(self, job: Job) -> AnswerSoFar:
+        return answer_so_far(await _until_answered(lambda: stored_chunks(self._store, job.id)))
+
+    async def _finish(self, job: Job, status: JobStatus, error: JobError | None = None) -> None:
+        await _until_answered(lambda: self._store.finish(job.id, job.attempt, status, error))
+
     async def _give_back(self, job: Job, *, after_s: float, failed: bool) -> None:
-        with suppress(StoreUnavailable):  # it is missed soon, and taken over
-            await self._store.give_back(job.id, job.attempt, after_s=after_s, failed=failed)
+        await _until_answered(
+            lambda: self._store.give_back(job.id, job.attempt, after_s=after_s, failed=failed)
+        )
+
+
+async def _until_answered(ask: Callable[[], Awaitable[T]]) -> T:
+    """Ask the store until it answers: a store that is away for a while costs no work that is done."""
+    while True:
+        try:
+            return await ask()
+        except StoreUnavailable:
+            await anyio.sleep(AGAIN_S)
 
 
 async def stored_chunks(store: JobStore, job_id: str) -> list[Chunk]:
