@@ -108,7 +108,9 @@ class RedisJobs:
             connections_max=connections_max,
             decodes=False,
         )
-        self._scripts = {name: self._connections.script("jobs", f"job_{name}") for name in _SCRIPTS}
+        self._scripts = {
+            name: self._connections.script("webhooks", "jobs", f"job_{name}") for name in _SCRIPTS
+        }
         self._is_away = False
         self._tokens: dict[str, str] = {}  # of claims whose reply was lost, by worker
         self._waiters: dict[str, _Waiters] = {}

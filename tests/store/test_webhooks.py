@@ -3,7 +3,6 @@
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, Protocol, cast
 
 import anyio
@@ -12,7 +11,9 @@ from redis.asyncio import Redis
 from support.redis_server import RedisServer
 
 from gateway.core.errors import StoreUnavailable
+from gateway.core.jobs import JobStatus, NewJob, Quota
 from gateway.core.webhooks import Delivery, WebhookEndpoint
+from gateway.store.jobs import RedisJobs
 from gateway.store.webhooks import RedisWebhooks
 
 OPS = WebhookEndpoint("ops", "https://example.com/", (b"k" * 24,))
@@ -120,13 +121,50 @@ async def test_nothing_is_kept_where_nobody_has_endpoints(store: Store, open_: O
     assert await one.keys() == set()
 
 
-async def test_a_script_that_ends_a_job_announces_it_in_the_same_breath(store: Store, open_: Open) -> None:
+async def finish(jobs: RedisJobs) -> None:
+    job = await jobs.claim("w", None, 3)
+    assert job is not None
+    assert not await jobs.finish(job.id, job.attempt + 1, JobStatus.FAILED)  # not by another
+    assert await jobs.finish(job.id, job.attempt, JobStatus.COMPLETED)
+    assert await jobs.finish(job.id, job.attempt, JobStatus.COMPLETED)  # the reply to the first was lost
+
+
+async def cancel(jobs: RedisJobs) -> None:
+    await jobs.cancel("resp_1")
+    await jobs.cancel("resp_1")
+
+
+@pytest.mark.parametrize(
+    ("key", "end", "type_"),
+    [("team", finish, "response.completed"), (None, cancel, "response.cancelled")],
+)
+async def test_a_job_that_ends_is_heard_of_once(
+    store: Store,
+    open_: Open,
+    key: str | None,
+    end: Callable[[RedisJobs], Awaitable[None]],
+    type_: str,
+) -> None:
     one = open_(store)
     await one.webhooks.events(1)
-    shared = resources.files("gateway.store").joinpath("webhooks.lua").read_text(encoding="utf-8")
-    own = "redis.call('SET', KEYS[1] .. ':j', 1) announce(KEYS[1], 'response.completed', 'resp_1', '-')"
-    await store.redis.eval(f"{shared}\n{own}", 1, one.tag)
-    assert [event.subject for event in await one.webhooks.events(100)] == ["resp_1"]
+    jobs = RedisJobs(store.url, prefix=store.prefix, command_s=10.0)
+    await jobs.submit(NewJob("resp_1", key, "m/light", b"{}"), Quota())
+    assert await one.webhooks.events(100) == []
+    await end(jobs)
+    await jobs.aclose()
+    assert [(event.type, event.subject, event.key) for event in await one.webhooks.events(100)] == [
+        (type_, "resp_1", key)
+    ]
+
+
+async def test_the_lines_of_a_batch_are_not_told_of_one_by_one(store: Store, open_: Open) -> None:
+    one = open_(store)
+    await one.webhooks.events(1)
+    jobs = RedisJobs(store.url, prefix=store.prefix, command_s=10.0)
+    await jobs.submit(NewJob("resp_1", None, "m/light", b"{}", batch="batch_1"), Quota())
+    await finish(jobs)
+    await jobs.aclose()
+    assert await one.webhooks.events(100) == []
 
 
 async def test_two_processes_hand_an_event_on_once(store: Store, open_: Open) -> None:
