@@ -204,6 +204,10 @@ StoreUrl = Annotated[
 ]
 
 
+_HOST = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]*)?")
+_URL_MAX = 2048
+
+
 def _webhook_url(written: str) -> str:
     """Return the URL. Messages never repeat it: it may hold a token."""
     try:
@@ -213,10 +217,12 @@ def _webhook_url(written: str) -> str:
         raise ValueError("this is no URL; write it as https://host/path") from None
     if url.scheme not in {"http", "https"} or not host or port == 0:
         raise ValueError("write it as https://host/path")
-    if not written.isascii() or not written.isprintable() or " " in written:
-        raise ValueError("a URL has ASCII letters only; write others percent-encoded, hosts as xn--")
     if url.username is not None or url.password is not None:
         raise ValueError("no credentials in URLs; a webhook is signed, and its receiver checks that")
+    if not written.isascii() or not written.isprintable() or " " in written:
+        raise ValueError("a URL has ASCII letters only; write others percent-encoded, hosts as xn--")
+    if not _HOST.fullmatch(url.netloc) or len(written) > _URL_MAX:
+        raise ValueError(f"write it as https://host/path, in at most {_URL_MAX:,} characters")
     if url.fragment:
         raise ValueError("a fragment (#...) is never sent; leave it out")
     return written

@@ -4,6 +4,7 @@ import base64
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from gateway.core.errors import ConfigError
@@ -125,6 +126,36 @@ def test_what_is_wrong_is_reported_with_its_place(
     assert (problem.line, problem.column) == place
     assert message in str(problem)
     assert "hunter2" not in str(problem)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://a*b/",
+        "https://%41/",
+        "https://[v1.x]/",
+        "https://[::1]x/",
+        "https://[::1%25eth0]/",
+        "https://a:99999/",
+        "https://a:x/",
+        "https://a\\@b/",
+        f"https://a/{'x' * 2048}",
+    ],
+)
+def test_a_url_that_another_reader_might_read_otherwise_is_refused(
+    plain: str, checked: Check, url: str
+) -> None:
+    problems = checked(webhook(f"url: '{url}', secret_env: S") + plain).problems
+    assert {(problem.line, problem.column) for problem in problems} == {(4, 14)}
+    assert any("webhooks.ops.url: " in problem.message for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://h", "https://h_1.x-y.org:8443/a?b=%20&c", "https://[2606:2800::1]:1/", "https://h:/p"]
+)
+def test_a_url_that_is_accepted_is_one(plain: str, loaded: Load, url: str) -> None:
+    (found,) = loaded(webhook(f"url: '{url}', secret_env: S") + plain).webhooks({"S": SECRETS[0]})
+    assert httpx.URL(found.url).copy_with(host="192.0.2.1").host == "192.0.2.1"
 
 
 @pytest.mark.parametrize(
