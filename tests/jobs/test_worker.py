@@ -229,7 +229,7 @@ async def test_a_job_that_is_cancelled_stops_its_worker(world: JobWorld, how: st
 # ------------------------------------------------------------------ the store stops
 
 
-@pytest.mark.parametrize("at", [2, AFTER_END], ids=["in-the-answer", "at-its-end"])
+@pytest.mark.parametrize("at", [0, 2, AFTER_END], ids=["refused", "in-the-answer", "at-its-end"])
 @pytest.mark.parametrize("how", ["stalled", "restarted"])
 async def test_a_store_that_is_away_for_longer_than_a_worker_may_be_costs_nothing(
     world: JobWorld, server: RedisServer, monkeypatch: pytest.MonkeyPatch, how: str, at: int
@@ -237,15 +237,21 @@ async def test_a_store_that_is_away_for_longer_than_a_worker_may_be_costs_nothin
     monkeypatch.setattr("gateway.jobs.worker.FINISH_S", 0.5)
     lost_s = 2.0
     store, other = (world.open(lost_s=lost_s, command_s=0.5) for _ in range(2))
-    held, end = Held(at), anyio.Event()
+    held, asked, end = Held(at), anyio.Event(), anyio.Event()
 
-    async def before(asked: Asked, number: int) -> None:
-        await held(asked, number)
+    async def before(request: Asked, number: int) -> None:
+        asked.set()
+        await held(request, number)
         if number == AFTER_END:
             end.set()
+        elif at == 0:
+            end.set()
+            raise InvalidRequest("It is wrong.")
 
     await submit(store, "a")
     async with working(store, Backend(before), "first"), working(other, Backend(before), "second"):
+        with anyio.fail_after(WITHIN_S):
+            await asked.wait()
         await until_stored(store, "a", "".join(WORDS[:at]), is_whole=at == AFTER_END)
         if how == "stalled":
             server.stall()
@@ -253,7 +259,7 @@ async def test_a_store_that_is_away_for_longer_than_a_worker_may_be_costs_nothin
             server.kill()
         held.go()
         with anyio.fail_after(WITHIN_S):
-            await end.wait()  # the rest of the answer comes while nobody can write it down
+            await end.wait()  # the rest comes while nobody can write it down
         await anyio.sleep(lost_s * 1.2)
         if how == "stalled":
             server.resume()
@@ -262,8 +268,9 @@ async def test_a_store_that_is_away_for_longer_than_a_worker_may_be_costs_nothin
         with anyio.fail_after(WITHIN_S):
             await is_back(store)
         job = await ended(store, "a")
-    assert (job.status, job.attempt, job.failures) == (JobStatus.COMPLETED, 1, 0)
-    assert await content(store, "a") == ANSWER
+    status = JobStatus.FAILED if at == 0 else JobStatus.COMPLETED
+    assert (job.status, job.attempt, job.failures) == (status, 1, 0)
+    assert await content(store, "a") == ("" if at == 0 else ANSWER)
 
 
 async def is_back(store: RedisJobs) -> None:
