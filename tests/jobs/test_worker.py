@@ -18,6 +18,7 @@ from gateway.core.errors import BackendRejected, GatewayError, InvalidRequest, N
 from gateway.core.job_answers import answer_so_far
 from gateway.core.jobs import Job, JobStatus, NewJob
 from gateway.jobs.worker import Worker, WorkerRules, stored_chunks
+from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming
 from gateway.store.jobs import RedisJobs
 
@@ -283,10 +284,10 @@ async def is_back(store: RedisJobs) -> None:
             return
 
 
-# ------------------------------------------------------------------ backends fail
+# ------------------------------------------------------------------ attempts fail
 
 
-def failing(error: GatewayError, times: int, number: int) -> Any:
+def failing(error: Exception, times: int, number: int) -> Any:
     """Return what fails an answer before its word `number`, so many times; it has begun unless that is 0."""
     left = [times]
 
@@ -305,12 +306,14 @@ def failing(error: GatewayError, times: int, number: int) -> Any:
         (StreamBroken("It broke."), 3, 0, JobStatus.FAILED, "job_poisoned", 3),
         (NoBackend("None is up."), 5, 0, JobStatus.COMPLETED, None, 0),
         (InvalidRequest("It is wrong."), 1, 0, JobStatus.FAILED, "invalid_request", 0),
+        (CallerStalled(), 1, 3, JobStatus.COMPLETED, None, 0),
+        (ZeroDivisionError(), 1, 3, JobStatus.COMPLETED, None, 1),
     ],
-    ids=["breaks", "keeps-breaking", "fleet-down", "refused"],
+    ids=["breaks", "keeps-breaking", "fleet-down", "refused", "store-too-slow", "fault-of-ours"],
 )
-async def test_what_a_failure_of_a_backend_costs(
+async def test_what_a_failure_costs(
     world: JobWorld,
-    error: GatewayError,
+    error: Exception,
     times: int,
     number: int,
     status: JobStatus,
