@@ -18,6 +18,7 @@ from gateway.core.errors import BackendRejected, GatewayError, InvalidRequest, N
 from gateway.core.job_answers import answer_so_far
 from gateway.core.jobs import Job, JobStatus, NewJob
 from gateway.jobs.worker import Worker, WorkerRules, stored_chunks
+from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming
 from gateway.store.jobs import RedisJobs
 
@@ -229,7 +230,7 @@ async def test_a_job_that_is_cancelled_stops_its_worker(world: JobWorld, how: st
 # ------------------------------------------------------------------ the store stops
 
 
-@pytest.mark.parametrize("at", [2, AFTER_END], ids=["in-the-answer", "at-its-end"])
+@pytest.mark.parametrize("at", [0, 2, AFTER_END], ids=["refused", "in-the-answer", "at-its-end"])
 @pytest.mark.parametrize("how", ["stalled", "restarted"])
 async def test_a_store_that_is_away_for_longer_than_a_worker_may_be_costs_nothing(
     world: JobWorld, server: RedisServer, monkeypatch: pytest.MonkeyPatch, how: str, at: int
@@ -237,15 +238,21 @@ async def test_a_store_that_is_away_for_longer_than_a_worker_may_be_costs_nothin
     monkeypatch.setattr("gateway.jobs.worker.FINISH_S", 0.5)
     lost_s = 2.0
     store, other = (world.open(lost_s=lost_s, command_s=0.5) for _ in range(2))
-    held, end = Held(at), anyio.Event()
+    held, asked, end = Held(at), anyio.Event(), anyio.Event()
 
-    async def before(asked: Asked, number: int) -> None:
-        await held(asked, number)
+    async def before(request: Asked, number: int) -> None:
+        asked.set()
+        await held(request, number)
         if number == AFTER_END:
             end.set()
+        elif at == 0:
+            end.set()
+            raise InvalidRequest("It is wrong.")
 
     await submit(store, "a")
     async with working(store, Backend(before), "first"), working(other, Backend(before), "second"):
+        with anyio.fail_after(WITHIN_S):
+            await asked.wait()
         await until_stored(store, "a", "".join(WORDS[:at]), is_whole=at == AFTER_END)
         if how == "stalled":
             server.stall()
@@ -253,7 +260,7 @@ async def test_a_store_that_is_away_for_longer_than_a_worker_may_be_costs_nothin
             server.kill()
         held.go()
         with anyio.fail_after(WITHIN_S):
-            await end.wait()  # the rest of the answer comes while nobody can write it down
+            await end.wait()  # the rest comes while nobody can write it down
         await anyio.sleep(lost_s * 1.2)
         if how == "stalled":
             server.resume()
@@ -262,8 +269,9 @@ async def test_a_store_that_is_away_for_longer_than_a_worker_may_be_costs_nothin
         with anyio.fail_after(WITHIN_S):
             await is_back(store)
         job = await ended(store, "a")
-    assert (job.status, job.attempt, job.failures) == (JobStatus.COMPLETED, 1, 0)
-    assert await content(store, "a") == ANSWER
+    status = JobStatus.FAILED if at == 0 else JobStatus.COMPLETED
+    assert (job.status, job.attempt, job.failures) == (status, 1, 0)
+    assert await content(store, "a") == ("" if at == 0 else ANSWER)
 
 
 async def is_back(store: RedisJobs) -> None:
@@ -276,10 +284,10 @@ async def is_back(store: RedisJobs) -> None:
             return
 
 
-# ------------------------------------------------------------------ backends fail
+# ------------------------------------------------------------------ attempts fail
 
 
-def failing(error: GatewayError, times: int, number: int) -> Any:
+def failing(error: Exception, times: int, number: int) -> Any:
     """Return what fails an answer before its word `number`, so many times; it has begun unless that is 0."""
     left = [times]
 
@@ -298,12 +306,14 @@ def failing(error: GatewayError, times: int, number: int) -> Any:
         (StreamBroken("It broke."), 3, 0, JobStatus.FAILED, "job_poisoned", 3),
         (NoBackend("None is up."), 5, 0, JobStatus.COMPLETED, None, 0),
         (InvalidRequest("It is wrong."), 1, 0, JobStatus.FAILED, "invalid_request", 0),
+        (CallerStalled(), 1, 3, JobStatus.COMPLETED, None, 0),
+        (ZeroDivisionError(), 1, 3, JobStatus.COMPLETED, None, 1),
     ],
-    ids=["breaks", "keeps-breaking", "fleet-down", "refused"],
+    ids=["breaks", "keeps-breaking", "fleet-down", "refused", "store-too-slow", "fault-of-ours"],
 )
-async def test_what_a_failure_of_a_backend_costs(
+async def test_what_a_failure_costs(
     world: JobWorld,
-    error: GatewayError,
+    error: Exception,
     times: int,
     number: int,
     status: JobStatus,
