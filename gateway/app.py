@@ -36,6 +36,7 @@ from gateway.core.jobs import Job, JobPriority, Quota
 from gateway.core.responses.replay import JobFacts
 from gateway.core.values import Endpoint, Load
 from gateway.core.waiting import WaitingLine
+from gateway.core.webhooks import WebhookAttempt
 from gateway.downstream import wire
 from gateway.downstream.background import Background, JobRules
 from gateway.downstream.keys import KeyRing
@@ -55,6 +56,7 @@ from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.store.redis import RedisLedger
 from gateway.store.responses import MemoryResponseStore, RedisResponseStore
+from gateway.store.webhooks import RedisWebhooks
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
@@ -63,6 +65,8 @@ from gateway.telemetry.recorder import Recorders
 from gateway.tokenizer import PromptEstimator, open_estimator
 from gateway.upstream.client import HttpxUpstream
 from gateway.upstream.probes import Prober
+from gateway.upstream.webhook_calls import WebhookCaller
+from gateway.upstream.webhooks import Webhooks
 
 log = logging.getLogger("gateway.process")
 
@@ -134,6 +138,7 @@ class Gateway:
             store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
         )
         self.metrics.config_info.labels(self.policy.version).set(1)
+        self.webhooks = _webhooks(settings, environ, self.clock, self.metrics)
         recorder = Recorders((self.metrics, self.journal, RequestLog()))
         self.pipeline = Pipeline(
             policy=lambda: self.policy,
@@ -294,6 +299,8 @@ class Gateway:
                 tasks.start_soon(self.jobs.run)
             if self.worker is not None:
                 tasks.start_soon(self.worker.run)
+            if self.webhooks is not None:
+                tasks.start_soon(self.webhooks.run)
             for listener in self._listeners:
                 tasks.start_soon(listener.run_until_stopped)
                 await listener.wait_started()
@@ -435,6 +442,27 @@ def _worker(
         return replace(found, request=replace(found.request, is_job=True))
 
     return Worker(jobs, name, read, pipeline.run, rules)
+
+
+def _webhooks(
+    settings: Settings, environ: Mapping[str, str], clock: SystemClock, metrics: Metrics
+) -> Webhooks | None:
+    endpoints = settings.webhooks(environ)
+    store = settings.jobs_store or settings.store
+    if not endpoints or store is None:
+        return None
+
+    def attempted(attempt: WebhookAttempt) -> None:
+        logs.webhook_attempted(attempt)
+        metrics.webhook_attempted(attempt)
+
+    return Webhooks(
+        endpoints,
+        RedisWebhooks(store.url, prefix=store.prefix),
+        WebhookCaller(endpoints, clock),
+        on_attempt=attempted,
+        on_pending=metrics.webhooks_wait,
+    )
 
 
 def _store_changed(mode: Mode) -> None:

@@ -3,7 +3,7 @@
 A port's method is documented here, once. Errors named are those of core/errors.py.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,6 +35,7 @@ from gateway.core.values import (
     TemplateCosts,
     Timeouts,
 )
+from gateway.core.webhooks import Delivery, WebhookEndpoint, WebhookEvent
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -329,6 +330,45 @@ class JobStore(Protocol):
 
         Returns such claims, (job id, attempt), as far as they were heard of. `beat` tells of all.
         """
+
+
+class WebhookStore(Protocol):
+    """Keeps events and their deliveries. Every method raises StoreUnavailable when the store does not answer.
+
+    Every method may be repeated. What has been claimed and is not settled in time is due again.
+    """
+
+    async def announce(self, kind: str, subject: str, key: str | None) -> None:
+        """Note that something has ended, where a script that ended it has not done so itself.
+
+        It becomes an event if any gateway has endpoints.
+        """
+
+    async def events(self, limit: int) -> Sequence[WebhookEvent]:
+        """Return events that are not handed on yet, oldest first; and say that there are endpoints."""
+
+    async def hand_on(
+        self, event: WebhookEvent, endpoints: Iterable[WebhookEndpoint]
+    ) -> Sequence[WebhookEndpoint]:
+        """Make an event into a delivery per endpoint, due now. One that is handed on already is left alone.
+
+        Returns the endpoints that do not get it because too much waits for them.
+        """
+
+    async def claim(self, room: Mapping[str, int]) -> Sequence[Delivery]:
+        """Take deliveries that are due, as many per endpoint, by name, as there is room for."""
+
+    async def end(self, delivery: Delivery) -> None:
+        """Forget a delivery: it was made, or is given up."""
+
+    async def again(self, delivery: Delivery, wait_s: float) -> None:
+        """Count a failure of a delivery, and have it due after `wait_s`. Nothing, if it is claimed anew."""
+
+    async def pending(self, endpoints: Sequence[str]) -> Mapping[str, int]:
+        """Return how many deliveries wait for each endpoint, or are under way to it."""
+
+    async def aclose(self) -> None:
+        """Close every connection. Raises nothing."""
 
 
 class Recorder(Protocol):

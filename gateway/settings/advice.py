@@ -15,7 +15,8 @@ from gateway.settings.yaml_tree import Path
 def warnings(settings: Settings) -> tuple[Problem, ...]:
     """Return every warning about a valid configuration, in the order of the file."""
     policy = settings.policy()
-    found = [*_models(policy), *_unused(settings, policy), *_backends(settings, policy), *_exposure(settings)]
+    found = [*_models(policy), *_unused(settings, policy), *_backends(settings, policy)]
+    found += [*_webhooks(settings), *_exposure(settings)]
     return tuple(sorted(settings.problem(warning.path, warning.message) for warning in found))
 
 
@@ -206,6 +207,18 @@ def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
             own = settings.document.pools[name].timeouts.model_fields_set
             message = f"pool {name}: total_s ends an attempt before first_byte_s or idle_s can"
             yield _Warning(("pools", name) if own else ("timeouts",), message)
+
+
+def _webhooks(settings: Settings) -> Iterator[_Warning]:
+    if settings.document.webhooks and settings.store is None:
+        yield _Warning(("webhooks",), "webhooks without a `store`: nothing is sent")
+    for name, section in settings.document.webhooks.items():
+        url = urlsplit(section.url)
+        if url.scheme == "http" and not _is_private(url.hostname or ""):
+            message = (
+                f"webhook {name} is sent over plain http outside this network: who reads it knows job ids"
+            )
+            yield _Warning(("webhooks", name, "url"), message)
 
 
 def _exposure(settings: Settings) -> Iterator[_Warning]:

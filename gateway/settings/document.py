@@ -25,6 +25,7 @@ from gateway.settings.fields import (
     Comparisons,
     Count,
     CountComparisons,
+    Events,
     HeaderValues,
     KneeCurve,
     Names,
@@ -38,6 +39,7 @@ from gateway.settings.fields import (
     Slug,
     StoreUrl,
     Text,
+    WebhookUrl,
     Weight,
     number,
 )
@@ -515,6 +517,38 @@ class JobsSection(Section):
     """How a job goes on whose backend or worker died: from the text it has, if it can, or from the start."""
 
 
+class WebhookSection(Section):
+    """An address of yours that is told when jobs and batches end, by Standard Webhooks (docs/webhooks.md)."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": ["secret_env"]}, {"required": ["secret_file"]}]}
+    )
+
+    url: WebhookUrl
+    """Where to send, https://host/path."""
+
+    secret_env: Text | None = None
+    """Environment variable with the signing secret, whsec_...; several, spaced, to replace one."""
+
+    secret_file: Text | None = None
+    """File with the same, one secret per line; relative to this file."""
+
+    events: Events = ("response.*", "batch.*")
+    """What it hears of, such as response.completed or batch.*. Left out: everything."""
+
+    keys: Names | None = None
+    """Names under `keys` of the API keys whose jobs it hears of. Left out: everybody's."""
+
+    allow_private: bool = False
+    """Whether its host may have a private or loopback address; refused otherwise, whatever its name says."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "WebhookSection":
+        if (self.secret_env is None) == (self.secret_file is None):
+            raise ValueError("give secret_env or secret_file, and not both")
+        return self
+
+
 class ShutdownSection(Section):
     """What happens on SIGTERM."""
 
@@ -572,6 +606,9 @@ class Document(Section):
 
     jobs: JobsSection | None = None
     """Requests that are handed over, and whose answers are fetched later. Left out, there are none."""
+
+    webhooks: dict[Slug, WebhookSection] = Field(default_factory=dict)
+    """Who is told when jobs end, each under a name. Needs a `store`."""
 
     shutdown: ShutdownSection = ShutdownSection()
     """What happens on SIGTERM."""

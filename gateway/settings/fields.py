@@ -23,6 +23,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from gateway.core.values import Bound, KneeStep
+from gateway.core.webhooks import EVENT_TYPES
 from gateway.profiles.figures import prompt_tokens_max
 from gateway.settings.conditions import bounds, count_bounds, header_values
 
@@ -202,6 +203,44 @@ StoreUrl = Annotated[
     Field(json_schema_extra={"pattern": "^(rediss?://|unix:|.*\\$\\{)"}),
 ]
 
+
+_HOST = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]*)?")
+_URL_MAX = 2048
+
+
+def _webhook_url(written: str) -> str:
+    """Return the URL. Messages never repeat it: it may hold a token."""
+    try:
+        url = urlsplit(written)
+        port, host = url.port, url.hostname
+    except ValueError:
+        raise ValueError("this is no URL; write it as https://host/path") from None
+    if url.scheme not in {"http", "https"} or not host or port == 0:
+        raise ValueError("write it as https://host/path")
+    if url.username is not None or url.password is not None:
+        raise ValueError("no credentials in URLs; a webhook is signed, and its receiver checks that")
+    if not written.isascii() or not written.isprintable() or " " in written:
+        raise ValueError("a URL has ASCII letters only; write others percent-encoded, hosts as xn--")
+    if not _HOST.fullmatch(url.netloc) or len(written) > _URL_MAX:
+        raise ValueError(f"write it as https://host/path, in at most {_URL_MAX:,} characters")
+    if url.fragment:
+        raise ValueError("a fragment (#...) is never sent; leave it out")
+    return written
+
+
+WebhookUrl = Annotated[
+    str, AfterValidator(_webhook_url), Field(json_schema_extra={"pattern": "^(https?://|.*\\$\\{)"})
+]
+
+_EVENTS = ("response.*", "batch.*", *EVENT_TYPES)
+
+
+def _event(written: str) -> str:
+    if written not in _EVENTS:
+        raise ValueError(f"there is no such event; there are {', '.join(_EVENTS)}")
+    return written
+
+
 _COMPARISON = {"title": "comparison", "type": "string", "pattern": r"^\s*(>=|>|<=|<|==|=)?\s*[0-9].*$|\$\{"}
 _COMPARISONS: dict[str, Any] = {
     "anyOf": [
@@ -250,6 +289,13 @@ Names = Annotated[
     ShortForm(_one_or_many, {"type": "string"}),
 ]
 """A name, or a list of names."""
+
+Events = Annotated[
+    tuple[Annotated[str, AfterValidator(_event), Field(json_schema_extra={"enum": list(_EVENTS)})], ...],
+    Field(min_length=1),
+    ShortForm(_one_or_many, {"enum": list(_EVENTS)}),
+]
+"""A type of event, or a list of them."""
 
 
 def _upper_end(written: Any) -> Any:

@@ -2,12 +2,14 @@
 name is reported together with every other problem, whatever else the file gets wrong.
 """
 
+import ipaddress
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from gateway import profiles
+from gateway.core.webhooks import address_refusal
 from gateway.settings.problems import closest
 from gateway.settings.yaml_tree import Path
 
@@ -29,6 +31,7 @@ def findings(data: Any) -> Iterator[Finding]:
     yield from _urls(top)
     yield from _pools(top)
     yield from _models(top)
+    yield from _webhooks(top)
     yield from _listeners(top)
 
 
@@ -100,6 +103,27 @@ def _public_names(path: Path, model: str, section: Any) -> Iterator[tuple[Path, 
         for index, alias in enumerate(_list(_mapping(section).get(kind))):
             if isinstance(alias, str):
                 yield (*path, kind, index), alias
+
+
+def _webhooks(top: Mapping[str, Any]) -> Iterator[Finding]:
+    keys = _mapping(top.get("keys"))
+    for name, written in _mapping(top.get("webhooks")).items():
+        section, path = _mapping(written), ("webhooks", name)
+        yield from _names((*path, "keys"), "API key", section.get("keys"), keys)
+        url, allow_private = section.get("url"), section.get("allow_private") is True
+        if isinstance(url, str) and (why := _never_sent_to(url, allow_private)):
+            hint = "; `allow_private: true` allows it" if why in ("private", "loopback") else ""
+            yield Finding((*path, "url"), f"nothing is sent to this address ({why}){hint}")
+
+
+def _never_sent_to(url: str, allow_private: bool) -> str:
+    """Return why nothing would be sent to the IP address in a URL, or "" where it has a name instead."""
+    try:
+        host = urlsplit(url).hostname or ""
+        ipaddress.ip_address(host)
+    except ValueError:
+        return ""
+    return address_refusal(host, allow_private=allow_private)
 
 
 def _listeners(top: Mapping[str, Any]) -> Iterator[Finding]:

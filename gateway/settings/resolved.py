@@ -28,6 +28,7 @@ from gateway.core.values import (
     When,
     WhenLate,
 )
+from gateway.core.webhooks import WebhookEndpoint, read_secret
 from gateway.settings.document import (
     BackendSection,
     ClassSection,
@@ -244,6 +245,24 @@ class Settings:
                 digests[name] = digest(_read(secret, f"key {name}", environ) or "")
         return digests
 
+    def webhooks(self, environ: Mapping[str, str]) -> tuple[WebhookEndpoint, ...]:
+        """Return who is told when jobs end.
+
+        Raises:
+            ConfigError: a secret is named and not there, or is none.
+        """
+        endpoints = []
+        for name, section in self.document.webhooks.items():
+            try:
+                secrets = _read_all(self._webhook_secret(name), environ)
+            except (SecretMissing, ValueError) as error:
+                raise ConfigError(f"webhook {name}: {error}") from error
+            keys = None if section.keys is None else frozenset(section.keys)
+            endpoints.append(
+                WebhookEndpoint(name, section.url, secrets, section.events, keys, section.allow_private)
+            )
+        return tuple(endpoints)
+
     def tls(self, backend_id: str) -> BackendTls:
         """Return how a backend's certificate is checked."""
         section = self.document.backends[backend_id].tls
@@ -271,6 +290,12 @@ class Settings:
                 secret.read(environ)
             except SecretMissing as error:
                 yield self.problem(path, str(error))
+        for name, section in self.document.webhooks.items():
+            try:
+                _read_all(self._webhook_secret(name), environ)
+            except (SecretMissing, ValueError) as error:
+                kind = "secret_file" if section.secret_env is None else "secret_env"
+                yield self.problem(("webhooks", name, kind), str(error))
         for path, file in self._files():
             if not file.is_file():
                 yield self.problem(path, f"there is no file {file}")
@@ -301,6 +326,10 @@ class Settings:
             return None
         return SecretRef(section.api_key_env, self._file(section.api_key_file))
 
+    def _webhook_secret(self, name: str) -> SecretRef:
+        section = self.document.webhooks[name]
+        return SecretRef(section.secret_env, self._file(section.secret_file))
+
     def _file(self, written: str | None) -> Path | None:
         return None if written is None else self.path.parent / Path(written).expanduser()
 
@@ -324,6 +353,11 @@ def _read(secret: SecretRef | None, whose: str, environ: Mapping[str, str]) -> s
         return secret.read(environ)
     except SecretMissing as error:
         raise ConfigError(f"{whose}: {error}") from error
+
+
+def _read_all(secret: SecretRef, environ: Mapping[str, str]) -> tuple[bytes, ...]:
+    """Return the keys in a secret that holds one or several. Raises SecretMissing or ValueError."""
+    return tuple(read_secret(one) for one in secret.read(environ).split())
 
 
 def _capacity(base: Capacity, section: BackendSection) -> Capacity:

@@ -1,4 +1,5 @@
--- What the job scripts share; it is put before each of them. Redis 6.2 commands only.
+-- What the job scripts share; it is put before each of them, behind webhooks.lua.
+-- Redis 6.2 commands only.
 --
 -- KEYS  1  tag: what every key starts with, so that all are in one slot; the rest of a name is made here
 -- ARGV  1  lost: ms after which a claim that was not heard of is lost; then the script's own
@@ -36,7 +37,7 @@ local BUCKET_MS, LATELY_MS = 10000, 300000 -- of the ends that are counted
 
 local STATE = {
     'status', 'lane', 'priority', 'owner', 'attempt', 'failures', 'bytes', 'created', 'keep', 'stream',
-    'entry', 'chunks', 'worker', 'returned', 'error_code'
+    'entry', 'chunks', 'worker', 'returned', 'error_code', 'batch'
 }
 local SHOWN = {
     'owner', 'lane', 'priority', 'keep', 'expires', 'batch', 'status', 'attempt', 'failures', 'created',
@@ -215,6 +216,9 @@ local function end_job(job, status, code, message)
     charge(job.owner, -1, 0)
     close_if_empty(job.lane)
     tell(job)
+    if job.batch == '' then -- a batch is told of as a whole
+        announce(TAG, 'response.' .. status, job.id, job.owner)
+    end
 end
 
 local function expire(job)

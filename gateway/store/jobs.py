@@ -17,6 +17,7 @@ from typing import Any
 
 import anyio
 from redis.asyncio.client import PubSub
+from redis.exceptions import NoPermissionError
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import (
@@ -108,7 +109,9 @@ class RedisJobs:
             connections_max=connections_max,
             decodes=False,
         )
-        self._scripts = {name: self._connections.script("jobs", f"job_{name}") for name in _SCRIPTS}
+        self._scripts = {
+            name: self._connections.script("webhooks", "jobs", f"job_{name}") for name in _SCRIPTS
+        }
         self._is_away = False
         self._tokens: dict[str, str] = {}  # of claims whose reply was lost, by worker
         self._waiters: dict[str, _Waiters] = {}
@@ -280,7 +283,12 @@ class RedisJobs:
         await self._connections.aclose()
 
     async def _check(self) -> None:
-        info = await self._connections.bounded(lambda: self._connections.redis.info())
+        try:
+            info = await self._connections.bounded(lambda: self._connections.redis.info())
+        except StoreAway as error:
+            if isinstance(error.__cause__, NoPermissionError):
+                return  # some ACLs keep it from everybody
+            raise
         if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
             log.warning("the store forgets jobs when it is full: its maxmemory-policy is %s", policy)
         if not info.get("aof_enabled", 1):

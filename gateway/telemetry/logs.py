@@ -11,9 +11,11 @@ from typing import Any, TextIO
 from gateway.core.count_check import Cause, CountDrift
 from gateway.core.health import BackendStatus
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
+from gateway.core.webhooks import SCHEDULE_S, WebhookAttempt, WebhookOutcome
 
 requests_log = logging.getLogger("gateway.requests")
 fleet_log = logging.getLogger("gateway.fleet")
+webhooks_log = logging.getLogger("gateway.webhooks")
 
 _LEVELS = {Ending.FAILED: logging.ERROR, Ending.BROKEN: logging.ERROR, Ending.SHED: logging.WARNING}
 
@@ -117,6 +119,39 @@ def count_drifted(drift: CountDrift) -> None:
         drift.lasting_seqs,
         drift.cause.sentence(),
         extra={"fields": fields},
+    )
+
+
+def webhook_attempted(attempt: WebhookAttempt) -> None:
+    """Write a line when an attempt to deliver a webhook has failed. It names the endpoint, never its URL."""
+    delivery = attempt.delivery
+    if attempt.outcome is WebhookOutcome.DELIVERED:
+        return
+    fields = {
+        "event": "webhook_failed",
+        "endpoint": delivery.endpoint,
+        "id": delivery.id,
+        "outcome": attempt.outcome.value,
+        "reason": attempt.detail,
+        "attempt": delivery.failures + 1,
+        "retry_s": None if attempt.retry_s is None else round(attempt.retry_s),
+    }
+    is_retried = attempt.retry_s is not None
+    if is_retried:
+        then = f"attempt {delivery.failures + 1} of {len(SCHEDULE_S)}, the next in {attempt.retry_s:.0f} s"
+    else:
+        then = {
+            WebhookOutcome.GONE: "it gets nothing more until a restart",
+            WebhookOutcome.DROPPED: "it does not get this one",
+        }.get(attempt.outcome, f"given up after {delivery.failures + 1} attempts")
+    webhooks_log.log(
+        logging.WARNING if is_retried else logging.ERROR,
+        "webhook %s: %s failed: %s; %s",
+        delivery.endpoint,
+        delivery.id,
+        attempt.detail,
+        then,
+        extra={"fields": {name: value for name, value in fields.items() if value is not None}},
     )
 
 

@@ -17,6 +17,7 @@ from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, State
 from gateway.core.usage import AttemptRecord, RequestRecord
 from gateway.core.values import Backend, Load
+from gateway.core.webhooks import WebhookAttempt
 from gateway.pipeline import Sight
 
 # vLLM's own, up to and beyond the longest first token published (319 s).
@@ -142,6 +143,18 @@ class Metrics:
         self.config_info = Gauge(
             "gateway_config_info", "1 for the configuration in force.", ("version",), registry=registry
         )
+        self.webhooks = Counter(
+            "gateway_webhooks",
+            "Attempts to deliver a webhook, by outcome.",
+            ("endpoint", "outcome"),
+            registry=registry,
+        )
+        self.webhooks_pending = Gauge(
+            "gateway_webhooks_pending",
+            "Deliveries that wait for an endpoint.",
+            ("endpoint",),
+            registry=registry,
+        )
         registry.register(_Fleet(backends, loads, statuses, drifts, count_drifts))
         registry.register(_Knees(sights))
         registry.register(_Waiting(waiting))
@@ -193,6 +206,15 @@ class Metrics:
             self.state_changes.labels(backend_id, new.state.value).inc()
         if new.restarts > old.restarts:
             self.restarts.labels(backend_id).inc(new.restarts - old.restarts)
+
+    def webhook_attempted(self, attempt: WebhookAttempt) -> None:
+        """Note an attempt to deliver a webhook."""
+        self.webhooks.labels(attempt.delivery.endpoint, attempt.outcome.value).inc()
+
+    def webhooks_wait(self, pending: Mapping[str, int]) -> None:
+        """Note how many deliveries wait, by endpoint."""
+        for endpoint, count in pending.items():
+            self.webhooks_pending.labels(endpoint).set(count)
 
     def exposition(self) -> tuple[bytes, str]:
         """Return the page for Prometheus and its content type."""

@@ -26,6 +26,8 @@ INTENDED = {
         "spark.key cannot be read",
         "environment variable REPORTS_KEY is not set",
         "search.key cannot be read",
+        "environment variable REPORTS_WEBHOOK_SECRET is not set",
+        "webhook.secret cannot be read",
     ],
 }
 DEPLOYMENTS = {

@@ -12,16 +12,17 @@ import pytest
 from redis.asyncio import Redis
 from support.job_world import QUOTA, JobWorld
 from support.redis_server import RedisServer, legs, own_server
-from support.scripted_backend import ANSWER, BODY, WORDS, Asked, Backend, event, read
+from support.scripted_backend import AFTER_END, ANSWER, BODY, WORDS, Asked, Backend, event, read
 
 from gateway.core.errors import BackendRejected, GatewayError, InvalidRequest, NoBackend, StreamBroken
 from gateway.core.job_answers import answer_so_far
 from gateway.core.jobs import Job, JobStatus, NewJob
 from gateway.jobs.worker import Worker, WorkerRules, stored_chunks
+from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming
 from gateway.store.jobs import RedisJobs
 
-WITHIN_S = 60.0
+WITHIN_S = 20.0
 RULES = WorkerRules(beat_s=0.1, look_s=0.1, retry_s=0.01, retry_max_s=0.02)
 TESTS = Path(__file__).parent.parent
 
@@ -79,11 +80,13 @@ async def ended(store: RedisJobs, id: str) -> Job:
             await store.changed(id, job.chunks, 0.2, job.status)
 
 
-async def until_stored(store: RedisJobs, id: str, text: str) -> None:
-    """Return once that much of an answer is stored."""
+async def until_stored(store: RedisJobs, id: str, text: str, *, is_whole: bool = False) -> None:
+    """Return once that much of an answer is stored; `is_whole`: its end too."""
     with anyio.fail_after(WITHIN_S):
-        while answer_so_far(await stored_chunks(store, id)).content != text:
-            pass
+        while True:
+            answer = answer_so_far(await stored_chunks(store, id))
+            if answer.content == text and bool(answer.finish_reason) is is_whole:
+                return
 
 
 async def content(store: RedisJobs, id: str) -> str:
@@ -227,29 +230,37 @@ async def test_a_job_that_is_cancelled_stops_its_worker(world: JobWorld, how: st
 # ------------------------------------------------------------------ the store stops
 
 
+@pytest.mark.parametrize("at", [0, 2, AFTER_END], ids=["refused", "in-the-answer", "at-its-end"])
 @pytest.mark.parametrize("how", ["stalled", "restarted"])
 async def test_a_store_that_is_away_for_longer_than_a_worker_may_be_costs_nothing(
-    world: JobWorld, server: RedisServer, how: str
+    world: JobWorld, server: RedisServer, monkeypatch: pytest.MonkeyPatch, how: str, at: int
 ) -> None:
+    monkeypatch.setattr("gateway.jobs.worker.FINISH_S", 0.5)
     lost_s = 2.0
-    store, held, end = world.open(lost_s=lost_s, command_s=0.5), Held(2), anyio.Event()
+    store, other = (world.open(lost_s=lost_s, command_s=0.5) for _ in range(2))
+    held, asked, end = Held(at), anyio.Event(), anyio.Event()
 
-    async def before(asked: Asked, number: int) -> None:
-        await held(asked, number)
-        if number == len(WORDS):
+    async def before(request: Asked, number: int) -> None:
+        asked.set()
+        await held(request, number)
+        if number == AFTER_END:
             end.set()
+        elif at == 0:
+            end.set()
+            raise InvalidRequest("It is wrong.")
 
-    other = world.open(lost_s=lost_s, command_s=0.5)
     await submit(store, "a")
     async with working(store, Backend(before), "first"), working(other, Backend(before), "second"):
-        await until_stored(store, "a", "".join(WORDS[:2]))
+        with anyio.fail_after(WITHIN_S):
+            await asked.wait()
+        await until_stored(store, "a", "".join(WORDS[:at]), is_whole=at == AFTER_END)
         if how == "stalled":
             server.stall()
         else:
             server.kill()
         held.go()
         with anyio.fail_after(WITHIN_S):
-            await end.wait()  # all of the answer comes while nobody can write it down
+            await end.wait()  # the rest comes while nobody can write it down
         await anyio.sleep(lost_s * 1.2)
         if how == "stalled":
             server.resume()
@@ -258,8 +269,9 @@ async def test_a_store_that_is_away_for_longer_than_a_worker_may_be_costs_nothin
         with anyio.fail_after(WITHIN_S):
             await is_back(store)
         job = await ended(store, "a")
-    assert (job.status, job.attempt, job.failures) == (JobStatus.COMPLETED, 1, 0)
-    assert await content(store, "a") == ANSWER
+    status = JobStatus.FAILED if at == 0 else JobStatus.COMPLETED
+    assert (job.status, job.attempt, job.failures) == (status, 1, 0)
+    assert await content(store, "a") == ("" if at == 0 else ANSWER)
 
 
 async def is_back(store: RedisJobs) -> None:
@@ -272,10 +284,10 @@ async def is_back(store: RedisJobs) -> None:
             return
 
 
-# ------------------------------------------------------------------ backends fail
+# ------------------------------------------------------------------ attempts fail
 
 
-def failing(error: GatewayError, times: int, number: int) -> Any:
+def failing(error: Exception, times: int, number: int) -> Any:
     """Return what fails an answer before its word `number`, so many times; it has begun unless that is 0."""
     left = [times]
 
@@ -294,12 +306,14 @@ def failing(error: GatewayError, times: int, number: int) -> Any:
         (StreamBroken("It broke."), 3, 0, JobStatus.FAILED, "job_poisoned", 3),
         (NoBackend("None is up."), 5, 0, JobStatus.COMPLETED, None, 0),
         (InvalidRequest("It is wrong."), 1, 0, JobStatus.FAILED, "invalid_request", 0),
+        (CallerStalled(), 1, 3, JobStatus.COMPLETED, None, 0),
+        (ZeroDivisionError(), 1, 3, JobStatus.COMPLETED, None, 1),
     ],
-    ids=["breaks", "keeps-breaking", "fleet-down", "refused"],
+    ids=["breaks", "keeps-breaking", "fleet-down", "refused", "store-too-slow", "fault-of-ours"],
 )
-async def test_what_a_failure_of_a_backend_costs(
+async def test_what_a_failure_costs(
     world: JobWorld,
-    error: GatewayError,
+    error: Exception,
     times: int,
     number: int,
     status: JobStatus,

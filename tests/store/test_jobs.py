@@ -1,9 +1,11 @@
 """Jobs over real servers: accepted once, handed out in order, ended once, and forgotten in time."""
 
 import logging
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -527,6 +529,19 @@ async def test_bytes_are_given_back_though_the_job_has_expired_before_the_sweep(
 # ------------------------------------------------------------------ waiting
 
 
+@pytest.fixture(autouse=True)
+def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is said wakes those who wait."""
+    monkeypatch.setattr("gateway.store.jobs.POLL_S", 1000.0)
+
+
+async def is_heard(world: JobWorld, id: str, wanted: bool = True) -> None:
+    """Return once somebody is subscribed to a job, or nobody."""
+    with anyio.fail_after(WITHIN_S):
+        while bool(await world.redis.pubsub_channels(world.key("changed", id))) is not wanted:
+            pass
+
+
 async def waits(jobs: RedisJobs, id: str, chunks: int, status: JobStatus | None = None) -> None:
     with anyio.fail_after(WITHIN_S):
         await jobs.changed(id, chunks, 1000.0, status)
@@ -537,17 +552,17 @@ async def test_whoever_waits_for_a_job_hears_of_every_change(world: JobWorld, jo
     await world.submit(there, "a")
     async with listening(jobs):
 
-        async def changes(chunks: int, change: Any) -> None:
+        async def changes(status: JobStatus, chunks: int, change: Any) -> None:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(waits, jobs, "a", chunks)
-                await world.redis.ping()
+                tasks.start_soon(waits, jobs, "a", chunks, status)
+                await is_heard(world, "a")
                 await change
 
-        await changes(0, there.claim("w", None, 3))
-        await changes(0, there.append("a", 1, Chunk(0, 1, b"x")))
-        await changes(1, there.append("a", 1, Chunk(1, 1, b"x")))
-        await changes(2, there.give_back("a", 1))
-        await changes(2, there.cancel("a"))
+        await changes(JobStatus.QUEUED, 0, there.claim("w", None, 3))
+        await changes(JobStatus.IN_PROGRESS, 0, there.append("a", 1, Chunk(0, 1, b"x")))
+        await changes(JobStatus.IN_PROGRESS, 1, there.append("a", 1, Chunk(1, 1, b"x")))
+        await changes(JobStatus.IN_PROGRESS, 2, there.give_back("a", 1))
+        await changes(JobStatus.QUEUED, 2, there.cancel("a"))
         await waits(jobs, "a", 2)  # there is nothing to wait for any more
         await waits(jobs, "nothing", 0)
 
@@ -771,11 +786,43 @@ async def test_whoever_listens_hears_again_after_the_store_was_away(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(waits, jobs, "a", 0)
             redis = Redis.from_url(stoppable.url, decode_responses=True)
-            with anyio.fail_after(WITHIN_S):
-                while not await redis.pubsub_channels("{gw:jobs}:changed:a"):
-                    pass
+            await is_heard(JobWorld(stoppable.url, "gw", redis), "a")
             await redis.aclose()
             await jobs.cancel("a")
+    await jobs.aclose()
+
+
+async def test_the_documented_acl_is_enough(stoppable: RedisServer) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "store.md").read_text(encoding="utf-8")
+    (rights,) = re.findall(r"An ACL for jobs needs:\n\n```\n(.*?)```", text, re.DOTALL)
+    admin = Redis.from_url(stoppable.url)
+    await admin.execute_command(
+        "ACL", "SETUSER", "gateway", "on", "resetchannels", ">secret", *rights.split()
+    )  # type: ignore[no-untyped-call]
+    await admin.aclose()
+    jobs = RedisJobs(stoppable.url.replace("unix://", "unix://gateway:secret@"), lost_s=0.2)
+    async with listening(jobs):
+        new = new_job("a", expires_s=100.0, keep_s=0.001)
+        assert isinstance(await jobs.submit(new, QUOTA, PROMISE), Job)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(waits, jobs, "a", 0, JobStatus.QUEUED)
+            assert await claimed(jobs) == ["a"]
+        with anyio.fail_after(WITHIN_S):
+            await jobs.give_back("a", 1, after_s=0.001)
+            while not await claimed(jobs):
+                pass
+            while (await jobs.claim("another", None, 3)) is None:  # until the first is lost
+                pass
+        assert await jobs.beat("another", [("a", 3)]) == []
+        await jobs.append("a", 3, Chunk(0, 3, b"x"))
+        assert len(await jobs.chunks("a")) == len(await jobs.find()) == len(await jobs.lanes()) == 1
+        await jobs.cancel("a")
+        await jobs.retry("a")
+        await jobs.cancel("a")
+        with anyio.fail_after(WITHIN_S):
+            while await jobs.get("a"):
+                pass
+        assert not await jobs.delete("a")
     await jobs.aclose()
 
 

@@ -20,6 +20,7 @@ from gateway.store.jobs import RedisJobs
 
 WORDS = [f"word{number} " for number in range(8)]
 ANSWER = "".join(WORDS)
+AFTER_END = len(WORDS) + 1
 BODY = json.dumps({"stream": True, "messages": [{"role": "user", "content": "Say them."}]}).encode()
 
 
@@ -50,7 +51,7 @@ async def nothing(asked: Asked, number: int) -> None:
 
 
 class Backend:
-    """Says WORDS. `before` is awaited before each word, 0 being the first and len(WORDS) the end."""
+    """Says WORDS. `before` is awaited before each, 0 being the first; then before the end, and after it."""
 
     def __init__(
         self, before: Callable[[Asked, int], Awaitable[None]] = nothing, finish_reason: str = "stop"
@@ -75,6 +76,7 @@ class Backend:
                 self.said[f"{job} {number}"] += 1
             await self.before(asked, len(WORDS))
             await downstream.send(event(self.finish_reason) + b"data: [DONE]\n\n")
+            await self.before(asked, AFTER_END)
         except anyio.get_cancelled_exc_class():
             self.stopped[job] += 1
             raise
