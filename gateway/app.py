@@ -199,6 +199,7 @@ class Gateway:
                 "profile": backend.profile,
                 "pools": pools[name],
                 "drain": backend.drain,
+                "quirks": backend.quirks,
                 "in_flight": load.seqs,
                 "knee_seqs": admission.knee_seqs(backend.capacity, 0),
                 "knee_used": round(load.share / admission.WHOLE, 4),

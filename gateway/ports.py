@@ -6,12 +6,13 @@ A port's method is documented here, once. Errors named are those of core/errors.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from gateway.core.health import BackendStatus, Outcome
 from gateway.core.usage import AttemptRecord, RequestRecord
 from gateway.core.values import (
     Backend,
+    Changes,
     Endpoint,
     Estimate,
     Exclusion,
@@ -68,8 +69,11 @@ class Incoming(Protocol):
     def usage_injected(self) -> bool:
         """Whether `body_for` asks for a usage event that the caller did not ask for."""
 
-    def body_for(self, served_model: str) -> bytes:
-        """Return the body for a backend: every member as sent, except those the gateway owns."""
+    def member(self, name: str) -> Any:
+        """Return a member of the body, decoded; None where there is none, or where it cannot be read."""
+
+    def body_for(self, served_model: str, changes: Changes) -> bytes:
+        """Return the body for a backend: as sent, but for the members the gateway owns and `changes`."""
 
 
 class Clock(Protocol):

@@ -66,6 +66,10 @@ class Prompt:
 
 Prefixes = tuple[tuple[int, float], ...]
 
+Changes = Mapping[tuple[str, ...], object]
+"""Members of a request body that become something else for a backend, by path: `("stream",)` is a member,
+`("stream_options", "include_usage")` a member of an object that keeps its others."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -185,6 +189,7 @@ class Backend:
         drain: Set by the operator: finish what runs, take nothing new.
         perf: Its latency model, to predict prompt work with; None where no profile gives one.
         batched_tokens: Prompt tokens of one engine step (`max_num_batched_tokens`).
+        quirks: What its engine is known to do wrong, by name (docs/profiles.md lists them).
     """
 
     id: str
@@ -198,6 +203,7 @@ class Backend:
     drain: bool = False
     perf: PerfModel | None = None
     batched_tokens: int = 8192
+    quirks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,13 @@ moved as the attempt goes from waiting to streaming.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import anyio
 import msgspec
 
-from gateway.core import answers
+from gateway.core import answers, quirks
 from gateway.core.answers import ABORTED, BackendError
 from gateway.core.errors import (
     GatewayError,
@@ -25,6 +26,7 @@ from gateway.core.errors import (
 )
 from gateway.core.health import Outcome
 from gateway.core.naming import ModelNames
+from gateway.core.quirks import MendingReader, mend_whole
 from gateway.core.sse import StreamReader
 from gateway.core.usage import AttemptRecord
 from gateway.core.values import Backend, Candidate, Timeouts
@@ -95,6 +97,7 @@ class Attempt:
         self._timeouts: Timeouts = passage.policy.pools[candidate.pool].timeouts
         self._served_model = served_model
         self._names = ModelNames(served_model, passage.incoming.request.model)
+        self._plan = quirks.plan(backend.quirks, passage.incoming)
         self._clock = clock
         self._on_answer = on_answer
         self._on_chunk = on_chunk
@@ -195,7 +198,7 @@ class Attempt:
             backend=self._backend,
             endpoint=incoming.request.endpoint,
             headers=(*incoming.forwarded, (b"x-request-id", incoming.arrival.id.encode())),
-            body=incoming.body_for(self._served_model),
+            body=incoming.body_for(self._served_model, self._plan.changes),
         )
         async with upstream.open(target, self._timeouts) as response:
             if response.status != 200:
@@ -208,19 +211,23 @@ class Attempt:
     # -------------------------------------------------------------- answers
 
     async def _relay_stream(self, response: UpstreamResponse) -> None:
-        passage, incoming = self._passage, self._passage.incoming
-        reader = StreamReader(
-            choices=incoming.request.choices,
-            names=self._names,
-            hide_usage=incoming.usage_injected,
-            decode=msgspec.json.decode,
-        )
+        passage, reader = self._passage, self._reader()
         try:
             await self._relay_events(response, reader)
         finally:
             passage.usage = reader.usage
         if reader.fault is not None:
             raise self._faulty(reader.fault)
+
+    def _reader(self) -> StreamReader:
+        remedies, incoming = self._plan.remedies, self._passage.incoming
+        kind = partial(MendingReader, remedies) if remedies else StreamReader
+        return kind(
+            choices=incoming.request.choices,
+            names=self._names,
+            hide_usage=incoming.usage_injected,
+            decode=msgspec.json.decode,
+        )
 
     async def _relay_events(self, response: UpstreamResponse, reader: StreamReader) -> None:
         """Relay until the body ends or the reader finds fault with it."""
@@ -231,7 +238,7 @@ class Attempt:
                 held.append(ready)
                 if reader.fault is not None:
                     return
-                if not reader.has_content:
+                if not reader.may_begin:
                     continue
                 ready = b"".join(held)
                 await self._answer(SSE_HEADERS)
@@ -260,6 +267,10 @@ class Attempt:
         if (fault := answer.fault(passage.incoming.request.choices)) is not None:
             raise self._faulty(fault)
         passage.usage = answer.usage
+        if self._plan.remedies:
+            body, fault = mend_whole(self._plan.remedies, body, msgspec.json.decode)
+            if fault is not None:
+                raise self._faulty(fault)
         body = self._names.in_event(body)
         await self._answer(
             ((b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))

@@ -100,6 +100,16 @@ class ModalitiesSection(Section):
     """Audio parts per request; 0 for none, an explicit null for no limit."""
 
 
+class QuirksSection(Section):
+    """What a backend's engine is known to do wrong, where that differs from its profile: docs/quirks.md."""
+
+    add: tuple[Text, ...] = ()
+    """Quirks it has besides those of its profile."""
+
+    remove: tuple[Text, ...] = ()
+    """Quirks of its profile that it has not, as after an upgrade."""
+
+
 class TlsSection(Section):
     """How an https backend's certificate is checked."""
 
@@ -133,6 +143,9 @@ class BackendSection(Section):
 
     modalities: ModalitiesSection = ModalitiesSection()
     """Images and audio, where they differ from the profile's."""
+
+    quirks: QuirksSection = QuirksSection()
+    """Known misbehaviour of its engine, where it differs from the profile's."""
 
     drain: bool = False
     """Finish what runs there, send nothing new."""

@@ -26,6 +26,7 @@ def findings(data: Any) -> Iterator[Finding]:
     """Yield every name that leads nowhere, and every one that is taken twice."""
     top = _mapping(data)
     yield from _profiles(top)
+    yield from _quirks(top)
     yield from _urls(top)
     yield from _pools(top)
     yield from _models(top)
@@ -44,6 +45,18 @@ def _profiles(top: Mapping[str, Any]) -> Iterator[Finding]:
         used = _mapping(section).get("profile")
         if isinstance(used, str) and used not in known:
             yield _unknown(("backends", name, "profile"), "profile", used, known)
+
+
+def _quirks(top: Mapping[str, Any]) -> Iterator[Finding]:
+    for name, section in _mapping(top.get("backends")).items():
+        path: Path = ("backends", name, "quirks")
+        own = _mapping(_mapping(section).get("quirks"))
+        for key in ("add", "remove"):
+            yield from _names((*path, key), "quirk", own.get(key), profiles.QUIRKS)
+        added = _list(own.get("add"))
+        for index, quirk in enumerate(_list(own.get("remove"))):
+            if quirk in added:
+                yield Finding((*path, "remove", index), f"quirk {quirk} is added and removed")
 
 
 def _urls(top: Mapping[str, Any]) -> Iterator[Finding]:

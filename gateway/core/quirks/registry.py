@@ -1,0 +1,18 @@
+"""Every quirk the gateway works around, by the name that profiles and configurations give it."""
+
+from collections.abc import Collection, Mapping
+
+from gateway.core.quirks.plan import Asked, Plan, Workaround
+
+WORKAROUNDS: Mapping[str, Workaround] = {}
+"""In the order in which they are applied."""
+
+
+def plan(quirks: Collection[str], asked: Asked) -> Plan:
+    """Return what is done for a request on a backend with these quirks."""
+    made = Plan(asked)
+    if quirks:
+        for name, workaround in WORKAROUNDS.items():
+            if name in quirks:
+                workaround.rule(made)
+    return made
