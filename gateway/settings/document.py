@@ -30,6 +30,7 @@ from gateway.settings.fields import (
     Names,
     OptionalAddress,
     Positive,
+    QuirkNames,
     Seconds,
     Section,
     Sha256,
@@ -103,10 +104,10 @@ class ModalitiesSection(Section):
 class QuirksSection(Section):
     """What a backend's engine is known to do wrong, where that differs from its profile: docs/quirks.md."""
 
-    add: tuple[Text, ...] = ()
+    add: QuirkNames = ()
     """Quirks it has besides those of its profile."""
 
-    remove: tuple[Text, ...] = ()
+    remove: QuirkNames = ()
     """Quirks of its profile that it has not, as after an upgrade."""
 
 

@@ -53,10 +53,10 @@ def _quirks(top: Mapping[str, Any]) -> Iterator[Finding]:
         own = _mapping(_mapping(section).get("quirks"))
         for key in ("add", "remove"):
             yield from _names((*path, key), "quirk", own.get(key), profiles.QUIRKS)
-        added = _list(own.get("add"))
-        for index, quirk in enumerate(_list(own.get("remove"))):
+        added = _one_or_list(own.get("add"))
+        for quirk in _one_or_list(own.get("remove")):
             if quirk in added:
-                yield Finding((*path, "remove", index), f"quirk {quirk} is added and removed")
+                yield Finding((*path, "remove"), f"quirk {quirk} is added and removed")
 
 
 def _urls(top: Mapping[str, Any]) -> Iterator[Finding]:
@@ -153,6 +153,10 @@ def _server(url: str) -> str | None:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def _one_or_list(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else _list(value)
 
 
 def _list(value: Any) -> list[Any]:

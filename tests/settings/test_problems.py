@@ -99,6 +99,16 @@ def test_load_raises_with_every_problem_on_its_line(tmp_path: Path) -> None:
         pytest.param(
             ("[light, push]}", "[light, push], when: {key: bob}}"), "no API key", id="key-without-keys"
         ),
+        pytest.param(
+            ("h100-tp1-light}", "h100-tp1-light, quirks: {add: tool_markup_leak}}"),
+            'there is no quirk "tool_markup_leak" (did you mean "tool_markup_leaks"?)',
+            id="quirk",
+        ),
+        pytest.param(
+            ("h100-tp1-light}", "h100-tp1-light, quirks: {add: text_only, remove: [text_only]}}"),
+            "quirk text_only is added and removed",
+            id="quirk-there-and-not",
+        ),
         pytest.param(("class: image,", "class: short_chat,"), "is there twice", id="class-twice"),
         pytest.param(
             ("    classes:", "    aliases: [gemma-4]\n    classes:"), "already names", id="alias-twice"

@@ -27,11 +27,13 @@ class Plan:
         asked: The request.
         changes: Members of the body that become something else.
         remedies: What the answer passes through, in order.
+        assembles: The backend is asked for a stream, of which the caller gets one whole answer.
     """
 
     asked: Asked
     changes: dict[tuple[str, ...], object] = field(default_factory=dict)
     remedies: list[Remedy] = field(default_factory=list)
+    assembles: bool = False
 
     @property
     def is_chat(self) -> bool:
@@ -41,7 +43,7 @@ class Plan:
     @property
     def is_streamed(self) -> bool:
         """Whether the backend is asked for a stream."""
-        return self.asked.request.stream
+        return self.assembles or self.asked.request.stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,77 @@
+"""What an application gets from engines with known faults, through the gateway and an unmodified SDK."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.site import Site, simulated, site
+
+from gateway.simulator import Quirk
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+ASK: Any = [{"role": "user", "content": "Call get_weather for Paris."}]
+
+
+@asynccontextmanager
+async def fleet_with(folder: Path, *shown: Quirk, **own: Any) -> AsyncIterator[Site]:
+    """Run one backend whose engine shows these quirks; `own` is what its configuration says of them."""
+    fleet = simulated({"light-0": "h100-tp1-light"}, quirks=frozenset(shown))
+    classes = [{"class": "chat", "pools": ["light"]}]
+    async with site(
+        folder,
+        fleet=fleet,
+        backend={"quirks": own},
+        pools={"light": ["light-0"]},
+        models={"gemma-4": {"classes": classes}},
+    ) as running:
+        yield running
+        await running.eventually(running.idle)
+
+
+@pytest.mark.parametrize("worked_around", [True, False])
+async def test_a_tool_call_that_would_stand_in_the_text(tmp_path: Path, worked_around: bool) -> None:
+    own = {} if worked_around else {"remove": "tool_markup_leaks"}
+    async with fleet_with(tmp_path, Quirk.TOOL_MARKUP_LEAKS, **own) as fleet:
+        answer = await fleet.openai().chat.completions.create(model="gemma-4", messages=ASK, tools=[WEATHER])
+
+    choice: Any = answer.choices[0]
+    assert answer.model == "gemma-4"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 0
+    if worked_around:
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Paris"}
+    else:
+        assert "<|tool_call>" in choice.message.content
+
+
+async def test_several_assembled_choices(tmp_path: Path) -> None:
+    async with fleet_with(tmp_path) as fleet:
+        answer = await fleet.openai().chat.completions.create(
+            model="gemma-4", messages=ASK, tools=[WEATHER], tool_choice="none", n=3, max_tokens=30
+        )
+        streamed = await fleet.openai().chat.completions.create(
+            model="gemma-4",
+            messages=ASK,
+            tools=[WEATHER],
+            tool_choice="none",
+            n=3,
+            max_tokens=30,
+            stream=True,
+        )
+        texts = ["", "", ""]
+        async for chunk in streamed:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+
+    assert [choice.message.content for choice in answer.choices] == texts
+    assert all(texts)

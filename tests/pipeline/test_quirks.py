@@ -1,0 +1,110 @@
+"""Requests to backends with quirks, through the pipeline, with scripted backends."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+from support.world import DONE, HELLO, ROLE, STOP, USAGE, WHOLE, Caller, Script, World
+
+from gateway.core.errors import UpstreamTimeout
+from gateway.core.health import Outcome
+from gateway.core.usage import Ending, Usage
+from gateway.core.values import Load, Timeouts
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks(world: World) -> Iterator[None]:
+    yield
+    for name in world.policy.backends:
+        assert world.ledger.load(name) == Load(), name
+
+
+def give(world: World, *quirks: str, timeouts: Timeouts | None = None) -> None:
+    """Let every backend have these quirks, and every pool these timeouts."""
+    backends = {name: replace(one, quirks=quirks) for name, one in world.policy.backends.items()}
+    pools = {
+        name: replace(pool, timeouts=timeouts or pool.timeouts) for name, pool in world.policy.pools.items()
+    }
+    world.policy = replace(world.policy, backends=backends, pools=pools)
+
+
+def sent(world: World, number: int = 0) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(world.upstream.targets[number].body)
+    return body
+
+
+# ---------------------------------------------------------------- an answer assembled from a stream
+
+
+async def test_a_stream_becomes_the_one_answer_that_was_asked_for(world: World) -> None:
+    give(world, "tool_markup_leaks")
+    world.answers(light_0=Script([ROLE + HELLO, STOP, USAGE, DONE]))
+
+    caller = await world.run(world.request(stream=False, tools=1))
+
+    answer = json.loads(caller.body)
+    assert (caller.status, caller.headers["content-type"]) == (200, "application/json")
+    assert int(caller.headers["content-length"]) == len(caller.body)
+    assert answer["model"] == "gemma-4"
+    assert answer["choices"][0]["message"]["content"] == "hello"
+    assert sent(world) == {"model": "served", "stream": True, "stream_options": {"include_usage": True}}
+    record = world.notes.requests[0]
+    assert (record.ending, record.usage) == (Ending.COMPLETED, Usage(101, 2))
+    assert world.notes.attempts[0].outcome is Outcome.OK
+
+
+async def test_one_that_breaks_off_is_asked_for_elsewhere_though_it_had_begun(world: World) -> None:
+    give(world, "tool_markup_leaks")
+    world.answers(light_0=Script([ROLE + HELLO]), light_1=Script([ROLE + HELLO, STOP, DONE]))
+
+    caller = await world.run(world.request(stream=False, tools=1))
+
+    assert json.loads(caller.body)["choices"][0]["finish_reason"] == "stop"
+    assert [attempt.outcome for attempt in world.notes.attempts] == [Outcome.FAILED, Outcome.OK]
+
+
+async def test_one_that_falls_silent_is_given_up_after_the_idle_time(world: World) -> None:
+    give(world, "tool_markup_leaks", timeouts=Timeouts(first_byte_s=5, idle_s=0.05, total_s=10))
+    silent = Script([ROLE + HELLO, anyio.Event(), STOP])
+    world.answers(light_0=silent, light_1=silent, push=silent)
+
+    with pytest.raises(UpstreamTimeout, match="send anything for"):
+        await world.run(world.request(stream=False, tools=1))
+
+
+async def test_a_caller_that_leaves_ends_the_stream_at_once(world: World) -> None:
+    give(world, "tool_markup_leaks")
+    world.answers(light_0=Script([ROLE + HELLO, anyio.Event(), STOP]))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(stream=False, tools=1))
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+
+    assert world.upstream.closed == ["light-0"]
+    assert world.notes.requests[0].ending is Ending.LEFT
+
+
+async def test_a_body_that_stays_open_after_its_end_costs_the_caller_nothing(world: World) -> None:
+    give(world, "tool_markup_leaks")
+    world.answers(light_0=Script([ROLE + HELLO + STOP + DONE, anyio.Event()]))
+    caller = Caller()
+
+    with anyio.fail_after(5):
+        await world.run(world.request(stream=False, tools=1), caller)
+
+    assert json.loads(caller.body)["choices"][0]["message"]["content"] == "hello"
+    assert world.notes.requests[0].ending is Ending.COMPLETED
+
+
+async def test_requests_that_a_quirk_does_not_touch_are_relayed_as_ever(world: World) -> None:
+    give(world, "tool_markup_leaks")
+    world.answers(light_0=Script([WHOLE]))
+
+    caller = await world.run(world.request(stream=False))
+
+    assert caller.body == WHOLE.replace(b'"served"', b'"gemma-4"').replace(b'"model": ', b'"model":')
+    assert sent(world) == {"model": "served"}
