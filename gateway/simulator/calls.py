@@ -184,7 +184,7 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> Asked:
     _check_messages(members, messages)
     tools = members.array("tools")
     kwargs = members.object("chat_template_kwargs")
-    thinking = _is_thinking(members, kwargs)
+    thinking = _is_thinking(members, kwargs, options)
     continue_final = members.boolean("continue_final_message")
     generation_prompt = members.boolean("add_generation_prompt", True)
     delivery = _delivery(members, is_chat=True)
@@ -378,10 +378,12 @@ def _check_sampling(common: _Common, max_tokens: int | None, options: SimulatorO
 # ------------------------------------------------------------------ chat
 
 
-def _is_thinking(members: Members, kwargs: Mapping[str, Any]) -> bool:
+def _is_thinking(members: Members, kwargs: Mapping[str, Any], options: SimulatorOptions) -> bool:
     effort = members.text("reasoning_effort")
     asked = kwargs.get("enable_thinking")
-    return bool(asked) if asked is not None else effort not in (None, "none")
+    if asked is None and effort is None:
+        return Quirk.THINKS_UNASKED in options.quirks
+    return bool(asked) if asked is not None else effort != "none"
 
 
 _KINDS = {"user": "User", "system": "System", "developer": "Developer", "tool": "Tool"}

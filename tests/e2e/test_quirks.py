@@ -75,3 +75,12 @@ async def test_several_assembled_choices(tmp_path: Path) -> None:
 
     assert [choice.message.content for choice in answer.choices] == texts
     assert all(texts)
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [(None, False), ("none", False), ("high", True)])
+async def test_an_engine_that_thinks_unasked(tmp_path: Path, effort: Any, thinks: bool) -> None:
+    options = {} if effort is None else {"reasoning_effort": effort}
+    async with fleet_with(tmp_path, Quirk.THINKS_UNASKED, add="thinking_default_differs") as fleet:
+        answer = await fleet.openai().chat.completions.create(model="gemma-4", messages=ASK, **options)
+
+    assert bool((answer.choices[0].message.model_extra or {})["reasoning"]) is thinks

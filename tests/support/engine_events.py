@@ -1,12 +1,16 @@
 """Answers as vLLM 0.32 writes them, event by event, and what comes of them on their way through remedies."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from gateway.core import quirks
 from gateway.core.naming import ModelNames
 from gateway.core.quirks import MendingReader
+from gateway.core.quirks.plan import Plan
 from gateway.core.quirks.remedy import Remedy
+from gateway.core.values import Endpoint, Prompt, Request
 
 HEAD = {
     "id": "chatcmpl-8ede7bfd509e8145",
@@ -22,6 +26,33 @@ USAGE = {
     "completion_tokens_details": {"reasoning_tokens": 0},
 }
 NAMES = ModelNames("gemma-4", "gemma-4")
+
+
+@dataclass
+class Asked:
+    """A request, and members of its body."""
+
+    request: Request
+    members: Mapping[str, Any]
+
+    def member(self, name: str) -> Any:
+        return self.members.get(name)
+
+
+def plan_for(
+    *names: str,
+    endpoint: Endpoint = Endpoint.CHAT,
+    stream: bool = False,
+    tools: int = 0,
+    thinking: bool = False,
+    **members: Any,
+) -> Plan:
+    """Return what is done for a request on a backend with the quirks `names`, and some without remedies."""
+    prompt = Prompt(thinking=thinking)
+    request = Request(
+        endpoint=endpoint, model="m", prompt=prompt, stream=stream, tools=tools, reasoning=thinking
+    )
+    return quirks.plan((*names, "long_prefill_stalls"), Asked(request, members))
 
 
 def event(**fields: Any) -> bytes:

@@ -74,3 +74,11 @@ def _parts(answer: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any], str | 
         if isinstance(part, dict):
             index = choice.get("index")
             yield (index if isinstance(index, int) else place), part, choice.get("finish_reason")
+
+
+def beginning(text: str, marker: str) -> str:
+    """Return the longest end of `text` that `marker` begins with but does not end with, or ""."""
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:size]):
+            return marker[:size]
+    return ""

@@ -1,6 +1,7 @@
 """A stream put together again must be the answer that the engine writes when it does not stream."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,15 +14,15 @@ from support.engine_events import (
     delta,
     event,
     name_of_call,
+    plan_for,
     role,
     usage,
 )
 
-from gateway.core import quirks
 from gateway.core.naming import ModelNames
 from gateway.core.quirks import AssemblingReader
 from gateway.core.quirks.plan import Plan
-from gateway.core.values import Changes, Endpoint, Prompt, Request
+from gateway.core.values import Changes, Endpoint
 
 
 def assembled(wire: bytes, *, choices: int = 1) -> dict[str, Any]:
@@ -206,22 +207,7 @@ def test_it_goes_by_the_public_name() -> None:
 # ---------------------------------------------------------------- when it is done
 
 
-class Asked:
-    def __init__(self, request: Request, **members: Any) -> None:
-        self.request = request
-        self._members = members
-
-    def member(self, name: str) -> Any:
-        return self._members.get(name)
-
-
-def planned(
-    endpoint: Endpoint = Endpoint.CHAT, *, stream: bool = False, tools: int = 1, **members: Any
-) -> Plan:
-    request = Request(endpoint=endpoint, model="m", prompt=Prompt(), stream=stream, tools=tools)
-    return quirks.plan(("tool_markup_leaks", "long_prefill_stalls"), Asked(request, **members))
-
-
+planned = partial(plan_for, "tool_markup_leaks", tools=1)
 STREAMED: Changes = {("stream",): True, ("stream_options",): {"include_usage": True}}
 
 
@@ -231,7 +217,7 @@ STREAMED: Changes = {("stream",): True, ("stream_options",): {"include_usage": T
         pytest.param(planned(), True, id="with-tools"),
         pytest.param(planned(tools=0), False, id="without"),
         pytest.param(planned(stream=True), False, id="streamed-anyway"),
-        pytest.param(planned(Endpoint.COMPLETIONS), False, id="no-chat"),
+        pytest.param(planned(endpoint=Endpoint.COMPLETIONS), False, id="no-chat"),
         pytest.param(planned(prompt_logprobs=0), True, id="asks-for-no-prompt-logprobs"),
         pytest.param(planned(prompt_logprobs=3), False, id="what-no-stream-has"),
         pytest.param(planned(use_beam_search=True), False, id="what-cannot-be-streamed"),
