@@ -84,3 +84,19 @@ async def test_an_engine_that_thinks_unasked(tmp_path: Path, effort: Any, thinks
         answer = await fleet.openai().chat.completions.create(model="gemma-4", messages=ASK, **options)
 
     assert bool((answer.choices[0].message.model_extra or {})["reasoning"]) is thinks
+
+
+@pytest.mark.parametrize("worked_around", [True, False])
+async def test_a_marker_at_the_end_of_a_stream(tmp_path: Path, worked_around: bool) -> None:
+    own = {"add": "turn_marker_leaks"} if worked_around else {}
+    async with fleet_with(tmp_path, Quirk.TURN_MARKER_LEAKS, **own) as fleet:
+        whole = await fleet.openai().chat.completions.create(model="gemma-4", messages=ASK)
+        stream = await fleet.openai().chat.completions.create(
+            model="gemma-4", messages=ASK, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert chunks[-1].usage is not None
+    assert (text == whole.choices[0].message.content) is worked_around
+    assert text.endswith("<turn|>") is not worked_around

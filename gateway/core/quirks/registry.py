@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Mapping
 
-from gateway.core.quirks import thinking_default, tool_markup
+from gateway.core.quirks import thinking_default, tool_markup, turn_marker
 from gateway.core.quirks.plan import Asked, Plan, Workaround
 
 WORKAROUNDS: Mapping[str, Workaround] = {
     # First what decides whether there is a stream.
     "tool_markup_leaks": tool_markup.WORKAROUND,
     "thinking_default_differs": thinking_default.WORKAROUND,
+    "turn_marker_leaks": turn_marker.WORKAROUND,
 }
 """In the order in which they are applied."""
 
