@@ -438,6 +438,15 @@ class RetryPolicy:
     attempts_max: int = 3
 
 
+class ReasoningField(StrEnum):
+    """The member of a message or delta in which callers find the thought."""
+
+    AS_SENT = "as_sent"  # wherever the backend put it
+    REASONING = "reasoning"
+    REASONING_CONTENT = "reasoning_content"
+    BOTH = "both"
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Everything that decides where a request goes: one immutable snapshot of the configuration."""
@@ -447,6 +456,7 @@ class Policy:
     backends: Mapping[str, Backend]
     weights: Weights = Weights()
     retry: RetryPolicy = RetryPolicy()
+    reasoning_field: ReasoningField = ReasoningField.AS_SENT
     version: str = ""  # short hash of the file it came from
 
     def model(self, name: str) -> ModelPolicy | None:

@@ -97,7 +97,7 @@ class Attempt:
         self._timeouts: Timeouts = passage.policy.pools[candidate.pool].timeouts
         self._served_model = served_model
         self._names = ModelNames(served_model, passage.incoming.request.model)
-        self._plan = quirks.plan(backend.quirks, passage.incoming)
+        self._plan = quirks.plan(backend.quirks, passage.incoming, passage.policy.reasoning_field)
         self._clock = clock
         self._on_answer = on_answer
         self._on_chunk = on_chunk

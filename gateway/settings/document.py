@@ -449,6 +449,13 @@ class RequestsSection(Section):
     """Ask backends for the usage event of every stream, and hide it from callers who did not ask."""
 
 
+class AnswersSection(Section):
+    """What callers get."""
+
+    reasoning_field: Literal["as_sent", "reasoning", "reasoning_content", "both"] = "as_sent"
+    """Where callers find a thought, whichever of the two names a backend uses (docs/quirks.md)."""
+
+
 class HealthSection(Section):
     """When a backend counts as healthy."""
 
@@ -533,6 +540,9 @@ class Document(Section):
 
     requests: RequestsSection = RequestsSection()
     """What is accepted from callers."""
+
+    answers: AnswersSection = AnswersSection()
+    """What callers get."""
 
     health: HealthSection = HealthSection()
     """When a backend counts as healthy."""

@@ -18,6 +18,7 @@ from gateway.core.values import (
     ModelPolicy,
     Policy,
     Pool,
+    ReasoningField,
     RetryPolicy,
     Spill,
     TemplateCosts,
@@ -123,6 +124,7 @@ class Settings:
             backends={name: self._backend(name, section) for name, section in document.backends.items()},
             weights=Weights(**document.routing.weights.model_dump()),
             retry=RetryPolicy(attempts_max=document.routing.attempts_max),
+            reasoning_field=ReasoningField(document.answers.reasoning_field),
             version=self.version,
         )
 

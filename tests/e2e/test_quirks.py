@@ -1,7 +1,7 @@
 """What an application gets from engines with known faults, through the gateway and an unmodified SDK."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,20 @@ ASK: Any = [{"role": "user", "content": "Call get_weather for Paris."}]
 
 
 @asynccontextmanager
-async def fleet_with(folder: Path, *shown: Quirk, **own: Any) -> AsyncIterator[Site]:
-    """Run one backend whose engine shows these quirks; `own` is what its configuration says of them."""
+async def fleet_with(
+    folder: Path,
+    *shown: Quirk,
+    quirks: Mapping[str, str] | None = None,
+    answers: Mapping[str, str] | None = None,
+) -> AsyncIterator[Site]:
+    """Run one backend whose engine shows these quirks; `quirks` is what its configuration says of them."""
     fleet = simulated({"light-0": "h100-tp1-light"}, quirks=frozenset(shown))
     classes = [{"class": "chat", "pools": ["light"]}]
     async with site(
         folder,
         fleet=fleet,
-        backend={"quirks": own},
+        backend={"quirks": quirks},
+        answers=answers,
         pools={"light": ["light-0"]},
         models={"gemma-4": {"classes": classes}},
     ) as running:
@@ -39,8 +45,8 @@ async def fleet_with(folder: Path, *shown: Quirk, **own: Any) -> AsyncIterator[S
 
 @pytest.mark.parametrize("worked_around", [True, False])
 async def test_a_tool_call_that_would_stand_in_the_text(tmp_path: Path, worked_around: bool) -> None:
-    own = {} if worked_around else {"remove": "tool_markup_leaks"}
-    async with fleet_with(tmp_path, Quirk.TOOL_MARKUP_LEAKS, **own) as fleet:
+    own = None if worked_around else {"remove": "tool_markup_leaks"}
+    async with fleet_with(tmp_path, Quirk.TOOL_MARKUP_LEAKS, quirks=own) as fleet:
         answer = await fleet.openai().chat.completions.create(model="gemma-4", messages=ASK, tools=[WEATHER])
 
     choice: Any = answer.choices[0]
@@ -80,7 +86,9 @@ async def test_several_assembled_choices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("effort", "thinks"), [(None, False), ("none", False), ("high", True)])
 async def test_an_engine_that_thinks_unasked(tmp_path: Path, effort: Any, thinks: bool) -> None:
     options = {} if effort is None else {"reasoning_effort": effort}
-    async with fleet_with(tmp_path, Quirk.THINKS_UNASKED, add="thinking_default_differs") as fleet:
+    async with fleet_with(
+        tmp_path, Quirk.THINKS_UNASKED, quirks={"add": "thinking_default_differs"}
+    ) as fleet:
         answer = await fleet.openai().chat.completions.create(model="gemma-4", messages=ASK, **options)
 
     assert bool((answer.choices[0].message.model_extra or {})["reasoning"]) is thinks
@@ -88,8 +96,8 @@ async def test_an_engine_that_thinks_unasked(tmp_path: Path, effort: Any, thinks
 
 @pytest.mark.parametrize("worked_around", [True, False])
 async def test_a_marker_at_the_end_of_a_stream(tmp_path: Path, worked_around: bool) -> None:
-    own = {"add": "turn_marker_leaks"} if worked_around else {}
-    async with fleet_with(tmp_path, Quirk.TURN_MARKER_LEAKS, **own) as fleet:
+    own = {"add": "turn_marker_leaks"} if worked_around else None
+    async with fleet_with(tmp_path, Quirk.TURN_MARKER_LEAKS, quirks=own) as fleet:
         whole = await fleet.openai().chat.completions.create(model="gemma-4", messages=ASK)
         stream = await fleet.openai().chat.completions.create(
             model="gemma-4", messages=ASK, stream=True, stream_options={"include_usage": True}
@@ -100,3 +108,28 @@ async def test_a_marker_at_the_end_of_a_stream(tmp_path: Path, worked_around: bo
     assert chunks[-1].usage is not None
     assert (text == whole.choices[0].message.content) is worked_around
     assert text.endswith("<turn|>") is not worked_around
+
+
+@pytest.mark.parametrize(
+    ("field", "names"),
+    [
+        ("as_sent", ["reasoning"]),
+        ("reasoning_content", ["reasoning_content"]),
+        ("both", ["reasoning", "reasoning_content"]),
+    ],
+)
+async def test_a_thought_under_the_name_the_site_wants(tmp_path: Path, field: str, names: list[str]) -> None:
+    async with fleet_with(tmp_path, answers={"reasoning_field": field}) as fleet:
+        client = fleet.openai()
+        whole = await client.chat.completions.create(model="gemma-4", messages=ASK, reasoning_effort="low")
+        stream = await client.chat.completions.create(
+            model="gemma-4", messages=ASK, reasoning_effort="low", stream=True
+        )
+        deltas = [chunk.choices[0].delta.model_extra or {} async for chunk in stream]
+
+    message = whole.choices[0].message.model_extra or {}
+    assert sorted(name for name in message if name.startswith("reasoning")) == names
+    for name in names:
+        assert message[name]
+        assert "".join(delta.get(name) or "" for delta in deltas) == message[name]
+    assert {name for delta in deltas for name in delta if name.startswith("reasoning")} == set(names)

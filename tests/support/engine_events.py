@@ -10,7 +10,7 @@ from gateway.core.naming import ModelNames
 from gateway.core.quirks import MendingReader
 from gateway.core.quirks.plan import Plan
 from gateway.core.quirks.remedy import Remedy
-from gateway.core.values import Endpoint, Prompt, Request
+from gateway.core.values import Endpoint, Prompt, ReasoningField, Request
 
 HEAD = {
     "id": "chatcmpl-8ede7bfd509e8145",
@@ -45,6 +45,7 @@ def plan_for(
     stream: bool = False,
     tools: int = 0,
     thinking: bool = False,
+    reasoning: ReasoningField = ReasoningField.AS_SENT,
     **members: Any,
 ) -> Plan:
     """Return what is done for a request on a backend with the quirks `names`, and some without remedies."""
@@ -52,7 +53,7 @@ def plan_for(
     request = Request(
         endpoint=endpoint, model="m", prompt=prompt, stream=stream, tools=tools, reasoning=thinking
     )
-    return quirks.plan((*names, "long_prefill_stalls"), Asked(request, members))
+    return quirks.plan((*names, "long_prefill_stalls"), Asked(request, members), reasoning)
 
 
 def event(**fields: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Answers on their way through remedies: a stream, of which every event is looked into, or a whole one."""
+"""Answers on their way through remedies: a stream, event by event, or a whole one."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -56,7 +56,7 @@ class MendingReader(StreamReader):
         return self.has_content and not self._remedies.holds
 
     def _inspect(self, block: bytes, *, parse: bool = False) -> Iterator[bytes]:
-        return super()._inspect(block, parse=parse or not self._remedies.is_idle)
+        return super()._inspect(block, parse=parse or self._remedies.concern(block))
 
     def _mended(self, event: bytes, decoded: dict[str, Any]) -> bytes:
         changed = self._remedies.mend(decoded)

@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping
 
 from gateway.core.quirks import thinking_default, tool_markup, turn_marker
 from gateway.core.quirks.plan import Asked, Plan, Workaround
+from gateway.core.quirks.reasoning_field import rename
+from gateway.core.values import ReasoningField
 
 WORKAROUNDS: Mapping[str, Workaround] = {
     # First what decides whether there is a stream.
@@ -14,11 +16,12 @@ WORKAROUNDS: Mapping[str, Workaround] = {
 """In the order in which they are applied."""
 
 
-def plan(quirks: Collection[str], asked: Asked) -> Plan:
-    """Return what is done for a request on a backend with these quirks."""
+def plan(quirks: Collection[str], asked: Asked, reasoning: ReasoningField = ReasoningField.AS_SENT) -> Plan:
+    """Return what is done for a request on a backend with these quirks, on a site that wants thoughts so."""
     made = Plan(asked)
     if quirks:
         for name, workaround in WORKAROUNDS.items():
             if name in quirks:
                 workaround.rule(made)
+    rename(made, reasoning)
     return made

@@ -14,11 +14,13 @@ class Remedy(ABC):
         fault: What is wrong with the answer and cannot be mended, once something is.
         holds: Nothing of a stream may be relayed yet.
         is_idle: It has nothing left to do: what follows need not be looked into for its sake.
+        marks: Bytes without which an event does not concern it, unless it is the last of a choice.
     """
 
     fault: BackendError | None = None
     holds: bool = False
     is_idle: bool = False
+    marks: bytes = b""
 
     @abstractmethod
     def part(self, index: int, part: dict[str, Any], finish: str | None) -> bool:
@@ -41,10 +43,9 @@ class Remedies:
         self.fault: BackendError | None = None
         self._active = list(remedies)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing has to be looked into any more."""
-        return not self._active
+    def concern(self, events: bytes) -> bool:
+        """Return whether these events have to be looked into."""
+        return any(remedy.marks in events for remedy in self._active)
 
     @property
     def holds(self) -> bool:
