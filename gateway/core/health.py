@@ -42,6 +42,7 @@ class Outcome(StrEnum):
 
     OK = "ok"
     REJECTED = "rejected"  # 4xx about the content: the caller's fault, proof of life
+    UNFIT = "unfit"  # a whole answer that is not what was asked for (docs/quirks.md): proof of life
     CANCELLED = "cancelled"  # the caller left: says nothing
     BUSY = "busy"  # it refused for load: no fault
     DRAINING = "draining"  # "cannot schedule new futures", finish_reason "abort": it is stopping
@@ -314,7 +315,7 @@ def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules)
             return _attempt_failed(
                 status, f"{outcome.value}: {detail}" if detail else outcome.value, now, rules
             )
-    return status  # REJECTED, CANCELLED, BUSY: nothing to hold against it
+    return status  # REJECTED, UNFIT, CANCELLED, BUSY: nothing to hold against it
 
 
 def _enter(status: BackendStatus, state: State, now: float, reason: str) -> BackendStatus:

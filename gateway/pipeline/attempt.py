@@ -13,8 +13,9 @@ import anyio
 import msgspec
 
 from gateway.core import answers, quirks
-from gateway.core.answers import ABORTED, BackendError
+from gateway.core.answers import ABORTED, BackendError, UnfitAnswer
 from gateway.core.errors import (
+    AnswerUnfit,
     GatewayError,
     OutOfResources,
     StreamBroken,
@@ -272,11 +273,11 @@ class Attempt:
         passage = self._passage
         if (fault := answer.fault(passage.incoming.request.choices)) is not None:
             raise self._faulty(fault)
-        passage.usage = answer.usage
         if self._plan.remedies:
             body, fault = mend_whole(self._plan.remedies, body, msgspec.json.decode)
             if fault is not None:
                 raise self._faulty(fault)
+        passage.usage = answer.usage
         await self._send_whole(self._names.in_event(body))
 
     async def _relay_assembled(self, response: UpstreamResponse) -> None:
@@ -340,7 +341,12 @@ class Attempt:
         return failure
 
     def _faulty(self, fault: BackendError) -> GatewayError:
-        """Return the error for an answer that says 200 and is none."""
+        """Return the error for an answer that says 200 and is none, or not the one that was asked for."""
+        if isinstance(fault, UnfitAnswer):
+            self._outcome = Outcome.UNFIT
+            if self.is_answered:
+                return StreamBroken(fault.message)
+            return AnswerUnfit(fault.message, code=fault.code)
         self._detail = fault.gist or "an error or no answer under status 200"
         self._passage.crashes += fault.is_crash
         is_stopping = fault.code == ABORTED

@@ -17,6 +17,7 @@ from gateway.core import deciding, retry, selection
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
+    AnswerUnfit,
     AtCapacity,
     ContextExceeded,
     GatewayError,
@@ -181,6 +182,7 @@ class Pipeline:
     async def _place(self, passage: Passage, ticket: Ticket) -> None:
         """Find it a place and relay the answer, on another backend as long as none has answered."""
         failure: UpstreamError | None = None
+        once_more = True
         while True:
             self._check_fit(passage, ticket)
             try:
@@ -188,6 +190,10 @@ class Pipeline:
             except ShedError as shed:
                 if failure is None or isinstance(shed, AtCapacity):
                     raise
+                if isinstance(failure, AnswerUnfit) and once_more:
+                    once_more = False  # those that answered are well, and dice fall differently
+                    ticket = replace(ticket, failed=frozenset())
+                    continue
                 # Nobody is left to ask: what the last one said is the better answer.
                 raise failure from None
             passage.admitted_at = passage.admitted_at or self._clock.now()

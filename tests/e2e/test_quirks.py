@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from support.site import Site, simulated, site
 
@@ -25,18 +26,24 @@ ASK: Any = [{"role": "user", "content": "Call get_weather for Paris."}]
 async def fleet_with(
     folder: Path,
     *shown: Quirk,
+    spare: bool = False,
     quirks: Mapping[str, str] | None = None,
     answers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Site]:
-    """Run one backend whose engine shows these quirks; `quirks` is what its configuration says of them."""
+    """Run one backend whose engine shows these quirks, and perhaps a spare one whose engine does not.
+
+    `quirks` is what their configuration says.
+    """
     fleet = simulated({"light-0": "h100-tp1-light"}, quirks=frozenset(shown))
+    if spare:
+        fleet |= simulated({"light-1": "h100-tp1-light"})
     classes = [{"class": "chat", "pools": ["light"]}]
     async with site(
         folder,
         fleet=fleet,
         backend={"quirks": quirks},
         answers=answers,
-        pools={"light": ["light-0"]},
+        pools={"light": list(fleet)},
         models={"gemma-4": {"classes": classes}},
     ) as running:
         yield running
@@ -133,3 +140,30 @@ async def test_a_thought_under_the_name_the_site_wants(tmp_path: Path, field: st
         assert message[name]
         assert "".join(delta.get(name) or "" for delta in deltas) == message[name]
     assert {name for delta in deltas for name in delta if name.startswith("reasoning")} == set(names)
+
+
+BAD_JSON = {"add": "streamed_tool_json_invalid"}
+
+
+async def test_a_streamed_call_that_is_no_json_raises_at_its_end(tmp_path: Path) -> None:
+    async with fleet_with(tmp_path, Quirk.INVALID_TOOL_JSON, quirks=BAD_JSON) as fleet:
+        stream = await fleet.openai().chat.completions.create(
+            model="gemma-4", messages=ASK, tools=[WEATHER], stream=True
+        )
+        finished: list[str] = []
+        with pytest.raises(openai.APIError, match="not a JSON object"):
+            async for chunk in stream:
+                finished += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
+
+    assert finished == []
+
+
+async def test_a_whole_call_that_is_no_json_comes_from_elsewhere(tmp_path: Path) -> None:
+    async with fleet_with(tmp_path, Quirk.INVALID_TOOL_JSON, spare=True, quirks=BAD_JSON) as fleet:
+        raw = await fleet.openai().chat.completions.with_raw_response.create(
+            model="gemma-4", messages=ASK, tools=[WEATHER]
+        )
+
+    call: Any = raw.parse().choices[0].message.tool_calls
+    assert raw.headers["x-gateway-backend"] == "light-1"
+    assert json.loads(call[0].function.arguments) == {"city": "Paris"}

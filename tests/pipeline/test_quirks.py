@@ -7,10 +7,10 @@ from typing import Any
 
 import anyio
 import pytest
-from support.world import DONE, HELLO, ROLE, STOP, USAGE, WHOLE, Caller, Script, World
+from support.world import DONE, HELLO, ROLE, STOP, USAGE, WHOLE, Caller, Script, World, event
 
-from gateway.core.errors import UpstreamTimeout
-from gateway.core.health import Outcome
+from gateway.core.errors import AnswerUnfit, UpstreamTimeout
+from gateway.core.health import BackendStatus, Outcome, State
 from gateway.core.usage import Ending, Usage
 from gateway.core.values import Load, Timeouts
 
@@ -108,3 +108,74 @@ async def test_requests_that_a_quirk_does_not_touch_are_relayed_as_ever(world: W
 
     assert caller.body == WHOLE.replace(b'"served"', b'"gemma-4"').replace(b'"model": ', b'"model":')
     assert sent(world) == {"model": "served"}
+
+
+# ---------------------------------------------------------------- an answer that is not what was asked for
+
+
+def called(arguments: str) -> bytes:
+    call = {"index": 0, "id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return event(delta={"tool_calls": [call]})
+
+
+def whole(arguments: str) -> Script:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    choice = {"index": 0, "message": {"content": None, "tool_calls": [call]}, "finish_reason": "tool_calls"}
+    usage = {"prompt_tokens": 101, "completion_tokens": 2}
+    return Script([json.dumps({"model": "served", "choices": [choice], "usage": usage}).encode()])
+
+
+CALLED = event(delta={}, finish_reason="tool_calls")
+
+
+async def test_a_stream_whose_call_is_no_json_ends_with_an_error(world: World) -> None:
+    give(world, "streamed_tool_json_invalid")
+    world.answers(light_0=Script([ROLE + called('{"a": "<|'), CALLED, DONE]))
+
+    caller = await world.run(world.request(tools=1))
+
+    *_, last, done = caller.body.split(b"\n\n")[:-1]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "stream_broken"
+    assert b"not a JSON object" in last
+    assert done == b"data: [DONE]"
+    assert b'"tool_calls"}' not in caller.body
+    assert world.notes.attempts[0].outcome is Outcome.UNFIT
+    assert world.fleet.reports == [("light-0", Outcome.UNFIT)]
+
+
+async def test_a_whole_answer_whose_call_is_no_json_is_asked_for_elsewhere(world: World) -> None:
+    give(world, "streamed_tool_json_invalid")
+    world.answers(light_0=whole("{"), light_1=whole("{}"))
+
+    caller = await world.run(world.request(stream=False, tools=1))
+
+    assert json.loads(caller.body)["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
+    assert [attempt.outcome for attempt in world.notes.attempts] == [Outcome.UNFIT, Outcome.OK]
+
+
+async def test_where_there_is_nobody_else_the_same_backend_is_asked_once_more(world: World) -> None:
+    give(world, "streamed_tool_json_invalid")
+    for name in ("light-1", "push"):
+        world.fleet.known[name] = BackendStatus(state=State.DOWN, reason="gone")
+    world.answers(light_0=whole("{"))
+    world.answers(light_0=whole("{}"))
+
+    caller = await world.run(world.request(stream=False, tools=1))
+
+    assert caller.status == 200
+    assert [attempt.backend for attempt in world.notes.attempts] == ["light-0", "light-0"]
+
+
+async def test_and_then_no_more(world: World) -> None:
+    give(world, "streamed_tool_json_invalid")
+    for name in ("light-1", "push"):
+        world.fleet.known[name] = BackendStatus(state=State.DOWN, reason="gone")
+    world.answers(light_0=whole("{"))
+    world.answers(light_0=whole("{"))
+
+    with pytest.raises(AnswerUnfit) as caught:
+        await world.run(world.request(stream=False, tools=1))
+
+    assert (caught.value.http_status, caught.value.code) == (502, "tool_arguments_invalid")
+    assert world.notes.requests[0].usage is None
+    assert len(world.notes.attempts) == 2
