@@ -167,3 +167,30 @@ async def test_a_whole_call_that_is_no_json_comes_from_elsewhere(tmp_path: Path)
     call: Any = raw.parse().choices[0].message.tool_calls
     assert raw.headers["x-gateway-backend"] == "light-1"
     assert json.loads(call[0].function.arguments) == {"city": "Paris"}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_forced_call_comes_from_elsewhere(tmp_path: Path, choice: Any, stream: bool) -> None:
+    async with fleet_with(tmp_path, Quirk.TOOL_CHOICE_IGNORED, spare=True) as fleet:
+        raw = await fleet.openai().chat.completions.with_raw_response.create(
+            model="gemma-4", messages=ASK, tools=[WEATHER], tool_choice=choice, stream=stream
+        )
+        answer: Any = raw.parse()
+        if stream:
+            deltas = [chunk.choices[0].delta async for chunk in answer]
+            name = next(delta.tool_calls[0].function.name for delta in deltas if delta.tool_calls)
+        else:
+            name = answer.choices[0].message.tool_calls[0].function.name
+
+    assert (raw.headers["x-gateway-backend"], name) == ("light-1", "get_weather")
+
+
+async def test_a_forced_call_that_nobody_makes(tmp_path: Path) -> None:
+    async with fleet_with(tmp_path, Quirk.TOOL_CHOICE_IGNORED) as fleet:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await fleet.openai().chat.completions.create(
+                model="gemma-4", messages=ASK, tools=[WEATHER], tool_choice="required", stream=True
+            )
+
+    assert (caught.value.status_code, caught.value.code) == (502, "tool_call_missing")

@@ -179,3 +179,46 @@ async def test_and_then_no_more(world: World) -> None:
     assert (caught.value.http_status, caught.value.code) == (502, "tool_arguments_invalid")
     assert world.notes.requests[0].usage is None
     assert len(world.notes.attempts) == 2
+
+
+PROSE = Script([ROLE + HELLO, STOP, DONE])
+FORCED = {"tool_choice": "required"}
+
+
+async def test_a_forced_call_that_is_not_made_is_asked_for_elsewhere_unseen(world: World) -> None:
+    give(world, "tool_choice_not_enforced")
+    good = [ROLE + HELLO, called("{}"), CALLED, DONE]
+    world.answers(light_0=PROSE, light_1=Script(good))
+
+    caller = await world.run(world.request(tools=1), members=FORCED)
+
+    assert caller.parts == [
+        part.replace(b'"served"', b'"gemma-4"') for part in (good[0] + good[1], *good[2:])
+    ]
+    assert caller.headers["x-gateway-backend"] == "light-1"
+    assert [attempt.outcome for attempt in world.notes.attempts] == [Outcome.UNFIT, Outcome.OK]
+    assert world.notes.requests[0].ending is Ending.COMPLETED
+
+
+async def test_a_forced_call_that_nobody_makes_is_an_error_with_a_status(world: World) -> None:
+    give(world, "tool_choice_not_enforced")
+    world.answers(light_0=PROSE, light_1=PROSE, push=PROSE)
+    caller = Caller()
+
+    with pytest.raises(AnswerUnfit) as caught:
+        await world.run(world.request(tools=1), caller, members=FORCED)
+
+    assert (caught.value.code, caller.status, len(world.notes.attempts)) == ("tool_call_missing", 0, 3)
+
+
+async def test_a_held_stream_that_falls_silent_moves_on(world: World) -> None:
+    give(world, "tool_choice_not_enforced", timeouts=Timeouts(first_byte_s=60, idle_s=0.05, total_s=60))
+    world.answers(
+        light_0=Script([ROLE + HELLO, anyio.Event()]), light_1=Script([ROLE + called("{}") + CALLED + DONE])
+    )
+
+    with anyio.fail_after(10):
+        caller = await world.run(world.request(tools=1), members=FORCED)
+
+    assert caller.headers["x-gateway-backend"] == "light-1"
+    assert world.notes.attempts[0].outcome is Outcome.TIMEOUT

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from gateway.core.quirks import thinking_default, tool_arguments, tool_markup, turn_marker
+from gateway.core.quirks import thinking_default, tool_arguments, tool_choice, tool_markup, turn_marker
 from gateway.core.quirks.plan import Asked, Plan, Workaround
 from gateway.core.quirks.reasoning_field import rename
 from gateway.core.values import ReasoningField
@@ -13,6 +13,7 @@ WORKAROUNDS: Mapping[str, Workaround] = {
     "thinking_default_differs": thinking_default.WORKAROUND,
     "turn_marker_leaks": turn_marker.WORKAROUND,
     "streamed_tool_json_invalid": tool_arguments.WORKAROUND,
+    "tool_choice_not_enforced": tool_choice.WORKAROUND,
 }
 """In the order in which they are applied."""
 
