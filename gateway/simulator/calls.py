@@ -101,6 +101,7 @@ class Asked:
     ignore_eos: bool
     stops: tuple[str, ...]
     keep_stop: bool
+    skip_special: bool
 
     @property
     def chars(self) -> int:
@@ -158,7 +159,7 @@ class Asked:
     def _with_quirks(self, script: Script) -> Script:
         quirks, stream = self.options.quirks, self.delivery.stream
         if Quirk.NULL_REASONING in quirks:
-            script = as_content(script)
+            script = as_content(script, with_markers=not self.skip_special)
         if Quirk.STALE_TEMPLATE in quirks and self.delivery.is_chat and not self.thinking and not script.tool:
             lead = "<|channel>thought\n<channel|>" + script.tokens[0]
             script = replace(script, tokens=[lead, *script.tokens[1:]])
@@ -269,6 +270,7 @@ class _Common:
     ignore_eos: bool
     stops: tuple[str, ...]
     keep_stop: bool
+    skip_special: bool
 
 
 def _common(members: Members) -> _Common:
@@ -286,6 +288,7 @@ def _common(members: Members) -> _Common:
         ignore_eos=members.boolean("ignore_eos"),
         stops=stops,
         keep_stop=members.boolean("include_stop_str_in_output"),
+        skip_special=members.boolean("skip_special_tokens", True),
     )
 
 
@@ -315,6 +318,7 @@ def _asked(
         ignore_eos=common.ignore_eos,
         stops=common.stops,
         keep_stop=common.keep_stop,
+        skip_special=common.skip_special,
     )
 
 

@@ -194,3 +194,37 @@ async def test_a_forced_call_that_nobody_makes(tmp_path: Path) -> None:
             )
 
     assert (caught.value.status_code, caught.value.code) == (502, "tool_call_missing")
+
+
+@pytest.mark.parametrize("worked_around", [True, False])
+async def test_a_thought_that_runs_into_the_answer(tmp_path: Path, worked_around: bool) -> None:
+    own = {"add": "null_reasoning_content"} if worked_around else None
+    async with fleet_with(tmp_path, Quirk.NULL_REASONING, quirks=own) as fleet:
+        client = fleet.openai()
+        answer = await client.chat.completions.create(
+            model="gemma-4", messages=ASK, reasoning_effort="low", max_tokens=2_000
+        )
+        stream = await client.chat.completions.create(
+            model="gemma-4", messages=ASK, reasoning_effort="low", max_tokens=2_000, stream=True
+        )
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+
+    message = answer.choices[0].message
+    thought = (message.model_extra or {})["reasoning"]
+    assert bool(thought) is worked_around
+    assert message.content
+    assert "channel" not in f"{thought}{message.content}"
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+    assert "".join((delta.model_extra or {}).get("reasoning") or "" for delta in deltas) == (thought or "")
+
+
+@pytest.mark.parametrize("worked_around", [True, False])
+async def test_markers_of_an_empty_thought(tmp_path: Path, worked_around: bool) -> None:
+    own = None if worked_around else {"remove": "stale_chat_template"}
+    async with fleet_with(tmp_path, Quirk.STALE_TEMPLATE, quirks=own) as fleet:
+        answer = await fleet.openai().chat.completions.create(model="gemma-4", messages=ASK)
+        stream = await fleet.openai().chat.completions.create(model="gemma-4", messages=ASK, stream=True)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    assert text == answer.choices[0].message.content
+    assert text.startswith("<|channel>") is not worked_around

@@ -342,6 +342,15 @@ async def test_quirk_null_reasoning(options: SimulatorOptions, chat: Chat) -> No
     assert len(answer["choices"][0]["message"]["content"]) > 1_000
 
 
+async def test_quirk_null_reasoning_with_its_markers(options: SimulatorOptions, chat: Chat) -> None:
+    body = chat(reasoning_effort="low", skip_special_tokens=False)
+    message = json.loads(await answer_with(options, Quirk.NULL_REASONING, body))["choices"][0]["message"]
+
+    assert message["reasoning"] is None
+    assert message["content"].startswith("<|channel>thought\n")
+    assert message["content"].count("<channel|>") == 1
+
+
 @pytest.mark.parametrize(
     ("said", "thinks"),
     [

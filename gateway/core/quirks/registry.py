@@ -2,7 +2,14 @@
 
 from collections.abc import Collection, Mapping
 
-from gateway.core.quirks import thinking_default, tool_arguments, tool_choice, tool_markup, turn_marker
+from gateway.core.quirks import (
+    channels,
+    thinking_default,
+    tool_arguments,
+    tool_choice,
+    tool_markup,
+    turn_marker,
+)
 from gateway.core.quirks.plan import Asked, Plan, Workaround
 from gateway.core.quirks.reasoning_field import rename
 from gateway.core.values import ReasoningField
@@ -11,6 +18,9 @@ WORKAROUNDS: Mapping[str, Workaround] = {
     # First what decides whether there is a stream.
     "tool_markup_leaks": tool_markup.WORKAROUND,
     "thinking_default_differs": thinking_default.WORKAROUND,
+    "null_reasoning_content": channels.NULL_REASONING,
+    "no_reasoning_parser": channels.NO_PARSER,
+    "stale_chat_template": channels.STALE_TEMPLATE,
     "turn_marker_leaks": turn_marker.WORKAROUND,
     "streamed_tool_json_invalid": tool_arguments.WORKAROUND,
     "tool_choice_not_enforced": tool_choice.WORKAROUND,

@@ -13,7 +13,7 @@ MARKER = "<turn|>"
 
 
 class TurnMarker(Remedy):
-    """Takes a trailing marker off every choice of a stream."""
+    """Takes a trailing marker off every choice."""
 
     def __init__(self) -> None:
         """Hold nothing yet."""
@@ -44,7 +44,7 @@ def _held(text: str) -> str:
 
 
 def _rule(plan: Plan) -> None:
-    if plan.is_chat and plan.is_streamed:
+    if plan.is_chat and plan.is_streamed and not any(isinstance(one, TurnMarker) for one in plan.remedies):
         plan.remedies.append(TurnMarker())
 
 
