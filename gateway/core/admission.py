@@ -22,6 +22,7 @@ stores to one table of cases.
 from collections.abc import Mapping
 from dataclasses import replace
 
+from gateway.core.quirks.context_buckets import padded
 from gateway.core.values import (
     OPEN,
     UNLIMITED,
@@ -56,7 +57,7 @@ def prefill_s(backend: Backend, demand: Demand) -> float:
     """Return the seconds an idle backend works on the prompt; 0 where no latency model is known."""
     if backend.perf is None:
         return 0.0
-    return backend.perf.prefill_s(demand.prompt_tokens, backend.batched_tokens)
+    return backend.perf.prefill_s(padded(backend.quirks, demand.prompt_tokens), backend.batched_tokens)
 
 
 def is_long(gates: Gates, demand: Demand) -> bool:

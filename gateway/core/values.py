@@ -423,12 +423,14 @@ class Weights:
 
     `spare_knee` leads; `speed` keeps a slow box behind a fast one that shares its pool;
     `prefix_affinity` is a tie-break, as the routing study found it to be worth
-    (docs/measurements.md#affinity).
+    (docs/measurements.md#affinity). `slow_context` is a cost, on engines alone that stall at one length of
+    prompt: docs/quirks.md.
     """
 
     spare_knee: float = 1.0
     speed: float = 1.0
     prefix_affinity: float = 0.2
+    slow_context: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -619,7 +621,7 @@ class Candidate:
         pool: The pool it was considered in.
         excluded: Why it is out, or None.
         detail: The same in a few words with the figures.
-        scores: Each score in 0..1, before weights.
+        scores: Each score in 0..1, before weights; a cost in -1..0.
         score: Their weighted sum.
         load: What it held.
         knee_seqs: Its knee for this request's length.

@@ -382,6 +382,9 @@ class WeightsSection(Section):
     prefix_affinity: Weight = _WEIGHTS.prefix_affinity
     """Prefer the replica that holds a conversation's prefix: a tie-break (docs/measurements.md#affinity)."""
 
+    slow_context: Weight = _WEIGHTS.slow_context
+    """Keep prompts from a busy backend that stalls at their length (docs/quirks.md#context_2k_stall)."""
+
 
 class RoutingSection(Section):
     """How a backend is picked."""

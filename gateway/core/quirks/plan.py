@@ -53,9 +53,10 @@ class Workaround:
     Attributes:
         issue: Where it is reported, e.g. "vLLM #49955".
         versions: Engine versions it is known of.
-        rule: Puts what it needs into the plan of a request that the quirk may show on.
+        rule: Puts what it needs into the plan of a request that the quirk may show on. None where backends
+            are chosen with it in mind, and no answer has to be mended.
     """
 
     issue: str
     versions: str
-    rule: Callable[[Plan], None]
+    rule: Callable[[Plan], None] | None = None

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 
 from gateway.core.quirks import (
     channels,
+    context_buckets,
     thinking_default,
     tool_arguments,
     tool_choice,
@@ -24,6 +25,8 @@ WORKAROUNDS: Mapping[str, Workaround] = {
     "turn_marker_leaks": turn_marker.WORKAROUND,
     "streamed_tool_json_invalid": tool_arguments.WORKAROUND,
     "tool_choice_not_enforced": tool_choice.WORKAROUND,
+    context_buckets.BUCKETS: context_buckets.BUCKETS_WORKAROUND,
+    context_buckets.STALL: context_buckets.STALL_WORKAROUND,
 }
 """In the order in which they are applied."""
 
@@ -33,7 +36,7 @@ def plan(quirks: Collection[str], asked: Asked, reasoning: ReasoningField = Reas
     made = Plan(asked)
     if quirks:
         for name, workaround in WORKAROUNDS.items():
-            if name in quirks:
+            if name in quirks and workaround.rule is not None:
                 workaround.rule(made)
     rename(made, reasoning)
     return made
