@@ -182,7 +182,8 @@ class Pipeline:
     async def _place(self, passage: Passage, ticket: Ticket) -> None:
         """Find it a place and relay the answer, on another backend as long as none has answered."""
         failure: UpstreamError | None = None
-        once_more = True
+        unfit: frozenset[str] = frozenset()  # those that have answered, but not as asked
+        may_ask_again = True
         while True:
             self._check_fit(passage, ticket)
             try:
@@ -190,9 +191,8 @@ class Pipeline:
             except ShedError as shed:
                 if failure is None or isinstance(shed, AtCapacity):
                     raise
-                if isinstance(failure, AnswerUnfit) and once_more:
-                    once_more = False  # those that answered are well, and dice fall differently
-                    ticket = replace(ticket, failed=frozenset())
+                if unfit and may_ask_again:  # they are well, and dice fall differently
+                    may_ask_again, ticket = False, replace(ticket, failed=ticket.failed - unfit)
                     continue
                 # Nobody is left to ask: what the last one said is the better answer.
                 raise failure from None
@@ -205,6 +205,8 @@ class Pipeline:
                     await self._end_with(passage, error, StreamBroken.code)
                     return
                 failure = error
+                if isinstance(error, AnswerUnfit):
+                    unfit |= {candidate.backend}
                 if not retry.may_retry(passage.policy.retry, len(passage.attempts), passage.crashes):
                     raise
                 ticket = replace(ticket, failed=ticket.failed | {candidate.backend})

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from support.world import DONE, HELLO, ROLE, STOP, USAGE, WHOLE, Caller, Script, World, event
 
-from gateway.core.errors import AnswerUnfit, UpstreamTimeout
+from gateway.core.errors import AnswerUnfit, UpstreamTimeout, UpstreamUnreachable
 from gateway.core.health import BackendStatus, Outcome, State
 from gateway.core.usage import Ending, Usage
 from gateway.core.values import Load, Timeouts
@@ -164,6 +164,17 @@ async def test_where_there_is_nobody_else_the_same_backend_is_asked_once_more(wo
 
     assert caller.status == 200
     assert [attempt.backend for attempt in world.notes.attempts] == ["light-0", "light-0"]
+
+
+async def test_a_backend_that_failed_otherwise_is_not_asked_again(world: World) -> None:
+    give(world, "streamed_tool_json_invalid")
+    world.fleet.known["push"] = BackendStatus(state=State.DOWN, reason="gone")
+    world.answers(light_0=Script(opening=UpstreamUnreachable("no connection")), light_1=whole("{"))
+    world.answers(light_1=whole("{}"))
+
+    await world.run(world.request(stream=False, tools=1))
+
+    assert [attempt.backend for attempt in world.notes.attempts] == ["light-0", "light-1", "light-1"]
 
 
 async def test_and_then_no_more(world: World) -> None:
