@@ -82,9 +82,11 @@ class _Choice:
                 case "delta", dict():
                     self._say(value)
                 case "logprobs", dict():
-                    self.logprobs = _extended(self.logprobs or {}, value)
+                    self.logprobs = {} if self.logprobs is None else self.logprobs
+                    for kind, more in value.items():
+                        _extend(self.logprobs, kind, more)
                 case "token_ids", list():
-                    self.members[name] = [*(self.members.get(name) or ()), *value]
+                    _extend(self.members, name, value)
                 case "delta" | "logprobs", _:
                     pass
                 case _ if value is not None or name not in self.members:
@@ -148,9 +150,9 @@ class _Call:
         return {**self.members, "function": function}
 
 
-def _extended(held: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return log probabilities with those of one more event behind them."""
-    extended = dict(held)
-    for name, value in more.items():
-        extended[name] = [*(extended.get(name) or ()), *value] if isinstance(value, list) else value
-    return extended
+def _extend(held: dict[str, Any], name: str, more: Any) -> None:
+    """Put the items of a list behind those that are held under `name`; anything else takes their place."""
+    if isinstance(more, list) and isinstance(held.get(name), list):
+        held[name] += more
+    elif more is not None or name not in held:
+        held[name] = more

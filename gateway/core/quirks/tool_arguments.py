@@ -23,7 +23,7 @@ class ToolArguments(Remedy):
 
     def __init__(self) -> None:
         """Start with no calls."""
-        self._calls: dict[tuple[int, int], str] = {}
+        self._calls: dict[tuple[int, int], list[str]] = {}
 
     def part(self, index: int, part: dict[str, Any], finish: str | None) -> bool:
         """See `Remedy`. A choice that was cut at its limit says so, and is left as it is."""
@@ -32,10 +32,10 @@ class ToolArguments(Remedy):
             if isinstance(call, dict):
                 at = call.get("index")
                 key = index, at if isinstance(at, int) else place
-                self._calls[key] = self._calls.get(key, "") + _arguments(call)
+                self._calls.setdefault(key, []).append(_arguments(call))
         if finish is not None and finish != "length":
-            mine = (text for (choice, _), text in self._calls.items() if choice == index)
-            if not all(_is_object(text) for text in mine):
+            mine = (parts for (choice, _), parts in self._calls.items() if choice == index)
+            if not all(_is_object("".join(parts)) for parts in mine):
                 self.fault = _FAULT
         return False
 
