@@ -18,6 +18,7 @@ from gateway.core.errors import ConfigError, GatewayError
 
 T = TypeVar("T")
 CONFIG_ENV = "GEMMA_GATEWAY_CONFIG"
+WORKERS_ENV = "GEMMA_GATEWAY_WORKERS"
 USAGE = 2
 
 config_option = click.option(
@@ -35,8 +36,10 @@ class Commands(click.RichGroup):
     """The commands of this file, and those that live with what they start and are loaded only then."""
 
     elsewhere: ClassVar[Mapping[str, str]] = {
+        "box-switch": "gateway.simulator.box_command",
         "demo": "gateway.demo.command",
         "simulate": "gateway.simulator.command",
+        "simulate-box": "gateway.simulator.box_command",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -47,7 +50,7 @@ class Commands(click.RichGroup):
         """Return the command of that name, or None."""
         if cmd_name not in self.elsewhere:
             return super().get_command(ctx, cmd_name)
-        command: click.Command = getattr(import_module(self.elsewhere[cmd_name]), cmd_name)
+        command: click.Command = getattr(import_module(self.elsewhere[cmd_name]), cmd_name.replace("-", "_"))
         return command
 
 
@@ -62,11 +65,20 @@ def main() -> None:
 @main.command()
 @config_option
 @click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
-def serve(config: Path, log_level: str) -> None:
+@click.option(
+    "--workers",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    envvar=WORKERS_ENV,
+    show_envvar=True,
+    help="Processes that serve the port together.",
+)
+def serve(config: Path, log_level: str, workers: int) -> None:
     """Run the gateway until SIGTERM, then let what runs finish."""
     from gateway import process
 
-    sys.exit(process.serve(config, log_level))
+    sys.exit(process.serve(config, log_level, workers))
 
 
 @main.command()

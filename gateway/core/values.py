@@ -572,6 +572,7 @@ class Exclusion(StrEnum):
     SEQS_EXCEEDED = "seqs_exceeded"  # more parallel choices than its knee
     MODALITY = "modality"  # it does not take images or audio
     WRONG_MODEL = "wrong_model"  # it serves another model
+    NOT_ASKED = "not_asked"  # what it serves is being asked: known in a moment
     UNHEALTHY = "unhealthy"  # down, ejected, hung, booting
     DRAINING = "draining"  # the operator or the engine is emptying it
     AT_KNEE = "at_knee"  # full right now
@@ -591,7 +592,7 @@ class Exclusion(StrEnum):
 
     @property
     def is_busy(self) -> bool:
-        """Whether it goes away when something there ends: worth waiting for."""
+        """Whether it goes away by itself, mostly when something there ends: worth waiting for."""
         return self in _BUSY
 
 
@@ -600,6 +601,7 @@ _PERMANENT = frozenset(
 )
 _BUSY = frozenset(
     {
+        Exclusion.NOT_ASKED,
         Exclusion.AT_KNEE,
         Exclusion.KV_FULL,
         Exclusion.LONG_FULL,

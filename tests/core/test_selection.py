@@ -266,9 +266,16 @@ KV = Capacity(
         pytest.param(
             view(backend("light-0"), status=BackendStatus(state=State.UP)),
             SHORT,
-            Exclusion.WRONG_MODEL,
+            Exclusion.NOT_ASKED,
             "the name it serves the model under is not known yet",
             id="model-not-known-yet",
+        ),
+        pytest.param(
+            view(backend("light-0"), status=BackendStatus(state=State.UP, model_error="cannot tell")),
+            SHORT,
+            Exclusion.WRONG_MODEL,
+            "cannot tell",
+            id="model-not-to-be-known",
         ),
         pytest.param(
             view(backend("light-0"), seqs=64),
