@@ -24,6 +24,7 @@ from gateway.core.jobs import (
 )
 from gateway.core.usage import AttemptRecord, RequestRecord
 from gateway.core.values import (
+    NO_CHANGES,
     Backend,
     Changes,
     Endpoint,
@@ -85,7 +86,7 @@ class Incoming(Protocol):
     def member(self, name: str) -> Any:
         """Return a member of the body, decoded; None where there is none, or where it cannot be read."""
 
-    def body_for(self, served_model: str, changes: Changes) -> bytes:
+    def body_for(self, served_model: str, changes: Changes = NO_CHANGES) -> bytes:
         """Return the body for a backend: as sent, but for the members the gateway owns and `changes`."""
 
 

@@ -8,6 +8,7 @@ would take there (`Demand`, `Load`), and what was decided and why (`Decision`).
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
@@ -69,6 +70,8 @@ Prefixes = tuple[tuple[int, float], ...]
 Changes = Mapping[tuple[str, ...], object]
 """Members of a request body that become something else for a backend, by path: `("stream",)` is a member,
 `("stream_options", "include_usage")` a member of an object that keeps its others."""
+
+NO_CHANGES: Changes = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
 
 from gateway.core.errors import InvalidRequest
-from gateway.core.values import Changes, Endpoint, Prefixes, Prompt, Request, Turn
+from gateway.core.values import NO_CHANGES, Changes, Endpoint, Prefixes, Prompt, Request, Turn
 from gateway.ports import Arrival, Headers
 
 MODEL_CHARS_MAX = 256
@@ -39,7 +38,6 @@ _PARTS = frozenset(
     }
 )
 MENDED_BYTES_MAX = 1_048_576
-NOTHING: Changes = MappingProxyType({})
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -86,7 +84,7 @@ class WireRequest:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None  # the backend will say so
 
-    def body_for(self, served_model: str, changes: Changes = NOTHING) -> bytes:
+    def body_for(self, served_model: str, changes: Changes = NO_CHANGES) -> bytes:
         """See `ports.Incoming.body_for`."""
         parts = [b'{"model":', msgspec.json.encode(served_model)]
         for name, raw in (_changed(self.members, changes) if changes else self.members).items():
