@@ -36,6 +36,7 @@ from gateway.core.waiting import WaitingLine
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
+from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
 from gateway.downstream.wire import WireRules
 from gateway.pipeline import BackendWatch, Peers, Pipeline, Sight
@@ -44,6 +45,7 @@ from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.store.redis import RedisLedger
+from gateway.store.responses import MemoryResponseStore, RedisResponseStore
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
@@ -151,12 +153,14 @@ class Gateway:
         )
         if self._store is not None:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
+        self.responses = _response_store(settings, self.clock)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
             keys=KeyRing(digests),
             rules=wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
+            keeping=Keeping(self.responses, settings.responses.keep_s),
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,
@@ -294,6 +298,7 @@ class Gateway:
         await self.upstream.aclose()
         if self._store is not None:
             await self._store.aclose()
+        await self.responses.aclose()
         self.estimator.close()
 
 
@@ -350,6 +355,13 @@ def _ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
         on_change=_store_changed,
         replicas_min=settings.workers,
     )
+
+
+def _response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStore | RedisResponseStore:
+    bytes_max = settings.responses.max_bytes_per_key
+    if settings.store is None:
+        return MemoryResponseStore(clock, bytes_max)
+    return RedisResponseStore(settings.store.url, prefix=settings.store.prefix, bytes_max=bytes_max)
 
 
 def _store_changed(mode: Mode) -> None:

@@ -331,3 +331,32 @@ class Recorder(Protocol):
 
     def finished(self, record: RequestRecord) -> None:
         """Note a request that ended, however it ended."""
+
+
+class ResponseStore(Protocol):
+    """Keeps responses for the callers they belong to, as bytes, for a time.
+
+    An owner is the name of an API key, or None where no keys are configured; what one owner has kept is
+    nothing to another. All an owner has is bounded in bytes: what would expire first goes first.
+    """
+
+    async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
+        """Keep a record under an id, in place of what was there. False: it is larger than may be kept.
+
+        Raises:
+            StoreUnavailable: the store does not answer. Whether the record is kept is not known.
+        """
+
+    async def get(self, owner: str | None, id: str) -> bytes | None:
+        """Return the record of that id, or None if this owner has none.
+
+        Raises:
+            StoreUnavailable: the store does not answer.
+        """
+
+    async def delete(self, owner: str | None, id: str) -> bool:
+        """Forget a record. False: this owner has none of that id.
+
+        Raises:
+            StoreUnavailable: the store does not answer.
+        """

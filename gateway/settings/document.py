@@ -459,6 +459,16 @@ class AnswersSection(Section):
     """Where callers find a thought, whichever of the two names a backend uses (docs/quirks.md)."""
 
 
+class ResponsesSection(Section):
+    """What is kept of /v1/responses: in the store if there is one, else in memory."""
+
+    keep_s: Seconds = 86_400.0
+    """Seconds a response is kept, unless its request says `store: false`."""
+
+    max_bytes_per_key: Count = 64 * 1024 * 1024
+    """Bytes of responses, with their conversations, that one key may have; the oldest go first. 0: none."""
+
+
 class HealthSection(Section):
     """When a backend counts as healthy."""
 
@@ -546,6 +556,9 @@ class Document(Section):
 
     answers: AnswersSection = AnswersSection()
     """What callers get."""
+
+    responses: ResponsesSection = ResponsesSection()
+    """What is kept of /v1/responses."""
 
     health: HealthSection = HealthSection()
     """When a backend counts as healthy."""

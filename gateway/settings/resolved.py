@@ -38,6 +38,7 @@ from gateway.settings.document import (
     ModelSection,
     PoolSection,
     RequestsSection,
+    ResponsesSection,
     ShutdownSection,
     StoreSection,
     WhenSection,
@@ -106,6 +107,11 @@ class Settings:
     def health(self) -> HealthSection:
         """When a backend counts as healthy."""
         return self.document.health
+
+    @property
+    def responses(self) -> ResponsesSection:
+        """What is kept of /v1/responses."""
+        return self.document.responses
 
     @property
     def store(self) -> StoreSection | None:

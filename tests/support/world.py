@@ -14,6 +14,7 @@ from gateway.core.errors import GatewayError
 from gateway.core.health import BackendStatus, Outcome, State
 from gateway.core.usage import AttemptRecord, RequestRecord
 from gateway.core.values import (
+    NO_CHANGES,
     Backend,
     Bound,
     Capacity,
@@ -67,7 +68,7 @@ class Incoming:
     def member(self, name: str) -> Any:
         return self.members.get(name)
 
-    def body_for(self, served_model: str, changes: Changes) -> bytes:
+    def body_for(self, served_model: str, changes: Changes = NO_CHANGES) -> bytes:
         changed = {".".join(path): value for path, value in changes.items()}
         return json.dumps({"model": served_model, **changed}).encode()
 
