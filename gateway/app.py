@@ -188,8 +188,8 @@ class Gateway:
         if self._store is not None and self._store.mode is Mode.ALONE:
             self.counts.forget(backend_id)  # what the other gateways have there is not known
             return
-        capacity = self.policy.backends[backend_id].capacity
-        before, after = self.counts.observe(backend_id, engine, self.ledger.load(backend_id), capacity)
+        backend = self.policy.backends[backend_id]
+        before, after = self.counts.observe(engine, self.ledger.load(backend_id), backend)
         if after.cause is not before.cause:
             logs.count_drifted(after)
         if after.kv_blocks < before.kv_blocks:
@@ -277,6 +277,7 @@ class Gateway:
             tasks.start_soon(self.fleet.run)
             tasks.start_soon(self.pipeline.room.run)
             tasks.start_soon(self.pipeline.watch.run)
+            tasks.start_soon(self.pipeline.first_tokens.run)
             if self._store is not None:
                 tasks.start_soon(self._store.run)
             for listener in self._listeners:

@@ -85,6 +85,7 @@ class Request:
         max_tokens: `max_completion_tokens`, else `max_tokens`, else None.
         seqs: Sequences it will occupy on a backend: `n` times the number of prompts.
         choices: Choices a complete answer has.
+        prompts: Different prompts in it: 1, but for lists of them (/v1/completions).
         reasoning: `reasoning_effort` above none, or `enable_thinking`.
         images, audios, tools: Counts.
         include_usage: Whether the caller asked for the usage event of a stream.
@@ -102,6 +103,7 @@ class Request:
     max_tokens: int | None = None
     seqs: int = 1
     choices: int = 1
+    prompts: int = 1
     reasoning: bool = False
     images: int = 0
     audios: int = 0
@@ -491,6 +493,7 @@ class Demand:
 
     Attributes:
         seqs: Sequences it will run.
+        prompts: Different prompts among them; the sequences of one prompt share its reading.
         prompt_tokens: The estimate, for the knee curve.
         total_tokens: Prompt at its upper end plus output, per sequence: what must fit.
         images, audios: Counts, for the modality filter.
@@ -501,6 +504,7 @@ class Demand:
     total_tokens: int
     images: int = 0
     audios: int = 0
+    prompts: int = 1
 
     @classmethod
     def of(cls, request: Request, estimate: Estimate, output_tokens: int) -> "Demand":
@@ -511,6 +515,7 @@ class Demand:
             total_tokens=estimate.tokens_max + output_tokens,
             images=request.images,
             audios=request.audios,
+            prompts=request.prompts,
         )
 
 

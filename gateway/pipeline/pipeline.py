@@ -41,6 +41,7 @@ from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s
 from gateway.pipeline import caller
 from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive
+from gateway.pipeline.first_tokens import FirstTokens
 from gateway.pipeline.passage import Passage
 from gateway.pipeline.waiting_room import WaitingRoom
 from gateway.pipeline.watch import BackendWatch
@@ -70,6 +71,7 @@ class Pipeline:
     Attributes:
         room: Where requests wait. Its `run` must run as long as requests do.
         watch: What is seen of the backends; likewise.
+        first_tokens: Those that cannot be seen; likewise.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Pipeline:
         self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
         watch.on_more(self.room.look)
+        self.first_tokens = FirstTokens(ledger, clock)
 
     async def run(self, incoming: Incoming, downstream: Downstream) -> None:
         """Serve one request, to its end.
@@ -308,18 +311,25 @@ class Pipeline:
         is_visible = request.stream and request.seqs == 1
         watch = self.watch.opened(backend, slot, ticket.demand, is_visible=is_visible)
 
+        # With several prompts, the first token of one says nothing of the others.
+        is_seen = request.stream and request.prompts == 1
+
         async def on_answer() -> None:
             watch.answered()
             self._report(passage)
-            await self._ledger.answered(slot)
+            if is_seen:
+                await self._ledger.answered(slot)
 
         attempt = Attempt(passage, candidate, backend, served, self._clock, on_answer, watch.chunk)
         running = self._running.setdefault(backend.id, set())
         running.add(attempt)
+        if not is_seen:
+            self.first_tokens.expect(slot)
         try:
             await attempt.run(self._upstream)
         finally:
             running.discard(attempt)
+            self.first_tokens.forget(slot)
             record = passage.attempts[-1]
             watch.ended(passage.usage if record.outcome is Outcome.OK else None)
             self._recorder.attempt(record)
