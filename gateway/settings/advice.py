@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from gateway.core.quirks import WORKAROUNDS
 from gateway.core.values import Backend, Capacity, ModelPolicy, Policy, TrafficClass
 from gateway.settings.problems import Problem
 from gateway.settings.reach import Reach, reach
@@ -194,6 +195,7 @@ def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
                 yield _Warning((*path, "tls"), f"backend {name} has an http URL: tls changes nothing")
         elif not section.tls.verify:
             yield _Warning((*path, "tls", "verify"), f"backend {name}: its certificate is not checked")
+        yield from (_Warning((*path, "quirks"), text) for text in _quirks(name, settings))
         fits = kv_tokens(backend.capacity)
         if fits < backend.capacity.context_tokens:
             yield _Warning(
@@ -210,8 +212,8 @@ def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
 
 
 def _webhooks(settings: Settings) -> Iterator[_Warning]:
-    if settings.document.webhooks and settings.store is None:
-        yield _Warning(("webhooks",), "webhooks without a `store`: nothing is sent")
+    if settings.document.webhooks and settings.store is None and settings.jobs is None:
+        yield _Warning(("webhooks",), "webhooks without `jobs`: nothing is sent")
     for name, section in settings.document.webhooks.items():
         url = urlsplit(section.url)
         if url.scheme == "http" and not _is_private(url.hostname or ""):
@@ -219,6 +221,19 @@ def _webhooks(settings: Settings) -> Iterator[_Warning]:
                 f"webhook {name} is sent over plain http outside this network: who reads it knows job ids"
             )
             yield _Warning(("webhooks", name, "url"), message)
+
+
+def _quirks(name: str, settings: Settings) -> Iterator[str]:
+    section = settings.document.backends[name]
+    own, base = section.quirks, settings.profile(name).quirks
+    for quirk in own.add:
+        if quirk in base:
+            yield f"backend {name}: its profile has the quirk {quirk} already"
+        elif quirk not in WORKAROUNDS:
+            yield f"backend {name}: nothing is done about the quirk {quirk}: adding it changes nothing"
+    for quirk in own.remove:
+        if quirk not in base:
+            yield f"backend {name}: its profile has no quirk {quirk} to remove"
 
 
 def _exposure(settings: Settings) -> Iterator[_Warning]:

@@ -296,6 +296,8 @@ Events = Annotated[
     ShortForm(_one_or_many, {"enum": list(_EVENTS)}),
 ]
 """A type of event, or a list of them."""
+QuirkNames = Annotated[tuple[Text, ...], ShortForm(_one_or_many, {"type": "string"})]
+"""Names of quirks: none, one, or a list."""
 
 
 def _upper_end(written: Any) -> Any:

@@ -57,7 +57,7 @@ def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules)
             return _heard(status, gateway, verdict, now, rules)
         case Elsewhere(served, failed):
             return _elsewhere(status, served, failed, now, rules)
-    return status  # REJECTED, CANCELLED, BUSY: nothing to hold against it
+    return status  # REJECTED, UNFIT, CANCELLED, BUSY: nothing to hold against it
 
 
 def _enter(status: BackendStatus, state: State, now: float, reason: str) -> BackendStatus:
