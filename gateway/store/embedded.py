@@ -2,7 +2,7 @@
 
 It listens on a Unix socket that only this user can open, and ends with the process that started it, however
 that ends. It keeps nothing on disk, unless it is given a data directory: then everything that it has
-acknowledged, whatever kills it; what the last second brought may be lost with the power.
+acknowledged, whatever kills it or the machine.
 """
 
 import fcntl
@@ -52,9 +52,9 @@ def server_binary() -> Path:
 def server_command(binary: Path, folder: Path, *, port: int = 0, keeps: bool = False) -> list[str]:
     """Return how to start `binary` with its socket in `folder`, and on a port of the loopback if not 0.
 
-    `keeps`: whether it keeps its data there. It is written before it is acknowledged and so survives the
-    process; to the disk itself it gets once a second. At each write would cost every command the disk's time,
-    and protect from nothing but a loss of power.
+    `keeps`: whether it keeps its data there, on the disk before it acknowledges them. Once a second would
+    not do: while the disk is busy with that, the server acknowledges for up to two seconds what it has not
+    even handed to the system, and being killed then loses it.
     """
     options = {
         "bind": "127.0.0.1",
@@ -64,7 +64,7 @@ def server_command(binary: Path, folder: Path, *, port: int = 0, keeps: bool = F
         "dir": str(folder),
         "save": "",
         "appendonly": "yes" if keeps else "no",
-        "appendfsync": "everysec",
+        "appendfsync": "always",
         "daemonize": "no",
         "maxmemory-policy": "noeviction",
         "timeout": "0",

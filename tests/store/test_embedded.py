@@ -170,6 +170,27 @@ async def test_a_data_directory_keeps_what_was_acknowledged_though_everything_is
     assert data.stat().st_mode & 0o077 == 0
 
 
+async def test_what_is_acknowledged_while_the_disk_is_busy_is_kept_too(tmp_path: Path) -> None:
+    async with valkey_in(tmp_path, keeps=True) as valkey:
+        pid = await server_pid(valkey.url)
+        redis = Redis.from_url(valkey.url, decode_responses=True)
+        assert await redis.config_get("appendfsync") == {"appendfsync": "always"}
+        began = anyio.current_time()
+        number = 0
+        while (
+            anyio.current_time() < began + 2.5
+        ):  # into the second or third time that it would sync by itself
+            number += 1
+            await redis.set(f"k{number}", b"x" * 262_144)
+            if (await redis.info("persistence"))["aof_pending_bio_fsync"]:
+                break
+        await redis.set("last", b"x")
+        os.kill(pid, signal.SIGKILL)
+        await redis.aclose()
+    async with valkey_in(tmp_path, keeps=True) as valkey:
+        assert await count(valkey.url) == number + 1
+
+
 async def test_a_data_directory_is_one_process_s(tmp_path: Path) -> None:
     async with valkey_in(tmp_path, keeps=True) as valkey:
         with pytest.raises(ConfigError, match=r"another process uses the data directory"):
