@@ -36,14 +36,16 @@ from gateway.core.waiting import WaitingLine
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
+from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
 from gateway.downstream.wire import WireRules
-from gateway.pipeline import BackendWatch, Pipeline, Sight
+from gateway.pipeline import BackendWatch, Peers, Pipeline, Sight
 from gateway.settings import Settings
 from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.store.redis import RedisLedger
+from gateway.store.responses import MemoryResponseStore, RedisResponseStore
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
@@ -91,6 +93,7 @@ class Gateway:
         self.clock = SystemClock()
         self.policy = settings.policy()
         self.ledger = _ledger(settings)
+        self._store = self.ledger if isinstance(self.ledger, FallbackLedger) else None
         self.journal = Journal()
         backends = self.policy.backends
         secrets = _backend_keys(settings, environ)
@@ -118,6 +121,8 @@ class Gateway:
             count_drifts=self.counts.drifts,
             sights=watch.sights,
             waiting=line.waiting,
+            replicas=lambda: self._store.replicas if self._store else 1,
+            store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
         )
         self.metrics.config_info.labels(self.policy.version).set(1)
         recorder = Recorders((self.metrics, self.journal, RequestLog()))
@@ -135,12 +140,27 @@ class Gateway:
             recorder=recorder,
             clock=self.clock,
         )
+        digests = settings.key_digests(environ) or {}
+        self.peers = Peers(
+            fleet=self.fleet,
+            estimator=self.estimator,
+            line=line,
+            watch=watch,
+            policy=lambda: self.policy,
+            keys=digests,
+            clock=self.clock,
+            on_waiting=self.pipeline.room.look,
+        )
+        if self._store is not None:
+            self._store.exchange.join(self.peers.facts, self.peers.hear)
+        self.responses = _response_store(settings, self.clock)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
-            keys=KeyRing(settings.key_digests(environ) or {}),
+            keys=KeyRing(digests),
             rules=wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
+            keeping=Keeping(self.responses, settings.responses.keep_s),
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,
@@ -150,6 +170,7 @@ class Gateway:
                 "backends": self.backends_view,
                 "requests": self.journal.recent,
                 "policy": self.policy_view,
+                "replicas": self.replicas_view,
             },
             metrics=self.metrics.exposition,
         )
@@ -160,13 +181,15 @@ class Gateway:
         self.pipeline.room.look()
         if new.state is not old.state and new.state in _LOST:
             self.pipeline.abandon(backend_id, new.reason)
+        if new.verdicts > old.verdicts and self._store is not None:
+            self._store.exchange.publish_now()
 
     def _backend_sampled(self, backend_id: str, engine: EngineSample) -> None:
-        if isinstance(self.ledger, FallbackLedger) and self.ledger.mode is Mode.ALONE:
+        if self._store is not None and self._store.mode is Mode.ALONE:
             self.counts.forget(backend_id)  # what the other gateways have there is not known
             return
-        capacity = self.policy.backends[backend_id].capacity
-        before, after = self.counts.observe(backend_id, engine, self.ledger.load(backend_id), capacity)
+        backend = self.policy.backends[backend_id]
+        before, after = self.counts.observe(engine, self.ledger.load(backend_id), backend)
         if after.cause is not before.cause:
             logs.count_drifted(after)
         if after.kv_blocks < before.kv_blocks:
@@ -190,6 +213,21 @@ class Gateway:
         """Return the policy in force, for operators."""
         return asdict(self.policy) | {"version": self.policy.version, "gateway": __version__}
 
+    def replicas_view(self) -> Mapping[str, Any]:
+        """Return which gateway processes share the store, and what they tell each other, for operators."""
+        if self._store is None:
+            return {"owner": None, "mode": None, "replicas": 1, "others": {}}
+        told = self.peers.view()
+        return {
+            "owner": self._store.owner,
+            "mode": self._store.mode,
+            "replicas": self._store.replicas,
+            "others": {
+                owner: {"age_s": round(age_s, 1), **told.get(owner, {})}
+                for owner, age_s in self._store.exchange.ages(anyio.current_time()).items()
+            },
+        }
+
     def backends_view(self) -> Mapping[str, Any]:
         """Return every backend as an operator wants to see it."""
         now, sights = self.clock.now(), self.pipeline.watch.sights()
@@ -203,6 +241,7 @@ class Gateway:
                 "profile": backend.profile,
                 "pools": pools[name],
                 "drain": backend.drain,
+                "quirks": backend.quirks,
                 "in_flight": load.seqs,
                 "knee_seqs": admission.knee_seqs(backend.capacity, 0),
                 "knee_used": round(load.share / admission.WHOLE, 4),
@@ -238,8 +277,9 @@ class Gateway:
             tasks.start_soon(self.fleet.run)
             tasks.start_soon(self.pipeline.room.run)
             tasks.start_soon(self.pipeline.watch.run)
-            if isinstance(self.ledger, FallbackLedger):
-                tasks.start_soon(self.ledger.run)
+            tasks.start_soon(self.pipeline.first_tokens.run)
+            if self._store is not None:
+                tasks.start_soon(self._store.run)
             for listener in self._listeners:
                 tasks.start_soon(listener.run_until_stopped)
                 await listener.wait_started()
@@ -257,8 +297,9 @@ class Gateway:
                 await listener.wait_ended()
         tasks.cancel_scope.cancel()
         await self.upstream.aclose()
-        if isinstance(self.ledger, FallbackLedger):
-            await self.ledger.aclose()
+        if self._store is not None:
+            await self._store.aclose()
+        await self.responses.aclose()
         self.estimator.close()
 
 
@@ -315,6 +356,13 @@ def _ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
         on_change=_store_changed,
         replicas_min=settings.workers,
     )
+
+
+def _response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStore | RedisResponseStore:
+    bytes_max = settings.responses.max_bytes_per_key
+    if settings.store is None:
+        return MemoryResponseStore(clock, bytes_max)
+    return RedisResponseStore(settings.store.url, prefix=settings.store.prefix, bytes_max=bytes_max)
 
 
 def _store_changed(mode: Mode) -> None:

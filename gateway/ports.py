@@ -6,10 +6,11 @@ A port's method is documented here, once. Errors named are those of core/errors.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from gateway.core.errors import GatewayError
-from gateway.core.health import BackendStatus, Outcome
+from gateway.core.facts import Learned
+from gateway.core.health import BackendStatus, Elsewhere, Heard, Outcome, Verdict
 from gateway.core.jobs import (
     Chunk,
     Idempotency,
@@ -23,7 +24,9 @@ from gateway.core.jobs import (
 )
 from gateway.core.usage import AttemptRecord, RequestRecord
 from gateway.core.values import (
+    NO_CHANGES,
     Backend,
+    Changes,
     Endpoint,
     Estimate,
     Exclusion,
@@ -80,8 +83,11 @@ class Incoming(Protocol):
     def usage_injected(self) -> bool:
         """Whether `body_for` asks for a usage event that the caller did not ask for."""
 
-    def body_for(self, served_model: str) -> bytes:
-        """Return the body for a backend: every member as sent, except those the gateway owns."""
+    def member(self, name: str) -> Any:
+        """Return a member of the body, decoded; None where there is none, or where it cannot be read."""
+
+    def body_for(self, served_model: str, changes: Changes = NO_CHANGES) -> bytes:
+        """Return the body for a backend: as sent, but for the members the gateway owns and `changes`."""
 
 
 class Clock(Protocol):
@@ -213,6 +219,29 @@ class Fleet(Protocol):
         """Tell how an attempt on a backend ended."""
 
 
+class SharedHealth(Protocol):
+    """What gateways tell each other of backends; beside `Fleet`, which they all have."""
+
+    def statuses(self) -> Mapping[str, BackendStatus]:
+        """See `Fleet.statuses`."""
+
+    def verdicts(self) -> Mapping[str, Verdict]:
+        """Return, per backend that has one, the verdict that this process's own requests led to."""
+
+    def hear(self, backend_id: str, told: Heard | Elsewhere) -> None:
+        """Take in what another gateway tells of a backend. One that is not configured here is ignored."""
+
+
+class SharedLearning(Protocol):
+    """What gateways tell each other of counting prompts; beside `Estimator`."""
+
+    def learned(self) -> Learned:
+        """Return what this process's own answers taught."""
+
+    def note_learned(self, elsewhere: Learned) -> None:
+        """Use what the answers of all other gateways taught, in place of what was noted before."""
+
+
 class PrefixIndex(Protocol):
     """Remembers which backends hold which conversation prefixes."""
 
@@ -315,3 +344,32 @@ class Recorder(Protocol):
 
     def finished(self, record: RequestRecord) -> None:
         """Note a request that ended, however it ended."""
+
+
+class ResponseStore(Protocol):
+    """Keeps responses for the callers they belong to, as bytes, for a time.
+
+    An owner is the name of an API key, or None where no keys are configured; what one owner has kept is
+    nothing to another. All an owner has is bounded in bytes: what would expire first goes first.
+    """
+
+    async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
+        """Keep a record under an id, in place of what was there. False: it is larger than may be kept.
+
+        Raises:
+            StoreUnavailable: the store does not answer. Whether the record is kept is not known.
+        """
+
+    async def get(self, owner: str | None, id: str) -> bytes | None:
+        """Return the record of that id, or None if this owner has none.
+
+        Raises:
+            StoreUnavailable: the store does not answer.
+        """
+
+    async def delete(self, owner: str | None, id: str) -> bool:
+        """Forget a record. False: this owner has none of that id.
+
+        Raises:
+            StoreUnavailable: the store does not answer.
+        """

@@ -22,7 +22,20 @@ def run(*arguments: str, stdin: str | None = None) -> Result:
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "demo", "simulate", "check", "explain", "schema", "version", "tokens", "vocab"]
+    "command",
+    [
+        "serve",
+        "demo",
+        "simulate",
+        "simulate-box",
+        "box-switch",
+        "check",
+        "explain",
+        "schema",
+        "version",
+        "tokens",
+        "vocab",
+    ],
 )
 def test_every_command_has_help(command: str) -> None:
     result = run(command, "--help")
@@ -81,6 +94,16 @@ def test_explain_for_people() -> None:
     assert "class short_chat: takes everything else" in result.output
     assert "class long_document: prompt_tokens" in result.output
     assert "goes to light-0 (pool light)" in result.output
+
+
+def test_explain_shows_what_a_slow_length_costs() -> None:
+    prompt = "The river runs past the old mill. " * 295  # 1,793 to 2,048 tokens
+    body = {**CHAT, "messages": [{"role": "user", "content": prompt}], "reasoning_effort": "low"}
+
+    result = run("explain", "--config", DEMO, "-", stdin=json.dumps(body))
+
+    assert "slow context" in result.stdout
+    assert "slow context" not in run("explain", "--config", DEMO, "-", stdin=json.dumps(CHAT)).stdout
 
 
 def test_explain_for_programs() -> None:

@@ -7,6 +7,7 @@
         Unauthorized            401 authentication_error  / invalid_api_key
         RouteNotFound           404 invalid_request_error / not_found
         ModelNotFound           404 invalid_request_error / model_not_found
+        ResponseNotFound        404 invalid_request_error / response_not_found
         RequestTimeout          408 invalid_request_error / request_timeout
         BodyTooLarge            413 invalid_request_error / request_too_large
         BackendRejected         4xx the backend's own verdict on the content, in our shape
@@ -21,6 +22,7 @@
         UpstreamTimeout         504 server_error / upstream_timeout
         UpstreamFailed          502 server_error / upstream_failed
           UpstreamLost            the same: the connection broke before any answer
+        AnswerUnfit             502 server_error / tool_arguments_invalid, ...  whole, but not as asked for
         UpstreamBusy            503 server_error / upstream_busy          it refused for load, or is draining
         StreamBroken            after the first byte: written as an SSE `error` event, never raised to HTTP
     ConfigError             at start and at reload only; exit status 2
@@ -110,6 +112,13 @@ class ModelNotFound(CallerError):
 
     status = 404
     code = "model_not_found"
+
+
+class ResponseNotFound(CallerError):
+    """No response of that id is kept for this caller."""
+
+    status = 404
+    code = "response_not_found"
 
 
 class RequestTimeout(CallerError):
@@ -203,6 +212,10 @@ class UpstreamFailed(UpstreamError):
 
 class UpstreamLost(UpstreamFailed):
     """The connection broke after the request was sent, before any answer: its reader may have died of it."""
+
+
+class AnswerUnfit(UpstreamError):
+    """The backend answered, but not with what was asked for. The code says what is wrong."""
 
 
 class UpstreamBusy(UpstreamError):

@@ -16,6 +16,7 @@ from gateway.core import deciding, retry, selection
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
+    AnswerUnfit,
     AtCapacity,
     ContextExceeded,
     GatewayError,
@@ -40,6 +41,7 @@ from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s
 from gateway.pipeline import caller
 from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive
+from gateway.pipeline.first_tokens import FirstTokens
 from gateway.pipeline.passage import Passage
 from gateway.pipeline.waiting_room import WaitingRoom
 from gateway.pipeline.watch import BackendWatch
@@ -69,6 +71,7 @@ class Pipeline:
     Attributes:
         room: Where requests wait. Its `run` must run as long as requests do.
         watch: What is seen of the backends; likewise.
+        first_tokens: Those that cannot be seen; likewise.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Pipeline:
         self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
         watch.on_more(self.room.look)
+        self.first_tokens = FirstTokens(ledger, clock)
 
     async def run(self, incoming: Incoming, downstream: Downstream) -> None:
         """Serve one request, to its end.
@@ -179,6 +183,8 @@ class Pipeline:
     async def _place(self, passage: Passage, ticket: Ticket) -> None:
         """Find it a place and relay the answer, on another backend as long as none has answered."""
         failure: UpstreamError | None = None
+        unfit: frozenset[str] = frozenset()  # those that have answered, but not as asked
+        may_ask_again = True
         while True:
             self._check_fit(passage, ticket)
             try:
@@ -186,6 +192,9 @@ class Pipeline:
             except ShedError as shed:
                 if failure is None or isinstance(shed, AtCapacity):
                     raise
+                if unfit and may_ask_again:  # they are well, and dice fall differently
+                    may_ask_again, ticket = False, replace(ticket, failed=ticket.failed - unfit)
+                    continue
                 # Nobody is left to ask: what the last one said is the better answer.
                 raise failure from None
             passage.admitted_at = passage.admitted_at or self._clock.now()
@@ -197,6 +206,8 @@ class Pipeline:
                     await self._end_with(passage, error, StreamBroken.code)
                     return
                 failure = error
+                if isinstance(error, AnswerUnfit):
+                    unfit |= {candidate.backend}
                 if not retry.may_retry(passage.policy.retry, len(passage.attempts), passage.crashes):
                     raise
                 ticket = replace(ticket, failed=ticket.failed | {candidate.backend})
@@ -300,18 +311,25 @@ class Pipeline:
         is_visible = request.stream and request.seqs == 1
         watch = self.watch.opened(backend, slot, ticket.demand, is_visible=is_visible)
 
+        # With several prompts, the first token of one says nothing of the others.
+        is_seen = request.stream and request.prompts == 1
+
         async def on_answer() -> None:
             watch.answered()
             self._report(passage)
-            await self._ledger.answered(slot)
+            if is_seen:
+                await self._ledger.answered(slot)
 
         attempt = Attempt(passage, candidate, backend, served, self._clock, on_answer, watch.chunk)
         running = self._running.setdefault(backend.id, set())
         running.add(attempt)
+        if not is_seen:
+            self.first_tokens.expect(slot)
         try:
             await attempt.run(self._upstream)
         finally:
             running.discard(attempt)
+            self.first_tokens.forget(slot)
             record = passage.attempts[-1]
             watch.ended(passage.usage if record.outcome is Outcome.OK else None)
             self._recorder.attempt(record)

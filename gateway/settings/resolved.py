@@ -18,6 +18,7 @@ from gateway.core.values import (
     ModelPolicy,
     Policy,
     Pool,
+    ReasoningField,
     RetryPolicy,
     Spill,
     TemplateCosts,
@@ -37,6 +38,7 @@ from gateway.settings.document import (
     ModelSection,
     PoolSection,
     RequestsSection,
+    ResponsesSection,
     ShutdownSection,
     StoreSection,
     WhenSection,
@@ -107,6 +109,11 @@ class Settings:
         return self.document.health
 
     @property
+    def responses(self) -> ResponsesSection:
+        """What is kept of /v1/responses."""
+        return self.document.responses
+
+    @property
     def store(self) -> StoreSection | None:
         """Where limits are shared, or None where this process counts alone."""
         return self.document.store
@@ -151,6 +158,7 @@ class Settings:
             backends={name: self._backend(name, section) for name, section in document.backends.items()},
             weights=Weights(**document.routing.weights.model_dump()),
             retry=RetryPolicy(attempts_max=document.routing.attempts_max),
+            reasoning_field=ReasoningField(document.answers.reasoning_field),
             version=self.version,
         )
 
@@ -183,6 +191,7 @@ class Settings:
             drain=section.drain,
             perf=profile.perf,
             batched_tokens=profile.flags.max_num_batched_tokens,
+            quirks=_quirks(profile.quirks, section),
         )
 
     # -------------------------------------------------------------- secrets
@@ -312,6 +321,11 @@ def _modalities(base: Modalities, section: BackendSection) -> Modalities:
         images_max=own.images_max if "images_max" in given else base.images_max,
         audios_max=own.audios_max if "audios_max" in given else base.audios_max,
     )
+
+
+def _quirks(base: tuple[str, ...], section: BackendSection) -> tuple[str, ...]:
+    own = section.quirks
+    return tuple(dict.fromkeys(name for name in (*base, *own.add) if name not in own.remove))
 
 
 def _model(name: str, section: ModelSection) -> ModelPolicy:

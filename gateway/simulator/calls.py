@@ -13,6 +13,7 @@ from typing import Any
 from gateway.simulator import pieces
 from gateway.simulator.options import Quirk, SimulatorOptions
 from gateway.simulator.reading import Members
+from gateway.simulator.recall import asked_for
 from gateway.simulator.refusals import (
     bad_request,
     error,
@@ -96,11 +97,12 @@ class Asked:
     seed: int | None
     thinking: bool
     tool: tuple[str, str] | None
-    json_text: str | None
+    fixed_text: str | None
     min_tokens: int
     ignore_eos: bool
     stops: tuple[str, ...]
     keep_stop: bool
+    skip_special: bool
 
     @property
     def chars(self) -> int:
@@ -144,7 +146,7 @@ class Asked:
             self.ignore_eos,
             self.thinking,
             self.tool,
-            self.json_text,
+            self.fixed_text,
             self.stops,
             self.keep_stop,
         )
@@ -158,7 +160,7 @@ class Asked:
     def _with_quirks(self, script: Script) -> Script:
         quirks, stream = self.options.quirks, self.delivery.stream
         if Quirk.NULL_REASONING in quirks:
-            script = as_content(script)
+            script = as_content(script, with_markers=not self.skip_special)
         if Quirk.STALE_TEMPLATE in quirks and self.delivery.is_chat and not self.thinking and not script.tool:
             lead = "<|channel>thought\n<channel|>" + script.tokens[0]
             script = replace(script, tokens=[lead, *script.tokens[1:]])
@@ -184,7 +186,7 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> Asked:
     _check_messages(members, messages)
     tools = members.array("tools")
     kwargs = members.object("chat_template_kwargs")
-    thinking = _is_thinking(members, kwargs)
+    thinking = _is_thinking(members, kwargs, options)
     continue_final = members.boolean("continue_final_message")
     generation_prompt = members.boolean("add_generation_prompt", True)
     delivery = _delivery(members, is_chat=True)
@@ -230,7 +232,7 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> Asked:
         common,
         thinking=thinking,
         tool=_tool(data, messages, tools, options),
-        json_text=_json_text(data),
+        fixed_text=_fixed_text(data, messages),
     )
 
 
@@ -269,6 +271,7 @@ class _Common:
     ignore_eos: bool
     stops: tuple[str, ...]
     keep_stop: bool
+    skip_special: bool
 
 
 def _common(members: Members) -> _Common:
@@ -286,6 +289,7 @@ def _common(members: Members) -> _Common:
         ignore_eos=members.boolean("ignore_eos"),
         stops=stops,
         keep_stop=members.boolean("include_stop_str_in_output"),
+        skip_special=members.boolean("skip_special_tokens", True),
     )
 
 
@@ -298,7 +302,7 @@ def _asked(
     *,
     thinking: bool = False,
     tool: tuple[str, str] | None = None,
-    json_text: str | None = None,
+    fixed_text: str | None = None,
 ) -> Asked:
     return Asked(
         options=options,
@@ -310,11 +314,12 @@ def _asked(
         seed=common.seed,
         thinking=thinking,
         tool=tool,
-        json_text=json_text,
+        fixed_text=fixed_text,
         min_tokens=common.min_tokens,
         ignore_eos=common.ignore_eos,
         stops=common.stops,
         keep_stop=common.keep_stop,
+        skip_special=common.skip_special,
     )
 
 
@@ -378,10 +383,12 @@ def _check_sampling(common: _Common, max_tokens: int | None, options: SimulatorO
 # ------------------------------------------------------------------ chat
 
 
-def _is_thinking(members: Members, kwargs: Mapping[str, Any]) -> bool:
+def _is_thinking(members: Members, kwargs: Mapping[str, Any], options: SimulatorOptions) -> bool:
     effort = members.text("reasoning_effort")
     asked = kwargs.get("enable_thinking")
-    return bool(asked) if asked is not None else effort not in (None, "none")
+    if asked is None and effort is None:
+        return Quirk.THINKS_UNASKED in options.quirks
+    return bool(asked) if asked is not None else effort != "none"
 
 
 _KINDS = {"user": "User", "system": "System", "developer": "Developer", "tool": "Tool"}
@@ -447,6 +454,16 @@ def _tool(
         said = str(messages[-1].get("content")).casefold()
         name = next((known for known in functions if known.casefold() in said), None)
     return None if name is None else (name, sample_json(functions[name].get("parameters") or {}))
+
+
+def _fixed_text(data: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the answer where prose will not do: JSON of a given form, a word to repeat, a sum."""
+    text = _json_text(data)
+    last = messages[-1]
+    content = last.get("content")
+    if text is None and last.get("role") == "user" and isinstance(content, str):
+        return asked_for(content)
+    return text
 
 
 def _json_text(data: Mapping[str, Any]) -> str | None:

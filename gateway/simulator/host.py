@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import anyio
 from anyio.lowlevel import checkpoint
 
+from gateway.clock import SystemClock
 from gateway.core.engine import Batch, Engine, StepResult
 from gateway.simulator.calls import Call
 from gateway.simulator.options import SimulatorOptions
@@ -103,6 +104,8 @@ class EngineHost:
         engine: What it steps.
         tally: What it counts.
         is_dead: It has died.
+        is_stopped: It will not step again, dead or stopped.
+        cut: Requests whose engine ended under them, or that were made to end before their time.
     """
 
     def __init__(self, options: SimulatorOptions, tally: Tally) -> None:
@@ -112,17 +115,31 @@ class EngineHost:
         self.engine = Engine.of(profile)
         self.tally = tally
         self.is_dead = False
+        self.is_stopped = False
+        self.cut = 0
         self._speed = options.speed
+        self._clock = SystemClock()
         self._seats: dict[int, Seat] = {}
         self._numbers = itertools.count()
         self._work = anyio.Event()
         self._resumed: anyio.Event | None = None
+        self._held: list[Answer] | None = None
         self._scope = anyio.CancelScope()
 
     @property
     def answers(self) -> Sequence[Answer]:
-        """The answers in the engine."""
-        return list(dict.fromkeys(seat.answer for seat in self._seats.values()))
+        """The answers in the engine, held ones included."""
+        return [*dict.fromkeys(seat.answer for seat in self._seats.values()), *(self._held or ())]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is in the engine, but for held ones."""
+        return not self._seats
+
+    @property
+    def held_seats(self) -> int:
+        """Sequences that wait for `release`."""
+        return sum(len(answer.seats) for answer in self._held or ())
 
     async def run(self) -> None:
         """Step the engine until `stop` or `die`."""
@@ -136,16 +153,20 @@ class EngineHost:
                     deadline = anyio.current_time()
                     continue
                 self._note_started(batch)
+                self.tally.kv_usage_peak = max(self.tally.kv_usage_peak, self.engine.kv_usage)
                 deadline += batch.duration_s / self._speed
                 delay = deadline - anyio.current_time()
                 if delay > _SLEEP_MIN_S:
                     await anyio.sleep(delay)
                 else:
                     await checkpoint()
+                lag_s = anyio.current_time() - deadline
+                self.tally.step_lag_peak_s = max(self.tally.step_lag_peak_s, lag_s)
                 while self._resumed is not None:
                     await self._resumed.wait()
                 now = anyio.current_time()
                 if now - deadline > _LAG_MAX_S:
+                    self.tally.lost_s += now - deadline
                     deadline = now
                 result = self.engine.complete()
                 self._hand_out(result, now)
@@ -156,33 +177,55 @@ class EngineHost:
 
     def submit(self, answer: Answer) -> None:
         """Queue all choices of an answer; at once dead if the engine is."""
-        if self.is_dead:
+        if self.is_stopped:
+            self.cut += not self.is_dead  # the dead engine's server is there to say no
             answer.is_dead = True
             answer.wake()
+            return
+        if self._held is not None:
+            self._held.append(answer)
             return
         for seat in answer.seats:
             number = next(self._numbers)
             self._seats[number] = seat
             self.engine.submit(number, seat.prompt_tokens, len(seat.script.tokens))
+        self._note_held()
+        held = self.engine.running + self.engine.waiting
+        self.tally.requests_peak = max(self.tally.requests_peak, held)
         self._work.set()
 
     def withdraw(self, answer: Answer) -> None:
         """Abort what is left of an answer: its client has gone, or it has been cut short."""
+        if self._held is not None and answer in self._held:
+            self._held.remove(answer)
         mine = [number for number, seat in self._seats.items() if seat.answer is answer]
         for number in mine:
             del self._seats[number]
             self.engine.abort(number)
         if mine:
+            self._note_held(len(mine))
             self._work.set()  # what they held may let another in
 
     def cut_off(self, answer: Answer) -> None:
         """End an answer where it is, with finish reason "abort"."""
+        self.cut += 1
         for seat in answer.seats:
             if seat.finish is None:
                 seat.finish = "abort"
                 self.tally.finished["abort"] += 1
         self.withdraw(answer)
         answer.wake()
+
+    def hold(self) -> None:
+        """Let what runs go on, and keep what comes waiting until `release`."""
+        if self._held is None:
+            self._held = []
+
+    def release(self) -> None:
+        """Queue what was held."""
+        held, self._held = self._held or [], None
+        for answer in held:
+            self.submit(answer)
 
     def hang(self) -> None:
         """Stand still until `resume`."""
@@ -205,10 +248,17 @@ class EngineHost:
 
     def stop(self) -> None:
         """Stop stepping and forget what was running."""
+        self.is_stopped = True
+        self.cut += len(self.answers)
+        self._held = None
         for number in list(self._seats):
             self.engine.abort(number)
         self._seats.clear()
+        self._note_held()
         self._scope.cancel()
+
+    def _note_held(self, aborted: int = 0) -> None:
+        self.tally.sequences.note(self._clock.wall(), len(self._seats), aborted)
 
     def _note_started(self, batch: Batch) -> None:
         now = anyio.current_time()
@@ -242,6 +292,8 @@ class EngineHost:
             seat = self._seats.pop(number)
             seat.finish = seat.script.finish_reason
             self._note_finished(seat, now)
+        if result.finished:
+            self._note_held()
 
     def _note_finished(self, seat: Seat, now: float) -> None:
         tally = self.tally

@@ -26,7 +26,7 @@ class Wanted:
         ignore_eos: Whether only the limit ends it.
         thinking: Whether a thought comes first.
         tool: Name and arguments (JSON) of the call it ends in, or None.
-        json_text: Text it consists of instead of prose, or None.
+        fixed_text: Text it consists of instead of prose, or None.
         stops: Stop strings.
         keep_stop: Whether a stop string that was met stays in the text.
     """
@@ -36,7 +36,7 @@ class Wanted:
     ignore_eos: bool = False
     thinking: bool = False
     tool: tuple[str, str] | None = None
-    json_text: str | None = None
+    fixed_text: str | None = None
     stops: tuple[str, ...] = ()
     keep_stop: bool = False
 
@@ -88,8 +88,8 @@ def write(wanted: Wanted, dice: random.Random, *, answer_tokens: int, thought_to
     thought_end = len(tokens)
     if wanted.tool is not None:
         return _cut_to_length(_call(tokens, thought_end, wanted.tool), wanted)
-    if wanted.json_text is not None:
-        tokens += [*pieces.pieces(wanted.json_text), ""]
+    if wanted.fixed_text is not None:
+        tokens += [*pieces.pieces(wanted.fixed_text), ""]
     else:
         left = max(1, wanted.tokens_max - len(tokens))
         natural = max(wanted.tokens_min, _length(dice, answer_tokens, left))
@@ -102,9 +102,17 @@ def write(wanted: Wanted, dice: random.Random, *, answer_tokens: int, thought_to
     return _stopped(_cut_to_length(Script(tokens, thought_end), wanted), wanted)
 
 
-def as_content(script: Script) -> Script:
-    """Return the script of an engine that takes the thought for a part of the answer."""
-    return replace(script, thought_end=0)
+def as_content(script: Script, *, with_markers: bool = False) -> Script:
+    """Return the script of an engine that takes the thought for a part of the answer.
+
+    `with_markers`: the tokens that open and close a thought are written out.
+    """
+    tokens = list(script.tokens)
+    if with_markers and script.thought_end:
+        tokens[:2] = ["<|channel>", "thought\n"][: script.thought_end]
+        if script.thought_end > 2 and not tokens[script.thought_end - 1]:
+            tokens[script.thought_end - 1] = "<channel|>"
+    return replace(script, tokens=tokens, thought_end=0)
 
 
 def _length(dice: random.Random, median: int, limit: int) -> int:

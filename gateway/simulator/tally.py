@@ -1,11 +1,13 @@
 """What the simulated server counts about itself, and its /metrics page.
 
 Names, labels, buckets and order are those of a vLLM 0.32 page, as far as anything reads them; the
-families about GPUs, caches it does not have and the Python process are left out.
+families about GPUs, caches it does not have and the Python process are left out. After them, under
+`simulator:`, stands what no vLLM tells and a benchmark wants to know.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gateway.core.engine import Engine
@@ -57,8 +59,19 @@ _HELP = {
     "vllm:admission_rejections_total": "Number of admission attempts rejected by a queue limit, by reason.",
     "vllm:cache_config_info": "Information of the LLMEngine CacheConfig",
     "http_requests_total": "Total number of requests by method, status and handler.",
+    "simulator:requests_peak": "Most requests held at once, running and waiting.",
+    "simulator:kv_cache_usage_peak": "Highest KV-cache usage. 1 means 100 percent usage.",
+    "simulator:step_lag_seconds_peak": "Latest end of an engine step, in seconds of the clock.",
+    "simulator:lost_seconds_total": "Seconds of the clock by which steps were late and stayed so.",
 }
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+_SLEEP_STATES: dict[str, tuple[int | None, ...]] = {
+    "awake": (None,),
+    "weights_offloaded": (1,),
+    "discard_all": (2,),
+}
+
+_CHANGES_MAX = 65_536
 
 Series = dict[str, float]
 """Value per label set, as it stands between the braces."""
@@ -87,6 +100,39 @@ class Histogram:
         yield f"{name}_sum{{{labels}}} {self._sum}"
 
 
+class Sequences:
+    """How many sequences the engine holds, running and waiting, and how that changed. Times: epoch seconds.
+
+    Attributes:
+        held: How many at present.
+        aborted: How many were aborted before their end, since the start: mostly because their client left.
+        changes: `(when, held, aborted)` after every change since `forget`, oldest first.
+        is_whole: Whether none of these changes was dropped for want of room.
+    """
+
+    def __init__(self) -> None:
+        self.held = self.aborted = 0
+        self._changes: deque[tuple[float, int, int]] = deque(maxlen=_CHANGES_MAX)
+        self.is_whole = True
+
+    @property
+    def changes(self) -> Sequence[tuple[float, int, int]]:
+        """See the class."""
+        return list(self._changes)
+
+    def note(self, when: float, held: int, aborted: int = 0) -> None:
+        """Note how many there are from now on; `aborted` of those that went were aborted."""
+        self.held = held
+        self.aborted += aborted
+        self.is_whole = self.is_whole and len(self._changes) < _CHANGES_MAX
+        self._changes.append((when, held, self.aborted))
+
+    def forget(self) -> None:
+        """Drop the history. What is held stays."""
+        self._changes.clear()
+        self.is_whole = True
+
+
 @dataclass(slots=True)
 class Tally:
     """Everything counted since the process started. Times are real seconds.
@@ -95,20 +141,30 @@ class Tally:
         started_wall_s: Epoch seconds of the start.
         prompt_tokens, generation_tokens: Counters.
         rejected: Requests refused because the queue was full.
+        requests_peak: Most sequences the engine held at once, running and waiting.
+        kv_usage_peak: Highest share of the KV blocks in use.
+        step_lag_peak_s: Latest end of a step: a busy machine, not the model.
+        lost_s: By how much steps were late where that is not made up for.
         finished: Sequences per finish reason.
         requests: HTTP requests per (handler, method, status class).
         histograms: By the name of the metric, without `vllm:`.
+        sequences: How many the engine holds. Not on the page: vLLM has no such history.
     """
 
     started_wall_s: float
     prompt_tokens: int = 0
     generation_tokens: int = 0
     rejected: int = 0
+    requests_peak: int = 0
+    kv_usage_peak: float = 0.0
+    step_lag_peak_s: float = 0.0
+    lost_s: float = 0.0
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_FINISH_REASONS, 0))
     requests: dict[tuple[str, str, str], int] = field(default_factory=dict)
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
     )
+    sequences: Sequences = field(default_factory=Sequences)
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
         """Note a value of a histogram."""
@@ -119,12 +175,26 @@ class Tally:
         key = (handler, method, f"{status // 100}xx")
         self.requests[key] = self.requests.get(key, 0) + 1
 
-    def page(self, engine: Engine, profile: Profile, model: str) -> bytes:
-        """Return the /metrics page."""
+    def page(
+        self,
+        engine: Engine,
+        profile: Profile,
+        model: str,
+        *,
+        held: int = 0,
+        sleep_level: int | None = None,
+    ) -> bytes:
+        """Return the /metrics page.
+
+        Args:
+            engine, profile, model: What is served.
+            held: Sequences that wait because the engine is asleep.
+            sleep_level: How deep it sleeps; None if it is awake.
+        """
         name = f'model_name="{model}"'
         labels = f'engine="0",{name}'
         lines: list[str] = []
-        for metric, series in self._simple(engine, profile, name, labels).items():
+        for metric, series in self._simple(engine, profile, name, labels, held, sleep_level).items():
             kind = "counter" if metric.endswith("_total") else "gauge"
             lines += (f"# HELP {metric} {_HELP[metric]}", f"# TYPE {metric} {kind}")
             lines += (f"{metric}{{{labels}}} {value}" for labels, value in series.items())
@@ -133,19 +203,22 @@ class Tally:
             lines += self.histograms[metric].lines(f"vllm:{metric}", labels)
         return ("\n".join(lines) + "\n").replace("{}", "").encode()
 
-    def _simple(self, engine: Engine, profile: Profile, name: str, labels: str) -> dict[str, Series]:
+    def _simple(
+        self, engine: Engine, profile: Profile, name: str, labels: str, held: int, sleep_level: int | None
+    ) -> dict[str, Series]:
         """Return the values of all counters and gauges, in the order of the page."""
+        waiting = float(engine.waiting + held)
         return {
             "process_start_time_seconds": {"": self.started_wall_s},
             "vllm:num_requests_running": {labels: float(engine.running)},
-            "vllm:num_requests_waiting": {labels: float(engine.waiting)},
+            "vllm:num_requests_waiting": {labels: waiting},
             "vllm:num_requests_waiting_by_reason": {
-                f'{labels},reason="capacity"': float(engine.waiting),
+                f'{labels},reason="capacity"': waiting,
                 f'{labels},reason="deferred"': 0.0,
             },
             "vllm:engine_sleep_state": {
-                f'{labels},sleep_state="{state}"': float(state == "awake")
-                for state in ("awake", "weights_offloaded", "discard_all")
+                f'{labels},sleep_state="{state}"': float(sleep_level in levels)
+                for state, levels in _SLEEP_STATES.items()
             },
             "vllm:kv_cache_usage_perc": {labels: engine.kv_usage},
             "vllm:prefix_cache_queries_total": {labels: 0.0},
@@ -167,6 +240,10 @@ class Tally:
                 f'handler="{handler}",method="{method}",status="{status}"': float(count)
                 for (handler, method, status), count in self.requests.items()
             },
+            "simulator:requests_peak": {"": float(self.requests_peak)},
+            "simulator:kv_cache_usage_peak": {"": self.kv_usage_peak},
+            "simulator:step_lag_seconds_peak": {"": self.step_lag_peak_s},
+            "simulator:lost_seconds_total": {"": self.lost_s},
         }
 
 

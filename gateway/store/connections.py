@@ -53,6 +53,7 @@ class Connections:
             "retry_on_timeout": False,
             "socket_connect_timeout": command_s,
             "decode_responses": decodes,
+            "encoding_errors": "replace",  # what others wrote must not raise
             "client_name": name,
         }
         if not url.startswith("unix:"):

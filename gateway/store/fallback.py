@@ -14,6 +14,7 @@ import anyio
 from gateway.core.admission import COUNTERS
 from gateway.core.values import UNLIMITED, Exclusion, Load
 from gateway.ports import Slot
+from gateway.store.facts import Exchange
 from gateway.store.leases import StoreAway
 from gateway.store.memory import OnFreed
 from gateway.store.redis import RedisLedger
@@ -60,6 +61,16 @@ class FallbackLedger:
         """Gateway processes last seen, this one included, or how many there are at least."""
         return max(self._shared.replicas, self._replicas_min)
 
+    @property
+    def owner(self) -> str:
+        """This process's name in Redis."""
+        return self._shared.owner
+
+    @property
+    def exchange(self) -> Exchange:
+        """What gateway processes tell each other of themselves, while Redis is there."""
+        return self._shared.exchange
+
     def on_freed(self, callback: OnFreed) -> None:
         """Have `callback` called whenever something became free on a backend, through whichever gateway."""
         self._on_freed.append(callback)
@@ -86,7 +97,7 @@ class FallbackLedger:
 
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """See `ports.Ledger.acquire`. Alone, `limits` are divided by the replicas."""
-        if self.mode is Mode.SHARED:
+        while self.mode is Mode.SHARED:  # again, where Redis was back before the command had failed
             turn = self._turn
             try:
                 return await self._shared.acquire(backend_id, claim, limits)

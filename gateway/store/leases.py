@@ -10,6 +10,7 @@ from gateway.core.admission import COUNTERS
 from gateway.core.values import Load
 from gateway.store.connections import Connections
 from gateway.store.connections import StoreAway as StoreAway
+from gateway.store.facts import BYTES_MAX, Told
 
 _counters = attrgetter(*COUNTERS)
 
@@ -42,7 +43,28 @@ class Freed:
     load: Load
 
 
-NextFreed = Callable[[], Awaitable[Freed | None]]
+@dataclass(frozen=True, slots=True)
+class Urgent:
+    """A process whose facts cannot wait for the next look."""
+
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a heartbeat brought.
+
+    Attributes:
+        replicas: Gateway processes there are.
+        told: What the others say of themselves.
+    """
+
+    replicas: int
+    told: Sequence[Told]
+
+
+News = Freed | Urgent
+NextNews = Callable[[], Awaitable[News | None]]
 
 
 class Leases:
@@ -97,19 +119,20 @@ class Leases:
             arguments.extend(_counters(claim))
         return await self._run(self._renew, backend_id, arguments)
 
-    async def heartbeat(self) -> int:
-        """Say that this process is there. Returns how many are."""
-        return await self._beat(self._ttl_ms)
+    async def heartbeat(self, facts: str = "", *, is_urgent: bool = False) -> Beat:
+        """Say that this process is there, and its facts; `is_urgent`: have the others look at once."""
+        return await self._beat(self._ttl_ms, facts, self._channel if is_urgent else "")
 
     async def leave(self) -> None:
         """Say that this process is going."""
         await self._beat(0)
 
-    async def _beat(self, ttl_ms: int) -> int:
-        keys = [f"{{{self._prefix}}}:replicas"]
-        return int(
-            await self._connections.bounded(lambda: self._heartbeat(keys=keys, args=[self._owner, ttl_ms]))
-        )
+    async def _beat(self, ttl_ms: int, facts: str = "", channel: str = "") -> Beat:
+        keys = [f"{{{self._prefix}}}:replicas", f"{{{self._prefix}}}:facts"]
+        args: list[str | int] = [self._owner, ttl_ms, facts, BYTES_MAX, channel]
+        replicas, *said = await self._connections.bounded(lambda: self._heartbeat(keys=keys, args=args))
+        rows = zip(said[::3], said[1::3], said[2::3], strict=True)
+        return Beat(replicas, tuple(Told(owner, left_ms / 1000, text) for owner, left_ms, text in rows))
 
     async def _run(
         self, script: Callable[..., Awaitable[Any]], backend_id: str, arguments: Sequence[str | int]
@@ -123,17 +146,17 @@ class Leases:
         return Reply(outcome, version, mine, _load(others))
 
     @asynccontextmanager
-    async def listening(self) -> AsyncIterator[NextFreed]:
-        """Yield a function that returns what became free next, anywhere; now and then None."""
+    async def listening(self) -> AsyncIterator[NextNews]:
+        """Yield a function that returns what is published next, by any process; now and then None."""
         channel = self._connections.channel()
 
-        async def next_freed() -> Freed | None:
+        async def next_news() -> News | None:
             message = await self._connections.heard(channel)
-            return None if message is None else _freed(message["data"])
+            return None if message is None else _news(message["data"])
 
         try:
             await self._connections.bounded(lambda: channel.subscribe(self._channel))
-            yield next_freed
+            yield next_news
         finally:
             await self._connections.close(channel)
 
@@ -146,10 +169,15 @@ def _load(values: Iterable[int]) -> Load:
     return Load(**dict(zip(COUNTERS, values, strict=True)))
 
 
-def _freed(message: str) -> Freed | None:
+def _news(message: str) -> News | None:
     """Return what a message says, or None for one from a gateway that counts otherwise than this one."""
     words = message.split(" ")
+    if len(words) == 1:
+        return Urgent(message)
     if len(words) != len(COUNTERS) + 3:
         return None
     owner, version, *counters, backend = words
-    return Freed(backend, owner, int(version), _load(map(int, counters)))
+    try:
+        return Freed(backend, owner, int(version), _load(map(int, counters)))
+    except ValueError:
+        return None

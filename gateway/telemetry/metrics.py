@@ -42,8 +42,13 @@ class Metrics:
         count_drifts: Callable[[], Mapping[str, CountDrift]],
         sights: Callable[[], Mapping[str, Sight]],
         waiting: Callable[[], Mapping[tuple[str, str], int]],
+        replicas: Callable[[], int],
+        store_modes: Callable[[], Mapping[str, bool]],
     ) -> None:
-        """Read gauges from these at scrape time: per backend id; `waiting` per (model, class)."""
+        """Read gauges from these at scrape time: per backend id; `waiting` per (model, class).
+
+        `store_modes` says of each way of counting slots whether it is in force; of none without a store.
+        """
         self.registry = CollectorRegistry(auto_describe=True)
         registry = self.registry
         self.requests = Counter(
@@ -140,6 +145,7 @@ class Metrics:
         registry.register(_Fleet(backends, loads, statuses, drifts, count_drifts))
         registry.register(_Knees(sights))
         registry.register(_Waiting(waiting))
+        registry.register(_Store(replicas, store_modes))
 
     def attempt(self, record: AttemptRecord) -> None:
         """See `ports.Recorder.attempt`."""
@@ -213,7 +219,7 @@ class _Fleet(Collector):
         gauges = {
             name: GaugeMetricFamily(name, text, labels=["backend"])
             for name, text in {
-                "gateway_in_flight": "Sequences this gateway has on a backend.",
+                "gateway_in_flight": "Sequences in flight on a backend, of all gateways that share the store.",
                 "gateway_knee_seqs": "The backend's knee for short prompts: the ceiling of in flight.",
                 "gateway_knee_used_ratio": "Share of the knee in use, prompt lengths considered.",
                 "gateway_kv_blocks": "KV blocks reserved by what is in flight.",
@@ -304,3 +310,21 @@ class _Waiting(Collector):
         for (model, traffic_class), count in self._waiting().items():
             waiting.add_metric([model, traffic_class], float(count))
         yield waiting
+
+
+class _Store(Collector):
+    """Gauges of what gateway processes share."""
+
+    def __init__(self, replicas: Callable[[], int], store_modes: Callable[[], Mapping[str, bool]]) -> None:
+        self._replicas, self._store_modes = replicas, store_modes
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "gateway_replicas", "Gateway processes that share the store.", value=self._replicas()
+        )
+        modes = GaugeMetricFamily(
+            "gateway_store_mode", "1 for how slots are counted: shared, or alone.", labels=["mode"]
+        )
+        for mode, is_in_force in self._store_modes().items():
+            modes.add_metric([mode], float(is_in_force))
+        yield modes

@@ -78,10 +78,14 @@ def binary(leg: str) -> Path:
 class RedisServer:
     """A server that a test may do anything to."""
 
-    def __init__(self, binary: Path, folder: Path, *, keeps: bool = False) -> None:
-        """Keep the server's socket in `folder`; its data too, if it `keeps` them."""
-        self._command = server_command(binary, folder, keeps=keeps)
+    def __init__(self, binary: Path, folder: Path, port: int = 0, *, keeps: bool = False) -> None:
+        """Keep the server's socket in `folder`; listen on a port of the loopback too, if not 0.
+
+        Its data are in the folder too, if it `keeps` them.
+        """
+        self._command = server_command(binary, folder, port=port, keeps=keeps)
         self.url = f"unix://{socket_path(folder)}"
+        self.tcp_url = f"redis://127.0.0.1:{port}"
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:

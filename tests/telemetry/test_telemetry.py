@@ -65,8 +65,8 @@ ATTEMPT = AttemptRecord("light-0", "light", "short_chat", Outcome.FAILED, "statu
 
 
 def metrics(**fields: object) -> Metrics:
-    nothing = ("loads", "statuses", "drifts", "count_drifts", "sights", "waiting")
-    sources = {"backends": lambda: BACKENDS, **dict.fromkeys(nothing, dict)}
+    nothing = ("loads", "statuses", "drifts", "count_drifts", "sights", "waiting", "store_modes")
+    sources = {"backends": lambda: BACKENDS, "replicas": lambda: 1, **dict.fromkeys(nothing, dict)}
     return Metrics(**{**sources, **fields})  # type: ignore[arg-type]
 
 
@@ -95,10 +95,21 @@ def test_a_served_request_is_measured() -> None:
     assert value(subject, "gateway_spills_total", traffic_class="short_chat", pool="push") is None
 
 
+def test_how_many_gateways_there_are_and_how_they_count() -> None:
+    assert value(metrics(), "gateway_replicas") == 1
+    assert value(metrics(), "gateway_store_mode", mode="shared") is None
+
+    subject = metrics(replicas=lambda: 3, store_modes=lambda: {"shared": False, "alone": True})
+
+    assert value(subject, "gateway_replicas") == 3
+    assert value(subject, "gateway_store_mode", mode="shared") == 0
+    assert value(subject, "gateway_store_mode", mode="alone") == 1
+
+
 def test_a_spill_is_counted() -> None:
     subject = metrics()
 
-    subject.finished(replace(RECORD, pool="push", backend="push"))
+    subject.finished(replace(RECORD, pool="push", backend="push", is_spill=True))
 
     assert value(subject, "gateway_spills_total", traffic_class="short_chat", pool="push") == 1
 
