@@ -38,6 +38,7 @@ class BackendView:
         share_max: How much of its knee may be used: the whole, or less where a target for TPOT says so.
         kv_taken: KV blocks in use there that nobody has reserved who shares this gateway's count.
         long_waiting: Requests with long prompts that wait for it as their first choice.
+        away: Why the machine it shares with other models runs none of its own now; None where it does.
     """
 
     backend: Backend
@@ -47,6 +48,7 @@ class BackendView:
     share_max: int = admission.WHOLE
     kv_taken: int = 0
     long_waiting: int = 0
+    away: tuple[Exclusion, str] | None = None
 
     @property
     def capacity(self) -> Capacity:
@@ -111,17 +113,23 @@ def _fit(case: Case) -> Objection | None:
 
 
 def _modality(case: Case) -> Objection | None:
-    takes = case.view.backend.modalities
+    refused = _refused_parts(case.view.backend, case.demand)
+    return (Exclusion.MODALITY, refused) if refused else None
+
+
+def _refused_parts(backend: Backend, demand: Demand) -> str:
+    takes = backend.modalities
     for noun, count, most in (
-        ("images", case.demand.images, takes.images_max),
-        ("audio", case.demand.audios, takes.audios_max),
+        ("images", demand.images, takes.images_max),
+        ("audio", demand.audios, takes.audios_max),
     ):
         if most is not None and count > most:
-            return (
-                Exclusion.MODALITY,
-                f"takes no {noun}" if most == 0 else f"takes {most} {noun}, not {count}",
-            )
-    return None
+            return f"takes no {noun}" if most == 0 else f"takes {most} {noun}, not {count}"
+    return ""
+
+
+def _away(case: Case) -> Objection | None:
+    return case.view.away
 
 
 def _model(case: Case) -> Objection | None:
@@ -194,6 +202,7 @@ FILTERS: Mapping[str, Filter] = {
     "fit": _fit,
     "modality": _modality,
     "drain": _drain,
+    "away": _away,
     "health": _health,
     "model": _model,
     "room": _room,
@@ -220,6 +229,11 @@ SCORES: Mapping[str, Score] = {
     "speed": _speed,
     "prefix_affinity": _prefix_affinity,
 }
+
+
+def could_take(backend: Backend, demand: Demand) -> bool:
+    """Return whether a backend could ever take a request, however long it would have to wait."""
+    return admission.misfit(backend.capacity, demand) is None and not _refused_parts(backend, demand)
 
 
 def rank(

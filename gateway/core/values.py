@@ -556,6 +556,7 @@ class Exclusion(StrEnum):
     WRONG_MODEL = "wrong_model"  # it serves another model
     UNHEALTHY = "unhealthy"  # down, ejected, hung, booting
     DRAINING = "draining"  # the operator or the engine is emptying it
+    SWAPPED_OUT = "swapped_out"  # its box runs another model at the moment
     AT_KNEE = "at_knee"  # full right now
     KV_FULL = "kv_full"  # no blocks right now
     LONG_FULL = "long_full"  # as many long documents as it may have
@@ -582,6 +583,7 @@ _PERMANENT = frozenset(
 )
 _BUSY = frozenset(
     {
+        Exclusion.SWAPPED_OUT,
         Exclusion.AT_KNEE,
         Exclusion.KV_FULL,
         Exclusion.LONG_FULL,

@@ -485,3 +485,19 @@ def test_a_backend_in_probation_takes_no_more_than_it_may_even_at_once() -> None
 
     assert admission.full(load(1), found.claim, found.limits) is None
     assert admission.full(load(2), found.claim, found.limits) is Exclusion.AT_KNEE
+
+
+def test_a_backend_whose_machine_runs_another_model_is_worth_waiting_for() -> None:
+    away = (Exclusion.SWAPPED_OUT, "its model is out; qwen is resident")
+    out = replace(view(backend("light-0"), status=BackendStatus(state=State.DOWN)), away=away)
+
+    assert why_not(fleet(out), "light-0") == away
+    assert away[0].is_busy
+    assert not away[0].is_permanent
+
+
+def test_what_never_fits_is_said_even_while_the_model_is_out() -> None:
+    away = (Exclusion.SWAPPED_OUT, "its model is out")
+    beyond = replace(SHORT, total_tokens=40_000)
+    excluded, _ = why_not(fleet(replace(view(backend("light-0")), away=away)), "light-0", beyond)
+    assert excluded is Exclusion.CONTEXT_EXCEEDED
