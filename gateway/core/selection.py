@@ -8,7 +8,7 @@ in which the pool lists its backends: no dice, so a decision can be explained an
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gateway.core import admission
+from gateway.core import admission, versions
 from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
 from gateway.core.values import (
     Backend,
@@ -143,6 +143,14 @@ def _model(case: Case) -> Objection | None:
     return None
 
 
+def _version(case: Case) -> Objection | None:
+    status, allowed = case.view.status, case.view.backend.versions
+    if allowed and not status.served_models:  # they are asked for together
+        return Exclusion.WRONG_VERSION, "its engine's version is not known yet"
+    wrong = versions.misfit(allowed, status.version)
+    return (Exclusion.WRONG_VERSION, wrong) if wrong else None
+
+
 def _health(case: Case) -> Objection | None:
     status = case.view.status
     if accepts(status, case.view.load.seqs):
@@ -205,6 +213,7 @@ FILTERS: Mapping[str, Filter] = {
     "away": _away,
     "health": _health,
     "model": _model,
+    "version": _version,
     "room": _room,
     "spill": _spill,
 }

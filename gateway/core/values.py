@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
+from gateway.core.versions import VersionBound
 
 # ------------------------------------------------------------------ what the caller sent
 
@@ -185,6 +186,7 @@ class Backend:
         drain: Set by the operator: finish what runs, take nothing new.
         perf: Its latency model, to predict prompt work with; None where no profile gives one.
         batched_tokens: Prompt tokens of one engine step (`max_num_batched_tokens`).
+        versions: Engine versions it may have; () for any.
     """
 
     id: str
@@ -198,6 +200,7 @@ class Backend:
     drain: bool = False
     perf: PerfModel | None = None
     batched_tokens: int = 8192
+    versions: tuple[VersionBound, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,6 +557,7 @@ class Exclusion(StrEnum):
     SEQS_EXCEEDED = "seqs_exceeded"  # more parallel choices than its knee
     MODALITY = "modality"  # it does not take images or audio
     WRONG_MODEL = "wrong_model"  # it serves another model
+    WRONG_VERSION = "wrong_version"  # its engine is of a version that was not allowed
     UNHEALTHY = "unhealthy"  # down, ejected, hung, booting
     DRAINING = "draining"  # the operator or the engine is emptying it
     SWAPPED_OUT = "swapped_out"  # its box runs another model at the moment

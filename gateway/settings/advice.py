@@ -15,7 +15,13 @@ from gateway.settings.yaml_tree import Path
 def warnings(settings: Settings) -> tuple[Problem, ...]:
     """Return every warning about a valid configuration, in the order of the file."""
     policy = settings.policy()
-    found = [*_models(policy), *_unused(settings, policy), *_backends(settings, policy), *_exposure(settings)]
+    found = [
+        *_models(policy),
+        *_unused(settings, policy),
+        *_backends(settings, policy),
+        *_boxes(settings, policy),
+        *_exposure(settings),
+    ]
     return tuple(sorted(settings.problem(warning.path, warning.message) for warning in found))
 
 
@@ -206,6 +212,22 @@ def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
             own = settings.document.pools[name].timeouts.model_fields_set
             message = f"pool {name}: total_s ends an attempt before first_byte_s or idle_s can"
             yield _Warning(("pools", name) if own else ("timeouts",), message)
+
+
+def _boxes(settings: Settings, policy: Policy) -> Iterator[_Warning]:
+    shared = {member for box in settings.boxes.values() for member in box.backends}
+    for model in policy.models:
+        for index, one in enumerate(model.classes):
+            names = [backend.id for backend in _backends_of(one, policy)]
+            boots = [settings.profile(name).boot_s or 0.0 for name in names]
+            most_s = one.waiting.max_wait_s
+            if names and shared.issuperset(names) and most_s < min(boots):
+                yield _Warning(
+                    ("models", model.id, "classes", index),
+                    f"class {one.name} waits {most_s:g} s at most, and its models take turns with others: "
+                    f"a boot takes {min(boots):g} s, so its requests are refused while they are out, "
+                    "and never bring them in",
+                )
 
 
 def _exposure(settings: Settings) -> Iterator[_Warning]:

@@ -3,7 +3,7 @@ name is reported together with every other problem, whatever else the file gets 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +28,7 @@ def findings(data: Any) -> Iterator[Finding]:
     yield from _profiles(top)
     yield from _urls(top)
     yield from _pools(top)
+    yield from _boxes(top)
     yield from _models(top)
     yield from _listeners(top)
 
@@ -69,6 +70,23 @@ def _pools(top: Mapping[str, Any]) -> Iterator[Finding]:
         if isinstance(section, Mapping):
             path, listed = (*path, "backends"), section.get("backends")
         yield from _names(path, "backend", listed, backends)
+
+
+def _boxes(top: Mapping[str, Any]) -> Iterator[Finding]:
+    backends = _mapping(top.get("backends"))
+    taken: dict[str, str] = {}
+    for name, section in _mapping(top.get("boxes")).items():
+        members = _mapping(_mapping(section).get("backends"))
+        for member in members:
+            path: Path = ("boxes", name, "backends", member)
+            if member not in backends:
+                yield replace(_unknown(path, "backend", member, backends), at_key=True)
+            elif member in taken:
+                yield Finding(path, f"{member} is in the box {taken[member]} already", at_key=True)
+            taken.setdefault(member, name)
+        default = _mapping(section).get("default")
+        if isinstance(default, str) and members and default not in members:
+            yield _unknown(("boxes", name, "default"), "backend of this box", default, members)
 
 
 def _models(top: Mapping[str, Any]) -> Iterator[Finding]:

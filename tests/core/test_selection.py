@@ -27,6 +27,7 @@ from gateway.core.values import (
     TrafficClass,
     Weights,
 )
+from gateway.core.versions import bounds
 
 SMALL = Capacity(context_tokens=32_768, knee=(KneeStep(None, 64),))
 LARGE = Capacity(context_tokens=262_144, knee=(KneeStep(None, 64),))
@@ -501,3 +502,22 @@ def test_what_never_fits_is_said_even_while_the_model_is_out() -> None:
     beyond = replace(SHORT, total_tokens=40_000)
     excluded, _ = why_not(fleet(replace(view(backend("light-0")), away=away)), "light-0", beyond)
     assert excluded is Exclusion.CONTEXT_EXCEEDED
+
+
+@pytest.mark.parametrize(
+    ("status", "detail"),
+    [
+        pytest.param(replace(UP, version="0.23.4"), None, id="allowed"),
+        pytest.param(replace(UP, version="0.24.0"), "engine version 0.24.0, not < 0.24", id="too-new"),
+        pytest.param(UP, "the engine does not say its version", id="silent"),
+        pytest.param(
+            replace(UP, served_models=()), "its engine's version is not known yet", id="not-asked-yet"
+        ),
+    ],
+)
+def test_an_engine_of_a_wrong_version_gets_no_traffic(status: BackendStatus, detail: str | None) -> None:
+    subject = backend("light-0", versions=bounds(">= 0.20, < 0.24"), model="gemma")
+
+    found = why_not(fleet(view(subject, status=status)), "light-0")
+    assert found == ((None, "") if detail is None else (Exclusion.WRONG_VERSION, detail))
+    assert not Exclusion.WRONG_VERSION.is_busy
