@@ -10,6 +10,7 @@
            v                     probe ok                          |
          DOWN -----------------------------------------------------+
         DRAINING: the engine said it is stopping.   HUNG: it generates nothing while requests run.
+        OUT: its machine runs another model (`put_out`), until that one is started again (`awaited`).
 
 Three kinds of evidence come in. *Probes* say whether the server answers; *samples* of the engine's
 own metrics say whether it makes progress and whether it is still the same process; *attempts* say
@@ -35,6 +36,7 @@ class State(StrEnum):
     HUNG = "hung"  # answers /health, but generates nothing while requests run
     EJECTED = "ejected"  # failed requests: out until its penalty has passed and a probe succeeds
     DOWN = "down"  # does not answer, beyond its boot budget
+    OUT = "out"  # its machine runs another model: not asked, and nothing is held against it
 
 
 class Outcome(StrEnum):
@@ -295,6 +297,8 @@ def served_name(configured: str | None, status: BackendStatus) -> str | None:
 
 def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules) -> BackendStatus:
     """Return the status after `event`, which happened at `now` (monotonic seconds)."""
+    if status.state is State.OUT:
+        return status
     match event:
         case ProbeOk():
             return _learned(_probe_ok(status, now, rules), event, rules)
@@ -315,6 +319,19 @@ def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules)
                 status, f"{outcome.value}: {detail}" if detail else outcome.value, now, rules
             )
     return status  # REJECTED, CANCELLED, BUSY: nothing to hold against it
+
+
+def put_out(status: BackendStatus, now: float, reason: str) -> BackendStatus:
+    """Return the status of a backend whose machine runs another model from now on."""
+    return BackendStatus(State.OUT, now, reason, version=status.version, restarts=status.restarts)
+
+
+def awaited(status: BackendStatus, now: float, reason: str) -> BackendStatus:
+    """Return the status of a backend that is being started: it has its whole boot budget from now on.
+
+    What was known of the process before is forgotten, so that the new one is no unexpected restart.
+    """
+    return BackendStatus(State.BOOTING, now, reason, restarts=status.restarts, down_since=now)
 
 
 def _enter(status: BackendStatus, state: State, now: float, reason: str) -> BackendStatus:

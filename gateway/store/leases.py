@@ -107,6 +107,7 @@ class Leases:
         self._release = self._script("release")
         self._renew = self._script("renew")
         self._heartbeat = self._redis.register_script(_text("heartbeat"))
+        self._box = self._redis.register_script(_text("box"))
 
     def _script(self, name: str) -> Callable[..., Awaitable[Any]]:
         return self._redis.register_script(f"{_SHARED}\n{_text(name)}")
@@ -142,6 +143,20 @@ class Leases:
     async def _beat(self, ttl_ms: int) -> int:
         keys = [f"{{{self._prefix}}}:replicas"]
         return int(await self._bounded(lambda: self._heartbeat(keys=keys, args=[self._owner, ttl_ms])))
+
+    async def box(self, box_id: str, fence: int, state: str, note: str) -> tuple[int, str, list[str]]:
+        """Own a box, or see who does: the fence (0: another does), the state, the others' notes."""
+        found, written, notes = await self._on_box(box_id, self._ttl_ms, fence, state, note)
+        return int(found), written, notes
+
+    async def leave_box(self, box_id: str) -> None:
+        """Own a box no more."""
+        await self._on_box(box_id, 0, 0, "", "")
+
+    async def _on_box(self, box_id: str, *arguments: int | str) -> Any:
+        tag = f"{{{self._prefix}:box:{box_id}}}"
+        keys = [f"{tag}:{name}" for name in ("owner", "fence", "state", "notes")]
+        return await self._bounded(lambda: self._box(keys=keys, args=[self._owner, *arguments]))
 
     async def _run(
         self, script: Callable[..., Awaitable[Any]], backend_id: str, arguments: Sequence[str | int]

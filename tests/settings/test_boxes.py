@@ -47,14 +47,14 @@ def test_a_box_yields_its_rules(loaded: Callable[[str], Settings]) -> None:
         ("qwen: {sleep", "phi: {sleep", 'there is no backend "phi"; there are gemma, qwen'),
         ("default: gemma", "default: phi", 'there is no backend of this box "phi"; there are gemma, qwen'),
         ("qwen: {sleep: {level: 2}}", "", "a box needs two backends or more"),
-        ("{sleep: {level: 2}}", "{jobs: 3}", "boxes.spark.backends.qwen: give exactly one of exec, http and sleep"),
+        ("{sleep: {level: 2}}", "{jobs: 3}", "qwen: give exactly one of exec, http and sleep"),
         (
             "{sleep: {level: 2}}",
             "{sleep: {}, exec: {start: a, stop: b}}",
             "boxes.spark.backends.qwen: give exactly one of exec, http and sleep",
         ),
-        ("start: [switch, gemma]", "start: switch gemma", "write a command as a list of its words, or set shell: true"),
-        ("stop: [switch, none]", "stop: [switch, none], shell: true", "a command is one text, not a list of words"),
+        ("start: [switch, gemma]", "start: switch gemma", "write a command as a list of its words, or set"),
+        ("stop: [switch, none]", "stop: [switch, none], shell: true", "a command is one text, not a list"),
         (
             "{sleep: {level: 2}}",
             "{http: {start: {url: 'http://u:secret@box/a'}, stop: {url: 'http://box/b'}}}",
