@@ -35,8 +35,10 @@ class Commands(click.RichGroup):
     """The commands of this file, and those that live with what they start and are loaded only then."""
 
     elsewhere: ClassVar[Mapping[str, str]] = {
+        "box-switch": "gateway.simulator.box_command",
         "demo": "gateway.demo.command",
         "simulate": "gateway.simulator.command",
+        "simulate-box": "gateway.simulator.box_command",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -47,7 +49,7 @@ class Commands(click.RichGroup):
         """Return the command of that name, or None."""
         if cmd_name not in self.elsewhere:
             return super().get_command(ctx, cmd_name)
-        command: click.Command = getattr(import_module(self.elsewhere[cmd_name]), cmd_name)
+        command: click.Command = getattr(import_module(self.elsewhere[cmd_name]), cmd_name.replace("-", "_"))
         return command
 
 

@@ -21,7 +21,20 @@ def run(*arguments: str, stdin: str | None = None) -> Result:
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "demo", "simulate", "check", "explain", "schema", "version", "tokens", "vocab"]
+    "command",
+    [
+        "serve",
+        "demo",
+        "simulate",
+        "simulate-box",
+        "box-switch",
+        "check",
+        "explain",
+        "schema",
+        "version",
+        "tokens",
+        "vocab",
+    ],
 )
 def test_every_command_has_help(command: str) -> None:
     result = run(command, "--help")

@@ -4,10 +4,9 @@ Everything a route needs of the server around it stands in `Backplane`: the engi
 a restart, and what an operator's order does.
 """
 
-import json
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -16,8 +15,10 @@ import anyio.to_thread
 from gateway.clock import SystemClock
 from gateway.simulator import pieces, refusals
 from gateway.simulator.calls import Asked, Call, Delivery, read_chat, read_completion
-from gateway.simulator.faults import Faults, order_from
+from gateway.simulator.exchange import JSON, Exchange, Handler, Left, Receive, Scope, Send, as_bytes
+from gateway.simulator.faults import NONSENSE, Faults, order_from
 from gateway.simulator.host import Answer, EngineHost
+from gateway.simulator.nonsense import spoilt
 from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
 from gateway.simulator.reading import Members, read_json
 from gateway.simulator.refusals import Refusal
@@ -27,29 +28,12 @@ from gateway.simulator.wire import DONE, ENGINE_DEAD, Identity, StreamWriter, wh
 VERSION = "0.32.0"  # the vLLM whose wire this is
 _INLINE_CHARS = 65_536  # longer prompts are tokenised in a thread
 _SLOW_HEADERS_S = 5.0
-_JSON = "application/json"
 _SSE = "text/event-stream; charset=utf-8"
 _METRICS = "text/plain; version=1.0.0; charset=utf-8"
 _GUARDED = ("/v1/", "/v2/", "/inference/")
 _UNCOUNTED = frozenset({"/health", "/metrics", "/ping", "/load", "/version", "/simulator/fault"})
 
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-Handler = Callable[["Exchange"], Awaitable[None]]
 T = TypeVar("T")
-
-
-class Connection(Protocol):
-    """The TCP connection a request came on."""
-
-    on_lost: Callable[[], None] | None
-
-    def write(self, data: bytes) -> None:
-        """Write bytes past the HTTP layer."""
-
-    async def close(self, *, abort: bool = False) -> None:
-        """Close it, with a reset if `abort`, and wait until it is closed."""
 
 
 class Backplane(Protocol):
@@ -60,70 +44,20 @@ class Backplane(Protocol):
     host: EngineHost
     is_draining: bool
     load: int
+    sleep_level: int | None
 
     def order(self, order: FaultOrder | None) -> None:
         """Carry out a fault, or lift what is on."""
 
+    async def sleep(self, level: int, mode: str) -> None:
+        """Put the engine to sleep; return when it is.
 
-@dataclass(slots=True)
-class Exchange:
-    """One request and the way to answer it.
+        Raises:
+            ValueError: there is no such level or mode.
+        """
 
-    Attributes:
-        status: Status sent, for the metrics; 0 before.
-    """
-
-    backplane: Backplane
-    scope: Scope
-    receive: Receive
-    send: Send
-    connection: Connection
-    status: int = 0
-
-    def header(self, name: bytes) -> str:
-        """Return a request header, or ""."""
-        return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), "")
-
-    async def body(self) -> bytes:
-        """Return the request's body."""
-        parts: list[bytes] = []
-        while True:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise _Left
-            parts.append(message.get("body", b""))
-            if not message.get("more_body"):
-                return b"".join(parts)
-
-    async def json(self) -> dict[str, Any]:
-        """Return the request's JSON object."""
-        body = await self.body()
-        if self.header(b"content-type").partition(";")[0].strip().lower() != _JSON:
-            raise refusals.unsupported_media()
-        return read_json(body)
-
-    async def start(self, status: int, content_type: str, length: int | None, *, vary: bool = True) -> None:
-        """Send the status and headers."""
-        self.status = status
-        headers = [] if length is None else [(b"content-length", str(length).encode())]
-        if content_type:
-            headers.append((b"content-type", content_type.encode()))
-        if vary:
-            headers.append((b"vary", b"Origin"))
-        await self.send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def write(self, data: bytes, *, more: bool = True) -> None:
-        """Send a piece of the body: one HTTP chunk where the length was not given."""
-        await self.send({"type": "http.response.body", "body": data, "more_body": more})
-
-    async def reply(self, status: int, body: bytes = b"", kind: str = _JSON, *, vary: bool = True) -> None:
-        """Send a whole answer."""
-        await self.start(status, kind if body else "", len(body), vary=vary)
-        await self.write(body, more=False)
-
-
-class _Left(Exception):
-    """The client closed the connection before its request was complete."""
+    async def wake_up(self) -> None:
+        """Wake the engine; return when it is awake."""
 
 
 class Application:
@@ -146,14 +80,20 @@ class Application:
             "/v1/completions": {"POST": self._completion},
             "/simulator/fault": {"GET": self._show_fault, "POST": self._set_fault},
         }
+        if backplane.options.sleep_mode:
+            self._routes |= {
+                "/sleep": {"POST": self._sleep},
+                "/wake_up": {"POST": self._wake_up},
+                "/is_sleeping": {"GET": self._is_sleeping},
+            }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        exchange = Exchange(self._backplane, scope, receive, send, scope["state"]["connection"])
+        exchange = Exchange(scope, receive, send, scope["state"]["connection"])
         path, method = scope["path"], scope["method"]
         try:
             await self._route(exchange, path, method)
-        except _Left:
+        except Left:
             return
         except Refusal as refusal:
             await exchange.reply(refusal.status, refusal.body)
@@ -182,7 +122,7 @@ class Application:
         headers = [
             (b"allow", allowed.encode()),
             (b"content-length", str(len(body)).encode()),
-            (b"content-type", _JSON.encode()),
+            (b"content-type", JSON.encode()),
             (b"vary", b"Origin"),
         ]
         await exchange.send({"type": "http.response.start", "status": 405, "headers": headers})
@@ -197,14 +137,20 @@ class Application:
         await exchange.reply(200)
 
     async def _version(self, exchange: Exchange) -> None:
-        await exchange.reply(200, _bytes({"version": VERSION}))
+        await exchange.reply(200, as_bytes({"version": VERSION}))
 
     async def _load(self, exchange: Exchange) -> None:
-        await exchange.reply(200, _bytes({"server_load": self._backplane.load}))
+        await exchange.reply(200, as_bytes({"server_load": self._backplane.load}))
 
     async def _metrics(self, exchange: Exchange) -> None:
         host, options = self._backplane.host, self._backplane.options
-        page = host.tally.page(host.engine, options.profile, options.model)
+        page = host.tally.page(
+            host.engine,
+            options.profile,
+            options.model,
+            held=host.held_seats,
+            sleep_level=self._backplane.sleep_level,
+        )
         await exchange.reply(200, page, _METRICS)
 
     async def _models(self, exchange: Exchange) -> None:
@@ -234,7 +180,7 @@ class Application:
             "max_model_len": options.profile.capacity.context_tokens,
             "permission": [permission],
         }
-        await exchange.reply(200, _bytes({"object": "list", "data": [card]}))
+        await exchange.reply(200, as_bytes({"object": "list", "data": [card]}))
 
     # -------------------------------------------------------------- tokens
 
@@ -248,7 +194,7 @@ class Application:
             "tokens": numbers,
             "token_strs": rendered.strings() if data.get("return_token_strs") else None,
         }
-        await exchange.reply(200, _bytes(body))
+        await exchange.reply(200, as_bytes(body))
 
     def _rendered(self, data: dict[str, Any]) -> Rendered:
         options = self._backplane.options
@@ -271,7 +217,7 @@ class Application:
         numbers = members.array("tokens", required=True)
         members.finish()
         text = pieces.text_of([number for number in numbers if isinstance(number, int)])
-        await exchange.reply(200, _bytes({"prompt": text}))
+        await exchange.reply(200, as_bytes({"prompt": text}))
 
     # -------------------------------------------------------------- answers
 
@@ -298,6 +244,8 @@ class Application:
         asked.refuse_by_length()
         counts = await _offload(asked.chars, lambda: [prompt.count() for prompt in asked.prompts])
         call = asked.call(counts)
+        if fault is not None and fault.fault in NONSENSE:
+            call = replace(call, scripts=tuple(spoilt(script, fault.fault) for script in call.scripts))
         limit = backplane.options.max_num_queued_reqs
         if limit is not None and backplane.load >= limit:
             backplane.host.tally.rejected += 1
@@ -308,7 +256,7 @@ class Application:
         )
         backplane.load += 1
         try:
-            await _Generation(exchange, call, identity, fault).run()
+            await _Generation(backplane, exchange, call, identity, fault).run()
         finally:
             backplane.load -= 1
             exchange.connection.on_lost = None
@@ -335,27 +283,50 @@ class Application:
 
     # -------------------------------------------------------------- orders
 
+    async def _sleep(self, exchange: Exchange) -> None:
+        asked = exchange.query()
+        try:
+            await self._backplane.sleep(int(asked.get("level", "1")), asked.get("mode", "abort"))
+        except ValueError as problem:
+            raise refusals.internal(str(problem)) from problem
+        await exchange.reply(200)
+
+    async def _wake_up(self, exchange: Exchange) -> None:
+        await self._backplane.wake_up()
+        await exchange.reply(200)
+
+    async def _is_sleeping(self, exchange: Exchange) -> None:
+        await exchange.reply(200, as_bytes({"is_sleeping": self._backplane.sleep_level is not None}))
+
     async def _show_fault(self, exchange: Exchange) -> None:
-        await exchange.reply(200, _bytes(_described(self._backplane.faults.order)))
+        await exchange.reply(200, as_bytes(_described(self._backplane.faults.order)))
 
     async def _set_fault(self, exchange: Exchange) -> None:
         try:
-            order = order_from(await exchange.json())
+            order = order_from(read_json(await exchange.body()))
         except ValueError as problem:
             raise refusals.bad_request(str(problem)) from problem
-        await exchange.reply(200, _bytes(_described(order)))
+        await exchange.reply(200, as_bytes(_described(order)))
         self._backplane.order(order)
 
 
 class _Generation:
     """One answer, from admission to its last byte."""
 
-    def __init__(self, exchange: Exchange, call: Call, identity: Identity, fault: FaultOrder | None) -> None:
+    def __init__(
+        self,
+        backplane: Backplane,
+        exchange: Exchange,
+        call: Call,
+        identity: Identity,
+        fault: FaultOrder | None,
+    ) -> None:
+        self._options = backplane.options
         self._exchange = exchange
         self._call = call
         self._identity = identity
         self._fault = fault if fault is not None and fault.fault in _MID_ANSWER else None
-        self._host = exchange.backplane.host
+        self._host = backplane.host
         self._answer = Answer(call)
 
     async def run(self) -> None:
@@ -380,7 +351,7 @@ class _Generation:
 
     async def _first_token(self) -> None:
         """Wait for the first token and then for the model's overhead, which only that one pays."""
-        answer, options = self._answer, self._exchange.backplane.options
+        answer, options = self._answer, self._options
         while not (answer.has_begun or answer.is_dead or answer.has_left):
             await answer.news()
         if answer.has_begun:
@@ -448,7 +419,7 @@ class _Generation:
                 seat.finish = "abort"
         body = whole(self._call, answer, self._identity)
         if self._fault is not None and self._fault.fault is Fault.TRUNCATE:
-            await exchange.start(200, _JSON, len(body))
+            await exchange.start(200, JSON, len(body))
             await exchange.write(body[: len(body) // 2])
             await exchange.connection.close()
             return
@@ -474,7 +445,3 @@ def _described(order: FaultOrder | None) -> Mapping[str, object]:
         "for_s": order.for_s,
         "after_chunks": order.after_chunks,
     }
-
-
-def _bytes(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")

@@ -13,6 +13,7 @@ from typing import Any
 from gateway.simulator import pieces
 from gateway.simulator.options import Quirk, SimulatorOptions
 from gateway.simulator.reading import Members
+from gateway.simulator.recall import asked_for
 from gateway.simulator.refusals import (
     bad_request,
     error,
@@ -96,7 +97,7 @@ class Asked:
     seed: int | None
     thinking: bool
     tool: tuple[str, str] | None
-    json_text: str | None
+    fixed_text: str | None
     min_tokens: int
     ignore_eos: bool
     stops: tuple[str, ...]
@@ -144,7 +145,7 @@ class Asked:
             self.ignore_eos,
             self.thinking,
             self.tool,
-            self.json_text,
+            self.fixed_text,
             self.stops,
             self.keep_stop,
         )
@@ -230,7 +231,7 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> Asked:
         common,
         thinking=thinking,
         tool=_tool(data, messages, tools, options),
-        json_text=_json_text(data),
+        fixed_text=_fixed_text(data, messages),
     )
 
 
@@ -298,7 +299,7 @@ def _asked(
     *,
     thinking: bool = False,
     tool: tuple[str, str] | None = None,
-    json_text: str | None = None,
+    fixed_text: str | None = None,
 ) -> Asked:
     return Asked(
         options=options,
@@ -310,7 +311,7 @@ def _asked(
         seed=common.seed,
         thinking=thinking,
         tool=tool,
-        json_text=json_text,
+        fixed_text=fixed_text,
         min_tokens=common.min_tokens,
         ignore_eos=common.ignore_eos,
         stops=common.stops,
@@ -447,6 +448,16 @@ def _tool(
         said = str(messages[-1].get("content")).casefold()
         name = next((known for known in functions if known.casefold() in said), None)
     return None if name is None else (name, sample_json(functions[name].get("parameters") or {}))
+
+
+def _fixed_text(data: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the answer where prose will not do: JSON of a given form, a word to repeat, a sum."""
+    text = _json_text(data)
+    last = messages[-1]
+    content = last.get("content")
+    if text is None and last.get("role") == "user" and isinstance(content, str):
+        return asked_for(content)
+    return text
 
 
 def _json_text(data: Mapping[str, Any]) -> str | None:

@@ -8,6 +8,9 @@ from gateway.simulator.options import Fault, FaultOrder
 OF_THE_SERVER = frozenset({Fault.REFUSE, Fault.HANG, Fault.CRASH, Fault.RESTART})
 """Faults that happen to the whole server, once; the others happen to requests, one by one."""
 
+NONSENSE = frozenset({Fault.CHANNEL_MARKERS, Fault.EMPTY_ANSWER, Fault.WRONG_TEXT})
+"""Faults of what the model says; the wire is in order."""
+
 
 class Faults:
     """The fault that requests meet, until its count is used up or it is lifted."""

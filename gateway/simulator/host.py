@@ -103,6 +103,8 @@ class EngineHost:
         engine: What it steps.
         tally: What it counts.
         is_dead: It has died.
+        is_stopped: It will not step again, dead or stopped.
+        cut: Requests whose engine ended under them, or that were made to end before their time.
     """
 
     def __init__(self, options: SimulatorOptions, tally: Tally) -> None:
@@ -112,17 +114,30 @@ class EngineHost:
         self.engine = Engine.of(profile)
         self.tally = tally
         self.is_dead = False
+        self.is_stopped = False
+        self.cut = 0
         self._speed = options.speed
         self._seats: dict[int, Seat] = {}
         self._numbers = itertools.count()
         self._work = anyio.Event()
         self._resumed: anyio.Event | None = None
+        self._held: list[Answer] | None = None
         self._scope = anyio.CancelScope()
 
     @property
     def answers(self) -> Sequence[Answer]:
-        """The answers in the engine."""
-        return list(dict.fromkeys(seat.answer for seat in self._seats.values()))
+        """The answers in the engine, held ones included."""
+        return [*dict.fromkeys(seat.answer for seat in self._seats.values()), *(self._held or ())]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is in the engine, but for held ones."""
+        return not self._seats
+
+    @property
+    def held_seats(self) -> int:
+        """Sequences that wait for `release`."""
+        return sum(len(answer.seats) for answer in self._held or ())
 
     async def run(self) -> None:
         """Step the engine until `stop` or `die`."""
@@ -156,9 +171,13 @@ class EngineHost:
 
     def submit(self, answer: Answer) -> None:
         """Queue all choices of an answer; at once dead if the engine is."""
-        if self.is_dead:
+        if self.is_stopped:
+            self.cut += not self.is_dead  # the dead engine's server is there to say no
             answer.is_dead = True
             answer.wake()
+            return
+        if self._held is not None:
+            self._held.append(answer)
             return
         for seat in answer.seats:
             number = next(self._numbers)
@@ -168,6 +187,8 @@ class EngineHost:
 
     def withdraw(self, answer: Answer) -> None:
         """Abort what is left of an answer: its client has gone, or it has been cut short."""
+        if self._held is not None and answer in self._held:
+            self._held.remove(answer)
         mine = [number for number, seat in self._seats.items() if seat.answer is answer]
         for number in mine:
             del self._seats[number]
@@ -177,12 +198,24 @@ class EngineHost:
 
     def cut_off(self, answer: Answer) -> None:
         """End an answer where it is, with finish reason "abort"."""
+        self.cut += 1
         for seat in answer.seats:
             if seat.finish is None:
                 seat.finish = "abort"
                 self.tally.finished["abort"] += 1
         self.withdraw(answer)
         answer.wake()
+
+    def hold(self) -> None:
+        """Let what runs go on, and keep what comes waiting until `release`."""
+        if self._held is None:
+            self._held = []
+
+    def release(self) -> None:
+        """Queue what was held."""
+        held, self._held = self._held or [], None
+        for answer in held:
+            self.submit(answer)
 
     def hang(self) -> None:
         """Stand still until `resume`."""
@@ -205,6 +238,9 @@ class EngineHost:
 
     def stop(self) -> None:
         """Stop stepping and forget what was running."""
+        self.is_stopped = True
+        self.cut += len(self.answers)
+        self._held = None
         for number in list(self._seats):
             self.engine.abort(number)
         self._seats.clear()

@@ -20,6 +20,9 @@ class Fault(StrEnum):
     ERROR = "error"  # 500 before anything is generated
     SLOW_HEADERS = "slow_headers"  # the status line takes its time
     TRUNCATE = "truncate"  # a stream ends cleanly without finish_reason and [DONE]
+    CHANNEL_MARKERS = "channel_markers"  # a thought, or an empty one's markers, stands in the content
+    EMPTY_ANSWER = "empty_answer"  # success without a word
+    WRONG_TEXT = "wrong_text"  # one token over and over, as from broken weights
     DRAIN = "drain"  # running answers go on, new ones get 500; /health stays 200
     RESTART = "restart"  # stops, boots again: new start time, counters at zero
 
@@ -74,6 +77,9 @@ class SimulatorOptions:
         thought_tokens: Median length of a thought.
         fault: Order it starts with.
         quirks: Misbehaviour to show.
+        sleep_mode: Whether it has vLLM's routes for sleep, as in development mode with sleep enabled.
+        sleep_s: How long it takes to fall asleep; a guess.
+        wake_s: How long it takes to wake; a guess.
     """
 
     profile: Profile
@@ -91,6 +97,9 @@ class SimulatorOptions:
     thought_tokens: int = 450
     fault: FaultOrder | None = None
     quirks: frozenset[Quirk] = frozenset()
+    sleep_mode: bool = False
+    sleep_s: float = 2.0
+    wake_s: float = 5.0
 
     def __post_init__(self) -> None:
         """Refuse a speed that stops time."""

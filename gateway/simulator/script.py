@@ -26,7 +26,7 @@ class Wanted:
         ignore_eos: Whether only the limit ends it.
         thinking: Whether a thought comes first.
         tool: Name and arguments (JSON) of the call it ends in, or None.
-        json_text: Text it consists of instead of prose, or None.
+        fixed_text: Text it consists of instead of prose, or None.
         stops: Stop strings.
         keep_stop: Whether a stop string that was met stays in the text.
     """
@@ -36,7 +36,7 @@ class Wanted:
     ignore_eos: bool = False
     thinking: bool = False
     tool: tuple[str, str] | None = None
-    json_text: str | None = None
+    fixed_text: str | None = None
     stops: tuple[str, ...] = ()
     keep_stop: bool = False
 
@@ -88,8 +88,8 @@ def write(wanted: Wanted, dice: random.Random, *, answer_tokens: int, thought_to
     thought_end = len(tokens)
     if wanted.tool is not None:
         return _cut_to_length(_call(tokens, thought_end, wanted.tool), wanted)
-    if wanted.json_text is not None:
-        tokens += [*pieces.pieces(wanted.json_text), ""]
+    if wanted.fixed_text is not None:
+        tokens += [*pieces.pieces(wanted.fixed_text), ""]
     else:
         left = max(1, wanted.tokens_max - len(tokens))
         natural = max(wanted.tokens_min, _length(dice, answer_tokens, left))

@@ -1,118 +1,40 @@
-"""The simulated server as a process would be: its port, its connections, its boot, its end.
-
-uvicorn's HTTP protocol speaks to the clients; the sockets are handled here, because a server has to be
-able to refuse connections, cut them, and come back, all on one port.
-"""
+"""The simulated server as a process would be: its boot, its sleep, its faults, its end."""
 
 import contextlib
 import math
 import signal
-import socket
-from asyncio import Server, get_running_loop
 from collections.abc import AsyncIterator, Callable
 from email.utils import formatdate
+from typing import Protocol
 
 import anyio
 from anyio.abc import TaskGroup
-from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from gateway.clock import SystemClock
 from gateway.simulator.app import Application
+from gateway.simulator.door import ENDING_S, ClientConnection, Door, cut_connections, next_look, wire
 from gateway.simulator.faults import OF_THE_SERVER, Faults
 from gateway.simulator.host import EngineHost
 from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
 from gateway.simulator.tally import Tally
 
-KEEP_ALIVE_S = 5  # vLLM's: an idle connection is closed after it
 _BOOT_S = 120.0  # where nobody published a boot time: a guess between the published 147 s and 60 s
 _REFUSE_S = 5.0
 _DYING_S = 0.5  # from the engine's death to the server's, about as measured (0.3 to 0.9 s)
-_ENDING_S = 1.0  # real seconds that answers get to write their last bytes
-_BACKLOG = 2048
 
 
-class ClientConnection(HttpToolsProtocol):
-    """One client's connection: uvicorn's, with a way past HTTP and an event for its end."""
+class Memory(Protocol):
+    """The memory a server shares with others. Told of its sleep, which frees memory and takes it back."""
 
-    def __init__(self, config: Config, state: ServerState) -> None:
-        super().__init__(config, state, {})
-        self.on_lost: Callable[[], None] | None = None
-        self._lost = anyio.Event()
+    def asleep(self) -> None:
+        """Note that the server has fallen asleep and its memory is free."""
 
-    def on_message_begin(self) -> None:
-        """Give each request its connection."""
-        super().on_message_begin()
-        self.scope["state"]["connection"] = self
+    def waking(self) -> None:
+        """Note that the server takes its memory back, from now on."""
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the answer under way that its client is gone."""
-        super().connection_lost(exc)
-        self._lost.set()
-        if self.on_lost is not None:
-            self.on_lost()
-
-    def write(self, data: bytes) -> None:
-        """See `app.Connection.write`."""
-        self.transport.write(data)
-
-    async def close(self, *, abort: bool = False) -> None:
-        """See `app.Connection.close`."""
-        if abort:
-            self.transport.abort()
-        else:
-            self.transport.close()
-        await self._lost.wait()
-
-
-class Door:
-    """The server's port. Closed, it refuses connections, but nobody else can take it."""
-
-    def __init__(self, host: str, port: int) -> None:
-        """Bind the port, closed.
-
-        Raises:
-            OSError: the port is taken.
-        """
-        self._family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # A socket that is bound but does not listen holds the port: connecting to it is refused.
-        self._holder = self._bound(host, port)
-        self.host, self.port = self._holder.getsockname()[:2]
-        self._server: Server | None = None
-
-    def _bound(self, host: str, port: int) -> socket.socket:
-        bound = socket.socket(self._family, socket.SOCK_STREAM)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            bound.bind((host, port))
-        except OSError:
-            bound.close()
-            raise
-        return bound
-
-    @property
-    def url(self) -> str:
-        """The server's base URL."""
-        host = f"[{self.host}]" if self._family == socket.AF_INET6 else self.host
-        return f"http://{host}:{self.port}"
-
-    async def open(self, connect: Callable[[], ClientConnection]) -> None:
-        """Accept connections, each served by what `connect` returns."""
-        if self._server is None:
-            listener = self._bound(self.host, self.port)
-            self._server = await get_running_loop().create_server(connect, sock=listener, backlog=_BACKLOG)
-
-    def close(self) -> None:
-        """Refuse connections; those that are open stay."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-
-    def release(self) -> None:
-        """Give the port back."""
-        self.close()
-        self._holder.close()
+    def awake(self) -> None:
+        """Note that the server answers again."""
 
 
 class Simulator:
@@ -124,30 +46,27 @@ class Simulator:
         host: Its engine; another one after each restart.
         is_draining: It finishes what runs and refuses what comes.
         load: Requests inside the server.
+        sleep_level: How deep it sleeps; None if it is awake.
         booted: Set once it accepts connections; replaced when it boots again.
     """
 
-    def __init__(self, options: SimulatorOptions, tasks: TaskGroup, door: Door) -> None:
+    def __init__(
+        self, options: SimulatorOptions, tasks: TaskGroup, door: Door, memory: Memory | None = None
+    ) -> None:
         """Take over a port; connections are refused until `boot`."""
         self.options = options
         self.faults = Faults()
         self.is_draining = False
         self.load = 0
+        self.sleep_level: int | None = None
         self.booted = anyio.Event()
+        self._memory = memory
+        self._turning = anyio.Lock()  # falling asleep and waking wait for each other
+        self._cut = 0  # by engines that have been replaced
         self._tasks = tasks
         self._clock = SystemClock()
         self._state = ServerState()
-        self._config = Config(
-            Application(self),
-            http=ClientConnection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
-        self._config.load()
+        self._config = wire(Application(self))
         self._door = door
         self.host = self._new_host()
         self._lifted = anyio.Event()  # set when the order in force is replaced
@@ -162,14 +81,30 @@ class Simulator:
         """Tokens generated since it last booted."""
         return self.host.tally.generation_tokens
 
+    @property
+    def cut(self) -> int:
+        """Requests that its engine did not finish because it was stopped, put to sleep, or ended."""
+        return self._cut + self.host.cut
+
+    @property
+    def boot_s(self) -> float:
+        """Engine seconds that a boot takes."""
+        if self.options.boot_s is not None:
+            return self.options.boot_s
+        return self.options.profile.boot_s if self.options.profile.boot_s is not None else _BOOT_S
+
     async def boot(self, boot_s: float | None = None) -> None:
         """Start the engine, refuse connections for the boot time, then accept them."""
-        seconds = self._boot_s() if boot_s is None else boot_s
+        seconds = self.boot_s if boot_s is None else boot_s
         if seconds > 0:
             await anyio.sleep(seconds / self.options.speed)
         self._tasks.start_soon(self.host.run)
         await self._door.open(self._connection)
         self.booted.set()
+
+    def boot_soon(self) -> None:
+        """Boot, without waiting for it."""
+        self._tasks.start_soon(self.boot)
 
     async def keep_date(self) -> None:
         """Refresh the date header every second, for ever."""
@@ -185,34 +120,80 @@ class Simulator:
         if order is not None and order.fault in OF_THE_SERVER:
             self._tasks.start_soon(self._strike, order)
 
+    async def sleep(self, level: int, mode: str = "abort") -> None:
+        """Fall asleep as on `POST /sleep`: running answers end with "abort", new ones wait to be woken.
+
+        Raises:
+            ValueError: there is no such level, or no such mode.
+        """
+        if level not in (0, 1, 2):
+            raise ValueError(f"there is no sleep level {level}")
+        if mode not in ("abort", "wait"):
+            raise ValueError(f"mode is abort or wait, not {mode!r}")
+        async with self._turning:
+            if self.sleep_level is not None:
+                return
+            host = self.host
+            self.doze(level)
+            if mode == "abort":
+                self._cut_off(host)
+            while not host.is_idle:
+                await next_look()
+            if level > 0:
+                await anyio.sleep(self.options.sleep_s / self.options.speed)
+            if level > 0 and self._memory is not None and not host.is_stopped:
+                self._memory.asleep()
+
+    def doze(self, level: int) -> None:
+        """Keep new requests waiting from now on, as a sleeping engine does; what runs goes on."""
+        self.sleep_level = level
+        self.host.hold()
+
+    async def wake_up(self) -> None:
+        """Wake as on `POST /wake_up`. What level 2 threw away is not loaded again: it talks nonsense then."""
+        async with self._turning:
+            if self.sleep_level is None:
+                return
+            host, level = self.host, self.sleep_level
+            if level > 0:
+                if self._memory is not None:
+                    self._memory.waking()
+                await anyio.sleep(self.options.wake_s / self.options.speed)
+            if host.is_stopped:
+                return
+            if level == 2:
+                self.order(FaultOrder(Fault.WRONG_TEXT))
+            self.sleep_level = None
+            host.release()
+            if level > 0 and self._memory is not None:
+                self._memory.awake()
+
     async def stop(self) -> None:
-        """End as on SIGTERM: drain for `shutdown_timeout_s`, cut off what is left, close the port."""
+        """End as on SIGTERM: drain for `shutdown_timeout_s`, cut off what is left, refuse connections."""
         if self.options.shutdown_timeout_s > 0:
             self.is_draining = True
             with anyio.move_on_after(self.options.shutdown_timeout_s / self.options.speed):
                 while self.load:
-                    await self._next_end()
+                    await next_look()
         self._door.close()
         self._close_idle()
-        for answer in self.host.answers:
-            self.host.cut_off(answer)
-        with anyio.move_on_after(_ENDING_S):
+        self._cut_off(self.host)
+        with anyio.move_on_after(ENDING_S):
             while self.load:
-                await self._next_end()
+                await next_look()
         await self.kill()
 
     async def kill(self) -> None:
-        """End as on SIGKILL: every connection is cut."""
-        self._door.release()
+        """End as on SIGKILL: every connection is cut. The port stays taken, and refuses."""
+        self.halt()
+        await cut_connections(self._state)
+
+    def halt(self) -> None:
+        """Refuse connections and stop the engine; `kill` cuts those that are open."""
+        self._door.close()
         self.host.stop()
-        await self._cut_connections()
 
     # -------------------------------------------------------------- inside
-
-    def _boot_s(self) -> float:
-        if self.options.boot_s is not None:
-            return self.options.boot_s
-        return self.options.profile.boot_s if self.options.profile.boot_s is not None else _BOOT_S
 
     def _new_host(self) -> EngineHost:
         self._set_date()
@@ -243,21 +224,27 @@ class Simulator:
                 await self._boot_again(order)
             case _:
                 self._door.close()
-                for answer in self.host.answers:
-                    self.host.cut_off(answer)
-                with anyio.move_on_after(_ENDING_S):
+                self._cut_off(self.host)
+                with anyio.move_on_after(ENDING_S):
                     while self.load:
-                        await self._next_end()
+                        await next_look()
                 await self._boot_again(order)
 
     async def _boot_again(self, order: FaultOrder) -> None:
         self.booted = anyio.Event()
         self._door.close()
         self.host.stop()
-        await self._cut_connections()
+        await cut_connections(self._state)
+        self._cut += self.host.cut
         self.host = self._new_host()
+        memory = self._memory if self.sleep_level else None
+        self.sleep_level = None
+        if memory is not None:
+            memory.waking()
         self._lift(order)
         await self.boot(order.for_s)
+        if memory is not None:
+            memory.awake()
 
     async def _until_lifted(self, order: FaultOrder, default_s: float) -> None:
         """Wait until an order is lifted or its time is over."""
@@ -271,19 +258,13 @@ class Simulator:
         if self.faults.order is order:
             self.faults.set(None)
 
+    def _cut_off(self, host: EngineHost) -> None:
+        for answer in host.answers:
+            host.cut_off(answer)
+
     def _close_idle(self) -> None:
         for connection in list(self._state.connections):
             connection.shutdown()
-
-    async def _cut_connections(self) -> None:
-        for connection in list(self._state.connections):
-            connection.transport.abort()
-        with anyio.move_on_after(_ENDING_S):
-            while self._state.tasks:
-                await self._next_end()
-
-    async def _next_end(self) -> None:
-        await anyio.sleep(0.002)
 
 
 @contextlib.asynccontextmanager
@@ -297,17 +278,29 @@ async def simulator(options: SimulatorOptions) -> AsyncIterator[Simulator]:
         OSError: the port is taken.
     """
     door = Door(options.host, options.port)
+    try:
+        async with behind(door, options) as server:
+            if options.boot_s == 0:
+                await server.boot()
+            else:
+                server.boot_soon()
+            yield server
+    finally:
+        door.release()
+
+
+@contextlib.asynccontextmanager
+async def behind(
+    door: Door, options: SimulatorOptions, memory: Memory | None = None
+) -> AsyncIterator[Simulator]:
+    """Run a server behind a port that is there already; it is yielded before it boots. Leaving kills it."""
     failure: Exception | None = None
     async with anyio.create_task_group() as tasks:
-        server = Simulator(options, tasks, door)
+        server = Simulator(options, tasks, door, memory)
         try:
             tasks.start_soon(server.keep_date)
             if options.fault is not None:
                 server.order(options.fault)
-            if options.boot_s == 0:
-                await server.boot()
-            else:
-                tasks.start_soon(server.boot)
             yield server
         except Exception as error:  # noqa: BLE001 - carried out by value: the group would wrap it
             failure = error

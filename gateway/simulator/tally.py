@@ -59,6 +59,11 @@ _HELP = {
     "http_requests_total": "Total number of requests by method, status and handler.",
 }
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+_SLEEP_STATES: dict[str, tuple[int | None, ...]] = {
+    "awake": (None,),
+    "weights_offloaded": (1,),
+    "discard_all": (2,),
+}
 
 Series = dict[str, float]
 """Value per label set, as it stands between the braces."""
@@ -119,12 +124,26 @@ class Tally:
         key = (handler, method, f"{status // 100}xx")
         self.requests[key] = self.requests.get(key, 0) + 1
 
-    def page(self, engine: Engine, profile: Profile, model: str) -> bytes:
-        """Return the /metrics page."""
+    def page(
+        self,
+        engine: Engine,
+        profile: Profile,
+        model: str,
+        *,
+        held: int = 0,
+        sleep_level: int | None = None,
+    ) -> bytes:
+        """Return the /metrics page.
+
+        Args:
+            engine, profile, model: What is served.
+            held: Sequences that wait because the engine is asleep.
+            sleep_level: How deep it sleeps; None if it is awake.
+        """
         name = f'model_name="{model}"'
         labels = f'engine="0",{name}'
         lines: list[str] = []
-        for metric, series in self._simple(engine, profile, name, labels).items():
+        for metric, series in self._simple(engine, profile, name, labels, held, sleep_level).items():
             kind = "counter" if metric.endswith("_total") else "gauge"
             lines += (f"# HELP {metric} {_HELP[metric]}", f"# TYPE {metric} {kind}")
             lines += (f"{metric}{{{labels}}} {value}" for labels, value in series.items())
@@ -133,19 +152,22 @@ class Tally:
             lines += self.histograms[metric].lines(f"vllm:{metric}", labels)
         return ("\n".join(lines) + "\n").replace("{}", "").encode()
 
-    def _simple(self, engine: Engine, profile: Profile, name: str, labels: str) -> dict[str, Series]:
+    def _simple(
+        self, engine: Engine, profile: Profile, name: str, labels: str, held: int, sleep_level: int | None
+    ) -> dict[str, Series]:
         """Return the values of all counters and gauges, in the order of the page."""
+        waiting = float(engine.waiting + held)
         return {
             "process_start_time_seconds": {"": self.started_wall_s},
             "vllm:num_requests_running": {labels: float(engine.running)},
-            "vllm:num_requests_waiting": {labels: float(engine.waiting)},
+            "vllm:num_requests_waiting": {labels: waiting},
             "vllm:num_requests_waiting_by_reason": {
-                f'{labels},reason="capacity"': float(engine.waiting),
+                f'{labels},reason="capacity"': waiting,
                 f'{labels},reason="deferred"': 0.0,
             },
             "vllm:engine_sleep_state": {
-                f'{labels},sleep_state="{state}"': float(state == "awake")
-                for state in ("awake", "weights_offloaded", "discard_all")
+                f'{labels},sleep_state="{state}"': float(sleep_level in levels)
+                for state, levels in _SLEEP_STATES.items()
             },
             "vllm:kv_cache_usage_perc": {labels: engine.kv_usage},
             "vllm:prefix_cache_queries_total": {labels: 0.0},

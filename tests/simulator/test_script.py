@@ -93,7 +93,7 @@ def test_a_tool_call_can_be_cut() -> None:
 
 
 def test_json_text_is_said_as_it_is() -> None:
-    answer = script(Wanted(100, json_text='{"a": 1}'))
+    answer = script(Wanted(100, fixed_text='{"a": 1}'))
 
     assert answer.content(0, 100) == '{"a": 1}'
 

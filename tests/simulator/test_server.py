@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 from gateway.profiles import load, names
 from gateway.simulator import Fault, FaultOrder, Simulator, SimulatorOptions, running, simulator
+from gateway.simulator.door import ClientConnection
 
 Chat = Callable[..., dict[str, Any]]
 Events = Callable[[str], list[Any]]
@@ -100,6 +102,15 @@ async def test_idle_connections_are_closed_after_5_seconds(server: Simulator) ->
 
 
 # ------------------------------------------------------------------ bytes
+
+
+async def test_small_writes_go_out_at_once(server: Simulator, client: httpx.AsyncClient) -> None:
+    await client.get("/health")
+    (connection,) = server._state.connections
+    assert isinstance(connection, ClientConnection)
+    own = connection.transport.get_extra_info("socket")
+
+    assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_every_event_is_one_http_chunk(server: Simulator, raw: Raw, chat: Chat) -> None:
@@ -219,6 +230,13 @@ async def test_a_fault_can_be_seen_and_lifted(client: httpx.AsyncClient, chat: C
 
     assert (await client.get("/simulator/fault")).json() == {"fault": None}
     assert (await client.post(URL, json=chat())).status_code == 200
+
+
+async def test_an_order_need_not_say_that_it_is_json(client: httpx.AsyncClient) -> None:
+    form = {"content-type": "application/x-www-form-urlencoded"}  # what `curl -d` sends
+    answer = await client.post("/simulator/fault", content=b'{"fault": "error"}', headers=form)
+
+    assert answer.json()["fault"] == "error"
 
 
 async def test_an_unknown_fault_is_refused(client: httpx.AsyncClient) -> None:

@@ -1,0 +1,297 @@
+"""A simulated box: several models, each behind a port of its own, and one memory that holds one of them.
+
+    async with simulated_box(BoxOptions(spark_pair(speed=50))) as spark: ...
+
+A model holds the memory from the order to start it until its process is gone, and, in sleep mode, not
+while it sleeps. Whoever needs the memory while another holds it gets both killed, as the kernel does
+when memory runs out. What the box counts is never reset.
+"""
+
+import contextlib
+import random
+import signal
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+from uvicorn.server import ServerState
+
+from gateway.clock import SystemClock
+from gateway.simulator.box_control import Control
+from gateway.simulator.box_model import HOLDING, Busy, Model, Residency, State, Swap, Violation
+from gateway.simulator.box_options import Boot, BoxOptions
+from gateway.simulator.door import ClientConnection, Door, cut_connections, wire
+from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
+from gateway.simulator.server import Simulator, behind
+
+_REMEMBERED = 1000  # swaps, residencies and violations that are kept, each
+
+
+class Box:
+    """Several models and one memory.
+
+    Attributes:
+        options: What it was told.
+        models: By name.
+        violations: How often a model needed the memory while another held it.
+        swaps, residencies, violation_log: The latest of each, oldest first.
+    """
+
+    def __init__(self, options: BoxOptions, models: dict[str, Model], door: Door, tasks: TaskGroup) -> None:
+        self.options = options
+        self.models = models
+        self.violations = 0
+        self.swaps: deque[Swap] = deque(maxlen=_REMEMBERED)
+        self.residencies: deque[Residency] = deque(maxlen=_REMEMBERED)
+        self.violation_log: deque[Violation] = deque(maxlen=_REMEMBERED)
+        self._door = door
+        self._state = ServerState()
+        self._tasks = tasks
+        self._clock = SystemClock()
+        self._dice = {name: random.Random(f"{options.seed} {name}") for name in models}
+        self._left: tuple[str, float] | None = None  # who answered last, and until when
+        for model in models.values():
+            model.since_s = self._clock.wall()
+
+    @property
+    def url(self) -> str:
+        """Base URL of the port where it takes orders."""
+        return self._door.url
+
+    @property
+    def cut(self) -> int:
+        """Requests that were not finished because their model was stopped, put to sleep, killed, or died."""
+        return sum(model.cut for model in self.models.values())
+
+    # -------------------------------------------------------------- orders
+
+    def start(self, name: str) -> Model:
+        """Take the order to start a model, which boots by itself. One that is loaded or boots stays as it is.
+
+        Raises:
+            KeyError: there is no such model.
+            Busy: it is being stopped.
+        """
+        model = self.models[name]
+        if model.state is State.STOPPING:
+            raise Busy(f"{name} is being stopped")
+        if model.state in HOLDING or model.state is State.SLEEPING:
+            return model
+        model.starts += 1
+        if not self.is_refused(model, "start"):
+            self.to(model, State.BOOTING)
+            model.scope = anyio.CancelScope()
+            self._tasks.start_soon(self._boot, model, self._next_boot(model), model.scope)
+        return model
+
+    def stop(self, name: str) -> Model:
+        """Take the order to stop a model, as on SIGTERM: its requests are cut off.
+
+        Raises:
+            KeyError: there is no such model.
+        """
+        model = self.models[name]
+        if model.state in (State.STOPPED, State.FAILED):
+            self.to(model, State.STOPPED)
+        elif model.state is not State.STOPPING:
+            self.to(model, State.STOPPING)
+            self._tasks.start_soon(self._end, model, model.scope)
+        return model
+
+    # -------------------------------------------------------------- inside
+
+    async def open(self) -> None:
+        """Bring up the resident model and those that sleep beside it, then take orders."""
+        for name, model in self.models.items():
+            if name == self.options.resident:
+                await self._tasks.start(self._load, model, State.RUNNING)
+            elif self.options.resident is not None and model.options.sleep_mode:
+                await self._tasks.start(self._load, model, State.SLEEPING)
+        config = wire(Control(self))
+        await self._door.open(lambda: ClientConnection(config, self._state))
+
+    async def close(self) -> None:
+        """Take no more orders."""
+        self._door.close()
+        await cut_connections(self._state)
+
+    async def shut_down(self) -> None:
+        """Stop every model as on SIGTERM."""
+        async with anyio.create_task_group() as tasks:
+            for model in self.models.values():
+                if model.server is not None:
+                    tasks.start_soon(model.server.stop)
+
+    def _next_boot(self, model: Model) -> Boot:
+        if model.boots:
+            return model.boots.popleft()
+        fails = self._dice[model.name].random() < self.options.fail_chance
+        return Boot.FAIL if fails else Boot.OK
+
+    async def _boot(self, model: Model, boot: Boot, scope: anyio.CancelScope) -> None:
+        """Be a model's process from its start to its end."""
+        options = model.options
+        if boot not in (Boot.OK, Boot.FAIL):
+            options = replace(options, fault=FaultOrder(Fault(boot)))
+        with scope:
+            async with self._process(model, options) as server:
+                if boot is Boot.FAIL:
+                    await anyio.sleep(server.boot_s / options.speed)
+                    model.failed_boots += 1
+                    self.to(model, State.FAILED, "the boot failed")
+                    return
+                await server.boot()
+                if model.state is State.BOOTING:  # and has not been told to stop this very moment
+                    self.to(model, State.RUNNING)
+                await anyio.sleep_forever()
+
+    async def _load(self, model: Model, state: State, *, task_status: TaskStatus[None]) -> None:
+        """Be the process of a model that is there when the box starts."""
+        with model.scope:
+            async with self._process(model, model.options) as server:
+                if state is State.SLEEPING:
+                    server.doze(1)
+                await server.boot(0)
+                self.to(model, state)
+                task_status.started()
+                await anyio.sleep_forever()
+
+    @contextlib.asynccontextmanager
+    async def _process(self, model: Model, options: SimulatorOptions) -> AsyncIterator[Simulator]:
+        """Run a model's server, once the one before has gone."""
+        async with model.alive:
+            try:
+                async with behind(model.door, options, _Share(self, model)) as model.server:
+                    yield model.server
+            finally:
+                model.gone()
+
+    async def _end(self, model: Model, scope: anyio.CancelScope) -> None:
+        """Carry out an order to stop. The port refuses first; the memory is free when the process is gone."""
+        if model.server is not None:
+            await model.server.stop()
+        scope.cancel()
+        await anyio.sleep(self.options.stop_s / model.options.speed)
+        if model.scope is scope and model.state is State.STOPPING:  # it may have been killed meanwhile
+            self.to(model, State.STOPPED)
+
+    def is_refused(self, model: Model, by: str) -> bool:
+        """Return whether others hold the memory that a model needs; if so, kill it and them."""
+        holders = [other for other in self.models.values() if other is not model and other.state in HOLDING]
+        if not holders:
+            return False
+        self.violations += 1
+        held_by = tuple(holder.name for holder in holders)
+        self.violation_log.append(Violation(model.name, held_by, self._clock.wall(), by))
+        for killed in (*holders, model):
+            killed.kills += 1
+            if killed.server is not None:
+                killed.server.halt()
+            killed.scope.cancel()
+            reason = f"out of memory: {model.name} needed it while {' and '.join(held_by)} held it"
+            self.to(killed, State.FAILED, reason)
+        return True
+
+    def to(self, model: Model, state: State, reason: str = "") -> None:
+        """Note what has become of a model."""
+        if state is not model.state:
+            model.since_s = self._clock.wall()
+            if model.state is State.RUNNING:
+                self._leave(model)
+            if state is State.RUNNING:
+                self._come(model)
+        model.state, model.reason = state, reason
+        model.changed.set()
+        model.changed = anyio.Event()
+
+    def _come(self, model: Model) -> None:
+        model.begin()
+        now_s = self._clock.wall()
+        if self._left is not None and self._left[0] != model.name:
+            left, until = self._left
+            took_s = (anyio.current_time() - until) * model.options.speed
+            self.swaps.append(Swap(left, model.name, now_s, took_s))
+        self.residencies.append(Residency(model.name, now_s))
+
+    def _leave(self, model: Model) -> None:
+        now_s, answered_s = self._clock.wall(), model.end()
+        for residency in self.residencies:
+            if residency.model == model.name and residency.until_s is None:
+                residency.until_s, residency.engine_s = now_s, answered_s
+        self._left = (model.name, anyio.current_time())
+
+
+class _Share:
+    """A model's share in the memory: `server.Memory`."""
+
+    def __init__(self, box: Box, model: Model) -> None:
+        self._box = box
+        self._model = model
+
+    def asleep(self) -> None:
+        """See `server.Memory`."""
+        if self._model.state is State.RUNNING:
+            self._box.to(self._model, State.SLEEPING)
+
+    def waking(self) -> None:
+        """See `server.Memory`."""
+        if not self._box.is_refused(self._model, "wake_up"):
+            self._box.to(self._model, State.WAKING)
+
+    def awake(self) -> None:
+        """See `server.Memory`."""
+        if self._model.state is State.WAKING:
+            self._box.to(self._model, State.RUNNING)
+
+
+@contextlib.asynccontextmanager
+async def simulated_box(options: BoxOptions) -> AsyncIterator[Box]:
+    """Run a simulated box in this event loop for the length of the block; yield it.
+
+    Ports are known from the beginning, and refuse while their model does not run.
+
+    Raises:
+        OSError: a port is taken.
+    """
+    failure: Exception | None = None
+    with contextlib.ExitStack() as doors:
+        door = _held(doors, options.host, options.port)
+        models = {}
+        for name, given in options.models.items():
+            own = _held(doors, given.host, given.port)
+            models[name] = Model(name, replace(given, port=own.port), own, options.boots.get(name, ()))
+        async with anyio.create_task_group() as tasks:
+            running = Box(options, models, door, tasks)
+            try:
+                await running.open()
+                yield running
+            except Exception as error:  # noqa: BLE001 - carried out by value: the group would wrap it
+                failure = error
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await running.close()
+                tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+def _held(doors: contextlib.ExitStack, host: str, port: int) -> Door:
+    door = Door(host, port)
+    doors.callback(door.release)
+    return door
+
+
+async def serve_box(options: BoxOptions, *, ready: Callable[[Box], None] | None = None) -> None:
+    """Run a simulated box until SIGTERM or SIGINT, or until cancelled; `ready` is called once it is up."""
+    async with simulated_box(options) as running:
+        if ready is not None:
+            ready(running)
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for _ in signals:
+                await running.shut_down()
+                break
+
+
+__all__ = ["Box", "serve_box", "simulated_box"]

@@ -1,0 +1,247 @@
+"""`gemma-gateway simulate-box`, and `box-switch`, which gives it orders."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+import rich_click as click
+
+from gateway.simulator.box_options import BOOT_S, Boot, BoxOptions, profile
+from gateway.simulator.options import SimulatorOptions
+
+_SPARK = ("gemma=spark-nvfp4", "qwen=qwen")
+
+
+@click.command("simulate-box")
+@click.option(
+    "--port",
+    required=True,
+    type=click.IntRange(0, 65535),
+    help="Where it takes orders; the models listen on the ports after it. 0 for any free ones.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME=PROFILE[:PORT]",
+    help="A model of the box, and the deployment it imitates: a profile of `simulate`, or `qwen`.  "
+    f"[default: {' and '.join(_SPARK)}]",
+)
+@click.option("--resident", metavar="NAME", help="Model that is up at the start; none, if not given.")
+@click.option(
+    "--sleep-mode",
+    is_flag=True,
+    help="Models have vLLM's /sleep, /wake_up and /is_sleeping; with --resident, all others are asleep.",
+)
+@click.option(
+    "--speed",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Engine seconds per second of the clock. All other durations are engine time.",
+)
+@click.option(
+    "--boot",
+    "boot_s",
+    default=BOOT_S,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Seconds a boot takes.",
+)
+@click.option(
+    "--stop",
+    "stop_s",
+    default=0.7,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Seconds from the order to stop until the memory is free.",
+)
+@click.option(
+    "--sleep", "sleep_s", default=2.0, show_default=True, type=click.FloatRange(min=0), help="To fall asleep."
+)
+@click.option(
+    "--wake", "wake_s", default=5.0, show_default=True, type=click.FloatRange(min=0), help="To wake."
+)
+@click.option(
+    "--fail-boots",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="How many boots of each model fail at first.",
+)
+@click.option(
+    "--boots",
+    "plans",
+    multiple=True,
+    metavar="[NAME=]END,...",
+    help=f"How the boots after those end, of each model or of one: {', '.join(Boot)}.",
+)
+@click.option(
+    "--fail-chance",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Probability that any further boot fails.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of that chance, of the texts and their lengths.")
+@click.option("--answer-tokens", default=200, show_default=True, type=click.IntRange(min=1))
+@click.option("--thought-tokens", default=450, show_default=True, type=click.IntRange(min=1))
+def simulate_box(
+    port: int,
+    host: str,
+    models: tuple[str, ...],
+    resident: str | None,
+    sleep_mode: bool,
+    speed: float,
+    boot_s: float,
+    stop_s: float,
+    sleep_s: float,
+    wake_s: float,
+    fail_boots: int,
+    plans: tuple[str, ...],
+    fail_chance: float,
+    seed: int,
+    answer_tokens: int,
+    thought_tokens: int,
+) -> None:
+    """Run a simulated box until SIGTERM: two models or more, and one memory that holds one of them.
+
+    By default the DGX Spark that Gemma shares with Qwen. Nothing runs until it is started:
+
+    \b
+      gemma-gateway simulate-box --port 9100 --speed 20
+      curl -X POST http://127.0.0.1:9100/models/gemma/start
+      curl http://127.0.0.1:9100/models
+      gemma-gateway box-switch --control http://127.0.0.1:9100 --wait stop gemma
+
+    A second model that starts, or wakes, while the first holds the memory gets both killed.
+    GET /box shows what happened: violations, requests cut off, swaps, and who answered when.
+    """
+    import anyio
+
+    from gateway.simulator.box import Box, serve_box
+
+    def common(profile_name: str, model_port: int) -> SimulatorOptions:
+        try:
+            deployment = profile(profile_name)
+        except KeyError as error:
+            raise click.BadParameter(f"{error.args[0]}, qwen", param_hint="--model") from error
+        return SimulatorOptions(
+            deployment,
+            host=host,
+            port=model_port,
+            speed=speed,
+            boot_s=boot_s,
+            seed=seed,
+            answer_tokens=answer_tokens,
+            thought_tokens=thought_tokens,
+            sleep_mode=sleep_mode,
+            sleep_s=sleep_s,
+            wake_s=wake_s,
+        )
+
+    given = {}
+    for number, text in enumerate(models or _SPARK, 1):
+        name, profile_name, own_port = _model(text)
+        if name in given:
+            raise click.BadParameter(f"{name!r} is given twice", param_hint="--model")
+        following = port + number if port else 0
+        given[name] = common(profile_name, following if own_port is None else own_port)
+    try:
+        options = BoxOptions(
+            given,
+            host=host,
+            port=port,
+            resident=resident,
+            stop_s=stop_s,
+            boots={name: _boots(name, fail_boots, plans, given) for name in given},
+            fail_chance=fail_chance,
+            seed=seed,
+        )
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--resident") from error
+
+    def ready(box: Box) -> None:
+        for model in box.models.values():
+            serves = f"{model.options.model} ({model.options.profile.name})"
+            click.echo(f"{model.name}: {serves} at {model.url}/v1, {model.state}", err=True)
+        click.echo(f"orders at {box.url}, {speed:g}x", err=True)
+
+    async def main() -> None:
+        await serve_box(options, ready=ready)
+
+    try:
+        anyio.run(main)
+    except OSError as error:
+        click.echo(f"cannot listen on {host}: {error.strerror or error}", err=True)
+        sys.exit(2)
+
+
+@click.command("box-switch", hidden=True)
+@click.option("--control", required=True, metavar="URL", help="Where the box takes orders.")
+@click.option("--wait", is_flag=True, help="Return when it is done, not when the order is taken.")
+@click.option(
+    "--timeout",
+    default=900.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds.",
+)
+@click.argument("order", type=click.Choice(["start", "stop"]))
+@click.argument("name")
+def box_switch(control: str, wait: bool, timeout: float, order: str, name: str) -> None:
+    """Tell a simulated box to start or stop a model.
+
+    Exit status: 0 if the box took the order, with --wait if it carried it out; else 1.
+    """
+    from urllib.parse import quote
+
+    import httpx
+
+    url = f"{control.rstrip('/')}/models/{quote(name, safe='')}/{order}"
+    try:
+        answer = httpx.post(url, params={"wait": str(wait).lower()}, timeout=timeout, trust_env=False)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        _fail(f"{control}: {error}")
+    try:
+        said = answer.json()
+    except ValueError:
+        _fail(f"{control}: HTTP {answer.status_code}, which is no box's answer")
+    if "state" not in said:
+        _fail(f"{control}: {said.get('detail', said)}")
+    text = f"{name} is {said['state']}" + (f": {said['reason']}" if said.get("reason") else "")
+    if not answer.is_success:
+        _fail(text)
+    click.echo(text)
+
+
+def _model(text: str) -> tuple[str, str, int | None]:
+    """Return the name, the profile's name and the port in `NAME=PROFILE[:PORT]`."""
+    name, equals, rest = text.partition("=")
+    profile_name, colon, port = rest.partition(":")
+    if not name or not equals or "/" in name or (colon and not (port.isdecimal() and int(port) < 65_536)):
+        raise click.BadParameter(f"{text!r} is not NAME=PROFILE[:PORT]", param_hint="--model")
+    return name, profile_name, int(port) if colon else None
+
+
+def _boots(name: str, failures: int, plans: Sequence[str], names: Iterable[str]) -> tuple[Boot, ...]:
+    """Return how the first boots of a model end."""
+    ends = [Boot.FAIL] * failures
+    for plan in plans:
+        whose, equals, listed = plan.rpartition("=")
+        if equals and whose not in names:
+            raise click.BadParameter(f"there is no model {whose!r}", param_hint="--boots")
+        if not equals or whose == name:
+            try:
+                ends += [Boot(end.strip()) for end in listed.split(",")]
+            except ValueError as error:
+                raise click.BadParameter(
+                    f"{error}; there are {', '.join(Boot)}", param_hint="--boots"
+                ) from error
+    return tuple(ends)
+
+
+def _fail(message: str) -> NoReturn:
+    click.echo(message, err=True)
+    sys.exit(1)

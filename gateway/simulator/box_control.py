@@ -1,0 +1,153 @@
+"""Where a simulated box takes orders: plain HTTP, one bare ASGI application.
+
+GET  /models              the state of each model
+GET  /models/NAME         of one
+POST /models/NAME/start   202 once the order is taken; ?wait=true answers when it is carried out
+POST /models/NAME/stop    the same
+POST /models/NAME/boots   {"boots": ["fail", "ok"]}: how the next ones end
+GET  /box                 what the box has counted
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Protocol
+
+import anyio
+
+from gateway.simulator import refusals
+from gateway.simulator.box_model import Busy, Model, Residency, State, Swap, Violation
+from gateway.simulator.box_options import Boot
+from gateway.simulator.exchange import Exchange, Left, Receive, Scope, Send, as_bytes
+from gateway.simulator.reading import read_json
+from gateway.simulator.refusals import Refusal
+
+_DONE = {"start": (State.RUNNING, State.SLEEPING), "stop": (State.STOPPED,)}
+
+
+class Switch(Protocol):
+    """The box, as orders see it."""
+
+    violations: int
+
+    @property
+    def models(self) -> Mapping[str, Model]:
+        """By name."""
+
+    @property
+    def cut(self) -> int:
+        """Requests cut."""
+
+    @property
+    def swaps(self) -> Iterable[Swap]:
+        """The latest, oldest first."""
+
+    @property
+    def residencies(self) -> Iterable[Residency]:
+        """The latest, oldest first."""
+
+    @property
+    def violation_log(self) -> Iterable[Violation]:
+        """The latest, oldest first."""
+
+    def start(self, name: str) -> Model:
+        """Take the order to start a model, or raise `Busy`."""
+
+    def stop(self, name: str) -> Model:
+        """Take the order to stop a model."""
+
+
+class Control:
+    """The ASGI application."""
+
+    def __init__(self, box: Switch) -> None:
+        self._box = box
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        exchange = Exchange(scope, receive, send, scope["state"]["connection"])
+        try:
+            status, body = await self._answer(exchange, scope["method"], scope["path"])
+        except Left:
+            return
+        except Refusal as refusal:
+            await exchange.reply(refusal.status, refusal.body, vary=False)
+            return
+        await exchange.reply(status, as_bytes(body), vary=False)
+
+    async def _answer(self, exchange: Exchange, method: str, path: str) -> tuple[int, object]:
+        match (method, *path.strip("/").split("/")):
+            case ("GET", "models"):
+                return 200, {"models": [_described(model) for model in self._box.models.values()]}
+            case ("GET", "models", name):
+                return 200, _described(self._model(name))
+            case ("GET", "box"):
+                return 200, _counted(self._box)
+            case ("POST", "models", name, ("start" | "stop") as order):
+                return await self._switch(exchange, self._model(name), order)
+            case ("POST", "models", name, "boots"):
+                return await self._plan(exchange, self._model(name))
+            case _:
+                raise refusals.detail(404, f"there is no {method} {path}")
+
+    def _model(self, name: str) -> Model:
+        try:
+            return self._box.models[name]
+        except KeyError:
+            known = ", ".join(self._box.models)
+            raise refusals.detail(404, f"there is no model {name!r}; there are {known}") from None
+
+    async def _switch(self, exchange: Exchange, model: Model, order: str) -> tuple[int, object]:
+        await exchange.body()  # says nothing, but a client that sends one has to get rid of it
+        try:
+            (self._box.start if order == "start" else self._box.stop)(model.name)
+        except Busy as busy:
+            raise refusals.detail(409, str(busy)) from busy
+        if exchange.query().get("wait", "false").lower() in ("true", "1"):
+            with anyio.CancelScope() as waiting:
+                exchange.connection.on_lost = waiting.cancel
+                await model.settled()
+            if waiting.cancelled_caught:
+                raise Left
+        elif not model.is_settled:
+            return 202, _described(model)
+        return (200 if model.state in _DONE[order] else 500), _described(model)
+
+    async def _plan(self, exchange: Exchange, model: Model) -> tuple[int, object]:
+        boots = read_json(await exchange.body()).get("boots")
+        if not isinstance(boots, list) or not all(boot in tuple(Boot) for boot in boots):
+            raise refusals.detail(400, f"boots is a list of {', '.join(Boot)}")
+        model.boots.clear()
+        model.boots.extend(Boot(boot) for boot in boots)
+        return 200, _described(model)
+
+
+def _described(model: Model) -> Mapping[str, object]:
+    server = model.server
+    # A model that crashed, or was restarted, through its own port boots again by itself.
+    is_back = server is None or server.booted.is_set()
+    return {
+        "name": model.name,
+        "state": model.state if is_back or model.state is not State.RUNNING else State.BOOTING,
+        "since_s": model.since_s,
+        "reason": model.reason,
+        "url": model.url,
+        "served_model": model.options.model,
+        "profile": model.options.profile.name,
+        "starts": model.starts,
+        "failed_boots": model.failed_boots,
+        "kills": model.kills,
+        "requests": server.load if server is not None else 0,
+        "cut_requests": model.cut,
+        "resident_s": model.resident_s,
+        "next_boots": list(model.boots),
+    }
+
+
+def _counted(box: Switch) -> Mapping[str, object]:
+    return {
+        "violations": box.violations,
+        "cut_requests": box.cut,
+        "violation_log": [asdict(violation) for violation in box.violation_log],
+        "swaps": [asdict(swap) for swap in box.swaps],
+        "residencies": [asdict(residency) for residency in box.residencies],
+    }

@@ -1,0 +1,137 @@
+"""A port and the connections on it.
+
+uvicorn's HTTP protocol speaks to the clients; the sockets are handled here, because a server has to be
+able to refuse connections, cut them, and come back, all on one port.
+"""
+
+import socket
+from asyncio import Server, get_running_loop
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+KEEP_ALIVE_S = 5  # vLLM's: an idle connection is closed after it
+ENDING_S = 1.0  # real seconds that answers get to write their last bytes
+_BACKLOG = 2048
+_LOOK_S = 0.002
+
+
+def wire(application: Any) -> Config:
+    """Return uvicorn's settings for an ASGI application behind a `Door`, loaded."""
+    config = Config(
+        application,
+        http=ClientConnection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+    config.load()
+    return config
+
+
+class ClientConnection(HttpToolsProtocol):
+    """One client's connection: uvicorn's, with a way past HTTP and an event for its end."""
+
+    def __init__(self, config: Config, state: ServerState) -> None:
+        super().__init__(config, state, {})
+        self.on_lost: Callable[[], None] | None = None
+        self._lost = anyio.Event()
+
+    def on_message_begin(self) -> None:
+        """Give each request its connection."""
+        super().on_message_begin()
+        self.scope["state"]["connection"] = self
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the answer under way that its client is gone."""
+        super().connection_lost(exc)
+        self._lost.set()
+        if self.on_lost is not None:
+            self.on_lost()
+
+    def write(self, data: bytes) -> None:
+        """See `app.Connection.write`."""
+        self.transport.write(data)
+
+    async def close(self, *, abort: bool = False) -> None:
+        """See `app.Connection.close`."""
+        if abort:
+            self.transport.abort()
+        else:
+            self.transport.close()
+        await self._lost.wait()
+
+
+class Door:
+    """The server's port. Closed, it refuses connections, but nobody else can take it."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Bind the port, closed.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        self._family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # A socket that is bound but does not listen holds the port: connecting to it is refused.
+        self._holder = self._bound(host, port)
+        self.host, self.port = self._holder.getsockname()[:2]
+        self._server: Server | None = None
+
+    def _bound(self, host: str, port: int) -> socket.socket:
+        # asyncio sends small writes at once only on sockets that say that they are TCP.
+        bound = socket.socket(self._family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((host, port))
+        except OSError:
+            bound.close()
+            raise
+        return bound
+
+    @property
+    def url(self) -> str:
+        """The server's base URL."""
+        host = f"[{self.host}]" if self._family == socket.AF_INET6 else self.host
+        return f"http://{host}:{self.port}"
+
+    async def open(self, connect: Callable[[], ClientConnection]) -> None:
+        """Accept connections, each served by what `connect` returns."""
+        if self._server is None:
+            listener = self._bound(self.host, self.port)
+            # Known before it listens, so that it can be closed if this is cancelled on the way.
+            self._server = await get_running_loop().create_server(
+                connect, sock=listener, backlog=_BACKLOG, start_serving=False
+            )
+            await self._server.start_serving()
+
+    def close(self) -> None:
+        """Refuse connections; those that are open stay."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def release(self) -> None:
+        """Give the port back."""
+        self.close()
+        self._holder.close()
+
+
+async def cut_connections(state: ServerState) -> None:
+    """Reset every connection, and give the requests on them `ENDING_S` to notice."""
+    for connection in list(state.connections):
+        connection.transport.abort()
+    with anyio.move_on_after(ENDING_S):
+        while state.tasks:
+            await next_look()
+
+
+async def next_look() -> None:
+    """Wait a moment for what uvicorn's tasks do by themselves: they have no event to wait for."""
+    await anyio.sleep(_LOOK_S)
