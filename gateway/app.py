@@ -119,7 +119,7 @@ class Gateway:
                 for name in settings.boxes
             },
             backends,
-            boot_s={name: settings.profile(name).boot_s or 0.0 for name in backends},
+            boot_s=settings.box_boots_s(),
             switch=BoxSwitch(_members(settings, environ, backends, secrets, tls)),
             board=self.board,
             fleet=self.fleet,

@@ -37,8 +37,8 @@ class Canary:
         timeout_s: How long it may take, in seconds.
     """
 
-    prompt: str = "What is the capital of France? Answer with one word."
-    expect: str = "Paris"
+    prompt: str = "What is 17 + 25? Answer with the number alone."
+    expect: str = "42"
     reasoning: bool = False
     max_tokens: int = 512
     timeout_s: float = 120.0

@@ -215,13 +215,13 @@ def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
 
 
 def _boxes(settings: Settings, policy: Policy) -> Iterator[_Warning]:
-    shared = {member for box in settings.boxes.values() for member in box.backends}
+    shared = settings.box_boots_s()
     for model in policy.models:
         for index, one in enumerate(model.classes):
             names = [backend.id for backend in _backends_of(one, policy)]
-            boots = [settings.profile(name).boot_s or 0.0 for name in names]
+            boots = [shared.get(name, 0.0) for name in names]
             most_s = one.waiting.max_wait_s
-            if names and shared.issuperset(names) and most_s < min(boots):
+            if most_s < min(boots, default=0.0):
                 yield _Warning(
                     ("models", model.id, "classes", index),
                     f"class {one.name} waits {most_s:g} s at most, and its models take turns with others: "

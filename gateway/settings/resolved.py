@@ -175,6 +175,14 @@ class Settings:
         swaps = SwapRules(section.default, triggers, section.residency_s, section.idle_s)
         return BoxRules(swaps, section.boot_budget_s, settle_s)
 
+    def box_boots_s(self) -> Mapping[str, float]:
+        """Return how long each model of a box boots, as its profile says; 0 where it only wakes up."""
+        return {
+            name: 0.0 if one.sleep is not None else self.profile(name).boot_s or 0.0
+            for box in self.boxes.values()
+            for name, one in box.backends.items()
+        }
+
     def launch_record(self, name: str) -> Path | None:
         """Return the file that keeps hashes of a box's start commands, or None."""
         return self._file(self.document.boxes[name].launch_record)
