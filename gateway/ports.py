@@ -204,6 +204,9 @@ class BoxFleet(Protocol):
     def statuses(self) -> Mapping[str, BackendStatus]:
         """Return the status of every configured backend."""
 
+    async def wait_for(self, predicate: Callable[[Mapping[str, BackendStatus]], bool]) -> None:
+        """Return as soon as `predicate(statuses())` holds."""
+
     def put_out(self, backend_id: str, reason: str) -> None:
         """Ask a backend no more, and hold its silence against it no more."""
 

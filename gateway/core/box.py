@@ -24,8 +24,9 @@
 
 *Quarantine*: the backend is not started again. The box drains and stops it and boots the default, or
 another one that is not in quarantine, and is failed when there is none. A boot that went wrong is never
-tried again: it takes minutes, and it would fail alike. What lifts a quarantine is a person who starts the
-model by hand: once it is found in and its canary is right, it is trusted.
+tried again: it takes minutes, and it would fail alike. What lifts a quarantine is a person: who restarts
+the gateway once the cause is gone, or, on a failed box, starts the model, which is trusted once its canary
+is right.
 
 Orders (`Order`) are carried out by somebody else, who reports with `Done` or `Found`, under the order's
 number: the report of an order that is no longer the last one changes nothing. Every order may be given
@@ -108,10 +109,12 @@ class Quarantine:
 
     Attributes:
         reason: In words.
+        at: Since when.
         gone: Whether it was seen out since: if it is found in again, somebody has started it.
     """
 
     reason: str
+    at: float = 0.0
     gone: bool = False
 
 
@@ -188,7 +191,13 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class TookOver:
-    """This process is the owner from now on: whatever was under way is ordered again."""
+    """This process is the owner from now on: whatever was under way is ordered again.
+
+    What was put into quarantine before it started (`started_at`, monotonic seconds) is tried once more:
+    somebody has restarted the gateway since.
+    """
+
+    started_at: float = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +292,18 @@ def _residency(box: Box, wants: Mapping[str, Wants]) -> Residency:
     return Residency(box.backend, box.resident_since, box.batch_at, box.busy_at, wants, barred)
 
 
+def unowned(found: frozenset[str], now: float) -> Box | None:
+    """Return the box for a process that never heard of an owner, because the store is away.
+
+    It uses the one model that is in, and switches nothing. None where that is not clear.
+    """
+    if len(found) != 1:
+        return None
+    (name,) = found
+    reason = "found in; the store is away"
+    return Box(State.RESIDENT, now, reason, name, resident_since=now, batch_at=now, busy_at=now)
+
+
 # ------------------------------------------------------------------ transitions
 
 
@@ -291,8 +312,8 @@ def advance(box: Box, event: Event, now: float, rules: BoxRules) -> Step:
     match event:
         case Look():
             return _looked(box, event, now, rules)
-        case TookOver():
-            return _taken_over(box, now)
+        case TookOver(started_at):
+            return _taken_over(box, started_at, now)
         case Found(number, found) if number == box.number:
             return _found(box, found, now, rules)
         case Done(number, failure) if number == box.number:
@@ -309,10 +330,13 @@ def _order(box: Box, task: Task, backend: str = "") -> Step:
     return box, (Order(task, backend, box.number),)
 
 
-def _taken_over(box: Box, now: float) -> Step:
+def _taken_over(box: Box, started_at: float, now: float) -> Step:
+    kept = {name: held for name, held in box.quarantine.items() if held.at >= started_at}
     # Restarts were counted by the process that had it before.
-    box = replace(box, tries=0, known_restarts={})
+    box = replace(box, tries=0, known_restarts={}, quarantine=kept)
     match box.state:
+        case State.FAILED if box.since < started_at:
+            return _order(_enter(box, State.UNKNOWN, now, box.reason), Task.INSPECT)
         case State.UNKNOWN:
             return _order(box, Task.INSPECT)
         case State.STOPPING:
@@ -518,7 +542,7 @@ def _restarted(box: Box, reason: str, now: float, rules: BoxRules, *, is_in: boo
 def _quarantined(box: Box, reason: str, now: float, rules: BoxRules) -> Step:
     name = box.backend
     rest = {other: times for other, times in box.restarts.items() if other != name}
-    box = replace(box, quarantine={**box.quarantine, name: Quarantine(reason)}, restarts=rest)
+    box = replace(box, quarantine={**box.quarantine, name: Quarantine(reason, now)}, restarts=rest)
     home = _fallback(box, rules, name)
     if not home:
         return _failed(box, f"{name} is in quarantine ({reason}), and there is no other", now)

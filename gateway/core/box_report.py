@@ -29,7 +29,9 @@ def written(box: Box, now: float) -> str:
         "state": box.state.value,
         "cause": box.cause.value,
         "pending": list(box.pending),
-        "quarantine": {name: [held.reason, held.gone] for name, held in box.quarantine.items()},
+        "quarantine": {
+            name: [held.reason, round(now - held.at, 3), held.gone] for name, held in box.quarantine.items()
+        },
         "restarts": {name: [round(now - at, 3) for at in times] for name, times in box.restarts.items()},
         "boot_s": dict(box.boot_s),
     }
@@ -48,8 +50,8 @@ def read(text: str, now: float) -> Box | None:
             cause=Cause(report["cause"]),
             pending=tuple(report["pending"]),
             quarantine={
-                name: Quarantine(str(reason), bool(gone))
-                for name, (reason, gone) in report["quarantine"].items()
+                name: Quarantine(str(reason), now - float(age), bool(gone))
+                for name, (reason, age, gone) in report["quarantine"].items()
             },
             restarts={
                 name: tuple(now - float(age) for age in ages) for name, ages in report["restarts"].items()

@@ -32,6 +32,7 @@ from gateway.core.box import (
     is_out,
     outlook,
     standing,
+    unowned,
 )
 from gateway.core.box_report import note, read, read_note, written
 from gateway.core.swap_policy import Plan, Wants
@@ -43,10 +44,14 @@ log = logging.getLogger("gateway.boxes")
 
 LOOK_S = 1.0
 LEAVE_S = 1.0
+READY_S = 30.0
+"""How long a model that has answered its canary may still be unknown to those who watch its health."""
+
 SETTLE_S = 4.0
 """What processes that share a store need to learn that a box drains, and to be seen to have learned it:
 two looks, one refresh of the ledger's snapshot, one command."""
 
+_AT_WORK = frozenset({State.DRAINING, State.STOPPING, State.BOOTING, State.CHECKING})
 _LOST = frozenset({health.State.BOOTING, health.State.DOWN})
 
 
@@ -81,6 +86,7 @@ class _Kept:
     boot_s: Mapping[str, float]
     box: Box
     fence: int = 0
+    has_heard: bool = False  # from the board
     reports: list[Event] = field(default_factory=list)
     others: Mapping[str, Wants] = field(default_factory=dict)
     standings: Mapping[str, Standing | None] = field(default_factory=dict)
@@ -123,6 +129,7 @@ class BoxKeeper:
         self._switch, self._board, self._fleet = switch, board, fleet
         self._ledger, self._line, self._clock = ledger, line, clock
         self._on_change = on_change
+        self._started_at = clock.now()
         self._ended = anyio.Event()
         self._ended.set()
         self._kept = {
@@ -149,7 +156,7 @@ class BoxKeeper:
     @property
     def can_serve_later(self) -> bool:
         """Whether a box is at work on having a model in: requests may wait for that."""
-        return any(kept.box.state is not State.FAILED for kept in self._kept.values())
+        return any(kept.box.state in _AT_WORK for kept in self._kept.values())
 
     def sights(self) -> Mapping[str, BoxSight]:
         """Return every box as it stands."""
@@ -204,7 +211,11 @@ class BoxKeeper:
         )
         now = self._clock.now()
         if reply is None:
+            if kept.box.state is State.UNKNOWN and not kept.has_heard:
+                found = [name for name in self._ready(kept) if await self._switch.is_in(name)]
+                kept.box = unowned(frozenset(found), now) or kept.box
             return ()
+        kept.has_heard = True
         kept.others = _summed(read_note(text, now) for text in reply.others)
         gained = reply.fence and reply.fence != kept.fence
         if (gained or not reply.fence) and reply.state:
@@ -217,7 +228,7 @@ class BoxKeeper:
         kept.reports.clear()
         if gained:
             log.info("box %s: this gateway switches it (%d)", kept.name, kept.fence)
-            events = [TookOver()]
+            events = [TookOver(self._started_at)]
         orders: list[Order] = []
         for event in (*events, self._look(kept)):
             kept.box, more = advance(kept.box, event, self._clock.now(), kept.rules)
@@ -231,9 +242,7 @@ class BoxKeeper:
         return Look(
             in_flight={name: self._ledger.load(name).seqs for name in mine},
             wants=self._wants(kept),
-            ready=frozenset(
-                name for name, one in known.items() if one.down_since is None and one.state not in _LOST
-            ),
+            ready=self._ready(kept),
             lost=frozenset(
                 name
                 for name, one in mine.items()
@@ -246,6 +255,11 @@ class BoxKeeper:
                 if (wrong := versions.misfit(kept.backends[name].versions, one.version))
             },
         )
+
+    def _ready(self, kept: _Kept) -> frozenset[str]:
+        """Return the backends of a box that answer, and of which it is known what they serve."""
+        statuses = self._fleet.statuses()
+        return frozenset(name for name in kept.backends if _is_ready(statuses[name]))
 
     def _wants(self, kept: _Kept) -> Mapping[str, Wants]:
         own = self._line.wants(kept.backends)
@@ -266,6 +280,9 @@ class BoxKeeper:
                 report = Done(order.number, await self._switch.start(name, fence))
             case Task.CHECK:
                 report = Done(order.number, await self._switch.ask(name))
+                if not report.failure:  # what waits for it must not find a model that nobody knows yet
+                    with anyio.move_on_after(READY_S):
+                        await self._fleet.wait_for(lambda statuses: _is_ready(statuses[name]))
         if fence == kept.fence:  # else somebody else has ordered it anew
             kept.reports.append(report)
         kept.wake.set()
@@ -309,6 +326,10 @@ class BoxKeeper:
             level = logging.WARNING
         what = f"{box.backend} -> {box.target}" if box.target else box.backend
         log.log(level, "box %s: %s %s (%s)", kept.name, box.state.value, what, box.reason)
+
+
+def _is_ready(status: health.BackendStatus) -> bool:
+    return bool(status.served_models) and status.down_since is None and status.state not in _LOST
 
 
 def _summed(notes: Any) -> Mapping[str, Wants]:

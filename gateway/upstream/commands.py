@@ -44,32 +44,33 @@ class Command:
 
 async def run(command: Command, environ: Mapping[str, str]) -> str:
     """Run a command to its end. Returns "", or why it failed: one line, with the last it wrote."""
-    with tempfile.TemporaryFile() as output:
-        try:
-            process = _started(command, environ, output)
-        except OSError as error:
-            return f"{command.words[0]}: {error.strerror or error}"
-        try:
-            with anyio.move_on_after(command.timeout_s):
-                while process.poll() is None:  # noqa: ASYNC110 - asyncio kills what it does not wait for
-                    await anyio.sleep(LOOK_S)
-        except anyio.get_cancelled_exc_class():
-            if command.dies_with_us:
-                _kill(process)
-            else:
-                process.returncode = 0  # left to finish: nobody here will hear of its end
-            raise
-        if process.returncode is None:
-            _kill(process)
-            failure = f"took more than {command.timeout_s:g} s"
-        elif process.returncode:
-            failure = f"exit status {process.returncode}"
-        else:
-            failure = ""
-        said = _said(output)
+    try:
+        with tempfile.TemporaryFile() as output:
+            failure = await _ended(command, _started(command, environ, output))
+            said = _said(output)
+    except OSError as error:  # no such program, no more processes, no space left
+        return f"{command.words[0]}: {error.strerror or error}"
     for line in said:
-        log.info("%s: %s", command.words[0] if not command.shell else "sh", line)
+        log.info("%s: %s", "sh" if command.shell else command.words[0], line)
     return f"{failure}: {said[-1]}" if failure and said else failure
+
+
+async def _ended(command: Command, process: "subprocess.Popen[bytes]") -> str:
+    """Return how a process has ended; one that takes too long is killed."""
+    try:
+        with anyio.move_on_after(command.timeout_s):
+            while process.poll() is None:  # noqa: ASYNC110 - asyncio kills what it does not wait for
+                await anyio.sleep(LOOK_S)
+    except anyio.get_cancelled_exc_class():
+        if command.dies_with_us:
+            _kill(process)
+        else:
+            process.returncode = 0  # left to finish: nobody here will hear of its end
+        raise
+    if process.returncode is None:
+        _kill(process)
+        return f"took more than {command.timeout_s:g} s"
+    return f"exit status {process.returncode}" if process.returncode else ""
 
 
 def _started(command: Command, environ: Mapping[str, str], output: IO[bytes]) -> "subprocess.Popen[bytes]":

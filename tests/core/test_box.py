@@ -17,6 +17,7 @@ from gateway.core.box import (
     Found,
     Look,
     Order,
+    Quarantine,
     State,
     Task,
     TookOver,
@@ -25,6 +26,7 @@ from gateway.core.box import (
     is_out,
     outlook,
     standing,
+    unowned,
 )
 from gateway.core.swap_policy import Cause, SwapRules, Trigger, Wants
 from gateway.core.values import Exclusion
@@ -342,6 +344,26 @@ def test_models_that_somebody_changed_by_hand_are_taken_as_they_are() -> None:
 )
 def test_a_new_owner_goes_on_where_the_last_one_was(box: Box, ordered: list[tuple[Task, str]]) -> None:
     assert Script(box).on(TookOver()).ordered == ordered
+
+
+def test_who_restarts_the_gateway_gives_a_backend_in_quarantine_another_chance() -> None:
+    quarantine = {"qwen": Quarantine("its canary", 500.0), "gemma": Quarantine("its canary", 900.0)}
+    failed = Box(State.FAILED, 900.0, "all in quarantine", quarantine=quarantine)
+    kept = Script(failed).on(TookOver(started_at=400.0))
+    assert (kept.at[0], set(kept.box.quarantine)) == (State.FAILED, {"gemma", "qwen"})
+    later = Script(failed).on(TookOver(started_at=950.0))
+    assert (later.box.quarantine, later.ordered) == ({}, [(Task.INSPECT, "")])
+    assert later.found().ordered == [(Task.STOP, "qwen")]
+    resident = Box(State.RESIDENT, 600.0, backend="gemma", quarantine={"qwen": quarantine["qwen"]})
+    assert Script(resident).on(TookOver(started_at=600.0)).box.quarantine == {}
+
+
+def test_without_an_owner_the_one_model_that_is_in_is_used() -> None:
+    box = unowned(frozenset({"qwen"}), 1000.0)
+    assert box is not None
+    assert standing(box, "qwen") is None
+    assert unowned(frozenset(), 1000.0) is None
+    assert unowned(frozenset({"qwen", "gemma"}), 1000.0) is None
 
 
 def test_restarts_that_another_process_counted_are_not_compared_with_ones_own() -> None:

@@ -264,6 +264,18 @@ async def test_the_other_ways_to_switch(tmp_path: Path, way: Callable[[Box], Map
     assert (tmp_path / "launches.json").exists()
 
 
+async def test_a_gateway_that_starts_without_its_store_uses_what_is_in_and_switches_nothing(
+    tmp_path: Path,
+) -> None:
+    async with (
+        simulated_box(BoxOptions(spark_pair(speed=SPEED), resident="gemma")) as machine,
+        gateway_at(machine, tmp_path, by_request(machine), store=f"unix://{tmp_path}/nobody") as site,
+    ):
+        await site.resident("gemma")
+        assert (await site.ask("gemma")).status_code == 200
+        assert not site.gateway.boxes.sights()["spark"].is_owner
+
+
 async def test_of_two_gateways_one_switches_and_both_serve(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         store = stack.enter_context(own_server("valkey-9", tmp_path))
