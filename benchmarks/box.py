@@ -20,7 +20,8 @@ from heapq import heappop, heappush
 from statistics import fmean
 
 from benchmarks.routers import ESTIMATE_BAND, at_once
-from benchmarks.routing import machine, quantile
+from benchmarks.routing import machine
+from benchmarks.scoring import quantile
 from benchmarks.traffic import clipped, lognormal
 from gateway.core.box import Box, BoxRules, Done, Event, Found, Look, Order, Task, TookOver, advance, standing
 from gateway.core.engine import Engine

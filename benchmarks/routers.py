@@ -53,11 +53,6 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
 # ------------------------------------------------------------------ the gateway
 
 
-PUSH_KNEE = (KneeStep(2_000, 96), KneeStep(16_000, 64), KneeStep(32_000, 40), KneeStep(None, 24))
-"""The latency model's knees for 16K/1K (90 %) and 64K/1K (95 %), in place of the profile's 16 from 16K on,
-which is chosen for half the TPOT. Beyond 100K tokens KV blocks are the limit."""
-
-
 def site(knee_seqs: int | None = None, long_seqs: int | None = None) -> Policy:
     """Return the policy of the benchmark's site: what an operator would configure for this fleet.
 
@@ -67,9 +62,7 @@ def site(knee_seqs: int | None = None, long_seqs: int | None = None) -> Policy:
     backends = {}
     for name, profile in fleet_profiles().items():
         capacity = profile.capacity
-        if name == "push":
-            capacity = replace(capacity, knee=PUSH_KNEE)
-        elif knee_seqs is not None and name.startswith("light"):
+        if knee_seqs is not None and name.startswith("light"):
             steps = [KneeStep(step.prompt_tokens_max, min(step.seqs, knee_seqs)) for step in capacity.knee]
             capacity = replace(capacity, knee=tuple(steps))
         backends[name] = Backend(
@@ -105,9 +98,14 @@ class GatewayRouter:
 
     is_patient = True
 
-    def __init__(self, policy: Policy) -> None:
-        """Start with an idle fleet and an empty line."""
+    def __init__(self, policy: Policy, *, band: float = ESTIMATE_BAND, is_told_output: bool = False) -> None:
+        """Start with an idle fleet and an empty line.
+
+        `band`: how far above the estimate it plans. `is_told_output`: callers give `max_tokens`.
+        """
         self._policy = policy
+        self._band = band
+        self._is_told_output = is_told_output
         self._ledger = MemoryLedger()
         self._line = WaitingLine()
         self._slots: dict[int, Slot] = {}
@@ -119,10 +117,15 @@ class GatewayRouter:
         """Estimate, classify, enter the line."""
         model = self._policy.models[0]
         request = Request(
-            Endpoint.CHAT, "gemma", Prompt(), stream=True, reasoning=arrival.kind is Kind.REASONING
+            Endpoint.CHAT,
+            "gemma",
+            Prompt(),
+            stream=True,
+            max_tokens=arrival.output_tokens if self._is_told_output else None,
+            reasoning=arrival.kind is Kind.REASONING,
         )
         tokens = arrival.estimate_tokens
-        estimate = Estimate(tokens, round(tokens * (1 + ESTIMATE_BAND)), CountMode.APPROXIMATE)
+        estimate = Estimate(tokens, round(tokens * (1 + self._band)), CountMode.APPROXIMATE)
         matched = classification.classify(model, request, estimate)
         assert matched is not None
         traffic_class = matched[0]

@@ -15,13 +15,18 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import count, cycle
 
 import anyio
 from redis.asyncio import Redis
 
+from gateway.core.class_counts import TextKind
+from gateway.core.facts import Attempts, Facts, Learned, Ratio
+from gateway.core.health import State, Verdict
 from gateway.core.values import UNLIMITED, Load
 from gateway.ports import Ledger, Slot
 from gateway.store.embedded import embedded_valkey
+from gateway.store.facts import encode
 from gateway.store.memory import MemoryLedger
 from gateway.store.redis import RedisLedger
 
@@ -30,6 +35,7 @@ FREE = Load(UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED)
 FULL = replace(FREE, share=0)
 PREFIX = "benchmark"
 HELD = 256
+CROWD = 10
 
 
 def main() -> None:
@@ -73,7 +79,40 @@ async def report(url: str | None, calls: int) -> None:
             assert isinstance(slot, Slot)
             await ledger.release(slot)
         await ledger.aclose()
+        await report_crowd(where, calls, redis)
         await redis.aclose()
+
+
+async def report_crowd(where: str, calls: int, redis: Redis) -> None:
+    """Print what it costs to tell each other facts that change all the time."""
+    size = len(encode(facts(0)))
+    print(f"{CROWD} gateways, each with facts of {size:,} bytes")
+    crowd = [RedisLedger(where, prefix=PREFIX, command_s=10.0) for _ in range(CROWD)]
+    numbers, turns = count(), cycle(crowd)
+    for ledger in crowd:
+        ledger.exchange.join(lambda: facts(next(numbers)), lambda heard: None)
+
+    async def tell(_: Ledger) -> None:
+        await next(turns).sync()
+
+    print(await line("  one tells its own, hears all others", crowd[0], tell, max(1, calls // 10), 1, redis))
+    for ledger in crowd:
+        await ledger.aclose()
+
+
+def facts(number: int) -> Facts:
+    """Return what a process tells in front of 12 backends, with 20 keys in 4 classes; never the same."""
+    return Facts(
+        verdicts={"backend-0": Verdict(1, State.EJECTED, "3 requests failed, the last with status 500", 4.0)},
+        attempts={f"backend-{name}": Attempts(100_000 + number, 3) for name in range(12)},
+        learned=Learned({kind: Ratio(200, 0.03125 + number / 1e9) for kind in TextKind}, 34),
+        started={
+            ("gemma-4", f"class-{name}", f"team-{key}"): 10_000_000 + number
+            for name in range(4)
+            for key in range(20)
+        },
+        long_waiting={"backend-1": 2},
+    )
 
 
 async def passage(ledger: Ledger) -> None:

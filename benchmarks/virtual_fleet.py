@@ -38,7 +38,10 @@ def fleet_profiles() -> Mapping[str, Profile]:
 
 @dataclass(slots=True)
 class Fate:
-    """What became of one request. Times in virtual seconds; None where that point was not reached."""
+    """What became of one request. Times in virtual seconds; None where that point was not reached.
+
+    `is_undecided`: it was still running when the run ended, and nothing that it had promised was broken.
+    """
 
     arrival: Arrival
     backend: str = ""
@@ -48,6 +51,7 @@ class Fate:
     refused: str = ""
     left: bool = False
     output_tokens: int = 0
+    is_undecided: bool = False
 
     @property
     def ttft_s(self) -> float | None:

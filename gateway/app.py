@@ -6,6 +6,7 @@ Nothing else constructs an adapter, and nothing here decides anything.
 import logging
 import os
 import signal
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -36,9 +37,10 @@ from gateway.core.waiting import WaitingLine
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
+from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
 from gateway.downstream.wire import WireRules
-from gateway.pipeline import BackendWatch, Pipeline, Sight
+from gateway.pipeline import BackendWatch, Peers, Pipeline, Sight
 from gateway.pipeline.box_keeper import SETTLE_S, BoxKeeper, BoxSight
 from gateway.settings import Settings
 from gateway.settings.document import MemberSection, RequestSection
@@ -47,6 +49,7 @@ from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.store.redis import RedisLedger
+from gateway.store.responses import MemoryResponseStore, RedisResponseStore
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
@@ -61,6 +64,9 @@ from gateway.upstream.switches import BoxSwitch, ByCommand, ByRequest, BySleep, 
 log = logging.getLogger("gateway.process")
 
 STOP_S = 5.0
+"""Seconds in which connections close once their requests have ended or were cut."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOST = frozenset({State.HUNG, State.DOWN})
 
 
@@ -93,6 +99,7 @@ class Gateway:
         self.clock = SystemClock()
         self.policy = settings.policy()
         self.ledger = _ledger(settings)
+        self._store = self.ledger if isinstance(self.ledger, FallbackLedger) else None
         self.journal = Journal()
         backends = self.policy.backends
         secrets = _backend_keys(settings, environ)
@@ -137,6 +144,8 @@ class Gateway:
             sights=watch.sights,
             waiting=line.waiting,
             boxes=self.boxes.sights,
+            replicas=lambda: self._store.replicas if self._store else 1,
+            store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
         )
         self.metrics.config_info.labels(self.policy.version).set(1)
         recorder = Recorders((self.metrics, self.journal, RequestLog()))
@@ -155,12 +164,27 @@ class Gateway:
             clock=self.clock,
             away=self.boxes.away,
         )
+        digests = settings.key_digests(environ) or {}
+        self.peers = Peers(
+            fleet=self.fleet,
+            estimator=self.estimator,
+            line=line,
+            watch=watch,
+            policy=lambda: self.policy,
+            keys=digests,
+            clock=self.clock,
+            on_waiting=self.pipeline.room.look,
+        )
+        if self._store is not None:
+            self._store.exchange.join(self.peers.facts, self.peers.hear)
+        self.responses = _response_store(settings, self.clock)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
-            keys=KeyRing(settings.key_digests(environ) or {}),
+            keys=KeyRing(digests),
             rules=wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
+            keeping=Keeping(self.responses, settings.responses.keep_s),
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,
@@ -171,6 +195,7 @@ class Gateway:
                 "boxes": self.boxes_view,
                 "requests": self.journal.recent,
                 "policy": self.policy_view,
+                "replicas": self.replicas_view,
             },
             metrics=self.metrics.exposition,
         )
@@ -181,9 +206,11 @@ class Gateway:
         self.pipeline.room.look()
         if new.state is not old.state and new.state in _LOST:
             self.pipeline.abandon(backend_id, new.reason)
+        if new.verdicts > old.verdicts and self._store is not None:
+            self._store.exchange.publish_now()
 
     def _backend_sampled(self, backend_id: str, engine: EngineSample) -> None:
-        if isinstance(self.ledger, FallbackLedger) and self.ledger.mode is Mode.ALONE:
+        if self._store is not None and self._store.mode is Mode.ALONE:
             self.counts.forget(backend_id)  # what the other gateways have there is not known
             return
         capacity = self.policy.backends[backend_id].capacity
@@ -217,6 +244,21 @@ class Gateway:
         now = self.clock.now()
         return {name: _box_view(sight, now) for name, sight in self.boxes.sights().items()}
 
+    def replicas_view(self) -> Mapping[str, Any]:
+        """Return which gateway processes share the store, and what they tell each other, for operators."""
+        if self._store is None:
+            return {"owner": None, "mode": None, "replicas": 1, "others": {}}
+        told = self.peers.view()
+        return {
+            "owner": self._store.owner,
+            "mode": self._store.mode,
+            "replicas": self._store.replicas,
+            "others": {
+                owner: {"age_s": round(age_s, 1), **told.get(owner, {})}
+                for owner, age_s in self._store.exchange.ages(anyio.current_time()).items()
+            },
+        }
+
     def backends_view(self) -> Mapping[str, Any]:
         """Return every backend as an operator wants to see it."""
         now, sights = self.clock.now(), self.pipeline.watch.sights()
@@ -246,14 +288,16 @@ class Gateway:
         }
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Running]:
+    async def running(self, listen: socket.socket | None = None) -> AsyncIterator[Running]:
         """Serve on the configured addresses while the block runs.
+
+        Applications connect to `listen`, if given: a socket that this process was started with.
 
         Raises:
             ConfigError: an address cannot be bound.
         """
         applications, operators = self.applications.asgi_app(), self.operators.asgi_app()
-        listen = bind(*self.settings.listen)
+        listen = listen or bind(*self.settings.listen)
         admin = None if self.settings.admin is None else bind(*self.settings.admin)
         self._listeners = [Listener(applications, listen)]
         if admin is not None:
@@ -264,8 +308,8 @@ class Gateway:
             tasks.start_soon(self.pipeline.room.run)
             tasks.start_soon(self.pipeline.watch.run)
             tasks.start_soon(self.boxes.run)
-            if isinstance(self.ledger, FallbackLedger):
-                tasks.start_soon(self.ledger.run)
+            if self._store is not None:
+                tasks.start_soon(self._store.run)
             for listener in self._listeners:
                 tasks.start_soon(listener.run_until_stopped)
                 await listener.wait_started()
@@ -286,8 +330,9 @@ class Gateway:
         if isinstance(self.board, RedisBoard):
             await self.board.aclose()
         await self.upstream.aclose()
-        if isinstance(self.ledger, FallbackLedger):
-            await self.ledger.aclose()
+        if self._store is not None:
+            await self._store.aclose()
+        await self.responses.aclose()
         self.estimator.close()
 
 
@@ -300,24 +345,39 @@ async def serve(
         ConfigError: it cannot be built from these settings, or an address cannot be bound.
     """
     gateway = Gateway(settings, environ)
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
-        async with gateway.running() as running:
-            ready(running)
-            await anext(signals)
-            in_flight = gateway.applications.in_flight
-            log.info("draining: %d requests in flight; a second signal ends them", in_flight)
-            with anyio.move_on_after(settings.shutdown.drain_s):
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_cancel_on_next, signals, tasks)
-                    await gateway.applications.drain()
-                    tasks.cancel_scope.cancel()
-            if left := gateway.applications.in_flight:
-                log.warning("ending with %d requests in flight", left)
+    with anyio.open_signal_receiver(*STOP_SIGNALS) as signals:
+        await serve_until(signals, gateway, ready=ready)
+
+
+async def serve_until(
+    stops: AsyncIterator[object],
+    gateway: Gateway,
+    *,
+    ready: Callable[[Running], None],
+    listen: socket.socket | None = None,
+) -> None:
+    """Run a gateway until the first of `stops`, then drain it; the second ends it at once.
+
+    Raises:
+        ConfigError: an address cannot be bound.
+    """
+    async with gateway.running(listen) as running:
+        ready(running)
+        await anext(stops)
+        in_flight = gateway.applications.in_flight
+        log.info("draining: %d requests in flight; a second signal ends them", in_flight)
+        with anyio.move_on_after(gateway.settings.shutdown.drain_s):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_cancel_on_next, stops, tasks)
+                await gateway.applications.drain()
+                tasks.cancel_scope.cancel()
+        if left := gateway.applications.in_flight:
+            log.warning("ending with %d requests in flight", left)
     log.info("stopped")
 
 
-async def _cancel_on_next(signals: AsyncIterator[signal.Signals], tasks: TaskGroup) -> None:
-    await anext(signals)
+async def _cancel_on_next(stops: AsyncIterator[object], tasks: TaskGroup) -> None:
+    await anext(stops)
     tasks.cancel_scope.cancel()
 
 
@@ -325,7 +385,9 @@ def _ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
     if settings.store is None:
         return MemoryLedger()
     return FallbackLedger(
-        RedisLedger(settings.store.url, prefix=settings.store.prefix), on_change=_store_changed
+        RedisLedger(settings.store.url, prefix=settings.store.prefix),
+        on_change=_store_changed,
+        replicas_min=settings.workers,
     )
 
 
@@ -369,6 +431,13 @@ def _way(section: MemberSection, token: str | None) -> ByCommand | ByRequest | B
 
 def _call(section: RequestSection) -> Call:
     return Call(section.method, section.url, section.body)
+
+
+def _response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStore | RedisResponseStore:
+    bytes_max = settings.responses.max_bytes_per_key
+    if settings.store is None:
+        return MemoryResponseStore(clock, bytes_max)
+    return RedisResponseStore(settings.store.url, prefix=settings.store.prefix, bytes_max=bytes_max)
 
 
 def _store_changed(mode: Mode) -> None:

@@ -18,6 +18,7 @@ from gateway.core.errors import ConfigError, GatewayError
 
 T = TypeVar("T")
 CONFIG_ENV = "GEMMA_GATEWAY_CONFIG"
+WORKERS_ENV = "GEMMA_GATEWAY_WORKERS"
 USAGE = 2
 
 config_option = click.option(
@@ -64,11 +65,20 @@ def main() -> None:
 @main.command()
 @config_option
 @click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
-def serve(config: Path, log_level: str) -> None:
+@click.option(
+    "--workers",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    envvar=WORKERS_ENV,
+    show_envvar=True,
+    help="Processes that serve the port together.",
+)
+def serve(config: Path, log_level: str, workers: int) -> None:
     """Run the gateway until SIGTERM, then let what runs finish."""
     from gateway import process
 
-    sys.exit(process.serve(config, log_level))
+    sys.exit(process.serve(config, log_level, workers))
 
 
 @main.command()

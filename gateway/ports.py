@@ -3,12 +3,25 @@
 A port's method is documented here, once. Errors named are those of core/errors.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.core.health import BackendStatus, Outcome
+from gateway.core.errors import GatewayError
+from gateway.core.facts import Learned
+from gateway.core.health import BackendStatus, Elsewhere, Heard, Outcome, Verdict
+from gateway.core.jobs import (
+    Chunk,
+    Idempotency,
+    Job,
+    JobError,
+    JobStatus,
+    Lane,
+    NewJob,
+    Quota,
+    Refusal,
+)
 from gateway.core.usage import AttemptRecord, RequestRecord
 from gateway.core.values import (
     Backend,
@@ -187,6 +200,9 @@ class Downstream(Protocol):
     async def send(self, data: bytes) -> None:
         """Send body bytes; waits while the caller is slow to read."""
 
+    async def fail(self, error: GatewayError, code: str) -> None:
+        """End a stream that has started with an error, under `code`; nothing is sent after it."""
+
 
 class Fleet(Protocol):
     """What is known of the backends' health, and who is told how attempts went."""
@@ -262,6 +278,29 @@ class BoxBoard(Protocol):
         """Give the box up, so that another takes it at once."""
 
 
+class SharedHealth(Protocol):
+    """What gateways tell each other of backends; beside `Fleet`, which they all have."""
+
+    def statuses(self) -> Mapping[str, BackendStatus]:
+        """See `Fleet.statuses`."""
+
+    def verdicts(self) -> Mapping[str, Verdict]:
+        """Return, per backend that has one, the verdict that this process's own requests led to."""
+
+    def hear(self, backend_id: str, told: Heard | Elsewhere) -> None:
+        """Take in what another gateway tells of a backend. One that is not configured here is ignored."""
+
+
+class SharedLearning(Protocol):
+    """What gateways tell each other of counting prompts; beside `Estimator`."""
+
+    def learned(self) -> Learned:
+        """Return what this process's own answers taught."""
+
+    def note_learned(self, elsewhere: Learned) -> None:
+        """Use what the answers of all other gateways taught, in place of what was noted before."""
+
+
 class PrefixIndex(Protocol):
     """Remembers which backends hold which conversation prefixes."""
 
@@ -272,6 +311,77 @@ class PrefixIndex(Protocol):
         """Note that a backend now holds these prefixes."""
 
 
+class JobStore(Protocol):
+    """Keeps jobs and their answers. Every method raises StoreUnavailable when the store does not answer.
+
+    What is accepted is kept: `submit` returns once it is written. Every method may be repeated.
+    """
+
+    async def submit(
+        self, job: NewJob, quota: Quota, idempotency: Idempotency | None = None
+    ) -> Job | Refusal:
+        """Accept a job, or say why not. With the same idempotency key: the job accepted first."""
+
+    async def get(self, job_id: str) -> Job | None:
+        """Return a job, or None for one that was never accepted, was deleted, or whose time is over."""
+
+    async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
+        """Return chunks of a job's answer from number `start` on, as many as there are, up to `limit`."""
+
+    async def changed(self, job_id: str, chunks: int, wait_s: float) -> None:
+        """Return when a job has more chunks than `chunks`, or another status; after `wait_s` anyway."""
+
+    async def cancel(self, job_id: str) -> Job | None:
+        """Make a job CANCELLED unless it is final. Its worker is told."""
+
+    async def delete(self, job_id: str) -> bool:
+        """Forget a job and its answer, cancelling it if it runs. Returns whether there was one."""
+
+    async def retry(self, job_id: str) -> Job | None:
+        """Queue a FAILED or CANCELLED job again, from the start; the operator's exception to the rule."""
+
+    async def find(
+        self, *, key: str | None = None, status: JobStatus | None = None, limit: int = 100
+    ) -> Sequence[Job]:
+        """Return jobs, newest first; `key`: only this API key's."""
+
+    async def lanes(self) -> Sequence[Lane]:
+        """Return every lane that has jobs, queued or in progress."""
+
+    # ------------------------------------------------------------ workers
+
+    async def claim(self, worker: str, lanes: Collection[str] | None, attempts_max: int) -> Job | None:
+        """Take the next job of these lanes (None: of any), or None where nothing is to be done.
+
+        A job whose worker has not been heard of for a while is taken over, which counts as a failure. One
+        that has failed `attempts_max` times is made FAILED (`job_poisoned`) instead, and one that is by now
+        worthless FAILED (`job_expired`).
+        """
+
+    async def beat(self, worker: str, claims: Collection[tuple[str, int]]) -> Collection[str]:
+        """Say that `worker` still has these (job id, attempt). Returns the ids of those it has lost."""
+
+    async def append(self, job_id: str, attempt: int, data: bytes, *, restarts: bool = False) -> bool:
+        """Add a chunk to an answer. False: this attempt no longer has the job."""
+
+    async def finish(
+        self, job_id: str, attempt: int, status: JobStatus, error: JobError | None = None
+    ) -> bool:
+        """Make a job final. False: this attempt no longer has it, and nothing changed."""
+
+    async def give_back(
+        self, job_id: str, attempt: int, *, after_s: float = 0.0, failed: bool = False
+    ) -> bool:
+        """Queue a job again, at the front, not before `after_s`; `failed`: count it as a failure of the job.
+
+        False: this attempt no longer has it.
+        """
+
+    async def waiting(self, wait_s: float) -> None:
+        """Return when there may be something to claim, or when a claimed job was cancelled; at the latest
+        after `wait_s`."""
+
+
 class Recorder(Protocol):
     """Takes note of what happened. Never raises, never blocks."""
 
@@ -280,3 +390,32 @@ class Recorder(Protocol):
 
     def finished(self, record: RequestRecord) -> None:
         """Note a request that ended, however it ended."""
+
+
+class ResponseStore(Protocol):
+    """Keeps responses for the callers they belong to, as bytes, for a time.
+
+    An owner is the name of an API key, or None where no keys are configured; what one owner has kept is
+    nothing to another. All an owner has is bounded in bytes: what would expire first goes first.
+    """
+
+    async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
+        """Keep a record under an id, in place of what was there. False: it is larger than may be kept.
+
+        Raises:
+            StoreUnavailable: the store does not answer. Whether the record is kept is not known.
+        """
+
+    async def get(self, owner: str | None, id: str) -> bytes | None:
+        """Return the record of that id, or None if this owner has none.
+
+        Raises:
+            StoreUnavailable: the store does not answer.
+        """
+
+    async def delete(self, owner: str | None, id: str) -> bool:
+        """Forget a record. False: this owner has none of that id.
+
+        Raises:
+            StoreUnavailable: the store does not answer.
+        """

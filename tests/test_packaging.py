@@ -164,6 +164,7 @@ def test_the_unit_lets_streams_finish_and_sends_no_signal_that_ends_them() -> No
     service = unit["Service"]
     assert float(service["TimeoutStopSec"]) > DRAIN_S
     assert service["KillSignal"] == "SIGTERM"
+    assert service["KillMode"] == "mixed"  # the workers' store must outlive their drain
     assert "ExecReload" not in service  # a hang-up would end the process: it reads its file once
     assert service["RestartPreventExitStatus"] == "2"
 

@@ -7,6 +7,7 @@
         Unauthorized            401 authentication_error  / invalid_api_key
         RouteNotFound           404 invalid_request_error / not_found
         ModelNotFound           404 invalid_request_error / model_not_found
+        ResponseNotFound        404 invalid_request_error / response_not_found
         RequestTimeout          408 invalid_request_error / request_timeout
         BodyTooLarge            413 invalid_request_error / request_too_large
         BackendRejected         4xx the backend's own verdict on the content, in our shape
@@ -14,6 +15,7 @@
         AtCapacity              429 rate_limit_error / queue_full, ...         + Retry-After
         Draining                503 server_error / draining                    + Retry-After
         OutOfResources          503 server_error / out_of_resources            + Retry-After
+        StoreUnavailable        503 server_error / store_unavailable           + Retry-After
         NoBackend               503 server_error / no_backend                  + Retry-After
       UpstreamError           a backend was asked and failed
         UpstreamUnreachable     502 server_error / upstream_unreachable   no byte sent: try the next one
@@ -111,6 +113,13 @@ class ModelNotFound(CallerError):
     code = "model_not_found"
 
 
+class ResponseNotFound(CallerError):
+    """No response of that id is kept for this caller."""
+
+    status = 404
+    code = "response_not_found"
+
+
 class RequestTimeout(CallerError):
     """The caller was too slow to send its body."""
 
@@ -162,6 +171,12 @@ class Draining(ShedError):
     """This gateway is shutting down."""
 
     code = "draining"
+
+
+class StoreUnavailable(ShedError):
+    """Redis does not answer, and this cannot be done without it."""
+
+    code = "store_unavailable"
 
 
 class NoBackend(ShedError):

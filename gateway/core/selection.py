@@ -137,7 +137,9 @@ def _model(case: Case) -> Objection | None:
     if wanted is not None and served and wanted not in served:
         return Exclusion.WRONG_MODEL, f"serves {', '.join(served)}, not {wanted}"
     if wanted is None and not served:
-        return Exclusion.WRONG_MODEL, "the name it serves the model under is not known yet"
+        error = case.view.status.model_error
+        reason = Exclusion.WRONG_MODEL if error else Exclusion.NOT_ASKED
+        return reason, error or "the name it serves the model under is not known yet"
     if wanted is None and len(served) > 1:
         return Exclusion.WRONG_MODEL, f"serves {', '.join(served)}: set `model` to choose one"
     return None
@@ -146,7 +148,7 @@ def _model(case: Case) -> Objection | None:
 def _version(case: Case) -> Objection | None:
     status, allowed = case.view.status, case.view.backend.versions
     if allowed and not status.served_models:  # they are asked for together
-        return Exclusion.WRONG_VERSION, "its engine's version is not known yet"
+        return Exclusion.NOT_ASKED, "its engine's version is being asked"
     wrong = versions.misfit(allowed, status.version)
     return (Exclusion.WRONG_VERSION, wrong) if wrong else None
 

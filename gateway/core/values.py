@@ -558,6 +558,7 @@ class Exclusion(StrEnum):
     MODALITY = "modality"  # it does not take images or audio
     WRONG_MODEL = "wrong_model"  # it serves another model
     WRONG_VERSION = "wrong_version"  # its engine is of a version that was not allowed
+    NOT_ASKED = "not_asked"  # what it serves is being asked: known in a moment
     UNHEALTHY = "unhealthy"  # down, ejected, hung, booting
     DRAINING = "draining"  # the operator or the engine is emptying it
     SWAPPED_OUT = "swapped_out"  # its box runs another model at the moment
@@ -578,7 +579,7 @@ class Exclusion(StrEnum):
 
     @property
     def is_busy(self) -> bool:
-        """Whether it goes away when something there ends: worth waiting for."""
+        """Whether it goes away by itself, mostly when something there ends: worth waiting for."""
         return self in _BUSY
 
 
@@ -588,6 +589,7 @@ _PERMANENT = frozenset(
 _BUSY = frozenset(
     {
         Exclusion.SWAPPED_OUT,
+        Exclusion.NOT_ASKED,
         Exclusion.AT_KNEE,
         Exclusion.KV_FULL,
         Exclusion.LONG_FULL,

@@ -36,6 +36,7 @@ from math import exp
 from typing import Any, TypeVar
 
 from gateway.core import admission, selection
+from gateway.core.facts import Flow, StartedTokens, summed
 from gateway.core.selection import BackendView
 from gateway.core.swap_policy import Wants
 from gateway.core.values import Candidate, Demand, Exclusion, Load, Policy, TrafficClass, WhenLate
@@ -53,6 +54,10 @@ RETRY_AFTER_MAX_S = 59.0
 
 STARTS_OVER_S = 5.0
 """Time constant over which starts are counted."""
+
+PUT_BACK_TOKENS = 262_144
+"""How far a key is put back at most for what it started elsewhere: one request of the largest window. What it
+is charged beyond that is forgotten, so that a key whose gateway has gone is not shut out by all others."""
 
 RESIDENCE_WEIGHT = 0.1
 """Weight of the newest request in the mean time that requests stay."""
@@ -338,19 +343,33 @@ class _Lane:
 
     # ------------------------------------------------------------ fairness
 
-    def charge(self, key: str | None, cost: float) -> None:
-        """Count a start (or, negative, one that did not happen) to a key."""
+    def charge(self, key: str | None, cost: float) -> float:
+        """Count a start (or, negative, one that did not happen) to a key. Return its tag before that."""
         flow = self._flows.get(key)
         if flow is None:
             begin = max(self._virtual, self._finish.get(key, 0.0))
             self._remember(key, begin + cost)
-        else:
-            begin = flow.tag
-            _discard(self._order, (flow.tag, flow.number, key))
-            flow.tag += cost
-            insort(self._order, (flow.tag, flow.number, key))
-        if cost > 0:
-            self._virtual = max(self._virtual, begin)
+            return begin
+        begin = flow.tag
+        _discard(self._order, (flow.tag, flow.number, key))
+        flow.tag += cost
+        insort(self._order, (flow.tag, flow.number, key))
+        return begin
+
+    def charge_elsewhere(self, key: str | None, cost: float) -> None:
+        """Count a start from another line to a key.
+
+        This line has not come that far: whoever waits here is passed by nobody for it, and who comes now
+        begins no later than they do.
+        """
+        flow = self._flows.get(key)
+        begin = max(self._virtual, self._finish.get(key, 0.0)) if flow is None else flow.tag
+        self.charge(key, max(0.0, min(cost, self._virtual + PUT_BACK_TOKENS - begin)))
+        self.advance(min(begin, self._order[0][0]) if self._order else begin)
+
+    def advance(self, tag: float) -> None:
+        """Note that what had this tag has started: who comes now begins there."""
+        self._virtual = max(self._virtual, tag)
 
     def _remember(self, key: str | None, tag: float) -> None:
         # A tag at or below the virtual time says nothing: a newcomer begins there.
@@ -416,10 +435,12 @@ class WaitingLine:
         """Start empty."""
         self._lanes: dict[tuple[str, str], _Lane] = {}
         self._waiting: dict[str, _Entry] = {}
-        self._offered: dict[str, tuple[_Entry, Offer]] = {}
+        self._offered: dict[str, tuple[_Entry, Offer, float]] = {}  # and the tag of its key before
         self._running: dict[str, tuple[_Lane, float]] = {}
         self._expiries: list[tuple[float, int, _Entry]] = []
         self._long_waiting: dict[str, int] = {}
+        self._long_elsewhere: Mapping[str, int] = {}
+        self._tokens_started = StartedTokens()
         self._gone_until: dict[str, float] = {}  # backends whose place was gone when it was to be taken
         self._back_at: Mapping[str, float] = {}  # backends whose machine runs another model
         self._numbers = 0
@@ -434,7 +455,11 @@ class WaitingLine:
         return {name: len(lane.entries) for name, lane in self._lanes.items()}
 
     def long_waiting(self) -> Mapping[str, int]:
-        """Return how many requests with long prompts wait, per backend of their first choice."""
+        """Return how many requests with long prompts wait, here or elsewhere, per backend of first choice."""
+        return summed((self._long_waiting, self._long_elsewhere))
+
+    def long_waiting_here(self) -> Mapping[str, int]:
+        """Return how many of them wait in this line."""
         return dict(self._long_waiting)
 
     def wants(self, backends: Collection[str]) -> Mapping[str, Wants]:
@@ -448,6 +473,10 @@ class WaitingLine:
                     if selection.could_take(backend, ticket.demand):
                         found[name] += Wants(1, entry.entered_at)
         return found
+
+    def tokens_started(self, now: float) -> Mapping[Flow, int]:
+        """Return the tokens of what was started from this line, per flow; see `StartedTokens`."""
+        return self._tokens_started.totals(now)
 
     def drain_per_s(self, model: str, traffic_class: str, now: float) -> float | None:
         """Return how many requests of a class get a place per second, or None while that is unknown."""
@@ -510,9 +539,12 @@ class WaitingLine:
 
     def started(self, ticket_id: str, now: float) -> None:
         """Note that an offered request has taken its place."""
-        entry, _ = self._offered.pop(ticket_id)
-        lane = self._lane(entry.ticket)
+        entry, _, tag = self._offered.pop(ticket_id)
+        ticket = entry.ticket
+        lane = self._lane(ticket)
         lane.drain.note_started(now)
+        lane.advance(tag)
+        self._tokens_started.add((ticket.model, ticket.traffic_class.name, ticket.key), entry.cost, now)
         self._running[ticket_id] = (lane, now)
 
     def missed(self, ticket_id: str, backends: Sequence[str], now: float) -> None:
@@ -535,7 +567,12 @@ class WaitingLine:
 
     def charge(self, model: str, traffic_class: str, key: str | None, tokens: int) -> None:
         """Count tokens that another process started for a key, so that keys are treated alike there too."""
-        self._lanes.setdefault((model, traffic_class), _Lane()).charge(key, max(1, tokens))
+        lane = self._lanes.setdefault((model, traffic_class), _Lane())
+        lane.charge_elsewhere(key, max(1, tokens))
+
+    def note_long_waiting(self, elsewhere: Mapping[str, int]) -> None:
+        """Note how many requests with long prompts wait in other lines, per backend of first choice."""
+        self._long_elsewhere = dict(elsewhere)
 
     # ------------------------------------------------------------ the turn
 
@@ -603,8 +640,8 @@ class WaitingLine:
     def _offer(self, offer: Offer) -> None:
         entry = self._waiting[offer.ticket.id]
         self._remove(entry)
-        self._offered[offer.ticket.id] = (entry, offer)
-        self._lane(entry.ticket).charge(entry.ticket.key, entry.cost)
+        tag = self._lane(entry.ticket).charge(entry.ticket.key, entry.cost)
+        self._offered[offer.ticket.id] = (entry, offer, tag)
 
     def _uncharge(self, entry: _Entry) -> None:
         self._lane(entry.ticket).charge(entry.ticket.key, -entry.cost)
@@ -656,16 +693,17 @@ class WaitingLine:
     def _with_offers(self, views: Mapping[str, BackendView]) -> dict[str, BackendView]:
         """Return the views with what was offered and not answered yet, and the long prompts that wait."""
         extra: dict[str, Load] = {}
-        for _, offer in self._offered.values():
+        for _, offer, _ in self._offered.values():
             first = offer.candidates[0]
             extra[first.backend] = extra.get(first.backend, Load()) + first.claim
         full = dict(views)
-        for name in {*extra, *self._long_waiting} & views.keys():
+        long_waiting = self.long_waiting()
+        for name in {*extra, *long_waiting} & views.keys():
             view = views[name]
             full[name] = replace(
                 view,
                 load=view.load + extra.get(name, Load()),
-                long_waiting=view.long_waiting + self._long_waiting.get(name, 0),
+                long_waiting=view.long_waiting + long_waiting.get(name, 0),
             )
         return full
 

@@ -6,9 +6,9 @@ from gateway.core.errors import Draining, GatewayError, Unauthorized
 from gateway.ports import Headers
 
 
-def envelope(error: GatewayError) -> bytes:
-    """Return the body of an error answer. `code` is always a string."""
-    fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+def envelope(error: GatewayError, code: str | None = None) -> bytes:
+    """Return the body of an error answer; `code` in place of the error's own. It is always a string."""
+    fields = {"message": error.message, "type": error.type, "param": error.param, "code": code or error.code}
     return msgspec.json.encode({"error": fields})
 
 

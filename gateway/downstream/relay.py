@@ -7,6 +7,7 @@ import anyio
 from litestar.types import Receive, Scope, Send
 
 from gateway.core.errors import BodyTooLarge, GatewayError, OutOfResources, RequestTimeout
+from gateway.core.sse import DONE
 from gateway.downstream.errors import envelope, headers_of
 from gateway.pipeline import CallerStalled
 from gateway.ports import Headers
@@ -35,6 +36,10 @@ class AsgiDownstream:
     async def send(self, data: bytes) -> None:
         """See `ports.Downstream.send`."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def fail(self, error: GatewayError, code: str) -> None:
+        """See `ports.Downstream.fail`. In the way that every SDK raises on."""
+        await self.send(b"data: " + envelope(error, code) + b"\n\n" + DONE)
 
     async def finish(self) -> None:
         """End the body."""

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import msgspec
 from litestar import Litestar, MediaType, Request, Response, asgi, get
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
@@ -21,6 +20,7 @@ from gateway.core.values import Endpoint, Policy
 from gateway.downstream import wire
 from gateway.downstream.errors import envelope, headers_of
 from gateway.downstream.keys import KeyRing
+from gateway.downstream.reading import Read, Readers, Received, Work
 from gateway.downstream.relay import (
     AsgiDownstream,
     BodyLimits,
@@ -30,6 +30,8 @@ from gateway.downstream.relay import (
     run_for_caller,
     send_error,
 )
+from gateway.downstream.responses import PATH as RESPONSES
+from gateway.downstream.responses import Keeping, Responses
 from gateway.pipeline import LEFT_STATUS, CallerStalled, Pipeline
 from gateway.ports import Arrival, Clock, Recorder
 
@@ -52,12 +54,6 @@ class InternalError(GatewayError):
     code = "internal_error"
 
 
-INLINE_BYTES = 262_144
-"""A body up to this is read where it is, in at most a few milliseconds; a larger one in a thread."""
-
-READERS = 2
-
-
 class Applications:
     """What the routes for applications need; one per process."""
 
@@ -69,6 +65,7 @@ class Applications:
         keys: KeyRing,
         rules: wire.WireRules,
         limits: BodyLimits,
+        keeping: Keeping,
         readiness: Callable[[], Mapping[str, bool]],
         recorder: Recorder,
         clock: Clock,
@@ -84,7 +81,10 @@ class Applications:
         self._clock = clock
         self._started_at = int(clock.wall())
         self._uploads = Uploads()
-        self._readers = anyio.CapacityLimiter(READERS)
+        self._readers = Readers()
+        self._responses = Responses(
+            pipeline=pipeline, keys=keys, rules=rules, readers=self._readers, keeping=keeping, clock=clock
+        )
         self.is_draining = False
         self.in_flight = 0
         self._idle = anyio.Event()
@@ -100,11 +100,15 @@ class Applications:
 
         @asgi(Endpoint.CHAT.value, copy_scope=True)
         async def chat(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._generate(Endpoint.CHAT, scope, receive, send)
+            await self._generate(self._relayed(Endpoint.CHAT), scope, receive, send)
 
         @asgi(Endpoint.COMPLETIONS.value, copy_scope=True)
         async def completions(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._generate(Endpoint.COMPLETIONS, scope, receive, send)
+            await self._generate(self._relayed(Endpoint.COMPLETIONS), scope, receive, send)
+
+        @asgi(RESPONSES, copy_scope=True)
+        async def responses(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._generate(self._responses.read, scope, receive, send)
 
         @get("/v1/models", sync_to_thread=False)
         def models(request: Request[Any, Any, Any]) -> dict[str, Any]:
@@ -133,19 +137,54 @@ class Applications:
             return Response({"ready": ready, "checks": checks}, status_code=200 if ready else 503)
 
         return Litestar(
-            [chat, completions, models, model, embeddings, livez, readyz],
+            [
+                chat,
+                completions,
+                responses,
+                *self._responses.handlers(),
+                models,
+                model,
+                embeddings,
+                livez,
+                readyz,
+            ],
             openapi_config=None,
             logging_config=None,
             exception_handlers=EXCEPTION_HANDLERS,
             after_request=_with_id,
         )
 
-    async def _generate(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+    def _relayed(self, endpoint: Endpoint) -> Read:
+        """Return what reads the requests of an endpoint whose answers are relayed as they are."""
+
+        async def read(received: Received) -> Work:
+            def incoming() -> wire.WireRequest:
+                return wire.read(
+                    endpoint,
+                    received.body,
+                    self._rules,
+                    arrival=received.arrival,
+                    key=received.key,
+                    headers=received.headers,
+                    forwarded=received.forwarded,
+                )
+
+            request = await self._readers.run(len(received.body), incoming)
+
+            async def work(downstream: AsgiDownstream) -> None:
+                await self._pipeline.run(request, downstream)
+                await downstream.finish()
+
+            return work
+
+        return read
+
+    async def _generate(self, read: Read, scope: Scope, receive: Receive, send: Send) -> None:
         arrival = Arrival(_new_id(), self._clock.wall(), self._clock.now())
         downstream = AsgiDownstream(send)
         self.in_flight += 1
         try:
-            await self._serve(arrival, endpoint, scope, receive, downstream)
+            await self._serve(arrival, read, scope, receive, downstream)
         except GatewayError as error:
             error.headers = error.headers or ((b"x-request-id", arrival.id.encode()),)
             await send_error(error, downstream)
@@ -160,48 +199,34 @@ class Applications:
                 self._idle.set()
 
     async def _serve(
-        self, arrival: Arrival, endpoint: Endpoint, scope: Scope, receive: Receive, downstream: AsgiDownstream
+        self, arrival: Arrival, read: Read, scope: Scope, receive: Receive, downstream: AsgiDownstream
     ) -> None:
         try:
-            incoming = await self._read(arrival, endpoint, scope, receive)
+            work = await read(await self._receive(arrival, scope, receive))
         except GatewayError as error:
             self._refused(arrival, error)
             raise
         except CallerGone:
             self._refused(arrival, None)
             return
-
-        async def work() -> None:
-            await self._pipeline.run(incoming, downstream)
-            await downstream.finish()
-
         # Without an end, the server drops the connection: nobody takes the answer for whole.
         with suppress(CallerStalled):
-            await run_for_caller(work, receive)
+            await run_for_caller(partial(work, downstream), receive)
 
-    async def _read(
-        self, arrival: Arrival, endpoint: Endpoint, scope: Scope, receive: Receive
-    ) -> wire.WireRequest:
+    async def _receive(self, arrival: Arrival, scope: Scope, receive: Receive) -> Received:
         if scope.get("method") != "POST":
             raise MethodNotAllowed("Use POST.")
         if self.is_draining:
             raise Draining("This gateway is shutting down. Please retry.", retry_after_s=1)
         headers = _headers(scope)
         key = self._keys.name_of(headers.get("authorization"))
-        body = await read_body(scope, receive, self._limits, self._uploads)
-        read = partial(
-            wire.read,
-            endpoint,
-            body,
-            self._rules,
+        return Received(
             arrival=arrival,
+            body=await read_body(scope, receive, self._limits, self._uploads),
             key=key,
             headers={name: value for name, value in headers.items() if name not in _SECRET},
             forwarded=[pair for pair in scope["headers"] if pair[0] in _FORWARDED],
         )
-        if len(body) <= INLINE_BYTES:
-            return read()
-        return await anyio.to_thread.run_sync(read, limiter=self._readers)
 
     def _refused(self, arrival: Arrival, error: GatewayError | None) -> None:
         """Record a request that ended before it could be read; None: the caller left."""

@@ -100,7 +100,34 @@ def read(
     Raises:
         InvalidRequest: it is not JSON, not an object, or a member the gateway reads has a wrong type.
     """
-    members = _members(body.removeprefix(_BOM))
+    return read_members(
+        endpoint,
+        members_of(body),
+        rules,
+        size_bytes=len(body),
+        arrival=arrival,
+        key=key,
+        headers=headers,
+        forwarded=forwarded,
+    )
+
+
+def read_members(
+    endpoint: Endpoint,
+    members: dict[str, msgspec.Raw],
+    rules: WireRules,
+    *,
+    size_bytes: int,
+    arrival: Arrival,
+    key: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    forwarded: Headers = (),
+) -> WireRequest:
+    """Return what the gateway reads of a request, given as the members of its body, which are taken over.
+
+    Raises:
+        InvalidRequest: a member the gateway reads has a wrong type.
+    """
     dropped = tuple(sorted(name for name in members if name in rules.drop_fields))
     for name in dropped:
         del members[name]
@@ -150,12 +177,18 @@ def read(
         forwarded=forwarded,
         dropped=dropped,
         usage_injected=inject,
-        size_bytes=len(body),
+        size_bytes=size_bytes,
         members=members,
     )
 
 
-def _members(body: bytes) -> dict[str, msgspec.Raw]:
+def members_of(body: bytes) -> dict[str, msgspec.Raw]:
+    """Return the members of a request body, undecoded.
+
+    Raises:
+        InvalidRequest: it is not JSON, or not an object.
+    """
+    body = body.removeprefix(_BOM)
     try:
         return msgspec.json.decode(body, type=_Members)
     except msgspec.ValidationError as error:
@@ -167,7 +200,7 @@ def _members(body: bytes) -> dict[str, msgspec.Raw]:
         if mended is None:
             message = f"The request body is not valid JSON: {error}."
             raise InvalidRequest(message, code="invalid_json") from error
-    return _members(mended)
+    return members_of(mended)
 
 
 def _without_half_characters(body: bytes) -> bytes | None:
@@ -200,12 +233,12 @@ class _Fields:
 
     def any(self, name: str) -> Any:
         raw = self.raw(name)
-        return None if raw is None else _decode(raw, name)
+        return None if raw is None else decoded(raw, name)
 
     def array(self, name: str, *, most: int) -> list[Any]:
         """Return an array member, [] where it is absent; its length is known before an item is looked at."""
         raw = self.raw(name)
-        return [] if raw is None else [_decode(item, name) for item in _items(raw, name, most)]
+        return [] if raw is None else [decoded(item, name) for item in _items(raw, name, most)]
 
     def text(self, name: str) -> str:
         value = self.any(name)
@@ -230,7 +263,8 @@ class _Fields:
         return value
 
 
-def _decode(raw: msgspec.Raw, name: str) -> Any:
+def decoded(raw: msgspec.Raw, name: str) -> Any:
+    """Return the value of the member `name`."""
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -288,7 +322,7 @@ def _prefixes(raws: Sequence[msgspec.Raw]) -> Prefixes:
 
 
 def _turn(raw: msgspec.Raw, where: str, rules: WireRules) -> Turn:
-    message = _decode(raw, where)
+    message = decoded(raw, where)
     if not isinstance(message, dict):
         raise InvalidRequest("A message must be an object.", param=where)
     role, content = message.get("role"), message.get("content")
@@ -376,7 +410,7 @@ def _completion(fields: _Fields, rules: WireRules) -> tuple[Prompt, Prefixes, in
     ):
         message = f"`prompt` has more than {rules.token_ids_max} items."
         raise InvalidRequest(message, code="too_many_items", param="prompt")
-    prompt = None if raw is None else _decode(raw, "prompt")
+    prompt = None if raw is None else decoded(raw, "prompt")
     match prompt:
         case str():
             return Prompt(raw_texts=(prompt,)), (), 1

@@ -4,7 +4,6 @@ One coroutine owns the slot, the backend's stream and the caller, opened and clo
 It is cancelled as a whole when the caller leaves, and then everything is given back.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,6 @@ from gateway.core.errors import (
 )
 from gateway.core.health import BackendStatus, Outcome, served_name
 from gateway.core.selection import BackendView
-from gateway.core.sse import DONE
 from gateway.core.usage import Ending
 from gateway.core.values import (
     Backend,
@@ -354,11 +352,9 @@ class Pipeline:
         self._drift.observe(candidate.backend, request.prompt, model.template, decision.estimate, actual)
 
     async def _end_with(self, passage: Passage, error: GatewayError, code: str) -> None:
-        """End a stream that failed after its headers, in the way that every SDK raises on."""
-        envelope = {"message": error.message, "type": error.type, "param": error.param, "code": code}
-        event = b"data: " + json.dumps({"error": envelope}).encode() + b"\n\n"
+        """End a stream that failed after its headers."""
         with anyio.move_on_after(caller.CALLER_STALL_S) as patience:
-            await passage.downstream.send(event + DONE)
+            await passage.downstream.fail(error, code)
         if patience.cancelled_caught:
             raise CallerStalled
 

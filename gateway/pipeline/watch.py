@@ -6,16 +6,21 @@ All is kept in memory and grows with the number of backends alone. Per chunk one
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import anyio
 
 from gateway.core.admission import WHOLE, blocks_planned, knee_step
 from gateway.core.knee_estimate import ClassShape, KneeEstimate, StepFit, estimate
-from gateway.core.tpot_control import WINDOW_S, GapMeter, TpotControl, TpotTarget, adjust
+from gateway.core.tpot_control import WINDOW_S, GapMeter, Move, TpotControl, TpotTarget, adjust
 from gateway.core.usage import Usage
 from gateway.core.values import Backend, Demand, KneeStep, Policy
 from gateway.ports import Clock, Ledger, Slot
+
+JUDGED_S = 120.0
+"""For how long a judgement of the share in force speaks for a gateway. The control makes one in 30 s."""
+
+_JUDGEMENTS = frozenset({Move.UP, Move.DOWN, Move.DOWN_ENGINE_QUEUE, Move.HELD_IN_BAND, Move.HELD_AT_LIMIT})
 
 
 @dataclass(slots=True)
@@ -24,6 +29,7 @@ class _Watched:
     control: TpotControl = field(default_factory=TpotControl)
     fit: StepFit = field(default_factory=StepFit)
     shapes: dict[KneeStep, ClassShape] = field(default_factory=dict)
+    judged_at: float | None = None  # when the share in force was last found right or wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +133,7 @@ class BackendWatch:
         self._clock = clock
         self._on_more: list[Callable[[], None]] = []
         self._watched: dict[str, _Watched] = {}
+        self._elsewhere: dict[str, int] = {}
 
     def on_more(self, callback: Callable[[], None]) -> None:
         """Have `callback` called whenever a backend may be given more of its knee than before."""
@@ -139,15 +146,33 @@ class BackendWatch:
         return AttemptWatch(watched, backend, slot, demand, self._clock.now, is_visible=is_visible)
 
     def share_max(self, backend_id: str) -> int:
-        """Return how much of a backend's knee is in force, in millionths."""
+        """Return how much of a backend's knee is in force, in millionths.
+
+        The least of what the gateways that could judge it lately came to. The one that is lowest finds the
+        backend full at its share, and moves it; the others do not, and follow.
+        """
         watched = self._watched.get(backend_id)
-        return WHOLE if watched is None else watched.control.share
+        own = WHOLE if watched is None else watched.control.share
+        elsewhere = self._elsewhere.get(backend_id)
+        if elsewhere is None or self._policy().tpot_target_s(backend_id) is None:
+            return own
+        return min(own, elsewhere) if self._has_judged(watched) else elsewhere
+
+    def shares(self) -> Mapping[str, int]:
+        """Return the shares that this process's own measurements lately led to, in millionths."""
+        return {name: one.control.share for name, one in self._watched.items() if self._has_judged(one)}
+
+    def note_shares(self, elsewhere: Mapping[str, int]) -> None:
+        """Keep to the lowest shares that other gateways came to, in place of what was noted before."""
+        before, self._elsewhere = self._elsewhere, dict(elsewhere)
+        if any(name not in elsewhere or elsewhere[name] > share for name, share in before.items()):
+            self._more()
 
     def sights(self) -> Mapping[str, Sight]:
         """Return what every backend shows that has had a request, by id."""
         policy = self._policy()
         return {
-            name: _sight(self._watched[name], backend, policy.tpot_target_s(name))
+            name: _sight(self._watched[name], backend, policy.tpot_target_s(name), self.share_max(name))
             for name, backend in policy.backends.items()
             if name in self._watched
         }
@@ -171,13 +196,30 @@ class BackendWatch:
             target_s = policy.tpot_target_s(name)
             before = watched.control.share
             if target_s is None:
-                watched.control = TpotControl()
+                watched.control, watched.judged_at = TpotControl(), None
             else:
+                self._follow(name, watched)
                 target = TpotTarget.of(policy.backends[name].capacity, target_s)
                 watched.control = adjust(watched.control, window, target)
+                if watched.control.move in _JUDGEMENTS:
+                    watched.judged_at = now
             if watched.control.share > before:
-                for callback in self._on_more:
-                    callback()
+                self._more()
+
+    def _has_judged(self, watched: _Watched | None) -> bool:
+        if watched is None or watched.judged_at is None:
+            return False
+        return self._clock.now() - watched.judged_at < JUDGED_S
+
+    def _follow(self, backend_id: str, watched: _Watched) -> None:
+        """Take over what others found, where nothing was found here lately."""
+        elsewhere = self._elsewhere.get(backend_id)
+        if elsewhere is not None and not self._has_judged(watched):
+            watched.control = replace(watched.control, share=elsewhere)
+
+    def _more(self) -> None:
+        for callback in self._on_more:
+            callback()
 
     def _of(self, backend_id: str) -> _Watched:
         watched = self._watched.get(backend_id)
@@ -190,10 +232,10 @@ class BackendWatch:
         watched.meter.others(self._clock.now(), share=others.share, seqs=others.seqs)
 
 
-def _sight(watched: _Watched, backend: Backend, tpot_target_s: float | None) -> Sight:
+def _sight(watched: _Watched, backend: Backend, tpot_target_s: float | None, share_max: int) -> Sight:
     planned = blocks_planned(backend.capacity)
     return Sight(
-        share=watched.control.share / WHOLE,
+        share=share_max / WHOLE,
         tpot_target_s=tpot_target_s,
         control=watched.control,
         knees={

@@ -591,6 +591,16 @@ class RequestsSection(Section):
     """Ask backends for the usage event of every stream, and hide it from callers who did not ask."""
 
 
+class ResponsesSection(Section):
+    """What is kept of /v1/responses: in the store if there is one, else in memory."""
+
+    keep_s: Seconds = 86_400.0
+    """Seconds a response is kept, unless its request says `store: false`."""
+
+    max_bytes_per_key: Count = 64 * 1024 * 1024
+    """Bytes of responses, with their conversations, that one key may have; the oldest go first. 0: none."""
+
+
 class HealthSection(Section):
     """When a backend counts as healthy."""
 
@@ -678,6 +688,9 @@ class Document(Section):
 
     requests: RequestsSection = RequestsSection()
     """What is accepted from callers."""
+
+    responses: ResponsesSection = ResponsesSection()
+    """What is kept of /v1/responses."""
 
     health: HealthSection = HealthSection()
     """When a backend counts as healthy."""

@@ -107,6 +107,9 @@ def _sha256(written: str) -> str:
 Sha256 = Annotated[str, AfterValidator(_sha256), Field(json_schema_extra={"pattern": "^[0-9a-fA-F]{64}$"})]
 
 
+PORT_MAX = 65535
+
+
 class Address(NamedTuple):
     """Where a listener binds."""
 
@@ -127,11 +130,16 @@ def address(written: str) -> Address:
         not bare
         or not port.isascii()
         or not port.isdigit()
-        or int(port) > 65535
+        or int(port) > PORT_MAX
         or (":" in bare and not bracketed)
     ):
         raise ValueError("write it as host:port, such as 127.0.0.1:8080, 0.0.0.0:8080 or [::1]:8080")
     return Address(bare, int(port))
+
+
+def written(host: str, port: int) -> str:
+    """Return an address as `address` reads it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _address_text(written: Any) -> Any:

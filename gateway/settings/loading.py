@@ -39,13 +39,17 @@ class CheckReport:
         return not self.problems
 
 
-def load(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None) -> Settings:
+def load(
+    path: str | os.PathLike[str], environ: Mapping[str, str] | None = None, *, source: bytes | None = None
+) -> Settings:
     """Return the configuration in a file; `${VAR}` is filled in from `environ`, the process's own by default.
+
+    `source` is what the file said when somebody else read it; it is not read again then.
 
     Raises:
         ConfigError: the file cannot be used; every problem stands on a line of the message.
     """
-    settings, problems = _read(Path(path), os.environ if environ is None else environ)
+    settings, problems = _read(Path(path), os.environ if environ is None else environ, source)
     if settings is None:
         raise ConfigError("\n".join(str(problem) for problem in problems))
     return settings
@@ -61,9 +65,11 @@ def check(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None
     return CheckReport((), warnings, settings.summary, settings)
 
 
-def _read(path: Path, environ: Mapping[str, str]) -> tuple[Settings | None, tuple[Problem, ...]]:
+def _read(
+    path: Path, environ: Mapping[str, str], source: bytes | None = None
+) -> tuple[Settings | None, tuple[Problem, ...]]:
     try:
-        raw = path.read_bytes()
+        raw = path.read_bytes() if source is None else source
         text = raw.decode("utf-8-sig")
     except OSError as error:
         return None, (Problem(str(path), 0, 0, f"cannot be read: {error.strerror}"),)
@@ -79,7 +85,7 @@ def _read(path: Path, environ: Mapping[str, str]) -> tuple[Settings | None, tupl
     problems += [_placed(path, tree, finding) for finding in (*found, *references.findings(tree.data))]
     if document is None or problems:
         return None, tuple(sorted(set(problems)))
-    settings = Settings(path, hashlib.sha256(raw).hexdigest()[:12], document, tree)
+    settings = Settings(path, hashlib.sha256(raw).hexdigest()[:12], document, tree, raw)
     return replace(settings, warnings=advice.warnings(settings)), ()
 
 

@@ -40,11 +40,12 @@ from gateway.settings.document import (
     ModelSection,
     PoolSection,
     RequestsSection,
+    ResponsesSection,
     ShutdownSection,
     StoreSection,
     WhenSection,
 )
-from gateway.settings.fields import Address, address, curve
+from gateway.settings.fields import PORT_MAX, Address, address, curve, written
 from gateway.settings.problems import Problem
 from gateway.settings.secrets import SecretMissing, SecretRef, digest
 from gateway.settings.site_profiles import resolve
@@ -69,14 +70,18 @@ class Settings:
         version: Short hash of the file.
         document: The file as it was written, validated.
         tree: Where everything in it stands.
+        source: The bytes of the file.
         warnings: What is legal and probably not meant, as `check` says it.
+        workers: Processes on this machine that serve it together.
     """
 
     path: Path
     version: str
     document: Document
     tree: Tree = field(repr=False)
+    source: bytes = field(repr=False)
     warnings: tuple[Problem, ...] = ()
+    workers: int = 1
 
     # -------------------------------------------------------------- listeners and limits
 
@@ -106,6 +111,11 @@ class Settings:
         return self.document.health
 
     @property
+    def responses(self) -> ResponsesSection:
+        """What is kept of /v1/responses."""
+        return self.document.responses
+
+    @property
     def store(self) -> StoreSection | None:
         """Where limits are shared, or None where this process counts alone."""
         return self.document.store
@@ -114,6 +124,30 @@ class Settings:
     def shutdown(self) -> ShutdownSection:
         """What happens on SIGTERM."""
         return self.document.shutdown
+
+    def for_worker(self, number: int, workers: int, store_url: str | None) -> "Settings":
+        """Return the settings of one of several processes: operators find it `number` ports further on.
+
+        Args:
+            number: Which one, from 0. A port that the system chooses stays one.
+            workers: How many there are.
+            store_url: What they share limits through where the file names no store.
+
+        Raises:
+            ConfigError: there is no such port.
+        """
+        own: dict[str, object] = {}
+        if self.store is None and store_url is not None:
+            own["store"] = StoreSection(url=store_url)
+        if self.admin is not None and self.admin.port:
+            port = self.admin.port + number
+            if port > PORT_MAX:
+                message = (
+                    f"worker {number} would have port {port} for operators: there is none above {PORT_MAX}"
+                )
+                raise ConfigError(str(self.problem(("admin",), message)))
+            own["admin"] = written(self.admin.host, port)
+        return replace(self, document=self.document.model_copy(update=own), workers=workers)
 
     # -------------------------------------------------------------- policy
 

@@ -31,7 +31,9 @@ _SLOW_HEADERS_S = 5.0
 _SSE = "text/event-stream; charset=utf-8"
 _METRICS = "text/plain; version=1.0.0; charset=utf-8"
 _GUARDED = ("/v1/", "/v2/", "/inference/")
-_UNCOUNTED = frozenset({"/health", "/metrics", "/ping", "/load", "/version", "/simulator/fault"})
+_UNCOUNTED = frozenset(
+    {"/health", "/metrics", "/ping", "/load", "/version", "/simulator/fault", "/simulator/sequences"}
+)
 
 T = TypeVar("T")
 
@@ -79,6 +81,7 @@ class Application:
             "/v1/chat/completions": {"POST": self._chat},
             "/v1/completions": {"POST": self._completion},
             "/simulator/fault": {"GET": self._show_fault, "POST": self._set_fault},
+            "/simulator/sequences": {"GET": self._sequences, "DELETE": self._forget_sequences},
         }
         if backplane.options.sleep_mode:
             self._routes |= {
@@ -281,7 +284,21 @@ class Application:
                 return False
         return True
 
-    # -------------------------------------------------------------- orders
+    # -------------------------------------------------------------- what an operator asks and orders
+
+    async def _sequences(self, exchange: Exchange) -> None:
+        sequences = self._backplane.host.tally.sequences
+        body = {
+            "held": sequences.held,
+            "aborted": sequences.aborted,
+            "is_whole": sequences.is_whole,
+            "changes": sequences.changes,
+        }
+        await exchange.reply(200, as_bytes(body))
+
+    async def _forget_sequences(self, exchange: Exchange) -> None:
+        self._backplane.host.tally.sequences.forget()
+        await exchange.reply(204)
 
     async def _sleep(self, exchange: Exchange) -> None:
         asked = exchange.query()
@@ -333,6 +350,8 @@ class _Generation:
         """Answer, unless the client leaves first."""
         exchange = self._exchange
         exchange.connection.on_lost = self._answer.leave
+        if exchange.connection.is_lost:  # while the prompt was read
+            return
         if self._delivery.stream:
             # The status goes out at admission, long before the first token.
             await exchange.start(200, _SSE, None)

@@ -56,6 +56,11 @@ class ClientConnection(HttpToolsProtocol):
         if self.on_lost is not None:
             self.on_lost()
 
+    @property
+    def is_lost(self) -> bool:
+        """See `exchange.Connection.is_lost`."""
+        return self._lost.is_set()
+
     def write(self, data: bytes) -> None:
         """See `app.Connection.write`."""
         self.transport.write(data)

@@ -22,6 +22,10 @@ class Connection(Protocol):
 
     on_lost: Callable[[], None] | None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its client has closed it."""
+
     def write(self, data: bytes) -> None:
         """Write bytes past the HTTP layer."""
 

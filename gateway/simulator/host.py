@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import anyio
 from anyio.lowlevel import checkpoint
 
+from gateway.clock import SystemClock
 from gateway.core.engine import Batch, Engine, StepResult
 from gateway.simulator.calls import Call
 from gateway.simulator.options import SimulatorOptions
@@ -117,6 +118,7 @@ class EngineHost:
         self.is_stopped = False
         self.cut = 0
         self._speed = options.speed
+        self._clock = SystemClock()
         self._seats: dict[int, Seat] = {}
         self._numbers = itertools.count()
         self._work = anyio.Event()
@@ -151,16 +153,20 @@ class EngineHost:
                     deadline = anyio.current_time()
                     continue
                 self._note_started(batch)
+                self.tally.kv_usage_peak = max(self.tally.kv_usage_peak, self.engine.kv_usage)
                 deadline += batch.duration_s / self._speed
                 delay = deadline - anyio.current_time()
                 if delay > _SLEEP_MIN_S:
                     await anyio.sleep(delay)
                 else:
                     await checkpoint()
+                lag_s = anyio.current_time() - deadline
+                self.tally.step_lag_peak_s = max(self.tally.step_lag_peak_s, lag_s)
                 while self._resumed is not None:
                     await self._resumed.wait()
                 now = anyio.current_time()
                 if now - deadline > _LAG_MAX_S:
+                    self.tally.lost_s += now - deadline
                     deadline = now
                 result = self.engine.complete()
                 self._hand_out(result, now)
@@ -183,6 +189,9 @@ class EngineHost:
             number = next(self._numbers)
             self._seats[number] = seat
             self.engine.submit(number, seat.prompt_tokens, len(seat.script.tokens))
+        self._note_held()
+        held = self.engine.running + self.engine.waiting
+        self.tally.requests_peak = max(self.tally.requests_peak, held)
         self._work.set()
 
     def withdraw(self, answer: Answer) -> None:
@@ -194,6 +203,7 @@ class EngineHost:
             del self._seats[number]
             self.engine.abort(number)
         if mine:
+            self._note_held(len(mine))
             self._work.set()  # what they held may let another in
 
     def cut_off(self, answer: Answer) -> None:
@@ -244,7 +254,11 @@ class EngineHost:
         for number in list(self._seats):
             self.engine.abort(number)
         self._seats.clear()
+        self._note_held()
         self._scope.cancel()
+
+    def _note_held(self, aborted: int = 0) -> None:
+        self.tally.sequences.note(self._clock.wall(), len(self._seats), aborted)
 
     def _note_started(self, batch: Batch) -> None:
         now = anyio.current_time()
@@ -278,6 +292,8 @@ class EngineHost:
             seat = self._seats.pop(number)
             seat.finish = seat.script.finish_reason
             self._note_finished(seat, now)
+        if result.finished:
+            self._note_held()
 
     def _note_finished(self, seat: Seat, now: float) -> None:
         tally = self.tally

@@ -1,11 +1,13 @@
 """What the simulated server counts about itself, and its /metrics page.
 
 Names, labels, buckets and order are those of a vLLM 0.32 page, as far as anything reads them; the
-families about GPUs, caches it does not have and the Python process are left out.
+families about GPUs, caches it does not have and the Python process are left out. After them, under
+`simulator:`, stands what no vLLM tells and a benchmark wants to know.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gateway.core.engine import Engine
@@ -57,6 +59,10 @@ _HELP = {
     "vllm:admission_rejections_total": "Number of admission attempts rejected by a queue limit, by reason.",
     "vllm:cache_config_info": "Information of the LLMEngine CacheConfig",
     "http_requests_total": "Total number of requests by method, status and handler.",
+    "simulator:requests_peak": "Most requests held at once, running and waiting.",
+    "simulator:kv_cache_usage_peak": "Highest KV-cache usage. 1 means 100 percent usage.",
+    "simulator:step_lag_seconds_peak": "Latest end of an engine step, in seconds of the clock.",
+    "simulator:lost_seconds_total": "Seconds of the clock by which steps were late and stayed so.",
 }
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _SLEEP_STATES: dict[str, tuple[int | None, ...]] = {
@@ -64,6 +70,8 @@ _SLEEP_STATES: dict[str, tuple[int | None, ...]] = {
     "weights_offloaded": (1,),
     "discard_all": (2,),
 }
+
+_CHANGES_MAX = 65_536
 
 Series = dict[str, float]
 """Value per label set, as it stands between the braces."""
@@ -92,6 +100,39 @@ class Histogram:
         yield f"{name}_sum{{{labels}}} {self._sum}"
 
 
+class Sequences:
+    """How many sequences the engine holds, running and waiting, and how that changed. Times: epoch seconds.
+
+    Attributes:
+        held: How many at present.
+        aborted: How many were aborted before their end, since the start: mostly because their client left.
+        changes: `(when, held, aborted)` after every change since `forget`, oldest first.
+        is_whole: Whether none of these changes was dropped for want of room.
+    """
+
+    def __init__(self) -> None:
+        self.held = self.aborted = 0
+        self._changes: deque[tuple[float, int, int]] = deque(maxlen=_CHANGES_MAX)
+        self.is_whole = True
+
+    @property
+    def changes(self) -> Sequence[tuple[float, int, int]]:
+        """See the class."""
+        return list(self._changes)
+
+    def note(self, when: float, held: int, aborted: int = 0) -> None:
+        """Note how many there are from now on; `aborted` of those that went were aborted."""
+        self.held = held
+        self.aborted += aborted
+        self.is_whole = self.is_whole and len(self._changes) < _CHANGES_MAX
+        self._changes.append((when, held, self.aborted))
+
+    def forget(self) -> None:
+        """Drop the history. What is held stays."""
+        self._changes.clear()
+        self.is_whole = True
+
+
 @dataclass(slots=True)
 class Tally:
     """Everything counted since the process started. Times are real seconds.
@@ -100,20 +141,30 @@ class Tally:
         started_wall_s: Epoch seconds of the start.
         prompt_tokens, generation_tokens: Counters.
         rejected: Requests refused because the queue was full.
+        requests_peak: Most sequences the engine held at once, running and waiting.
+        kv_usage_peak: Highest share of the KV blocks in use.
+        step_lag_peak_s: Latest end of a step: a busy machine, not the model.
+        lost_s: By how much steps were late where that is not made up for.
         finished: Sequences per finish reason.
         requests: HTTP requests per (handler, method, status class).
         histograms: By the name of the metric, without `vllm:`.
+        sequences: How many the engine holds. Not on the page: vLLM has no such history.
     """
 
     started_wall_s: float
     prompt_tokens: int = 0
     generation_tokens: int = 0
     rejected: int = 0
+    requests_peak: int = 0
+    kv_usage_peak: float = 0.0
+    step_lag_peak_s: float = 0.0
+    lost_s: float = 0.0
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_FINISH_REASONS, 0))
     requests: dict[tuple[str, str, str], int] = field(default_factory=dict)
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
     )
+    sequences: Sequences = field(default_factory=Sequences)
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
         """Note a value of a histogram."""
@@ -189,6 +240,10 @@ class Tally:
                 f'handler="{handler}",method="{method}",status="{status}"': float(count)
                 for (handler, method, status), count in self.requests.items()
             },
+            "simulator:requests_peak": {"": float(self.requests_peak)},
+            "simulator:kv_cache_usage_peak": {"": self.kv_usage_peak},
+            "simulator:step_lag_seconds_peak": {"": self.step_lag_peak_s},
+            "simulator:lost_seconds_total": {"": self.lost_s},
         }
 
 

@@ -10,8 +10,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -77,26 +78,69 @@ async def embedded_valkey(folder: Path | None = None) -> AsyncIterator[str]:
     Raises:
         ConfigError: there is no server, its socket's path is too long, or it does not start.
     """
-    binary = server_binary()
     if folder is None:
-        with tempfile.TemporaryDirectory(prefix="gemma-gateway-", ignore_cleanup_errors=True) as temporary:
-            async with _serving(binary, Path(temporary)) as url:
-                yield url
+        with temporary_folder() as temporary:
+            async with valkey_in(temporary, is_temporary=True) as valkey:
+                yield valkey.url
     else:
-        async with _serving(binary, folder) as url:
-            yield url
+        async with valkey_in(folder) as valkey:
+            yield valkey.url
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder for the socket that only this user can enter, while the block runs.
+
+    Raises:
+        ConfigError: there is nowhere to make it.
+    """
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="gemma-gateway-", ignore_cleanup_errors=True)
+    except OSError as error:
+        message = f"there is no folder for the embedded store's socket: {error.strerror or error}"
+        raise ConfigError(f"{message}; TMPDIR can name one") from error
+    with folder as name:
+        yield Path(name)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedValkey:
+    """A server that was started.
+
+    Attributes:
+        url: Where it is reached.
+    """
+
+    url: str
+    _watcher: Process
+
+    async def ended(self) -> int:
+        """Return its exit status once it has ended by itself; 128 + N after signal N."""
+        return await self._watcher.wait()
 
 
 @asynccontextmanager
-async def _serving(binary: Path, folder: Path) -> AsyncIterator[str]:
+async def valkey_in(folder: Path, *, is_temporary: bool = False) -> AsyncIterator[EmbeddedValkey]:
+    """Run a server with its socket in `folder` while the block runs. It replaces one that was there before.
+
+    A temporary folder is removed if this process ends and cannot do so itself.
+
+    Raises:
+        ConfigError: there is no server, its socket's path is too long, or it does not start.
+    """
+    binary = server_binary()
     socket = socket_path(folder)
     if len(os.fsencode(socket)) > SOCKET_PATH_MAX:
         raise ConfigError(f"the path of the embedded store's socket is too long: {socket}")
+    await _end_former(socket)
     socket.unlink(missing_ok=True)
     # A watcher between the two: it sees its standard input end when this process does, even by SIGKILL.
     # A session of its own keeps the terminal's Ctrl-C from both while requests are still finishing.
     watcher = await anyio.open_process(
-        [sys.executable, "-I", "-S", str(_WATCH), *server_command(binary, folder)],
+        [
+            *(sys.executable, "-I", "-S", str(_WATCH), str(folder) if is_temporary else ""),
+            *server_command(binary, folder),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=None,
@@ -104,7 +148,7 @@ async def _serving(binary: Path, folder: Path) -> AsyncIterator[str]:
     )
     try:
         await _wait_ready(watcher, binary)
-        yield f"unix://{socket}"
+        yield EmbeddedValkey(f"unix://{socket}", watcher)
     finally:
         with anyio.CancelScope(shield=True):
             assert watcher.stdin is not None
@@ -114,6 +158,15 @@ async def _serving(binary: Path, folder: Path) -> AsyncIterator[str]:
             if watcher.returncode is None:
                 watcher.kill()
             await watcher.aclose()
+
+
+async def _end_former(socket: Path) -> None:
+    """End a server that has lost its watcher: who is connected to it would not see the next one."""
+    with suppress(OSError, anyio.EndOfStream, anyio.BrokenResourceError), anyio.move_on_after(STOP_S):
+        async with await anyio.connect_unix(socket) as connection:
+            await connection.send(b"SHUTDOWN NOSAVE\r\n")
+            while True:
+                await connection.receive()
 
 
 async def _wait_ready(watcher: Process, binary: Path) -> None:

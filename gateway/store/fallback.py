@@ -14,6 +14,7 @@ import anyio
 from gateway.core.admission import COUNTERS
 from gateway.core.values import UNLIMITED, Exclusion, Load
 from gateway.ports import Slot
+from gateway.store.facts import Exchange
 from gateway.store.leases import StoreAway
 from gateway.store.memory import OnFreed
 from gateway.store.redis import RedisLedger
@@ -36,9 +37,19 @@ class FallbackLedger:
         changes: How often each mode was entered after the start.
     """
 
-    def __init__(self, shared: RedisLedger, on_change: Callable[[Mode], None] = lambda mode: None) -> None:
-        """Count by `shared`. `on_change` is called after every change of mode."""
+    def __init__(
+        self,
+        shared: RedisLedger,
+        on_change: Callable[[Mode], None] = lambda mode: None,
+        *,
+        replicas_min: int = 1,
+    ) -> None:
+        """Count by `shared`. `on_change` is called after every change of mode.
+
+        There are at least `replicas_min` gateway processes, seen or not.
+        """
         self._shared = shared
+        self._replicas_min = replicas_min
         self._on_change = on_change
         self._on_freed: list[OnFreed] = []
         self._alone_since = 0.0
@@ -47,8 +58,18 @@ class FallbackLedger:
 
     @property
     def replicas(self) -> int:
-        """Gateway processes last seen, this one included."""
-        return self._shared.replicas
+        """Gateway processes last seen, this one included, or how many there are at least."""
+        return max(self._shared.replicas, self._replicas_min)
+
+    @property
+    def owner(self) -> str:
+        """This process's name in Redis."""
+        return self._shared.owner
+
+    @property
+    def exchange(self) -> Exchange:
+        """What gateway processes tell each other of themselves, while Redis is there."""
+        return self._shared.exchange
 
     def on_freed(self, callback: OnFreed) -> None:
         """Have `callback` called whenever something became free on a backend, through whichever gateway."""
@@ -76,7 +97,7 @@ class FallbackLedger:
 
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """See `ports.Ledger.acquire`. Alone, `limits` are divided by the replicas."""
-        if self.mode is Mode.SHARED:
+        while self.mode is Mode.SHARED:  # again, where Redis was back before the command had failed
             turn = self._turn
             try:
                 return await self._shared.acquire(backend_id, claim, limits)

@@ -1,10 +1,47 @@
 -- KEYS  1  replicas  ZSET  owner -> when it counts as gone, in ms of this server's clock
--- ARGV  1  owner, 2  ttl in ms; 0 to leave
--- Returns how many gateway processes there are.
+--       2  facts     HASH  owner -> what it says of itself, which no script reads
+-- ARGV  1  owner, 2  ttl in ms; 0 to leave, 3  its facts; '' for none, 4  the longest facts that are passed
+--       on, in bytes, 5  channel on which the others are told to look at once; '' if there is no hurry
+-- Returns how many gateway processes there are; then, of each other one that said something: its name,
+-- ms until it counts as gone, its facts.
+
+local REPLICAS, FACTS = KEYS[1], KEYS[2]
+local OWNER, TTL, OWN_FACTS, LONGEST, CHANNEL = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), ARGV[5]
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
-redis.call('PEXPIREAT', KEYS[1], now + 2 * ARGV[2] + 1)
-return redis.call('ZCARD', KEYS[1])
+redis.call('ZADD', REPLICAS, now + TTL, OWNER)
+if type(redis.pcall('HLEN', FACTS)) ~= 'number' then
+    redis.call('DEL', FACTS) -- of another type: nobody's facts
+end
+for _, owner in ipairs(redis.call('ZRANGEBYSCORE', REPLICAS, '-inf', now)) do
+    redis.call('ZREM', REPLICAS, owner)
+    redis.call('HDEL', FACTS, owner)
+end
+local count = redis.call('ZCARD', REPLICAS)
+if redis.call('HLEN', FACTS) > count then
+    redis.call('DEL', FACTS) -- some are of nobody; whoever is there says it again within a second
+end
+if OWN_FACTS ~= '' then
+    redis.call('HSET', FACTS, OWNER, OWN_FACTS)
+end
+if TTL > 0 then -- whoever leaves must not end what the others keep there
+    for _, key in ipairs(KEYS) do
+        redis.call('PEXPIREAT', key, now + 2 * TTL)
+    end
+end
+if CHANNEL ~= '' then
+    redis.call('PUBLISH', CHANNEL, OWNER)
+end
+
+local answer = {count}
+local replicas = redis.call('ZRANGE', REPLICAS, 0, -1, 'WITHSCORES')
+for i = 1, #replicas, 2 do
+    local facts = replicas[i] ~= OWNER and redis.call('HGET', FACTS, replicas[i])
+    if facts and #facts <= LONGEST then
+        answer[#answer + 1] = replicas[i]
+        answer[#answer + 1] = tonumber(replicas[i + 1]) - now
+        answer[#answer + 1] = facts
+    end
+end
+return answer

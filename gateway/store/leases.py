@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 
 from gateway.core.admission import COUNTERS
 from gateway.core.values import Load
+from gateway.store.facts import BYTES_MAX, Told
 
 READ_S = 2.0
 """How long one read of the freed channel lasts before the next: no limit, only a chance to be cancelled."""
@@ -62,7 +63,28 @@ class Freed:
     load: Load
 
 
-NextFreed = Callable[[], Awaitable[Freed | None]]
+@dataclass(frozen=True, slots=True)
+class Urgent:
+    """A process whose facts cannot wait for the next look."""
+
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a heartbeat brought.
+
+    Attributes:
+        replicas: Gateway processes there are.
+        told: What the others say of themselves.
+    """
+
+    replicas: int
+    told: Sequence[Told]
+
+
+News = Freed | Urgent
+NextNews = Callable[[], Awaitable[News | None]]
 
 
 class Leases:
@@ -93,6 +115,7 @@ class Leases:
             "retry_on_timeout": False,
             "socket_connect_timeout": command_s,
             "decode_responses": True,
+            "encoding_errors": "replace",  # what others wrote must not raise
             "client_name": f"gateway-{owner}",
         }
         if not url.startswith("unix:"):
@@ -132,17 +155,20 @@ class Leases:
             arguments.extend(_counters(claim))
         return await self._run(self._renew, backend_id, arguments)
 
-    async def heartbeat(self) -> int:
-        """Say that this process is there. Returns how many are."""
-        return await self._beat(self._ttl_ms)
+    async def heartbeat(self, facts: str = "", *, is_urgent: bool = False) -> Beat:
+        """Say that this process is there, and its facts; `is_urgent`: have the others look at once."""
+        return await self._beat(self._ttl_ms, facts, self._channel if is_urgent else "")
 
     async def leave(self) -> None:
         """Say that this process is going."""
         await self._beat(0)
 
-    async def _beat(self, ttl_ms: int) -> int:
-        keys = [f"{{{self._prefix}}}:replicas"]
-        return int(await self._bounded(lambda: self._heartbeat(keys=keys, args=[self._owner, ttl_ms])))
+    async def _beat(self, ttl_ms: int, facts: str = "", channel: str = "") -> Beat:
+        keys = [f"{{{self._prefix}}}:replicas", f"{{{self._prefix}}}:facts"]
+        args: list[str | int] = [self._owner, ttl_ms, facts, BYTES_MAX, channel]
+        replicas, *said = await self._bounded(lambda: self._heartbeat(keys=keys, args=args))
+        rows = zip(said[::3], said[1::3], said[2::3], strict=True)
+        return Beat(replicas, tuple(Told(owner, left_ms / 1000, text) for owner, left_ms, text in rows))
 
     async def box(self, box_id: str, fence: int, state: str, note: str) -> tuple[int, str, list[str]]:
         """Own a box, or see who does: the fence (0: another does), the state, the others' notes."""
@@ -195,20 +221,20 @@ class Leases:
             raise StoreAway(f"{type(error).__name__}: {error}") from error
 
     @asynccontextmanager
-    async def listening(self) -> AsyncIterator[NextFreed]:
-        """Yield a function that returns what became free next, anywhere; now and then None."""
+    async def listening(self) -> AsyncIterator[NextNews]:
+        """Yield a function that returns what is published next, by any process; now and then None."""
         channel = self._listener.pubsub(ignore_subscribe_messages=True)
 
-        async def next_freed() -> Freed | None:
+        async def next_news() -> News | None:
             try:
                 message = await channel.get_message(timeout=READ_S)
             except (RedisError, OSError) as error:
                 raise StoreAway(f"{type(error).__name__}: {error}") from error
-            return None if message is None else _freed(message["data"])
+            return None if message is None else _news(message["data"])
 
         try:
             await self._bounded(lambda: channel.subscribe(self._channel))
-            yield next_freed
+            yield next_news
         finally:
             await self._close(channel.aclose)
 
@@ -234,10 +260,15 @@ def _load(values: Iterable[int]) -> Load:
     return Load(**dict(zip(COUNTERS, values, strict=True)))
 
 
-def _freed(message: str) -> Freed | None:
+def _news(message: str) -> News | None:
     """Return what a message says, or None for one from a gateway that counts otherwise than this one."""
     words = message.split(" ")
+    if len(words) == 1:
+        return Urgent(message)
     if len(words) != len(COUNTERS) + 3:
         return None
     owner, version, *counters, backend = words
-    return Freed(backend, owner, int(version), _load(map(int, counters)))
+    try:
+        return Freed(backend, owner, int(version), _load(map(int, counters)))
+    except ValueError:
+        return None

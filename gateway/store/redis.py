@@ -18,6 +18,7 @@ import anyio
 from gateway.core.admission import COUNTERS
 from gateway.core.values import Exclusion, Load
 from gateway.ports import Slot
+from gateway.store.facts import Exchange
 from gateway.store.leases import Freed, Leases, Reply, StoreAway
 from gateway.store.memory import MemoryLedger, OnFreed
 
@@ -53,6 +54,7 @@ class RedisLedger:
     Attributes:
         owner: Names this process in Redis.
         replicas: Gateway processes seen within the last `ttl_s`, this one included.
+        exchange: What these processes tell each other of themselves, with every synchronisation.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class RedisLedger:
         self._renew_at = 0.0
         self._fewer_at = 0.0
         self._poked = anyio.Event()
+        self.exchange = Exchange(ttl_s, self._poke)
         self._on_freed: list[OnFreed] = []
 
     def on_freed(self, callback: OnFreed) -> None:
@@ -194,6 +197,7 @@ class RedisLedger:
                 try:
                     await self.sync()
                 except StoreAway as failure:
+                    self.exchange.fade(anyio.current_time())
                     synced(failure)
                     await anyio.sleep(self._refresh_s)
                     continue
@@ -205,6 +209,9 @@ class RedisLedger:
     def resync(self) -> None:
         """Have every lease renewed now: Redis may have forgotten some."""
         self._renew_at = 0.0
+        self._poke()
+
+    def _poke(self) -> None:
         self._poked.set()
 
     async def sync(self) -> None:
@@ -218,13 +225,23 @@ class RedisLedger:
         if due:
             self._renew_at = now + self._ttl_s / 3
         try:
-            self._count(await self._leases.heartbeat(), now)
+            await self._beat(now)
             for backend_id in list(self._seen):
                 await self._renew(backend_id, self._own.claims(backend_id) if due else {})
             await self._catch_up()
         except StoreAway:
             self._renew_at = 0.0
             raise
+
+    async def _beat(self, now: float) -> None:
+        facts, is_urgent = self.exchange.outgoing()
+        try:
+            beat = await self._leases.heartbeat(facts, is_urgent=is_urgent)
+        except StoreAway:
+            self.exchange.not_sent(is_urgent)
+            raise
+        self._count(beat.replicas, now)
+        self.exchange.incoming(beat.told, now)
 
     def _count(self, replicas: int, now: float) -> None:
         # A Redis that has just come back empty knows only those that have spoken since.
@@ -281,12 +298,16 @@ class RedisLedger:
     async def _listen(self) -> None:
         while True:
             try:
-                async with self._leases.listening() as next_freed:
+                async with self._leases.listening() as next_news:
                     self.resync()  # what was said meanwhile was not heard
                     while True:
-                        freed = await next_freed()
-                        if freed is not None and freed.owner != self.owner:
-                            self._heard(freed)
+                        news = await next_news()
+                        if news is None or news.owner == self.owner:
+                            continue
+                        if isinstance(news, Freed):
+                            self._heard(news)
+                        else:
+                            self._poke()
             except StoreAway:
                 self.resync()  # Redis may have been replaced by an empty one
             await anyio.sleep(self._refresh_s)

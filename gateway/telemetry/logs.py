@@ -19,12 +19,17 @@ _LEVELS = {Ending.FAILED: logging.ERROR, Ending.BROKEN: logging.ERROR, Ending.SH
 
 
 class _JsonFormatter(logging.Formatter):
+    def __init__(self, worker: int | None) -> None:
+        super().__init__()
+        self._who = {} if worker is None else {"worker": worker}
+
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", None) or {"message": record.getMessage()}
         line: dict[str, Any] = {
             "at": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
             "log": record.name,
+            **self._who,
             **fields,
         }
         if record.exc_info:
@@ -33,15 +38,19 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _HumanFormatter(logging.Formatter):
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+    def __init__(self, worker: int | None) -> None:
+        who = "" if worker is None else f"worker {worker}: "
+        super().__init__(f"%(asctime)s %(levelname)-7s {who}%(message)s", "%H:%M:%S")
 
 
-def set_up(level: str = "info", stream: TextIO | None = None) -> None:
-    """Send every log line to `stream` (standard error): JSON, or the human form on a terminal."""
+def set_up(level: str = "info", stream: TextIO | None = None, *, worker: int | None = None) -> None:
+    """Send every log line to `stream` (standard error): JSON, or the human form on a terminal.
+
+    Each says which `worker` wrote it, where several processes write to one stream.
+    """
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(_HumanFormatter() if stream.isatty() else _JsonFormatter())
+    handler.setFormatter(_HumanFormatter(worker) if stream.isatty() else _JsonFormatter(worker))
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())

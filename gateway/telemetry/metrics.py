@@ -44,9 +44,14 @@ class Metrics:
         count_drifts: Callable[[], Mapping[str, CountDrift]],
         sights: Callable[[], Mapping[str, Sight]],
         waiting: Callable[[], Mapping[tuple[str, str], int]],
+        replicas: Callable[[], int],
+        store_modes: Callable[[], Mapping[str, bool]],
         boxes: Callable[[], Mapping[str, BoxSight]] = dict,
     ) -> None:
-        """Read gauges from these at scrape time: per backend id; `waiting` per (model, class)."""
+        """Read gauges from these at scrape time: per backend id; `waiting` per (model, class).
+
+        `store_modes` says of each way of counting slots whether it is in force; of none without a store.
+        """
         self.registry = CollectorRegistry(auto_describe=True)
         registry = self.registry
         self.requests = Counter(
@@ -144,6 +149,7 @@ class Metrics:
         registry.register(_Knees(sights))
         registry.register(_Waiting(waiting))
         registry.register(_Boxes(boxes))
+        registry.register(_Store(replicas, store_modes))
 
     def attempt(self, record: AttemptRecord) -> None:
         """See `ports.Recorder.attempt`."""
@@ -363,3 +369,21 @@ class _Boxes(Collector):
             owner.add_metric([name], float(sight.is_owner))
             boots.add_metric([name], box.swaps)
         yield from (state, serving, waiting, oldest, quarantined, planned, owner, boots)
+
+
+class _Store(Collector):
+    """Gauges of what gateway processes share."""
+
+    def __init__(self, replicas: Callable[[], int], store_modes: Callable[[], Mapping[str, bool]]) -> None:
+        self._replicas, self._store_modes = replicas, store_modes
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "gateway_replicas", "Gateway processes that share the store.", value=self._replicas()
+        )
+        modes = GaugeMetricFamily(
+            "gateway_store_mode", "1 for how slots are counted: shared, or alone.", labels=["mode"]
+        )
+        for mode, is_in_force in self._store_modes().items():
+            modes.add_metric([mode], float(is_in_force))
+        yield modes

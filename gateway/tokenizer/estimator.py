@@ -18,6 +18,7 @@ import anyio.to_thread
 from gateway.core.class_counts import TextKind, kind_of
 from gateway.core.errors import AtCapacity
 from gateway.core.estimation import Pieces, bound, is_plain, margin_tokens, pieces
+from gateway.core.facts import Learned
 from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts
 from gateway.tokenizer.counting import chars_per_token_max, count
 from gateway.tokenizer.exact import Counted
@@ -143,7 +144,7 @@ class PromptEstimator:
         if self.vocabulary is None:
             kind = kind_of(max((piece.text for piece in parts.texts), key=len, default=""))
             total = parts.fixed_tokens + round(counted * self._ratios.ratio(kind))
-        margin = margin_tokens(total, mode, self._margin.p99_tokens)
+        margin = margin_tokens(total, mode, self._margin.tokens)
         return TextEstimate(total, total + margin, mode, kind, parts.fixed_tokens, counted)
 
     def _count(self, text: str, stop_above_tokens: int) -> Counted:
@@ -171,6 +172,15 @@ class PromptEstimator:
             self._ratios.observe(
                 estimate.kind, estimate.counted_tokens, actual_tokens - estimate.fixed_tokens
             )
+
+    def learned(self) -> Learned:
+        """See ports.SharedLearning."""
+        return Learned(dict(self._ratios.seen), self._margin.p99_tokens)
+
+    def note_learned(self, elsewhere: Learned) -> None:
+        """See ports.SharedLearning."""
+        self._ratios.elsewhere = elsewhere.ratios
+        self._margin.elsewhere_tokens = elsewhere.p99_tokens
 
     def close(self) -> None:
         """Forget the counts that were kept. The threads belong to the event loop and end with it."""

@@ -3,12 +3,17 @@
 Both are bounded, because what is learned comes from callers. One answer moves a ratio by a few percent at
 most, a kind's ratio stays within 0.8..1.25, and the margin never exceeds 5 %. A systematic error beyond
 that is drift (core/drift.py): reported, not corrected in silence.
+
+What other gateways have learned is used beside it, under the same bounds, and kept apart, so that no answer
+is ever counted twice.
 """
 
 import math
 from collections import deque
+from collections.abc import Mapping
 
 from gateway.core.class_counts import TextKind
+from gateway.core.facts import Learned, Ratio, pooled
 
 MARGIN_WINDOW = 200
 RATIO_WINDOW = 200
@@ -18,15 +23,28 @@ RATIO_PRIOR = 20
 RATIO_MIN, RATIO_MAX = 0.8, 1.25
 TEXT_TOKENS_MIN = 200
 """Shorter texts say more about the template than about how their kind is counted."""
-_STEP_MAX = 0.3
+STEP_MAX = 0.3
+"""The most that one answer says, as a logarithm; and so the most that a mean of them can be."""
+_NOTHING = Ratio(0, 0.0)
 
 
 class LearnedMargin:
-    """The 99th percentile of how far off exact counts were, in tokens."""
+    """The 99th percentile of how far off exact counts were, in tokens.
+
+    Attributes:
+        p99_tokens: By this process's own answers.
+        elsewhere_tokens: The same of other gateways, the largest of them.
+    """
 
     def __init__(self) -> None:
         self._errors: deque[int] = deque(maxlen=MARGIN_WINDOW)
         self.p99_tokens = 0
+        self.elsewhere_tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        """What to allow for."""
+        return max(self.p99_tokens, self.elsewhere_tokens)
 
     def observe(self, error_tokens: int) -> None:
         """Note how far one count was off, either way."""
@@ -36,22 +54,28 @@ class LearnedMargin:
 
 
 class LearnedRatios:
-    """True over counted tokens, per kind of text, for counts that know no vocabulary."""
+    """True over counted tokens, per kind of text, for counts that know no vocabulary.
+
+    Attributes:
+        seen: What this process's own answers taught.
+        elsewhere: What the answers of other gateways taught.
+    """
 
     def __init__(self) -> None:
-        self._seen: dict[TextKind, tuple[int, float]] = {}
+        self.seen: dict[TextKind, Ratio] = {}
+        self.elsewhere: Mapping[TextKind, Ratio] = {}
 
     def ratio(self, kind: TextKind) -> float:
         """Return what to multiply a class count of this kind by: 1.0 until answers say otherwise."""
-        answers, mean_log = self._seen.get(kind, (0, 0.0))
-        shrunk = mean_log * answers / (answers + RATIO_PRIOR)
+        known = pooled((Learned(self.seen), Learned(self.elsewhere))).ratios.get(kind, _NOTHING)
+        shrunk = known.mean_log * known.answers / (known.answers + RATIO_PRIOR)
         return min(RATIO_MAX, max(RATIO_MIN, math.exp(shrunk)))
 
     def observe(self, kind: TextKind, counted_tokens: int, true_tokens: int) -> None:
         """Note one answer: the count before any ratio, and the truth; both without the template's tokens."""
         if counted_tokens < TEXT_TOKENS_MIN or true_tokens <= 0:
             return
-        answers, mean_log = self._seen.get(kind, (0, 0.0))
-        step = min(_STEP_MAX, max(-_STEP_MAX, math.log(true_tokens / counted_tokens)))
-        answers = min(answers + 1, RATIO_WINDOW)
-        self._seen[kind] = (answers, mean_log + (step - mean_log) / answers)
+        before = self.seen.get(kind, _NOTHING)
+        step = min(STEP_MAX, max(-STEP_MAX, math.log(true_tokens / counted_tokens)))
+        answers = min(before.answers + 1, RATIO_WINDOW)
+        self.seen[kind] = Ratio(answers, before.mean_log + (step - before.mean_log) / answers)

@@ -9,7 +9,7 @@ never delays another's verdict and a slow backend is not asked more often than i
 
 Every probe opens a connection of its own: that a new one can be opened is what the next request
 needs to know, and a kept one would be closed by the engine at its own moment. What a probe meets
-becomes an event for the state machine in core/health.py. An exception that is none of the
+becomes an event for the state machine in core/health. An exception that is none of the
 expected ones ends `run`, and with it the process: a fleet that is no longer watched must not go on
 looking healthy.
 """
@@ -32,9 +32,11 @@ from gateway import __version__
 from gateway.core.health import (
     Attempt,
     BackendStatus,
+    Elsewhere,
     EngineSample,
     Event,
     HealthRules,
+    Heard,
     ModelsFailed,
     Outcome,
     ProbeFailed,
@@ -43,10 +45,12 @@ from gateway.core.health import (
     Sample,
     SampleFailed,
     State,
+    Verdict,
     advance,
     awaited,
     put_out,
     usable,
+    verdict,
 )
 from gateway.core.values import Backend
 from gateway.ports import Clock
@@ -66,7 +70,7 @@ SampleListener = Callable[[str, EngineSample], None]
 
 
 class Prober:
-    """`ports.Fleet`, fed by probes while `run` runs and by `report` at any time."""
+    """`ports.Fleet` and `ports.SharedHealth`, fed by probes while `run` runs and by reports at any time."""
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class Prober:
             secrets: Per backend id, the API key to present.
             tls: Per backend id, how to verify its certificate; True where absent.
             hang_s: Per backend id, what replaces `rules.hang_s`; see `health.hang_after_s`.
-            on_change: Told of every change of state, and of every new reason for one.
+            on_change: Told of every change of state, of every new reason for one, and of what is served.
             on_sample: Told of every sample.
         """
         hang_s = hang_s or {}
@@ -129,6 +133,17 @@ class Prober:
         """See `ports.BoxFleet.await_boot`."""
         self._set(backend_id, awaited(self._statuses[backend_id], self._clock.now(), reason))
 
+    def verdicts(self) -> Mapping[str, Verdict]:
+        """See `ports.SharedHealth.verdicts`."""
+        now = self._clock.now()
+        told = {name: verdict(status, now, self._rules[name]) for name, status in self._statuses.items()}
+        return {name: one for name, one in told.items() if one is not None}
+
+    def hear(self, backend_id: str, told: Heard | Elsewhere) -> None:
+        """See `ports.SharedHealth.hear`."""
+        if backend_id in self._statuses:
+            self._observe(backend_id, told)
+
     async def wait_for(self, predicate: Callable[[Mapping[str, BackendStatus]], bool]) -> None:
         """Return as soon as `predicate(statuses())` holds. It is asked again after every event."""
         while not predicate(self._view):
@@ -162,7 +177,8 @@ class Prober:
         fresh = new.was_up and not old.was_up
         if fresh or new.restarts != old.restarts or (usable(new) and not usable(old)):
             self._looks[name].set()
-        if self._on_change is not None and (old.state, old.reason) != (new.state, new.reason):
+        changed = (old.state, old.reason, old.served_models) != (new.state, new.reason, new.served_models)
+        if self._on_change is not None and changed:
             self._on_change(name, old, new)
         self._changed.set()
         self._changed = anyio.Event()

@@ -105,7 +105,14 @@ def test_every_section_of_the_example_is_in_use_but_the_vocabulary() -> None:
     data = yaml.safe_load((CONFIG / "gateway.example.yaml").read_text(encoding="utf-8"))
     assert root["properties"].keys() == data.keys()
     used = _keys(data)
-    for name in ("HealthSection", "RequestsSection", "ShutdownSection", "WeightsSection", "TimeoutsSection"):
+    for name in (
+        "HealthSection",
+        "RequestsSection",
+        "ResponsesSection",
+        "ShutdownSection",
+        "WeightsSection",
+        "TimeoutsSection",
+    ):
         assert root["$defs"][name]["properties"].keys() <= used, name
 
 
@@ -118,7 +125,7 @@ def test_values_of_the_example_are_the_defaults_it_says_they_are(tmp_path: Path)
     path = tmp_path / "bare.yaml"
     path.write_text(bare)
     example, plain = load(CONFIG / "gateway.example.yaml", {}).document, load(path, {}).document
-    for section in ("listen", "admin", "timeouts", "routing", "requests", "health", "shutdown"):
+    for section in ("listen", "admin", "timeouts", "routing", "requests", "responses", "health", "shutdown"):
         assert getattr(example, section) == getattr(plain, section), section
 
 

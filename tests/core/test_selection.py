@@ -244,9 +244,16 @@ KV = Capacity(
         pytest.param(
             view(backend("light-0"), status=BackendStatus(state=State.UP)),
             SHORT,
-            Exclusion.WRONG_MODEL,
+            Exclusion.NOT_ASKED,
             "the name it serves the model under is not known yet",
             id="model-not-known-yet",
+        ),
+        pytest.param(
+            view(backend("light-0"), status=BackendStatus(state=State.UP, model_error="cannot tell")),
+            SHORT,
+            Exclusion.WRONG_MODEL,
+            "cannot tell",
+            id="model-not-to-be-known",
         ),
         pytest.param(
             view(backend("light-0"), seqs=64),
@@ -511,7 +518,7 @@ def test_what_never_fits_is_said_even_while_the_model_is_out() -> None:
         pytest.param(replace(UP, version="0.24.0"), "engine version 0.24.0, not < 0.24", id="too-new"),
         pytest.param(UP, "the engine does not say its version", id="silent"),
         pytest.param(
-            replace(UP, served_models=()), "its engine's version is not known yet", id="not-asked-yet"
+            replace(UP, served_models=()), "its engine's version is being asked", id="not-asked-yet"
         ),
     ],
 )
@@ -519,5 +526,6 @@ def test_an_engine_of_a_wrong_version_gets_no_traffic(status: BackendStatus, det
     subject = backend("light-0", versions=bounds(">= 0.20, < 0.24"), model="gemma")
 
     found = why_not(fleet(view(subject, status=status)), "light-0")
-    assert found == ((None, "") if detail is None else (Exclusion.WRONG_VERSION, detail))
+    reason = Exclusion.WRONG_VERSION if status.served_models else Exclusion.NOT_ASKED
+    assert found == ((None, "") if detail is None else (reason, detail))
     assert not Exclusion.WRONG_VERSION.is_busy

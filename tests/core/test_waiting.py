@@ -24,7 +24,7 @@ from gateway.core.values import (
     Waiting,
     WhenLate,
 )
-from gateway.core.waiting import Reason, Refused, Ticket, Turn, WaitingLine
+from gateway.core.waiting import PUT_BACK_TOKENS, Reason, Refused, Ticket, Turn, WaitingLine
 
 UP = BackendStatus(state=State.UP, served_models=("gemma",))
 PLAIN = TrafficClass("chat", ("light",))
@@ -275,6 +275,65 @@ def test_what_other_processes_started_for_a_key_counts_too() -> None:
     assert site.served(["a", "b"], 0.2) == ["b", "a"]
 
 
+def test_what_others_started_for_one_key_gives_those_who_wait_no_lead_over_a_third() -> None:
+    site = Site()
+    site.enter("running", traffic_class=PATIENT)
+    site.start()
+    for number in range(4):
+        site.enter(f"early-{number}", 0.0, traffic_class=PATIENT, key="early")
+    for _ in range(10):
+        site.line.charge("gemma", "chat", "flood", 100_000)
+    for number in range(4):
+        site.enter(f"late-{number}", 0.1, traffic_class=PATIENT, key="late")
+
+    order = site.served(["early-3", "late-3"], 0.2)
+
+    assert [name.split("-")[0] for name in order[:4]].count("late") == 2
+
+
+def test_a_key_is_put_back_by_one_very_large_request_at_most() -> None:
+    site = Site()
+    site.enter("running", traffic_class=PATIENT)
+    site.start()
+    for number in range(20):
+        site.enter(f"b-{number}", 0.0, traffic_class=PATIENT, prompt=50_000, key="b")
+    for _ in range(100):
+        site.line.charge("gemma", "chat", "a", 1_000_000)
+    site.enter("a", 0.1, traffic_class=PATIENT, prompt=50_000, key="a")
+
+    assert site.served(["a"], 0.2).index("a") == 1 + PUT_BACK_TOKENS // 50_100
+
+
+def test_an_offer_that_was_missed_does_not_make_who_comes_next_wait_longer() -> None:
+    site = Site()
+    site.line.charge("gemma", "chat", "a", 10_000)
+    site.enter("a", 0.0, key="a")
+    site.turn(0.0)
+    site.line.missed("a", ["light"], 0.0)
+    site.enter("b", 0.1, key="b")
+
+    assert site.served(["a", "b"], 0.2) == ["b", "a"]
+
+
+def test_what_was_started_here_is_told_and_what_others_started_is_not() -> None:
+    site = Site()
+    site.enter("one", key="a")
+    site.enter("other", key="b")
+    site.line.charge("gemma", "chat", "c", 10_000)
+    site.start(1.0)
+
+    assert site.line.tokens_started(1.0) == {("gemma", "chat", "a"): 200}
+
+
+def test_an_offer_that_was_missed_was_no_start() -> None:
+    site = Site()
+    site.enter("one", key="a")
+    (offer,) = site.line.turn(0.0, site.views()).offers
+    site.line.missed(offer.ticket.id, ["light"], 0.0)
+
+    assert site.line.tokens_started(0.0) == {}
+
+
 # ------------------------------------------------------------------ who blocks whom
 
 
@@ -356,6 +415,21 @@ def test_a_chat_does_not_spill_while_a_document_waits_there() -> None:
     assert site.line.long_waiting() == {}
     assert site.start(0.2) == ["chat"]
     assert site.taken["chat"][0] == "push"
+
+
+def test_a_chat_does_not_spill_while_a_document_waits_there_at_another_gateway() -> None:
+    site = Site()
+    site.enter("running", traffic_class=CHAT)
+    site.start()
+    site.line.note_long_waiting({"push": 2, "of another fleet": 1})
+    site.enter("chat", 0.1, traffic_class=CHAT)
+    assert site.line.long_waiting()["push"] == 2
+    assert site.line.long_waiting_here() == {}
+    assert site.start(0.1) == []
+
+    site.line.note_long_waiting({})
+
+    assert site.start(0.2) == ["chat"]
 
 
 def test_a_spill_holds_nothing_of_the_other_pool() -> None:
@@ -538,6 +612,17 @@ def test_waiting_for_a_backend_that_is_gone_ends_at_once(state: State, reasons: 
     turn = site.turn(0.1)
 
     assert (list(turn.offers), [refused.reason for refused in turn.refused]) == ([], reasons)
+
+
+def test_a_request_waits_for_a_backend_that_has_not_said_yet_what_it_serves() -> None:
+    site = Site()
+    site.status["light"] = BackendStatus()
+    site.enter("early")
+
+    turn = site.turn()
+    assert (list(turn.offers), list(turn.refused)) == ([], [])
+    site.status["light"] = UP
+    assert site.start(0.01) == ["early"]
 
 
 # ------------------------------------------------------------------ offers

@@ -25,7 +25,7 @@ from gateway.core.values import (
     Waiting,
     WhenLate,
 )
-from gateway.core.waiting import Ticket, WaitingLine
+from gateway.core.waiting import Offer, Ticket, WaitingLine
 
 UP = BackendStatus(state=State.UP, served_models=("gemma",))
 WINDOW = 262_144
@@ -67,8 +67,10 @@ class Line(RuleBasedStateMachine):
         self.waiting: dict[str, tuple[Ticket, float]] = {}
         self.running: dict[str, tuple[str, Load]] = {}
         self.loads = dict.fromkeys(BACKENDS, Load())
-        self.foreign = Load()
-        self.is_settled = True  # nothing happened since the last turn
+        self.offers: list[Offer] = []  # made, and not answered yet
+        self.offered: set[str] = set()  # who was ever made one: if the place was gone, it is let in again
+        self.is_settled = True  # nothing happened since the last turn, and all it offered was taken
+        self.is_quiet = True  # nothing happened since the last turn
         self.look_at: float | None = None
 
     def views(self) -> dict[str, BackendView]:
@@ -83,7 +85,13 @@ class Line(RuleBasedStateMachine):
         patience=st.sampled_from([None, None, 0.5, 4.0]),
     )
     def arrive(
-        self, traffic_class: TrafficClass, prompt: int, seqs: int, key: str | None, size: int, patience: float
+        self,
+        traffic_class: TrafficClass,
+        prompt: int,
+        seqs: int,
+        key: str | None,
+        size: int,
+        patience: float | None,
     ) -> None:
         self.count += 1
         demand = Demand(seqs=seqs, prompt_tokens=prompt, total_tokens=prompt + 100)
@@ -102,30 +110,43 @@ class Line(RuleBasedStateMachine):
         refused = self.line.enter(ticket, self.now)
         if refused is None:
             self.waiting[ticket.id] = (ticket, self.now)
-            self.is_settled = False
+            self.is_settled = self.is_quiet = False
         else:
             assert refused.position >= 1
             assert 1 <= refused.retry_after_s <= 59
 
-    @rule(misses=st.booleans())
-    def turn(self, misses: bool) -> None:
+    @precondition(lambda self: not self.offers)
+    @rule()
+    def turn(self) -> None:
         turn = self.line.turn(self.now, self.views())
         for refused in turn.refused:
             del self.waiting[refused.id]
             assert 1 <= refused.retry_after_s <= 59
-        for offer in turn.offers:
-            candidate = offer.candidates[0]
-            if misses:
-                self.line.missed(offer.ticket.id, [candidate.backend], self.now)
-                continue
-            # The ledger's own check: what the line offers is never above a limit.
-            assert admission.full(self.loads[candidate.backend], candidate.claim, candidate.limits) is None
-            self.loads[candidate.backend] += candidate.claim
-            self.running[offer.ticket.id] = (candidate.backend, candidate.claim)
-            self.line.started(offer.ticket.id, self.now)
-            del self.waiting[offer.ticket.id]
-        self.is_settled = not misses or not turn.offers
+        self.offers = list(turn.offers)
+        self.offered |= {offer.ticket.id for offer in turn.offers}
+        self.is_quiet = True
+        self.is_settled = not self.offers
         self.look_at = turn.look_again_at
+
+    @precondition(lambda self: self.offers)
+    @rule(misses=st.booleans())
+    def take(self, misses: bool) -> None:
+        """Take the place first offered, unless it is gone or its caller has left meanwhile."""
+        offer = self.offers.pop(0)
+        candidate = offer.candidates[0]
+        if offer.ticket.id not in self.waiting:
+            return
+        # The ledger's own check: what the line offers is never above a limit.
+        assert admission.full(self.loads[candidate.backend], candidate.claim, candidate.limits) is None
+        if misses:
+            self.is_quiet = False
+            self.line.missed(offer.ticket.id, [candidate.backend], self.now)
+            return
+        self.loads[candidate.backend] += candidate.claim
+        self.running[offer.ticket.id] = (candidate.backend, candidate.claim)
+        self.line.started(offer.ticket.id, self.now)
+        del self.waiting[offer.ticket.id]
+        self.is_settled = self.is_quiet and not self.offers
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -134,7 +155,7 @@ class Line(RuleBasedStateMachine):
         backend, held = self.running[name]
         self.loads[backend] += held.after_first_token - held
         self.running[name] = (backend, held.after_first_token)
-        self.is_settled = False
+        self.is_settled = self.is_quiet = False
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -143,7 +164,7 @@ class Line(RuleBasedStateMachine):
         backend, held = self.running.pop(name)
         self.loads[backend] -= held
         self.line.released(name, backend, self.now)
-        self.is_settled = False
+        self.is_settled = self.is_quiet = False
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -151,12 +172,12 @@ class Line(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.waiting)))
         self.line.leave(name)
         del self.waiting[name]
-        self.is_settled = False
+        self.is_settled = self.is_quiet = False
 
     @rule(seconds=st.sampled_from([0.01, 0.3, 1.3, 7.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.is_settled = False
+        self.is_settled = self.is_quiet = False
 
     # ------------------------------------------------------------ what must hold
 
@@ -169,19 +190,20 @@ class Line(RuleBasedStateMachine):
 
     @invariant()
     def the_line_and_its_owner_agree(self) -> None:
-        assert len(self.line) == len(self.waiting)
-        assert sum(self.line.waiting().values()) == len(self.waiting)
-        long_ones = sum(
-            1 for ticket, _ in self.waiting.values() if ticket.is_long and "push" in ticket.first_pool
-        )
+        offered = {offer.ticket.id for offer in self.offers}
+        waiting = [ticket for ticket, _ in self.waiting.values() if ticket.id not in offered]
+        assert len(self.line) == len(waiting)
+        assert sum(self.line.waiting().values()) == len(waiting)
+        long_ones = sum(1 for ticket in waiting if ticket.is_long and "push" in ticket.first_pool)
         assert self.line.long_waiting().get("push", 0) == long_ones
 
     @invariant()
     def it_is_bounded(self) -> None:
-        counts = Counter(ticket.traffic_class.name for ticket, _ in self.waiting.values())
+        waiting = [ticket for ticket, _ in self.waiting.values() if ticket.id not in self.offered]
+        counts = Counter(ticket.traffic_class.name for ticket in waiting)
         for traffic_class in CLASSES:
             assert counts[traffic_class.name] <= traffic_class.waiting.waiting_max
-        chats = [ticket for ticket, _ in self.waiting.values() if ticket.traffic_class.name == "chat"]
+        chats = [ticket for ticket in waiting if ticket.traffic_class.name == "chat"]
         assert len(chats) < 2 or sum(ticket.size_bytes for ticket in chats) <= 100
 
     @invariant()
@@ -220,6 +242,31 @@ class Line(RuleBasedStateMachine):
             }
             ranked = selection.rank(POLICY, ticket.traffic_class, ticket.demand, views)
             assert all(candidate.excluded is not None for candidate in ranked)
+
+    def teardown(self) -> None:
+        """When everything ends, whoever waits is started, and every place is to be had again."""
+        while self.offers:
+            self.take(False)
+        self.go_idle()
+        while self.waiting:
+            waiting = len(self.waiting)
+            self.turn()
+            assert self.offers or len(self.waiting) < waiting, "stuck"
+            while self.offers:
+                self.take(False)
+            self.go_idle()
+        for _ in range(8):  # both chat servers, to the last place: offered, and not taken yet
+            self.arrive(CLASSES[0], 100, 1, None, 0, None)
+            self.turn()
+            assert len(self.offers) == 1
+
+    def go_idle(self) -> None:
+        """End all that runs, and let the pause after a miss pass."""
+        for name, (backend, held) in self.running.items():
+            self.loads[backend] -= held
+            self.line.released(name, backend, self.now)
+        self.running.clear()
+        self.now += 0.06
 
 
 Line.TestCase.settings = settings(

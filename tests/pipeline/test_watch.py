@@ -12,6 +12,7 @@ from gateway.core.health import Outcome
 from gateway.core.knee_estimate import Doubt
 from gateway.core.tpot_control import DECIDE_S, WINDOW_S, Move
 from gateway.core.values import Demand, Load, Policy
+from gateway.pipeline.watch import JUDGED_S
 from gateway.ports import Slot
 from gateway.store.memory import MemoryLedger
 
@@ -232,6 +233,56 @@ async def test_what_other_gateways_run_fills_a_backend_too() -> None:
     (estimate,) = world.pipeline.watch.sights()["light-0"].knees.values() or [None]
     assert estimate is not None
     assert estimate.doubt is Doubt.HIDDEN
+
+
+async def lowered(world: World) -> int:
+    """Let a target be missed until it has taken from the knee; return the share in force."""
+    world.policy = promising(0.3)
+    await full_backends(world, 0.6, DECIDE_S + 3 * WINDOW_S)
+    return world.pipeline.watch.share_max("light-0")
+
+
+async def test_gateways_keep_to_the_lowest_share_that_one_of_them_found(world: World) -> None:
+    own = await lowered(world)
+    watch = world.pipeline.watch
+    assert watch.shares()["light-0"] == own < admission.WHOLE
+
+    watch.note_shares({"light-0": own - 1})
+    assert watch.share_max("light-0") == own - 1
+    assert watch.shares()["light-0"] == own  # told is what was found here
+
+    watch.note_shares({"light-0": own + 1})
+    assert watch.share_max("light-0") == own
+
+
+async def test_a_gateway_that_cannot_judge_follows_those_that_can(world: World) -> None:
+    own = await lowered(world)
+    watch = world.pipeline.watch
+    world.clock.time += JUDGED_S
+    assert "light-0" not in watch.shares()
+
+    watch.note_shares({"light-0": own + 50_000, "push": 1})
+
+    assert watch.share_max("light-0") == own + 50_000
+    assert watch.share_max("push") == admission.WHOLE  # no target is configured there
+    watch.look()
+    watch.note_shares({})
+    assert watch.share_max("light-0") == own + 50_000  # it goes on from there
+
+
+async def test_more_of_the_knee_found_elsewhere_wakes_who_waits(world: World) -> None:
+    own = await lowered(world)
+    watch = world.pipeline.watch
+    watch.note_shares({"light-0": own - 2})
+    woken: list[bool] = []
+    watch.on_more(lambda: woken.append(True))
+
+    watch.note_shares({"light-0": own - 2})
+    watch.note_shares({"light-0": own - 3})
+    assert not woken
+    watch.note_shares({"light-0": own - 1})
+    watch.note_shares({})
+    assert len(woken) == 2
 
 
 async def test_a_backend_that_left_the_policy_is_forgotten(world: World) -> None:

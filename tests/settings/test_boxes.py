@@ -78,6 +78,12 @@ def test_a_backend_is_in_one_box_only(checked: Check) -> None:
 
 
 def test_a_class_that_cannot_wait_for_a_swap_is_warned_of(checked: Check) -> None:
-    warned = checked(BOXED.replace("pools: [qwen], waiting: {max_wait_s: 3000}", "pools: [qwen]")).warnings
-    assert any("class chat waits 1.2 s at most" in warning.message for warning in warned)
+    def waiting(model: str) -> list[str]:
+        written = f"pools: [{model}], waiting: {{max_wait_s: 3000}}}}"
+        assert written in BOXED
+        report = checked(BOXED.replace(written, f"pools: [{model}]}}", 1))
+        return [one.message for one in report.warnings if "take turns" in one.message]
+
+    assert waiting("gemma")[0].startswith("class chat waits 1.2 s at most")
+    assert waiting("qwen") == []  # it only has to wake up
     assert not any("take turns" in warning.message for warning in checked(BOXED).warnings)

@@ -25,7 +25,7 @@ from gateway.core.values import (
     Timeouts,
     When,
 )
-from gateway.settings import Address, CheckReport, Settings
+from gateway.settings import Address, CheckReport, Settings, load
 
 Load = Callable[..., Settings]
 Check = Callable[..., CheckReport]
@@ -406,3 +406,52 @@ def test_the_summary_says_where_requests_go(loaded: Load) -> None:
         "  short_chat -> light, then push",
         "prompts are counted approximately; open to everyone",
     )
+
+
+@pytest.mark.parametrize(
+    ("admin", "number", "own"),
+    [
+        ("127.0.0.1:9090", 0, Address("127.0.0.1", 9090)),
+        ("127.0.0.1:9090", 2, Address("127.0.0.1", 9092)),
+        ("'[::1]:9090'", 1, Address("::1", 9091)),
+        ("127.0.0.1:0", 3, Address("127.0.0.1", 0)),
+        ("off", 1, None),
+        ("127.0.0.1:65534", 1, Address("127.0.0.1", 65535)),
+    ],
+)
+def test_each_worker_has_a_port_for_operators(
+    loaded: Load, plain: str, admin: str, number: int, own: Address | None
+) -> None:
+    settings = loaded(f"admin: {admin}\n{plain}").for_worker(number, 4, None)
+
+    assert settings.admin == own
+    assert settings.store is None
+
+
+def test_a_worker_without_a_port_for_operators_is_a_configuration_error(loaded: Load, plain: str) -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.yaml:1:8: worker 2 would have port 65536"):
+        loaded(f"admin: 127.0.0.1:65534\n{plain}").for_worker(2, 4, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "url", "prefix"),
+    [
+        ("", "unix:///run/own", "gw"),
+        ("store: {url: 'redis://there', prefix: fleet}\n", "redis://there", "fleet"),
+    ],
+)
+def test_workers_share_the_store_of_the_file_or_one_of_their_own(
+    loaded: Load, plain: str, line: str, url: str, prefix: str
+) -> None:
+    store = loaded(line + plain).for_worker(0, 4, "unix:///run/own").store
+
+    assert store is not None
+    assert (store.url, store.prefix) == (url, prefix)
+
+
+def test_what_was_read_once_is_not_read_again(write: Callable[[str], Path], plain: str) -> None:
+    path = write(plain)
+    first = load(path, {})
+    path.write_text("no configuration any more")
+
+    assert load(path, {}, source=first.source).version == first.version

@@ -1,15 +1,18 @@
 """The routes about the server, and how answers behave over time."""
 
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import httpx
 import pytest
 from support.engine_wire import WEATHER, post
 
 from gateway.simulator import Simulator, SimulatorOptions, running, simulator
+from gateway.simulator.tally import Sequences
 
 Chat = Callable[..., dict[str, Any]]
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
@@ -99,6 +102,18 @@ async def test_metrics_follow_the_engine(client: httpx.AsyncClient, chat: Chat) 
     assert any(line.startswith("process_start_time_seconds 1") for line in lines)
 
 
+async def test_metrics_remember_the_most_that_was_held(client: httpx.AsyncClient, chat: Chat) -> None:
+    async with anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(post, client, chat(max_tokens=200, ignore_eos=True))
+    values = dict(line.rsplit(" ", 1) for line in (await client.get("/metrics")).text.splitlines())
+
+    assert values["simulator:requests_peak"] == "3.0"
+    assert 0 < float(values["simulator:kv_cache_usage_peak"]) < 0.01
+    assert float(values["simulator:step_lag_seconds_peak"]) > 0
+    assert values['vllm:num_requests_running{engine="0",model_name="gemma-4-31b-it"}'] == "0.0"
+
+
 # ------------------------------------------------------------------ behaviour over time
 
 
@@ -176,6 +191,60 @@ async def test_a_client_that_leaves_stops_the_work(
     )
     aborted = 'finished_reason="abort",model_name="gemma-4-31b-it"} 0.0'
     assert aborted in (await client.get("/metrics")).text
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_read_never_reaches_the_engine(
+    server: Simulator, client: httpx.AsyncClient, chat: Chat, until: Until
+) -> None:
+    capacity = replace(server.options.profile.capacity, context_tokens=1_000_000)
+    server.options = replace(server.options, profile=replace(server.options.profile, capacity=capacity))
+    readers = anyio.to_thread.current_default_thread_limiter()
+    async with AsyncExitStack() as busy:
+        for _ in range(int(readers.total_tokens)):
+            await readers.acquire_on_behalf_of(held := object())
+            busy.callback(readers.release_on_behalf_of, held)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(post, client, chat("river stone " * 15_000, max_tokens=3))
+            await until(lambda: readers.statistics().tasks_waiting == 1)
+            tasks.cancel_scope.cancel()
+        await until(lambda: not server._state.connections)
+    await until(lambda: not server._state.tasks)
+
+    assert server.host.tally.sequences.changes == []
+
+
+async def test_the_history_of_what_the_engine_held(
+    server: Simulator, client: httpx.AsyncClient, chat: Chat, until: Until
+) -> None:
+    await post(client, chat(max_tokens=3, n=2))
+    told = (await client.get("/simulator/sequences")).json()
+    assert (told["held"], told["aborted"], told["is_whole"]) == (0, 0, True)
+    held = [change[1] for change in told["changes"]]
+    assert (held[0], held[-1]) == (2, 0)
+    assert (await client.delete("/simulator/sequences")).status_code == 204
+
+    server.host.hang()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(post, client, chat(max_tokens=3))
+        await until(lambda: bool(server.host.answers))
+        assert (await client.get("/simulator/sequences")).json()["held"] == 1
+        tasks.cancel_scope.cancel()
+    await until(lambda: not server.host.answers)
+
+    told = (await client.get("/simulator/sequences")).json()
+    assert [change[1:] for change in told["changes"]] == [[1, 0], [0, 1]]
+    first, second = (change[0] for change in told["changes"])
+    assert first <= second
+
+
+def test_a_history_that_grew_too_long_says_so() -> None:
+    sequences = Sequences()
+    for number in range(65_537):
+        sequences.note(number, number)
+    assert not sequences.is_whole
+    assert len(sequences.changes) == 65_536
+    sequences.forget()
+    assert (sequences.is_whole, sequences.changes, sequences.held) == (True, [], 65_536)
 
 
 async def test_a_full_server_answers_503(options: SimulatorOptions, chat: Chat, until: Until) -> None:

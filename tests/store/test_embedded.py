@@ -4,15 +4,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import anyio
 import pytest
 from redis.asyncio import Redis
+from support.processes import parent_of, wait_gone
 
 from gateway.core.errors import ConfigError
 from gateway.store import embedded
-from gateway.store.embedded import embedded_valkey, server_binary, server_command
+from gateway.store.embedded import embedded_valkey, server_binary, server_command, valkey_in
 
 WITHIN_S = 20.0
 
@@ -23,21 +25,6 @@ async def server_pid(url: str) -> int:
         return int((await redis.info("server"))["process_id"])
     finally:
         await redis.aclose()
-
-
-def is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        # One that has ended stays in the table until whoever inherited it looks.
-        return b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()
-    except (ProcessLookupError, FileNotFoundError):
-        return False
-
-
-async def wait_gone(pid: int) -> None:
-    with anyio.fail_after(WITHIN_S):
-        while is_there(pid):
-            await anyio.lowlevel.checkpoint()
 
 
 async def test_it_answers_keeps_nothing_and_ends() -> None:
@@ -84,9 +71,35 @@ async def test_it_ends_with_its_parent_however_that_ends(how: signal.Signals) ->
         with anyio.fail_after(WITHIN_S):
             url = (await parent.stdout.receive()).decode().strip()
         pid = await server_pid(url)
+        watcher = parent_of(pid)
         parent.send_signal(how)
         await parent.wait()
-        await wait_gone(pid)
+        await wait_gone(pid, watcher)
+    assert not Path(url.removeprefix("unix://")).parent.exists()
+
+
+async def test_its_end_is_noticed(tmp_path: Path) -> None:
+    async with valkey_in(tmp_path) as valkey:
+        os.kill(await server_pid(valkey.url), signal.SIGKILL)
+        with anyio.fail_after(WITHIN_S):
+            assert await valkey.ended() == 128 + signal.SIGKILL
+
+
+async def test_one_that_lost_its_watcher_does_not_live_beside_the_next(tmp_path: Path) -> None:
+    async with valkey_in(tmp_path) as valkey:
+        former = await server_pid(valkey.url)
+        os.kill(parent_of(former), signal.SIGKILL)
+        await valkey.ended()
+    async with valkey_in(tmp_path) as valkey:
+        assert await server_pid(valkey.url) != former
+        await wait_gone(former)
+
+
+async def test_without_a_folder_for_its_socket_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(ConfigError, match=r"no folder for .*TMPDIR"):
+        async with embedded_valkey():
+            pass
 
 
 async def test_the_terminal_s_interrupt_does_not_reach_it() -> None:

@@ -2,12 +2,15 @@
 
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
+from anyio.abc import SocketStream
 from redis.asyncio import Redis
 from support.redis_server import RedisServer
 
@@ -192,6 +195,82 @@ async def test_changes_are_told_once_each(stoppable: RedisServer, caplog: pytest
     assert woken == ["b", "b"]  # on return, every limit has grown; then the release
 
 
+class Road:
+    """A way to a server, on which each connection can be blocked and cut.
+
+    Attributes:
+        url: Where it begins.
+        blocked: How many connections have sent something since `is_blocked`, none of which got through.
+        is_blocked: Whether what connections send is kept back from now on, for good.
+    """
+
+    def __init__(self, server_url: str, folder: Path) -> None:
+        self._to, self._path = server_url.removeprefix("unix://"), folder / "road.sock"
+        self.url = f"unix://{self._path}"
+        self.is_blocked = False
+        self.blocked: list[SocketStream] = []
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        listener = await anyio.create_unix_listener(self._path)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listener.serve, self._carry)
+            yield
+            tasks.cancel_scope.cancel()
+        await listener.aclose()
+
+    async def _carry(self, here: SocketStream) -> None:
+        async with here, await anyio.connect_unix(self._to) as there, anyio.create_task_group() as tasks:
+            tasks.start_soon(self._pass_on, there, here)
+            with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                async for data in here:
+                    if self.is_blocked or here in self.blocked:
+                        self.blocked.append(here)
+                    else:
+                        await there.send(data)
+            tasks.cancel_scope.cancel()
+
+    async def _pass_on(self, there: SocketStream, here: SocketStream) -> None:
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+            async for data in there:
+                await here.send(data)
+
+    async def wait_for(self, count: int) -> None:
+        with anyio.fail_after(WITHIN_S):
+            while len(self.blocked) < count:
+                await anyio.lowlevel.checkpoint()
+
+
+async def test_a_command_that_fails_when_the_store_is_back_already_is_tried_there(
+    stoppable: RedisServer, tmp_path: Path
+) -> None:
+    """What one gateway alone may take is not to be had while the limits are shared."""
+    other, road = Gateway(stoppable.url), Road(stoppable.url, tmp_path)
+    gateway = Gateway(road.url, command_s=10.0)
+    async with road.open(), running(other, gateway):
+        for _ in range(4):
+            await other.take()
+        outcomes: list[Slot | Exclusion] = []
+
+        async def ask() -> None:
+            outcomes.append(await gateway.ledger.acquire("b", CLAIM, LIMITS))
+
+        async with anyio.create_task_group() as tasks:
+            road.is_blocked = True
+            for asked in (1, 2):
+                tasks.start_soon(ask)
+                await road.wait_for(asked)
+            road.is_blocked = False
+            slow, quick = dict.fromkeys(road.blocked)
+            await quick.aclose()
+            await gateway.wait_for(Mode.ALONE)
+            await gateway.wait_for(Mode.SHARED)
+            await slow.aclose()
+
+        assert isinstance(outcomes[0], Slot)  # alone, its own part of the limit
+        assert outcomes[1] is Exclusion.AT_KNEE
+
+
 async def test_no_redis_at_all_from_the_start(tmp_path: Any) -> None:
     gateway = Gateway(f"unix://{tmp_path}/none.sock")
     async with anyio.create_task_group() as tasks:
@@ -233,3 +312,13 @@ async def test_no_redis_at_all_from_the_start(tmp_path: Any) -> None:
 def test_one_process_s_part_of_a_limit(most: int, wanted: int, replicas: int, part: int) -> None:
     limits, claim = Load(seqs=most, kv_blocks=most), Load(seqs=wanted, kv_blocks=wanted)
     assert divided(limits, claim, replicas) == Load(seqs=part, kv_blocks=part)
+
+
+async def test_those_that_never_met_go_on_under_half_the_limits_if_they_know_of_each_other() -> None:
+    shared = RedisLedger("redis://127.0.0.1:9")
+    alone = FallbackLedger(shared, replicas_min=2)
+
+    for _ in range(2):
+        assert isinstance(await alone.acquire("b", CLAIM, LIMITS), Slot)
+    assert await alone.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+    await alone.aclose()

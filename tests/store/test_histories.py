@@ -1,13 +1,15 @@
 """Any history of several gateways over one Redis: never above a limit, never a lost slot, never below zero.
 
 What each gateway holds is modelled beside it. A slot that Redis has lost counts again once its gateway has
-synchronised; until then, and only until then, more may be admitted than the limits say.
+synchronised; until then, and only until then, more may be admitted than the limits say. What becomes free,
+through whichever gateway, is told to all others. Each gateway has the limits of its own configuration, which
+is reloaded now and then: what runs is kept, and nothing starts above the limit in force.
 """
 
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import pytest
@@ -18,6 +20,7 @@ from redis.asyncio import Redis
 from support.redis_server import legs
 
 from gateway.core import admission
+from gateway.core.admission import COUNTERS
 from gateway.core.values import UNLIMITED, Exclusion, Load
 from gateway.ports import Slot
 from gateway.store.redis import RedisLedger
@@ -25,6 +28,8 @@ from gateway.store.redis import RedisLedger
 LIMITS = Load(
     seqs=UNLIMITED, share=1_000_000, kv_blocks=100, long_seqs=3, long_unanswered=1, prefill_ms=2_000
 )
+SMALLER = replace(LIMITS, share=400_000, kv_blocks=40, long_seqs=1)
+LARGER = replace(LIMITS, share=2_000_000, kv_blocks=300, long_seqs=UNLIMITED)
 CLAIMS = [
     Load(seqs=1, share=200_000, kv_blocks=3, prefill_ms=40),
     Load(seqs=2, share=400_000, kv_blocks=30, prefill_ms=900),
@@ -47,7 +52,54 @@ class Held:
 @dataclass
 class Process:
     ledger: RedisLedger
+    limits: Load = LIMITS
     held: list[Held] = field(default_factory=list)
+    told: int = 0  # how often its own waiters were woken
+
+    def __post_init__(self) -> None:
+        self.ledger.on_freed(self.tell)
+
+    def tell(self, backend: str) -> None:
+        self.told += 1
+
+
+class Witness:
+    """A gateway with nothing but waiters: it hears what the others free."""
+
+    def __init__(self, ledger: RedisLedger, redis: Redis, prefix: str) -> None:
+        self.ledger = ledger
+        self._redis, self._channel = redis, f"{prefix}:freed"
+        self._heard: set[str] = set()
+        self._grown = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        ledger.on_freed(self._note)
+
+    def _note(self, backend: str) -> None:
+        self._heard.add(backend)
+        self._grown.set()
+
+    async def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self.ledger.run())
+        while await self._redis.publish(self._channel, "x") == 0:
+            pass  # until somebody listens
+
+    async def stop(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        await self.ledger.aclose()
+
+    async def was_woken(self) -> bool:
+        """Return whether something was freed on `b` since the last time this was asked."""
+        # Messages keep their order: once this one has come, so has all that was said before.
+        zeros = " ".join("0" * len(COUNTERS))
+        await self._redis.publish(self._channel, f"nobody 0 {zeros} mark")
+        async with asyncio.timeout(20):
+            while "mark" not in self._heard:
+                self._grown.clear()
+                await self._grown.wait()
+        heard, self._heard = self._heard, set()
+        return "b" in heard
 
 
 class Histories(RuleBasedStateMachine):
@@ -65,9 +117,13 @@ class Histories(RuleBasedStateMachine):
         self.dead: list[Process] = []
         self.observer = self.connect()
         self.observer.load("b")
+        self.witness = Witness(self.connect(), redis, self.store.prefix)
+        self.run(self.witness.start())
+        self.before = Load()
 
     def connect(self) -> RedisLedger:
-        return RedisLedger(self.url, prefix=self.store.prefix, ttl_s=1000.0, command_s=20.0)
+        prefix = self.store.prefix
+        return RedisLedger(self.url, prefix=prefix, ttl_s=1000.0, refresh_s=1000.0, command_s=20.0)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(work)
@@ -85,14 +141,19 @@ class Histories(RuleBasedStateMachine):
 
     @rule(gateway=gateways, claim=st.sampled_from(CLAIMS))
     def acquire(self, gateway: int, claim: Load) -> None:
-        expected = admission.full(self.counted, claim, LIMITS)
         process = self.processes[gateway]
-        outcome = self.run(process.ledger.acquire("b", claim, LIMITS))
+        expected = admission.full(self.counted, claim, process.limits)
+        outcome = self.run(process.ledger.acquire("b", claim, process.limits))
         if isinstance(outcome, Exclusion):
             assert outcome is expected
         else:
             assert expected is None
             process.held.append(Held(outcome, claim))
+
+    @rule(gateway=gateways, limits=st.sampled_from([SMALLER, LIMITS, LARGER]))
+    def reload(self, gateway: int, limits: Load) -> None:
+        """Its configuration is read again."""
+        self.processes[gateway].limits = limits
 
     @rule(gateway=gateways, pick=picks)
     def answered(self, gateway: int, pick: int) -> None:
@@ -107,8 +168,10 @@ class Histories(RuleBasedStateMachine):
         process = self.processes[gateway]
         if process.held:
             held = process.held.pop(pick % len(process.held))
+            told = process.told
             for _ in range(times):
                 self.run(process.ledger.release(held.slot))
+            assert process.told > told  # its own waiters hear of it without a message
 
     # ------------------------------------------------------------------ time
 
@@ -152,6 +215,7 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def lose_everything(self) -> None:
         self.run(self.store.lose())
+        self.before = Load()  # nobody freed it, so nobody says so
         for process in [*self.processes, *self.dead]:
             for held in process.held:
                 held.is_known = False
@@ -175,6 +239,12 @@ class Histories(RuleBasedStateMachine):
         self.run(self.observer.sync())
         assert self.observer.load("b") == self.counted
 
+    @invariant()
+    def what_became_free_wakes_everybody(self) -> None:
+        before, self.before = self.before, self.counted
+        woken = self.run(self.witness.was_woken())
+        assert woken or not any(getattr(self.before, name) < getattr(before, name) for name in COUNTERS)
+
     def teardown(self) -> None:
         self.bury()
         for gateway, process in enumerate(self.processes):
@@ -183,6 +253,7 @@ class Histories(RuleBasedStateMachine):
                 self.run(process.ledger.release(held.slot))
         assert self.run(self.store.sums()) == Load()
         assert self.run(self.store.leases()) == {}
+        self.run(self.witness.stop())
         for process in [*self.processes, *self.dead, Process(self.observer)]:
             self.run(process.ledger.aclose())
         self.run(self.store.lose())

@@ -183,6 +183,18 @@ async def test_gateways_count_each_other(store: Store, connect: Connect) -> None
             await here.sync()
 
 
+async def test_a_gateway_that_leaves_takes_no_other_with_it(store: Store, connect: Connect) -> None:
+    here, there = connect(store), connect(store)
+    await here.sync()
+    await there.sync()
+
+    await there.aclose()
+
+    key = f"{{{store.prefix}}}:replicas"
+    assert await store.redis.zrange(key, 0, -1) == [here.owner]
+    assert await store.redis.pttl(key) > 1_000
+
+
 async def test_what_a_gateway_still_holds_when_it_ends_is_given_back(store: Store, connect: Connect) -> None:
     ledger = connect(store)
     await take(ledger)

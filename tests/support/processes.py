@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -61,15 +61,57 @@ class Process:
             return await self.process.wait()
 
 
+def parent_of(pid: int) -> int:
+    """Return the process that started `pid`."""
+    return int(_state(pid)[1])
+
+
+def descendants(pid: int) -> set[int]:
+    """Return every process that `pid` has started, and those that they have."""
+    children = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if parent_of(int(folder.name)) == pid:
+                children.add(int(folder.name))
+    return children.union(*(descendants(child) for child in children))
+
+
+def is_there(pid: int) -> bool:
+    """Return whether a process runs."""
+    try:
+        # One that has ended stays in the table until whoever inherited it looks.
+        return _state(pid)[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+async def wait_gone(*pids: int, within_s: float = 20.0) -> None:
+    """Return once none of these processes runs."""
+    with anyio.fail_after(within_s):
+        while any(is_there(pid) for pid in pids):
+            await anyio.lowlevel.checkpoint()
+
+
+def _state(pid: int) -> list[str]:
+    """Return state, parent, group and so on of a process: what follows its name."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+
+
 @asynccontextmanager
-async def running(*arguments: str, environ: dict[str, str] | None = None) -> AsyncIterator[Process]:
-    """Run `gemma-gateway ARGUMENTS` while the block runs; killed at its end if still there."""
+async def running(
+    *arguments: str, environ: dict[str, str] | None = None, own_group: bool = False
+) -> AsyncIterator[Process]:
+    """Run `gemma-gateway ARGUMENTS` while the block runs; killed at its end if still there.
+
+    `own_group`: as a terminal starts it, so that a signal to its process group reaches nobody else.
+    """
     process = await anyio.open_process(
         [*COMMAND, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", **(environ or {})},
+        start_new_session=own_group,
     )
     watched = Process(process)
     async with anyio.create_task_group() as tasks:

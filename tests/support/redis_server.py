@@ -78,10 +78,11 @@ def binary(leg: str) -> Path:
 class RedisServer:
     """A server that a test may do anything to."""
 
-    def __init__(self, binary: Path, folder: Path) -> None:
-        """Keep the server's socket in `folder`."""
-        self._command = server_command(binary, folder)
+    def __init__(self, binary: Path, folder: Path, port: int = 0) -> None:
+        """Keep the server's socket in `folder`; listen on a port of the loopback too, if not 0."""
+        self._command = server_command(binary, folder, port=port)
         self.url = f"unix://{socket_path(folder)}"
+        self.tcp_url = f"redis://127.0.0.1:{port}"
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:

@@ -119,6 +119,10 @@ class Caller:
     def body(self) -> bytes:
         return b"".join(self.parts)
 
+    async def fail(self, error: GatewayError, code: str) -> None:
+        fields = {"message": error.message, "type": error.type, "param": error.param, "code": code}
+        await self.send(b"data: " + json.dumps({"error": fields}).encode() + b"\n\n" + DONE)
+
     async def start(self, status: int, headers: Headers) -> None:
         self.status = status
         self.headers = {name.decode(): value.decode() for name, value in headers}

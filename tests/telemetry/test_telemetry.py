@@ -65,8 +65,8 @@ ATTEMPT = AttemptRecord("light-0", "light", "short_chat", Outcome.FAILED, "statu
 
 
 def metrics(**fields: object) -> Metrics:
-    nothing = ("loads", "statuses", "drifts", "count_drifts", "sights", "waiting")
-    sources = {"backends": lambda: BACKENDS, **dict.fromkeys(nothing, dict)}
+    nothing = ("loads", "statuses", "drifts", "count_drifts", "sights", "waiting", "store_modes")
+    sources = {"backends": lambda: BACKENDS, "replicas": lambda: 1, **dict.fromkeys(nothing, dict)}
     return Metrics(**{**sources, **fields})  # type: ignore[arg-type]
 
 
@@ -93,6 +93,17 @@ def test_a_served_request_is_measured() -> None:
     assert value(subject, "gateway_queue_seconds_sum", traffic_class="short_chat") == pytest.approx(0.2)
     assert value(subject, "gateway_exclusions_total", backend="push", reason="at_knee") == 1
     assert value(subject, "gateway_spills_total", traffic_class="short_chat", pool="push") is None
+
+
+def test_how_many_gateways_there_are_and_how_they_count() -> None:
+    assert value(metrics(), "gateway_replicas") == 1
+    assert value(metrics(), "gateway_store_mode", mode="shared") is None
+
+    subject = metrics(replicas=lambda: 3, store_modes=lambda: {"shared": False, "alone": True})
+
+    assert value(subject, "gateway_replicas") == 3
+    assert value(subject, "gateway_store_mode", mode="shared") == 0
+    assert value(subject, "gateway_store_mode", mode="alone") == 1
 
 
 def test_a_spill_is_counted() -> None:
@@ -237,6 +248,17 @@ def test_a_change_of_the_world_is_one_line() -> None:
         "no answer for 600 s",
     )
     assert (attempt["event"], attempt["reason"]) == ("attempt_failed", "status 500: boom")
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
+def test_a_line_says_which_worker_wrote_it() -> None:
+    machine, person = io.StringIO(), Terminal()
+    for out in (machine, person):
+        logs.set_up("info", out, worker=1)
+        logging.getLogger("gateway.test").warning("it works")
+
+    assert json.loads(machine.getvalue())["worker"] == 1
+    assert person.getvalue().endswith("WARNING worker 1: it works\n")
 
 
 @pytest.mark.usefixtures("_logging_as_it_was")

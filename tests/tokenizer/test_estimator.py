@@ -13,6 +13,7 @@ import tiktoken
 from gateway.core.class_counts import class_count_tokens
 from gateway.core.errors import AtCapacity, ConfigError
 from gateway.core.estimation import margin_tokens
+from gateway.core.facts import Learned
 from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts, Turn
 from gateway.ports import Estimator
 from gateway.tokenizer import PromptEstimator, Vocabulary, open_estimator
@@ -364,6 +365,33 @@ async def test_answers_that_cannot_tell_teach_nothing(exact: bool, make: Make) -
         estimator.observe(plain, Estimate(100, 110, CountMode.EXACT), 9000)
 
     assert await estimator.estimate(plain, COSTS, WINDOW) == first
+
+
+async def test_what_one_estimator_learned_another_uses_and_does_not_tell_on() -> None:
+    taught, other = PromptEstimator(None), PromptEstimator(None)
+    prompt = chat(PROSE * 60)
+    before = await other.estimate(prompt, COSTS, WINDOW)
+    for _ in range(200):
+        taught.observe(prompt, before, round((before.tokens - AROUND) * 1.12) + AROUND)
+
+    other.note_learned(taught.learned())
+
+    assert await other.estimate(prompt, COSTS, WINDOW) == await taught.estimate(prompt, COSTS, WINDOW)
+    assert other.learned() == Learned()
+    other.note_learned(Learned())
+    assert await other.estimate(prompt, COSTS, WINDOW) == before
+
+
+async def test_the_margin_that_one_estimator_learned_another_keeps(make: Make) -> None:
+    taught, other = make(Encoding()), make(Encoding())
+    prompt = chat("x" * 10_000)
+    estimate = await other.estimate(prompt, COSTS, WINDOW)
+    taught.observe(prompt, estimate, estimate.tokens - 45)
+
+    other.note_learned(taught.learned())
+
+    after = await other.estimate(prompt, COSTS, WINDOW)
+    assert (after.tokens, after.tokens_max) == (estimate.tokens, estimate.tokens + 45)
 
 
 # ------------------------------------------------------------------ how it is opened

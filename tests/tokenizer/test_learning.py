@@ -1,8 +1,11 @@
 """What answers teach, and how little any one of them can."""
 
+import math
+
 import pytest
 
 from gateway.core.class_counts import TextKind
+from gateway.core.facts import Ratio
 from gateway.tokenizer.learning import RATIO_MAX, RATIO_MIN, LearnedMargin, LearnedRatios
 
 LATIN = TextKind.LATIN
@@ -80,3 +83,46 @@ def test_old_errors_are_forgotten() -> None:
         margin.observe(error)
 
     assert margin.p99_tokens == 2
+
+
+# ------------------------------------------------------------------ what others have learned
+
+
+@pytest.mark.parametrize(
+    ("own", "elsewhere", "ratio"),
+    [
+        (0, Ratio(200, math.log(1.1)), 1.1),
+        (200, Ratio(200, math.log(1.1)), 1.1),
+        (200, Ratio(200, -math.log(1.1)), 1.0),
+        (200, Ratio(0, 0.0), 1.1),
+        (200, Ratio(10_000, 1.0), RATIO_MAX),
+        (0, Ratio(10_000, -1.0), RATIO_MIN),
+    ],
+    ids=["only-theirs", "both-alike", "both-against", "only-ones-own", "bounded-above", "bounded-below"],
+)
+def test_a_ratio_is_what_all_answers_taught(own: int, elsewhere: Ratio, ratio: float) -> None:
+    ratios = taught((1000, 1100), times=own)
+    ratios.elsewhere = {LATIN: elsewhere}
+
+    assert ratios.ratio(LATIN) == pytest.approx(ratio, abs=0.01)
+
+
+def test_what_others_taught_never_becomes_ones_own() -> None:
+    ratios = taught((1000, 1100), times=50)
+    alone = dict(ratios.seen)
+    ratios.elsewhere = {LATIN: Ratio(200, -0.2)}
+    ratios.ratio(LATIN)
+    assert ratios.seen == alone
+
+    ratios.observe(LATIN, 1000, 1100)
+
+    assert ratios.seen == taught((1000, 1100), times=51).seen
+
+
+@pytest.mark.parametrize(("own", "elsewhere", "tokens"), [(30, 0, 30), (30, 90, 90), (90, 30, 90)])
+def test_the_larger_margin_counts(own: int, elsewhere: int, tokens: int) -> None:
+    margin = LearnedMargin()
+    margin.observe(own)
+    margin.elsewhere_tokens = elsewhere
+
+    assert (margin.tokens, margin.p99_tokens) == (tokens, own)

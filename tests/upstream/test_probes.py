@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from gateway.core.health import BackendStatus, HealthRules, Outcome, State
+from gateway.core.health import BackendStatus, HealthRules, Heard, Outcome, State, Verdict
 from gateway.core.values import Backend, Capacity, KneeStep
 from gateway.ports import Clock, Fleet
 from gateway.upstream.probes import Prober, spread
@@ -136,6 +136,19 @@ async def test_failed_requests_eject_and_a_good_probe_gives_another_chance(
     ]
 
 
+async def test_what_it_serves_is_told_when_it_is_known(clock: Clock, fake_engine: Engines) -> None:
+    told: list[tuple[str, ...]] = []
+    async with fake_engine() as engine:
+        engine.gates["/v1/models"] = anyio.Event()
+        prober = watch(clock, engine, on_change=lambda _, old, new: told.append(new.served_models))
+        async with probing(prober) as fleet:
+            await fleet.wait_for(is_(State.UP))
+            assert set(told) == {()}
+            engine.gates["/v1/models"].set()
+            await fleet.wait_for(lambda statuses: bool(statuses["a"].served_models))
+    assert told[-1] != ()
+
+
 async def test_a_slow_metrics_page_delays_no_verdict_and_is_not_asked_for_twice(
     clock: Clock, fake_engine: Engines
 ) -> None:
@@ -147,6 +160,35 @@ async def test_a_slow_metrics_page_delays_no_verdict_and_is_not_asked_for_twice(
             assert fleet.statuses()["a"].state is State.UP
             await engine.stop()
             await fleet.wait_for(is_(State.BOOTING))
+
+
+async def test_what_other_gateways_say_of_a_backend_counts_here(clock: Clock, fake_engine: Engines) -> None:
+    reasons: list[str] = []
+    async with fake_engine() as engine:
+        prober = watch(clock, engine, on_change=lambda _, old, new: reasons.append(new.reason))
+        async with probing(prober) as fleet:
+            await fleet.wait_for(is_(State.UP))
+            told = Heard("other", Verdict(1, State.EJECTED, "3 requests failed", 0.05))
+            fleet.hear("a", told)
+            fleet.hear("of another fleet", told)
+
+            assert fleet.statuses()["a"].state is State.EJECTED
+            assert reasons[-1] == "seen by other: 3 requests failed"
+            assert fleet.verdicts() == {}
+            await fleet.wait_for(is_(State.PROBATION))
+
+
+def test_what_ones_own_requests_showed_is_there_to_be_told(clock: Clock) -> None:
+    subject = backend("a", "http://127.0.0.1:1")
+    prober = Prober({"a": subject}, HealthRules(failures_max=2), clock, secrets={}, tls={})
+    prober.report("a", Outcome.FAILED, "status 500")
+    assert prober.verdicts() == {}
+    prober.report("a", Outcome.FAILED, "status 500")
+
+    verdict = prober.verdicts()["a"]
+
+    assert (verdict.number, verdict.state, verdict.ejections) == (1, State.EJECTED, 1)
+    assert 0 < verdict.left_s <= 5.0
 
 
 async def test_a_slow_backend_delays_no_other(clock: Clock, fake_engine: Engines) -> None:

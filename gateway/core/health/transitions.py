@@ -1,0 +1,370 @@
+"""What each event makes of a backend's status. One function per kind of event, and `advance` for all."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gateway.core.health.vocabulary import (
+    GONE,
+    Attempt,
+    BackendStatus,
+    Elsewhere,
+    EngineSample,
+    Event,
+    HealthRules,
+    Heard,
+    ModelsFailed,
+    Outcome,
+    ProbeFailed,
+    ProbeFault,
+    ProbeOk,
+    Sample,
+    SampleFailed,
+    State,
+    Verdict,
+)
+
+HEARD_MAX = 256
+"""Gateways whose last verdict on a backend is remembered. One that starts anew has a new name."""
+
+_TELLING = frozenset({Outcome.FAILED, Outcome.TIMEOUT})
+"""Faults that are news to other gateways. Their probes find out by themselves what cannot be reached; and a
+refused key or model name may be the doing of this gateway's own configuration."""
+
+_GOING_OR_GONE = frozenset({State.BOOTING, State.DOWN, State.DRAINING})
+"""States that no word of its stopping changes: the report of a stream that was cut comes after its end."""
+
+
+def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules) -> BackendStatus:
+    """Return the status after `event`, which happened at `now` (monotonic seconds)."""
+    if status.state is State.OUT and not isinstance(event, Heard):
+        return status
+    match event:
+        case ProbeOk():
+            return _learned(_probe_ok(status, now, rules), event, rules)
+        case ProbeFailed():
+            return _probe_failed(status, event, now, rules)
+        case ModelsFailed():
+            return _models_failed(status, event, now, rules)
+        case Sample(engine):
+            return _sample(status, engine, now, rules)
+        case SampleFailed(detail):
+            return replace(status, metrics_error=detail)
+        case Attempt(Outcome.OK):
+            return _attempt_ok(status, now, rules)
+        case Attempt(Outcome.DRAINING, detail):
+            return _attempt_drained(status, detail, now)
+        case Attempt(outcome, detail) if outcome.is_fault:
+            return _attempt_failed(status, outcome, detail, now, rules)
+        case Heard(gateway, verdict):
+            return _heard(status, gateway, verdict, now, rules)
+        case Elsewhere(served, failed):
+            return _elsewhere(status, served, failed, now, rules)
+    return status  # REJECTED, CANCELLED, BUSY: nothing to hold against it
+
+
+def put_out(status: BackendStatus, now: float, reason: str) -> BackendStatus:
+    """Return the status of a backend whose machine runs another model from now on."""
+    return replace(_anew(status, State.OUT, now, reason), version=status.version)
+
+
+def awaited(status: BackendStatus, now: float, reason: str) -> BackendStatus:
+    """Return the status of a backend that is being started: it has its whole boot budget from now on.
+
+    What was known of the process before is forgotten, so that the new one is no unexpected restart.
+    """
+    return replace(_anew(status, State.BOOTING, now, reason), down_since=now)
+
+
+def _anew(status: BackendStatus, state: State, now: float, reason: str) -> BackendStatus:
+    """Return a status that keeps only what is counted since the gateway started."""
+    return BackendStatus(
+        state,
+        now,
+        reason,
+        restarts=status.restarts,
+        served=status.served,
+        failed=status.failed,
+        verdicts=status.verdicts,
+        heard=status.heard,
+    )
+
+
+def _enter(status: BackendStatus, state: State, now: float, reason: str) -> BackendStatus:
+    """Return the status in `state`; `since` restarts only when that is another state than before."""
+    if state is status.state:
+        return replace(status, reason=reason)
+    return replace(status, state=state, since=now, reason=reason, successes=0, is_own_verdict=False)
+
+
+def _on_probation(status: BackendStatus, now: float, reason: str) -> BackendStatus:
+    clean = replace(status, recent_failures=(), successes=0, progress_at=now)
+    return _enter(clean, State.PROBATION, now, reason)
+
+
+# ---- probes
+
+
+def _learned(status: BackendStatus, event: ProbeOk, rules: HealthRules) -> BackendStatus:
+    if event.version is not None:
+        status = replace(status, version=event.version)
+    if event.models is None:
+        return status
+    status = _with_model_error(status, _model_error(event.models, rules.model))
+    return replace(status, served_models=event.models, context_tokens=event.context_tokens)
+
+
+def _with_model_error(status: BackendStatus, error: str) -> BackendStatus:
+    if error == status.model_error:
+        return status
+    return replace(status, model_error=error, reason=error or "serves the right model now")
+
+
+def _models_failed(
+    status: BackendStatus, event: ModelsFailed, now: float, rules: HealthRules
+) -> BackendStatus:
+    status = _with_model_error(status, f"cannot tell what it serves: {event.detail}")
+    if event.key_refused:  # every request would be refused too
+        return _attempt_failed(status, Outcome.MISCONFIGURED, event.detail, now, rules)
+    return status
+
+
+def _model_error(served: Sequence[str], wanted: str | None) -> str:
+    if wanted is None:
+        return "" if len(served) == 1 else f"serves {len(served)} models: configure which one"
+    return "" if wanted in served else f"serves {', '.join(served) or 'nothing'}, not {wanted}"
+
+
+def _probe_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendStatus:
+    away_s = 0.0 if status.down_since is None else now - status.down_since
+    first = not status.was_up
+    status = replace(status, probe_failures=0, down_since=None, was_up=True)
+    match status.state:
+        case State.UNKNOWN:
+            return _enter(status, State.UP, now, "answers")
+        case State.BOOTING | State.DOWN if first:
+            return _enter(status, State.UP, now, f"answers, after {away_s:.0f} s")
+        case State.BOOTING | State.DOWN:
+            return _on_probation(status, now, f"answers again, after {away_s:.0f} s")
+        case State.EJECTED if now >= status.ejected_until:
+            return _on_probation(status, now, f"penalty over; it was: {status.last_error}")
+        case State.DRAINING if now - status.since >= rules.drain_s:
+            return _on_probation(
+                status, now, f"said it was stopping, still answers {rules.drain_s:.0f} s later"
+            )
+        case State.HUNG if status.engine is None or now - status.engine.at >= rules.hang_s:
+            # Its metrics fell silent, so nothing could ever show that it recovered.
+            return _on_probation(status, now, "was hung; no metrics to judge it by any more")
+    return status
+
+
+def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: HealthRules) -> BackendStatus:
+    detail = event.detail or event.kind.value
+    if event.kind is ProbeFault.OURS:
+        return replace(status, last_error=f"probe: {detail}")
+    since = now if status.down_since is None else status.down_since
+    failures = status.probe_failures + 1
+    status = replace(status, probe_failures=failures, down_since=since, last_error=f"probe: {detail}")
+    # One refusal is certain: the kernel says that nobody listens. The rest may pass.
+    certain = event.kind is ProbeFault.REFUSED or not status.was_up
+    if not certain and failures < rules.failures_max and status.state is not State.DOWN:
+        return status
+    if now - since >= rules.boot_budget_s:
+        why = f"no answer for more than {rules.boot_budget_s:.0f} s: {detail}"
+        return _enter(status, State.DOWN, now, why) if status.state is not State.DOWN else status
+    if status.state is State.DOWN:
+        return status
+    if certain or event.kind in GONE:
+        why = f"{detail}; it has {rules.boot_budget_s:.0f} s to boot"
+        return _enter(replace(status, recent_failures=()), State.BOOTING, now, why)
+    if status.state in (State.UP, State.PROBATION, State.UNKNOWN):
+        return _ejected(status, f"{failures} probes failed in a row: {detail}", now, rules)
+    return status
+
+
+# ---- samples
+
+
+def _sample(status: BackendStatus, new: EngineSample, now: float, rules: HealthRules) -> BackendStatus:
+    old = status.engine
+    status = replace(status, engine=new, metrics_error="")
+    if old is not None and _restarted(old, new):
+        return _after_restart(status, now)
+    moved = old is None or _mark(old) != _mark(new)
+    if moved or status.progress_at is None or new.running + new.waiting == 0:
+        return _after_progress(status, old, new, now, rules)
+    stuck_s = now - status.progress_at
+    if stuck_s >= rules.hang_s and status.state in (State.UP, State.PROBATION, State.UNKNOWN):
+        why = f"no token in {stuck_s:.0f} s with {new.running} running and {new.waiting} waiting"
+        return _enter(replace(status, last_error=f"hung: {why}"), State.HUNG, now, why)
+    return status
+
+
+def _restarted(old: EngineSample, new: EngineSample) -> bool:
+    if old.started_at is not None and new.started_at is not None:
+        return abs(new.started_at - old.started_at) >= 0.01  # one clock tick: no process starts twice in it
+    # Several API servers behind one port export no start time; counters cannot fall otherwise.
+    return (
+        new.generation_tokens < old.generation_tokens
+        or new.prompt_tokens < old.prompt_tokens
+        or new.preemptions < old.preemptions
+    )
+
+
+def _after_restart(status: BackendStatus, now: float) -> BackendStatus:
+    """Return the status of what is a new process: what was known of the old one is forgotten."""
+    status = replace(
+        status,
+        restarts=status.restarts + 1,
+        served_models=(),
+        context_tokens=None,
+        version="",
+        model_error="",
+    )
+    if status.state in (State.BOOTING, State.DOWN):  # the next good probe brings it back
+        return replace(status, progress_at=now)
+    return _on_probation(status, now, f"restarted, {status.restarts} times so far")
+
+
+def _mark(engine: EngineSample) -> tuple[float, ...]:
+    """Return what moves whenever an engine finishes a step that did something.
+
+    Prompt tokens are counted only once a whole prefill is done, and one of 200,000 tokens takes 139 s.
+    But each of its chunks takes KV blocks, and that gauge is set by the engine's own step: one that
+    hangs leaves it as it was. Running and waiting are left out, because a request that arrives is no
+    progress; preemptions, because they rise in a livelock too.
+    """
+    return (engine.kv_usage, engine.generation_tokens, engine.prompt_tokens)
+
+
+def _after_progress(
+    status: BackendStatus, old: EngineSample | None, new: EngineSample, now: float, rules: HealthRules
+) -> BackendStatus:
+    still_s = now - status.since
+    status = replace(status, progress_at=now)
+    generated = old is not None and new.generation_tokens > old.generation_tokens
+    if status.state is State.HUNG:
+        how = "generates again" if generated else "moves again"
+        return _on_probation(status, now, f"{how}, after {still_s:.0f} s")
+    if status.state is State.PROBATION and generated and still_s >= rules.probation_s:
+        return _enter(status, State.UP, now, f"generates, {still_s:.0f} s without a failure")
+    return status
+
+
+# ---- attempts
+
+
+def _attempt_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendStatus:
+    status = _forgiven(replace(status, served=status.served + 1), 1)
+    if status.state is State.UNKNOWN:
+        return _enter(replace(status, was_up=True), State.UP, now, "served a request")
+    return _succeeded(status, 1, now, rules)
+
+
+def _forgiven(status: BackendStatus, served: int) -> BackendStatus:
+    # One success forgives one failure, so that a busy backend is not thrown out for a few in a
+    # thousand, and one that fails every other request still is.
+    return replace(status, recent_failures=status.recent_failures[served:])
+
+
+def _succeeded(status: BackendStatus, served: int, now: float, rules: HealthRules) -> BackendStatus:
+    if status.state is not State.PROBATION:
+        return status
+    done = status.successes + served
+    if done >= rules.probation_successes:
+        return _enter(status, State.UP, now, f"served {done} requests in probation")
+    return replace(status, successes=done)
+
+
+def _attempt_failed(
+    status: BackendStatus, outcome: Outcome, detail: str, now: float, rules: HealthRules
+) -> BackendStatus:
+    detail = f"{outcome.value}: {detail}" if detail else outcome.value
+    status = replace(status, last_error=detail)
+    if status.state not in (State.UP, State.UNKNOWN, State.PROBATION):
+        return status  # it is out already; what was in flight does not make it worse
+    is_telling = outcome in _TELLING
+    status = replace(status, failed=status.failed + is_telling)
+    if status.state is State.PROBATION:
+        out = _ejected(status, f"failed in probation: {detail}", now, rules)
+    else:
+        status = _with_failures(status, 1, now, rules)
+        failures = len(status.recent_failures)
+        if failures < rules.failures_max:
+            return status
+        out = _ejected(status, f"{failures} requests failed, the last with {detail}", now, rules)
+    return _own_verdict(out) if is_telling else out
+
+
+def _with_failures(status: BackendStatus, failed: int, now: float, rules: HealthRules) -> BackendStatus:
+    kept = (at for at in status.recent_failures if now - at < rules.failure_window_s)
+    return replace(status, recent_failures=(*kept, *(now for _ in range(failed))))
+
+
+def _own_verdict(status: BackendStatus) -> BackendStatus:
+    return replace(status, verdicts=status.verdicts + 1, is_own_verdict=True)
+
+
+def _ejected(status: BackendStatus, reason: str, now: float, rules: HealthRules) -> BackendStatus:
+    good_spell = status.state is State.UP and now - status.since >= rules.penalty_max_s
+    ejections = 1 if good_spell else status.ejections + 1
+    penalty_s = min(rules.penalty_s * 2.0 ** min(ejections - 1, 32), rules.penalty_max_s)
+    status = replace(status, ejections=ejections, ejected_until=now + penalty_s, recent_failures=())
+    return _enter(status, State.EJECTED, now, f"{reason}; out for {penalty_s:.0f} s")
+
+
+def _attempt_drained(status: BackendStatus, detail: str, now: float) -> BackendStatus:
+    if status.state in _GOING_OR_GONE:
+        return status
+    reason = f"the engine is stopping: {detail}" if detail else "the engine is stopping"
+    return _own_verdict(_enter(status, State.DRAINING, now, reason))
+
+
+# ---- other gateways
+
+
+def _heard(
+    status: BackendStatus, gateway: str, verdict: Verdict, now: float, rules: HealthRules
+) -> BackendStatus:
+    """Return the status after a verdict of another gateway, which counts once, however often it is told."""
+    heard = dict(status.heard)
+    if verdict.number <= heard.pop(gateway, 0):
+        return status
+    known = (*heard.items(), (gateway, verdict.number))[-HEARD_MAX:]
+    status = replace(status, heard=known)
+    if verdict.left_s <= 0 or status.state is State.OUT:
+        return status
+    reason = f"seen by {gateway}: {verdict.reason}"
+    if verdict.state is State.DRAINING and status.state not in _GOING_OR_GONE:
+        since = now - max(0.0, rules.drain_s - verdict.left_s)
+        return replace(_enter(status, State.DRAINING, now, reason), since=since)
+    if verdict.state is not State.EJECTED:
+        return status
+    until = now + min(verdict.left_s, rules.penalty_max_s)
+    ejections = max(status.ejections, verdict.ejections)
+    if status.state is State.EJECTED:
+        return replace(status, ejections=ejections, ejected_until=max(status.ejected_until, until))
+    if status.state not in (State.UP, State.UNKNOWN, State.PROBATION):
+        return status
+    status = replace(status, ejections=ejections, ejected_until=until, recent_failures=(), last_error=reason)
+    return _enter(status, State.EJECTED, now, reason)
+
+
+def _elsewhere(
+    status: BackendStatus, served: int, failed: int, now: float, rules: HealthRules
+) -> BackendStatus:
+    """Return the status after requests of other gateways, whose order is not known.
+
+    In probation only success counts: the gateway whose request failed has ejected it, and says so.
+    """
+    if status.state is State.PROBATION:
+        return _succeeded(status, served, now, rules) if served and not failed else status
+    if status.state not in (State.UP, State.UNKNOWN):
+        return status
+    if failed <= served:
+        return _forgiven(status, served - failed)
+    status = _with_failures(status, min(failed - served, rules.failures_max), now, rules)
+    failures = len(status.recent_failures)
+    if failures < rules.failures_max:
+        return status
+    why = f"{failures} requests failed, some of them through other gateways"
+    return _own_verdict(_ejected(status, why, now, rules))

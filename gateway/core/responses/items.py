@@ -1,0 +1,315 @@
+"""Items, of which a conversation of the Responses API is made, and the chat messages they become.
+
+An item is kept in one form: with a type, an id, and its content as a list of parts. An id names the
+response it belongs to, so that a reference to an item needs no index to be found by.
+
+Gemma's chat template decides what becomes of some: it has one place for system text, at the head; it renders
+a thought only in a message that calls tools; and it names the tool that a result comes from.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gateway.core.errors import InvalidRequest
+
+Item = Mapping[str, Any]
+Message = dict[str, Any]
+
+ROLES = frozenset({"user", "assistant", "system", "developer"})
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+_ID = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{32})[0-9a-f]{4,}")
+_TEXTS = frozenset({"input_text", "output_text", "text"})
+
+
+def response_id(token: str) -> str:
+    """Return the id of the response that `token`, 32 hex digits, stands for."""
+    return f"resp_{token}"
+
+
+def item_id(kind: str, token: str, index: int) -> str:
+    """Return the id of an item: of its kind, in that response, at that place in input and output together."""
+    return f"{_PREFIXES[kind]}_{token}{index:04x}"
+
+
+def home_of(item: str) -> str | None:
+    """Return the id of the response that an item's id names, or None if it names none."""
+    found = _ID.fullmatch(item)
+    return response_id(found[1]) if found else None
+
+
+# ------------------------------------------------------------------ reading
+
+
+def read_input(written: object, token: str, stored: Mapping[str, Item]) -> list[Item]:
+    """Return the `input` of a request as items.
+
+    Args:
+        written: A string or a list, as sent; its length has been checked.
+        token: Names the response they belong to.
+        stored: What the items of type `item_reference` refer to, by id.
+
+    Raises:
+        InvalidRequest: something in it is no item, or of a kind that Gemma cannot be shown.
+    """
+    if isinstance(written, str):
+        written = [{"role": "user", "content": written}]
+    if not isinstance(written, list):
+        raise InvalidRequest("`input` must be a string or an array of items.", param="input")
+    return [_read_item(item, f"input.{index}", token, index, stored) for index, item in enumerate(written)]
+
+
+def references(written: object) -> list[str]:
+    """Return the ids that the `input` of a request refers to."""
+    items = written if isinstance(written, list) else ()
+    ids = [item.get("id") for item in items if isinstance(item, Mapping) and _is_reference(item)]
+    return [id_ for id_ in ids if isinstance(id_, str)]
+
+
+def _is_reference(item: Item) -> bool:
+    return item.get("type") == "item_reference" or set(item) == {"id"}
+
+
+def _read_item(item: object, where: str, token: str, index: int, stored: Mapping[str, Item]) -> Item:
+    if not isinstance(item, Mapping):
+        raise InvalidRequest("An item must be an object.", param=where)
+    if _is_reference(item):
+        found = stored.get(str(item.get("id")))
+        if found is None:
+            raise InvalidRequest(
+                "The item is not stored here. Send the item itself.",
+                code="item_not_found",
+                param=f"{where}.id",
+            )
+        return found
+    kind = item.get("type") or "message"
+    read = _READERS.get(kind) if isinstance(kind, str) else None
+    if read is None:
+        message = f"Items of type {str(kind)[:40]!r} are not supported."
+        raise InvalidRequest(message, code="unsupported_content", param=f"{where}.type")
+    return {"id": _id(item, where) or item_id(kind, token, index), "type": kind, **read(item, where)}
+
+
+def _id(item: Item, where: str) -> str | None:
+    given = item.get("id")
+    if given is not None and not isinstance(given, str):
+        raise InvalidRequest("`id` must be a string.", param=f"{where}.id")
+    return given
+
+
+def _text(item: Item, name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"`{name}` must be a string.", param=f"{where}.{name}")
+    return value
+
+
+def _read_message(item: Item, where: str) -> Item:
+    role, content = item.get("role"), item.get("content")
+    if not isinstance(role, str) or role not in ROLES:
+        raise InvalidRequest(f"`role` must be one of {', '.join(sorted(ROLES))}.", param=f"{where}.role")
+    if isinstance(content, str):
+        content = [{"type": "input_text", "text": content}]
+    parts = _read_parts(content, f"{where}.content", _PART_READERS)
+    if role == "assistant":
+        parts = [
+            {"type": "output_text", "text": part["text"], "annotations": []}
+            if part["type"] in _TEXTS
+            else part
+            for part in parts
+        ]
+    return {"role": role, "status": "completed", "content": parts}
+
+
+def _read_call(item: Item, where: str) -> Item:
+    call = {name: _text(item, name, where) for name in ("call_id", "name", "arguments")}
+    return {**call, "status": "completed"}
+
+
+def _read_output(item: Item, where: str) -> Item:
+    output = item.get("output")
+    if not isinstance(output, str):
+        output = _read_parts(output, f"{where}.output", {name: _read_text for name in _TEXTS})
+    return {"call_id": _text(item, "call_id", where), "output": output, "status": "completed"}
+
+
+def _read_reasoning(item: Item, where: str) -> Item:
+    readers = {"reasoning_text": _read_text, "summary_text": _read_text}
+    return {
+        name: _read_parts(item.get(name) or [], f"{where}.{name}", readers) for name in ("summary", "content")
+    }
+
+
+_READERS: Mapping[str, Callable[[Item, str], Item]] = {
+    "message": _read_message,
+    "function_call": _read_call,
+    "function_call_output": _read_output,
+    "reasoning": _read_reasoning,
+}
+
+PartReaders = Mapping[str, Callable[[Item, str], Item]]
+
+
+def _read_parts(parts: object, where: str, readers: PartReaders) -> list[Item]:
+    if not isinstance(parts, list):
+        raise InvalidRequest("It must be a string or an array of parts.", param=where)
+    return [_read_part(part, f"{where}.{index}", readers) for index, part in enumerate(parts)]
+
+
+def _read_part(part: object, where: str, readers: PartReaders) -> Item:
+    if not isinstance(part, Mapping):
+        raise InvalidRequest("A part must be an object.", param=where)
+    kind = part.get("type")
+    read = readers.get(kind) if isinstance(kind, str) else None
+    if read is None:
+        message = f"Parts of type {str(kind)[:40]!r} are not supported here."
+        raise InvalidRequest(message, code="unsupported_content", param=f"{where}.type")
+    return {"type": kind, **read(part, where)}
+
+
+def _read_text(part: Item, where: str) -> Item:
+    return {"text": _text(part, "text", where)}
+
+
+def _read_refusal(part: Item, where: str) -> Item:
+    return {"refusal": _text(part, "refusal", where)}
+
+
+def _read_image(part: Item, where: str) -> Item:
+    if part.get("file_id") is not None:
+        message = "This gateway keeps no files. Send the image itself as a `data:` URL."
+        raise InvalidRequest(message, code="unsupported_content", param=f"{where}.file_id")
+    detail = part.get("detail")
+    if detail is not None and not isinstance(detail, str):
+        raise InvalidRequest("`detail` must be a string.", param=f"{where}.detail")
+    return {"image_url": _text(part, "image_url", where), "detail": detail or "auto"}
+
+
+def _read_audio(part: Item, where: str) -> Item:
+    audio = part.get("input_audio")
+    if not isinstance(audio, Mapping):
+        raise InvalidRequest("`input_audio` must be an object.", param=f"{where}.input_audio")
+    names = ("data", "format")
+    return {"input_audio": {name: _text(audio, name, f"{where}.input_audio") for name in names}}
+
+
+_PART_READERS: PartReaders = {
+    **{name: _read_text for name in _TEXTS},
+    "refusal": _read_refusal,
+    "input_image": _read_image,
+    "input_audio": _read_audio,
+}
+
+
+# ------------------------------------------------------------------ to a chat
+
+
+def messages_of(items: Sequence[Item], instructions: str | None, *, own: int) -> list[Message]:
+    """Return the chat messages that items make, in the form that Gemma's template takes.
+
+    Args:
+        items: The whole conversation.
+        instructions: System text in front of it.
+        own: How many of `items`, at the end, are the request's own: errors name them by their place in it.
+
+    Raises:
+        InvalidRequest: the result of a call that nobody made.
+    """
+    chat = _Chat()
+    if instructions:
+        chat.messages.append({"role": "system", "content": instructions})
+    for index, item in enumerate(items, start=own - len(items)):
+        chat.add(item, f"input.{index}.call_id" if index >= 0 else "previous_response_id")
+    chat.close()
+    return _one_system_message(chat.messages)
+
+
+class _Chat:
+    """Puts the items of one turn of the assistant into one message: its thought, its words, its calls."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._open: Message | None = None
+        self._thought = ""
+        self._tools: dict[str, str] = {}  # the tool's name by the id of its call
+
+    def add(self, item: Item, where: str) -> None:
+        """Add an item; `where` is blamed for the result of a call that nobody made."""
+        kind = item["type"]
+        if kind == "function_call":
+            self._call(item)
+            return
+        is_words = kind == "message" and item["role"] == "assistant"
+        if not (is_words and self._open is None):
+            self.close()
+        if is_words:
+            self._open = {"role": "assistant", "content": _content(item)}
+        elif kind == "reasoning":
+            thought = item.get("content") or item.get("summary") or ()
+            self._thought = "".join(part["text"] for part in thought)
+        elif kind == "function_call_output":
+            self._output(item, where)
+        else:
+            role = "user" if item["role"] == "user" else "system"
+            self.messages.append({"role": role, "content": _content(item)})
+
+    def close(self) -> None:
+        """End the assistant's message; a thought that led to words alone is what the template leaves out."""
+        if self._open is not None:
+            if self._thought and "tool_calls" in self._open:
+                self._open["reasoning"] = self._thought
+            self.messages.append(self._open)
+        self._open, self._thought = None, ""
+
+    def _call(self, item: Item) -> None:
+        if self._open is None:
+            self._open = {"role": "assistant", "content": None}
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        self._open.setdefault("tool_calls", []).append(call)
+        self._tools[item["call_id"]] = item["name"]
+
+    def _output(self, item: Item, where: str) -> None:
+        name = self._tools.get(item["call_id"])
+        if name is None:
+            message = "There is no function call with this `call_id` in the conversation before it."
+            raise InvalidRequest(message, param=where)
+        output = item["output"]
+        text = output if isinstance(output, str) else "\n".join(part["text"] for part in output)
+        self.messages.append({"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": text})
+
+
+def _content(item: Item) -> str | list[Item]:
+    """Return a message's content: a string where it is one text, else parts."""
+    parts = [_chat_part(part) for part in item["content"]]
+    texts = [part["text"] for part in parts if "text" in part]
+    if len(texts) == len(parts):
+        if item["role"] == "assistant":
+            return "".join(texts)
+        if item["role"] != "user" or len(texts) < 2:
+            return "\n".join(texts)
+    return parts
+
+
+def _chat_part(part: Item) -> Item:
+    match part["type"]:
+        case "input_image":
+            return {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part["detail"]}}
+        case "input_audio":
+            return {"type": "input_audio", "input_audio": part["input_audio"]}
+        case "refusal":
+            return {"type": "text", "text": part["refusal"]}
+    return {"type": "text", "text": part["text"]}
+
+
+def _one_system_message(messages: list[Message]) -> list[Message]:
+    """Put the system texts at the head into one message."""
+    count = 0
+    for message in messages:
+        if message["role"] != "system" or not isinstance(message["content"], str):
+            break
+        count += 1
+    if count < 2:
+        return messages
+    text = "\n\n".join(message["content"] for message in messages[:count])
+    return [{"role": "system", "content": text}, *messages[count:]]

@@ -1,0 +1,407 @@
+"""A request of the Responses API, translated: the chat request it is, and what its response repeats of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.core.errors import InvalidRequest
+from gateway.core.responses.items import Item, Message, messages_of, read_input, references, response_id
+
+COPIED = frozenset({"model", "stream", "temperature", "top_p", "parallel_tool_calls"})
+"""Members that mean the same in a chat, and travel on as they were sent."""
+
+READ = COPIED | {
+    "background",
+    "context_management",
+    "conversation",
+    "include",
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "metadata",
+    "previous_response_id",
+    "prompt",
+    "prompt_cache_key",
+    "reasoning",
+    "safety_identifier",
+    "store",
+    "stream_options",
+    "text",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "truncation",
+    "user",
+}
+"""The members that are read here."""
+
+_LEFT_OUT = frozenset(
+    {
+        # of the Responses API, without a meaning here
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "service_tier",
+        # of a chat, where they would contradict what is translated, or change the shape of the answer
+        "add_generation_prompt",
+        "continue_final_message",
+        "echo",
+        "function_call",
+        "functions",
+        "logprobs",
+        "max_completion_tokens",
+        "max_tokens",
+        "messages",
+        "n",
+        "reasoning_effort",
+        "response_format",
+        "use_beam_search",
+    }
+)
+_REFUSED: Mapping[str, str] = {
+    "conversation": "Conversations are not kept here: use `previous_response_id`, or send the items.",
+    "prompt": "Prompt templates are not kept here: send `instructions` and `input`.",
+    "context_management": "Nothing is left out of a conversation here: send the items that shall count.",
+}
+_NO_LOGPROBS = "Log probabilities are not offered in responses; `/v1/chat/completions` has them."
+_EFFORTS: Mapping[str, str] = {
+    "none": "none",
+    "minimal": "low",
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+    "max": "high",
+}
+"""Gemma thinks or does not; engines know these four words."""
+
+_METADATA_MAX = 16
+_METADATA_KEY_MAX = 64
+_METADATA_VALUE_MAX = 512
+
+_CHAT_PARAMS: Mapping[str, str] = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What has to be looked up before a request can be translated.
+
+    Attributes:
+        previous: Id of the response it goes on from, or None.
+        items: Ids of the items it refers to.
+    """
+
+    previous: str | None
+    items: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A request as chat, and what else it asks for.
+
+    Attributes:
+        chat: Members of the chat request, beside those that travel on as sent.
+        items: Its own input.
+        context: The items before those, of the responses it goes on from.
+        echo: Members that its response repeats.
+        store: Whether the response is to be kept.
+    """
+
+    chat: Mapping[str, Any]
+    items: Sequence[Item]
+    context: Sequence[Item]
+    echo: Mapping[str, Any]
+    store: bool
+
+
+def travels(name: str) -> bool:
+    """Return whether a member goes into the chat request as it was sent: what is unknown here does."""
+    return name in COPIED or (name not in READ and name not in _LEFT_OUT)
+
+
+def chat_param_here(param: str | None) -> str | None:
+    """Return what the member of the chat request that an error names is called in this API."""
+    if param is None:
+        return None
+    head, _, rest = param.partition(".")
+    if head in _CHAT_PARAMS:
+        return _CHAT_PARAMS[head]
+    return f"{head}.{rest}" if rest else head
+
+
+def needs(members: Mapping[str, Any], items_max: int) -> Needs:
+    """Return what a request refers to.
+
+    Raises:
+        InvalidRequest: it has too many items, or refers by something else than an id.
+    """
+    written = members.get("input")
+    if isinstance(written, list) and len(written) > items_max:
+        raise InvalidRequest(
+            f"`input` has more than {items_max} items.", code="too_many_items", param="input"
+        )
+    return Needs(_text(members, "previous_response_id"), references(written))
+
+
+def read(
+    members: Mapping[str, Any],
+    *,
+    token: str,
+    context: Sequence[Item] = (),
+    stored: Mapping[str, Item] | None = None,
+) -> Translated:
+    """Return a request in terms of a chat.
+
+    Args:
+        members: Those of `READ` that were sent, decoded.
+        token: Names the response: 32 hex digits.
+        context: The items of the responses it goes on from.
+        stored: The items it refers to, by id, as far as they are kept.
+
+    Raises:
+        InvalidRequest: a member has a wrong type, or asks for what is not offered here.
+    """
+    _refuse_what_is_not_offered(members)
+    if members.get("input") is None:
+        raise InvalidRequest("`input` is required.", param="input")
+    items = read_input(members["input"], token, stored or {})
+    messages = messages_of([*context, *items], _text(members, "instructions"), own=len(items))
+    if not messages:
+        raise InvalidRequest("`input` must not be empty.", param="input")
+    tools = _tools(members.get("tools"))
+    reasoning = _object(members, "reasoning")
+    text = _object(members, "text")
+    store = _flag(members, "store")
+    chat: dict[str, Any] = {
+        "messages": messages,
+        **_chat_tools(tools, members.get("tool_choice")),
+        **_chat_format(text.get("format")),
+        **_chat_effort(reasoning.get("effort")),
+    }
+    if (most := _count(members, "max_output_tokens")) is not None:
+        chat["max_completion_tokens"] = most
+    if _flag(members, "stream"):
+        chat["stream_options"] = {"include_usage": True}
+    echo = {
+        "instructions": members.get("instructions"),
+        "max_output_tokens": most,
+        "max_tool_calls": _count(members, "max_tool_calls"),
+        "metadata": _metadata(members.get("metadata")),
+        "model": members.get("model"),
+        "parallel_tool_calls": _flag(members, "parallel_tool_calls") is not False,
+        "previous_response_id": members.get("previous_response_id"),
+        "prompt_cache_key": _text(members, "prompt_cache_key"),
+        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "safety_identifier": _text(members, "safety_identifier"),
+        "store": store is not False,
+        "temperature": _number(members, "temperature"),
+        "text": {**text, "format": text.get("format") or {"type": "text"}},
+        "tool_choice": members.get("tool_choice") or "auto",
+        "tools": tools,
+        "top_p": _number(members, "top_p"),
+        "truncation": "disabled",
+        "user": _text(members, "user"),
+    }
+    return Translated(chat=chat, items=items, context=context, echo=echo, store=store is not False)
+
+
+def new_response(echo: Mapping[str, Any], token: str, created_at: int) -> dict[str, Any]:
+    """Return a response that has nothing of its answer yet.
+
+    `temperature` and `top_p` are None where they were not sent: then the model's own settings hold.
+    """
+    return {
+        "id": response_id(token),
+        "object": "response",
+        "created_at": created_at,
+        "status": "in_progress",
+        "background": False,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "output": [],
+        "service_tier": None,
+        "top_logprobs": 0,
+        "usage": None,
+        **echo,
+    }
+
+
+# ------------------------------------------------------------------ members
+
+
+def _refuse_what_is_not_offered(members: Mapping[str, Any]) -> None:
+    for name, message in _REFUSED.items():
+        if members.get(name):
+            raise InvalidRequest(message, code="unsupported_parameter", param=name)
+    truncation = _text(members, "truncation")
+    if truncation not in (None, "disabled"):
+        message = "Nothing is left out of a prompt that is too long: `truncation` can only be `disabled`."
+        raise InvalidRequest(message, code="unsupported_parameter", param="truncation")
+    include = members.get("include")
+    if include is not None and not isinstance(include, list):
+        raise InvalidRequest("`include` must be an array.", param="include")
+    if "message.output_text.logprobs" in (include or ()):
+        raise InvalidRequest(_NO_LOGPROBS, code="unsupported_parameter", param="include")
+    if _number(members, "top_logprobs"):
+        raise InvalidRequest(_NO_LOGPROBS, code="unsupported_parameter", param="top_logprobs")
+    _object(members, "stream_options")
+
+
+def _text(members: Mapping[str, Any], name: str, where: str = "") -> str | None:
+    value = members.get(name)
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequest(f"`{name}` must be a string.", param=where or name)
+    return value
+
+
+def _flag(members: Mapping[str, Any], name: str, where: str = "") -> bool | None:
+    value = members.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequest(f"`{name}` must be true or false.", param=where or name)
+    return value
+
+
+def _number(members: Mapping[str, Any], name: str) -> float | None:
+    value = members.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequest(f"`{name}` must be a number.", param=name)
+    return value
+
+
+def _count(members: Mapping[str, Any], name: str) -> int | None:
+    value = members.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidRequest(f"`{name}` must be an integer of at least 1.", param=name)
+    return value
+
+
+def _object(members: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:
+    value = members.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise InvalidRequest(f"`{name}` must be an object.", param=where or name)
+    return value or {}
+
+
+def _metadata(written: object) -> Mapping[str, str]:
+    if written is None:
+        return {}
+    if (
+        not isinstance(written, Mapping)
+        or len(written) > _METADATA_MAX
+        or any(len(key) > _METADATA_KEY_MAX for key in written)
+        or any(not isinstance(value, str) or len(value) > _METADATA_VALUE_MAX for value in written.values())
+    ):
+        raise InvalidRequest(
+            f"`metadata` must be an object of at most {_METADATA_MAX} strings of at most "
+            f"{_METADATA_VALUE_MAX} characters, their names of at most {_METADATA_KEY_MAX}.",
+            param="metadata",
+        )
+    return written
+
+
+def _tools(written: object) -> list[Mapping[str, Any]]:
+    """Return the tools in the API's own flat form."""
+    if written is None:
+        return []
+    if not isinstance(written, list):
+        raise InvalidRequest("`tools` must be an array.", param="tools")
+    return [_tool(tool, f"tools.{index}") for index, tool in enumerate(written)]
+
+
+def _tool(tool: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(tool, Mapping):
+        raise InvalidRequest("A tool must be an object.", param=where)
+    kind = tool.get("type")
+    if kind != "function":
+        message = (
+            f"Tools of type {str(kind)[:40]!r} are not offered here: only functions that the caller runs."
+        )
+        raise InvalidRequest(message, code="unsupported_parameter", param=f"{where}.type")
+    if not _text(tool, "name", f"{where}.name"):
+        raise InvalidRequest("A function needs a `name`.", param=f"{where}.name")
+    return {
+        "type": "function",
+        "name": tool["name"],
+        "description": _text(tool, "description", f"{where}.description"),
+        "parameters": _object(tool, "parameters", f"{where}.parameters") or None,
+        "strict": _flag(tool, "strict", f"{where}.strict"),
+    }
+
+
+def _chat_tools(tools: Sequence[Mapping[str, Any]], choice: object) -> Mapping[str, Any]:
+    names = {tool["name"] for tool in tools}
+    chosen: Any = choice
+    if isinstance(choice, Mapping):
+        match choice.get("type"):
+            case "function":
+                [name] = _names([choice], names, "tool_choice")
+                chosen = {"type": "function", "function": {"name": name}}
+            case "allowed_tools":
+                names = _names(choice.get("tools"), names, "tool_choice.tools")
+                chosen = choice.get("mode")
+                if chosen not in ("auto", "required"):
+                    raise InvalidRequest("`mode` must be auto or required.", param="tool_choice.mode")
+            case kind:
+                message = f"Tools of type {str(kind)[:40]!r} are not offered here."
+                raise InvalidRequest(message, code="unsupported_parameter", param="tool_choice.type")
+    elif choice not in (None, "none", "auto", "required"):
+        raise InvalidRequest("`tool_choice` must be none, auto, required or an object.", param="tool_choice")
+    if not tools:
+        if chosen not in (None, "none", "auto"):
+            raise InvalidRequest("`tool_choice` needs `tools`.", param="tool_choice")
+        return {}
+    listed = [_chat_tool(tool) for tool in tools if tool["name"] in names]
+    return {"tools": listed} if chosen is None else {"tools": listed, "tool_choice": chosen}
+
+
+def _names(written: object, known: set[str], where: str) -> set[str]:
+    tools = written if isinstance(written, list) else []
+    names = {str(tool.get("name")) if isinstance(tool, Mapping) else "" for tool in tools}
+    if not names or not names <= known:
+        raise InvalidRequest("It names a function that is not in `tools`.", param=where)
+    return names
+
+
+def _chat_tool(tool: Mapping[str, Any]) -> Message:
+    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+    return {"type": "function", "function": function}
+
+
+def _chat_format(written: object) -> Mapping[str, Any]:
+    if written is None:
+        return {}
+    if not isinstance(written, Mapping):
+        raise InvalidRequest("`format` must be an object.", param="text.format")
+    match written.get("type"):
+        case "text":
+            return {}
+        case "json_object":
+            return {"response_format": {"type": "json_object"}}
+        case "json_schema":
+            if not _text(written, "name", "text.format.name"):
+                raise InvalidRequest("A format needs a `name`.", param="text.format.name")
+            if not isinstance(written.get("schema"), Mapping):
+                raise InvalidRequest("A format needs a `schema`, an object.", param="text.format.schema")
+            names = ("name", "description", "schema", "strict")
+            schema = {name: written[name] for name in names if written.get(name) is not None}
+            return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    raise InvalidRequest("`type` must be text, json_object or json_schema.", param="text.format.type")
+
+
+def _chat_effort(effort: object) -> Mapping[str, Any]:
+    if effort is None:
+        return {}
+    if not isinstance(effort, str) or effort not in _EFFORTS:
+        raise InvalidRequest(f"`effort` must be one of {', '.join(_EFFORTS)}.", param="reasoning.effort")
+    return {"reasoning_effort": _EFFORTS[effort]}

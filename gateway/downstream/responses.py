@@ -1,0 +1,428 @@
+"""The routes under `/v1/responses`: a request becomes a chat request, its answer a response, kept if wanted.
+
+The pipeline serves the chat request like any other. What it sends, status, headers and a chat's bytes, is
+translated on its way out, event by event.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import msgspec
+from litestar import MediaType, Request, Response, delete, get
+from litestar.handlers import BaseRouteHandler
+from litestar.params import FromPath
+
+from gateway.core.errors import (
+    GatewayError,
+    InvalidRequest,
+    ResponseNotFound,
+    StoreUnavailable,
+    UpstreamFailed,
+)
+from gateway.core.responses.chat_stream import ChatStream
+from gateway.core.responses.draft import Draft, Event
+from gateway.core.responses.items import Item, home_of
+from gateway.core.responses.request import (
+    READ,
+    Needs,
+    Translated,
+    chat_param_here,
+    needs,
+    new_response,
+    read,
+    travels,
+)
+from gateway.core.values import Endpoint
+from gateway.downstream import wire
+from gateway.downstream.keys import KeyRing
+from gateway.downstream.reading import Readers, Received, Work
+from gateway.downstream.relay import AsgiDownstream
+from gateway.pipeline import CallerStalled, Pipeline
+from gateway.pipeline.caller import CALLER_STALL_S
+from gateway.ports import Clock, Headers, ResponseStore
+
+PATH = "/v1/responses"
+REFERENCES_MAX = 64
+"""Responses that one request may refer to through items: each is looked up."""
+
+_DEPTH_SPARE = 200
+_PAGE = 20
+_PAGE_MAX = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Where responses are kept, and for how many seconds."""
+
+    store: ResponseStore
+    ttl_s: float
+
+
+class KeptResponse(msgspec.Struct):
+    """A kept response by itself."""
+
+    response: msgspec.Raw
+
+
+class Kept(KeptResponse):
+    """A kept response, and the conversation it answered: what came before its own input, and that input."""
+
+    context: list[Any]
+    input: list[Any]
+
+    def items(self) -> list[Item]:
+        """Return everything that was said, the answer included."""
+        return [*self.context, *self.input, *self.output()]
+
+    def output(self) -> list[Item]:
+        """Return the answer's items, without calls that broke off: nobody can have answered those."""
+        response = msgspec.json.decode(self.response)
+        return [item for item in response["output"] if not _is_half_a_call(item)]
+
+
+def _is_half_a_call(item: Item) -> bool:
+    return bool(item["type"] == "function_call" and item["status"] != "completed")
+
+
+@dataclass(slots=True)
+class Found:
+    """What a request builds on: the conversation before it, items by their ids, and the bytes these were."""
+
+    context: Sequence[Item] = ()
+    stored: dict[str, Item] = field(default_factory=dict)
+    size_bytes: int = 0
+
+
+class Responses:
+    """Serves responses; one per process."""
+
+    def __init__(
+        self,
+        *,
+        pipeline: Pipeline,
+        keys: KeyRing,
+        rules: wire.WireRules,
+        readers: Readers,
+        keeping: Keeping,
+        clock: Clock,
+    ) -> None:
+        """Serve responses with `pipeline`."""
+        self._pipeline = pipeline
+        self._keys = keys
+        self._rules = rules
+        self._readers = readers
+        self._keeping = keeping
+        self._clock = clock
+
+    async def read(self, received: Received) -> Work:
+        """Return what answers a request to create a response. See `reading.Read`."""
+        size, key = len(received.body), received.key
+        raws, members = await self._readers.run(size, lambda: _members(received.body))
+        _refuse_background(members)
+        wanted = needs(members, self._rules.messages_max)
+        found = await self._look_up(key, wanted)
+        token = secrets.token_hex(16)
+        asked = await self._readers.run(
+            size + found.size_bytes,
+            lambda: _translated(received, self._rules, raws, members, token, found),
+        )
+
+        async def work(downstream: AsgiDownstream) -> None:
+            answer = Answer(downstream, asked, key, self._keeping, self._clock)
+            try:
+                await self._pipeline.run(asked.incoming, answer)
+            except GatewayError as error:
+                error.param = chat_param_here(error.param)
+                raise
+            await answer.finish()
+
+        return work
+
+    async def _look_up(self, key: str | None, wanted: Needs) -> Found:
+        """Return the conversation a request goes on with, and the items it refers to that are kept."""
+        found = Found()
+        if wanted.previous is not None:
+            record = await self._record(key, wanted.previous, "previous_response_id")
+            found.size_bytes += len(record)
+            found.context = (await self._opened(record)).items()
+        homes = {home for item in wanted.items if (home := home_of(item)) is not None}
+        if len(homes) > REFERENCES_MAX:
+            message = f"`input` refers to items of more than {REFERENCES_MAX} responses."
+            raise InvalidRequest(message, code="too_many_items", param="input")
+        for home in homes:
+            kept = await self._keeping.store.get(key, home)
+            if kept is not None:
+                found.size_bytes += len(kept)
+                found.stored |= {item["id"]: item for item in (await self._opened(kept)).items()}
+        return found
+
+    async def _record(self, key: str | None, id: str, param: str | None = None) -> bytes:
+        record = await self._keeping.store.get(key, id)
+        if record is None:
+            raise _not_found(id, param)
+        return record
+
+    async def _opened(self, record: bytes) -> Kept:
+        return await self._readers.run(len(record), lambda: msgspec.json.decode(record, type=Kept))
+
+    # -------------------------------------------------------------- what is kept
+
+    def handlers(self) -> Sequence[BaseRouteHandler]:
+        """Return the handlers of kept responses."""
+
+        @get(PATH + "/{response_id:str}")
+        async def retrieve(request: Request[Any, Any, Any], response_id: FromPath[str]) -> Response[bytes]:
+            key = self._keys.name_of(request.headers.get("authorization"))
+            if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
+                message = "Only a response that runs in the background can be streamed again."
+                raise InvalidRequest(message, code="unsupported_parameter", param="stream")
+            record = await self._record(key, response_id)
+            response = msgspec.json.decode(record, type=KeptResponse).response
+            return Response(bytes(response), media_type=MediaType.JSON)
+
+        @get(PATH + "/{response_id:str}/input_items")
+        async def input_items(request: Request[Any, Any, Any], response_id: FromPath[str]) -> dict[str, Any]:
+            key = self._keys.name_of(request.headers.get("authorization"))
+            kept = await self._opened(await self._record(key, response_id))
+            return _page([*kept.context, *kept.input], request.query_params)
+
+        @delete(PATH + "/{response_id:str}", status_code=200)
+        async def forget(request: Request[Any, Any, Any], response_id: FromPath[str]) -> dict[str, Any]:
+            key = self._keys.name_of(request.headers.get("authorization"))
+            if not await self._keeping.store.delete(key, response_id):
+                raise _not_found(response_id)
+            return {"id": response_id, "object": "response", "deleted": True}
+
+        return [retrieve, input_items, forget]
+
+
+def _refuse_background(members: Mapping[str, Any]) -> None:
+    """Refuse what would have to run on after its caller has left."""
+    background = members.get("background")
+    if background is not None and not isinstance(background, bool):
+        raise InvalidRequest("`background` must be true or false.", param="background")
+    if background:
+        raise InvalidRequest(
+            "Background responses are not offered here yet.",
+            code="background_not_supported",
+            param="background",
+        )
+
+
+def _not_found(id: str, param: str | None = None) -> ResponseNotFound:
+    message = f"No response {id[:64]!r} is kept here for this key: it is unknown, deleted or expired."
+    return ResponseNotFound(message, param=param)
+
+
+def _page(items: Sequence[Item], query: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a page of items as the query asks for it, by `limit`, `order` and `after`."""
+    limit, order = str(query.get("limit", _PAGE)), query.get("order", "desc")
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= _PAGE_MAX:
+        raise InvalidRequest(f"`limit` must be an integer from 1 to {_PAGE_MAX}.", param="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("`order` must be asc or desc.", param="order")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    if (after := query.get("after")) is not None:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise InvalidRequest("There is no such item.", param="after")
+        ordered = ordered[ids.index(after) + 1 :]
+    page = ordered[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(ordered) > len(page),
+    }
+
+
+# ------------------------------------------------------------------ in
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, read.
+
+    Attributes:
+        incoming: The chat request it is.
+        draft: The response to it, of which nothing is written yet.
+        conversation: What is kept beside the response, as the JSON members of a `Kept`; None: keep nothing.
+    """
+
+    incoming: wire.WireRequest
+    draft: Draft
+    conversation: bytes | None
+
+
+def _members(body: bytes) -> tuple[dict[str, msgspec.Raw], dict[str, Any]]:
+    """Return the members of a body, all of them as sent, and decoded those that are read."""
+    raws = wire.members_of(body)
+    return raws, {name: wire.decoded(raw, name) for name, raw in raws.items() if name in READ}
+
+
+def _translated(
+    received: Received,
+    rules: wire.WireRules,
+    raws: Mapping[str, msgspec.Raw],
+    members: Mapping[str, Any],
+    token: str,
+    found: Found,
+) -> Asked:
+    translated = read(members, token=token, context=found.context, stored=found.stored)
+    response = new_response(translated.echo, token, int(received.arrival.wall_at))
+    _check_depth(response)
+    conversation = _conversation(translated) if translated.store else None
+    # Copies: what is taken as it is would keep the whole body in memory.
+    chat = {name: raw.copy() for name, raw in raws.items() if travels(name)}
+    chat |= {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in translated.chat.items()}
+    size = sum(len(memoryview(raw)) for raw in chat.values()) + len(conversation or b"")
+    try:
+        incoming = wire.read_members(
+            Endpoint.CHAT,
+            chat,
+            rules,
+            size_bytes=size,
+            arrival=received.arrival,
+            key=received.key,
+            headers=received.headers,
+            forwarded=received.forwarded,
+        )
+    except GatewayError as error:
+        error.param = chat_param_here(error.param)
+        raise
+    return Asked(incoming, Draft(response, token, len(translated.items)), conversation)
+
+
+def _conversation(translated: Translated) -> bytes:
+    return b'"context":%b,"input":%b' % (
+        msgspec.json.encode(translated.context),
+        msgspec.json.encode(translated.items),
+    )
+
+
+def _check_depth(response: Mapping[str, Any]) -> None:
+    """Refuse a request whose echo could not be written later, inside an event and deeper down the stack."""
+    nested: object = response
+    for _ in range(_DEPTH_SPARE):
+        nested = [nested]
+    try:
+        msgspec.json.encode(nested)
+    except RecursionError as error:
+        raise InvalidRequest("The request is nested too deeply.") from error
+
+
+# ------------------------------------------------------------------ out
+
+
+@dataclass(slots=True)
+class Answer:
+    """`ports.Downstream` for the caller of a response: takes a chat answer, gives a response.
+
+    Attributes:
+        downstream: The caller.
+        asked: The request.
+        key: Whose it is.
+        keeping: Where the response is kept.
+        clock: When it was complete.
+        head: Status and headers of a whole answer, which wait for its body.
+        parts: That body so far.
+        stream: Reads a stream.
+    """
+
+    downstream: AsgiDownstream
+    asked: Asked
+    key: str | None
+    keeping: Keeping
+    clock: Clock
+    head: tuple[int, Headers] = (200, ())
+    parts: list[bytes] = field(default_factory=list)
+    stream: ChatStream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stream = ChatStream(self.asked.draft, msgspec.json.decode)
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """See `ports.Downstream.start`."""
+        if not self.asked.incoming.request.stream:
+            self.head = status, headers
+            return
+        await self.downstream.start(status, headers)
+        await self.downstream.send(_frames(self.asked.draft.begin()))
+
+    async def send(self, data: bytes) -> None:
+        """See `ports.Downstream.send`. A comment, which keeps a connection open, is passed on."""
+        if not self.asked.incoming.request.stream:
+            self.parts.append(data)
+            return
+        events = self.stream.feed(data, self._now())
+        if events:
+            await self._send(events)
+        elif data.startswith(b":"):
+            await self.downstream.send(data)
+
+    async def fail(self, error: GatewayError, code: str) -> None:
+        """See `ports.Downstream.fail`. In this API it is the last state of the response."""
+        await self._send(self.asked.draft.fail(error.type, error.message))
+
+    async def finish(self) -> None:
+        """End the answer, once the chat answer has come to its end.
+
+        Raises:
+            UpstreamFailed: it was no answer.
+            CallerStalled: the caller does not read.
+        """
+        with anyio.move_on_after(CALLER_STALL_S) as patience:
+            if self.asked.incoming.request.stream:
+                if events := self.stream.end():
+                    await self._send(events)
+            else:
+                await self._send_whole()
+            await self.downstream.finish()
+        if patience.cancelled_caught:
+            raise CallerStalled
+
+    async def _send(self, events: Sequence[Event]) -> None:
+        if self.asked.draft.is_over:
+            await self._keep()  # before the last event, which says whether it is kept
+        await self.downstream.send(_frames(events))
+
+    async def _send_whole(self) -> None:
+        draft = self.asked.draft
+        try:
+            draft.add(msgspec.json.decode(b"".join(self.parts)))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise UpstreamFailed("The backend sent something that is not an answer.") from error
+        draft.complete(self._now())
+        await self._keep()
+        body = msgspec.json.encode(draft.response)
+        status, headers = self.head
+        rest = [pair for pair in headers if pair[0] != b"content-length"]
+        await self.downstream.start(status, [*rest, (b"content-length", str(len(body)).encode())])
+        await self.downstream.send(body)
+
+    async def _keep(self) -> None:
+        """Keep the response, if that is wanted. Where it cannot be kept its `store` says so."""
+        response, conversation = self.asked.draft.response, self.asked.conversation
+        if conversation is None:
+            return
+        record = b'{"response":%b,%b}' % (msgspec.json.encode(response), conversation)
+        try:
+            response["store"] = await self.keeping.store.put(
+                self.key, response["id"], record, self.keeping.ttl_s
+            )
+        except StoreUnavailable:
+            response["store"] = False
+
+    def _now(self) -> int:
+        return int(self.clock.wall())
+
+
+def _frames(events: Sequence[Event]) -> bytes:
+    """Return events as server-sent ones."""
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in events
+    )

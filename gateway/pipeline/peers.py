@@ -1,0 +1,124 @@
+"""This process among the others that share its store: what it tells them, and what it makes of their word.
+
+Each takes over from the others what it could not find out by itself, so that any number of gateways in front
+of one fleet decide alike. What was taken over is kept apart from what is known at first hand, and is never
+told on.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from gateway.core.admission import WHOLE
+from gateway.core.facts import Attempts, Facts, increases, least, pooled, summed
+from gateway.core.health import Elsewhere, Heard
+from gateway.core.values import Policy
+from gateway.core.waiting import WaitingLine
+from gateway.pipeline.watch import BackendWatch
+from gateway.ports import Clock, SharedHealth, SharedLearning
+
+
+class Peers:
+    """Collects the facts of this process, and applies those of the others."""
+
+    def __init__(
+        self,
+        *,
+        fleet: SharedHealth,
+        estimator: SharedLearning,
+        line: WaitingLine,
+        watch: BackendWatch,
+        policy: Callable[[], Policy],
+        keys: Collection[str],
+        clock: Clock,
+        on_waiting: Callable[[], None],
+    ) -> None:
+        """Join what is shared.
+
+        Args:
+            fleet: Whose verdicts are told, and who hears those of others.
+            estimator: The same for what answers taught.
+            line: Whose starts and long prompts are told, and which takes those of others into account.
+            watch: Whose shares of knees are told, and who keeps to the lowest.
+            policy: The policy in force: what is not configured here is of no concern here.
+            keys: Names of the API keys; none where callers need none.
+            clock: Where times come from.
+            on_waiting: Called when others have more or fewer long prompts waiting than before.
+        """
+        self._fleet, self._estimator, self._line, self._watch = fleet, estimator, line, watch
+        self._policy, self._clock, self._on_waiting = policy, clock, on_waiting
+        self._keys: frozenset[str | None] = frozenset(keys or (None,))
+        self._known: Mapping[str, Facts] = {}
+        self._long_waiting: Mapping[str, int] = {}
+
+    def facts(self) -> Facts:
+        """Return what this process has to tell."""
+        return Facts(
+            verdicts=self._fleet.verdicts(),
+            attempts={
+                name: Attempts(status.served, status.failed)
+                for name, status in self._fleet.statuses().items()
+                if status.served or status.failed
+            },
+            learned=self._estimator.learned(),
+            started=self._line.tokens_started(self._clock.now()),
+            long_waiting=self._line.long_waiting_here(),
+            knee_shares=self._watch.shares(),
+        )
+
+    def hear(self, facts: Mapping[str, Facts]) -> None:
+        """Take in what all other processes that are there say, by their names."""
+        before, self._known = self._known, dict(facts)
+        for gateway, told in facts.items():
+            old = before.get(gateway)
+            self._hear_of_backends(gateway, told, old)
+            self._charge(told, old)
+        self._estimator.note_learned(pooled(told.learned for told in facts.values()))
+        self._watch.note_shares(least(told.knee_shares for told in facts.values()))
+        self._note_long_waiting(summed(told.long_waiting for told in facts.values()))
+
+    def view(self) -> Mapping[str, Any]:
+        """Return what each of the others tells, for an operator."""
+        return {
+            gateway: {
+                "verdicts": {name: verdict.reason for name, verdict in told.verdicts.items()},
+                "requests_judged": sum(one.served + one.failed for one in told.attempts.values()),
+                "answers_learned_from": sum(ratio.answers for ratio in told.learned.ratios.values()),
+                "margin_tokens": told.learned.p99_tokens,
+                "tokens_started": sum(told.started.values()),
+                "long_waiting": told.long_waiting,
+                "knee_shares": {name: share / WHOLE for name, share in told.knee_shares.items()},
+            }
+            for gateway, told in self._known.items()
+        }
+
+    def _hear_of_backends(self, gateway: str, told: Facts, old: Facts | None) -> None:
+        # Its verdict first: what failed on the way to it is not to count twice.
+        for name, verdict in told.verdicts.items():
+            self._fleet.hear(name, Heard(gateway, verdict))
+        served, failed = (
+            increases(None if old is None else _counts(old, which), _counts(told, which))
+            for which in ("served", "failed")
+        )
+        for name in {**served, **failed}:
+            self._fleet.hear(name, Elsewhere(served.get(name, 0), failed.get(name, 0)))
+
+    def _charge(self, told: Facts, old: Facts | None) -> None:
+        classes = {
+            (model.id, traffic_class.name)
+            for model in self._policy().models
+            for traffic_class in model.classes
+        }
+        started = increases(None if old is None else old.started, told.started)
+        for (model, name, key), tokens in started.items():
+            if (model, name) in classes and key in self._keys:
+                self._line.charge(model, name, key, tokens)
+
+    def _note_long_waiting(self, counts: Mapping[str, int]) -> None:
+        if counts != self._long_waiting:
+            self._long_waiting = counts
+            self._line.note_long_waiting(counts)
+            self._on_waiting()
+
+
+def _counts(facts: Facts, which: str) -> dict[str, int]:
+    return {name: getattr(attempts, which) for name, attempts in facts.attempts.items()}

@@ -1,0 +1,224 @@
+"""The facts of gateway processes on their way through Redis: JSON out, and JSON of unknown quality in.
+
+The hash that holds them is written by whoever has access to the server. So what is read is checked against
+its form and the range of every number; what cannot be read says nothing, and neither does another version.
+
+    {"v": 1,
+     "verdicts": {"light-0": {"number": 1, "state": "ejected", "reason": "..", "left_s": 4, "ejections": 1}},
+     "attempts": {"light-0": [served, failed]},
+     "ratios": {"latin": [answers, mean_log]}, "margin": p99_tokens,
+     "started": [["gemma-4", "short_chat", "name of a key or null", tokens]],
+     "long_waiting": {"push": 2},
+     "knee_shares": {"light-0": 900000}}
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from gateway.core.admission import WHOLE
+from gateway.core.class_counts import TextKind
+from gateway.core.facts import Attempts, Facts, Learned, Ratio
+from gateway.core.health import State, Verdict
+
+log = logging.getLogger("gateway.store")
+
+VERSION = 1
+BYTES_MAX = 65_536
+"""No process may say more of itself: 256 callers with names of 60 characters each, and 100 backends, fit."""
+
+REASON_CHARS_MAX = 300
+
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+_Few = Annotated[int, Meta(ge=0, le=10_000)]
+_Share = Annotated[int, Meta(ge=1, le=WHOLE)]
+_KINDS = {kind.value: kind for kind in TextKind}
+
+
+class _Verdict(Struct):
+    number: Annotated[int, Meta(ge=1, le=2**53)]
+    state: Literal["ejected", "draining"]
+    reason: str
+    left_s: Annotated[float, Meta(ge=0, le=86_400)]
+    ejections: _Few = 0
+
+
+class _Version(Struct):
+    v: int
+
+
+class _Document(Struct):
+    v: Literal[1] = 1
+    verdicts: dict[str, _Verdict] = {}
+    attempts: dict[str, tuple[_Count, _Count]] = {}
+    ratios: dict[str, tuple[_Few, Annotated[float, Meta(ge=-1, le=1)]]] = {}
+    margin: _Count = 0
+    started: list[tuple[str, str, str | None, _Count]] = []
+    long_waiting: dict[str, _Few] = {}
+    knee_shares: dict[str, _Share] = {}
+
+
+def encode(facts: Facts) -> str:
+    """Return facts as text."""
+    document = _Document(
+        verdicts={
+            name: _Verdict(
+                number=verdict.number,
+                state="draining" if verdict.state is State.DRAINING else "ejected",
+                reason=_plain(verdict.reason),
+                left_s=round(verdict.left_s, 3),
+                ejections=verdict.ejections,
+            )
+            for name, verdict in facts.verdicts.items()
+        },
+        attempts={name: (attempts.served, attempts.failed) for name, attempts in facts.attempts.items()},
+        ratios={kind.value: (ratio.answers, ratio.mean_log) for kind, ratio in facts.learned.ratios.items()},
+        margin=facts.learned.p99_tokens,
+        started=[(*flow, tokens) for flow, tokens in facts.started.items()],
+        long_waiting=dict(facts.long_waiting),
+        knee_shares=dict(facts.knee_shares),
+    )
+    return msgspec.json.encode(document).decode()
+
+
+def decode(text: str) -> Facts | None:
+    """Return what a text says, or None for one of another version.
+
+    Raises:
+        ValueError: it is none that any version could have written.
+    """
+    if len(text) > BYTES_MAX:
+        raise ValueError(f"longer than {BYTES_MAX} characters")
+    try:
+        if msgspec.json.decode(text, type=_Version).v != VERSION:
+            return None
+        document = msgspec.json.decode(text, type=_Document)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise ValueError(str(error)) from error
+    return Facts(
+        verdicts={
+            name: Verdict(told.number, State(told.state), _plain(told.reason), told.left_s, told.ejections)
+            for name, told in document.verdicts.items()
+        },
+        attempts={name: Attempts(*counts) for name, counts in document.attempts.items()},
+        learned=Learned(
+            {_KINDS[name]: Ratio(*ratio) for name, ratio in document.ratios.items() if name in _KINDS},
+            document.margin,
+        ),
+        started={(model, name, key): tokens for model, name, key, tokens in document.started},
+        long_waiting=document.long_waiting,
+        knee_shares=document.knee_shares,
+    )
+
+
+def _plain(reason: str) -> str:
+    """Return a reason as it may stand in a log line: of bounded length, nothing but printable characters."""
+    return "".join(char if char.isprintable() else " " for char in reason[:REASON_CHARS_MAX])
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the server passes on of another process.
+
+    Attributes:
+        owner: Its name.
+        left_s: Seconds until it counts as gone, unless it is heard of again.
+        text: Its facts.
+    """
+
+    owner: str
+    left_s: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    text: str
+    facts: Facts | None
+    told_at: float
+    ends_at: float
+
+
+class Exchange:
+    """Facts of this process out, those of the others in, each for as long as its process is there.
+
+    Does no I/O: who talks to the server asks for `outgoing`, and hands over what comes back. What a
+    process said counts until the server's clock would have it gone, also when the server is away or has
+    lost it: being away, or empty, is not news of a process.
+    """
+
+    def __init__(self, ttl_s: float, poke: Callable[[], None]) -> None:
+        """Keep what others say for `ttl_s` at most. `poke` has the server talked to at once."""
+        self._ttl_s, self._poke = ttl_s, poke
+        self._collect: Callable[[], Facts] | None = None
+        self._heard: Callable[[Mapping[str, Facts]], None] = lambda facts: None
+        self._peers: dict[str, _Peer] = {}
+        self._is_urgent = False
+        self._complained: set[str] = set()
+
+    def join(self, collect: Callable[[], Facts], heard: Callable[[Mapping[str, Facts]], None]) -> None:
+        """Publish what `collect` returns, and tell `heard` what all others say, after every exchange."""
+        self._collect, self._heard = collect, heard
+
+    def publish_now(self) -> None:
+        """Publish this process's facts at once, and have the others look at once."""
+        self._is_urgent = True
+        self._poke()
+
+    def outgoing(self) -> tuple[str, bool]:
+        """Return what to publish, "" for nothing, and whether the others are to look at once."""
+        is_urgent, self._is_urgent = self._is_urgent, False
+        text = "" if self._collect is None else encode(self._collect())
+        if len(text.encode()) <= BYTES_MAX:
+            return text, is_urgent
+        self._complain("too long", "this gateway's facts are too long to be shared: %d characters", len(text))
+        return "", False
+
+    def not_sent(self, is_urgent: bool) -> None:
+        """Note that what was outgoing may not have arrived."""
+        self._is_urgent = self._is_urgent or is_urgent
+
+    def incoming(self, told: Iterable[Told], now: float) -> None:
+        """Take in what the server passed on at `now` (monotonic seconds)."""
+        for one in told:
+            before = self._peers.get(one.owner)
+            is_same = before is not None and before.text == one.text
+            facts = before.facts if before is not None and is_same else self._decoded(one)
+            ends_at = now + min(one.left_s, self._ttl_s)
+            self._peers[one.owner] = _Peer(one.text, facts, now, ends_at)
+        self.fade(now)
+        self._tell()
+
+    def fade(self, now: float) -> None:
+        """Forget processes whose time is over."""
+        gone = [owner for owner, peer in self._peers.items() if peer.ends_at <= now]
+        for owner in gone:
+            del self._peers[owner]
+        if gone:
+            self._tell()
+
+    def ages(self, now: float) -> Mapping[str, float]:
+        """Return, per other process whose facts count, how many seconds ago it was last heard of."""
+        return {owner: now - peer.told_at for owner, peer in self._peers.items()}
+
+    def _tell(self) -> None:
+        self._heard({owner: peer.facts for owner, peer in self._peers.items() if peer.facts is not None})
+
+    def _decoded(self, told: Told) -> Facts | None:
+        try:
+            return decode(told.text)
+        except ValueError as error:
+            text = (
+                "what gateway %.100r says of itself cannot be read (%.200s); further such cases are not told"
+            )
+            self._complain("unreadable", text, told.owner, error)
+            return None
+
+    def _complain(self, what: str, text: str, *arguments: object) -> None:
+        if what not in self._complained:
+            self._complained.add(what)
+            log.error(text, *arguments)

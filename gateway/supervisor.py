@@ -1,0 +1,337 @@
+"""Several gateway processes on one port: started, watched, replaced and ended together.
+
+The parent serves nothing. It holds the socket that applications connect to, so that a connection that waits
+to be accepted outlives a worker that dies; each worker is a fresh interpreter (worker.py) that inherits the
+socket. Workers share limits through the store, and have one started for them where none is configured.
+
+A worker hears from its parent through its standard input: first its order, a line of JSON; then a byte, to
+drain; then another, to end at once. The end of the input, whatever ended the parent, is an order to drain. It
+answers on its standard output, with one line: a `Report`.
+"""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+
+import anyio
+from anyio.abc import Process, TaskStatus
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from gateway.app import STOP_S, STOP_SIGNALS
+from gateway.core.errors import ConfigError
+from gateway.downstream.listener import BACKLOG, bind, url_of
+from gateway.settings import Settings
+from gateway.store.embedded import temporary_folder, valkey_in
+
+log = logging.getLogger("gateway.supervisor")
+
+FAILURE, USAGE = 1, 2
+GOOD_SPELL_S = 60.0
+"""What lives this long after its start ended for a reason of its own, and is started again at once."""
+
+PAUSE_S = 0.5
+PAUSE_MAX_S = 30.0
+END_S = STOP_S + 5.0
+"""Seconds a worker gets beyond its drain, or to end at once, before it is killed."""
+
+REPORT_BYTES_MAX = 1_000_000
+
+STOP = b"!"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a worker is told at its start.
+
+    Attributes:
+        number: Which one it is, from 0.
+        workers: How many there are.
+        config: The configuration file.
+        source: What the file said when the parent read it, so that all workers ever started do the same.
+        log_level: From which level on to log.
+        listen_fd: File descriptor of the socket that applications connect to.
+        store_url: Where limits are shared, if the file names no store.
+    """
+
+    number: int
+    workers: int
+    config: str
+    source: str
+    log_level: str
+    listen_fd: int
+    store_url: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a worker says once: that it accepts connections, or why its configuration cannot be used.
+
+    Attributes:
+        admin_url: Base URL for operators, or None where that listener is off.
+        error: What is wrong, one problem per line; None if it serves.
+    """
+
+    admin_url: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Workers that all accept connections.
+
+    Attributes:
+        url: Base URL for applications.
+        workers: How many there are.
+        admin_urls: Base URL for operators of each worker; empty where that listener is off.
+    """
+
+    url: str
+    workers: int
+    admin_urls: tuple[str, ...]
+
+
+def next_pause_s(before_s: float, lived_s: float) -> float:
+    """Return how long to wait before starting again what lived for `lived_s`, after a pause of `before_s`."""
+    if lived_s >= GOOD_SPELL_S:
+        return 0.0
+    return min(PAUSE_MAX_S, max(PAUSE_S, 2 * before_s))
+
+
+async def serve(
+    settings: Settings,
+    environ: Mapping[str, str],
+    workers: int,
+    log_level: str,
+    *,
+    ready: Callable[[Serving], None],
+) -> int:
+    """Run `workers` until SIGTERM, SIGINT or SIGHUP, then drain them; a second signal ends them at once.
+
+    `ready` is called once, when all of them accept connections. Returns the exit status: 1 if one did not
+    end as it was told to.
+
+    Raises:
+        ConfigError: no gateway can be built from these settings, an address cannot be bound, or there is
+            no store for the workers to share.
+    """
+    settings.require(environ)
+    settings.for_worker(workers - 1, workers, None)  # the last one has a port for operators as well
+    failure: ConfigError | None = None
+    with anyio.open_signal_receiver(*STOP_SIGNALS) as signals, bind(*settings.listen) as listen:
+        listen.listen(BACKLOG)  # from here on connections wait for a worker, whichever lives
+        order = Order(
+            0, workers, str(settings.path), settings.source.decode(), log_level, listen.fileno(), None
+        )
+
+        def announce(admin_urls: tuple[str, ...]) -> None:
+            ready(Serving(url_of(listen), workers, admin_urls))
+
+        crew = Crew(settings.shutdown.drain_s, announce)
+        async with anyio.create_task_group() as tasks:
+            try:
+                if settings.store is None:
+                    order = replace(order, store_url=await tasks.start(_keep_store))
+                tasks.start_soon(_pass_on, signals, crew)
+                await crew.run(order)
+            except ConfigError as error:  # carried out by value: the group would wrap it
+                failure = error
+            tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    log.info("stopped")
+    return 0 if crew.ended_well else 1
+
+
+class Crew:
+    """The workers of one port.
+
+    Attributes:
+        ended_well: Whether each that was told to stop has ended by itself, with status 0.
+    """
+
+    def __init__(self, drain_s: float, ready: Callable[[tuple[str, ...]], None]) -> None:
+        """Call `ready` once, with the workers' URLs for operators, when all accept connections."""
+        self.drain_s = drain_s
+        self.ended_well = True
+        self._command = _command()
+        self._ready = ready
+        self._is_ready = False
+        self._processes: dict[int, Process] = {}
+        self._accepting: dict[int, str | None] = {}
+        self._stops = 0
+        self._stopping = anyio.Event()
+        self._failure: str | None = None
+
+    async def run(self, order: Order) -> None:
+        """Return when all workers have ended after `stop`; until then, start each again that ends.
+
+        Raises:
+            ConfigError: one could not use its configuration when they were first started.
+        """
+        async with anyio.create_task_group() as tasks:
+            for number in range(order.workers):
+                tasks.start_soon(self._keep, replace(order, number=number))
+        if self._failure is not None:
+            raise ConfigError(self._failure)
+
+    async def stop(self) -> None:
+        """Have every worker drain; the second time, end at once."""
+        self._stops += 1
+        self._stopping.set()
+        for process in tuple(self._processes.values()):
+            await _tell(process, STOP)
+
+    def kill(self) -> None:
+        """End every worker by force."""
+        self._stopping.set()
+        for number, process in self._processes.items():
+            log.error("worker %d does not end: killed", number)
+            _kill(process)
+
+    async def _keep(self, order: Order) -> None:
+        pause_s = 0.0
+        while not self._stopping.is_set():
+            started_at = anyio.current_time()
+            try:
+                status, error = await self._live(order)
+            except OSError as failure:  # no memory for it, or no process to spare
+                status, error = FAILURE, f"it cannot be started: {failure}"
+            if self._stopping.is_set():
+                self._note_end(order.number, status)
+            elif status == USAGE and error is not None and not self._is_ready:
+                self._give_up(error)
+            else:
+                pause_s = next_pause_s(pause_s, anyio.current_time() - started_at)
+                said = f"{_manner(status)}: {error}" if error else _manner(status)
+                log.error("worker %d ended (%s): started again in %g s", order.number, said, pause_s)
+                with anyio.move_on_after(pause_s):
+                    await self._stopping.wait()
+
+    async def _live(self, order: Order) -> tuple[int, str | None]:
+        """Run one worker to its end. Returns its exit status, and what was wrong with its configuration."""
+        error = None
+        async with await anyio.open_process(
+            [*self._command, str(order.number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None,
+            start_new_session=True,  # the terminal's Ctrl-C is the parent's to hear
+            pass_fds=(order.listen_fd,),
+        ) as process:
+            self._processes[order.number] = process
+            try:
+                told = json.dumps(asdict(order)).encode() + b"\n" + STOP * self._stops
+                await _tell(process, told)
+                report = await _report(process)
+                if report is not None and report.error is None:
+                    self._accepts(order, process.pid, report.admin_url)
+                elif report is not None:
+                    error = report.error
+                status = await process.wait()
+            finally:
+                del self._processes[order.number]
+                self._accepting.pop(order.number, None)
+        return status, error
+
+    def _accepts(self, order: Order, pid: int, admin_url: str | None) -> None:
+        self._accepting[order.number] = admin_url
+        where = admin_url or "off"
+        log.info("worker %d (pid %d) accepts connections, operators: %s", order.number, pid, where)
+        if not self._is_ready and len(self._accepting) == order.workers:
+            self._is_ready = True
+            urls = (self._accepting[number] for number in range(order.workers))
+            self._ready(tuple(url for url in urls if url is not None))
+
+    def _give_up(self, error: str) -> None:
+        self._failure = error  # the others would say the same
+        self._stopping.set()
+        for process in self._processes.values():
+            _kill(process)  # nothing was announced yet
+
+    def _note_end(self, number: int, status: int) -> None:
+        if status and self._failure is None:
+            self.ended_well = False
+            log.error("worker %d ended (%s) instead of draining", number, _manner(status))
+
+
+async def _pass_on(signals: AsyncIterator[signal.Signals], crew: Crew) -> None:
+    await anext(signals)
+    log.info("draining all workers; a second signal ends them")
+    await crew.stop()
+    with anyio.move_on_after(crew.drain_s + END_S):
+        await anext(signals)
+        await crew.stop()
+        await anyio.sleep(END_S)
+    crew.kill()
+
+
+async def _keep_store(*, task_status: TaskStatus[str]) -> None:
+    """Run a store for the workers until cancelled; report its URL once it answers. It is always at that URL.
+
+    Raises:
+        ConfigError: it cannot be started the first time.
+    """
+    pause_s, is_first = 0.0, True
+    with temporary_folder() as folder:
+        while True:
+            started_at = anyio.current_time()
+            try:
+                async with valkey_in(folder, is_temporary=True) as valkey:
+                    if is_first:
+                        task_status.started(valkey.url)
+                        is_first = False
+                    else:
+                        log.warning("the embedded store runs again")
+                    reason = f"ended (status {await valkey.ended()})"
+            except (ConfigError, OSError) as error:
+                if is_first:
+                    raise ConfigError(f"{error}; or name a `store:` in the configuration") from error
+                reason = str(error)
+            pause_s = next_pause_s(pause_s, anyio.current_time() - started_at)
+            log.error(
+                "the embedded store %s: each worker counts alone; it is started again in %g s",
+                reason,
+                pause_s,
+            )
+            await anyio.sleep(pause_s)
+
+
+async def _tell(process: Process, words: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # it has ended: its end is awaited
+        await process.stdin.send(words)
+
+
+async def _report(process: Process) -> Report | None:
+    """Return what a worker reports, or None if it ends without."""
+    assert process.stdout is not None
+    try:
+        line = await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", REPORT_BYTES_MAX)
+    except anyio.IncompleteRead:
+        return None
+    return Report(**json.loads(line))
+
+
+def _kill(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
+
+
+def _command() -> list[str]:
+    """Return how to start a worker that imports what this process did, not what the current folder holds."""
+    flags = [] if os.getcwd() in sys.path else ["-P"]
+    return [sys.executable, *flags, "-m", "gateway.worker"]
+
+
+def _manner(status: int) -> str:
+    if status >= 0:
+        return f"status {status}"
+    with suppress(ValueError):  # not every signal has a name
+        return f"killed by {signal.Signals(-status).name}"
+    return f"killed by signal {-status}"

@@ -1,0 +1,94 @@
+"""One of several gateway processes on a port: `python -m gateway.worker NUMBER`.
+
+Started by supervisor.py, which says how the two talk; nobody else has a use for it. The number on the
+command line is for those who read a list of processes.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import asdict
+
+import anyio
+
+from gateway import app, process, settings
+from gateway.core.errors import ConfigError
+from gateway.settings import Settings
+from gateway.supervisor import Order, Report
+from gateway.telemetry import logs
+
+STDIN, STDOUT, STDERR = 0, 1, 2
+
+
+def main() -> int:
+    """Serve as ordered on standard input. Returns the exit status."""
+    for stop in app.STOP_SIGNALS:
+        signal.signal(stop, signal.SIG_IGN)  # sent to all processes at once, they are the parent's to hear
+    reports = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)  # whatever else is printed is no report
+    written, stops = _order()
+    if written is None:
+        return 0  # the parent is gone already
+    order = Order(**json.loads(written))
+
+    def report(said: Report) -> None:
+        with suppress(OSError):  # the parent is gone, which ends this process soon
+            os.write(reports, json.dumps(asdict(said)).encode() + b"\n")
+
+    logs.set_up(order.log_level, worker=order.number)
+    try:
+        loaded = settings.load(order.config, source=order.source.encode())
+        own = loaded.for_worker(order.number, order.workers, order.store_url)
+        with socket.socket(fileno=order.listen_fd) as listen:
+            process.run(_serve, own, listen, _told(stops), report)
+    except ConfigError as error:
+        report(Report(error=str(error)))
+        return process.USAGE
+    return 0
+
+
+async def _serve(
+    own: Settings, listen: socket.socket, stops: AsyncIterator[None], report: Callable[[Report], None]
+) -> None:
+    def ready(running: app.Running) -> None:
+        report(Report(admin_url=running.admin_url))
+
+    await app.serve_until(stops, app.Gateway(own, os.environ), ready=ready, listen=listen)
+
+
+def _order() -> tuple[bytes | None, int]:
+    """Return the order, or None if the input ends before it does; and how many stops came with it."""
+    heard = b""
+    while b"\n" not in heard:
+        more = os.read(STDIN, 65_536)
+        if not more:
+            return None, 0
+        heard += more
+    order, _, stops = heard.partition(b"\n")
+    return order, len(stops)
+
+
+async def _told(stops: int) -> AsyncIterator[None]:
+    """Yield for each of so many `stops`, then for each that is heard. The parent's end is one if none was."""
+    for _ in range(stops):
+        yield
+    is_told = stops > 0
+    while True:
+        await anyio.wait_readable(STDIN)
+        heard = os.read(STDIN, 64)
+        if not heard:
+            break
+        for _ in heard:
+            is_told = True
+            yield
+    if not is_told:
+        yield
+    await anyio.sleep_forever()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""What gateways tell each other of a backend, as scripts: events in, states out, and what is told on."""
+
+from dataclasses import replace
+
+import pytest
+
+from gateway.core.health import (
+    Attempt,
+    BackendStatus,
+    Elsewhere,
+    EngineSample,
+    Event,
+    HealthRules,
+    Heard,
+    Outcome,
+    ProbeFailed,
+    ProbeFault,
+    ProbeOk,
+    Sample,
+    State,
+    Verdict,
+    advance,
+    verdict,
+)
+from gateway.core.health.transitions import HEARD_MAX
+
+RULES = HealthRules(boot_budget_s=100.0)
+OK = ProbeOk()
+REFUSED = ProbeFailed(ProbeFault.REFUSED, "connection refused")
+SLOW = ProbeFailed(ProbeFault.TIMEOUT, "no answer in 3 s")
+SERVED = Attempt(Outcome.OK)
+FAILED = Attempt(Outcome.FAILED, "status 500")
+STOPPING = Attempt(Outcome.DRAINING, "cannot schedule new futures")
+OUT = Verdict(1, State.EJECTED, "3 requests failed", 5.0, ejections=1)
+STOPS = Verdict(1, State.DRAINING, "the engine is stopping", 60.0)
+U, B, P, D = "up", "booting", "probation", "draining"
+X, H, Q = "ejected", "hung", "unknown"
+
+
+def says(what: Verdict = OUT, *, by: str = "other", **changes: float) -> Heard:
+    return Heard(by, replace(what, **changes))  # type: ignore[arg-type]
+
+
+def sample(tokens: float, start: float = 1e9) -> Sample:
+    return Sample(EngineSample(at=0.0, running=1, kv_usage=0.5, generation_tokens=tokens, started_at=start))
+
+
+def play(*script: tuple[float, Event], status: BackendStatus | None = None) -> list[BackendStatus]:
+    seen = []
+    status = status or BackendStatus()
+    for now, event in script:
+        status = advance(status, event, now, RULES)
+        seen.append(status)
+    return seen
+
+
+SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
+    "what-failed-elsewhere-is-out-here": ([(0, OK), (1, says())], [U, X]),
+    "it-comes-back-by-a-probe-of-ones-own": (
+        [(0, OK), (1, says()), (5.9, OK), (6, OK), (7, SERVED), (8, SERVED), (9, SERVED)],
+        [U, X, X, P, P, P, U],
+    ),
+    "a-verdict-counts-once": (
+        [(0, OK), (1, says()), (2, says(left_s=4.0)), (6, OK), (6, says(left_s=0.1)), (7, says())],
+        [U, X, X, P, P, P],
+    ),
+    "the-next-verdict-counts-again": (
+        [(0, OK), (1, says()), (6, OK), (7, says(number=2, left_s=10.0)), (16, OK), (17, OK)],
+        [U, X, P, X, X, P],
+    ),
+    "verdicts-of-different-gateways-are-different": (
+        [(0, OK), (1, says()), (6, OK), (6, says(by="third"))],
+        [U, X, P, X],
+    ),
+    "a-verdict-that-is-over-is-none": ([(0, OK), (1, says(left_s=0.0)), (2, says())], [U, U, U]),
+    "an-older-verdict-that-comes-late": ([(0, OK), (1, says(number=3)), (6, OK), (7, says())], [U, X, P, P]),
+    "in-probation-too": ([(0, OK), (1, REFUSED), (2, OK), (3, says())], [U, B, P, X]),
+    "before-the-first-probe-too": ([(0, says()), (1, OK), (5, OK)], [X, X, P]),
+    "what-is-gone-is-not-merely-out": ([(0, OK), (1, REFUSED), (2, says())], [U, B, B]),
+    "what-hangs-is-not-merely-out": (
+        [(0, OK), (1, sample(5)), (31, sample(5)), (32, says())],
+        [U, U, H, H],
+    ),
+    "an-engine-that-stops": ([(0, OK), (1, says(STOPS)), (2, OK), (3, REFUSED)], [U, D, D, B]),
+    "an-engine-that-only-seemed-to-stop": ([(0, OK), (1, says(STOPS)), (60, OK), (61, OK)], [U, D, D, P]),
+    "an-engine-that-seemed-to-stop-a-while-ago": (
+        [(0, OK), (50, says(STOPS, left_s=10.0)), (59, OK), (60, OK)],
+        [U, D, D, P],
+    ),
+    "a-new-process-ends-what-was-said-of-the-old-one": (
+        [(0, OK), (1, sample(9)), (2, says(STOPS)), (3, sample(0, start=2e9)), (4, says(STOPS))],
+        [U, U, D, P, P],
+    ),
+    "stopping-is-more-than-being-out": ([(0, OK), (1, says()), (2, says(STOPS, number=2))], [U, X, D]),
+    "being-out-is-less-than-stopping": ([(0, OK), (1, says(STOPS)), (2, says(number=2))], [U, D, D]),
+    "failures-here-and-there-add-up": ([(0, OK), (1, FAILED), (2, Elsewhere(0, 2))], [U, U, X]),
+    "and-in-the-other-order": ([(0, OK), (1, Elsewhere(0, 2)), (2, FAILED)], [U, U, X]),
+    "successes-there-forgive-failures-here": (
+        [(0, OK), (1, FAILED), (1, FAILED), (2, Elsewhere(1, 0)), (3, FAILED), (4, FAILED)],
+        [U, U, U, U, U, X],
+    ),
+    "failures-among-successes-are-forgiven": ([(0, OK), *[(1.0, Elsewhere(90, 3))] * 3], [U] * 4),
+    "failures-a-minute-apart-do-not-add-up": (
+        [(0, OK), (1, Elsewhere(0, 2)), (62, FAILED), (63, FAILED), (64, FAILED)],
+        [U, U, U, U, X],
+    ),
+    "successes-there-end-probation-here": (
+        [(0, OK), (1, REFUSED), (2, OK), (3, SERVED), (4, Elsewhere(2, 0))],
+        [U, B, P, P, U],
+    ),
+    "success-with-failure-does-not": (
+        [(0, OK), (1, REFUSED), (2, OK), (3, Elsewhere(9, 1)), (4, Elsewhere(0, 0))],
+        [U, B, P, P, P],
+    ),
+    "what-is-out-is-not-judged-by-what-was-in-flight": (
+        [(0, OK), (1, says()), (2, Elsewhere(0, 9)), (6, OK)],
+        [U, X, X, P],
+    ),
+}
+
+
+@pytest.mark.parametrize(("script", "expected"), SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_a_script_of_events_leads_to_these_states(
+    script: list[tuple[float, Event]], expected: list[str]
+) -> None:
+    assert [status.state.value for status in play(*script)] == expected
+
+
+def test_an_operator_is_told_who_found_it() -> None:
+    status = play((0, OK), (1, says(by="host-ab12")))[-1]
+
+    assert status.reason == status.last_error == "seen by host-ab12: 3 requests failed"
+
+
+TOLD: dict[str, tuple[list[tuple[float, Event]], Verdict | None]] = {
+    "nothing-to-tell": ([(0, OK), (3, FAILED)], None),
+    "requests-failed": (
+        [(0, OK), (1, FAILED), (1, FAILED), (1, FAILED), (3, OK)],
+        Verdict(1, State.EJECTED, "3 requests failed, the last with failed: status 500; out for 5 s", 3, 1),
+    ),
+    "a-request-failed-in-probation": (
+        [(0, OK), (1, REFUSED), (2, OK), (3, FAILED)],
+        Verdict(1, State.EJECTED, "failed in probation: failed: status 500; out for 5 s", 5, 1),
+    ),
+    "it-said-it-was-stopping": (
+        [(0, OK), (1, STOPPING), (11, OK)],
+        Verdict(1, State.DRAINING, "the engine is stopping: cannot schedule new futures", 50),
+    ),
+    "a-second-verdict": (
+        [(0, OK), *[(1, FAILED)] * 3, (6, OK), (7, FAILED)],
+        Verdict(2, State.EJECTED, "failed in probation: failed: status 500; out for 10 s", 10, 2),
+    ),
+    "failures-that-added-up": (
+        [(0, OK), (1, FAILED), (1, Elsewhere(0, 2))],
+        Verdict(
+            1, State.EJECTED, "3 requests failed, some of them through other gateways; out for 5 s", 5, 1
+        ),
+    ),
+    "its-penalty-is-over": ([(0, OK), *[(1, FAILED)] * 3, (6, SLOW)], None),
+    "it-was-readmitted": ([(0, OK), *[(1, FAILED)] * 3, (6, OK)], None),
+    "it-is-gone": ([(0, OK), *[(1, FAILED)] * 3, (2, REFUSED)], None),
+    "every-gateway-s-probes-see-it": ([(0, OK), (1, SLOW), (2, SLOW), (3, SLOW)], None),
+    "every-gateway-s-probes-see-what-cannot-be-reached": (
+        [(0, OK), *[(1, Attempt(Outcome.UNREACHABLE))] * 3],
+        None,
+    ),
+    "this-gateway-s-key-may-be-the-wrong-one": (
+        [(0, OK), *[(1, Attempt(Outcome.MISCONFIGURED, "status 401"))] * 3],
+        None,
+    ),
+    "what-was-heard-is-not-passed-on": ([(0, OK), (1, says())], None),
+    "what-was-heard-of-stopping-is-not-passed-on": ([(0, OK), (1, says(STOPS))], None),
+}
+
+
+@pytest.mark.parametrize(("script", "expected"), TOLD.values(), ids=TOLD.keys())
+def test_only_verdicts_of_ones_own_are_told(
+    script: list[tuple[float, Event]], expected: Verdict | None
+) -> None:
+    assert verdict(play(*script)[-1], script[-1][0], RULES) == expected
+
+
+def test_two_gateways_that_tell_each_other_everything_come_to_rest() -> None:
+    here = play((0, OK), *[(1, FAILED)] * 3)[-1]
+    there = play((0, OK))[-1]
+    told = []
+    for now in range(1, 30):
+        of_here, of_there = verdict(here, now, RULES), verdict(there, now, RULES)
+        told.append((of_here is not None, of_there is not None))
+        for of, by in ((of_here, "here"), (of_there, "there")):
+            if of is not None:
+                here = advance(here, Heard(by, of), now, RULES) if by == "there" else here
+                there = advance(there, Heard(by, of), now, RULES) if by == "here" else there
+        here, there = advance(here, OK, now, RULES), advance(there, OK, now, RULES)
+
+    assert told == [(True, False)] * 5 + [(False, False)] * 24
+    assert (here.state, there.state) == (State.PROBATION, State.PROBATION)
+
+
+def test_the_longer_of_two_penalties_counts_and_the_next_one_doubles_it() -> None:
+    status = play((0, OK), *[(1, FAILED)] * 3, (2, says(left_s=20.0, ejections=3)), (22, OK), (23, FAILED))
+
+    assert status[4].ejected_until == 22.0
+    assert status[-1].ejected_until - 23 == 40.0
+
+
+def test_a_shorter_penalty_elsewhere_shortens_none() -> None:
+    assert play((0, OK), *[(1, FAILED)] * 3, (2, says(left_s=1.0)))[-1].ejected_until == 6.0
+
+
+def test_no_gateway_can_keep_a_backend_out_for_longer_than_the_longest_penalty() -> None:
+    assert play((0, OK), (1, says(left_s=1e9)))[-1].ejected_until == 1 + RULES.penalty_max_s
+
+
+def test_only_requests_that_other_gateways_cannot_judge_by_themselves_are_counted() -> None:
+    status = play(
+        (0, OK),
+        (1, SERVED),
+        (1, FAILED),
+        (1, Attempt(Outcome.TIMEOUT)),
+        (1, SERVED),
+        *[(1.0, Attempt(outcome)) for outcome in (Outcome.REJECTED, Outcome.BUSY, Outcome.CANCELLED)],
+        (1, Attempt(Outcome.UNREACHABLE)),
+        (1, Elsewhere(50, 1)),
+    )[-1]
+
+    assert (status.served, status.failed) == (2, 2)
+
+
+def test_failures_after_it_is_out_are_not_counted() -> None:
+    assert play((0, OK), *[(1, FAILED)] * 9)[-1].failed == 3
+
+
+def test_gateways_heard_of_are_remembered_up_to_a_bound() -> None:
+    status = BackendStatus()
+    for number in range(2 * HEARD_MAX):
+        status = advance(status, says(by=f"gateway-{number}", left_s=0.0), 0.0, RULES)
+
+    assert len(status.heard) == HEARD_MAX
+    assert status.heard[-1] == (f"gateway-{2 * HEARD_MAX - 1}", 1)

@@ -1,0 +1,350 @@
+"""`serve --workers 2` as real processes: what they share, and what happens when one of all these ends."""
+
+import os
+import re
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import openai
+import pytest
+import yaml
+from support.processes import Process, descendants, parent_of, running, wait_gone
+
+WORKERS = 2
+KNEE = 2
+LEASE_S = 15.0
+CHAT: Any = [{"role": "user", "content": "Tell me of the river."}]
+
+
+@dataclass
+class Gateway:
+    """A gateway with two workers in front of one simulated server.
+
+    Attributes:
+        process: The parent.
+        config: Its configuration file.
+        backend: Base URL of the simulated server.
+        url: Base URL for applications.
+        admin: Base URL for operators of each worker.
+    """
+
+    process: Process
+    config: Path
+    backend: str
+    url: str = ""
+    admin: tuple[str, ...] = ()
+
+    async def serving(self) -> None:
+        """Return once every worker serves and knows its backend."""
+        announced = await self.process.wait_for(r"serves (http://\S+)/v1 with 2 workers\n")
+        self.url = announced[1]
+        for number in range(WORKERS):
+            await self.process.wait_for(rf"operators: \S+ \(worker {number}\)")
+        self.admin = tuple(re.findall(r"operators: (http://[^/\s]+)/admin/backends \(", self.process.output))
+        for number in range(WORKERS):
+            await self.knows_its_backend(number)
+
+    async def knows_its_backend(self, number: int) -> None:
+        """Return once a worker has seen that the backend is up."""
+        async with httpx.AsyncClient(trust_env=False) as client:
+            with anyio.fail_after(30):
+                while (await client.get(f"{self.admin[number]}/admin/backends")).json()["light-0"][
+                    "state"
+                ] != "up":
+                    pass
+
+    def pid(self, number: int) -> int:
+        """Return the process that is this worker now."""
+        return int(re.findall(rf"worker {number} \(pid (\d+)\) accepts", self.process.output)[-1])
+
+    def valkey(self) -> int:
+        """Return the process of the embedded store."""
+        (watcher,) = [
+            pid for pid in descendants(self.process.process.pid) if b"embedded_watch" in command(pid)
+        ]
+        (server,) = descendants(watcher)
+        return server
+
+    @asynccontextmanager
+    async def client_of(self, number: int) -> AsyncIterator[openai.AsyncOpenAI]:
+        """Yield an SDK client whose one connection this worker has accepted."""
+        async with AsyncExitStack() as stack:
+            with anyio.fail_after(30):
+                while True:
+                    client = await stack.enter_async_context(self.client())
+                    short = await client.chat.completions.with_raw_response.create(
+                        model="gemma-4", messages=CHAT, max_tokens=1
+                    )
+                    if short.headers["x-request-id"] in await self.requests(number):
+                        break
+            yield client
+
+    def client(self) -> openai.AsyncOpenAI:
+        """Return an SDK client; asked one thing after the other, it keeps one connection."""
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="x", max_retries=0, timeout=120)
+
+    async def requests(self, number: int) -> dict[str, Any]:
+        """Return the requests that a worker remembers, by id."""
+        async with httpx.AsyncClient(trust_env=False) as http:
+            records = (await http.get(f"{self.admin[number]}/admin/requests")).json()
+        return {record["id"]: record for record in records}
+
+
+def command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def configured(folder: Path, backend: str, **sections: Any) -> Path:
+    """Write a configuration with one backend that takes two requests at a time."""
+    document = {
+        "listen": "127.0.0.1:0",
+        "admin": "127.0.0.1:0",
+        "tokenizer": "approximate",
+        "backends": {"light-0": {"url": backend, "profile": "h100-tp1-light", "limits": {"knee_seqs": KNEE}}},
+        "pools": {"light": ["light-0"]},
+        "models": {
+            "gemma-4": {
+                "classes": [{"class": "short_chat", "pools": ["light"], "waiting": {"max_wait_s": 60}}]
+            }
+        },
+        "health": {"interval_s": 0.2},
+        **sections,
+    }
+    path = folder / "gateway.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def serve(config: Path) -> tuple[str, ...]:
+    return ("serve", "--config", str(config), "--workers", str(WORKERS))
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Gateway]:
+    """A gateway with `sections` of its own; the server behind it is `speed` times as fast as a real one."""
+    speed, sections = request.param
+    simulate = ("simulate", "--profile", "h100-tp1-light", "--port", "0", "--speed", str(speed))
+    async with running(*simulate) as simulator:
+        backend = (await simulator.wait_for(r"(http://127\.0\.0\.1:\d+)"))[1]
+        config = configured(tmp_path, backend, **sections)
+        async with running(*serve(config), own_group=True) as process:
+            gateway = Gateway(process, config, backend)
+            await gateway.serving()
+            yield gateway
+
+
+FAST = pytest.param((20, {}), id="20x")
+STORELESS = pytest.param((20, {"store": "redis://127.0.0.1:9"}), id="20x, its store was never there")
+REAL = pytest.param((1, {}), id="1x")
+
+
+async def stream(client: openai.AsyncOpenAI, tokens: int) -> AsyncIterator[Any]:
+    """Ask for so many tokens, and return the chunks once the first is there."""
+    answer = await client.chat.completions.create(
+        model="gemma-4",
+        messages=CHAT,
+        max_tokens=tokens,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    chunks = aiter(answer)
+    await anext(chunks)
+    return chunks
+
+
+async def finish(chunks: AsyncIterator[Any]) -> str | None:
+    """Return why a stream ended, once it has."""
+    reason = None
+    async for chunk in chunks:
+        reason = chunk.choices[0].finish_reason
+    return reason
+
+
+@pytest.mark.parametrize("gateway", [FAST, STORELESS], indirect=True)
+async def test_both_serve_and_share_one_limit(gateway: Gateway) -> None:
+    peak = 0
+    done = anyio.Event()
+
+    async def watch() -> None:
+        nonlocal peak
+        async with httpx.AsyncClient(trust_env=False) as http:
+            while not done.is_set():
+                text = (await http.get(f"{gateway.backend}/metrics")).text
+                counts = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", text, re.M)
+                peak = max(peak, int(sum(map(float, counts))))
+
+    async def call(client: openai.AsyncOpenAI) -> None:
+        await client.chat.completions.create(
+            model="gemma-4", messages=CHAT, max_tokens=1_500, extra_body={"ignore_eos": True}
+        )
+
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(gateway.client_of(number % WORKERS)) for number in range(8)
+        ]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            async with anyio.create_task_group() as calls:
+                for client in clients:
+                    calls.start_soon(call, client)
+            done.set()
+
+    assert peak == KNEE
+    for number in range(WORKERS):
+        # Those that wait do so with their own worker, until a place comes free through either.
+        records = (await gateway.requests(number)).values()
+        assert any(one["admitted_at"] - one["estimated_at"] > 0.2 for one in records)
+        assert re.search(rf'"worker": {number}, "event": "request"', gateway.process.output)
+    assert gateway.process.output.count(" serves http") == 1
+
+
+@pytest.mark.parametrize("gateway", [REAL], indirect=True)
+async def test_a_worker_that_is_killed_is_replaced_and_gives_back_what_it_held(gateway: Gateway) -> None:
+    waited: list[Any] = []
+
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        waited.append(await client.chat.completions.create(model="gemma-4", messages=CHAT, max_tokens=1))
+
+    async with gateway.client_of(0) as survivor, AsyncExitStack() as stack:
+        killed = gateway.pid(1)
+        held = [
+            await stream(await stack.enter_async_context(gateway.client_of(1)), 10_000) for _ in range(KNEE)
+        ]
+        gateway.config.write_text("not read again while the gateway runs")
+        with anyio.fail_after(LEASE_S + 10):
+            async with anyio.create_task_group() as tasks:
+                os.kill(killed, signal.SIGKILL)
+                tasks.start_soon(ask, survivor)
+                await gateway.process.wait_for(r"worker 1 ended \(killed by SIGKILL\)")
+        assert waited[0].choices[0].finish_reason == "length"
+        for chunks in held:
+            with pytest.raises((openai.APIError, httpx.HTTPError)):
+                await finish(chunks)
+
+    await gateway.process.wait_for(r"(?s)worker 1 ended.*worker 1 \(pid \d+\) accepts")
+    assert gateway.pid(1) != killed
+    new = re.findall(
+        r"worker 1 \(pid \d+\) accepts connections, operators: (http:[^\s\"]+)", gateway.process.output
+    )
+    gateway.admin = (gateway.admin[0], new[-1])
+    await gateway.knows_its_backend(1)
+    async with gateway.client_of(1):
+        pass
+    assert await gateway.process.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("gateway", [FAST], indirect=True)
+async def test_a_connection_that_waits_to_be_accepted_outlives_every_worker(gateway: Gateway) -> None:
+    pids = [gateway.pid(number) for number in range(WORKERS)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    async with await anyio.connect_tcp("127.0.0.1", int(gateway.url.rpartition(":")[2])) as connection:
+        await connection.send(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        with anyio.fail_after(30):
+            assert (await connection.receive()).startswith(b"HTTP/1.1 200")
+
+
+def to_the_parent(pid: int) -> None:
+    os.kill(pid, signal.SIGTERM)
+
+
+def to_the_group(pid: int) -> None:
+    """As the terminal does upon Ctrl-C."""
+    os.killpg(pid, signal.SIGINT)
+
+
+def to_everyone(pid: int) -> None:
+    """As `pkill gemma-gateway` does, or a service manager that stops all processes of a service."""
+    workers = [one for one in descendants(pid) if b"gateway.worker" in command(one)]
+    assert len(workers) == WORKERS
+    for one in (pid, *workers):
+        os.kill(one, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("gateway", [REAL], indirect=True)
+@pytest.mark.parametrize("stop", [to_the_parent, to_the_group, to_everyone])
+async def test_a_signal_drains_every_worker(gateway: Gateway, stop: Callable[[int], None]) -> None:
+    pid = gateway.process.process.pid
+    everything = descendants(pid)
+    async with gateway.client_of(0) as one, gateway.client_of(1) as other:
+        streams = [await stream(client, 100) for client in (one, other)]
+        stop(pid)
+        for number in range(WORKERS):
+            await gateway.process.wait_for(rf'"worker": {number}, "message": "draining: 1 requests')
+        async with httpx.AsyncClient(trust_env=False) as http:
+            assert (await http.get(f"{gateway.url}/readyz")).status_code == 503
+        assert [await finish(chunks) for chunks in streams] == ["length", "length"]
+
+    assert await gateway.process.end() == 0
+    await wait_gone(*everything)
+
+
+@pytest.mark.parametrize("gateway", [REAL], indirect=True)
+async def test_a_second_signal_ends_every_worker_at_once(gateway: Gateway) -> None:
+    async with gateway.client_of(0) as one, gateway.client_of(1) as other:
+        streams = [await stream(client, 10_000) for client in (one, other)]
+        gateway.process.process.send_signal(signal.SIGTERM)
+        await gateway.process.wait_for("draining: 1")
+        assert await gateway.process.end(signal.SIGTERM, within_s=15) == 0
+        for chunks in streams:
+            with pytest.raises((openai.APIError, httpx.HTTPError)):
+                await finish(chunks)
+
+
+@pytest.mark.parametrize("gateway", [REAL], indirect=True)
+async def test_workers_drain_when_their_parent_is_killed_and_nothing_is_left(gateway: Gateway) -> None:
+    everything = descendants(gateway.process.process.pid)
+    assert len(everything) == WORKERS + 2  # the store, and what watches it
+    async with gateway.client_of(0) as client:
+        chunks = await stream(client, 100)
+        gateway.process.process.kill()
+        await gateway.process.process.wait()
+        assert await finish(chunks) == "length"
+
+    await wait_gone(*everything)
+
+
+@pytest.mark.parametrize("gateway", [FAST], indirect=True)
+async def test_the_embedded_store_comes_back(gateway: Gateway) -> None:
+    os.kill(gateway.valkey(), signal.SIGKILL)
+
+    await gateway.process.wait_for("the embedded store ended .status 137.")
+    await gateway.process.wait_for("the embedded store runs again")
+    for number in range(WORKERS):
+        await gateway.process.wait_for(f'"worker": {number}, "message": "the store answers again')
+        async with gateway.client_of(number) as client:
+            await client.chat.completions.create(model="gemma-4", messages=CHAT, max_tokens=1)
+    assert parent_of(parent_of(gateway.valkey())) == gateway.process.process.pid
+
+
+async def test_what_no_worker_can_use_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "empty.tiktoken").touch()
+    config = configured(tmp_path, "http://127.0.0.1:9", tokenizer={"vocab": "empty.tiktoken"})
+    async with running(*serve(config)) as process:
+        assert await process.end() == 2
+        await process.wait_for("<ended>")
+
+    assert len(re.findall("error: .*empty.tiktoken", process.output)) == 1
+    assert process.output.count("error: ") == 1
+    assert "serves http" not in process.output
+
+
+async def test_what_one_worker_cannot_use_ends_all(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as taken:  # where nobody else is likely to be, one port below
+        port = taken.getsockname()[1]
+        config = configured(tmp_path, "http://127.0.0.1:9", admin=f"127.0.0.2:{port - 1}")
+        async with running(*serve(config)) as process:
+            assert await process.end() == 2
+            await process.wait_for("<ended>")
+
+    assert process.output.count(f"error: cannot listen on 127.0.0.2:{port}") == 1
+    assert process.output.count("error: ") == 1

@@ -1,0 +1,298 @@
+"""Gateways that tell each other their facts, in any order, twice, or not at all; without a store between."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from support.world import POLICY, StillClock
+
+from gateway.core.facts import Attempts, Facts, Learned
+from gateway.core.health import HealthRules, Outcome, ProbeOk, State, Verdict
+from gateway.core.values import CountMode, Demand, Prompt, TemplateCosts, Turn
+from gateway.core.waiting import Ticket, WaitingLine
+from gateway.pipeline import BackendWatch, Peers
+from gateway.store.facts import decode, encode
+from gateway.store.memory import MemoryLedger
+from gateway.tokenizer import PromptEstimator
+from gateway.upstream.probes import Prober
+
+MODEL = POLICY.models[0]
+CHAT = MODEL.classes[1]
+PROSE = Prompt(turns=(Turn("user", ("The river was wide, and nobody had crossed it. " * 60,)),))
+
+
+class Gateway:
+    """What one gateway process knows, joined as app.py does."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.clock = StillClock()
+        self.fleet = Prober(POLICY.backends, HealthRules(), self.clock, secrets={}, tls={})
+        self.estimator = PromptEstimator(None)
+        self.line = WaitingLine()
+        self.looks = 0
+        self.watch = BackendWatch(lambda: POLICY, MemoryLedger(), self.clock)
+        self.peers = Peers(
+            fleet=self.fleet,
+            estimator=self.estimator,
+            line=self.line,
+            watch=self.watch,
+            policy=lambda: POLICY,
+            keys=("a", "b"),
+            clock=self.clock,
+            on_waiting=self._look,
+        )
+        for backend in POLICY.backends:
+            self.fleet._observe(backend, ProbeOk(models=("served",)))
+
+    def _look(self) -> None:
+        self.looks += 1
+
+    def hear(self, *others: "Gateway", **facts: Facts) -> None:
+        said = {other.name: through_the_store(other.peers.facts()) for other in others}
+        self.peers.hear({**said, **facts})
+
+    def fail(self, backend: str, times: int = 1) -> None:
+        for _ in range(times):
+            self.fleet.report(backend, Outcome.FAILED, "status 500")
+
+    def state(self, backend: str) -> State:
+        return self.fleet.statuses()[backend].state
+
+    def wait(self, name: str, key: str, seqs: int = 1) -> None:
+        demand = Demand(seqs=seqs, prompt_tokens=100, total_tokens=1_000)
+        self.line.enter(Ticket(name, MODEL.id, POLICY, CHAT, demand, key, arrived_at=10.0), 10.0)
+
+    def ratio(self) -> float:
+        before = PromptEstimator(None).estimate_now(PROSE, TemplateCosts(), 100_000)
+        return self.estimator.estimate_now(PROSE, TemplateCosts(), 100_000).tokens / before.tokens
+
+    def learn(self, ratio: float, answers: int = 200) -> None:
+        estimate = PromptEstimator(None).estimate_now(PROSE, TemplateCosts(), 100_000)
+        assert estimate.mode is CountMode.APPROXIMATE
+        for _ in range(answers):
+            self.estimator.observe(PROSE, estimate, round(estimate.tokens * ratio))
+
+
+def through_the_store(facts: Facts) -> Facts:
+    decoded = decode(encode(facts))
+    assert decoded is not None
+    return decoded
+
+
+def order(gateway: Gateway) -> list[str]:
+    """Return in which order what waits would be started."""
+    return [entry.ticket.id for entry in gateway.line._lanes[MODEL.id, CHAT.name].walk()]
+
+
+@pytest.fixture
+def here() -> Gateway:
+    return Gateway("here")
+
+
+@pytest.fixture
+def there() -> Gateway:
+    return Gateway("there")
+
+
+# ------------------------------------------------------------------ health
+
+
+def test_a_backend_that_failed_requests_there_is_out_here(here: Gateway, there: Gateway) -> None:
+    here.hear(there)
+    there.fail("push", 3)
+
+    here.hear(there)
+
+    status = here.fleet.statuses()["push"]
+    assert status.state is State.EJECTED
+    assert status.reason.startswith("seen by there: 3 requests failed, the last with failed: status 500")
+    assert here.peers.facts().verdicts == {}
+    assert here.state("light-0") is State.UP
+
+
+def test_a_verdict_that_is_heard_again_and_again_counts_once(here: Gateway, there: Gateway) -> None:
+    there.fail("push", 3)
+    here.hear(there)
+    here.clock.time += 5.0
+    here.fleet._observe("push", ProbeOk())
+    assert here.state("push") is State.PROBATION
+
+    for _ in range(3):
+        here.hear(there)  # its clock is late
+    here.peers.hear({})  # it is gone for a while, or the store is
+    here.hear(there)
+
+    assert here.state("push") is State.PROBATION
+
+
+def test_failures_here_and_there_add_up(here: Gateway, there: Gateway) -> None:
+    here.hear(there)
+    here.fail("push", 2)
+    there.fail("push", 1)
+
+    here.hear(there)
+
+    assert here.state("push") is State.EJECTED
+    there.hear(here)
+    assert there.state("push") is State.EJECTED
+
+
+def test_successes_there_forgive_failures_here(here: Gateway, there: Gateway) -> None:
+    here.hear(there)
+    here.fail("push", 2)
+    there.fleet.report("push", Outcome.OK, "")
+    there.fleet.report("push", Outcome.OK, "")
+    here.hear(there)
+    here.hear(there)
+
+    here.fail("push", 2)
+
+    assert here.state("push") is State.UP
+
+
+def test_what_failed_there_before_it_was_heard_of_is_over(here: Gateway, there: Gateway) -> None:
+    there.fail("push", 2)
+    here.hear(there)
+    here.fail("push", 1)
+
+    assert here.state("push") is State.UP
+
+
+# ------------------------------------------------------------------ counting
+
+
+def test_what_was_learned_there_is_used_here(here: Gateway, there: Gateway) -> None:
+    there.learn(1.12)
+
+    here.hear(there)
+
+    assert here.ratio() == pytest.approx(there.ratio())
+    assert here.peers.facts().learned == Learned()
+    here.peers.hear({})
+    assert here.ratio() == 1.0
+
+
+def test_gateways_that_hear_each_other_agree_and_count_no_answer_twice(here: Gateway, there: Gateway) -> None:
+    here.learn(1.2, 100)
+    there.learn(1.0, 50)
+    own = here.peers.facts().learned
+    for _ in range(20):
+        here.hear(there)
+        there.hear(here)
+
+    assert here.ratio() == there.ratio() == pytest.approx(math.exp(math.log(1.2) * 100 / 170), abs=0.01)
+    assert here.peers.facts().learned == own
+
+
+# ------------------------------------------------------------------ fairness
+
+
+def test_a_key_that_floods_another_gateway_is_behind_here(here: Gateway, there: Gateway) -> None:
+    here.hear(there)
+    here.wait("early", "a")
+    here.wait("late", "b")
+    assert order(here) == ["early", "late"]
+    there.line._tokens_started.add((MODEL.id, CHAT.name, "a"), 50_000, 10.0)
+
+    here.hear(there)
+
+    assert order(here) == ["late", "early"]
+
+
+def charged(gateway: Gateway) -> dict[str | None, float]:
+    lane = gateway.line._lanes.get((MODEL.id, CHAT.name))
+    return {} if lane is None else dict(lane._finish)
+
+
+def saying(tokens: int, key: str | None = "a", model: str = MODEL.id, name: str = CHAT.name) -> Facts:
+    return Facts(started={(model, name, key): tokens})
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([{"x": saying(900)}], {}),
+        ([{"x": Facts()}, {"x": saying(900)}], {"a": 900}),
+        ([{"x": saying(100)}, {"x": saying(900)}, {"x": saying(900)}], {"a": 800}),
+        ([{"x": saying(900)}, {"y": saying(900)}], {}),
+        ([{"x": Facts()}, {}, {"x": saying(900)}], {}),
+        ([{"x": Facts()}, {"x": saying(900, key="not a key of ours")}], {}),
+        ([{"x": Facts()}, {"x": saying(900, key=None)}], {}),
+        ([{"x": Facts()}, {"x": saying(900, model="not a model of ours")}], {}),
+        ([{"x": Facts()}, {"x": saying(900, name="not a class of ours")}], {}),
+    ],
+    ids=[
+        "what-was-before",
+        "since-then",
+        "repeated",
+        "restarted-under-another-name",
+        "gone-and-back",
+        "another-key",
+        "no-key",
+        "another-model",
+        "another-class",
+    ],
+)
+def test_what_others_start_is_charged_once(
+    here: Gateway, said: list[Mapping[str, Facts]], expected: dict[str, float]
+) -> None:
+    for facts in said:
+        here.peers.hear(facts)
+
+    assert charged(here) == expected
+    assert set(here.line.waiting()) <= {(MODEL.id, CHAT.name)}
+    assert here.peers.facts().started == {}
+
+
+# ------------------------------------------------------------------ spill
+
+
+def test_long_prompts_that_wait_elsewhere_are_added_up_and_forgotten(here: Gateway) -> None:
+    here.hear(x=Facts(long_waiting={"push": 1}), y=Facts(long_waiting={"push": 2}))
+    assert (here.line.long_waiting(), here.looks) == ({"push": 3}, 1)
+    here.hear(x=Facts(long_waiting={"push": 1}), y=Facts(long_waiting={"push": 2}))
+    assert here.looks == 1
+    assert here.peers.facts().long_waiting == {}
+
+    here.hear(x=Facts(long_waiting={"push": 1}))
+
+    assert (here.line.long_waiting(), here.looks) == ({"push": 1}, 2)
+
+
+# ------------------------------------------------------------------ for operators
+
+
+def test_an_operator_sees_what_the_others_tell(here: Gateway, there: Gateway) -> None:
+    there.fail("push", 3)
+    there.learn(1.12, 20)
+    facts = replace(
+        there.peers.facts(),
+        long_waiting={"push": 1},
+        started={(MODEL.id, CHAT.name, "a"): 700},
+        knee_shares={"push": 900_000},
+    )
+    here.hear(there=facts)
+
+    seen = here.peers.view()["there"]
+
+    assert seen["verdicts"]["push"].startswith("3 requests failed")
+    assert {name: seen[name] for name in seen if name != "verdicts"} == {
+        "requests_judged": 3,
+        "answers_learned_from": 20,
+        "margin_tokens": 0,
+        "tokens_started": 700,
+        "long_waiting": {"push": 1},
+        "knee_shares": {"push": 0.9},
+    }
+
+
+def test_what_is_said_of_a_backend_that_is_not_configured_here_is_ignored(here: Gateway) -> None:
+    elsewhere = Facts(
+        verdicts={"theirs": Verdict(1, State.EJECTED, "x", 5.0)}, attempts={"theirs": Attempts(1, 1)}
+    )
+    here.hear(x=Facts())
+    here.hear(x=elsewhere)
+
+    assert set(here.fleet.statuses()) == set(POLICY.backends)

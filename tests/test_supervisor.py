@@ -1,0 +1,82 @@
+"""What keeps workers alive: when one is started again, and that nothing about one brings down the rest."""
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from gateway.downstream.listener import bind
+from gateway.supervisor import GOOD_SPELL_S, PAUSE_MAX_S, PAUSE_S, Crew, Order, next_pause_s
+
+
+@pytest.mark.parametrize(
+    ("before_s", "lived_s", "expected_s"),
+    [
+        pytest.param(0.0, 1.0, PAUSE_S, id="the-first-early-end"),
+        pytest.param(PAUSE_S, 1.0, 2 * PAUSE_S, id="it-grows"),
+        pytest.param(20.0, 1.0, PAUSE_MAX_S, id="it-is-bounded"),
+        pytest.param(PAUSE_MAX_S, 1.0, PAUSE_MAX_S, id="it-stays-bounded"),
+        pytest.param(PAUSE_MAX_S, GOOD_SPELL_S, 0.0, id="a-good-spell-ends-it"),
+        pytest.param(0.0, GOOD_SPELL_S - 0.1, PAUSE_S, id="not-quite-a-good-spell"),
+    ],
+)
+def test_pauses(before_s: float, lived_s: float, expected_s: float) -> None:
+    assert next_pause_s(before_s, lived_s) == expected_s
+
+
+class Ends(logging.Handler):
+    """Collects what is said of workers that ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        self.twice = anyio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note a line."""
+        self.said.append(record.getMessage())
+        if len(self.said) == 2:
+            self.twice.set()
+
+
+def script(folder: Path, *lines: str) -> str:
+    """Write an interpreter whose every program is these lines."""
+    path = folder / "python"
+    path.write_text("\n".join(["#!/bin/sh", *lines]))
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        pytest.param(["exit 7"], "status 7", id="it-exits"),
+        pytest.param(["kill -40 $$"], "killed by signal 40", id="a-signal-without-a-name"),
+        pytest.param(None, "status 1: it cannot be started: .*No such file", id="it-cannot-be-started"),
+        pytest.param(["exec 0<&- 1>&-", "exit 7"], "status 7", id="it-hears-and-says-nothing"),
+    ],
+)
+async def test_a_worker_that_ends_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str] | None, says: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python" if lines is None else script(tmp_path, *lines))
+    ends = Ends()
+    log = logging.getLogger("gateway.supervisor")
+    log.addHandler(ends)
+    try:
+        with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
+            order = Order(0, 1, "gateway.yaml", "", "info", listen.fileno(), None)
+            crew = Crew(600.0, lambda urls: pytest.fail("nothing accepts connections"))
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(crew.run, order)
+                await ends.twice.wait()
+                await crew.stop()
+    finally:
+        log.removeHandler(ends)
+
+    first, second = ends.said
+    assert re.fullmatch(rf"worker 0 ended \({says}.*\): started again in 0\.5 s", first)
+    assert re.fullmatch(rf"worker 0 ended \({says}.*\): started again in 1 s", second)
