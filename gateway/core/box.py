@@ -304,6 +304,16 @@ def unowned(found: frozenset[str], now: float) -> Box | None:
     return Box(State.RESIDENT, now, reason, name, resident_since=now, batch_at=now, busy_at=now)
 
 
+def left_alone(box: Box, now: float) -> Box:
+    """Return the box for a process that has not heard of its owner for long, because the store is away.
+
+    Nobody goes on with a swap then, so a model that is still in serves; a swap beyond that stands still.
+    """
+    if box.state is not State.DRAINING or box.backend in box.quarantine:
+        return box
+    return _enter(replace(box, target="", cause=Cause.NOTHING), State.RESIDENT, now, "the store is away")
+
+
 # ------------------------------------------------------------------ transitions
 
 

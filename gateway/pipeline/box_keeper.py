@@ -30,6 +30,7 @@ from gateway.core.box import (
     advance,
     back_at,
     is_out,
+    left_alone,
     outlook,
     standing,
     unowned,
@@ -46,6 +47,9 @@ LOOK_S = 1.0
 LEAVE_S = 1.0
 READY_S = 30.0
 """How long a model that has answered its canary may still be unknown to those who watch its health."""
+
+ALONE_S = 15.0
+"""Silence of the store after which no process goes on with a swap: an ownership has ended by then."""
 
 SETTLE_S = 4.0
 """What processes that share a store need to learn that a box drains, and to be seen to have learned it:
@@ -87,6 +91,7 @@ class _Kept:
     box: Box
     fence: int = 0
     has_heard: bool = False  # from the board
+    heard_at: float = 0.0  # monotonic seconds of the last time
     reports: list[Event] = field(default_factory=list)
     others: Mapping[str, Wants] = field(default_factory=dict)
     standings: Mapping[str, Standing | None] = field(default_factory=dict)
@@ -214,8 +219,10 @@ class BoxKeeper:
             if kept.box.state is State.UNKNOWN and not kept.has_heard:
                 found = [name for name in self._ready(kept) if await self._switch.is_in(name)]
                 kept.box = unowned(frozenset(found), now) or kept.box
+            elif now - kept.heard_at > ALONE_S:
+                kept.fence, kept.box = 0, left_alone(kept.box, now)
             return ()
-        kept.has_heard = True
+        kept.has_heard, kept.heard_at = True, now
         kept.others = _summed(read_note(text, now) for text in reply.others)
         gained = reply.fence and reply.fence != kept.fence
         if (gained or not reply.fence) and reply.state:

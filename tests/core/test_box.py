@@ -24,6 +24,7 @@ from gateway.core.box import (
     advance,
     back_at,
     is_out,
+    left_alone,
     outlook,
     standing,
     unowned,
@@ -364,6 +365,19 @@ def test_without_an_owner_the_one_model_that_is_in_is_used() -> None:
     assert standing(box, "qwen") is None
     assert unowned(frozenset(), 1000.0) is None
     assert unowned(frozenset({"qwen", "gemma"}), 1000.0) is None
+
+
+def test_a_model_that_is_still_in_serves_while_nobody_hears_of_the_owner() -> None:
+    draining = Box(
+        State.DRAINING, 900.0, backend="gemma", target="qwen", cause=Cause.JOBS, resident_since=5.0
+    )
+    box = left_alone(draining, 1000.0)
+    assert (standing(box, "gemma"), box.resident_since, box.target) == (None, 5.0, "")
+    for state in (State.STOPPING, State.BOOTING, State.CHECKING, State.FAILED):
+        other = replace(draining, state=state)
+        assert left_alone(other, 1000.0) is other
+    wrong = replace(draining, quarantine={"gemma": Quarantine("its canary")})
+    assert left_alone(wrong, 1000.0) is wrong
 
 
 def test_restarts_that_another_process_counted_are_not_compared_with_ones_own() -> None:
