@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.abc
 import httpx
 import pytest
 import yaml
@@ -302,3 +303,67 @@ async def test_of_two_gateways_one_switches_and_both_serve(tmp_path: Path) -> No
             assert (await site.ask("gemma")).status_code == 200
         assert sites[0].is_unharmed()
         assert len(machine.swaps) == 2
+
+
+async def test_another_gateway_ends_the_swap_that_one_has_begun(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(own_server("valkey-9", tmp_path))
+        machine = await stack.enter_async_context(
+            simulated_box(BoxOptions(spark_pair(speed=SPEED / 3), resident="gemma"))
+        )
+
+        stop = anyio.Event()
+
+        async def run_first(task_status: anyio.abc.TaskStatus[Boxed]) -> None:
+            async with gateway_at(machine, tmp_path / "one", by_request(machine), store=store.url) as one:
+                await one.resident("gemma")
+                task_status.started(one)
+                await stop.wait()
+
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        one = await tasks.start(run_first)
+        two = await stack.enter_async_context(
+            gateway_at(machine, tmp_path / "two", by_request(machine), store=store.url)
+        )
+        await two.resident("gemma")
+        answers: list[httpx.Response] = []
+
+        async def ask() -> None:
+            answers.append(await two.ask("qwen"))
+
+        async with anyio.create_task_group() as asking:
+            asking.start_soon(ask)
+            await one.until(lambda: one.box().state is State.BOOTING)
+            stop.set()
+        assert [answer.status_code for answer in answers] == [200]
+        assert two.gateway.boxes.sights()["spark"].is_owner
+        assert two.is_unharmed()
+        assert len(machine.swaps) == 1
+
+
+async def test_a_box_serves_on_without_its_store_and_swaps_when_it_is_back(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(own_server("valkey-9", tmp_path))
+        machine = await stack.enter_async_context(
+            simulated_box(BoxOptions(spark_pair(speed=SPEED), resident="gemma"))
+        )
+        site = await stack.enter_async_context(
+            gateway_at(machine, tmp_path / "one", by_request(machine), store=store.url)
+        )
+        await site.resident("gemma")
+        store.kill()
+        assert (await site.ask("gemma")).status_code == 200
+        async with anyio.create_task_group() as tasks:
+            answers: list[httpx.Response] = []
+
+            async def ask() -> None:
+                answers.append(await site.ask("qwen"))
+
+            tasks.start_soon(ask)
+            await site.until(
+                lambda: site.gateway.boxes.sights()["spark"].plan.is_due(site.gateway.clock.now())
+            )
+            assert (await site.ask("gemma")).status_code == 200
+            store.start()
+        assert [answer.status_code for answer in answers] == [200]
+        assert site.is_unharmed()
