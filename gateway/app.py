@@ -213,8 +213,8 @@ class Gateway:
         if self._store is not None and self._store.mode is Mode.ALONE:
             self.counts.forget(backend_id)  # what the other gateways have there is not known
             return
-        capacity = self.policy.backends[backend_id].capacity
-        before, after = self.counts.observe(backend_id, engine, self.ledger.load(backend_id), capacity)
+        backend = self.policy.backends[backend_id]
+        before, after = self.counts.observe(engine, self.ledger.load(backend_id), backend)
         if after.cause is not before.cause:
             logs.count_drifted(after)
         if after.kv_blocks < before.kv_blocks:
@@ -272,6 +272,7 @@ class Gateway:
                 "profile": backend.profile,
                 "pools": pools[name],
                 "drain": backend.drain,
+                "quirks": backend.quirks,
                 "in_flight": load.seqs,
                 "knee_seqs": admission.knee_seqs(backend.capacity, 0),
                 "knee_used": round(load.share / admission.WHOLE, 4),
@@ -308,6 +309,7 @@ class Gateway:
             tasks.start_soon(self.pipeline.room.run)
             tasks.start_soon(self.pipeline.watch.run)
             tasks.start_soon(self.boxes.run)
+            tasks.start_soon(self.pipeline.first_tokens.run)
             if self._store is not None:
                 tasks.start_soon(self._store.run)
             for listener in self._listeners:

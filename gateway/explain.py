@@ -96,6 +96,9 @@ async def explain(
     return Explanation(tuple(verdicts), decision, tuple(incoming.dropped))
 
 
+_SCORES = {"spare knee": "spare_knee", "speed": "speed", "affinity": "prefix_affinity"}
+
+
 def show(explanation: Explanation, console: Console | None = None) -> None:
     """Print an explanation for a person."""
     console = console or Console(highlight=False)
@@ -110,15 +113,18 @@ def show(explanation: Explanation, console: Console | None = None) -> None:
     for verdict in explanation.classes:
         mark = "[green]✓[/]" if verdict.matched else "[dim]·[/]"
         console.print(f"{mark} class {verdict.name}: {verdict.why}")
+    shown = dict(_SCORES)
+    if any(candidate.scores.get("slow_context") for candidate in decision.candidates):
+        shown["slow context"] = "slow_context"
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("", "backend", "pool", "score", "spare knee", "speed", "affinity", "why not"):
+    for column in ("", "backend", "pool", "score", *shown, "why not"):
         table.add_column(column)
     for position, candidate in enumerate(decision.candidates, 1):
         if candidate.excluded is not None:
-            cells = ("-", "", "", "", f"{candidate.excluded.value}: {candidate.detail}")
+            cells = ("-", *("" for _ in shown), f"{candidate.excluded.value}: {candidate.detail}")
             table.add_row("", candidate.backend, candidate.pool, *cells, style="dim")
             continue
-        scores = [f"{candidate.scores[name]:.2f}" for name in ("spare_knee", "speed", "prefix_affinity")]
+        scores = [f"{candidate.scores[name]:.2f}" for name in shown.values()]
         style = "green" if position == 1 else None
         table.add_row(
             str(position), candidate.backend, candidate.pool, f"{candidate.score:.2f}", *scores, style=style

@@ -6,7 +6,7 @@ A port's method is documented here, once. Errors named are those of core/errors.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from gateway.core.errors import GatewayError
 from gateway.core.facts import Learned
@@ -24,7 +24,9 @@ from gateway.core.jobs import (
 )
 from gateway.core.usage import AttemptRecord, RequestRecord
 from gateway.core.values import (
+    NO_CHANGES,
     Backend,
+    Changes,
     Endpoint,
     Estimate,
     Exclusion,
@@ -81,8 +83,11 @@ class Incoming(Protocol):
     def usage_injected(self) -> bool:
         """Whether `body_for` asks for a usage event that the caller did not ask for."""
 
-    def body_for(self, served_model: str) -> bytes:
-        """Return the body for a backend: every member as sent, except those the gateway owns."""
+    def member(self, name: str) -> Any:
+        """Return a member of the body, decoded; None where there is none, or where it cannot be read."""
+
+    def body_for(self, served_model: str, changes: Changes = NO_CHANGES) -> bytes:
+        """Return the body for a backend: as sent, but for the members the gateway owns and `changes`."""
 
 
 class Clock(Protocol):

@@ -96,6 +96,16 @@ def test_explain_for_people() -> None:
     assert "goes to light-0 (pool light)" in result.output
 
 
+def test_explain_shows_what_a_slow_length_costs() -> None:
+    prompt = "The river runs past the old mill. " * 295  # 1,793 to 2,048 tokens
+    body = {**CHAT, "messages": [{"role": "user", "content": prompt}], "reasoning_effort": "low"}
+
+    result = run("explain", "--config", DEMO, "-", stdin=json.dumps(body))
+
+    assert "slow context" in result.stdout
+    assert "slow context" not in run("explain", "--config", DEMO, "-", stdin=json.dumps(CHAT)).stdout
+
+
 def test_explain_for_programs() -> None:
     body = {**CHAT, "messages": [{"role": "user", "content": "river " * 20_000}], "priority": 3}
 

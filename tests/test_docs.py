@@ -5,8 +5,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from gateway import profiles
 from gateway.core import errors
 from gateway.core.errors import GatewayError
+from gateway.core.quirks import WORKAROUNDS
 from gateway.core.waiting import Reason
 from gateway.downstream import guard, routes
 from gateway.telemetry.metrics import Metrics
@@ -83,6 +85,12 @@ def test_every_metric_is_documented_with_its_labels_and_no_other() -> None:
         labels = getattr(collector, "_labelnames", None)
         if labels is not None and name in documented:
             assert documented[name][2] == ", ".join(labels), name
+
+
+def test_every_workaround_is_documented_with_its_issue_and_no_other() -> None:
+    documented = {row[0].strip("`"): row[1:3] for row in table("quirks.md")}
+    assert documented == {name: [one.issue, one.versions] for name, one in WORKAROUNDS.items()}
+    assert set(WORKAROUNDS) <= set(profiles.QUIRKS)
 
 
 def test_every_relative_link_leads_somewhere() -> None:

@@ -63,6 +63,10 @@ class BackendError:
         return message
 
 
+class UnfitAnswer(BackendError):
+    """An answer that is whole, and not what was asked for. The backend is well; another try may do better."""
+
+
 def read_error(body: bytes) -> BackendError:
     """Return the error a body describes; one that describes none says only that it does not.
 

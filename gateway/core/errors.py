@@ -22,6 +22,7 @@
         UpstreamTimeout         504 server_error / upstream_timeout
         UpstreamFailed          502 server_error / upstream_failed
           UpstreamLost            the same: the connection broke before any answer
+        AnswerUnfit             502 server_error / tool_arguments_invalid, ...  whole, but not as asked for
         UpstreamBusy            503 server_error / upstream_busy          it refused for load, or is draining
         StreamBroken            after the first byte: written as an SSE `error` event, never raised to HTTP
     ConfigError             at start and at reload only; exit status 2
@@ -211,6 +212,10 @@ class UpstreamFailed(UpstreamError):
 
 class UpstreamLost(UpstreamFailed):
     """The connection broke after the request was sent, before any answer: its reader may have died of it."""
+
+
+class AnswerUnfit(UpstreamError):
+    """The backend answered, but not with what was asked for. The code says what is wrong."""
 
 
 class UpstreamBusy(UpstreamError):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from gateway.core import admission, versions
 from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
+from gateway.core.quirks.context_buckets import stalls
 from gateway.core.values import (
     Backend,
     Candidate,
@@ -235,10 +236,18 @@ def _prefix_affinity(case: Case, _: Sequence[BackendView]) -> float:
     return case.view.prefix_share
 
 
+def _slow_context(case: Case, _: Sequence[BackendView]) -> float:
+    """Return the cost of a prompt of a length at which a busy engine stalls: the share of its knee in use."""
+    if not stalls(case.view.backend.quirks, case.demand.prompt_tokens):
+        return 0.0
+    return -min(1.0, (case.view.load.share + case.claim.share) / admission.WHOLE)
+
+
 SCORES: Mapping[str, Score] = {
     "spare_knee": _spare_knee,
     "speed": _speed,
     "prefix_affinity": _prefix_affinity,
+    "slow_context": _slow_context,
 }
 
 

@@ -69,6 +69,11 @@ class StreamReader:
         self._tail_bytes = 0
 
     @property
+    def may_begin(self) -> bool:
+        """Whether the answer may begin: from then on no other backend can be asked."""
+        return self.has_content
+
+    @property
     def is_done(self) -> bool:
         """Whether `[DONE]` has been let go: nothing more is owed to the caller."""
         return self._done
@@ -154,17 +159,23 @@ class StreamReader:
             self.fault = error_of(decoded)
             if self.fault is None:
                 self._learn(decoded)
+            if self.fault is None:
+                shown = self._mended(shown, decoded)
             if self.fault is not None:
                 return
             if not (self._hide_usage and decoded.get("choices") == [] and decoded.get("usage")):
                 yield shown
 
-    def _decoded(self, payload: bytes) -> Mapping[str, Any] | None:
+    def _mended(self, event: bytes, decoded: dict[str, Any]) -> bytes:
+        """Return what to show of an event that was looked into: here, all of it."""
+        return event
+
+    def _decoded(self, payload: bytes) -> dict[str, Any] | None:
         try:
             decoded = self._decode(payload)
         except (ValueError, RecursionError):
             return None
-        return decoded if isinstance(decoded, Mapping) else None
+        return decoded if isinstance(decoded, dict) else None
 
     def _learn(self, decoded: Mapping[str, Any]) -> None:
         self.usage = usage_of(decoded.get("usage")) or self.usage

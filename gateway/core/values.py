@@ -8,6 +8,7 @@ would take there (`Demand`, `Load`), and what was decided and why (`Decision`).
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
@@ -67,6 +68,12 @@ class Prompt:
 
 Prefixes = tuple[tuple[int, float], ...]
 
+Changes = Mapping[tuple[str, ...], object]
+"""Members of a request body that become something else for a backend, by path: `("stream",)` is a member,
+`("stream_options", "include_usage")` a member of an object that keeps its others."""
+
+NO_CHANGES: Changes = MappingProxyType({})
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -79,6 +86,7 @@ class Request:
         max_tokens: `max_completion_tokens`, else `max_tokens`, else None.
         seqs: Sequences it will occupy on a backend: `n` times the number of prompts.
         choices: Choices a complete answer has.
+        prompts: Different prompts in it: 1, but for lists of them (/v1/completions).
         reasoning: `reasoning_effort` above none, or `enable_thinking`.
         images, audios, tools: Counts.
         include_usage: Whether the caller asked for the usage event of a stream.
@@ -96,6 +104,7 @@ class Request:
     max_tokens: int | None = None
     seqs: int = 1
     choices: int = 1
+    prompts: int = 1
     reasoning: bool = False
     images: int = 0
     audios: int = 0
@@ -187,6 +196,7 @@ class Backend:
         perf: Its latency model, to predict prompt work with; None where no profile gives one.
         batched_tokens: Prompt tokens of one engine step (`max_num_batched_tokens`).
         versions: Engine versions it may have; () for any.
+        quirks: What its engine is known to do wrong, by name (docs/profiles.md lists them).
     """
 
     id: str
@@ -201,6 +211,7 @@ class Backend:
     perf: PerfModel | None = None
     batched_tokens: int = 8192
     versions: tuple[VersionBound, ...] = ()
+    quirks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,12 +431,14 @@ class Weights:
 
     `spare_knee` leads; `speed` keeps a slow box behind a fast one that shares its pool;
     `prefix_affinity` is a tie-break, as the routing study found it to be worth
-    (docs/measurements.md#affinity).
+    (docs/measurements.md#affinity). `slow_context` is a cost, on engines alone that stall at one length of
+    prompt: docs/quirks.md.
     """
 
     spare_knee: float = 1.0
     speed: float = 1.0
     prefix_affinity: float = 0.2
+    slow_context: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,6 +446,15 @@ class RetryPolicy:
     """How often a failed attempt may be tried elsewhere before the caller hears of it."""
 
     attempts_max: int = 3
+
+
+class ReasoningField(StrEnum):
+    """The member of a message or delta in which callers find the thought."""
+
+    AS_SENT = "as_sent"  # wherever the backend put it
+    REASONING = "reasoning"
+    REASONING_CONTENT = "reasoning_content"
+    BOTH = "both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,6 +466,7 @@ class Policy:
     backends: Mapping[str, Backend]
     weights: Weights = Weights()
     retry: RetryPolicy = RetryPolicy()
+    reasoning_field: ReasoningField = ReasoningField.AS_SENT
     version: str = ""  # short hash of the file it came from
 
     def model(self, name: str) -> ModelPolicy | None:
@@ -473,6 +496,7 @@ class Demand:
 
     Attributes:
         seqs: Sequences it will run.
+        prompts: Different prompts among them; the sequences of one prompt share its reading.
         prompt_tokens: The estimate, for the knee curve.
         total_tokens: Prompt at its upper end plus output, per sequence: what must fit.
         images, audios: Counts, for the modality filter.
@@ -483,6 +507,7 @@ class Demand:
     total_tokens: int
     images: int = 0
     audios: int = 0
+    prompts: int = 1
 
     @classmethod
     def of(cls, request: Request, estimate: Estimate, output_tokens: int) -> "Demand":
@@ -493,6 +518,7 @@ class Demand:
             total_tokens=estimate.tokens_max + output_tokens,
             images=request.images,
             audios=request.audios,
+            prompts=request.prompts,
         )
 
 
@@ -611,7 +637,7 @@ class Candidate:
         pool: The pool it was considered in.
         excluded: Why it is out, or None.
         detail: The same in a few words with the figures.
-        scores: Each score in 0..1, before weights.
+        scores: Each score in 0..1, before weights; a cost in -1..0.
         score: Their weighted sum.
         load: What it held.
         knee_seqs: Its knee for this request's length.

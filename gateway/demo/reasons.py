@@ -99,6 +99,8 @@ def _choice(
     name = max(chosen["scores"], key=lambda score: chosen["scores"][score] - best["scores"].get(score, 0.0))
     if name == "speed":
         return f"{chosen['backend']} is faster than {best['backend']}", ""
+    if name == "slow_context":
+        return f"{best['backend']} is busy, and slow at this length", ""
     return f"{chosen['backend']} has {_free(chosen)} of its knee free, {best['backend']} {_free(best)}", ""
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from gateway.core.errors import InvalidRequest
-from gateway.core.values import Endpoint, Prefixes, Prompt, Request, Turn
+from gateway.core.values import NO_CHANGES, Changes, Endpoint, Prefixes, Prompt, Request, Turn
 from gateway.ports import Arrival, Headers
 
 MODEL_CHARS_MAX = 256
@@ -76,13 +76,33 @@ class WireRequest:
     size_bytes: int
     members: Mapping[str, msgspec.Raw]
 
-    def body_for(self, served_model: str) -> bytes:
+    def member(self, name: str) -> Any:
+        """See `ports.Incoming.member`."""
+        raw = self.members.get(name)
+        try:
+            return None if raw is None else msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None  # the backend will say so
+
+    def body_for(self, served_model: str, changes: Changes = NO_CHANGES) -> bytes:
         """See `ports.Incoming.body_for`."""
         parts = [b'{"model":', msgspec.json.encode(served_model)]
-        for name, raw in self.members.items():
+        for name, raw in (_changed(self.members, changes) if changes else self.members).items():
             parts += (b",", msgspec.json.encode(name), b":", bytes(raw))
         parts.append(b"}")
         return b"".join(parts)
+
+
+def _changed(members: Mapping[str, msgspec.Raw], changes: Changes) -> Mapping[str, msgspec.Raw]:
+    """Return the members with `changes` in them; what stands beside a change keeps its bytes."""
+    changed = dict(members)
+    for (name, *inner), value in changes.items():
+        raw = msgspec.Raw(msgspec.json.encode(value))
+        if inner:
+            held = msgspec.json.decode(changed.get(name, b"null"), type=dict[str, msgspec.Raw] | None) or {}
+            raw = msgspec.Raw(msgspec.json.encode({**held, inner[0]: raw}))
+        changed[name] = raw
+    return changed
 
 
 def read(
@@ -158,6 +178,7 @@ def read_members(
         max_tokens=max_tokens,
         seqs=choices,
         choices=choices,
+        prompts=prompts,
         reasoning=prompt.thinking,
         images=sum(turn.images for turn in prompt.turns),
         audios=sum(turn.audios for turn in prompt.turns),

@@ -6,14 +6,16 @@ moved as the attempt goes from waiting to streaming.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import anyio
 import msgspec
 
-from gateway.core import answers
-from gateway.core.answers import ABORTED, BackendError
+from gateway.core import answers, quirks
+from gateway.core.answers import ABORTED, BackendError, UnfitAnswer
 from gateway.core.errors import (
+    AnswerUnfit,
     GatewayError,
     OutOfResources,
     StreamBroken,
@@ -25,6 +27,7 @@ from gateway.core.errors import (
 )
 from gateway.core.health import Outcome
 from gateway.core.naming import ModelNames
+from gateway.core.quirks import AssemblingReader, MendingReader, mend_whole
 from gateway.core.sse import StreamReader
 from gateway.core.usage import AttemptRecord
 from gateway.core.values import Backend, Candidate, Timeouts
@@ -95,11 +98,13 @@ class Attempt:
         self._timeouts: Timeouts = passage.policy.pools[candidate.pool].timeouts
         self._served_model = served_model
         self._names = ModelNames(served_model, passage.incoming.request.model)
+        self._plan = quirks.plan(backend.quirks, passage.incoming, passage.policy.reasoning_field)
         self._clock = clock
         self._on_answer = on_answer
         self._on_chunk = on_chunk
         self._scope = anyio.CancelScope()
         self._first_byte_at: float | None = None
+        self._is_answered = False
         self._outcome: Outcome | None = None
         self._detail = ""
         self._lost = ""
@@ -109,8 +114,8 @@ class Attempt:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the first token has come: from here on it cannot move to another backend."""
-        return self._first_byte_at is not None
+        """Whether the caller's answer has begun: from here on it cannot move to another backend."""
+        return self._is_answered
 
     def give_up(self, reason: str) -> None:
         """End the try if it has not been answered yet: its backend is lost."""
@@ -158,10 +163,9 @@ class Attempt:
             )
 
     async def _within_limits(self, upstream: Upstream) -> None:
-        stream = self._passage.incoming.request.stream
         started = anyio.current_time()
         self._last_moment = started + self._timeouts.total_s
-        first = self._timeouts.first_byte_s if stream else self._timeouts.total_s
+        first = self._timeouts.first_byte_s if self._plan.is_streamed else self._timeouts.total_s
         self._scope.deadline = min(self._last_moment, started + first)
         with self._scope:
             await self._exchange(upstream)
@@ -174,11 +178,12 @@ class Attempt:
 
     def _overdue(self) -> GatewayError:
         limits = self._timeouts
-        if self.is_answered:
+        if self._first_byte_at is not None:
             late = anyio.current_time() >= self._last_moment
             what = f"finish within {limits.total_s:g} s" if late else f"send anything for {limits.idle_s:g} s"
-            return StreamBroken(f"The backend did not {what}.")
-        waited = limits.first_byte_s if self._passage.incoming.request.stream else limits.total_s
+            kind = StreamBroken if self.is_answered else UpstreamTimeout
+            return kind(f"The backend did not {what}.")
+        waited = limits.first_byte_s if self._plan.is_streamed else limits.total_s
         return UpstreamTimeout(f"The backend did not answer within {waited:g} s.")
 
     async def _send(self, data: bytes) -> None:
@@ -195,12 +200,14 @@ class Attempt:
             backend=self._backend,
             endpoint=incoming.request.endpoint,
             headers=(*incoming.forwarded, (b"x-request-id", incoming.arrival.id.encode())),
-            body=incoming.body_for(self._served_model),
+            body=incoming.body_for(self._served_model, self._plan.changes),
         )
         async with upstream.open(target, self._timeouts) as response:
             if response.status != 200:
                 raise await self._refused(response)
-            if incoming.request.stream:
+            if self._plan.assembles:
+                await self._relay_assembled(response)
+            elif incoming.request.stream:
                 await self._relay_stream(response)
             else:
                 await self._relay_whole(response)
@@ -208,13 +215,7 @@ class Attempt:
     # -------------------------------------------------------------- answers
 
     async def _relay_stream(self, response: UpstreamResponse) -> None:
-        passage, incoming = self._passage, self._passage.incoming
-        reader = StreamReader(
-            choices=incoming.request.choices,
-            names=self._names,
-            hide_usage=incoming.usage_injected,
-            decode=msgspec.json.decode,
-        )
+        passage, reader = self._passage, self._reader()
         try:
             await self._relay_events(response, reader)
         finally:
@@ -222,21 +223,34 @@ class Attempt:
         if reader.fault is not None:
             raise self._faulty(reader.fault)
 
+    def _reader(self) -> StreamReader:
+        remedies, incoming = self._plan.remedies, self._passage.incoming
+        kind = partial(MendingReader, remedies) if remedies else StreamReader
+        return kind(
+            choices=incoming.request.choices,
+            names=self._names,
+            hide_usage=incoming.usage_injected,
+            decode=msgspec.json.decode,
+        )
+
     async def _relay_events(self, response: UpstreamResponse, reader: StreamReader) -> None:
         """Relay until the body ends or the reader finds fault with it."""
         held: list[bytes] = []  # comments and empty first events: they wait for content
         while data := await response.read():
             ready = reader.feed(data)
+            if self._first_byte_at is not None:
+                self._on_chunk()
             if not self.is_answered:
                 held.append(ready)
+                ready = b""
                 if reader.fault is not None:
                     return
                 if not reader.has_content:
                     continue
-                ready = b"".join(held)
-                await self._answer(SSE_HEADERS)
-            else:
-                self._on_chunk()
+                await self._note_first_token()
+                if reader.may_begin:
+                    ready = b"".join(held)
+                    await self._answer(SSE_HEADERS)
             if ready:
                 await self._send(ready)
             if reader.fault is not None:
@@ -259,17 +273,61 @@ class Attempt:
         passage = self._passage
         if (fault := answer.fault(passage.incoming.request.choices)) is not None:
             raise self._faulty(fault)
+        if self._plan.remedies:
+            body, fault = mend_whole(self._plan.remedies, body, msgspec.json.decode)
+            if fault is not None:
+                raise self._faulty(fault)
         passage.usage = answer.usage
-        body = self._names.in_event(body)
+        await self._send_whole(self._names.in_event(body))
+
+    async def _relay_assembled(self, response: UpstreamResponse) -> None:
+        """Relay a stream to a caller that wants the answer in one piece."""
+        reader = AssemblingReader(
+            self._plan.remedies,
+            choices=self._passage.incoming.request.choices,
+            names=self._names,
+            decode=msgspec.json.decode,
+        )
+        size = 0
+        while data := await response.read():
+            size += len(data)
+            reader.feed(data)
+            if reader.fault is not None or size > ANSWER_BYTES_MAX:
+                break
+            if reader.has_content and not self._is_relayed:
+                await self._note_first_token()
+                self._scope.deadline = min(self._last_moment, anyio.current_time() + self._timeouts.idle_s)
+            if reader.is_done and not self._is_relayed:
+                await self._send_assembled(reader)
+        reader.end()
+        if reader.fault is not None:
+            raise self._faulty(reader.fault)
+        if not self._is_relayed:
+            await self._send_assembled(reader)
+
+    async def _send_assembled(self, reader: AssemblingReader) -> None:
+        self._passage.usage = reader.usage
+        await self._send_whole(reader.whole())
+        self._is_relayed = True
+        self._scope.deadline = min(self._last_moment, anyio.current_time() + END_OF_BODY_S)
+
+    async def _send_whole(self, body: bytes) -> None:
         await self._answer(
             ((b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))
         )
         await self._send(body)
 
+    async def _note_first_token(self) -> None:
+        """Note that the backend has begun to answer, if it was not noted before."""
+        if self._first_byte_at is None:
+            self._first_byte_at = self._clock.now()
+            await self._on_answer()
+
     async def _answer(self, headers: Headers) -> None:
-        """Start the response: the first token has come, and with it the point of no return."""
-        self._first_byte_at = self._passage.first_byte_at = self._clock.now()
-        await self._on_answer()
+        """Start the response: the point of no return."""
+        await self._note_first_token()
+        self._is_answered = True
+        self._passage.first_byte_at = self._first_byte_at
         await self._passage.start(200, headers)
 
     # -------------------------------------------------------------- failures
@@ -283,7 +341,12 @@ class Attempt:
         return failure
 
     def _faulty(self, fault: BackendError) -> GatewayError:
-        """Return the error for an answer that says 200 and is none."""
+        """Return the error for an answer that says 200 and is none, or not the one that was asked for."""
+        if isinstance(fault, UnfitAnswer):
+            self._outcome = Outcome.UNFIT
+            if self.is_answered:
+                return StreamBroken(fault.message)
+            return AnswerUnfit(fault.message, code=fault.code)
         self._detail = fault.gist or "an error or no answer under status 200"
         self._passage.crashes += fault.is_crash
         is_stopping = fault.code == ABORTED

@@ -17,6 +17,7 @@ from gateway.core.box import Standing
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
+    AnswerUnfit,
     AtCapacity,
     ContextExceeded,
     GatewayError,
@@ -41,6 +42,7 @@ from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s
 from gateway.pipeline import caller
 from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive
+from gateway.pipeline.first_tokens import FirstTokens
 from gateway.pipeline.passage import Passage
 from gateway.pipeline.waiting_room import WaitingRoom
 from gateway.pipeline.watch import BackendWatch
@@ -70,6 +72,7 @@ class Pipeline:
     Attributes:
         room: Where requests wait. Its `run` must run as long as requests do.
         watch: What is seen of the backends; likewise.
+        first_tokens: Those that cannot be seen; likewise.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Pipeline:
         self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
         watch.on_more(self.room.look)
+        self.first_tokens = FirstTokens(ledger, clock)
 
     async def run(self, incoming: Incoming, downstream: Downstream) -> None:
         """Serve one request, to its end.
@@ -186,6 +190,8 @@ class Pipeline:
     async def _place(self, passage: Passage, ticket: Ticket) -> None:
         """Find it a place and relay the answer, on another backend as long as none has answered."""
         failure: UpstreamError | None = None
+        unfit: frozenset[str] = frozenset()  # those that have answered, but not as asked
+        may_ask_again = True
         while True:
             self._check_fit(passage, ticket)
             try:
@@ -193,6 +199,9 @@ class Pipeline:
             except ShedError as shed:
                 if failure is None or isinstance(shed, AtCapacity):
                     raise
+                if unfit and may_ask_again:  # they are well, and dice fall differently
+                    may_ask_again, ticket = False, replace(ticket, failed=ticket.failed - unfit)
+                    continue
                 # Nobody is left to ask: what the last one said is the better answer.
                 raise failure from None
             passage.admitted_at = passage.admitted_at or self._clock.now()
@@ -204,6 +213,8 @@ class Pipeline:
                     await self._end_with(passage, error, StreamBroken.code)
                     return
                 failure = error
+                if isinstance(error, AnswerUnfit):
+                    unfit |= {candidate.backend}
                 if not retry.may_retry(passage.policy.retry, len(passage.attempts), passage.crashes):
                     raise
                 ticket = replace(ticket, failed=ticket.failed | {candidate.backend})
@@ -308,18 +319,25 @@ class Pipeline:
         is_visible = request.stream and request.seqs == 1
         watch = self.watch.opened(backend, slot, ticket.demand, is_visible=is_visible)
 
+        # With several prompts, the first token of one says nothing of the others.
+        is_seen = request.stream and request.prompts == 1
+
         async def on_answer() -> None:
             watch.answered()
             self._report(passage)
-            await self._ledger.answered(slot)
+            if is_seen:
+                await self._ledger.answered(slot)
 
         attempt = Attempt(passage, candidate, backend, served, self._clock, on_answer, watch.chunk)
         running = self._running.setdefault(backend.id, set())
         running.add(attempt)
+        if not is_seen:
+            self.first_tokens.expect(slot)
         try:
             await attempt.run(self._upstream)
         finally:
             running.discard(attempt)
+            self.first_tokens.forget(slot)
             record = passage.attempts[-1]
             watch.ended(passage.usage if record.outcome is Outcome.OK else None)
             self._recorder.attempt(record)

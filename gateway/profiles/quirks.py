@@ -19,6 +19,7 @@ QUIRKS: Mapping[str, str] = {
     "stale_chat_template": "Quantised builds may carry an old chat template that leaks channel markers.",
     "streamed_tool_json_invalid": "Streamed tool arguments can be invalid JSON (vLLM #38946).",
     "text_only": "Started with --language-model-only: images and audio are refused.",
+    "thinking_default_differs": "Template and parser disagree on whether to think unasked (vLLM #49955).",
     "token_buckets_256": "Request sizes are padded to buckets of 256 tokens.",
     "tool_choice_not_enforced": "`tool_choice: required` may return prose (vLLM #50477).",
     "tool_markup_leaks": "Non-streamed multi-turn tool use can leak tags or stop early (vLLM #39043).",

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from gateway.core.quirks import WORKAROUNDS
 from gateway.core.values import Backend, Capacity, ModelPolicy, Policy, TrafficClass
 from gateway.settings.problems import Problem
 from gateway.settings.reach import Reach, reach
@@ -199,6 +200,7 @@ def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
                 yield _Warning((*path, "tls"), f"backend {name} has an http URL: tls changes nothing")
         elif not section.tls.verify:
             yield _Warning((*path, "tls", "verify"), f"backend {name}: its certificate is not checked")
+        yield from (_Warning((*path, "quirks"), text) for text in _quirks(name, settings))
         fits = kv_tokens(backend.capacity)
         if fits < backend.capacity.context_tokens:
             yield _Warning(
@@ -228,6 +230,19 @@ def _boxes(settings: Settings, policy: Policy) -> Iterator[_Warning]:
                     f"a boot takes {min(boots):g} s, so its requests are refused while they are out, "
                     "and never bring them in",
                 )
+
+
+def _quirks(name: str, settings: Settings) -> Iterator[str]:
+    section = settings.document.backends[name]
+    own, base = section.quirks, settings.profile(name).quirks
+    for quirk in own.add:
+        if quirk in base:
+            yield f"backend {name}: its profile has the quirk {quirk} already"
+        elif quirk not in WORKAROUNDS:
+            yield f"backend {name}: nothing is done about the quirk {quirk}: adding it changes nothing"
+    for quirk in own.remove:
+        if quirk not in base:
+            yield f"backend {name}: its profile has no quirk {quirk} to remove"
 
 
 def _exposure(settings: Settings) -> Iterator[_Warning]:

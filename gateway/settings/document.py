@@ -34,6 +34,7 @@ from gateway.settings.fields import (
     Names,
     OptionalAddress,
     Positive,
+    QuirkNames,
     Seconds,
     Section,
     Sha256,
@@ -108,6 +109,16 @@ class ModalitiesSection(Section):
     """Audio parts per request; 0 for none, an explicit null for no limit."""
 
 
+class QuirksSection(Section):
+    """What a backend's engine is known to do wrong, where that differs from its profile: docs/quirks.md."""
+
+    add: QuirkNames = ()
+    """Quirks it has besides those of its profile."""
+
+    remove: QuirkNames = ()
+    """Quirks of its profile that it has not, as after an upgrade."""
+
+
 class TlsSection(Section):
     """How an https backend's certificate is checked."""
 
@@ -141,6 +152,9 @@ class BackendSection(Section):
 
     modalities: ModalitiesSection = ModalitiesSection()
     """Images and audio, where they differ from the profile's."""
+
+    quirks: QuirksSection = QuirksSection()
+    """Known misbehaviour of its engine, where it differs from the profile's."""
 
     drain: bool = False
     """Finish what runs there, send nothing new."""
@@ -524,6 +538,9 @@ class WeightsSection(Section):
     prefix_affinity: Weight = _WEIGHTS.prefix_affinity
     """Prefer the replica that holds a conversation's prefix: a tie-break (docs/measurements.md#affinity)."""
 
+    slow_context: Weight = _WEIGHTS.slow_context
+    """Keep prompts from a busy backend that stalls at their length (docs/quirks.md#context_2k_stall)."""
+
 
 class RoutingSection(Section):
     """How a backend is picked."""
@@ -589,6 +606,13 @@ class RequestsSection(Section):
 
     usage_in_streams: bool = True
     """Ask backends for the usage event of every stream, and hide it from callers who did not ask."""
+
+
+class AnswersSection(Section):
+    """What callers get."""
+
+    reasoning_field: Literal["as_sent", "reasoning", "reasoning_content", "both"] = "as_sent"
+    """Where callers find a thought, whichever of the two names a backend uses (docs/quirks.md)."""
 
 
 class ResponsesSection(Section):
@@ -688,6 +712,9 @@ class Document(Section):
 
     requests: RequestsSection = RequestsSection()
     """What is accepted from callers."""
+
+    answers: AnswersSection = AnswersSection()
+    """What callers get."""
 
     responses: ResponsesSection = ResponsesSection()
     """What is kept of /v1/responses."""

@@ -291,6 +291,9 @@ Names = Annotated[
 ]
 """A name, or a list of names."""
 
+QuirkNames = Annotated[tuple[Text, ...], ShortForm(_one_or_many, {"type": "string"})]
+"""Names of quirks: none, one, or a list."""
+
 
 def _upper_end(written: Any) -> Any:
     if isinstance(written, str):

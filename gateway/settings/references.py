@@ -2,14 +2,22 @@
 name is reported together with every other problem, whatever else the file gets wrong.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from ipaddress import IPv6Address, ip_address
+from socket import inet_aton, inet_ntoa
 from typing import Any
 from urllib.parse import urlsplit
 
 from gateway import profiles
 from gateway.settings.problems import closest
 from gateway.settings.yaml_tree import Path
+
+_NUMERIC = re.compile(r"[0-9a-fx.]*\d")
+"""An IPv4 address in any of the spellings that the system's resolver takes: 127.1 is one."""
+
+_THIS_MACHINE = frozenset({"127.0.0.1", "::1", "0.0.0.0", "::"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,7 @@ def findings(data: Any) -> Iterator[Finding]:
     """Yield every name that leads nowhere, and every one that is taken twice."""
     top = _mapping(data)
     yield from _profiles(top)
+    yield from _quirks(top)
     yield from _urls(top)
     yield from _pools(top)
     yield from _boxes(top)
@@ -45,6 +54,18 @@ def _profiles(top: Mapping[str, Any]) -> Iterator[Finding]:
         used = _mapping(section).get("profile")
         if isinstance(used, str) and used not in known:
             yield _unknown(("backends", name, "profile"), "profile", used, known)
+
+
+def _quirks(top: Mapping[str, Any]) -> Iterator[Finding]:
+    for name, section in _mapping(top.get("backends")).items():
+        path: Path = ("backends", name, "quirks")
+        own = _mapping(_mapping(section).get("quirks"))
+        for key in ("add", "remove"):
+            yield from _names((*path, key), "quirk", own.get(key), profiles.QUIRKS)
+        added = _one_or_list(own.get("add"))
+        for quirk in _one_or_list(own.get("remove")):
+            if quirk in added:
+                yield Finding((*path, "remove"), f"quirk {quirk} is added and removed")
 
 
 def _urls(top: Mapping[str, Any]) -> Iterator[Finding]:
@@ -147,17 +168,37 @@ def _unknown(path: Path, kind: str, name: str, known: Any) -> Finding:
 
 
 def _server(url: str) -> str | None:
-    """Return scheme, host and port of a URL in one spelling, or None where it has none."""
+    """Return host and port of a URL in one spelling, or None where it has none.
+
+    Names are not looked up: two names of one server are two here, unless both mean this machine.
+    """
     try:
         parts = urlsplit(url)
         port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
     except ValueError:
         return None
-    return f"{parts.hostname}:{port}" if parts.hostname else None
+    return f"{_host(parts.hostname)}:{port}" if parts.hostname else None
+
+
+def _host(written: str) -> str:
+    name = written.rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return "localhost"
+    try:
+        address = ip_address(inet_ntoa(inet_aton(name)) if _NUMERIC.fullmatch(name) else name)
+    except (ValueError, OSError):
+        return name
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return "localhost" if str(address) in _THIS_MACHINE else str(address)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def _one_or_list(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else _list(value)
 
 
 def _list(value: Any) -> list[Any]:

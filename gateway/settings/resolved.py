@@ -20,6 +20,7 @@ from gateway.core.values import (
     ModelPolicy,
     Policy,
     Pool,
+    ReasoningField,
     RetryPolicy,
     Spill,
     TemplateCosts,
@@ -160,6 +161,7 @@ class Settings:
             backends={name: self._backend(name, section) for name, section in document.backends.items()},
             weights=Weights(**document.routing.weights.model_dump()),
             retry=RetryPolicy(attempts_max=document.routing.attempts_max),
+            reasoning_field=ReasoningField(document.answers.reasoning_field),
             version=self.version,
         )
 
@@ -193,6 +195,7 @@ class Settings:
             perf=profile.perf,
             batched_tokens=profile.flags.max_num_batched_tokens,
             versions=section.versions or (),
+            quirks=_quirks(profile.quirks, section),
         )
 
     # -------------------------------------------------------------- boxes
@@ -363,6 +366,11 @@ def _modalities(base: Modalities, section: BackendSection) -> Modalities:
         images_max=own.images_max if "images_max" in given else base.images_max,
         audios_max=own.audios_max if "audios_max" in given else base.audios_max,
     )
+
+
+def _quirks(base: tuple[str, ...], section: BackendSection) -> tuple[str, ...]:
+    own = section.quirks
+    return tuple(dict.fromkeys(name for name in (*base, *own.add) if name not in own.remove))
 
 
 def _model(name: str, section: ModelSection) -> ModelPolicy:

@@ -102,6 +102,7 @@ class Asked:
     ignore_eos: bool
     stops: tuple[str, ...]
     keep_stop: bool
+    skip_special: bool
 
     @property
     def chars(self) -> int:
@@ -159,7 +160,7 @@ class Asked:
     def _with_quirks(self, script: Script) -> Script:
         quirks, stream = self.options.quirks, self.delivery.stream
         if Quirk.NULL_REASONING in quirks:
-            script = as_content(script)
+            script = as_content(script, with_markers=not self.skip_special)
         if Quirk.STALE_TEMPLATE in quirks and self.delivery.is_chat and not self.thinking and not script.tool:
             lead = "<|channel>thought\n<channel|>" + script.tokens[0]
             script = replace(script, tokens=[lead, *script.tokens[1:]])
@@ -185,7 +186,7 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> Asked:
     _check_messages(members, messages)
     tools = members.array("tools")
     kwargs = members.object("chat_template_kwargs")
-    thinking = _is_thinking(members, kwargs)
+    thinking = _is_thinking(members, kwargs, options)
     continue_final = members.boolean("continue_final_message")
     generation_prompt = members.boolean("add_generation_prompt", True)
     delivery = _delivery(members, is_chat=True)
@@ -270,6 +271,7 @@ class _Common:
     ignore_eos: bool
     stops: tuple[str, ...]
     keep_stop: bool
+    skip_special: bool
 
 
 def _common(members: Members) -> _Common:
@@ -287,6 +289,7 @@ def _common(members: Members) -> _Common:
         ignore_eos=members.boolean("ignore_eos"),
         stops=stops,
         keep_stop=members.boolean("include_stop_str_in_output"),
+        skip_special=members.boolean("skip_special_tokens", True),
     )
 
 
@@ -316,6 +319,7 @@ def _asked(
         ignore_eos=common.ignore_eos,
         stops=common.stops,
         keep_stop=common.keep_stop,
+        skip_special=common.skip_special,
     )
 
 
@@ -379,10 +383,12 @@ def _check_sampling(common: _Common, max_tokens: int | None, options: SimulatorO
 # ------------------------------------------------------------------ chat
 
 
-def _is_thinking(members: Members, kwargs: Mapping[str, Any]) -> bool:
+def _is_thinking(members: Members, kwargs: Mapping[str, Any], options: SimulatorOptions) -> bool:
     effort = members.text("reasoning_effort")
     asked = kwargs.get("enable_thinking")
-    return bool(asked) if asked is not None else effort not in (None, "none")
+    if asked is None and effort is None:
+        return Quirk.THINKS_UNASKED in options.quirks
+    return bool(asked) if asked is not None else effort != "none"
 
 
 _KINDS = {"user": "User", "system": "System", "developer": "Developer", "tool": "Tool"}

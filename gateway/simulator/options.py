@@ -32,6 +32,7 @@ class Quirk(StrEnum):
 
     NULL_REASONING = "null_reasoning_content"  # thoughts arrive inside the content (vLLM #38855)
     STALE_TEMPLATE = "stale_chat_template"  # an empty thought's markers lead the content
+    THINKS_UNASKED = "thinking_default_differs"  # a thought comes where nothing is said of it (vLLM #49955)
     TURN_MARKER_LEAKS = "turn_marker_leaks"  # streams end with a stray `<turn|>` (vLLM #49955)
     INVALID_TOOL_JSON = "streamed_tool_json_invalid"  # streamed tool arguments are cut (vLLM #38946)
     TOOL_MARKUP_LEAKS = "tool_markup_leaks"  # not streamed: the call stands in the text (vLLM #39043)

@@ -102,9 +102,17 @@ def write(wanted: Wanted, dice: random.Random, *, answer_tokens: int, thought_to
     return _stopped(_cut_to_length(Script(tokens, thought_end), wanted), wanted)
 
 
-def as_content(script: Script) -> Script:
-    """Return the script of an engine that takes the thought for a part of the answer."""
-    return replace(script, thought_end=0)
+def as_content(script: Script, *, with_markers: bool = False) -> Script:
+    """Return the script of an engine that takes the thought for a part of the answer.
+
+    `with_markers`: the tokens that open and close a thought are written out.
+    """
+    tokens = list(script.tokens)
+    if with_markers and script.thought_end:
+        tokens[:2] = ["<|channel>", "thought\n"][: script.thought_end]
+        if script.thought_end > 2 and not tokens[script.thought_end - 1]:
+            tokens[script.thought_end - 1] = "<channel|>"
+    return replace(script, tokens=tokens, thought_end=0)
 
 
 def _length(dice: random.Random, median: int, limit: int) -> int:

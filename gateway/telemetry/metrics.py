@@ -223,7 +223,7 @@ class _Fleet(Collector):
         gauges = {
             name: GaugeMetricFamily(name, text, labels=["backend"])
             for name, text in {
-                "gateway_in_flight": "Sequences this gateway has on a backend.",
+                "gateway_in_flight": "Sequences on a backend, of all gateways that share the store.",
                 "gateway_knee_seqs": "The backend's knee for short prompts: the ceiling of in flight.",
                 "gateway_knee_used_ratio": "Share of the knee in use, prompt lengths considered.",
                 "gateway_kv_blocks": "KV blocks reserved by what is in flight.",

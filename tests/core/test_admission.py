@@ -1,5 +1,7 @@
 """Both sides of every edge of the admission rule."""
 
+from dataclasses import replace
+
 import pytest
 
 from gateway.core import admission
@@ -252,3 +254,13 @@ def test_a_pools_own_bounds_hold_for_spilled_work_too() -> None:
     tightened = admission.spill_limits(WIDE, most, claim, Load(), gates, Spill())
 
     assert (tightened.share, tightened.prefill_ms) == (500_000, 199 + 100)
+
+
+@pytest.mark.parametrize(("tokens", "counted"), [(1, 256), (256, 256), (257, 512), (2_049, 2_304)])
+def test_prompt_work_is_counted_by_buckets_where_the_engine_pads_to_them(tokens: int, counted: int) -> None:
+    perf = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=0.001, t_attn=0, sharp=1)
+    plain = Backend("a", "http://a", WIDE, perf=perf, batched_tokens=4_096)
+    padding = replace(plain, quirks=("token_buckets_256",))
+
+    assert admission.prefill_s(plain, demand(tokens)) == pytest.approx(tokens / 1000)
+    assert admission.prefill_s(padding, demand(tokens)) == pytest.approx(counted / 1000)

@@ -120,6 +120,29 @@ def test_a_slow_box_waits_behind_a_fast_one_in_its_pool() -> None:
 
 
 @pytest.mark.parametrize(
+    ("prompt_tokens", "seqs", "first"),
+    [
+        pytest.param(1_792, 6, "light-0", id="just-below"),
+        pytest.param(1_793, 6, "light-1", id="the-first-of-the-bucket"),
+        pytest.param(2_048, 6, "light-1", id="the-last-of-it"),
+        pytest.param(2_049, 6, "light-0", id="just-above"),
+        pytest.param(2_048, 0, "light-0", id="idle-it-costs-little"),
+    ],
+)
+def test_prompts_of_a_length_that_stalls_a_busy_engine_go_elsewhere(
+    prompt_tokens: int, seqs: int, first: str
+) -> None:
+    tpu = backend("light-0", quirks=("context_2k_stall",))
+    # The other one is slower, by as much as 6 sequences are worth.
+    views = fleet(view(tpu, seqs=seqs), view(backend("light-1", tokens_per_s=95.0), seqs=seqs))
+    asked = Demand(seqs=1, prompt_tokens=prompt_tokens, total_tokens=3_000)
+
+    assert ranked(views, asked)[0] == first
+    assert ranked({"light-0": views["light-0"], "push": views["push"]}, asked)[0] == "light-0"
+    assert ranked(views, asked, weights=Weights(slow_context=0))[0] == "light-0"
+
+
+@pytest.mark.parametrize(
     ("weights", "first"),
     [(Weights(prefix_affinity=0), "light-0"), (Weights(spare_knee=0, prefix_affinity=1), "light-1")],
     ids=["affinity-off", "affinity-only"],
@@ -320,6 +343,7 @@ def test_the_decision_keeps_every_candidate_with_its_scores() -> None:
         "spare_knee": pytest.approx(1 - 1 / 64),
         "speed": 1.0,
         "prefix_affinity": 0.0,
+        "slow_context": 0.0,
     }
     assert decision.candidates[0].score == pytest.approx(2 - 1 / 64)
     assert decision.pools == ("light", "push")

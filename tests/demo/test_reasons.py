@@ -5,7 +5,7 @@ import pytest
 
 from gateway.demo.reasons import why
 
-SCORES = {"spare_knee": 0.98, "speed": 1.0, "prefix_affinity": 0.0}
+SCORES = {"spare_knee": 0.98, "speed": 1.0, "prefix_affinity": 0.0, "slow_context": 0.0}
 
 
 def candidate(backend: str, pool: str = "light", **fields: Any) -> Mapping[str, Any]:
@@ -74,6 +74,18 @@ OVERLONG = out("tpu", "context_exceeded", "needs 22098 tokens, holds 16384")
             "reasoning is true; tpu is faster than spark",
             "reasoning is true",
             id="faster",
+        ),
+        pytest.param(
+            record(
+                "spark",
+                "light",
+                candidate("tpu", scores={"slow_context": -0.4}),
+                candidate("spark", scores={"spare_knee": 0.7}),
+                class_reason="reasoning is true",
+            ),
+            "reasoning is true; tpu is busy, and slow at this length",
+            "reasoning is true",
+            id="slow-at-this-length",
         ),
         pytest.param(
             record("light-1", "light", candidate("light-1", scores={"prefix_affinity": 0.78}), L0),

@@ -330,6 +330,38 @@ def test_every_member_the_gateway_does_not_own_travels_byte_for_byte() -> None:
     )
 
 
+def test_a_change_leaves_what_stands_beside_it_as_it_was() -> None:
+    raw = (
+        b'{"model":"m","messages":[{"role":"user","content":"x"}],"stream":false,'
+        b'"chat_template_kwargs":{"level": 1e1, "x":"\\u00e9"},"stream_options":null}'
+    )
+    incoming = read(Endpoint.CHAT, raw, RULES)
+
+    sent = incoming.body_for(
+        "s",
+        {
+            ("stream",): True,
+            ("stream_options", "include_usage"): True,
+            ("chat_template_kwargs", "enable_thinking"): False,
+            ("skip_special_tokens",): False,
+        },
+    )
+
+    assert sent == (
+        b'{"model":"s","messages":[{"role":"user","content":"x"}],"stream":true,'
+        b'"chat_template_kwargs":{"level":1e1,"x":"\\u00e9","enable_thinking":false},'
+        b'"stream_options":{"include_usage":true},"skip_special_tokens":false}'
+    )
+
+
+def test_members_are_read_one_by_one() -> None:
+    incoming = chat(tool_choice="required", stop=None)
+
+    assert incoming.member("tool_choice") == "required"
+    assert incoming.member("stop") is None
+    assert incoming.member("tools") is None
+
+
 def test_a_duplicate_member_means_the_same_here_and_there() -> None:
     raw = b'{"model":"a","messages":[{"role":"user","content":"x"}],"model":"b"}'
     incoming = read(Endpoint.CHAT, raw, RULES)

@@ -115,6 +115,24 @@ def test_a_good_file_has_no_warning(checked: Check, plain: str) -> None:
             ("http://127.0.0.1:9002", "http://8.8.8.8"), 4, "over plain http", id="plain-http-to-an-address"
         ),
         pytest.param(
+            ("h100-tp1-light}", "h100-tp1-light, quirks: {add: tool_markup_leaks}}"),
+            3,
+            "backend light: its profile has the quirk tool_markup_leaks already",
+            id="a-quirk-it-has",
+        ),
+        pytest.param(
+            ("h100-tp1-light}", "h100-tp1-light, quirks: {remove: text_only}}"),
+            3,
+            "backend light: its profile has no quirk text_only to remove",
+            id="a-quirk-it-has-not",
+        ),
+        pytest.param(
+            ("h100-tp1-light}", "h100-tp1-light, quirks: {add: slow_decode}}"),
+            3,
+            "backend light: nothing is done about the quirk slow_decode",
+            id="a-quirk-without-a-remedy",
+        ),
+        pytest.param(
             ("9002,", "9002, tls: {verify: true},"), 4, "tls changes nothing", id="tls-without-https"
         ),
         pytest.param(

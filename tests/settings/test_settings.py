@@ -216,6 +216,23 @@ def test_modalities(loaded: Load, written: str, modalities: Modalities) -> None:
     assert loaded(one(written)).policy().backends["b"].modalities == modalities
 
 
+@pytest.mark.parametrize(
+    ("written", "quirks"),
+    [
+        pytest.param("", ("unmeasured_batches", "tool_choice_not_enforced"), id="the-profile's"),
+        pytest.param(
+            "quirks: {add: [tool_markup_leaks], remove: unmeasured_batches}",
+            ("tool_choice_not_enforced", "tool_markup_leaks"),
+            id="its-own",
+        ),
+    ],
+)
+def test_quirks(loaded: Load, written: str, quirks: tuple[str, ...]) -> None:
+    found = loaded(one(f"profile: spark-moe-fp8, {written}")).policy().backends["b"].quirks
+    kept = [quirk for quirk in found if quirk not in ("long_prefill_stalls", "oversized_kv_deadlock")]
+    assert tuple(kept) == quirks
+
+
 def test_the_rest_of_a_backend(loaded: Load) -> None:
     backend = (
         loaded(one("profile: spark-nvfp4, model: gemma4-31b, drain: true, boot_budget_s: 900"))

@@ -342,6 +342,31 @@ async def test_quirk_null_reasoning(options: SimulatorOptions, chat: Chat) -> No
     assert len(answer["choices"][0]["message"]["content"]) > 1_000
 
 
+async def test_quirk_null_reasoning_with_its_markers(options: SimulatorOptions, chat: Chat) -> None:
+    body = chat(reasoning_effort="low", skip_special_tokens=False)
+    message = json.loads(await answer_with(options, Quirk.NULL_REASONING, body))["choices"][0]["message"]
+
+    assert message["reasoning"] is None
+    assert message["content"].startswith("<|channel>thought\n")
+    assert message["content"].count("<channel|>") == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "thinks"),
+    [
+        ({}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+    ],
+)
+async def test_quirk_it_thinks_unasked(
+    options: SimulatorOptions, chat: Chat, said: dict[str, Any], thinks: bool
+) -> None:
+    answer = json.loads(await answer_with(options, Quirk.THINKS_UNASKED, chat(**said)))
+
+    assert bool(answer["choices"][0]["message"]["reasoning"]) is thinks
+
+
 async def test_quirk_channel_markers_lead_the_content(options: SimulatorOptions, chat: Chat) -> None:
     answer = json.loads(await answer_with(options, Quirk.STALE_TEMPLATE, chat()))
 

@@ -88,9 +88,16 @@ class Site:
 
 @asynccontextmanager
 async def site(
-    folder: Path, *, fleet: Mapping[str, SimulatorOptions] | None = None, **sections: Any
+    folder: Path,
+    *,
+    fleet: Mapping[str, SimulatorOptions] | None = None,
+    backend: Mapping[str, Any] | None = None,
+    **sections: Any,
 ) -> AsyncIterator[Site]:
-    """Run the fleet and the gateway in front of it; `sections` replace those of `POLICY`."""
+    """Run the fleet and the gateway in front of it; `sections` replace those of `POLICY`.
+
+    `backend` is configured for every one of the fleet.
+    """
     fleet = simulated(FLEET) if fleet is None else fleet
     async with AsyncExitStack() as stack:
         backends = {
@@ -99,8 +106,8 @@ async def site(
         document = {
             **POLICY,
             "backends": {
-                name: {"url": backend.url, "profile": fleet[name].profile.name}
-                for name, backend in backends.items()
+                name: {"url": server.url, "profile": fleet[name].profile.name, **(backend or {})}
+                for name, server in backends.items()
             },
             **sections,
         }

@@ -14,9 +14,11 @@ from gateway.core.errors import GatewayError
 from gateway.core.health import BackendStatus, Outcome, State
 from gateway.core.usage import AttemptRecord, RequestRecord
 from gateway.core.values import (
+    NO_CHANGES,
     Backend,
     Bound,
     Capacity,
+    Changes,
     Comparison,
     CountMode,
     Endpoint,
@@ -61,9 +63,14 @@ class Incoming:
     usage_injected: bool = False
     size_bytes: int = 100
     arrival: Arrival = Arrival("req-1", 1_000_000.0, 10.0)  # noqa: RUF009 - frozen
+    members: Mapping[str, Any] = field(default_factory=dict)
 
-    def body_for(self, served_model: str) -> bytes:
-        return json.dumps({"model": served_model}).encode()
+    def member(self, name: str) -> Any:
+        return self.members.get(name)
+
+    def body_for(self, served_model: str, changes: Changes = NO_CHANGES) -> bytes:
+        changed = {".".join(path): value for path, value in changes.items()}
+        return json.dumps({"model": served_model, **changed}).encode()
 
 
 class ScriptedResponse:

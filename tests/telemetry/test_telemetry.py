@@ -109,7 +109,7 @@ def test_how_many_gateways_there_are_and_how_they_count() -> None:
 def test_a_spill_is_counted() -> None:
     subject = metrics()
 
-    subject.finished(replace(RECORD, pool="push", backend="push"))
+    subject.finished(replace(RECORD, pool="push", backend="push", is_spill=True))
 
     assert value(subject, "gateway_spills_total", traffic_class="short_chat", pool="push") == 1
 

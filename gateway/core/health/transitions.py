@@ -59,7 +59,7 @@ def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules)
             return _heard(status, gateway, verdict, now, rules)
         case Elsewhere(served, failed):
             return _elsewhere(status, served, failed, now, rules)
-    return status  # REJECTED, CANCELLED, BUSY: nothing to hold against it
+    return status  # REJECTED, UNFIT, CANCELLED, BUSY: nothing to hold against it
 
 
 def put_out(status: BackendStatus, now: float, reason: str) -> BackendStatus:

@@ -25,6 +25,7 @@ class Outcome(StrEnum):
 
     OK = "ok"
     REJECTED = "rejected"  # 4xx about the content: the caller's fault, proof of life
+    UNFIT = "unfit"  # a whole answer that is not what was asked for (docs/quirks.md): proof of life
     CANCELLED = "cancelled"  # the caller left: says nothing
     BUSY = "busy"  # it refused for load: no fault
     DRAINING = "draining"  # "cannot schedule new futures", finish_reason "abort": it is stopping

@@ -1,0 +1,158 @@
+"""A whole chat answer, put together from the events of a stream as the engine would have written it."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.core.naming import ModelNames
+from gateway.core.quirks.mending import MendingReader, encode
+from gateway.core.quirks.remedy import Remedy
+
+_TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
+_EMPTY_MESSAGE: Mapping[str, Any] = {
+    "content": None,
+    "refusal": None,
+    "annotations": None,
+    "audio": None,
+    "function_call": None,
+}
+
+
+class AssemblingReader(MendingReader):
+    """Follows a stream and lets none of it go: `whole` is the answer, once every choice has finished."""
+
+    def __init__(
+        self,
+        remedies: Iterable[Remedy],
+        *,
+        choices: int,
+        names: ModelNames,
+        decode: Callable[[bytes], Any] = json.loads,
+    ) -> None:
+        """Assemble what is left of an answer after `remedies`; the rest as for `StreamReader`."""
+        super().__init__(remedies, choices=choices, names=names, hide_usage=False, decode=decode)
+        self._top: dict[str, Any] = {}
+        self._choices: dict[int, _Choice] = {}
+
+    def feed(self, data: bytes) -> bytes:
+        """Take in what has come; there is nothing to relay."""
+        super().feed(data)
+        return b""
+
+    def whole(self) -> bytes:
+        """Return the body of the answer."""
+        top = dict(self._top)
+        body = {name: top.pop(name, None) for name in ("id", "object", "created", "model")}
+        body["object"] = "chat.completion"
+        body["choices"] = [self._choices[index].whole(index) for index in sorted(self._choices)]
+        body |= {name: top.pop(name, None) for name in ("service_tier", "system_fingerprint", "usage")}
+        return self._names.in_event(encode(body | top))
+
+    def _inspect(self, block: bytes, *, parse: bool = False) -> Iterator[bytes]:
+        return super()._inspect(block, parse=True)
+
+    def _mended(self, event: bytes, decoded: dict[str, Any]) -> bytes:
+        super()._mended(event, decoded)
+        for name, value in decoded.items():
+            if name != "choices" and (value is not None or name not in self._top):
+                self._top[name] = value
+        for choice in decoded.get("choices") or ():
+            if isinstance(choice, dict):
+                index = choice.get("index")
+                self._choices.setdefault(index if isinstance(index, int) else 0, _Choice()).add(choice)
+        return b""
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What one choice has said so far."""
+
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    calls: dict[int, "_Call"] = field(default_factory=dict)
+    said: dict[str, Any] = field(default_factory=dict)  # what is neither text nor a call
+    logprobs: dict[str, Any] | None = None
+    members: dict[str, Any] = field(default_factory=dict)  # of the choice itself
+
+    def add(self, choice: Mapping[str, Any]) -> None:
+        for name, value in choice.items():
+            match name, value:
+                case "index", _:
+                    pass
+                case "delta", dict():
+                    self._say(value)
+                case "logprobs", dict():
+                    self.logprobs = {} if self.logprobs is None else self.logprobs
+                    for kind, more in value.items():
+                        _extend(self.logprobs, kind, more)
+                case "token_ids", list():
+                    _extend(self.members, name, value)
+                case "delta" | "logprobs", _:
+                    pass
+                case _ if value is not None or name not in self.members:
+                    self.members[name] = value
+
+    def whole(self, index: int) -> dict[str, Any]:
+        members = dict(self.members)
+        return {
+            "index": index,
+            "message": self._message(),
+            "logprobs": self.logprobs,
+            "finish_reason": members.pop("finish_reason", None),
+            **members,
+        }
+
+    def _say(self, delta: Mapping[str, Any]) -> None:
+        for name, value in delta.items():
+            if name in _TEXTS and isinstance(value, str):
+                self.texts.setdefault(name, []).append(value)
+            elif name == "tool_calls" and isinstance(value, list):
+                for place, part in enumerate(value):
+                    if isinstance(part, dict):
+                        at = part.get("index")
+                        self.calls.setdefault(at if isinstance(at, int) else place, _Call()).add(part)
+            elif value is not None:
+                self.said[name] = value
+
+    def _message(self) -> dict[str, Any]:
+        texts = {name: "".join(parts) for name, parts in self.texts.items()}
+        message: dict[str, Any] = {"role": "assistant", **_EMPTY_MESSAGE, **self.said}
+        if self.calls:
+            message["tool_calls"] = [self.calls[at].whole() for at in sorted(self.calls)]
+        thought = {name: texts[name] or None for name in _TEXTS[1:3] if name in texts}
+        message |= thought or {"reasoning": None}
+        message["refusal"] = texts.get("refusal") or None
+        # Nothing said beside a thought or a call is null; nothing said at all is an empty text.
+        speechless = bool(self.calls) or any(thought.values())
+        message["content"] = texts.get("content") or (None if speechless else "")
+        return message
+
+
+@dataclass(slots=True)
+class _Call:
+    """A tool call so far."""
+
+    members: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    arguments: list[str] = field(default_factory=list)
+
+    def add(self, part: Mapping[str, Any]) -> None:
+        function = part.get("function")
+        if isinstance(function, dict):
+            self.name += function.get("name") or ""
+            self.arguments.append(function.get("arguments") or "")
+        for name, value in part.items():
+            if name not in ("index", "function") and value is not None:
+                self.members[name] = value
+
+    def whole(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": "".join(self.arguments)}
+        return {**self.members, "function": function}
+
+
+def _extend(held: dict[str, Any], name: str, more: Any) -> None:
+    """Put the items of a list behind those that are held under `name`; anything else takes their place."""
+    if isinstance(more, list) and isinstance(held.get(name), list):
+        held[name] += more
+    elif more is not None or name not in held:
+        held[name] = more

@@ -1,0 +1,66 @@
+"""Answers on their way through remedies: a stream, event by event, or a whole one."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from gateway.core.answers import BackendError
+from gateway.core.naming import ModelNames
+from gateway.core.quirks.remedy import Remedies, Remedy
+from gateway.core.sse import StreamReader
+
+_NO_ANSWER = BackendError("The backend sent something that is not an answer.")
+_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
+
+def encode(value: object) -> bytes:
+    """Return compact JSON, as engines write it."""
+    return _json(value).encode("utf-8", "replace")
+
+
+def mend_whole(
+    remedies: Iterable[Remedy], body: bytes, decode: Callable[[bytes], Any]
+) -> tuple[bytes, BackendError | None]:
+    """Return a whole answer once it has been through `remedies`, and what could not be mended.
+
+    One that nothing changes keeps its bytes.
+    """
+    try:
+        answer = decode(body)
+    except (ValueError, RecursionError):
+        return body, _NO_ANSWER
+    mending = Remedies(remedies)
+    changed = isinstance(answer, dict) and mending.mend(answer)
+    return (encode(answer) if changed else body), mending.fault
+
+
+class MendingReader(StreamReader):
+    """A `StreamReader` whose events pass through remedies. One that none of them changes stays as it is."""
+
+    def __init__(
+        self,
+        remedies: Iterable[Remedy],
+        *,
+        choices: int,
+        names: ModelNames,
+        hide_usage: bool,
+        decode: Callable[[bytes], Any] = json.loads,
+    ) -> None:
+        """Follow an answer through `remedies`; the rest as for `StreamReader`."""
+        super().__init__(choices=choices, names=names, hide_usage=hide_usage, decode=decode)
+        self._remedies = Remedies(remedies)
+
+    @property
+    def may_begin(self) -> bool:
+        """See `StreamReader`: a remedy may want to see more first."""
+        return self.has_content and not self._remedies.holds
+
+    def _inspect(self, block: bytes, *, parse: bool = False) -> Iterator[bytes]:
+        return super()._inspect(block, parse=parse or self._remedies.concern(block))
+
+    def _mended(self, event: bytes, decoded: dict[str, Any]) -> bytes:
+        changed = self._remedies.mend(decoded)
+        self.fault = self._remedies.fault
+        if not changed:
+            return event
+        return self._names.in_event(b"data: " + encode(decoded) + b"\n\n")

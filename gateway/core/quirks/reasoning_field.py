@@ -1,0 +1,39 @@
+"""Thoughts under the name a site wants: `reasoning` as in vLLM since 0.18, `reasoning_content`, or both.
+
+Not an engine's fault but a change of its mind: clients that look for the other name see no thought at all.
+"""
+
+from typing import Any
+
+from gateway.core.quirks.plan import Plan
+from gateway.core.quirks.remedy import Remedy
+from gateway.core.values import ReasoningField
+
+_NAMES = (ReasoningField.REASONING.value, ReasoningField.REASONING_CONTENT.value)
+
+
+class Renamed(Remedy):
+    """Shows the thought as `field` says, whichever of the two names it comes under."""
+
+    marks = b'"reasoning'
+
+    def __init__(self, field: ReasoningField) -> None:
+        """Show it as `field`, which is not `AS_SENT`."""
+        self._shown = _NAMES if field is ReasoningField.BOTH else (field.value,)
+
+    def part(self, index: int, part: dict[str, Any], finish: str | None) -> bool:
+        """See `Remedy`."""
+        came = [name for name in _NAMES if name in part]
+        if not came or tuple(came) == self._shown:
+            return False
+        thought = next((part[name] for name in came if part[name] is not None), None)
+        for name in came:
+            del part[name]
+        part.update(dict.fromkeys(self._shown, thought))
+        return True
+
+
+def rename(plan: Plan, field: ReasoningField) -> None:
+    """Put into the plan of any chat what `field` asks for."""
+    if plan.is_chat and field is not ReasoningField.AS_SENT:
+        plan.remedies.append(Renamed(field))

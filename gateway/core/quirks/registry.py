@@ -1,0 +1,42 @@
+"""Every quirk the gateway works around, by the name that profiles and configurations give it."""
+
+from collections.abc import Collection, Mapping
+
+from gateway.core.quirks import (
+    channels,
+    context_buckets,
+    thinking_default,
+    tool_arguments,
+    tool_choice,
+    tool_markup,
+    turn_marker,
+)
+from gateway.core.quirks.plan import Asked, Plan, Workaround
+from gateway.core.quirks.reasoning_field import rename
+from gateway.core.values import ReasoningField
+
+WORKAROUNDS: Mapping[str, Workaround] = {
+    # First what decides whether there is a stream.
+    "tool_markup_leaks": tool_markup.WORKAROUND,
+    "thinking_default_differs": thinking_default.WORKAROUND,
+    "null_reasoning_content": channels.NULL_REASONING,
+    "no_reasoning_parser": channels.NO_PARSER,
+    "stale_chat_template": channels.STALE_TEMPLATE,
+    "turn_marker_leaks": turn_marker.WORKAROUND,
+    "streamed_tool_json_invalid": tool_arguments.WORKAROUND,
+    "tool_choice_not_enforced": tool_choice.WORKAROUND,
+    context_buckets.BUCKETS: context_buckets.BUCKETS_WORKAROUND,
+    context_buckets.STALL: context_buckets.STALL_WORKAROUND,
+}
+"""In the order in which they are applied."""
+
+
+def plan(quirks: Collection[str], asked: Asked, reasoning: ReasoningField = ReasoningField.AS_SENT) -> Plan:
+    """Return what is done for a request on a backend with these quirks, on a site that wants thoughts so."""
+    made = Plan(asked)
+    if quirks:
+        for name, workaround in WORKAROUNDS.items():
+            if name in quirks and workaround.rule is not None:
+                workaround.rule(made)
+    rename(made, reasoning)
+    return made

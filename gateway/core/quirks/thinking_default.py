@@ -1,0 +1,23 @@
+"""The chat template and the parser disagree on whether a request that does not say so thinks.
+
+Of the two, only one listens to what is not said. So every chat says it.
+"""
+
+from collections.abc import Mapping
+
+from gateway.core.quirks.plan import Plan, Workaround
+
+_KWARGS, _SWITCH = "chat_template_kwargs", "enable_thinking"
+
+
+def _rule(plan: Plan) -> None:
+    if not plan.is_chat:
+        return
+    kwargs = plan.asked.member(_KWARGS)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        return  # the engine will refuse it
+    if _SWITCH not in (kwargs or {}):
+        plan.changes[_KWARGS, _SWITCH] = plan.asked.request.prompt.thinking
+
+
+WORKAROUND = Workaround(issue="vLLM #49955", versions="0.25.1 and 0.26.0", rule=_rule)

@@ -1,0 +1,51 @@
+"""Streams that end with the marker which ends a turn, as text.
+
+Text that could begin the marker is held back until the next event of its choice; at the choice's end a whole
+marker is dropped. Anywhere else it is text like any other.
+"""
+
+from typing import Any
+
+from gateway.core.quirks.plan import Plan, Workaround
+from gateway.core.quirks.remedy import Remedy, beginning
+
+MARKER = "<turn|>"
+
+
+class TurnMarker(Remedy):
+    """Takes a trailing marker off every choice."""
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._held: dict[int, str] = {}
+
+    def part(self, index: int, part: dict[str, Any], finish: str | None) -> bool:
+        """See `Remedy`."""
+        content = part.get("content")
+        said = content if isinstance(content, str) else ""
+        text = self._held.pop(index, "") + said
+        if finish is not None:
+            kept = text.removesuffix(MARKER)
+        else:
+            # A call or a thought after it: it was not the end. Without a word, it still may be.
+            follows = any(value for name, value in part.items() if name not in ("role", "content"))
+            held = "" if follows else _held(text)
+            kept = text.removesuffix(held)
+            if held:
+                self._held[index] = held
+        if kept == said:
+            return False
+        part["content"] = kept
+        return True
+
+
+def _held(text: str) -> str:
+    return MARKER if text.endswith(MARKER) else beginning(text, MARKER)
+
+
+def _rule(plan: Plan) -> None:
+    if plan.is_chat and plan.is_streamed and not any(isinstance(one, TurnMarker) for one in plan.remedies):
+        plan.remedies.append(TurnMarker())
+
+
+WORKAROUND = Workaround(issue="vLLM #49955", versions="0.25.1 and 0.26.0", rule=_rule)

@@ -1,0 +1,33 @@
+"""Which chats are told whether to think, and that nothing else of them changes."""
+
+from typing import Any
+
+import pytest
+from support.engine_events import plan_for
+
+from gateway.core.quirks.plan import Plan
+from gateway.core.values import Endpoint
+
+SWITCH = ("chat_template_kwargs", "enable_thinking")
+
+
+def planned(**fields: Any) -> Plan:
+    return plan_for("thinking_default_differs", **fields)
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes"),
+    [
+        pytest.param(planned(), {SWITCH: False}, id="nothing-said"),
+        pytest.param(planned(thinking=True), {SWITCH: True}, id="an-effort"),
+        pytest.param(planned(stream=True), {SWITCH: False}, id="streamed"),
+        pytest.param(planned(chat_template_kwargs={"level": 3}), {SWITCH: False}, id="beside-others"),
+        pytest.param(planned(chat_template_kwargs={"enable_thinking": True}), {}, id="said"),
+        pytest.param(planned(chat_template_kwargs={"enable_thinking": None}), {}, id="said-to-be-unsaid"),
+        pytest.param(planned(chat_template_kwargs="yes"), {}, id="what-the-engine-refuses"),
+        pytest.param(planned(endpoint=Endpoint.COMPLETIONS), {}, id="no-chat"),
+    ],
+)
+def test_which_chats_are_told(plan: Plan, changes: dict[tuple[str, ...], object]) -> None:
+    assert plan.changes == changes
+    assert plan.remedies == []
