@@ -20,6 +20,7 @@ from anyio.abc import TaskGroup
 from gateway import __version__
 from gateway.clock import SystemClock
 from gateway.core import admission
+from gateway.core.canary import Canary
 from gateway.core.count_check import CountDrift, CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import ConfigError
@@ -34,7 +35,7 @@ from gateway.core.health import (
 )
 from gateway.core.jobs import Job, JobPriority, Quota
 from gateway.core.responses.replay import JobFacts
-from gateway.core.values import Endpoint, Load
+from gateway.core.values import Backend, Endpoint, Load
 from gateway.core.waiting import WaitingLine
 from gateway.core.webhooks import WebhookAttempt
 from gateway.downstream import wire
@@ -47,8 +48,11 @@ from gateway.downstream.routes import Applications, Operators
 from gateway.downstream.wire import WireRules
 from gateway.jobs import Worker, WorkerRules
 from gateway.pipeline import BackendWatch, Peers, Pipeline, Sight
+from gateway.pipeline.box_keeper import SETTLE_S, BoxKeeper, BoxSight
 from gateway.ports import Arrival
 from gateway.settings import Settings
+from gateway.settings.document import MemberSection, RequestSection
+from gateway.store.boards import MemoryBoard, RedisBoard
 from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.jobs import RedisJobs
 from gateway.store.keeper import keep_store
@@ -64,7 +68,9 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.recorder import Recorders
 from gateway.tokenizer import PromptEstimator, open_estimator
 from gateway.upstream.client import HttpxUpstream
+from gateway.upstream.commands import Command
 from gateway.upstream.probes import Prober
+from gateway.upstream.switches import BoxSwitch, ByCommand, ByRequest, BySleep, Call, Member
 from gateway.upstream.webhook_calls import WebhookCaller
 from gateway.upstream.webhooks import Webhooks
 
@@ -126,6 +132,22 @@ class Gateway:
         _say_how_it_counts(self.estimator)
         drift, line, self.counts = DriftTracker(), WaitingLine(), CountTracker()
         watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
+        self.board = _board(settings, self.clock)
+        self.boxes = BoxKeeper(
+            {
+                name: settings.box_rules(name, 0.0 if settings.store is None else SETTLE_S)
+                for name in settings.boxes
+            },
+            backends,
+            boot_s=settings.box_boots_s(),
+            switch=BoxSwitch(_members(settings, environ, backends, secrets, tls)),
+            board=self.board,
+            fleet=self.fleet,
+            ledger=self.ledger,
+            line=line,
+            clock=self.clock,
+            on_change=lambda: self.pipeline.room.look(),
+        )
         self.metrics = Metrics(
             backends=lambda: self.policy.backends,
             loads=self.ledger.loads,
@@ -134,6 +156,7 @@ class Gateway:
             count_drifts=self.counts.drifts,
             sights=watch.sights,
             waiting=line.waiting,
+            boxes=self.boxes.sights,
             replicas=lambda: self._store.replicas if self._store else 1,
             store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
         )
@@ -153,6 +176,7 @@ class Gateway:
             line=line,
             recorder=recorder,
             clock=self.clock,
+            away=self.boxes.away,
         )
         digests = settings.key_digests(environ) or {}
         self.peers = Peers(
@@ -185,6 +209,7 @@ class Gateway:
         self.operators = Operators(
             views={
                 "backends": self.backends_view,
+                "boxes": self.boxes_view,
                 "requests": self.journal.recent,
                 "policy": self.policy_view,
                 "replicas": self.replicas_view,
@@ -224,11 +249,17 @@ class Gateway:
                 (backend, statuses[name]) for name, backend in self.policy.backends.items()
             )
         )
-        return {"a_backend_is_up": up}
+        # A box that changes models serves nobody for minutes, but what waits for it is not lost.
+        return {"a_backend_is_up": up or self.boxes.can_serve_later}
 
     def policy_view(self) -> Mapping[str, Any]:
         """Return the policy in force, for operators."""
         return asdict(self.policy) | {"version": self.policy.version, "gateway": __version__}
+
+    def boxes_view(self) -> Mapping[str, Any]:
+        """Return every box as an operator wants to see it."""
+        now = self.clock.now()
+        return {name: _box_view(sight, now) for name, sight in self.boxes.sights().items()}
 
     def replicas_view(self) -> Mapping[str, Any]:
         """Return which gateway processes share the store, and what they tell each other, for operators."""
@@ -294,6 +325,7 @@ class Gateway:
             tasks.start_soon(self.fleet.run)
             tasks.start_soon(self.pipeline.room.run)
             tasks.start_soon(self.pipeline.watch.run)
+            tasks.start_soon(self.boxes.run)
             tasks.start_soon(self.pipeline.first_tokens.run)
             if self._store is not None:
                 tasks.start_soon(self._store.run)
@@ -321,6 +353,9 @@ class Gateway:
             for listener in self._listeners:
                 await listener.wait_ended()
         tasks.cancel_scope.cancel()
+        await self.boxes.wait_ended()
+        if isinstance(self.board, RedisBoard):
+            await self.board.aclose()
         await self.upstream.aclose()
         if self._store is not None:
             await self._store.aclose()
@@ -394,6 +429,48 @@ def _ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
         on_change=_store_changed,
         replicas_min=settings.workers,
     )
+
+
+def _board(settings: Settings, clock: SystemClock) -> MemoryBoard | RedisBoard:
+    if settings.store is None or not settings.boxes:
+        return MemoryBoard(clock.now)
+    return RedisBoard.at(settings.store.url, settings.store.prefix)
+
+
+def _members(
+    settings: Settings,
+    environ: Mapping[str, str],
+    backends: Mapping[str, Backend],
+    secrets: Mapping[str, str],
+    tls: Mapping[str, ssl.SSLContext | bool],
+) -> Mapping[str, Member]:
+    return {
+        member: Member(
+            backends[member],
+            _way(section, settings.box_token(name, member, environ)),
+            Canary(**section.canary.model_dump()),
+            secrets.get(member),
+            tls[member],
+            settings.launch_record(name),
+        )
+        for name, box in settings.boxes.items()
+        for member, section in box.backends.items()
+    }
+
+
+def _way(section: MemberSection, token: str | None) -> ByCommand | ByRequest | BySleep:
+    if section.exec is not None:
+        rest = (section.exec.shell, section.exec.timeout_s, section.exec.kill_with_gateway)
+        return ByCommand(Command(section.exec.start, *rest), Command(section.exec.stop, *rest))
+    if section.http is not None:
+        start, stop = _call(section.http.start), _call(section.http.stop)
+        return ByRequest(start, stop, token, section.http.timeout_s)
+    assert section.sleep is not None
+    return BySleep(section.sleep.level, section.sleep.timeout_s)
+
+
+def _call(section: RequestSection) -> Call:
+    return Call(section.method, section.url, section.body)
 
 
 def _response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStore | RedisResponseStore:
@@ -545,6 +622,35 @@ def _count_view(drift: CountDrift) -> Mapping[str, Any]:
         "lasting_seqs": drift.lasting_seqs,
         "kv_blocks_taken": drift.kv_blocks,
         "cause": drift.cause.sentence(),
+    }
+
+
+def _box_view(sight: BoxSight, now: float) -> Mapping[str, Any]:
+    box, plan = sight.box, sight.plan
+    return {
+        "state": box.state.value,
+        "for_s": round(now - box.since, 1),
+        "reason": box.reason,
+        "backend": box.backend,
+        "next": {
+            "cause": plan.cause.value,
+            "backend": plan.target,
+            "in_s": None if plan.at is None else round(max(0.0, plan.at - now), 1),
+            "held_by_batch": plan.held_by_batch,
+        },
+        "waiting": {
+            name: {
+                "requests": wants.count,
+                "oldest_s": None if wants.oldest_at is None else round(now - wants.oldest_at, 1),
+            }
+            for name, wants in sight.wants.items()
+        },
+        "quarantine": {name: held.reason for name, held in box.quarantine.items()},
+        "unexpected_restarts": {name: len(times) for name, times in box.restarts.items()},
+        "boot_s": {name: round(took, 1) for name, took in box.boot_s.items()},
+        "boots": box.swaps,
+        "switched_by_this_gateway": sight.is_owner,
+        "fence": sight.fence,
     }
 
 

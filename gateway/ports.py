@@ -220,6 +220,70 @@ class Fleet(Protocol):
         """Tell how an attempt on a backend ended."""
 
 
+class BoxFleet(Protocol):
+    """What a box needs to know and to say of the health of its backends."""
+
+    def statuses(self) -> Mapping[str, BackendStatus]:
+        """Return the status of every configured backend."""
+
+    async def wait_for(self, predicate: Callable[[Mapping[str, BackendStatus]], bool]) -> None:
+        """Return as soon as `predicate(statuses())` holds."""
+
+    def put_out(self, backend_id: str, reason: str) -> None:
+        """Ask a backend no more, and hold its silence against it no more."""
+
+    def await_boot(self, backend_id: str, reason: str) -> None:
+        """Ask it again: it is being started, and what was known of it is past."""
+
+
+class Switch(Protocol):
+    """Starts and stops the models of a box. Never raises for what a machine does or does not do."""
+
+    async def is_in(self, backend_id: str) -> bool:
+        """Return whether a model is in: its server answers, and is awake."""
+
+    async def start(self, backend_id: str, fence: int) -> str:
+        """Start a model, and return when that has been ordered; "" or why it could not be.
+
+        `fence` grows with every change of owner: a machine that can compare refuses a lower one.
+        """
+
+    async def stop(self, backend_id: str, fence: int) -> str:
+        """Stop a model, and return when it is out; "" or why it is not."""
+
+    async def ask(self, backend_id: str) -> str:
+        """Ask a model its canary; "" or what is wrong with the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """What a box's board says.
+
+    Attributes:
+        fence: Of this process's ownership; 0 where it is not the owner.
+        state: What the owner has written last; "" where nobody has.
+        others: What each other process has written beside it.
+    """
+
+    fence: int = 0
+    state: str = ""
+    others: Sequence[str] = ()
+
+
+class BoxBoard(Protocol):
+    """Where gateway processes agree on who owns a box, and read what it does."""
+
+    async def sync(self, box_id: str, *, fence: int, state: str, note: str) -> Board | None:
+        """Become the owner where there is none, stay it, write and read. None: the store is away.
+
+        `state` is written only by the owner of `fence`, `note` by everybody, for a while. An owner that does
+        not come back within the lease's life is one no more.
+        """
+
+    async def leave(self, box_id: str) -> None:
+        """Give the box up, so that another takes it at once."""
+
+
 class SharedHealth(Protocol):
     """What gateways tell each other of backends; beside `Fleet`, which they all have."""
 

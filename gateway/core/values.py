@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
+from gateway.core.versions import VersionBound
 
 # ------------------------------------------------------------------ what the caller sent
 
@@ -196,6 +197,7 @@ class Backend:
         drain: Set by the operator: finish what runs, take nothing new.
         perf: Its latency model, to predict prompt work with; None where no profile gives one.
         batched_tokens: Prompt tokens of one engine step (`max_num_batched_tokens`).
+        versions: Engine versions it may have; () for any.
         quirks: What its engine is known to do wrong, by name (docs/profiles.md lists them).
     """
 
@@ -210,6 +212,7 @@ class Backend:
     drain: bool = False
     perf: PerfModel | None = None
     batched_tokens: int = 8192
+    versions: tuple[VersionBound, ...] = ()
     quirks: tuple[str, ...] = ()
 
 
@@ -582,9 +585,11 @@ class Exclusion(StrEnum):
     SEQS_EXCEEDED = "seqs_exceeded"  # more parallel choices than its knee
     MODALITY = "modality"  # it does not take images or audio
     WRONG_MODEL = "wrong_model"  # it serves another model
+    WRONG_VERSION = "wrong_version"  # its engine is of a version that was not allowed
     NOT_ASKED = "not_asked"  # what it serves is being asked: known in a moment
     UNHEALTHY = "unhealthy"  # down, ejected, hung, booting
     DRAINING = "draining"  # the operator or the engine is emptying it
+    SWAPPED_OUT = "swapped_out"  # its box runs another model at the moment
     AT_KNEE = "at_knee"  # full right now
     KV_FULL = "kv_full"  # no blocks right now
     LONG_FULL = "long_full"  # as many long documents as it may have
@@ -611,6 +616,7 @@ _PERMANENT = frozenset(
 )
 _BUSY = frozenset(
     {
+        Exclusion.SWAPPED_OUT,
         Exclusion.NOT_ASKED,
         Exclusion.AT_KNEE,
         Exclusion.KV_FULL,

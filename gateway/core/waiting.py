@@ -28,7 +28,7 @@ somebody entered, and at `look_again_at`.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from heapq import heapify, heappop, heappush
@@ -38,6 +38,7 @@ from typing import Any, TypeVar
 from gateway.core import admission, selection
 from gateway.core.facts import Flow, StartedTokens, summed
 from gateway.core.selection import BackendView
+from gateway.core.swap_policy import Wants
 from gateway.core.values import (
     UNLIMITED,
     Candidate,
@@ -462,6 +463,7 @@ class WaitingLine:
         self._long_elsewhere: Mapping[str, int] = {}
         self._tokens_started = StartedTokens()
         self._gone_until: dict[str, float] = {}  # backends whose place was gone when it was to be taken
+        self._back_at: Mapping[str, float] = {}  # backends whose machine runs another model
         self._numbers = 0
 
     # ------------------------------------------------------------ questions
@@ -481,6 +483,18 @@ class WaitingLine:
         """Return how many of them wait in this line."""
         return dict(self._long_waiting)
 
+    def wants(self, backends: Collection[str]) -> Mapping[str, Wants]:
+        """Return what waits for each of these backends as its first choice, and could run there."""
+        found = dict.fromkeys(backends, Wants())
+        for entry in self._waiting.values():
+            ticket = entry.ticket
+            for name in ticket.first_pool:
+                if name in found and name not in ticket.failed:
+                    backend = ticket.policy.backends[name]
+                    if selection.could_take(backend, ticket.demand):
+                        found[name] += Wants(1, entry.entered_at)
+        return found
+
     def tokens_started(self, now: float) -> Mapping[Flow, int]:
         """Return the tokens of what was started from this line, per flow; see `StartedTokens`."""
         return self._tokens_started.totals(now)
@@ -496,6 +510,10 @@ class WaitingLine:
         return None if entry is None else self._lane(entry.ticket).ahead_of(entry) + 1
 
     # ------------------------------------------------------------ events
+
+    def expect(self, back_at: Mapping[str, float]) -> None:
+        """Be told which backends are out, and when each can be back at the earliest (monotonic seconds)."""
+        self._back_at = back_at
 
     def enter(self, ticket: Ticket, now: float) -> Refused | None:
         """Let a request wait for its turn, or return why it may not."""
@@ -517,8 +535,9 @@ class WaitingLine:
             lane.entries and lane.size_bytes + ticket.size_bytes > rules.waiting_bytes_max
         ):
             return _refused(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
-        # A forecast needs somebody ahead: who comes first in an empty line may start at once.
-        if ahead and wait_s is not None:
+        # A forecast needs somebody ahead: who comes first in an empty line may start at once, unless the
+        # models that could serve it are out.
+        if wait_s is not None and (ahead or self._away_s(ticket, now)):
             if ticket.deadline is not None and now + wait_s > ticket.deadline:
                 return _refused(entry, Reason.DEADLINE, ahead, wait_s, now)
             if wait_s > rules.max_wait_s:
@@ -657,7 +676,19 @@ class WaitingLine:
         """Return how many are ahead of an entry, and how long it would wait; None where nothing is known."""
         ahead = lane.ahead_of(entry)
         per_s = lane.drain.per_s(now)
-        return ahead, None if per_s is None else (ahead + 1) / per_s
+        away_s = self._away_s(entry.ticket, now)
+        if per_s is None:
+            return ahead, away_s or None
+        return ahead, max(away_s, (ahead + 1) / per_s)
+
+    def _away_s(self, ticket: Ticket, now: float) -> float:
+        """Return how long no backend of a request's class can be back; 0 where one is in."""
+        if not self._back_at:
+            return 0.0
+        pools = (ticket.policy.pools[name] for name in ticket.traffic_class.pools)
+        names = {name for pool in pools for name in pool.backends} - ticket.failed
+        back_at = min((self._back_at.get(name, now) for name in names), default=now)
+        return max(0.0, back_at - now)
 
     def _expire(self, now: float) -> list[Refused]:
         refused: list[Refused] = []

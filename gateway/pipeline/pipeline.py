@@ -13,6 +13,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from gateway.core import deciding, retry, selection
+from gateway.core.box import Standing
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
@@ -92,8 +93,13 @@ class Pipeline:
         line: WaitingLine,
         recorder: Recorder,
         clock: Clock,
+        away: Callable[[str], Standing | None] = lambda _: None,
     ) -> None:
-        """Join the ports. `policy` returns the policy in force; a request keeps the one it started with."""
+        """Join the ports.
+
+        `policy` returns the policy in force; a request keeps the one it started with. `away` returns why
+        the machine that a backend shares with others does not run its model, or None.
+        """
         self._policy = policy
         self._estimator = estimator
         self._ledger = ledger
@@ -104,6 +110,7 @@ class Pipeline:
         self._counts = counts
         self._recorder = recorder
         self._clock = clock
+        self._away = away
         self._running: dict[str, set[Attempt]] = {}
         self._backends: dict[str, Backend] = {}  # of every policy a request has come in under
         self.watch = watch
@@ -291,6 +298,7 @@ class Pipeline:
                 share_max=self.watch.share_max(name),
                 kv_taken=self._counts.drift(name).kv_blocks,
                 long_waiting=long_waiting.get(name, 0),
+                away=self._away(name),
             )
             for name, backend in backends.items()
         }

@@ -16,8 +16,14 @@ from gateway.settings.yaml_tree import Path
 def warnings(settings: Settings) -> tuple[Problem, ...]:
     """Return every warning about a valid configuration, in the order of the file."""
     policy = settings.policy()
-    found = [*_models(policy), *_unused(settings, policy), *_backends(settings, policy)]
-    found += [*_webhooks(settings), *_exposure(settings)]
+    found = [
+        *_models(policy),
+        *_unused(settings, policy),
+        *_backends(settings, policy),
+        *_boxes(settings, policy),
+        *_webhooks(settings),
+        *_exposure(settings),
+    ]
     return tuple(sorted(settings.problem(warning.path, warning.message) for warning in found))
 
 
@@ -221,6 +227,22 @@ def _webhooks(settings: Settings) -> Iterator[_Warning]:
                 f"webhook {name} is sent over plain http outside this network: who reads it knows job ids"
             )
             yield _Warning(("webhooks", name, "url"), message)
+
+
+def _boxes(settings: Settings, policy: Policy) -> Iterator[_Warning]:
+    shared = settings.box_boots_s()
+    for model in policy.models:
+        for index, one in enumerate(model.classes):
+            names = [backend.id for backend in _backends_of(one, policy)]
+            boots = [shared.get(name, 0.0) for name in names]
+            most_s = one.waiting.max_wait_s
+            if most_s < min(boots, default=0.0):
+                yield _Warning(
+                    ("models", model.id, "classes", index),
+                    f"class {one.name} waits {most_s:g} s at most, and its models take turns with others: "
+                    f"a boot takes {min(boots):g} s, so its requests are refused while they are out, "
+                    "and never bring them in",
+                )
 
 
 def _quirks(name: str, settings: Settings) -> Iterator[str]:

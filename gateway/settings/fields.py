@@ -22,7 +22,9 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from gateway.core import versions
 from gateway.core.values import Bound, KneeStep
+from gateway.core.versions import VersionBound
 from gateway.core.webhooks import EVENT_TYPES
 from gateway.profiles.figures import prompt_tokens_max
 from gateway.settings.conditions import bounds, count_bounds, header_values
@@ -185,6 +187,37 @@ BaseUrl = Annotated[
 ]
 
 
+def _url(written: str) -> str:
+    """Return the URL. Messages never repeat it: it may hold a password."""
+    try:
+        url = urlsplit(written)
+        _ = url.port
+    except ValueError:
+        raise ValueError("this is no URL; write it as http://host:port/path") from None
+    if url.scheme not in {"http", "https"} or not url.hostname or url.fragment:
+        raise ValueError("write it as http://host:port/path or https://host:port/path")
+    if url.username is not None or url.password is not None:
+        raise ValueError("no credentials in URLs; name the token with token_env")
+    return written
+
+
+Url = Annotated[str, AfterValidator(_url), Field(json_schema_extra={"pattern": "^(https?://|.*\\$\\{)"})]
+
+
+def _versions(written: Any) -> Any:
+    if not isinstance(written, str):
+        raise ValueError('write it in quotes, as ">= 0.20, < 0.24"')
+    return versions.bounds(written)
+
+
+Versions = Annotated[
+    tuple[VersionBound, ...],
+    PlainValidator(_versions),
+    WithJsonSchema({"type": "string", "minLength": 1}),
+]
+"""A range of engine versions."""
+
+
 def _store_url(written: str) -> str:
     """Return the URL. Messages never repeat it: it may hold a password."""
     try:
@@ -282,6 +315,13 @@ HeaderValues = Annotated[
 def _one_or_many(written: Any) -> Any:
     return [written] if isinstance(written, str) else written
 
+
+Command = Annotated[
+    tuple[Text, ...],
+    Field(min_length=1),
+    ShortForm(_one_or_many, {"type": "string"}),
+]
+"""A command: a list of its words, or one text for a shell."""
 
 Names = Annotated[
     tuple[Slug, ...],

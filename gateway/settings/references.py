@@ -5,7 +5,7 @@ name is reported together with every other problem, whatever else the file gets 
 import ipaddress
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import IPv6Address, ip_address
 from socket import inet_aton, inet_ntoa
 from typing import Any
@@ -39,6 +39,7 @@ def findings(data: Any) -> Iterator[Finding]:
     yield from _quirks(top)
     yield from _urls(top)
     yield from _pools(top)
+    yield from _boxes(top)
     yield from _models(top)
     yield from _webhooks(top)
     yield from _listeners(top)
@@ -93,6 +94,23 @@ def _pools(top: Mapping[str, Any]) -> Iterator[Finding]:
         if isinstance(section, Mapping):
             path, listed = (*path, "backends"), section.get("backends")
         yield from _names(path, "backend", listed, backends)
+
+
+def _boxes(top: Mapping[str, Any]) -> Iterator[Finding]:
+    backends = _mapping(top.get("backends"))
+    taken: dict[str, str] = {}
+    for name, section in _mapping(top.get("boxes")).items():
+        members = _mapping(_mapping(section).get("backends"))
+        for member in members:
+            path: Path = ("boxes", name, "backends", member)
+            if member not in backends:
+                yield replace(_unknown(path, "backend", member, backends), at_key=True)
+            elif member in taken:
+                yield Finding(path, f"{member} is in the box {taken[member]} already", at_key=True)
+            taken.setdefault(member, name)
+        default = _mapping(section).get("default")
+        if isinstance(default, str) and members and default not in members:
+            yield _unknown(("boxes", name, "default"), "backend of this box", default, members)
 
 
 def _models(top: Mapping[str, Any]) -> Iterator[Finding]:

@@ -6,8 +6,10 @@ from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from gateway.core.box import BoxRules
 from gateway.core.errors import ConfigError
 from gateway.core.profile import Profile
+from gateway.core.swap_policy import SwapRules, Trigger
 from gateway.core.values import (
     Backend,
     Bound,
@@ -32,6 +34,7 @@ from gateway.core.values import (
 from gateway.core.webhooks import WebhookEndpoint, read_secret
 from gateway.settings.document import (
     BackendSection,
+    BoxSection,
     ClassSection,
     Document,
     GatesSection,
@@ -218,8 +221,45 @@ class Settings:
             drain=section.drain,
             perf=profile.perf,
             batched_tokens=profile.flags.max_num_batched_tokens,
+            versions=section.versions or (),
             quirks=_quirks(profile.quirks, section),
         )
+
+    # -------------------------------------------------------------- boxes
+
+    @property
+    def boxes(self) -> Mapping[str, BoxSection]:
+        """Machines on which models take turns, by name."""
+        return self.document.boxes
+
+    def box_rules(self, name: str, settle_s: float = 0.0) -> BoxRules:
+        """Return how a box is run. `settle_s`: what other gateways need to learn that it drains."""
+        section = self.document.boxes[name]
+        triggers = {member: Trigger(one.jobs, one.max_wait_s) for member, one in section.backends.items()}
+        swaps = SwapRules(section.default, triggers, section.residency_s, section.idle_s)
+        return BoxRules(swaps, section.boot_budget_s, settle_s)
+
+    def box_boots_s(self) -> Mapping[str, float]:
+        """Return how long each model of a box boots, as its profile says; 0 where it only wakes up."""
+        return {
+            name: 0.0 if one.sleep is not None else self.profile(name).boot_s or 0.0
+            for box in self.boxes.values()
+            for name, one in box.backends.items()
+        }
+
+    def launch_record(self, name: str) -> Path | None:
+        """Return the file that keeps hashes of a box's start commands, or None."""
+        return self._file(self.document.boxes[name].launch_record)
+
+    def box_token(self, name: str, member: str, environ: Mapping[str, str]) -> str | None:
+        """Return the token that requests to start and stop a model carry, or None where they carry none.
+
+        Raises:
+            ConfigError: it is named and not there.
+        """
+        http = self.document.boxes[name].backends[member].http
+        secret = None if http is None or http.token_env is None else SecretRef(http.token_env)
+        return _read(secret, f"box {name}, {member}", environ)
 
     # -------------------------------------------------------------- secrets
 
@@ -311,6 +351,11 @@ class Settings:
                     ("backends", name, "api_key_file" if backend.api_key_env is None else "api_key_env"),
                     secret,
                 )
+        for name, box in self.document.boxes.items():
+            for member, one in box.backends.items():
+                if one.http is not None and one.http.token_env is not None:
+                    path = ("boxes", name, "backends", member, "http", "token_env")
+                    yield path, SecretRef(one.http.token_env)
         for name, key in (self.document.keys or {}).items():
             if key.sha256 is None:
                 kind = "file" if key.env is None else "env"
@@ -487,6 +532,8 @@ def _summary(document: Document) -> Iterator[str]:
             f"{name} ({document.backends[name].profile}, {urlsplit(document.backends[name].url).netloc})"
             for name in section.backends
         )
+    for box, machine in document.boxes.items():
+        yield f"box {box}: {', '.join(machine.backends)} take turns; {machine.default} by default"
     for model, policy in document.models.items():
         yield f"model {model}: {_many(len(policy.classes), 'class', 'classes')}, first match wins"
         for one in policy.classes:

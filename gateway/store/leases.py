@@ -95,6 +95,7 @@ class Leases:
         self._release = self._script("release")
         self._renew = self._script("renew")
         self._heartbeat = self._connections.script("heartbeat")
+        self._box = self._connections.script("box")
 
     def _script(self, name: str) -> Callable[..., Awaitable[Any]]:
         return self._connections.script("leases", name)
@@ -133,6 +134,20 @@ class Leases:
         replicas, *said = await self._connections.bounded(lambda: self._heartbeat(keys=keys, args=args))
         rows = zip(said[::3], said[1::3], said[2::3], strict=True)
         return Beat(replicas, tuple(Told(owner, left_ms / 1000, text) for owner, left_ms, text in rows))
+
+    async def box(self, box_id: str, fence: int, state: str, note: str) -> tuple[int, str, list[str]]:
+        """Own a box, or see who does: the fence (0: another does), the state, the others' notes."""
+        found, written, notes = await self._on_box(box_id, self._ttl_ms, fence, state, note)
+        return int(found), written, notes
+
+    async def leave_box(self, box_id: str) -> None:
+        """Own a box no more."""
+        await self._on_box(box_id, 0, 0, "", "")
+
+    async def _on_box(self, box_id: str, *arguments: int | str) -> Any:
+        tag = f"{{{self._prefix}:box:{box_id}}}"
+        keys = [f"{tag}:{name}" for name in ("owner", "fence", "state", "notes")]
+        return await self._connections.bounded(lambda: self._box(keys=keys, args=[self._owner, *arguments]))
 
     async def _run(
         self, script: Callable[..., Awaitable[Any]], backend_id: str, arguments: Sequence[str | int]

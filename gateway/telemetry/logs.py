@@ -9,7 +9,7 @@ import sys
 from typing import Any, TextIO
 
 from gateway.core.count_check import Cause, CountDrift
-from gateway.core.health import BackendStatus
+from gateway.core.health import BackendStatus, State
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.webhooks import SCHEDULE_S, WebhookAttempt, WebhookOutcome
 
@@ -96,7 +96,9 @@ def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> 
         "to": new.state,
         "reason": new.reason,
     }
-    level = logging.INFO if new.state.value in ("up", "probation") else logging.WARNING
+    # What a box does with its own models is no cause for worry.
+    is_good = new.state in (State.UP, State.PROBATION, State.OUT) or old.state is State.OUT
+    level = logging.INFO if is_good else logging.WARNING
     fleet_log.log(
         level, "%s: %s -> %s (%s)", backend_id, old.state, new.state, new.reason, extra={"fields": fields}
     )
