@@ -121,13 +121,6 @@ class JobConflict(CallerError):
     code = "idempotency_mismatch"
 
 
-class JobRunning(CallerError):
-    """The request with this idempotency key has not been answered yet. Clients try again by themselves."""
-
-    status = 409
-    code = "still_running"
-
-
 class ResponseNotFound(CallerError):
     """No response of that id is kept for this caller."""
 
