@@ -7,7 +7,7 @@ passes those that wait for the same place:
     turn(now, views)        -> offers: who may start where; refused: who waited too long; look_again_at
     started(id, now)           the place was taken; the request runs
     missed(id, backends, now)  it was gone: back to its place in the line
-    released(id, now)          it ended; the line measures how fast places come free
+    released(id, backend, now, answered)  it ended; the line measures how fast places come free
     leave(id)                  the caller left
 
 Order. The higher priority first. Within a class, start-time fair queueing between API keys: each key's
@@ -247,8 +247,14 @@ class _Drain:
         self.at = now
         self.running += 1
 
-    def note_released(self, stayed_s: float) -> None:
+    def note_released(self, since: float, now: float, *, answered: bool) -> None:
+        """Count what started at `since` and has ended: unless it was answered, as if it had never run."""
         self.running -= 1
+        if not answered:
+            self.starts = max(0.0, self._decayed(now) - exp((since - now) / STARTS_OVER_S))
+            self.at = now
+            return
+        stayed_s = now - since
         if self.residence_s is None:
             self.residence_s = stayed_s
         else:
@@ -538,13 +544,17 @@ class WaitingLine:
             self._uncharge(entry)
             self._insert(self._lane(entry.ticket), entry, now)
 
-    def released(self, ticket_id: str, backend: str, now: float) -> None:
-        """Note that a request that ran on `backend` has ended."""
+    def released(self, ticket_id: str, backend: str, now: float, *, answered: bool = True) -> None:
+        """Note that a request that ran on `backend` has ended.
+
+        `answered`: whether the backend began an answer. A try that failed before says nothing of how fast
+        places come free.
+        """
         self._gone_until.pop(backend, None)
         running = self._running.pop(ticket_id, None)
         if running is not None:
             lane, since = running
-            lane.drain.note_released(now - since)
+            lane.drain.note_released(since, now, answered=answered)
 
     def charge(self, model: str, traffic_class: str, key: str | None, tokens: int) -> None:
         """Count tokens that another process started for a key, so that keys are treated alike there too."""

@@ -95,10 +95,10 @@ class Site:
         self.loads[backend] += claim.after_first_token - claim
         self.taken[name] = (backend, claim.after_first_token)
 
-    def end(self, name: str, now: float = 0.0) -> None:
+    def end(self, name: str, now: float = 0.0, *, answered: bool = True) -> None:
         backend, claim = self.taken.pop(name)
         self.loads[backend] -= claim
-        self.line.released(name, backend, now)
+        self.line.released(name, backend, now, answered=answered)
 
     def served(self, names: Iterable[str], now: float = 0.0) -> list[str]:
         """End one after another whatever runs, until all of `names` have started; return their order."""
@@ -517,6 +517,40 @@ def test_a_wait_that_is_known_to_be_too_long_is_refused_at_once_with_the_truth()
     assert refused.expected_wait_s == pytest.approx(20.0)
     assert refused.retry_after_s == pytest.approx(20.0)
     assert refused.sentence() == "A place would come free too late (position 2, about 20.0 s to wait)."
+
+
+@pytest.mark.parametrize("failed_s", [0.005, 70.0], ids=["at once", "after long silence"])
+def test_tries_that_fail_say_nothing_of_how_fast_places_come_free(failed_s: float) -> None:
+    site = Site()
+    drained(site, 60.0)
+    site.end("running", 660.0)
+    now = 660.0
+    for number in range(15):
+        site.enter(f"failing-{number}", now)
+        site.start(now)
+        now += failed_s
+        site.end(f"failing-{number}", now, answered=False)
+    site.enter("running again", now)
+    site.start(now)
+
+    rate = site.line.drain_per_s("gemma", "chat", now)
+    site.enter("next", now)
+    refused = site.enter("second", now)
+
+    assert rate == pytest.approx(1 / 60, rel=0.01)
+    assert refused is not None
+    assert (refused.reason, refused.retry_after_s) == (Reason.WAIT_TOO_LONG, 59.0)
+
+
+def test_before_anything_was_answered_nothing_is_forecast() -> None:
+    site = Site()
+    site.enter("failing")
+    site.start()
+    site.end("failing", 1000.0, answered=False)
+    site.enter("running", 1000.0)
+    site.start(1000.0)
+
+    assert site.line.drain_per_s("gemma", "chat", 1000.0) is None
 
 
 def test_who_is_next_is_never_refused_on_a_forecast() -> None:
