@@ -86,6 +86,7 @@ class Ticket:
         size_bytes: What it keeps in memory while it waits.
         deadline: When its caller wants the first token at the latest, or None.
         failed: Backends it was tried on.
+        waited_s: How long it waited for the places on which it was tried. What the tries took is not in it.
         prefix_shares: Per backend, the share of its conversation that was seen there.
     """
 
@@ -100,6 +101,7 @@ class Ticket:
     size_bytes: int = 0
     deadline: float | None = None
     failed: frozenset[str] = frozenset()
+    waited_s: float = 0.0
     prefix_shares: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -136,7 +138,7 @@ class Refused:
         position: Its place in the line of its class, 1 being next.
         expected_wait_s: How long it would have to wait at the rate measured; None while nothing is known.
         retry_after_s: When to come back, seconds in 1..59.
-        waited_s: How long it has waited.
+        waited_s: How long it has waited, before earlier tries too.
     """
 
     id: str
@@ -211,6 +213,10 @@ class _Entry:
     def cost(self) -> int:
         """What a start is charged to its key with, in tokens."""
         return max(1, self.ticket.demand.seqs * self.ticket.demand.total_tokens)
+
+    def waited_s(self, now: float) -> float:
+        """Return how long it has waited, for the places of earlier tries too."""
+        return self.ticket.waited_s + now - self.entered_at
 
 
 @dataclass(slots=True, eq=False)
@@ -506,7 +512,7 @@ class WaitingLine:
         if ahead and wait_s is not None:
             if ticket.deadline is not None and now + wait_s > ticket.deadline:
                 return _refused(entry, Reason.DEADLINE, ahead, wait_s, now)
-            if wait_s > rules.max_wait_s:
+            if entry.waited_s(now) + wait_s > rules.max_wait_s:
                 if rules.when_late is WhenLate.REFUSE:
                     return _refused(entry, Reason.WAIT_TOO_LONG, ahead, wait_s, now)
                 entry.standing = _Standing.BEHIND
@@ -806,8 +812,10 @@ def _asks_no_less(ticket: Ticket, other: Ticket) -> bool:
     )
 
 
-def _expiry(ticket: Ticket, since: float, wait_s: float) -> float:
-    return since + wait_s if ticket.deadline is None else min(since + wait_s, ticket.deadline)
+def _expiry(ticket: Ticket, entered_at: float, wait_s: float) -> float:
+    """Return when a request that entered then has waited `wait_s` in all, or its caller gives up."""
+    expires_at = entered_at + wait_s - ticket.waited_s
+    return expires_at if ticket.deadline is None else min(expires_at, ticket.deadline)
 
 
 def _refused(entry: _Entry, reason: Reason, ahead: int, wait_s: float | None, now: float) -> Refused:
@@ -817,7 +825,7 @@ def _refused(entry: _Entry, reason: Reason, ahead: int, wait_s: float | None, no
         position=ahead + 1,
         expected_wait_s=wait_s,
         retry_after_s=max(1.0, min(RETRY_AFTER_MAX_S, wait_s or 1.0)),
-        waited_s=now - entry.entered_at,
+        waited_s=entry.waited_s(now),
     )
 
 

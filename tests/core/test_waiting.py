@@ -483,6 +483,32 @@ def test_nobody_waits_longer_than_its_class_allows(now: float, reasons: list[Rea
     assert len(site.line) == 1 - len(reasons)
 
 
+def test_one_that_is_tried_again_waits_no_longer_in_all() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("again", 5.0, waited_s=0.9)
+
+    assert site.turn(5.29).refused == []
+    (refused,) = site.turn(5.3).refused
+    assert refused.reason is Reason.WAITED_TOO_LONG
+    assert refused.waited_s == pytest.approx(1.2)
+
+
+def test_one_that_is_tried_again_is_sent_behind_and_refused_by_all_it_has_waited() -> None:
+    demoting = bounded(when_late=WhenLate.DEMOTE, demoted_wait_s=10.0)
+    site = Site()
+    site.enter("running", traffic_class=demoting)
+    site.start()
+    site.enter("new", 5.0, traffic_class=demoting)
+    site.enter("again", 5.0, traffic_class=demoting, arrived_at=0.0, waited_s=4.0)
+    assert site.turn(5.0).refused == []
+    assert site.line.position("again") == 2
+
+    assert "again" not in [refused.id for refused in site.turn(10.9).refused]
+    assert "again" in [refused.id for refused in site.turn(11.0).refused]
+
+
 def test_a_callers_own_deadline_ends_the_wait_before() -> None:
     site = Site()
     site.enter("a")
@@ -540,6 +566,21 @@ def test_tries_that_fail_say_nothing_of_how_fast_places_come_free(failed_s: floa
     assert rate == pytest.approx(1 / 60, rel=0.01)
     assert refused is not None
     assert (refused.reason, refused.retry_after_s) == (Reason.WAIT_TOO_LONG, 59.0)
+
+
+def test_a_forecast_counts_what_was_waited_before() -> None:
+    site = Site()
+    patient = bounded(max_wait_s=30.0)
+    drained(site, 10.0)
+    site.enter("next", 120.0, traffic_class=patient)
+
+    fresh = site.enter("fresh", 120.0, traffic_class=patient)
+    site.line.leave("fresh")
+    again = site.enter("again", 120.0, traffic_class=patient, waited_s=11.0)
+
+    assert fresh is None
+    assert again is not None
+    assert (again.reason, again.waited_s) == (Reason.WAIT_TOO_LONG, 11.0)
 
 
 def test_before_anything_was_answered_nothing_is_forecast() -> None:
