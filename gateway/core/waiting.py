@@ -516,7 +516,7 @@ class WaitingLine:
                 if rules.when_late is WhenLate.REFUSE:
                     return _refused(entry, Reason.WAIT_TOO_LONG, ahead, wait_s, now)
                 entry.standing = _Standing.BEHIND
-                entry.expires_at = _expiry(ticket, now, rules.demoted_wait_s)
+                entry.expires_at = _expiry(ticket, now, rules.longest_wait_s)
         self._insert(lane, entry, now)
         return None
 
@@ -665,7 +665,7 @@ class WaitingLine:
             may_stay = rules.when_late is WhenLate.DEMOTE and entry.standing is not _Standing.BEHIND
             if may_stay and not overdue:
                 self._lane(entry.ticket).send_behind(entry)
-                entry.expires_at = _expiry(entry.ticket, entry.entered_at, rules.demoted_wait_s)
+                entry.expires_at = _expiry(entry.ticket, entry.entered_at, rules.longest_wait_s)
                 heappush(self._expiries, (entry.expires_at, number, entry))
             else:
                 reason = Reason.DEADLINE if overdue else Reason.WAITED_TOO_LONG

@@ -657,6 +657,32 @@ def test_a_class_may_send_late_ones_behind_instead() -> None:
     assert site.served(["new", "late"], 2.1) == ["new", "late"]
 
 
+@pytest.mark.parametrize(
+    ("rules", "longest_s"),
+    [
+        pytest.param(Waiting(), 1.2, id="refused"),
+        pytest.param(Waiting(when_late=WhenLate.DEMOTE), 60.0, id="a-minute-at-least"),
+        pytest.param(Waiting(max_wait_s=900, when_late=WhenLate.DEMOTE), 1800.0, id="twice"),
+        pytest.param(
+            Waiting(max_wait_s=900, when_late=WhenLate.DEMOTE, demoted_wait_s=950), 950.0, id="given"
+        ),
+        pytest.param(Waiting(max_wait_s=900, demoted_wait_s=950), 900.0, id="refused-though-given"),
+    ],
+)
+def test_being_sent_behind_never_shortens_the_wait(rules: Waiting, longest_s: float) -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("late", traffic_class=TrafficClass("chat", ("light",), waiting=rules))
+    site.turn(rules.max_wait_s)
+
+    assert rules.longest_wait_s == longest_s
+    assert site.turn(longest_s - 0.01).refused == []
+    assert len(site.line) == (rules.when_late is WhenLate.DEMOTE)
+    site.turn(longest_s)
+    assert len(site.line) == 0
+
+
 def test_one_that_was_sent_behind_is_refused_in_the_end() -> None:
     demoting = bounded(when_late=WhenLate.DEMOTE, demoted_wait_s=10.0)
     site = Site()

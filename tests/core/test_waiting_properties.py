@@ -211,9 +211,7 @@ class Line(RuleBasedStateMachine):
         if not self.is_settled:
             return
         for ticket, entered in self.waiting.values():
-            rules = ticket.traffic_class.waiting
-            most = rules.demoted_wait_s if rules.when_late is WhenLate.DEMOTE else rules.max_wait_s
-            assert self.now - entered < most
+            assert self.now - entered < ticket.traffic_class.waiting.longest_wait_s
             assert ticket.deadline is None or self.now < ticket.deadline
         assert (self.look_at is None) == (not self.waiting)
 
