@@ -37,6 +37,7 @@ from typing import Any, TypeVar
 
 from gateway.core import admission, selection
 from gateway.core.facts import Flow, StartedTokens, summed
+from gateway.core.health import State
 from gateway.core.selection import BackendView
 from gateway.core.values import Candidate, Demand, Exclusion, Load, Policy, TrafficClass, WhenLate
 
@@ -208,6 +209,7 @@ class _Entry:
     is_long: bool
     standing: _Standing = _Standing.TIMELY
     passed: int = 0
+    is_unproven: bool = False  # nobody was ahead: its first turn says whether it has to wait at all
 
     @property
     def cost(self) -> int:
@@ -266,21 +268,28 @@ class _Drain:
         else:
             self.residence_s += RESIDENCE_WEIGHT * (stayed_s - self.residence_s)
 
-    def per_s(self, now: float) -> float | None:
-        """Return places per second, or None before the first request has ended: nothing is known then.
+    def _decayed(self, now: float) -> float:
+        return self.starts * exp((self.at - now) / STARTS_OVER_S)
+
+    @staticmethod
+    def per_s(drains: Sequence["_Drain"], now: float) -> float | None:
+        """Return places per second of all these, or None before the first request has ended.
 
         The better of two measures: Little's law, requests that run over the time they stay, and what
         starts at present. Each is too low at times: the first while a burst fills an idle fleet, the
-        second while nothing had to wait.
+        second while nothing had to wait. Those of which none has ended yet are taken to stay as long as
+        the others.
         """
-        if not self.residence_s:
+        known = [(drain.running, drain.residence_s) for drain in drains if drain.residence_s]
+        if not known:
             return None
-        started = (self._decayed(now) - 1) / STARTS_OVER_S
-        best = max(started, self.running / self.residence_s)
+        ended = sum(running / residence_s for running, residence_s in known)
+        of_them = sum(running for running, _ in known)
+        if of_them:
+            ended *= sum(drain.running for drain in drains) / of_them
+        started = (sum(drain._decayed(now) for drain in drains) - 1) / STARTS_OVER_S
+        best = max(started, ended)
         return best if best > 0 else None
-
-    def _decayed(self, now: float) -> float:
-        return self.starts * exp((self.at - now) / STARTS_OVER_S)
 
 
 class _Lane:
@@ -290,6 +299,7 @@ class _Lane:
         self.entries: dict[int, _Entry] = {}
         self.size_bytes = 0
         self.drain = _Drain()
+        self.pool: frozenset[str] | None = None  # the backends of its first choice, once one has entered
         self._flows: dict[str | None, _Flow] = {}
         self._order: list[tuple[float, int, str | None]] = []  # (tag, flow number, key), sorted
         self._finish: dict[str | None, float] = {}  # tags of keys with nothing waiting, above `_virtual`
@@ -477,9 +487,12 @@ class WaitingLine:
         return self._tokens_started.totals(now)
 
     def drain_per_s(self, model: str, traffic_class: str, now: float) -> float | None:
-        """Return how many requests of a class get a place per second, or None while that is unknown."""
+        """Return how many places per second come free for a class, or None while that is unknown.
+
+        Those of other classes with the same first pool are among them: what ends there is room for all.
+        """
         lane = self._lanes.get((model, traffic_class))
-        return None if lane is None else lane.drain.per_s(now)
+        return None if lane is None else self._per_s(lane, now)
 
     def position(self, ticket_id: str) -> int | None:
         """Return a request's place in the line of its class, 1 being next; None if it is not waiting."""
@@ -491,6 +504,7 @@ class WaitingLine:
     def enter(self, ticket: Ticket, now: float) -> Refused | None:
         """Let a request wait for its turn, or return why it may not."""
         lane, rules = self._lane(ticket), ticket.traffic_class.waiting
+        lane.pool = frozenset(ticket.first_pool)
         self._numbers += 1
         entry = _Entry(
             ticket=ticket,
@@ -509,14 +523,13 @@ class WaitingLine:
         ):
             return _refused(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
         # A forecast needs somebody ahead: who comes first in an empty line may start at once.
-        if ahead and wait_s is not None:
-            if ticket.deadline is not None and now + wait_s > ticket.deadline:
-                return _refused(entry, Reason.DEADLINE, ahead, wait_s, now)
-            if entry.waited_s(now) + wait_s > rules.max_wait_s:
-                if rules.when_late is WhenLate.REFUSE:
-                    return _refused(entry, Reason.WAIT_TOO_LONG, ahead, wait_s, now)
-                entry.standing = _Standing.BEHIND
-                entry.expires_at = _expiry(ticket, now, rules.longest_wait_s)
+        entry.is_unproven = not ahead
+        reason = _foreseen(entry, wait_s, now) if ahead else None
+        if reason is Reason.WAIT_TOO_LONG and rules.when_late is WhenLate.DEMOTE:
+            entry.standing = _Standing.BEHIND
+            entry.expires_at = _expiry(ticket, now, rules.longest_wait_s)
+        elif reason is not None:
+            return _refused(entry, reason, ahead, wait_s, now)
         self._insert(lane, entry, now)
         return None
 
@@ -600,8 +613,10 @@ class WaitingLine:
             self._offer(offer)
         for entry in hopeless:
             refused.append(self._refuse(entry, Reason.NO_BACKEND, now))
-        # Where the look ahead may have ended the turn before the free places did, there is more to do.
-        is_unfinished = self._waiting and (hopeless or (offers and looked >= LOOKAHEAD))
+        late = self._late(room.found_full, now, refused)
+        # Where the look ahead may have ended the turn before the free places did, there is more to do. So
+        # there is where somebody held a backend who has gone.
+        is_unfinished = self._waiting and (hopeless or late or (offers and looked >= LOOKAHEAD))
         return Turn(offers, refused, now if is_unfinished else self._next_look(now))
 
     # ------------------------------------------------------------ inside
@@ -651,22 +666,48 @@ class WaitingLine:
     def _forecast(self, lane: _Lane, entry: _Entry, now: float) -> tuple[int, float | None]:
         """Return how many are ahead of an entry, and how long it would wait; None where nothing is known."""
         ahead = lane.ahead_of(entry)
-        per_s = lane.drain.per_s(now)
+        per_s = self._per_s(lane, now)
         return ahead, None if per_s is None else (ahead + 1) / per_s
+
+    def _per_s(self, lane: _Lane, now: float) -> float | None:
+        """Return the places per second that come free where a lane would rather go."""
+        sharing = [lane]
+        if lane.pool is not None:
+            sharing = [other for other in self._lanes.values() if other.pool == lane.pool]
+        return _Drain.per_s([other.drain for other in sharing], now)
+
+    def _late(self, full: Sequence[_Entry], now: float, refused: list[Refused]) -> bool:
+        """Refuse or send behind who found no place in its first turn and cannot have one in time."""
+        found = False
+        for entry in full:
+            rules = entry.ticket.traffic_class.waiting
+            reason = _foreseen(entry, self._forecast(self._lane(entry.ticket), entry, now)[1], now)
+            if reason is None:
+                continue
+            found = True
+            if reason is Reason.WAIT_TOO_LONG and rules.when_late is WhenLate.DEMOTE:
+                self._send_behind(entry)
+            else:
+                refused.append(self._refuse(entry, reason, now))
+        return found
+
+    def _send_behind(self, entry: _Entry) -> None:
+        self._lane(entry.ticket).send_behind(entry)
+        longest_s = entry.ticket.traffic_class.waiting.longest_wait_s
+        entry.expires_at = _expiry(entry.ticket, entry.entered_at, longest_s)
+        heappush(self._expiries, (entry.expires_at, entry.number, entry))
 
     def _expire(self, now: float) -> list[Refused]:
         refused: list[Refused] = []
         while self._expiries and self._expiries[0][0] <= now:
-            expires_at, number, entry = heappop(self._expiries)
+            expires_at, _, entry = heappop(self._expiries)
             if not self._is_current(expires_at, entry):
                 continue
             rules = entry.ticket.traffic_class.waiting
             overdue = entry.ticket.deadline is not None and entry.ticket.deadline <= now
             may_stay = rules.when_late is WhenLate.DEMOTE and entry.standing is not _Standing.BEHIND
             if may_stay and not overdue:
-                self._lane(entry.ticket).send_behind(entry)
-                entry.expires_at = _expiry(entry.ticket, entry.entered_at, rules.longest_wait_s)
-                heappush(self._expiries, (entry.expires_at, number, entry))
+                self._send_behind(entry)
             else:
                 reason = Reason.DEADLINE if overdue else Reason.WAITED_TOO_LONG
                 refused.append(self._refuse(entry, reason, now))
@@ -720,10 +761,12 @@ class _Room:
         self._closed = set(paused)  # backends that nobody may be offered any more in this turn
         self._wanted: dict[str, list[tuple[_Entry, tuple[str, ...]]]] = {}
         self._stuck: dict[tuple[str, str], list[Ticket]] = {}
+        self.found_full: list[_Entry] = []  # in their first turn; they wait for something to end
 
     def place(self, entry: _Entry) -> tuple[Candidate, ...] | None:
         """Return where it may start, best first; () if it has to wait; None if no backend is up for it."""
         ticket = entry.ticket
+        is_unproven, entry.is_unproven = entry.is_unproven, False
         stuck = self._stuck.setdefault((ticket.model, ticket.traffic_class.name), [])
         if any(_asks_no_less(ticket, other) for other in stuck):
             return ()
@@ -741,6 +784,8 @@ class _Room:
             return free
         if not able and not any(one.excluded is not None and one.excluded.is_busy for one in ranked):
             return None
+        if is_unproven and not able and all(self._is_full(one) for one in ranked):
+            self.found_full.append(entry)
         stuck.append(ticket)
         self._hold(entry, tuple(one.backend for one in ranked if _is_waited_for(one)))
         return ()
@@ -752,6 +797,13 @@ class _Room:
             name: replace(view, prefix_share=ticket.prefix_shares.get(name, 0.0))
             for name, view in self._views.items()
         }
+
+    def _is_full(self, candidate: Candidate) -> bool:
+        """Whether a backend has room only when something there ends, as far as it can have room at all."""
+        if candidate.excluded is None or not candidate.excluded.is_busy:
+            return candidate.excluded is not None
+        on_trial = self._views[candidate.backend].status.state is State.PROBATION
+        return candidate.excluded in _FULL and not on_trial
 
     def _take(self, candidate: Candidate) -> None:
         name = candidate.backend
@@ -798,6 +850,18 @@ _SHARED = frozenset({Exclusion.AT_KNEE, Exclusion.KV_FULL, Exclusion.PREFILL_BUS
 """What is short for requests of every kind. The gates for long prompts are not among them."""
 
 
+_FULL = frozenset(
+    {
+        Exclusion.AT_KNEE,
+        Exclusion.KV_FULL,
+        Exclusion.LONG_FULL,
+        Exclusion.SPILL_LONG,
+        Exclusion.SPILL_RESERVE,
+    }
+)
+"""What lasts until something ends: the measured rate speaks of that. Prompt work is done sooner."""
+
+
 def _asks_no_less(ticket: Ticket, other: Ticket) -> bool:
     """Return whether `ticket` can start nowhere that `other`, of the same class, cannot."""
     asked, least = ticket.demand, other.demand
@@ -816,6 +880,18 @@ def _expiry(ticket: Ticket, entered_at: float, wait_s: float) -> float:
     """Return when a request that entered then has waited `wait_s` in all, or its caller gives up."""
     expires_at = entered_at + wait_s - ticket.waited_s
     return expires_at if ticket.deadline is None else min(expires_at, ticket.deadline)
+
+
+def _foreseen(entry: _Entry, wait_s: float | None, now: float) -> Reason | None:
+    """Return why a request that would wait for `wait_s` from now need not: it would be too late."""
+    deadline = entry.ticket.deadline
+    if wait_s is None:
+        return None
+    if deadline is not None and now + wait_s > deadline:
+        return Reason.DEADLINE
+    if entry.waited_s(now) + wait_s > entry.ticket.traffic_class.waiting.max_wait_s:
+        return Reason.WAIT_TOO_LONG
+    return None
 
 
 def _refused(entry: _Entry, reason: Reason, ahead: int, wait_s: float | None, now: float) -> Refused:

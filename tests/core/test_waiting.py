@@ -594,11 +594,128 @@ def test_before_anything_was_answered_nothing_is_forecast() -> None:
     assert site.line.drain_per_s("gemma", "chat", 1000.0) is None
 
 
-def test_who_is_next_is_never_refused_on_a_forecast() -> None:
+def test_who_is_next_is_refused_as_soon_as_it_found_no_place() -> None:
     site = Site()
     drained(site, 1000.0)
 
     assert site.enter("next", 10_500.0) is None
+    (refused,) = site.turn(10_500.0).refused
+
+    assert (refused.reason, refused.position) == (Reason.WAIT_TOO_LONG, 1)
+    assert refused.expected_wait_s == pytest.approx(1000.0)
+    assert site.turn(10_500.0).look_again_at is None
+
+
+def test_who_is_next_is_sent_behind_as_soon_as_it_found_no_place() -> None:
+    demoting = bounded(when_late=WhenLate.DEMOTE)
+    site = Site()
+    drained(site, 10.0)
+    site.enter("next", 105.0, traffic_class=demoting)
+
+    assert site.turn(105.0).refused == []
+    site.enter("new", 105.0, traffic_class=bounded(max_wait_s=100.0))
+    assert (site.line.position("next"), site.line.position("new")) == (2, 1)
+    assert site.turn(164.9).refused == []
+    assert [refused.id for refused in site.turn(165.0).refused] == ["next"]
+
+
+def test_where_something_is_free_nobody_who_is_next_is_refused_on_a_forecast() -> None:
+    site = Site(knee=2)
+    drained(site, 1000.0)
+
+    assert site.enter("next", 10_500.0) is None
+    assert site.start(10_500.0) == ["next"]
+
+
+def test_who_was_let_wait_first_is_not_refused_on_a_later_forecast() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("next", 0.0, traffic_class=bounded(max_wait_s=20.0))
+    assert site.turn(0.0).refused == []
+    site.end("running", 15.0)
+    site.enter("quick", 15.0, deadline=15.5)
+    site.start(15.0)
+
+    assert site.turn(15.0).refused == []
+    assert len(site.line) == 1
+
+
+def test_who_holds_a_place_and_is_refused_gives_it_to_the_next_at_once() -> None:
+    site = Site(knee=4)
+    for number in range(3):
+        site.enter(f"running-{number}")
+    site.start()
+    site.enter("past", 0.0)
+    site.start()
+    site.end("past", 100.0)
+    site.enter("big", 100.0, prompt=3_000)  # needs two of four places
+    site.enter("small", 100.0, traffic_class=TrafficClass("other", ("light",), priority=-1))
+
+    turn = site.turn(100.0)
+
+    assert (list(turn.offers), [refused.id for refused in turn.refused]) == ([], ["big"])
+    assert turn.look_again_at == 100.0
+    assert site.start(100.0) == ["small"]
+
+
+@pytest.mark.parametrize(("state", "refusals"), [(State.UP, 1), (State.PROBATION, 0)])
+def test_a_backend_on_probation_has_more_room_soon_than_the_rate_says(state: State, refusals: int) -> None:
+    site = Site(knee=8)
+    drained(site, 60.0)
+    site.status["light"] = replace(UP, state=state)
+    site.loads["light"] += Load(seqs=7, share=admission.WHOLE * 7 // 8)
+    site.enter("next", 661.0)
+
+    turn = site.turn(661.0)
+
+    assert (len(turn.offers), len(turn.refused)) == (0, refusals)
+
+
+def test_who_waits_for_a_prompt_to_be_read_does_not_wait_for_an_end() -> None:
+    site = Site()
+    hurried = TrafficClass("long", ("push",), waiting=Waiting(max_wait_s=30))
+    site.enter("past", 0.0, traffic_class=hurried, prompt=50_000)
+    site.start()
+    site.end("past", 200.0)
+    site.enter("reading", 200.0, traffic_class=hurried, prompt=50_000)
+    site.start(200.0)
+    site.enter("next", 201.0, traffic_class=hurried, prompt=50_000)
+
+    assert site.turn(201.0).refused == []
+    site.answered("reading")
+    assert site.start(202.0) == ["next"]
+
+
+def test_places_that_other_classes_free_in_the_same_pool_are_forecast_too() -> None:
+    site = Site(knee=4)
+    other = TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+    elsewhere = TrafficClass("elsewhere", ("push",))
+    drained(site, 60.0)
+    for number in range(3):
+        site.enter(f"other-{number}", 600.0, traffic_class=other)
+    site.enter("elsewhere", 600.0, traffic_class=elsewhere)
+    site.start(600.0)
+    site.end("other-0", 602.0)
+    site.end("elsewhere", 602.0)
+    site.enter("other-0", 602.0, traffic_class=other)
+    site.start(602.0)
+
+    rates = [site.line.drain_per_s("gemma", name, 660.0) for name in ("chat", "other", "elsewhere")]
+
+    assert rates == [pytest.approx(1 / 60 + 3 / 2), pytest.approx(1 / 60 + 3 / 2), None]
+
+
+def test_a_class_of_which_none_has_ended_is_taken_to_stay_as_long_as_the_others() -> None:
+    site = Site(knee=4)
+    drained(site, 10.0)
+    for number in range(3):
+        site.enter(
+            f"other-{number}", 100.0, traffic_class=TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+        )
+    site.start(100.0)
+
+    assert site.line.drain_per_s("gemma", "other", 150.0) == pytest.approx(4 / 10)
 
 
 def test_a_forecast_beyond_the_callers_deadline_is_refused_at_once() -> None:
