@@ -236,6 +236,114 @@ def test_a_noisy_key_does_not_starve_the_others() -> None:
     assert order.index("quiet-1") <= 3
 
 
+def test_a_noisy_key_does_not_starve_one_of_another_class_either() -> None:
+    reasoning = TrafficClass(
+        "reasoning", ("light",), waiting=Waiting(max_wait_s=600, ttft_target_s=600, prefill_weight=1)
+    )
+    site = Site()
+    site.enter("running", key="noisy")
+    site.start()
+    for number in range(20):
+        site.enter(f"noisy-{number}", 0.01 * number, key="noisy", traffic_class=PATIENT)
+    site.enter("quiet-0", 0.5, key="quiet", traffic_class=reasoning)
+    site.enter("quiet-1", 0.5, key="quiet", traffic_class=reasoning)
+
+    order = site.served(["quiet-1"], 0.6)
+
+    assert order.index("quiet-0") <= 1
+    assert order.index("quiet-1") <= 3
+
+
+def test_within_a_key_the_deadline_decides_among_classes() -> None:
+    late = TrafficClass("late", ("light",), waiting=Waiting(max_wait_s=600, ttft_target_s=600))
+    site = Site()
+    site.enter("running")
+    site.start()
+    for key in ("a", "b"):
+        site.enter(f"{key}-late", 0.1, key=key, traffic_class=late)
+        site.enter(f"{key}-soon", 0.2, key=key, traffic_class=PATIENT)
+
+    order = site.served(["a-late", "b-late"], 0.3)
+
+    assert order == ["a-soon", "b-soon", "a-late", "b-late"]
+
+
+def test_what_a_key_starts_in_another_first_pool_is_not_held_against_it() -> None:
+    site = Site()
+    site.enter("running")
+    site.enter("doc", traffic_class=LONG, prompt=50_000, key="a")
+    site.start()
+    site.enter("a", 0.1, key="a")
+    site.enter("b", 0.2, key="b")
+
+    assert site.served(["a", "b"], 0.3) == ["a", "b"]
+
+
+def test_what_a_key_starts_at_another_priority_is_not_held_against_it() -> None:
+    site = Site(knee=2)
+    site.enter("urgent", traffic_class=TrafficClass("urgent", ("light",), priority=1), key="a")
+    site.enter("running")
+    site.start()
+    site.enter("a", 0.1, key="a")
+    site.enter("b", 0.2, key="b")
+    site.end("running", 0.3)
+
+    assert site.start(0.3) == ["a"]
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "before its first request"])
+def test_what_other_processes_started_in_one_class_counts_in_those_that_share_its_pool(
+    is_known: bool,
+) -> None:
+    other = TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+    site = Site()
+    site.enter("running")
+    site.start()
+    if is_known:
+        site.enter("past", traffic_class=other)
+        site.line.leave("past")
+    site.line.charge("gemma", "other", "a", 10_000)
+    site.enter("a", 0.0, key="a", traffic_class=PATIENT)
+    site.enter("b", 0.1, key="b", traffic_class=PATIENT)
+    site.enter("other", 0.2, key="b", traffic_class=other)
+
+    assert site.served(["a", "b", "other"], 0.3) == ["b", "other", "a"]
+
+
+def test_a_class_that_moves_to_another_pool_takes_what_waits_along() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    for number in range(3):
+        site.enter(f"noisy-{number}", 0.0, key="noisy", traffic_class=PATIENT)
+    site.enter("doc", 0.0, key="noisy", traffic_class=LONG, prompt=50_000)
+    moved = replace(PATIENT, pools=("push",))
+    site.enter("quiet", 0.1, key="quiet", traffic_class=moved)
+
+    order = site.served(["quiet", "doc", "noisy-2"], 0.2)
+
+    assert sorted(order) == ["doc", "noisy-0", "noisy-1", "noisy-2", "quiet"]
+    assert len(site.line) == 0
+
+
+def test_one_that_was_sent_behind_comes_after_all_others_of_its_class_whoever_sent_them() -> None:
+    demoting = bounded(when_late=WhenLate.DEMOTE)
+    other = TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("a-late", 0.0, key="a", traffic_class=demoting)
+    site.enter("b-late", 0.0, key="b", traffic_class=demoting)
+    site.turn(1.5)
+    for number in range(3):
+        site.enter(f"b-{number}", 1.6, key="b", traffic_class=demoting)
+    site.enter("b-other", 1.7, key="b", traffic_class=other)
+
+    order = site.served(["a-late", "b-late", "b-other"], 1.8)
+
+    assert order[:4] == ["b-0", "b-1", "b-2", "a-late"]
+
+
 def test_who_has_had_much_lately_comes_after_who_has_not() -> None:
     site = Site(knee=5)
     for number in range(5):
@@ -685,6 +793,21 @@ def test_who_waits_for_a_prompt_to_be_read_does_not_wait_for_an_end() -> None:
     assert site.turn(201.0).refused == []
     site.answered("reading")
     assert site.start(202.0) == ["next"]
+
+
+def test_who_is_next_of_its_class_is_not_refused_for_one_of_another_that_waits_for_something_else() -> None:
+    site = Site()
+    chat = TrafficClass("chat", ("push",))
+    site.enter("past", 0.0, traffic_class=LONG, prompt=50_000)
+    site.start()
+    site.end("past", 200.0)
+    site.enter("reading", 200.0, traffic_class=LONG, prompt=50_000)
+    site.start(200.0)
+    site.enter("next", 201.0, traffic_class=LONG, prompt=50_000, key="other")
+    site.start(201.0)
+
+    assert site.enter("chat", 202.0, traffic_class=chat) is None
+    assert site.start(202.0) == ["chat"]
 
 
 def test_places_that_other_classes_free_in_the_same_pool_are_forecast_too() -> None:
