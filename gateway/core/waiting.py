@@ -137,7 +137,7 @@ class Refused:
     Attributes:
         id: The ticket's.
         reason: See `Reason`.
-        position: Its place in the line of its class, 1 being next.
+        position: Its place among all that want the same first pool, of whatever class, 1 being next.
         expected_wait_s: How long it would have to wait at the rate measured; None while nothing is known.
         retry_after_s: When to come back, seconds in 1..59.
         waited_s: How long it has waited, before earlier tries too.
@@ -667,7 +667,10 @@ class WaitingLine:
         return None if lane is None else self._per_s(lane, now)
 
     def position(self, ticket_id: str) -> int | None:
-        """Return a request's place in the line of its class, 1 being next; None if it is not waiting."""
+        """Return a request's place, 1 being next; None if it is not waiting.
+
+        Those of other classes that want the same first pool and would start before it count, too.
+        """
         entry = self._waiting.get(ticket_id)
         return None if entry is None else self._ahead_of(self._lane(entry.ticket), entry) + 1
 
@@ -856,7 +859,17 @@ class WaitingLine:
         return ahead, None if per_s is None else (ahead + 1) / per_s
 
     def _ahead_of(self, lane: _Lane, entry: _Entry) -> int:
-        return lane.shares.ahead_of(lane, entry)
+        """Return how many that want the same first pool would be started before an entry, of any class."""
+        before = lane.shares.ahead_of(lane, entry)
+        if lane.home is None:
+            return before
+        own_priority, own_pool = lane.home
+        above = (
+            sum(len(one.entries) for one in shares.lanes)
+            for (priority, pool), shares in self._shares.items()
+            if pool == own_pool and priority > own_priority
+        )
+        return before + sum(above)
 
     def _per_s(self, lane: _Lane, now: float) -> float | None:
         """Return the places per second that come free where a lane would rather go."""

@@ -1030,6 +1030,41 @@ def test_positions_count_what_would_start_before() -> None:
     assert site.line.position("running") is None
 
 
+def test_positions_count_those_of_other_classes_that_want_the_same_pool() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    urgent = TrafficClass("urgent", ("light",), priority=1, waiting=PATIENT.waiting)
+    later = TrafficClass("later", ("light",), waiting=Waiting(max_wait_s=900, ttft_target_s=60))
+    behind = TrafficClass("behind", ("light",), priority=-1, waiting=PATIENT.waiting)
+    for number in range(3):
+        site.enter(f"urgent-{number}", 0.1, traffic_class=urgent)
+        site.enter(f"doc-{number}", 0.1, traffic_class=LONG, prompt=50_000)
+        site.enter(f"behind-{number}", 0.1, traffic_class=behind)
+    site.enter("later", 0.1, traffic_class=later)
+    site.enter("soon", 0.2, traffic_class=PATIENT)
+
+    names = ["urgent-0", "soon", "later", "behind-2", "doc-0"]
+
+    assert [site.line.position(name) for name in names] == [1, 4, 5, 8, 1]
+    assert site.served(["later", "behind-2"], 0.3)[-2:] == ["behind-1", "behind-2"]
+
+
+def test_a_refusal_tells_of_all_that_come_before() -> None:
+    urgent = TrafficClass("urgent", ("light",), priority=1, waiting=PATIENT.waiting)
+    site = Site()
+    drained(site, 1.0)
+    for number in range(20):
+        site.enter(f"urgent-{number}", 30.0, traffic_class=urgent)
+    site.enter("low", 30.0)
+
+    (refused,) = site.turn(30.0).refused
+
+    assert (refused.reason, refused.position) == (Reason.WAIT_TOO_LONG, 21)
+    assert refused.expected_wait_s == pytest.approx(21.0)
+    assert refused.retry_after_s == pytest.approx(21.0)
+
+
 def test_images_are_placed_where_they_are_taken() -> None:
     site = Site()
     demand = Demand(seqs=1, prompt_tokens=100, total_tokens=200, images=1)
