@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count, cycle
+from typing import TypeVar
 
 import anyio
 from redis.asyncio import Redis
@@ -23,10 +24,12 @@ from redis.asyncio import Redis
 from gateway.core.class_counts import TextKind
 from gateway.core.facts import Attempts, Facts, Learned, Ratio
 from gateway.core.health import State, Verdict
+from gateway.core.jobs import Chunk, Job, JobStatus, NewJob, Quota
 from gateway.core.values import UNLIMITED, Load
 from gateway.ports import Ledger, Slot
-from gateway.store.embedded import embedded_valkey
+from gateway.store.embedded import temporary_folder, valkey_in
 from gateway.store.facts import encode
+from gateway.store.jobs import RedisJobs
 from gateway.store.memory import MemoryLedger
 from gateway.store.redis import RedisLedger
 
@@ -36,6 +39,11 @@ FULL = replace(FREE, share=0)
 PREFIX = "benchmark"
 HELD = 256
 CROWD = 10
+BODY = b"x" * 4096
+CHUNK = b"x" * 512
+LANE = "model/class"
+QUOTA = Quota(queued_max=10**9, bytes_max=10**15)
+T = TypeVar("T")
 
 
 def main() -> None:
@@ -81,6 +89,61 @@ async def report(url: str | None, calls: int) -> None:
         await ledger.aclose()
         await report_crowd(where, calls, redis)
         await redis.aclose()
+    async with _server(url, keeps=True) as where:
+        redis = Redis.from_url(where, decode_responses=True)
+        for at_once in (1, 32):
+            jobs = JobCalls(where, at_once)
+            print(f"jobs, {at_once} at once")
+            for name in ("submit", "claim", "append", "finish", "get"):
+                print(await line(f"  {name}", jobs, getattr(JobCalls, name), calls, at_once, redis))
+            await jobs.aclose(redis)
+        await redis.aclose()
+
+
+class JobCalls:
+    """Jobs on their way: each call takes one of them a step further."""
+
+    def __init__(self, url: str, at_once: int) -> None:
+        """Keep them in the server at `url`."""
+        self._store = RedisJobs(url, prefix=PREFIX, command_s=10.0)
+        self._workers = [f"w{number}" for number in range(at_once)]
+        self._submitted = 0
+        self._claimed: list[tuple[str, int]] = []  # id, chunks
+
+    async def submit(self) -> None:
+        """Accept a job."""
+        self._submitted += 1
+        job = NewJob(id=f"resp_{self._submitted}", key="key", lane=LANE, body=BODY)
+        assert isinstance(await self._store.submit(job, QUOTA), Job)
+
+    async def claim(self) -> None:
+        """Take the next one."""
+        worker = self._workers.pop()
+        job = await self._store.claim(worker, None, 3)
+        assert job is not None
+        self._claimed.append((job.id, 0))
+        self._workers.append(worker)
+
+    async def append(self) -> None:
+        """Add to one's answer."""
+        id, chunks = self._claimed.pop(0)
+        assert await self._store.append(id, 1, Chunk(chunks, 1, CHUNK))
+        self._claimed.append((id, chunks + 1))
+
+    async def finish(self) -> None:
+        """End one."""
+        id, _ = self._claimed.pop()
+        assert await self._store.finish(id, 1, JobStatus.COMPLETED)
+
+    async def get(self) -> None:
+        """Look at one."""
+        assert await self._store.get("resp_1") is not None
+
+    async def aclose(self, redis: Redis) -> None:
+        """Forget them all."""
+        async for key in redis.scan_iter(match=f"{{{PREFIX}:jobs}}:*", count=1000):
+            await redis.delete(key)
+        await self._store.aclose()
 
 
 async def report_crowd(where: str, calls: int, redis: Redis) -> None:
@@ -143,8 +206,8 @@ async def renew(ledger: Ledger) -> None:
 
 async def line(
     name: str,
-    ledger: Ledger,
-    work: Callable[[Ledger], Awaitable[None]],
+    subject: T,
+    work: Callable[[T], Awaitable[None]],
     calls: int,
     at_once: int,
     redis: Redis | None,
@@ -155,11 +218,11 @@ async def line(
     async def one_after_the_other() -> None:
         for _ in range(calls // at_once):
             began = time.perf_counter()
-            await work(ledger)
+            await work(subject)
             times.append(time.perf_counter() - began)
 
     for _ in range(min(100, calls)):
-        await work(ledger)
+        await work(subject)
     server, own, began = await _server_cpu_s(redis), _own_cpu_s(), time.perf_counter()
     async with anyio.create_task_group() as tasks:
         for _ in range(at_once):
@@ -174,12 +237,13 @@ async def line(
 
 
 @asynccontextmanager
-async def _server(url: str | None) -> AsyncIterator[str]:
+async def _server(url: str | None, *, keeps: bool = False) -> AsyncIterator[str]:
     if url is not None:
         yield url
         return
-    async with embedded_valkey() as own:
-        yield own
+    with temporary_folder() as folder:
+        async with valkey_in(folder, keeps=keeps) as own:
+            yield own.url
 
 
 async def _server_cpu_s(redis: Redis | None) -> float:

@@ -108,21 +108,21 @@ def _times(dice: random.Random, per_s: float, spans: list[tuple[float, float]]) 
 def _lengths(kind: Kind, dice: random.Random) -> tuple[int, int]:
     match kind:
         case Kind.CHAT:
-            return _clipped(_lognormal(dice, 1024, 0.9), 16, 8000), _clipped(
-                _lognormal(dice, 300, 0.7), 1, 8000
-            )
+            return clipped(lognormal(dice, 1024, 0.9), 16, 8000), clipped(lognormal(dice, 300, 0.7), 1, 8000)
         case Kind.LONG:
             low, high = math.log(16_384), math.log(200_000)
-            return round(math.exp(dice.uniform(low, high))), _clipped(_lognormal(dice, 1024, 0.7), 1, 16_000)
+            return round(math.exp(dice.uniform(low, high))), clipped(lognormal(dice, 1024, 0.7), 1, 16_000)
         case Kind.REASONING:
-            return _clipped(_lognormal(dice, 2048, 0.9), 16, 32_000), _clipped(
-                _lognormal(dice, 4096, 0.7), 1, 32_000
+            return clipped(lognormal(dice, 2048, 0.9), 16, 32_000), clipped(
+                lognormal(dice, 4096, 0.7), 1, 32_000
             )
 
 
-def _lognormal(dice: random.Random, mean: float, sigma: float) -> float:
+def lognormal(dice: random.Random, mean: float, sigma: float) -> float:
+    """Return a length of a log-normal distribution with that mean."""
     return dice.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
 
 
-def _clipped(value: float, least: int, most: int) -> int:
+def clipped(value: float, least: int, most: int) -> int:
+    """Return the whole number nearest to `value` in a range."""
     return max(least, min(most, round(value)))

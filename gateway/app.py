@@ -5,12 +5,13 @@ Nothing else constructs an adapter, and nothing here decides anything.
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import anyio
@@ -19,6 +20,7 @@ from anyio.abc import TaskGroup
 from gateway import __version__
 from gateway.clock import SystemClock
 from gateway.core import admission
+from gateway.core.canary import Canary
 from gateway.core.count_check import CountDrift, CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import ConfigError
@@ -31,21 +33,34 @@ from gateway.core.health import (
     served_name,
     usable,
 )
-from gateway.core.values import Load
+from gateway.core.jobs import Job, JobPriority, Quota
+from gateway.core.responses.replay import JobFacts
+from gateway.core.values import Backend, Endpoint, Load
 from gateway.core.waiting import WaitingLine
+from gateway.core.webhooks import WebhookAttempt
+from gateway.downstream import wire
+from gateway.downstream.background import Background, JobRules
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
 from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
 from gateway.downstream.wire import WireRules
+from gateway.jobs import Worker, WorkerRules
 from gateway.pipeline import BackendWatch, Peers, Pipeline, Sight
+from gateway.pipeline.box_keeper import SETTLE_S, BoxKeeper, BoxSight
+from gateway.ports import Arrival
 from gateway.settings import Settings
+from gateway.settings.document import MemberSection, RequestSection
+from gateway.store.boards import MemoryBoard, RedisBoard
 from gateway.store.fallback import FallbackLedger, Mode
+from gateway.store.jobs import RedisJobs
+from gateway.store.keeper import keep_store
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.store.redis import RedisLedger
 from gateway.store.responses import MemoryResponseStore, RedisResponseStore
+from gateway.store.webhooks import RedisWebhooks
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
@@ -53,7 +68,11 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.recorder import Recorders
 from gateway.tokenizer import PromptEstimator, open_estimator
 from gateway.upstream.client import HttpxUpstream
+from gateway.upstream.commands import Command
 from gateway.upstream.probes import Prober
+from gateway.upstream.switches import BoxSwitch, ByCommand, ByRequest, BySleep, Call, Member
+from gateway.upstream.webhook_calls import WebhookCaller
+from gateway.upstream.webhooks import Webhooks
 
 log = logging.getLogger("gateway.process")
 
@@ -113,6 +132,22 @@ class Gateway:
         _say_how_it_counts(self.estimator)
         drift, line, self.counts = DriftTracker(), WaitingLine(), CountTracker()
         watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
+        self.board = _board(settings, self.clock)
+        self.boxes = BoxKeeper(
+            {
+                name: settings.box_rules(name, 0.0 if settings.store is None else SETTLE_S)
+                for name in settings.boxes
+            },
+            backends,
+            boot_s=settings.box_boots_s(),
+            switch=BoxSwitch(_members(settings, environ, backends, secrets, tls)),
+            board=self.board,
+            fleet=self.fleet,
+            ledger=self.ledger,
+            line=line,
+            clock=self.clock,
+            on_change=lambda: self.pipeline.room.look(),
+        )
         self.metrics = Metrics(
             backends=lambda: self.policy.backends,
             loads=self.ledger.loads,
@@ -121,10 +156,12 @@ class Gateway:
             count_drifts=self.counts.drifts,
             sights=watch.sights,
             waiting=line.waiting,
+            boxes=self.boxes.sights,
             replicas=lambda: self._store.replicas if self._store else 1,
             store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
         )
         self.metrics.config_info.labels(self.policy.version).set(1)
+        self.webhooks = _webhooks(settings, environ, self.clock, self.metrics)
         recorder = Recorders((self.metrics, self.journal, RequestLog()))
         self.pipeline = Pipeline(
             policy=lambda: self.policy,
@@ -139,6 +176,7 @@ class Gateway:
             line=line,
             recorder=recorder,
             clock=self.clock,
+            away=self.boxes.away,
         )
         digests = settings.key_digests(environ) or {}
         self.peers = Peers(
@@ -154,6 +192,8 @@ class Gateway:
         if self._store is not None:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
         self.responses = _response_store(settings, self.clock)
+        self.jobs = _jobs(settings)
+        self.worker = _worker(settings, self.jobs, self.pipeline, self.clock)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
@@ -161,6 +201,7 @@ class Gateway:
             rules=wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             keeping=Keeping(self.responses, settings.responses.keep_s),
+            background=_background(settings, self.jobs, self.pipeline, self.clock),
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,
@@ -168,6 +209,7 @@ class Gateway:
         self.operators = Operators(
             views={
                 "backends": self.backends_view,
+                "boxes": self.boxes_view,
                 "requests": self.journal.recent,
                 "policy": self.policy_view,
                 "replicas": self.replicas_view,
@@ -188,8 +230,8 @@ class Gateway:
         if self._store is not None and self._store.mode is Mode.ALONE:
             self.counts.forget(backend_id)  # what the other gateways have there is not known
             return
-        capacity = self.policy.backends[backend_id].capacity
-        before, after = self.counts.observe(backend_id, engine, self.ledger.load(backend_id), capacity)
+        backend = self.policy.backends[backend_id]
+        before, after = self.counts.observe(engine, self.ledger.load(backend_id), backend)
         if after.cause is not before.cause:
             logs.count_drifted(after)
         if after.kv_blocks < before.kv_blocks:
@@ -207,11 +249,17 @@ class Gateway:
                 (backend, statuses[name]) for name, backend in self.policy.backends.items()
             )
         )
-        return {"a_backend_is_up": up}
+        # A box that changes models serves nobody for minutes, but what waits for it is not lost.
+        return {"a_backend_is_up": up or self.boxes.can_serve_later}
 
     def policy_view(self) -> Mapping[str, Any]:
         """Return the policy in force, for operators."""
         return asdict(self.policy) | {"version": self.policy.version, "gateway": __version__}
+
+    def boxes_view(self) -> Mapping[str, Any]:
+        """Return every box as an operator wants to see it."""
+        now = self.clock.now()
+        return {name: _box_view(sight, now) for name, sight in self.boxes.sights().items()}
 
     def replicas_view(self) -> Mapping[str, Any]:
         """Return which gateway processes share the store, and what they tell each other, for operators."""
@@ -277,8 +325,16 @@ class Gateway:
             tasks.start_soon(self.fleet.run)
             tasks.start_soon(self.pipeline.room.run)
             tasks.start_soon(self.pipeline.watch.run)
+            tasks.start_soon(self.boxes.run)
+            tasks.start_soon(self.pipeline.first_tokens.run)
             if self._store is not None:
                 tasks.start_soon(self._store.run)
+            if self.jobs is not None:
+                tasks.start_soon(self.jobs.run)
+            if self.worker is not None:
+                tasks.start_soon(self.worker.run)
+            if self.webhooks is not None:
+                tasks.start_soon(self.webhooks.run)
             for listener in self._listeners:
                 tasks.start_soon(listener.run_until_stopped)
                 await listener.wait_started()
@@ -289,16 +345,23 @@ class Gateway:
                     await self._stop(tasks)
 
     async def _stop(self, tasks: TaskGroup) -> None:
+        if self.worker is not None:
+            await self.worker.stop()
         for listener in self._listeners:
             listener.cut()
         with anyio.move_on_after(STOP_S):
             for listener in self._listeners:
                 await listener.wait_ended()
         tasks.cancel_scope.cancel()
+        await self.boxes.wait_ended()
+        if isinstance(self.board, RedisBoard):
+            await self.board.aclose()
         await self.upstream.aclose()
         if self._store is not None:
             await self._store.aclose()
         await self.responses.aclose()
+        if self.jobs is not None:
+            await self.jobs.aclose()
         self.estimator.close()
 
 
@@ -310,9 +373,18 @@ async def serve(
     Raises:
         ConfigError: it cannot be built from these settings, or an address cannot be bound.
     """
-    gateway = Gateway(settings, environ)
+    failure: ConfigError | None = None
     with anyio.open_signal_receiver(*STOP_SIGNALS) as signals:
-        await serve_until(signals, gateway, ready=ready)
+        async with anyio.create_task_group() as tasks:
+            try:
+                if settings.jobs_folder is not None:
+                    settings = settings.with_jobs_at(await tasks.start(keep_store, settings.jobs_folder))
+                await serve_until(signals, Gateway(settings, environ), ready=ready)
+            except ConfigError as error:  # carried out by value: the group would wrap it
+                failure = error
+            tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
 
 
 async def serve_until(
@@ -330,6 +402,8 @@ async def serve_until(
     async with gateway.running(listen) as running:
         ready(running)
         await anext(stops)
+        if gateway.worker is not None:
+            gateway.worker.drain()
         in_flight = gateway.applications.in_flight
         log.info("draining: %d requests in flight; a second signal ends them", in_flight)
         with anyio.move_on_after(gateway.settings.shutdown.drain_s):
@@ -357,11 +431,117 @@ def _ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
     )
 
 
+def _board(settings: Settings, clock: SystemClock) -> MemoryBoard | RedisBoard:
+    if settings.store is None or not settings.boxes:
+        return MemoryBoard(clock.now)
+    return RedisBoard.at(settings.store.url, settings.store.prefix)
+
+
+def _members(
+    settings: Settings,
+    environ: Mapping[str, str],
+    backends: Mapping[str, Backend],
+    secrets: Mapping[str, str],
+    tls: Mapping[str, ssl.SSLContext | bool],
+) -> Mapping[str, Member]:
+    return {
+        member: Member(
+            backends[member],
+            _way(section, settings.box_token(name, member, environ)),
+            Canary(**section.canary.model_dump()),
+            secrets.get(member),
+            tls[member],
+            settings.launch_record(name),
+        )
+        for name, box in settings.boxes.items()
+        for member, section in box.backends.items()
+    }
+
+
+def _way(section: MemberSection, token: str | None) -> ByCommand | ByRequest | BySleep:
+    if section.exec is not None:
+        rest = (section.exec.shell, section.exec.timeout_s, section.exec.kill_with_gateway)
+        return ByCommand(Command(section.exec.start, *rest), Command(section.exec.stop, *rest))
+    if section.http is not None:
+        start, stop = _call(section.http.start), _call(section.http.stop)
+        return ByRequest(start, stop, token, section.http.timeout_s)
+    assert section.sleep is not None
+    return BySleep(section.sleep.level, section.sleep.timeout_s)
+
+
+def _call(section: RequestSection) -> Call:
+    return Call(section.method, section.url, section.body)
+
+
 def _response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStore | RedisResponseStore:
     bytes_max = settings.responses.max_bytes_per_key
     if settings.store is None:
         return MemoryResponseStore(clock, bytes_max)
     return RedisResponseStore(settings.store.url, prefix=settings.store.prefix, bytes_max=bytes_max)
+
+
+def _jobs(settings: Settings) -> RedisJobs | None:
+    store = settings.jobs_store
+    return None if store is None else RedisJobs(store.url, prefix=store.prefix)
+
+
+def _background(
+    settings: Settings, jobs: RedisJobs | None, pipeline: Pipeline, clock: SystemClock
+) -> Background | None:
+    section = settings.jobs
+    if section is None or jobs is None:
+        return None
+    rules = JobRules(
+        quota=Quota(section.queued_max_per_key, section.bytes_max_per_key),
+        keep_s=section.keep_s,
+        unstored_keep_s=section.unstored_keep_s,
+        priorities={name: JobPriority(written) for name, written in section.priorities.items()},
+    )
+    return Background(jobs, pipeline, rules, clock)
+
+
+def _worker(
+    settings: Settings, jobs: RedisJobs | None, pipeline: Pipeline, clock: SystemClock
+) -> Worker | None:
+    section = settings.jobs
+    if section is None or jobs is None:
+        return None
+    rules = WorkerRules(
+        running_max=section.running_max,
+        attempts_max=section.attempts_max,
+        continues=section.resume == "continue",
+    )
+    name = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+
+    def read(job: Job, body: bytes) -> wire.WireRequest:
+        arrival = Arrival(f"req-{secrets.token_hex(16)}", clock.wall(), clock.now())
+        headers = JobFacts.of(job).headers
+        rules = wire_rules(settings)
+        found = wire.read(Endpoint.CHAT, body, rules, arrival=arrival, key=job.new.key, headers=headers)
+        return replace(found, request=replace(found.request, is_job=True))
+
+    return Worker(jobs, name, read, pipeline.run, rules)
+
+
+def _webhooks(
+    settings: Settings, environ: Mapping[str, str], clock: SystemClock, metrics: Metrics
+) -> Webhooks | None:
+    endpoints = settings.webhooks(environ)
+    store = settings.jobs_store or settings.store
+    if not endpoints or store is None:
+        return None
+
+    def attempted(attempt: WebhookAttempt) -> None:
+        logs.webhook_attempted(attempt)
+        metrics.webhook_attempted(attempt)
+
+    return Webhooks(
+        endpoints,
+        RedisWebhooks(store.url, prefix=store.prefix),
+        WebhookCaller(endpoints, clock),
+        on_attempt=attempted,
+        on_pending=metrics.webhooks_wait,
+    )
 
 
 def _store_changed(mode: Mode) -> None:
@@ -442,6 +622,35 @@ def _count_view(drift: CountDrift) -> Mapping[str, Any]:
         "lasting_seqs": drift.lasting_seqs,
         "kv_blocks_taken": drift.kv_blocks,
         "cause": drift.cause.sentence(),
+    }
+
+
+def _box_view(sight: BoxSight, now: float) -> Mapping[str, Any]:
+    box, plan = sight.box, sight.plan
+    return {
+        "state": box.state.value,
+        "for_s": round(now - box.since, 1),
+        "reason": box.reason,
+        "backend": box.backend,
+        "next": {
+            "cause": plan.cause.value,
+            "backend": plan.target,
+            "in_s": None if plan.at is None else round(max(0.0, plan.at - now), 1),
+            "held_by_batch": plan.held_by_batch,
+        },
+        "waiting": {
+            name: {
+                "requests": wants.count,
+                "oldest_s": None if wants.oldest_at is None else round(now - wants.oldest_at, 1),
+            }
+            for name, wants in sight.wants.items()
+        },
+        "quarantine": {name: held.reason for name, held in box.quarantine.items()},
+        "unexpected_restarts": {name: len(times) for name, times in box.restarts.items()},
+        "boot_s": {name: round(took, 1) for name, took in box.boot_s.items()},
+        "boots": box.swaps,
+        "switched_by_this_gateway": sight.is_owner,
+        "fence": sight.fence,
     }
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -76,7 +76,7 @@ async def explain(
         estimator.close()
     idle = {
         name: BackendView(
-            backend=backend,
+            backend=replace(backend, versions=()),  # an engine that nobody has asked has the right one
             load=Load(),
             status=BackendStatus(state=State.UP, served_models=(backend.model or model.id,)),
         )

@@ -3,7 +3,7 @@
 A port's method is documented here, once. Errors named are those of core/errors.py.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,6 +37,7 @@ from gateway.core.values import (
     TemplateCosts,
     Timeouts,
 )
+from gateway.core.webhooks import Delivery, WebhookEndpoint, WebhookEvent
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -219,6 +220,70 @@ class Fleet(Protocol):
         """Tell how an attempt on a backend ended."""
 
 
+class BoxFleet(Protocol):
+    """What a box needs to know and to say of the health of its backends."""
+
+    def statuses(self) -> Mapping[str, BackendStatus]:
+        """Return the status of every configured backend."""
+
+    async def wait_for(self, predicate: Callable[[Mapping[str, BackendStatus]], bool]) -> None:
+        """Return as soon as `predicate(statuses())` holds."""
+
+    def put_out(self, backend_id: str, reason: str) -> None:
+        """Ask a backend no more, and hold its silence against it no more."""
+
+    def await_boot(self, backend_id: str, reason: str) -> None:
+        """Ask it again: it is being started, and what was known of it is past."""
+
+
+class Switch(Protocol):
+    """Starts and stops the models of a box. Never raises for what a machine does or does not do."""
+
+    async def is_in(self, backend_id: str) -> bool:
+        """Return whether a model is in: its server answers, and is awake."""
+
+    async def start(self, backend_id: str, fence: int) -> str:
+        """Start a model, and return when that has been ordered; "" or why it could not be.
+
+        `fence` grows with every change of owner: a machine that can compare refuses a lower one.
+        """
+
+    async def stop(self, backend_id: str, fence: int) -> str:
+        """Stop a model, and return when it is out; "" or why it is not."""
+
+    async def ask(self, backend_id: str) -> str:
+        """Ask a model its canary; "" or what is wrong with the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """What a box's board says.
+
+    Attributes:
+        fence: Of this process's ownership; 0 where it is not the owner.
+        state: What the owner has written last; "" where nobody has.
+        others: What each other process has written beside it.
+    """
+
+    fence: int = 0
+    state: str = ""
+    others: Sequence[str] = ()
+
+
+class BoxBoard(Protocol):
+    """Where gateway processes agree on who owns a box, and read what it does."""
+
+    async def sync(self, box_id: str, *, fence: int, state: str, note: str) -> Board | None:
+        """Become the owner where there is none, stay it, write and read. None: the store is away.
+
+        `state` is written only by the owner of `fence`, `note` by everybody, for a while. An owner that does
+        not come back within the lease's life is one no more.
+        """
+
+    async def leave(self, box_id: str) -> None:
+        """Give the box up, so that another takes it at once."""
+
+
 class SharedHealth(Protocol):
     """What gateways tell each other of backends; beside `Fleet`, which they all have."""
 
@@ -269,8 +334,9 @@ class JobStore(Protocol):
     async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
         """Return chunks of a job's answer from number `start` on, as many as there are, up to `limit`."""
 
-    async def changed(self, job_id: str, chunks: int, wait_s: float) -> None:
-        """Return when a job has more chunks than `chunks`, or another status; after `wait_s` anyway."""
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> None:
+        """Return when a job has more chunks than `chunks`, or another status than `status` (None: than when
+        this was called), or is final or gone; after `wait_s` anyway."""
 
     async def cancel(self, job_id: str) -> Job | None:
         """Make a job CANCELLED unless it is final. Its worker is told."""
@@ -279,12 +345,15 @@ class JobStore(Protocol):
         """Forget a job and its answer, cancelling it if it runs. Returns whether there was one."""
 
     async def retry(self, job_id: str) -> Job | None:
-        """Queue a FAILED or CANCELLED job again, from the start; the operator's exception to the rule."""
+        """Queue a FAILED or CANCELLED job again, from the start; the operator's exception to the rule.
+
+        What there was of its answer is forgotten, and it expires no more.
+        """
 
     async def find(
         self, *, key: str | None = None, status: JobStatus | None = None, limit: int = 100
     ) -> Sequence[Job]:
-        """Return jobs, newest first; `key`: only this API key's."""
+        """Return jobs, newest first; `key`: only this API key's. Without their bodies and facts."""
 
     async def lanes(self) -> Sequence[Lane]:
         """Return every lane that has jobs, queued or in progress."""
@@ -294,6 +363,9 @@ class JobStore(Protocol):
     async def claim(self, worker: str, lanes: Collection[str] | None, attempts_max: int) -> Job | None:
         """Take the next job of these lanes (None: of any), or None where nothing is to be done.
 
+        A worker asks once at a time. Where it does not know whether it got a job (StoreUnavailable), the next
+        call returns that one.
+
         A job whose worker has not been heard of for a while is taken over, which counts as a failure. One
         that has failed `attempts_max` times is made FAILED (`job_poisoned`) instead, and one that is by now
         worthless FAILED (`job_expired`).
@@ -302,8 +374,11 @@ class JobStore(Protocol):
     async def beat(self, worker: str, claims: Collection[tuple[str, int]]) -> Collection[str]:
         """Say that `worker` still has these (job id, attempt). Returns the ids of those it has lost."""
 
-    async def append(self, job_id: str, attempt: int, data: bytes, *, restarts: bool = False) -> bool:
-        """Add a chunk to an answer. False: this attempt no longer has the job."""
+    async def append(self, job_id: str, attempt: int, chunk: Chunk) -> bool:
+        """Add a chunk to an answer; one whose number is there already changes nothing.
+
+        False: this attempt no longer has the job.
+        """
 
     async def finish(
         self, job_id: str, attempt: int, status: JobStatus, error: JobError | None = None
@@ -318,9 +393,51 @@ class JobStore(Protocol):
         False: this attempt no longer has it.
         """
 
-    async def waiting(self, wait_s: float) -> None:
-        """Return when there may be something to claim, or when a claimed job was cancelled; at the latest
-        after `wait_s`."""
+    async def waiting(self, wait_s: float) -> Collection[tuple[str, int]]:
+        """Return when there may be something to claim, or when somebody's claim has ended by another hand
+        (the job was cancelled, deleted, taken over); at the latest after `wait_s`.
+
+        Returns such claims, (job id, attempt), as far as they were heard of. `beat` tells of all.
+        """
+
+
+class WebhookStore(Protocol):
+    """Keeps events and their deliveries. Every method raises StoreUnavailable when the store does not answer.
+
+    Every method may be repeated. What has been claimed and is not settled in time is due again.
+    """
+
+    async def announce(self, kind: str, subject: str, key: str | None) -> None:
+        """Note that something has ended, where a script that ended it has not done so itself.
+
+        It becomes an event if any gateway has endpoints.
+        """
+
+    async def events(self, limit: int) -> Sequence[WebhookEvent]:
+        """Return events that are not handed on yet, oldest first; and say that there are endpoints."""
+
+    async def hand_on(
+        self, event: WebhookEvent, endpoints: Iterable[WebhookEndpoint]
+    ) -> Sequence[WebhookEndpoint]:
+        """Make an event into a delivery per endpoint, due now. One that is handed on already is left alone.
+
+        Returns the endpoints that do not get it because too much waits for them.
+        """
+
+    async def claim(self, room: Mapping[str, int]) -> Sequence[Delivery]:
+        """Take deliveries that are due, as many per endpoint, by name, as there is room for."""
+
+    async def end(self, delivery: Delivery) -> None:
+        """Forget a delivery: it was made, or is given up."""
+
+    async def again(self, delivery: Delivery, wait_s: float) -> None:
+        """Count a failure of a delivery, and have it due after `wait_s`. Nothing, if it is claimed anew."""
+
+    async def pending(self, endpoints: Sequence[str]) -> Mapping[str, int]:
+        """Return how many deliveries wait for each endpoint, or are under way to it."""
+
+    async def aclose(self) -> None:
+        """Close every connection. Raises nothing."""
 
 
 class Recorder(Protocol):

@@ -20,23 +20,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 import anyio
-from anyio.abc import Process, TaskStatus
+from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from gateway.app import STOP_S, STOP_SIGNALS
 from gateway.core.errors import ConfigError
 from gateway.downstream.listener import BACKLOG, bind, url_of
 from gateway.settings import Settings
-from gateway.store.embedded import temporary_folder, valkey_in
+from gateway.store.keeper import keep_store, next_pause_s
 
 log = logging.getLogger("gateway.supervisor")
 
 FAILURE, USAGE = 1, 2
-GOOD_SPELL_S = 60.0
-"""What lives this long after its start ended for a reason of its own, and is started again at once."""
-
-PAUSE_S = 0.5
-PAUSE_MAX_S = 30.0
 END_S = STOP_S + 5.0
 """Seconds a worker gets beyond its drain, or to end at once, before it is killed."""
 
@@ -96,13 +91,6 @@ class Serving:
     admin_urls: tuple[str, ...]
 
 
-def next_pause_s(before_s: float, lived_s: float) -> float:
-    """Return how long to wait before starting again what lived for `lived_s`, after a pause of `before_s`."""
-    if lived_s >= GOOD_SPELL_S:
-        return 0.0
-    return min(PAUSE_MAX_S, max(PAUSE_S, 2 * before_s))
-
-
 async def serve(
     settings: Settings,
     environ: Mapping[str, str],
@@ -136,7 +124,8 @@ async def serve(
         async with anyio.create_task_group() as tasks:
             try:
                 if settings.store is None:
-                    order = replace(order, store_url=await tasks.start(_keep_store))
+                    url = await tasks.start(keep_store, settings.jobs_folder)
+                    order = replace(order, store_url=url)
                 tasks.start_soon(_pass_on, signals, crew)
                 await crew.run(order)
             except ConfigError as error:  # carried out by value: the group would wrap it
@@ -269,37 +258,6 @@ async def _pass_on(signals: AsyncIterator[signal.Signals], crew: Crew) -> None:
         await crew.stop()
         await anyio.sleep(END_S)
     crew.kill()
-
-
-async def _keep_store(*, task_status: TaskStatus[str]) -> None:
-    """Run a store for the workers until cancelled; report its URL once it answers. It is always at that URL.
-
-    Raises:
-        ConfigError: it cannot be started the first time.
-    """
-    pause_s, is_first = 0.0, True
-    with temporary_folder() as folder:
-        while True:
-            started_at = anyio.current_time()
-            try:
-                async with valkey_in(folder, is_temporary=True) as valkey:
-                    if is_first:
-                        task_status.started(valkey.url)
-                        is_first = False
-                    else:
-                        log.warning("the embedded store runs again")
-                    reason = f"ended (status {await valkey.ended()})"
-            except (ConfigError, OSError) as error:
-                if is_first:
-                    raise ConfigError(f"{error}; or name a `store:` in the configuration") from error
-                reason = str(error)
-            pause_s = next_pause_s(pause_s, anyio.current_time() - started_at)
-            log.error(
-                "the embedded store %s: each worker counts alone; it is started again in %g s",
-                reason,
-                pause_s,
-            )
-            await anyio.sleep(pause_s)
 
 
 async def _tell(process: Process, words: bytes) -> None:

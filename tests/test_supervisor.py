@@ -9,7 +9,8 @@ import anyio
 import pytest
 
 from gateway.downstream.listener import bind
-from gateway.supervisor import GOOD_SPELL_S, PAUSE_MAX_S, PAUSE_S, Crew, Order, next_pause_s
+from gateway.store.keeper import GOOD_SPELL_S, PAUSE_MAX_S, PAUSE_S, next_pause_s
+from gateway.supervisor import Crew, Order
 
 
 @pytest.mark.parametrize(

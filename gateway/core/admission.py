@@ -68,8 +68,8 @@ def is_long(gates: Gates, demand: Demand) -> bool:
 def claim(capacity: Capacity, demand: Demand, gates: Gates = OPEN, prefill_s: float = 0.0) -> Load:
     """Return what a request takes of a backend while it runs there.
 
-    `prefill_s` is the prompt work it brings. Several sequences of one prompt count as one prefill:
-    the engine reads the prompt once and shares the blocks.
+    `prefill_s` is the work of one of its prompts. Several sequences of one prompt count as one prefill: the
+    engine reads the prompt once and shares the blocks.
     """
     knee = knee_seqs(capacity, demand.prompt_tokens)
     long = is_long(gates, demand)
@@ -79,8 +79,8 @@ def claim(capacity: Capacity, demand: Demand, gates: Gates = OPEN, prefill_s: fl
         share=demand.seqs * (WHOLE // knee),
         kv_blocks=0 if capacity.kv is None else demand.seqs * capacity.kv.blocks(demand.total_tokens),
         long_seqs=demand.seqs if long else 0,
-        long_unanswered=1 if long else 0,
-        prefill_ms=round(1000 * prefill_s),
+        long_unanswered=demand.prompts if long else 0,
+        prefill_ms=round(1000 * prefill_s * demand.prompts),
     )
 
 
@@ -106,7 +106,9 @@ def limits(
         share=max(share_max, min(WHOLE, wanted.share)),
         kv_blocks=blocks,
         long_seqs=UNLIMITED if gates.long_seqs is None else max(gates.long_seqs, wanted.long_seqs),
-        long_unanswered=UNLIMITED if gates.long_prefills is None else max(1, gates.long_prefills),
+        long_unanswered=UNLIMITED
+        if gates.long_prefills is None
+        else max(1, gates.long_prefills, wanted.long_unanswered),
         prefill_ms=_below(gates.prefill_s, wanted),
     )
 

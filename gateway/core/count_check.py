@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from gateway.core.health import EngineSample
-from gateway.core.values import Capacity, Load
+from gateway.core.kv import KvFormula
+from gateway.core.values import Backend, Load
 
 WINDOW_S = 60.0
 """How long a difference must last. A request that is being received, or whose last bytes are on their way, is
@@ -84,17 +85,18 @@ class CountTracker:
         self._seen: dict[str, _Seen] = {}
         self._drifts: dict[str, CountDrift] = {}
 
-    def observe(
-        self, backend_id: str, engine: EngineSample, load: Load, capacity: Capacity
-    ) -> tuple[CountDrift, CountDrift]:
-        """Note a sample and what the gateway counted when it came. Returns the drift before and after."""
+    def observe(self, engine: EngineSample, load: Load, backend: Backend) -> tuple[CountDrift, CountDrift]:
+        """Note a backend's sample, and what was counted as it came. Returns the drift before and after."""
+        backend_id, capacity = backend.id, backend.capacity
         seen = self._seen.setdefault(backend_id, _Seen())
         excess_seqs = engine.running + engine.waiting - load.seqs
         seen.seqs.append((engine.at, excess_seqs))
         while seen.seqs[0][0] < engine.at - WINDOW_S:
             seen.seqs.popleft()
         if capacity.kv is not None and capacity.kv_blocks is not None:
-            seen.kv_blocks.append(int(engine.kv_usage * capacity.kv_blocks) - load.kv_blocks)
+            chunk = _chunk_blocks(capacity.kv, backend.batched_tokens)
+            own = load.kv_blocks + (chunk if load.seqs else 0)
+            seen.kv_blocks.append(int(engine.kv_usage * capacity.kv_blocks) - own)
         before = self.drift(backend_id)
         after = CountDrift(
             backend=backend_id,
@@ -117,6 +119,12 @@ class CountTracker:
     def drifts(self) -> Mapping[str, CountDrift]:
         """Return the same for every backend that has been sampled, by id."""
         return dict(self._drifts)
+
+
+def _chunk_blocks(kv: KvFormula, batched_tokens: int) -> int:
+    """Return the blocks that a chunk of a prompt takes in the sliding layers, beside their window."""
+    context_tokens = kv.window_tokens + batched_tokens
+    return kv.boot_blocks(context_tokens, batched_tokens) - kv.blocks(context_tokens)
 
 
 def _lasting(seqs: deque[tuple[float, int]]) -> int:

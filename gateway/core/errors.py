@@ -114,6 +114,20 @@ class ModelNotFound(CallerError):
     code = "model_not_found"
 
 
+class JobConflict(CallerError):
+    """The idempotency key means another request."""
+
+    status = 422
+    code = "idempotency_mismatch"
+
+
+class JobRunning(CallerError):
+    """The request with this idempotency key has not been answered yet. Clients try again by themselves."""
+
+    status = 409
+    code = "still_running"
+
+
 class ResponseNotFound(CallerError):
     """No response of that id is kept for this caller."""
 
@@ -172,6 +186,14 @@ class Draining(ShedError):
     """This gateway is shutting down."""
 
     code = "draining"
+
+
+class JobRefused(ShedError):
+    """This API key has as much in the queue, or kept, as it may have."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many_jobs"
 
 
 class StoreUnavailable(ShedError):

@@ -8,7 +8,7 @@ in which the pool lists its backends: no dice, so a decision can be explained an
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gateway.core import admission
+from gateway.core import admission, versions
 from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
 from gateway.core.quirks.context_buckets import stalls
 from gateway.core.values import (
@@ -39,6 +39,7 @@ class BackendView:
         share_max: How much of its knee may be used: the whole, or less where a target for TPOT says so.
         kv_taken: KV blocks in use there that nobody has reserved who shares this gateway's count.
         long_waiting: Requests with long prompts that wait for it as their first choice.
+        away: Why the machine it shares with other models runs none of its own now; None where it does.
     """
 
     backend: Backend
@@ -48,6 +49,7 @@ class BackendView:
     share_max: int = admission.WHOLE
     kv_taken: int = 0
     long_waiting: int = 0
+    away: tuple[Exclusion, str] | None = None
 
     @property
     def capacity(self) -> Capacity:
@@ -112,17 +114,23 @@ def _fit(case: Case) -> Objection | None:
 
 
 def _modality(case: Case) -> Objection | None:
-    takes = case.view.backend.modalities
+    refused = _refused_parts(case.view.backend, case.demand)
+    return (Exclusion.MODALITY, refused) if refused else None
+
+
+def _refused_parts(backend: Backend, demand: Demand) -> str:
+    takes = backend.modalities
     for noun, count, most in (
-        ("images", case.demand.images, takes.images_max),
-        ("audio", case.demand.audios, takes.audios_max),
+        ("images", demand.images, takes.images_max),
+        ("audio", demand.audios, takes.audios_max),
     ):
         if most is not None and count > most:
-            return (
-                Exclusion.MODALITY,
-                f"takes no {noun}" if most == 0 else f"takes {most} {noun}, not {count}",
-            )
-    return None
+            return f"takes no {noun}" if most == 0 else f"takes {most} {noun}, not {count}"
+    return ""
+
+
+def _away(case: Case) -> Objection | None:
+    return case.view.away
 
 
 def _model(case: Case) -> Objection | None:
@@ -136,6 +144,14 @@ def _model(case: Case) -> Objection | None:
     if wanted is None and len(served) > 1:
         return Exclusion.WRONG_MODEL, f"serves {', '.join(served)}: set `model` to choose one"
     return None
+
+
+def _version(case: Case) -> Objection | None:
+    status, allowed = case.view.status, case.view.backend.versions
+    if allowed and not status.served_models:  # they are asked for together
+        return Exclusion.NOT_ASKED, "its engine's version is being asked"
+    wrong = versions.misfit(allowed, status.version)
+    return (Exclusion.WRONG_VERSION, wrong) if wrong else None
 
 
 def _health(case: Case) -> Objection | None:
@@ -197,8 +213,10 @@ FILTERS: Mapping[str, Filter] = {
     "fit": _fit,
     "modality": _modality,
     "drain": _drain,
+    "away": _away,
     "health": _health,
     "model": _model,
+    "version": _version,
     "room": _room,
     "spill": _spill,
 }
@@ -231,6 +249,11 @@ SCORES: Mapping[str, Score] = {
     "prefix_affinity": _prefix_affinity,
     "slow_context": _slow_context,
 }
+
+
+def could_take(backend: Backend, demand: Demand) -> bool:
+    """Return whether a backend could ever take a request, however long it would have to wait."""
+    return admission.misfit(backend.capacity, demand) is None and not _refused_parts(backend, demand)
 
 
 def rank(

@@ -300,6 +300,7 @@ class Move(StrEnum):
     HELD_IN_BAND = "held_in_band"
     HELD_AT_LIMIT = "held_at_limit"  # the ceiling, or the floor
     HELD_NOT_FULL = "held_not_full"  # the limit was not reached: the gap says nothing about it
+    HELD_UNSEEN = "held_unseen"  # no stream shows its steps: answers in one piece, several choices
     WATCHING = "watching"  # not enough seen since the last move, or sequences above it still running
 
 
@@ -362,6 +363,8 @@ def adjust(state: TpotControl, window: GapWindow, target: TpotTarget) -> TpotCon
         decoding = seen.share_s / seen.duration_s * seen.decoding_seq_s / visible_seq_s
         return _moved(state, min(round(decoding), round(state.share * DOWN)), Move.DOWN_ENGINE_QUEUE, target)
     gap_s = seen.gap_s
+    if gap_s is None and seen.duration_s >= DECIDE_S:
+        return replace(state, move=Move.HELD_UNSEEN, seen=NOTHING_SEEN)
     if gap_s is None or not state.ended_chunks or seen.steps < DECIDE_STEPS:
         return state
     tpot_s = gap_s * state.ended_chunks / max(1.0, state.ended_tokens)

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from gateway.core.errors import GatewayError, ShedError
 from gateway.core.health import Outcome
-from gateway.core.values import Decision
+from gateway.core.values import Candidate, Decision
 
 
 class Ending(StrEnum):
@@ -64,7 +64,9 @@ class RequestRecord:
         key: Name of its API key, or None.
         wall_at: Epoch seconds of its arrival.
         received_at, estimated_at, admitted_at, first_byte_at, ended_at: Monotonic seconds.
-        decision: Where it could go and why; None when it failed before one was made.
+        decision: Where it could go and why, as it came in; None when it failed before one was made.
+        placed: The backend that it was given a place on at last, as the line saw it then; None if none.
+        is_spill: Whether a later pool of its class served it.
         backend, pool: Where it was served; "" if nowhere.
         attempts: Every try, in order.
         usage: What the backend reported, if it did.
@@ -85,16 +87,13 @@ class RequestRecord:
     admitted_at: float | None = None
     first_byte_at: float | None = None
     decision: Decision | None = None
+    placed: Candidate | None = None
+    is_spill: bool = False
     backend: str = ""
     pool: str = ""
     attempts: tuple[AttemptRecord, ...] = field(default=())
     usage: Usage | None = None
     chunks: int = 0
-
-    @property
-    def is_spill(self) -> bool:
-        """Whether a later pool of its class served it."""
-        return self.decision is not None and bool(self.pool) and self.pool != self.decision.pools[0]
 
     @property
     def tpot_s(self) -> float | None:

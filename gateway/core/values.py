@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
+from gateway.core.versions import VersionBound
 
 # ------------------------------------------------------------------ what the caller sent
 
@@ -85,12 +86,14 @@ class Request:
         max_tokens: `max_completion_tokens`, else `max_tokens`, else None.
         seqs: Sequences it will occupy on a backend: `n` times the number of prompts.
         choices: Choices a complete answer has.
+        prompts: Different prompts in it: 1, but for lists of them (/v1/completions).
         reasoning: `reasoning_effort` above none, or `enable_thinking`.
         images, audios, tools: Counts.
         include_usage: Whether the caller asked for the usage event of a stream.
         key: Name of the caller's API key, or None where none is configured.
         headers: The request headers policy may match on, names in lower case.
         prompt: What to count.
+        is_job: Nobody holds a connection open for it: it waits for as long as it takes.
         prefixes: Per message boundary, shortest first: a hash of everything up to it, and the share
             (0..1) of the conversation's bytes that is.
     """
@@ -102,6 +105,7 @@ class Request:
     max_tokens: int | None = None
     seqs: int = 1
     choices: int = 1
+    prompts: int = 1
     reasoning: bool = False
     images: int = 0
     audios: int = 0
@@ -110,6 +114,7 @@ class Request:
     key: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     prefixes: Prefixes = ()
+    is_job: bool = False
 
 
 class CountMode(StrEnum):
@@ -192,6 +197,7 @@ class Backend:
         drain: Set by the operator: finish what runs, take nothing new.
         perf: Its latency model, to predict prompt work with; None where no profile gives one.
         batched_tokens: Prompt tokens of one engine step (`max_num_batched_tokens`).
+        versions: Engine versions it may have; () for any.
         quirks: What its engine is known to do wrong, by name (docs/profiles.md lists them).
     """
 
@@ -206,6 +212,7 @@ class Backend:
     drain: bool = False
     perf: PerfModel | None = None
     batched_tokens: int = 8192
+    versions: tuple[VersionBound, ...] = ()
     quirks: tuple[str, ...] = ()
 
 
@@ -499,6 +506,7 @@ class Demand:
 
     Attributes:
         seqs: Sequences it will run.
+        prompts: Different prompts among them; the sequences of one prompt share its reading.
         prompt_tokens: The estimate, for the knee curve.
         total_tokens: Prompt at its upper end plus output, per sequence: what must fit.
         images, audios: Counts, for the modality filter.
@@ -509,6 +517,7 @@ class Demand:
     total_tokens: int
     images: int = 0
     audios: int = 0
+    prompts: int = 1
 
     @classmethod
     def of(cls, request: Request, estimate: Estimate, output_tokens: int) -> "Demand":
@@ -519,6 +528,7 @@ class Demand:
             total_tokens=estimate.tokens_max + output_tokens,
             images=request.images,
             audios=request.audios,
+            prompts=request.prompts,
         )
 
 
@@ -583,9 +593,11 @@ class Exclusion(StrEnum):
     SEQS_EXCEEDED = "seqs_exceeded"  # more parallel choices than its knee
     MODALITY = "modality"  # it does not take images or audio
     WRONG_MODEL = "wrong_model"  # it serves another model
+    WRONG_VERSION = "wrong_version"  # its engine is of a version that was not allowed
     NOT_ASKED = "not_asked"  # what it serves is being asked: known in a moment
     UNHEALTHY = "unhealthy"  # down, ejected, hung, booting
     DRAINING = "draining"  # the operator or the engine is emptying it
+    SWAPPED_OUT = "swapped_out"  # its box runs another model at the moment
     AT_KNEE = "at_knee"  # full right now
     KV_FULL = "kv_full"  # no blocks right now
     LONG_FULL = "long_full"  # as many long documents as it may have
@@ -612,6 +624,7 @@ _PERMANENT = frozenset(
 )
 _BUSY = frozenset(
     {
+        Exclusion.SWAPPED_OUT,
         Exclusion.NOT_ASKED,
         Exclusion.AT_KNEE,
         Exclusion.KV_FULL,

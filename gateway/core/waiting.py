@@ -29,18 +29,29 @@ somebody entered, and at `look_again_at`.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from heapq import heapify, heappop, heappush
-from math import exp
+from math import exp, inf
 from typing import Any, TypeVar
 
 from gateway.core import admission, selection
 from gateway.core.facts import Flow, StartedTokens, summed
 from gateway.core.health import State
 from gateway.core.selection import BackendView
-from gateway.core.values import Candidate, Demand, Exclusion, Load, Policy, TrafficClass, WhenLate
+from gateway.core.swap_policy import Wants
+from gateway.core.values import (
+    UNLIMITED,
+    Candidate,
+    Demand,
+    Exclusion,
+    Load,
+    Policy,
+    TrafficClass,
+    Waiting,
+    WhenLate,
+)
 
 _T = TypeVar("_T", bound=Any)
 
@@ -122,6 +133,17 @@ class Ticket:
         waiting = self.traffic_class.waiting
         due = self.arrived_at + waiting.ttft_target_s + waiting.prefill_weight * self.prefill_s
         return due if self.deadline is None else min(due, self.deadline)
+
+
+def patient(waiting: Waiting) -> Waiting:
+    """Return the rules by which work waits that nobody holds a connection open for: without a limit."""
+    return replace(
+        waiting,
+        max_wait_s=inf,
+        waiting_max=UNLIMITED,
+        waiting_bytes_max=UNLIMITED,
+        keep_alive_after_s=None,
+    )
 
 
 def fastest_prefill_s(policy: Policy, traffic_class: TrafficClass, demand: Demand) -> float:
@@ -635,6 +657,7 @@ class WaitingLine:
         self._long_elsewhere: Mapping[str, int] = {}
         self._tokens_started = StartedTokens()
         self._gone_until: dict[str, float] = {}  # backends whose place was gone when it was to be taken
+        self._back_at: Mapping[str, float] = {}  # backends whose machine runs another model
         self._numbers = 0
 
     # ------------------------------------------------------------ questions
@@ -653,6 +676,18 @@ class WaitingLine:
     def long_waiting_here(self) -> Mapping[str, int]:
         """Return how many of them wait in this line."""
         return dict(self._long_waiting)
+
+    def wants(self, backends: Collection[str]) -> Mapping[str, Wants]:
+        """Return what waits for each of these backends as its first choice, and could run there."""
+        found = dict.fromkeys(backends, Wants())
+        for entry in self._waiting.values():
+            ticket = entry.ticket
+            for name in ticket.first_pool:
+                if name in found and name not in ticket.failed:
+                    backend = ticket.policy.backends[name]
+                    if selection.could_take(backend, ticket.demand):
+                        found[name] += Wants(1, entry.entered_at)
+        return found
 
     def tokens_started(self, now: float) -> Mapping[Flow, int]:
         """Return the tokens of what was started from this line, per flow; see `StartedTokens`."""
@@ -676,6 +711,10 @@ class WaitingLine:
 
     # ------------------------------------------------------------ events
 
+    def expect(self, back_at: Mapping[str, float]) -> None:
+        """Be told which backends are out, and when each can be back at the earliest (monotonic seconds)."""
+        self._back_at = back_at
+
     def enter(self, ticket: Ticket, now: float) -> Refused | None:
         """Let a request wait for its turn, or return why it may not."""
         lane, rules = self._lane(ticket), ticket.traffic_class.waiting
@@ -697,9 +736,11 @@ class WaitingLine:
             lane.entries and lane.size_bytes + ticket.size_bytes > rules.waiting_bytes_max
         ):
             return _refused(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
-        # A forecast needs one of its kind ahead: who comes first of its class may start at once.
+        # A forecast needs one of its kind ahead: who comes first of its class may start at once, unless the
+        # models that could serve it are out.
         entry.is_unproven = lane.is_first(entry)
-        reason = None if entry.is_unproven else _foreseen(entry, wait_s, now)
+        may_start = entry.is_unproven and not self._away_s(ticket, now)
+        reason = None if may_start else _foreseen(entry, wait_s, now)
         if reason is Reason.WAIT_TOO_LONG and rules.when_late is WhenLate.DEMOTE:
             entry.standing = _Standing.BEHIND
             entry.expires_at = _expiry(ticket, now, rules.longest_wait_s)
@@ -856,7 +897,19 @@ class WaitingLine:
         """Return how many are ahead of an entry, and how long it would wait; None where nothing is known."""
         ahead = self._ahead_of(lane, entry)
         per_s = self._per_s(lane, now)
-        return ahead, None if per_s is None else (ahead + 1) / per_s
+        away_s = self._away_s(entry.ticket, now)
+        if per_s is None:
+            return ahead, away_s or None
+        return ahead, max(away_s, (ahead + 1) / per_s)
+
+    def _away_s(self, ticket: Ticket, now: float) -> float:
+        """Return how long no backend of a request's class can be back; 0 where one is in."""
+        if not self._back_at:
+            return 0.0
+        pools = (ticket.policy.pools[name] for name in ticket.traffic_class.pools)
+        names = {name for pool in pools for name in pool.backends} - ticket.failed
+        back_at = min((self._back_at.get(name, now) for name in names), default=now)
+        return max(0.0, back_at - now)
 
     def _ahead_of(self, lane: _Lane, entry: _Entry) -> int:
         """Return how many that want the same first pool would be started before an entry, of any class."""

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import anyio
+import msgspec
 from litestar.types import Receive, Scope, Send
 
 from gateway.core.errors import BodyTooLarge, GatewayError, OutOfResources, RequestTimeout
@@ -126,6 +127,17 @@ async def run_for_caller(work: Callable[[], Awaitable[None]], receive: Receive) 
         tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
+
+
+async def send_json(
+    value: object, downstream: AsgiDownstream, status: int = 200, headers: Headers = ()
+) -> None:
+    """Answer with a JSON value."""
+    body = msgspec.json.encode(value)
+    length = (b"content-length", str(len(body)).encode())
+    await downstream.start(status, [(b"content-type", b"application/json"), length, *headers])
+    await downstream.send(body)
+    await downstream.finish()
 
 
 async def send_error(error: GatewayError, downstream: AsgiDownstream) -> None:

@@ -5,15 +5,16 @@ translated on its way out, event by event.
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 import msgspec
-from litestar import MediaType, Request, Response, delete, get
+from litestar import MediaType, Request, Response, delete, get, post
 from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
+from litestar.response import Stream
 
 from gateway.core.errors import (
     GatewayError,
@@ -22,9 +23,11 @@ from gateway.core.errors import (
     StoreUnavailable,
     UpstreamFailed,
 )
+from gateway.core.jobs import Job
 from gateway.core.responses.chat_stream import ChatStream
 from gateway.core.responses.draft import Draft, Event
 from gateway.core.responses.items import Item, home_of
+from gateway.core.responses.replay import JobFacts
 from gateway.core.responses.request import (
     READ,
     Needs,
@@ -37,11 +40,12 @@ from gateway.core.responses.request import (
 )
 from gateway.core.values import Endpoint
 from gateway.downstream import wire
+from gateway.downstream.background import Background, headers_kept
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.reading import Readers, Received, Work
-from gateway.downstream.relay import AsgiDownstream
+from gateway.downstream.relay import AsgiDownstream, send_json
 from gateway.pipeline import CallerStalled, Pipeline
-from gateway.pipeline.caller import CALLER_STALL_S
+from gateway.pipeline.caller import CALLER_STALL_S, KEEP_ALIVE, SSE_HEADERS
 from gateway.ports import Clock, Headers, ResponseStore
 
 PATH = "/v1/responses"
@@ -107,21 +111,23 @@ class Responses:
         rules: wire.WireRules,
         readers: Readers,
         keeping: Keeping,
+        background: Background | None,
         clock: Clock,
     ) -> None:
-        """Serve responses with `pipeline`."""
+        """Serve responses with `pipeline`; those in the background with `background`, where there is one."""
         self._pipeline = pipeline
         self._keys = keys
         self._rules = rules
         self._readers = readers
         self._keeping = keeping
+        self._background = background
         self._clock = clock
 
     async def read(self, received: Received) -> Work:
         """Return what answers a request to create a response. See `reading.Read`."""
         size, key = len(received.body), received.key
         raws, members = await self._readers.run(size, lambda: _members(received.body))
-        _refuse_background(members)
+        background = self._background_of(members)
         wanted = needs(members, self._rules.messages_max)
         found = await self._look_up(key, wanted)
         token = secrets.token_hex(16)
@@ -129,6 +135,8 @@ class Responses:
             size + found.size_bytes,
             lambda: _translated(received, self._rules, raws, members, token, found),
         )
+        if background is not None:
+            return await self._handed_over(background, asked, received, token)
 
         async def work(downstream: AsgiDownstream) -> None:
             answer = Answer(downstream, asked, key, self._keeping, self._clock)
@@ -140,6 +148,64 @@ class Responses:
             await answer.finish()
 
         return work
+
+    # -------------------------------------------------------------- in the background
+
+    def _background_of(self, members: Mapping[str, Any]) -> Background | None:
+        """Return what runs a response on after its caller has left, or None where that is not wanted."""
+        wanted = members.get("background")
+        if wanted is not None and not isinstance(wanted, bool):
+            raise InvalidRequest("`background` must be true or false.", param="background")
+        if wanted and self._background is None:
+            message = "Responses in the background are not offered here: the gateway has no `jobs`."
+            raise InvalidRequest(message, code="background_not_supported", param="background")
+        return self._background if wanted else None
+
+    async def _handed_over(
+        self, background: Background, asked: "Asked", received: Received, token: str
+    ) -> Work:
+        store = asked.conversation is not None
+        facts = JobFacts(
+            response={**asked.draft.response, "background": True, "store": store},
+            token=token,
+            first_index=asked.draft.first_index,
+            headers=headers_kept(received.headers),
+            conversation=msgspec.json.decode(b"{%b}" % (asked.conversation or b"")),
+        )
+        try:
+            job, _ = await background.submit(
+                asked.incoming,
+                facts,
+                id=asked.draft.response["id"],
+                store=store,
+                idempotency_key=received.headers.get("idempotency-key"),
+                route=PATH,
+                body=received.body,
+            )
+        except GatewayError as error:
+            error.param = chat_param_here(error.param)
+            raise
+
+        async def work(downstream: AsgiDownstream) -> None:
+            if asked.incoming.request.stream:
+                await downstream.start(200, SSE_HEADERS)
+                await self._follow(background, job, -1, downstream.send)
+                await downstream.finish()
+            else:
+                response = await background.response(job)
+                await send_json(response, downstream)
+
+        return work
+
+    async def _follow(
+        self, background: Background, job: Job, after: int, send: Callable[[bytes], Awaitable[None]]
+    ) -> None:
+        """Send the events of a job as they come, and comments in between."""
+        async for events in background.events(job, after):
+            await send(_frames(events) or KEEP_ALIVE)
+
+    async def _job(self, key: str | None, id: str) -> Job | None:
+        return None if self._background is None else await self._background.get(key, id)
 
     async def _look_up(self, key: str | None, wanted: Needs) -> Found:
         """Return the conversation a request goes on with, and the items it refers to that are kept."""
@@ -161,6 +227,12 @@ class Responses:
 
     async def _record(self, key: str | None, id: str, param: str | None = None) -> bytes:
         record = await self._keeping.store.get(key, id)
+        job = None if record is not None else await self._job(key, id)
+        if job is not None and self._background is not None and job.status.is_final:
+            return await self._background.record(job)
+        if job is not None:
+            message = "That response has not come to its end yet."
+            raise InvalidRequest(message, code="response_not_finished", param=param)
         if record is None:
             raise _not_found(id, param)
         return record
@@ -176,6 +248,9 @@ class Responses:
         @get(PATH + "/{response_id:str}")
         async def retrieve(request: Request[Any, Any, Any], response_id: FromPath[str]) -> Response[bytes]:
             key = self._keys.name_of(request.headers.get("authorization"))
+            job = await self._job(key, response_id)
+            if job is not None and self._background is not None:
+                return await self._shown(self._background, job, request)
             if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
                 message = "Only a response that runs in the background can be streamed again."
                 raise InvalidRequest(message, code="unsupported_parameter", param="stream")
@@ -192,24 +267,46 @@ class Responses:
         @delete(PATH + "/{response_id:str}", status_code=200)
         async def forget(request: Request[Any, Any, Any], response_id: FromPath[str]) -> dict[str, Any]:
             key = self._keys.name_of(request.headers.get("authorization"))
-            if not await self._keeping.store.delete(key, response_id):
+            is_job = self._background is not None and await self._background.delete(key, response_id)
+            if not is_job and not await self._keeping.store.delete(key, response_id):
                 raise _not_found(response_id)
             return {"id": response_id, "object": "response", "deleted": True}
 
-        return [retrieve, input_items, forget]
+        @post(PATH + "/{response_id:str}/cancel", status_code=200)
+        async def cancel(request: Request[Any, Any, Any], response_id: FromPath[str]) -> Response[bytes]:
+            key = self._keys.name_of(request.headers.get("authorization"))
+            job = None if self._background is None else await self._background.cancel(key, response_id)
+            if job is None or self._background is None:
+                await self._record(key, response_id)
+                message = "Only a response that runs in the background can be cancelled."
+                raise InvalidRequest(message, code="not_in_background")
+            return Response(
+                msgspec.json.encode(await self._background.response(job)), media_type=MediaType.JSON
+            )
 
+        return [retrieve, input_items, forget, cancel]
 
-def _refuse_background(members: Mapping[str, Any]) -> None:
-    """Refuse what would have to run on after its caller has left."""
-    background = members.get("background")
-    if background is not None and not isinstance(background, bool):
-        raise InvalidRequest("`background` must be true or false.", param="background")
-    if background:
-        raise InvalidRequest(
-            "Background responses are not offered here yet.",
-            code="background_not_supported",
-            param="background",
-        )
+    async def _shown(
+        self, background: Background, job: Job, request: Request[Any, Any, Any]
+    ) -> Response[Any]:
+        """Return a job as it is, or its events from some number on."""
+        query = request.query_params
+        if query.get("stream", "false").lower() in ("false", "0", ""):
+            response = await background.response(job)
+            answer = Response(msgspec.json.encode(response), media_type=MediaType.JSON)
+            if not job.status.is_final:
+                answer.headers["retry-after"] = str(background.retry_after_s(response))
+            return answer
+        after = str(query.get("starting_after", "-1"))
+        if not after.lstrip("-").isdigit():
+            raise InvalidRequest("`starting_after` must be the number of an event.", param="starting_after")
+
+        async def frames() -> AsyncIterator[bytes]:
+            async for events in background.events(job, int(after)):
+                yield _frames(events) or KEEP_ALIVE
+
+        headers = {name.decode(): value.decode() for name, value in SSE_HEADERS}
+        return Stream(frames(), headers=headers, media_type="text/event-stream; charset=utf-8")
 
 
 def _not_found(id: str, param: str | None = None) -> ResponseNotFound:

@@ -18,6 +18,7 @@ from gateway.core.errors import Draining, GatewayError, InvalidRequest, ModelNot
 from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import Endpoint, Policy
 from gateway.downstream import wire
+from gateway.downstream.background import Background
 from gateway.downstream.errors import envelope, headers_of
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.reading import Read, Readers, Received, Work
@@ -66,6 +67,7 @@ class Applications:
         rules: wire.WireRules,
         limits: BodyLimits,
         keeping: Keeping,
+        background: Background | None,
         readiness: Callable[[], Mapping[str, bool]],
         recorder: Recorder,
         clock: Clock,
@@ -83,7 +85,13 @@ class Applications:
         self._uploads = Uploads()
         self._readers = Readers()
         self._responses = Responses(
-            pipeline=pipeline, keys=keys, rules=rules, readers=self._readers, keeping=keeping, clock=clock
+            pipeline=pipeline,
+            keys=keys,
+            rules=rules,
+            readers=self._readers,
+            keeping=keeping,
+            background=background,
+            clock=clock,
         )
         self.is_draining = False
         self.in_flight = 0

@@ -178,6 +178,7 @@ def read_members(
         max_tokens=max_tokens,
         seqs=choices,
         choices=choices,
+        prompts=prompts,
         reasoning=prompt.thinking,
         images=sum(turn.images for turn in prompt.turns),
         audios=sum(turn.audios for turn in prompt.turns),

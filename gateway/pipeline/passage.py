@@ -106,6 +106,8 @@ class Passage:
             admitted_at=self.admitted_at,
             first_byte_at=self.first_byte_at,
             decision=self.decision,
+            placed=self.served_by,
+            is_spill=self.served_by is not None and self.served_by.is_spill,
             backend=self.served_by.backend if self.served_by else "",
             pool=self.served_by.pool if self.served_by else "",
             attempts=tuple(self.attempts),

@@ -13,6 +13,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from gateway.core import deciding, retry, selection
+from gateway.core.box import Standing
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
@@ -33,14 +34,18 @@ from gateway.core.values import (
     Backend,
     Candidate,
     CountMode,
+    Decision,
     Endpoint,
+    Estimate,
     Exclusion,
+    ModelPolicy,
     Policy,
 )
-from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s
+from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s, patient
 from gateway.pipeline import caller
 from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive
+from gateway.pipeline.first_tokens import FirstTokens
 from gateway.pipeline.passage import Passage
 from gateway.pipeline.waiting_room import WaitingRoom
 from gateway.pipeline.watch import BackendWatch
@@ -70,6 +75,7 @@ class Pipeline:
     Attributes:
         room: Where requests wait. Its `run` must run as long as requests do.
         watch: What is seen of the backends; likewise.
+        first_tokens: Those that cannot be seen; likewise.
     """
 
     def __init__(
@@ -87,8 +93,13 @@ class Pipeline:
         line: WaitingLine,
         recorder: Recorder,
         clock: Clock,
+        away: Callable[[str], Standing | None] = lambda _: None,
     ) -> None:
-        """Join the ports. `policy` returns the policy in force; a request keeps the one it started with."""
+        """Join the ports.
+
+        `policy` returns the policy in force; a request keeps the one it started with. `away` returns why
+        the machine that a backend shares with others does not run its model, or None.
+        """
         self._policy = policy
         self._estimator = estimator
         self._ledger = ledger
@@ -99,11 +110,13 @@ class Pipeline:
         self._counts = counts
         self._recorder = recorder
         self._clock = clock
+        self._away = away
         self._running: dict[str, set[Attempt]] = {}
         self._backends: dict[str, Backend] = {}  # of every policy a request has come in under
         self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
         watch.on_more(self.room.look)
+        self.first_tokens = FirstTokens(ledger, clock)
 
     async def run(self, incoming: Incoming, downstream: Downstream) -> None:
         """Serve one request, to its end.
@@ -126,6 +139,21 @@ class Pipeline:
         finally:
             self._judge(passage)
             self._recorder.finished(passage.record(self._clock.now()))
+
+    async def place_of(self, incoming: Incoming) -> Decision:
+        """Return what would be decided about a request now; it is not run.
+
+        Raises:
+            CallerError: no backend could ever take it.
+        """
+        policy = self._policy()
+        model = _model(policy, incoming.request.model)
+        estimate = await self._estimator.estimate(
+            incoming.request.prompt, model.template, policy.window_tokens
+        )
+        decision, ticket = self._ticket(policy, model, incoming, estimate)
+        self._check_fit(decision, ticket)
+        return decision
 
     def abandon(self, backend_id: str, reason: str) -> None:
         """Give up the tries on a backend that have not been answered yet, so that they move on.
@@ -183,7 +211,8 @@ class Pipeline:
         unfit: frozenset[str] = frozenset()  # those that have answered, but not as asked
         may_ask_again = True
         while True:
-            self._check_fit(passage, ticket)
+            assert passage.decision is not None
+            self._check_fit(passage.decision, ticket)
             try:
                 candidate, slot = await self.room.admit(ticket)
             except ShedError as shed:
@@ -219,20 +248,26 @@ class Pipeline:
 
     async def _decide(self, passage: Passage) -> Ticket:
         """Return the ticket with which the request stands in line, once it is known where it may go."""
-        policy, request, arrival = passage.policy, passage.incoming.request, passage.incoming.arrival
-        model = policy.model(request.model)
-        if model is None:
-            known = ", ".join(sorted(known.id for known in policy.models))
-            raise ModelNotFound(f"The model `{request.model}` does not exist. Known: {known}.", param="model")
+        policy, request = passage.policy, passage.incoming.request
+        model = _model(policy, request.model)
         estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
         passage.estimated_at = self._clock.now()
+        passage.decision, ticket = self._ticket(policy, model, passage.incoming, estimate)
+        return ticket
+
+    def _ticket(
+        self, policy: Policy, model: ModelPolicy, incoming: Incoming, estimate: Estimate
+    ) -> tuple[Decision, Ticket]:
+        request, arrival = incoming.request, incoming.arrival
         held = self._prefixes.held(request.prefixes)
         self._backends.update(policy.backends)
         views = self._views(policy.backends, held, self.room.line.long_waiting())
-        traffic_class, passage.decision = deciding.decide(policy, model, request, estimate, lambda _: views)
-        demand = passage.decision.demand
+        traffic_class, decision = deciding.decide(policy, model, request, estimate, lambda _: views)
+        demand = decision.demand
         patience_s = _patience_s(request.headers)
-        return Ticket(
+        if request.is_job:
+            traffic_class, patience_s = replace(traffic_class, waiting=patient(traffic_class.waiting)), None
+        return decision, Ticket(
             id=arrival.id,
             model=model.id,
             policy=policy,
@@ -241,7 +276,7 @@ class Pipeline:
             key=request.key,
             arrived_at=arrival.received_at,
             prefill_s=fastest_prefill_s(policy, traffic_class, demand),
-            size_bytes=passage.incoming.size_bytes,
+            size_bytes=incoming.size_bytes,
             deadline=None if patience_s is None else arrival.received_at + patience_s,
             prefix_shares=held,
         )
@@ -263,21 +298,22 @@ class Pipeline:
                 share_max=self.watch.share_max(name),
                 kv_taken=self._counts.drift(name).kv_blocks,
                 long_waiting=long_waiting.get(name, 0),
+                away=self._away(name),
             )
             for name, backend in backends.items()
         }
 
     # -------------------------------------------------------------- admit
 
-    def _check_fit(self, passage: Passage, ticket: Ticket) -> None:
+    def _check_fit(self, decision: Decision, ticket: Ticket) -> None:
         """Refuse a request that no backend of its class could ever take: it must not wait, nor be retried.
 
         Raises:
             CallerError: which says what to change.
         """
-        views = self._views(passage.policy.backends)
+        views = self._views(ticket.policy.backends)
         candidates = selection.rank(
-            passage.policy, ticket.traffic_class, ticket.demand, views, failed=ticket.failed
+            ticket.policy, ticket.traffic_class, ticket.demand, views, failed=ticket.failed
         )
         reasons = {candidate.excluded for candidate in candidates if candidate.backend not in ticket.failed}
         if not reasons or not all(reason is not None and reason.is_permanent for reason in reasons):
@@ -295,7 +331,7 @@ class Pipeline:
             message = "No backend runs that many choices at once."
             raise InvalidRequest(message, code="too_many_choices", param="n")
         window = max(views[candidate.backend].capacity.context_tokens for candidate in candidates)
-        raise _overlong(passage, window, is_kv=Exclusion.CONTEXT_EXCEEDED not in reasons)
+        raise _overlong(decision, window, is_kv=Exclusion.CONTEXT_EXCEEDED not in reasons)
 
     # -------------------------------------------------------------- relay, account
 
@@ -308,18 +344,25 @@ class Pipeline:
         is_visible = request.stream and request.seqs == 1
         watch = self.watch.opened(backend, slot, ticket.demand, is_visible=is_visible)
 
+        # With several prompts, the first token of one says nothing of the others.
+        is_seen = request.stream and request.prompts == 1
+
         async def on_answer() -> None:
             watch.answered()
             self._report(passage)
-            await self._ledger.answered(slot)
+            if is_seen:
+                await self._ledger.answered(slot)
 
         attempt = Attempt(passage, candidate, backend, served, self._clock, on_answer, watch.chunk)
         running = self._running.setdefault(backend.id, set())
         running.add(attempt)
+        if not is_seen:
+            self.first_tokens.expect(slot)
         try:
             await attempt.run(self._upstream)
         finally:
             running.discard(attempt)
+            self.first_tokens.forget(slot)
             record = passage.attempts[-1]
             watch.ended(passage.usage if record.outcome is Outcome.OK else None)
             self._recorder.attempt(record)
@@ -372,10 +415,16 @@ def _patience_s(headers: Mapping[str, str]) -> float | None:
     return patience_s if 0 < patience_s < float("inf") else None
 
 
-def _overlong(passage: Passage, window: int, *, is_kv: bool) -> ContextExceeded:
+def _model(policy: Policy, name: str) -> ModelPolicy:
+    model = policy.model(name)
+    if model is None:
+        known = ", ".join(sorted(known.id for known in policy.models))
+        raise ModelNotFound(f"The model `{name}` does not exist. Known: {known}.", param="model")
+    return model
+
+
+def _overlong(decision: Decision, window: int, *, is_kv: bool) -> ContextExceeded:
     """Return the refusal in the words by which clients recognise an overflow."""
-    decision = passage.decision
-    assert decision is not None
     demand, estimate = decision.demand, decision.estimate
     output = demand.total_tokens - estimate.tokens_max
     about = "at least " if estimate.mode is CountMode.BOUND else ""

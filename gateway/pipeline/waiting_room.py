@@ -6,14 +6,15 @@ or a time has come. It takes the places offered, atomically, and wakes whom they
 waits costs an event; nobody polls.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 
 import anyio
 
 from gateway.core.errors import AtCapacity, NoBackend, ShedError
 from gateway.core.selection import BackendView
 from gateway.core.values import Candidate
-from gateway.core.waiting import Offer, Reason, Refused, Ticket, WaitingLine
+from gateway.core.waiting import MISS_PAUSE_S, Offer, Reason, Refused, Ticket, WaitingLine
 from gateway.ports import Clock, Ledger, Slot
 
 RELEASE_S = 1.0
@@ -97,16 +98,34 @@ class WaitingRoom:
                 if waiter is not None:
                     waiter.error = _shed(refused)
                     waiter.woken.set()
-            for offer in turn.offers:
-                await self._take(offer)
+            has_missed = await self._take_all(turn.offers)
             patience_s = None
             if turn.look_again_at is not None:
                 patience_s = max(0.0, turn.look_again_at - self._clock.now())
+            if has_missed:  # they are back in the line, of which the turn knew nothing
+                patience_s = min(MISS_PAUSE_S, inf if patience_s is None else patience_s)
             with anyio.move_on_after(patience_s):
                 await wake.wait()
 
-    async def _take(self, offer: Offer) -> None:
-        """Take the first place of an offer that is still free."""
+    async def _take_all(self, offers: Sequence[Offer]) -> bool:
+        """Take the places offered, all at once: one after the other, a slow store would bound how many start.
+
+        Returns whether one was gone.
+        """
+        if len(offers) == 1:
+            return not await self._take(offers[0])
+        taken: list[bool] = []
+
+        async def take(offer: Offer) -> None:
+            taken.append(await self._take(offer))
+
+        async with anyio.create_task_group() as tasks:
+            for offer in offers:
+                tasks.start_soon(take, offer)
+        return not all(taken)
+
+    async def _take(self, offer: Offer) -> bool:
+        """Take the first place of an offer that is still free. Returns whether there was one."""
         ticket = offer.ticket
         for candidate in offer.candidates:
             slot = await self._ledger.acquire(candidate.backend, candidate.claim, candidate.limits)
@@ -115,13 +134,14 @@ class WaitingRoom:
             waiter = self._waiters.get(ticket.id)
             if waiter is None:  # it left meanwhile
                 await self._ledger.release(slot)
-                return
+                return True
             self.line.started(ticket.id, self._clock.now())
             waiter.place = (candidate, slot)
             waiter.woken.set()
-            return
+            return True
         gone = [candidate.backend for candidate in offer.candidates]
         self.line.missed(ticket.id, gone, self._clock.now())
+        return False
 
 
 def _shed(refused: Refused) -> ShedError:

@@ -16,7 +16,14 @@ from gateway.settings.yaml_tree import Path
 def warnings(settings: Settings) -> tuple[Problem, ...]:
     """Return every warning about a valid configuration, in the order of the file."""
     policy = settings.policy()
-    found = [*_models(policy), *_unused(settings, policy), *_backends(settings, policy), *_exposure(settings)]
+    found = [
+        *_models(policy),
+        *_unused(settings, policy),
+        *_backends(settings, policy),
+        *_boxes(settings, policy),
+        *_webhooks(settings),
+        *_exposure(settings),
+    ]
     return tuple(sorted(settings.problem(warning.path, warning.message) for warning in found))
 
 
@@ -208,6 +215,34 @@ def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
             own = settings.document.pools[name].timeouts.model_fields_set
             message = f"pool {name}: total_s ends an attempt before first_byte_s or idle_s can"
             yield _Warning(("pools", name) if own else ("timeouts",), message)
+
+
+def _webhooks(settings: Settings) -> Iterator[_Warning]:
+    if settings.document.webhooks and settings.store is None and settings.jobs is None:
+        yield _Warning(("webhooks",), "webhooks without `jobs`: nothing is sent")
+    for name, section in settings.document.webhooks.items():
+        url = urlsplit(section.url)
+        if url.scheme == "http" and not _is_private(url.hostname or ""):
+            message = (
+                f"webhook {name} is sent over plain http outside this network: who reads it knows job ids"
+            )
+            yield _Warning(("webhooks", name, "url"), message)
+
+
+def _boxes(settings: Settings, policy: Policy) -> Iterator[_Warning]:
+    shared = settings.box_boots_s()
+    for model in policy.models:
+        for index, one in enumerate(model.classes):
+            names = [backend.id for backend in _backends_of(one, policy)]
+            boots = [shared.get(name, 0.0) for name in names]
+            most_s = one.waiting.max_wait_s
+            if most_s < min(boots, default=0.0):
+                yield _Warning(
+                    ("models", model.id, "classes", index),
+                    f"class {one.name} waits {most_s:g} s at most, and its models take turns with others: "
+                    f"a boot takes {min(boots):g} s, so its requests are refused while they are out, "
+                    "and never bring them in",
+                )
 
 
 def _quirks(name: str, settings: Settings) -> Iterator[str]:

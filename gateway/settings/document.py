@@ -8,6 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from gateway.core.box import BoxRules
+from gateway.core.canary import Canary
+from gateway.core.swap_policy import SwapRules, Trigger
 from gateway.core.values import (
     Gates,
     RetryPolicy,
@@ -22,9 +25,11 @@ from gateway.settings.fields import (
     AddressText,
     Attempts,
     BaseUrl,
+    Command,
     Comparisons,
     Count,
     CountComparisons,
+    Events,
     HeaderValues,
     KneeCurve,
     Names,
@@ -39,6 +44,9 @@ from gateway.settings.fields import (
     Slug,
     StoreUrl,
     Text,
+    Url,
+    Versions,
+    WebhookUrl,
     Weight,
     number,
 )
@@ -49,6 +57,8 @@ _WEIGHTS = Weights()
 _COSTS = TemplateCosts()
 _CLASS = TrafficClass(name="", pools=())
 _GATES, _SPILL, _WAITING = Gates(), Spill(), Waiting()
+_TRIGGER, _SWAPS, _CANARY = Trigger(), SwapRules("", {}), Canary()
+_BOX = BoxRules(_SWAPS)
 
 # ------------------------------------------------------------------ counting
 
@@ -157,6 +167,9 @@ class BackendSection(Section):
     tls: TlsSection = TlsSection()
     """How an https backend's certificate is checked."""
 
+    versions: Versions | None = None
+    """Engine versions it may have, as ">= 0.20, < 0.24"; with another it gets no traffic. Left out: any."""
+
     @model_validator(mode="after")
     def _one_key(self) -> "BackendSection":
         if self.api_key_env is not None and self.api_key_file is not None:
@@ -246,6 +259,151 @@ class PoolSection(Section):
 
     tpot_target_ms: Annotated[float, Field(gt=0, le=60_000), BeforeValidator(number)] | None = None
     """Milliseconds per output token to keep to: a backend that exceeds them gets less than its knee."""
+
+
+# ------------------------------------------------------------------ boxes
+
+
+class ExecSection(Section):
+    """Commands of this machine that start and stop a model, an ssh call for example."""
+
+    start: Command
+    """Starts it and returns without waiting until it answers: a list of words. It may be run twice."""
+
+    stop: Command
+    """Stops it and returns when its memory is free. Nothing to stop is no failure."""
+
+    shell: bool = False
+    """Run them by /bin/sh; each is one text then."""
+
+    timeout_s: Seconds = 60.0
+    """Seconds a command may take; then it is killed and has failed."""
+
+    kill_with_gateway: bool = False
+    """Whether a command that runs when the gateway ends is killed. If not, it is left to finish."""
+
+    @model_validator(mode="after")
+    def _words(self) -> "ExecSection":
+        for command in (self.start, self.stop):
+            if self.shell and len(command) > 1:
+                raise ValueError("with shell: true a command is one text, not a list of words")
+            if not self.shell and len(command) == 1 and " " in command[0]:
+                raise ValueError("write a command as a list of its words, or set shell: true")
+        return self
+
+
+class RequestSection(Section):
+    """One HTTP request. A status of 200 to 299 is success; redirects are not followed."""
+
+    method: Literal["GET", "POST", "PUT", "DELETE"] = "POST"
+    """Its method."""
+
+    url: Url
+    """Where it goes, path and query included."""
+
+    body: dict[str, Any] | None = None
+    """What is sent as JSON. Left out, nothing is."""
+
+
+class HttpSection(Section):
+    """Requests that start and stop a model: llama-swap, or an agent of your own on the box."""
+
+    start: RequestSection
+    """Starts it. It may be sent twice."""
+
+    stop: RequestSection
+    """Stops it and is answered when its memory is free. Nothing to stop is no failure."""
+
+    token_env: Text | None = None
+    """Environment variable with a token, sent as `authorization: Bearer`."""
+
+    timeout_s: Seconds = 60.0
+    """Seconds a request may take. Some agents answer only when the model does."""
+
+
+class SleepSection(Section):
+    """vLLM's sleep mode: the server stays, its memory is freed. It needs VLLM_SERVER_DEV_MODE=1."""
+
+    level: Literal[1, 2] = 1
+    """1 keeps the weights in the machine's memory; 2 reads them anew, and on unified memory frees more."""
+
+    timeout_s: Seconds = 60.0
+    """Seconds that falling asleep, or waking up, may take."""
+
+
+class CanarySection(Section):
+    """What a model is asked after every boot, before it serves: a healthy server may answer nonsense."""
+
+    prompt: Text = _CANARY.prompt
+    """The question, at temperature 0."""
+
+    expect: Text = _CANARY.expect
+    """What the answer must contain, in small or capital letters."""
+
+    reasoning: bool = _CANARY.reasoning
+    """Ask for a thought, which must not be empty."""
+
+    max_tokens: Positive = _CANARY.max_tokens
+    """Tokens the answer may have, a thought included."""
+
+    timeout_s: Seconds = _CANARY.timeout_s
+    """Seconds it may take."""
+
+
+class MemberSection(Section):
+    """One model of the box: how it is started and stopped, by exactly one of three ways, and when."""
+
+    exec: ExecSection | None = None
+    """By commands."""
+
+    http: HttpSection | None = None
+    """By requests."""
+
+    sleep: SleepSection | None = None
+    """By vLLM's sleep mode."""
+
+    jobs: Positive = _TRIGGER.jobs
+    """As many requests that wait for it start a swap."""
+
+    max_wait_s: Seconds = _TRIGGER.wait_s
+    """Seconds after which one that waits for it starts a swap."""
+
+    canary: CanarySection = CanarySection()
+    """What it is asked before it serves."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "MemberSection":
+        if sum(way is not None for way in (self.exec, self.http, self.sleep)) != 1:
+            raise ValueError("give exactly one of exec, http and sleep")
+        return self
+
+
+class BoxSection(Section):
+    """One machine on which models take turns, one at a time (docs/boxes.md)."""
+
+    backends: dict[Slug, MemberSection]
+    """The backends that share it, by their names under the top-level `backends`."""
+
+    default: Slug
+    """Whose model is in when nobody wants anything."""
+
+    boot_budget_s: Seconds = _BOX.boot_budget_s
+    """Seconds from the start of a model to its first answer; beyond them it is put into quarantine."""
+
+    residency_s: Seconds = _SWAPS.residency_s
+    """Seconds a model that came in stays at least."""
+
+    idle_s: Seconds = _SWAPS.idle_s
+    """Seconds without work after which the box goes back to the default."""
+
+    launch_record: Text | None = None
+    """File that keeps a hash of every start command, to warn when one changes; relative to this file."""
+
+    @model_validator(mode="after")
+    def _several(self) -> "BoxSection":
+        if len(self.backends) < 2:
+            raise ValueError("a box needs two backends or more: they take turns")
+        return self
 
 
 # ------------------------------------------------------------------ models and classes
@@ -508,6 +666,69 @@ def _store(written: Any) -> Any:
     return {"url": written} if isinstance(written, str) else written
 
 
+class JobsSection(Section):
+    """Requests that are handed over, and whose answers are fetched later. Without it there are none."""
+
+    data_dir: Text = "gateway-data"
+    """Where they are kept if the file names no `store`; relative to this file. Made if need be."""
+
+    keep_s: Seconds = 86_400.0
+    """Seconds that a result is kept after its end."""
+
+    unstored_keep_s: Seconds = 600.0
+    """The same for requests with `store: false`."""
+
+    queued_max_per_key: Positive = 10_000
+    """Jobs of one API key that may wait or run."""
+
+    bytes_max_per_key: Positive = 1024 * 1024 * 1024
+    """Bytes that the jobs and results of one API key may hold together."""
+
+    priorities: dict[Slug, Literal["high", "normal", "batch"]] = Field(default_factory=dict)
+    """Priority of an API key's jobs by its name; else normal. A caller may ask for less, never for more."""
+
+    running_max: Positive = 64
+    """Jobs that one process has at once."""
+
+    attempts_max: Positive = 3
+    """Failures after which a job is given up."""
+
+    resume: Literal["continue", "restart"] = "continue"
+    """How a job goes on whose backend or worker died: from the text it has, if it can, or from the start."""
+
+
+class WebhookSection(Section):
+    """An address of yours that is told when jobs and batches end, by Standard Webhooks (docs/webhooks.md)."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": ["secret_env"]}, {"required": ["secret_file"]}]}
+    )
+
+    url: WebhookUrl
+    """Where to send, https://host/path."""
+
+    secret_env: Text | None = None
+    """Environment variable with the signing secret, whsec_...; several, spaced, to replace one."""
+
+    secret_file: Text | None = None
+    """File with the same, one secret per line; relative to this file."""
+
+    events: Events = ("response.*", "batch.*")
+    """What it hears of, such as response.completed or batch.*. Left out: everything."""
+
+    keys: Names | None = None
+    """Names under `keys` of the API keys whose jobs it hears of. Left out: everybody's."""
+
+    allow_private: bool = False
+    """Whether its host may have a private or loopback address; refused otherwise, whatever its name says."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "WebhookSection":
+        if (self.secret_env is None) == (self.secret_file is None):
+            raise ValueError("give secret_env or secret_file, and not both")
+        return self
+
+
 class ShutdownSection(Section):
     """What happens on SIGTERM."""
 
@@ -535,6 +756,9 @@ class Document(Section):
 
     pools: Annotated[dict[Slug, Annotated[PoolSection, ShortForm(_pool, _POOL_SHORT)]], Field(min_length=1)]
     """Which backends are interchangeable."""
+
+    boxes: dict[Slug, BoxSection] = Field(default_factory=dict)
+    """Machines on which several backends take turns, one model at a time."""
 
     models: Annotated[dict[Text, ModelSection], Field(min_length=1)]
     """The names applications send, and the classes of work behind each."""
@@ -565,6 +789,12 @@ class Document(Section):
 
     store: Annotated[StoreSection, ShortForm(_store, {"type": "string"})] | None = None
     """Redis or Valkey through which several gateways share limits. Left out, this process counts alone."""
+
+    jobs: JobsSection | None = None
+    """Requests that are handed over, and whose answers are fetched later. Left out, there are none."""
+
+    webhooks: dict[Slug, WebhookSection] = Field(default_factory=dict)
+    """Who is told when jobs end, each under a name. Needs a `store`."""
 
     shutdown: ShutdownSection = ShutdownSection()
     """What happens on SIGTERM."""

@@ -22,7 +22,10 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from gateway.core import versions
 from gateway.core.values import Bound, KneeStep
+from gateway.core.versions import VersionBound
+from gateway.core.webhooks import EVENT_TYPES
 from gateway.profiles.figures import prompt_tokens_max
 from gateway.settings.conditions import bounds, count_bounds, header_values
 
@@ -184,6 +187,37 @@ BaseUrl = Annotated[
 ]
 
 
+def _url(written: str) -> str:
+    """Return the URL. Messages never repeat it: it may hold a password."""
+    try:
+        url = urlsplit(written)
+        _ = url.port
+    except ValueError:
+        raise ValueError("this is no URL; write it as http://host:port/path") from None
+    if url.scheme not in {"http", "https"} or not url.hostname or url.fragment:
+        raise ValueError("write it as http://host:port/path or https://host:port/path")
+    if url.username is not None or url.password is not None:
+        raise ValueError("no credentials in URLs; name the token with token_env")
+    return written
+
+
+Url = Annotated[str, AfterValidator(_url), Field(json_schema_extra={"pattern": "^(https?://|.*\\$\\{)"})]
+
+
+def _versions(written: Any) -> Any:
+    if not isinstance(written, str):
+        raise ValueError('write it in quotes, as ">= 0.20, < 0.24"')
+    return versions.bounds(written)
+
+
+Versions = Annotated[
+    tuple[VersionBound, ...],
+    PlainValidator(_versions),
+    WithJsonSchema({"type": "string", "minLength": 1}),
+]
+"""A range of engine versions."""
+
+
 def _store_url(written: str) -> str:
     """Return the URL. Messages never repeat it: it may hold a password."""
     try:
@@ -201,6 +235,44 @@ StoreUrl = Annotated[
     AfterValidator(_store_url),
     Field(json_schema_extra={"pattern": "^(rediss?://|unix:|.*\\$\\{)"}),
 ]
+
+
+_HOST = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]*)?")
+_URL_MAX = 2048
+
+
+def _webhook_url(written: str) -> str:
+    """Return the URL. Messages never repeat it: it may hold a token."""
+    try:
+        url = urlsplit(written)
+        port, host = url.port, url.hostname
+    except ValueError:
+        raise ValueError("this is no URL; write it as https://host/path") from None
+    if url.scheme not in {"http", "https"} or not host or port == 0:
+        raise ValueError("write it as https://host/path")
+    if url.username is not None or url.password is not None:
+        raise ValueError("no credentials in URLs; a webhook is signed, and its receiver checks that")
+    if not written.isascii() or not written.isprintable() or " " in written:
+        raise ValueError("a URL has ASCII letters only; write others percent-encoded, hosts as xn--")
+    if not _HOST.fullmatch(url.netloc) or len(written) > _URL_MAX:
+        raise ValueError(f"write it as https://host/path, in at most {_URL_MAX:,} characters")
+    if url.fragment:
+        raise ValueError("a fragment (#...) is never sent; leave it out")
+    return written
+
+
+WebhookUrl = Annotated[
+    str, AfterValidator(_webhook_url), Field(json_schema_extra={"pattern": "^(https?://|.*\\$\\{)"})
+]
+
+_EVENTS = ("response.*", "batch.*", *EVENT_TYPES)
+
+
+def _event(written: str) -> str:
+    if written not in _EVENTS:
+        raise ValueError(f"there is no such event; there are {', '.join(_EVENTS)}")
+    return written
+
 
 _COMPARISON = {"title": "comparison", "type": "string", "pattern": r"^\s*(>=|>|<=|<|==|=)?\s*[0-9].*$|\$\{"}
 _COMPARISONS: dict[str, Any] = {
@@ -244,6 +316,13 @@ def _one_or_many(written: Any) -> Any:
     return [written] if isinstance(written, str) else written
 
 
+Command = Annotated[
+    tuple[Text, ...],
+    Field(min_length=1),
+    ShortForm(_one_or_many, {"type": "string"}),
+]
+"""A command: a list of its words, or one text for a shell."""
+
 Names = Annotated[
     tuple[Slug, ...],
     Field(min_length=1),
@@ -251,6 +330,12 @@ Names = Annotated[
 ]
 """A name, or a list of names."""
 
+Events = Annotated[
+    tuple[Annotated[str, AfterValidator(_event), Field(json_schema_extra={"enum": list(_EVENTS)})], ...],
+    Field(min_length=1),
+    ShortForm(_one_or_many, {"enum": list(_EVENTS)}),
+]
+"""A type of event, or a list of them."""
 QuirkNames = Annotated[tuple[Text, ...], ShortForm(_one_or_many, {"type": "string"})]
 """Names of quirks: none, one, or a list."""
 

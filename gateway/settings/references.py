@@ -2,14 +2,24 @@
 name is reported together with every other problem, whatever else the file gets wrong.
 """
 
+import ipaddress
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from ipaddress import IPv6Address, ip_address
+from socket import inet_aton, inet_ntoa
 from typing import Any
 from urllib.parse import urlsplit
 
 from gateway import profiles
+from gateway.core.webhooks import address_refusal
 from gateway.settings.problems import closest
 from gateway.settings.yaml_tree import Path
+
+_NUMERIC = re.compile(r"[0-9a-fx.]*\d")
+"""An IPv4 address in any of the spellings that the system's resolver takes: 127.1 is one."""
+
+_THIS_MACHINE = frozenset({"127.0.0.1", "::1", "0.0.0.0", "::"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +39,9 @@ def findings(data: Any) -> Iterator[Finding]:
     yield from _quirks(top)
     yield from _urls(top)
     yield from _pools(top)
+    yield from _boxes(top)
     yield from _models(top)
+    yield from _webhooks(top)
     yield from _listeners(top)
 
 
@@ -84,6 +96,23 @@ def _pools(top: Mapping[str, Any]) -> Iterator[Finding]:
         yield from _names(path, "backend", listed, backends)
 
 
+def _boxes(top: Mapping[str, Any]) -> Iterator[Finding]:
+    backends = _mapping(top.get("backends"))
+    taken: dict[str, str] = {}
+    for name, section in _mapping(top.get("boxes")).items():
+        members = _mapping(_mapping(section).get("backends"))
+        for member in members:
+            path: Path = ("boxes", name, "backends", member)
+            if member not in backends:
+                yield replace(_unknown(path, "backend", member, backends), at_key=True)
+            elif member in taken:
+                yield Finding(path, f"{member} is in the box {taken[member]} already", at_key=True)
+            taken.setdefault(member, name)
+        default = _mapping(section).get("default")
+        if isinstance(default, str) and members and default not in members:
+            yield _unknown(("boxes", name, "default"), "backend of this box", default, members)
+
+
 def _models(top: Mapping[str, Any]) -> Iterator[Finding]:
     pools, keys = _mapping(top.get("pools")), _mapping(top.get("keys"))
     taken: dict[str, str] = {}
@@ -115,6 +144,27 @@ def _public_names(path: Path, model: str, section: Any) -> Iterator[tuple[Path, 
                 yield (*path, kind, index), alias
 
 
+def _webhooks(top: Mapping[str, Any]) -> Iterator[Finding]:
+    keys = _mapping(top.get("keys"))
+    for name, written in _mapping(top.get("webhooks")).items():
+        section, path = _mapping(written), ("webhooks", name)
+        yield from _names((*path, "keys"), "API key", section.get("keys"), keys)
+        url, allow_private = section.get("url"), section.get("allow_private") is True
+        if isinstance(url, str) and (why := _never_sent_to(url, allow_private)):
+            hint = "; `allow_private: true` allows it" if why in ("private", "loopback") else ""
+            yield Finding((*path, "url"), f"nothing is sent to this address ({why}){hint}")
+
+
+def _never_sent_to(url: str, allow_private: bool) -> str:
+    """Return why nothing would be sent to the IP address in a URL, or "" where it has a name instead."""
+    try:
+        host = urlsplit(url).hostname or ""
+        ipaddress.ip_address(host)
+    except ValueError:
+        return ""
+    return address_refusal(host, allow_private=allow_private)
+
+
 def _listeners(top: Mapping[str, Any]) -> Iterator[Finding]:
     listen, admin = top.get("listen", "127.0.0.1:8080"), top.get("admin", "127.0.0.1:9090")
     if isinstance(listen, str) and listen == admin and not listen.endswith(":0"):
@@ -142,13 +192,29 @@ def _unknown(path: Path, kind: str, name: str, known: Any) -> Finding:
 
 
 def _server(url: str) -> str | None:
-    """Return scheme, host and port of a URL in one spelling, or None where it has none."""
+    """Return host and port of a URL in one spelling, or None where it has none.
+
+    Names are not looked up: two names of one server are two here, unless both mean this machine.
+    """
     try:
         parts = urlsplit(url)
         port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
     except ValueError:
         return None
-    return f"{parts.hostname}:{port}" if parts.hostname else None
+    return f"{_host(parts.hostname)}:{port}" if parts.hostname else None
+
+
+def _host(written: str) -> str:
+    name = written.rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return "localhost"
+    try:
+        address = ip_address(inet_ntoa(inet_aton(name)) if _NUMERIC.fullmatch(name) else name)
+    except (ValueError, OSError):
+        return name
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return "localhost" if str(address) in _THIS_MACHINE else str(address)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

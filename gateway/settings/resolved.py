@@ -6,8 +6,10 @@ from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from gateway.core.box import BoxRules
 from gateway.core.errors import ConfigError
 from gateway.core.profile import Profile
+from gateway.core.swap_policy import SwapRules, Trigger
 from gateway.core.values import (
     Backend,
     Bound,
@@ -29,12 +31,15 @@ from gateway.core.values import (
     When,
     WhenLate,
 )
+from gateway.core.webhooks import WebhookEndpoint, read_secret
 from gateway.settings.document import (
     BackendSection,
+    BoxSection,
     ClassSection,
     Document,
     GatesSection,
     HealthSection,
+    JobsSection,
     ModelSection,
     PoolSection,
     RequestsSection,
@@ -72,6 +77,7 @@ class Settings:
         source: The bytes of the file.
         warnings: What is legal and probably not meant, as `check` says it.
         workers: Processes on this machine that serve it together.
+        jobs_url: Where jobs are kept if the file names no store and this process was given one for them.
     """
 
     path: Path
@@ -81,6 +87,7 @@ class Settings:
     source: bytes = field(repr=False)
     warnings: tuple[Problem, ...] = ()
     workers: int = 1
+    jobs_url: str | None = field(default=None, repr=False)
 
     # -------------------------------------------------------------- listeners and limits
 
@@ -123,6 +130,29 @@ class Settings:
     def shutdown(self) -> ShutdownSection:
         """What happens on SIGTERM."""
         return self.document.shutdown
+
+    @property
+    def jobs(self) -> JobsSection | None:
+        """What is said of jobs, or None where there are none."""
+        return self.document.jobs
+
+    @property
+    def jobs_folder(self) -> Path | None:
+        """Where jobs are to be kept by a store of the gateway's own, or None where none is needed."""
+        if self.jobs is None or self.store is not None:
+            return None
+        return self._file(self.jobs.data_dir)
+
+    def with_jobs_at(self, url: str) -> "Settings":
+        """Return the same with jobs kept at `url`, where no store is named."""
+        return replace(self, jobs_url=url)
+
+    @property
+    def jobs_store(self) -> StoreSection | None:
+        """Where jobs are kept, or None where there are none."""
+        if self.jobs is None:
+            return None
+        return self.store or (None if self.jobs_url is None else StoreSection(url=self.jobs_url))
 
     def for_worker(self, number: int, workers: int, store_url: str | None) -> "Settings":
         """Return the settings of one of several processes: operators find it `number` ports further on.
@@ -192,8 +222,45 @@ class Settings:
             drain=section.drain,
             perf=profile.perf,
             batched_tokens=profile.flags.max_num_batched_tokens,
+            versions=section.versions or (),
             quirks=_quirks(profile.quirks, section),
         )
+
+    # -------------------------------------------------------------- boxes
+
+    @property
+    def boxes(self) -> Mapping[str, BoxSection]:
+        """Machines on which models take turns, by name."""
+        return self.document.boxes
+
+    def box_rules(self, name: str, settle_s: float = 0.0) -> BoxRules:
+        """Return how a box is run. `settle_s`: what other gateways need to learn that it drains."""
+        section = self.document.boxes[name]
+        triggers = {member: Trigger(one.jobs, one.max_wait_s) for member, one in section.backends.items()}
+        swaps = SwapRules(section.default, triggers, section.residency_s, section.idle_s)
+        return BoxRules(swaps, section.boot_budget_s, settle_s)
+
+    def box_boots_s(self) -> Mapping[str, float]:
+        """Return how long each model of a box boots, as its profile says; 0 where it only wakes up."""
+        return {
+            name: 0.0 if one.sleep is not None else self.profile(name).boot_s or 0.0
+            for box in self.boxes.values()
+            for name, one in box.backends.items()
+        }
+
+    def launch_record(self, name: str) -> Path | None:
+        """Return the file that keeps hashes of a box's start commands, or None."""
+        return self._file(self.document.boxes[name].launch_record)
+
+    def box_token(self, name: str, member: str, environ: Mapping[str, str]) -> str | None:
+        """Return the token that requests to start and stop a model carry, or None where they carry none.
+
+        Raises:
+            ConfigError: it is named and not there.
+        """
+        http = self.document.boxes[name].backends[member].http
+        secret = None if http is None or http.token_env is None else SecretRef(http.token_env)
+        return _read(secret, f"box {name}, {member}", environ)
 
     # -------------------------------------------------------------- secrets
 
@@ -222,6 +289,24 @@ class Settings:
                 digests[name] = digest(_read(secret, f"key {name}", environ) or "")
         return digests
 
+    def webhooks(self, environ: Mapping[str, str]) -> tuple[WebhookEndpoint, ...]:
+        """Return who is told when jobs end.
+
+        Raises:
+            ConfigError: a secret is named and not there, or is none.
+        """
+        endpoints = []
+        for name, section in self.document.webhooks.items():
+            try:
+                secrets = _read_all(self._webhook_secret(name), environ)
+            except (SecretMissing, ValueError) as error:
+                raise ConfigError(f"webhook {name}: {error}") from error
+            keys = None if section.keys is None else frozenset(section.keys)
+            endpoints.append(
+                WebhookEndpoint(name, section.url, secrets, section.events, keys, section.allow_private)
+            )
+        return tuple(endpoints)
+
     def tls(self, backend_id: str) -> BackendTls:
         """Return how a backend's certificate is checked."""
         section = self.document.backends[backend_id].tls
@@ -249,6 +334,12 @@ class Settings:
                 secret.read(environ)
             except SecretMissing as error:
                 yield self.problem(path, str(error))
+        for name, section in self.document.webhooks.items():
+            try:
+                _read_all(self._webhook_secret(name), environ)
+            except (SecretMissing, ValueError) as error:
+                kind = "secret_file" if section.secret_env is None else "secret_env"
+                yield self.problem(("webhooks", name, kind), str(error))
         for path, file in self._files():
             if not file.is_file():
                 yield self.problem(path, f"there is no file {file}")
@@ -261,6 +352,11 @@ class Settings:
                     ("backends", name, "api_key_file" if backend.api_key_env is None else "api_key_env"),
                     secret,
                 )
+        for name, box in self.document.boxes.items():
+            for member, one in box.backends.items():
+                if one.http is not None and one.http.token_env is not None:
+                    path = ("boxes", name, "backends", member, "http", "token_env")
+                    yield path, SecretRef(one.http.token_env)
         for name, key in (self.document.keys or {}).items():
             if key.sha256 is None:
                 kind = "file" if key.env is None else "env"
@@ -278,6 +374,10 @@ class Settings:
         if section.api_key_env is None and section.api_key_file is None:
             return None
         return SecretRef(section.api_key_env, self._file(section.api_key_file))
+
+    def _webhook_secret(self, name: str) -> SecretRef:
+        section = self.document.webhooks[name]
+        return SecretRef(section.secret_env, self._file(section.secret_file))
 
     def _file(self, written: str | None) -> Path | None:
         return None if written is None else self.path.parent / Path(written).expanduser()
@@ -302,6 +402,11 @@ def _read(secret: SecretRef | None, whose: str, environ: Mapping[str, str]) -> s
         return secret.read(environ)
     except SecretMissing as error:
         raise ConfigError(f"{whose}: {error}") from error
+
+
+def _read_all(secret: SecretRef, environ: Mapping[str, str]) -> tuple[bytes, ...]:
+    """Return the keys in a secret that holds one or several. Raises SecretMissing or ValueError."""
+    return tuple(read_secret(one) for one in secret.read(environ).split())
 
 
 def _capacity(base: Capacity, section: BackendSection) -> Capacity:
@@ -438,6 +543,8 @@ def _summary(document: Document) -> Iterator[str]:
             f"{name} ({document.backends[name].profile}, {urlsplit(document.backends[name].url).netloc})"
             for name in section.backends
         )
+    for box, machine in document.boxes.items():
+        yield f"box {box}: {', '.join(machine.backends)} take turns; {machine.default} by default"
     for model, policy in document.models.items():
         yield f"model {model}: {_many(len(policy.classes), 'class', 'classes')}, first match wins"
         for one in policy.classes:

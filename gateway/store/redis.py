@@ -77,7 +77,7 @@ class RedisLedger:
             refresh_s: Time between two looks at what the others hold.
             connections_max: Connections at once, beside the two that listen.
         """
-        self.owner = _owner_name()
+        self.owner = owner_name()
         self.replicas = 1
         self._ttl_s, self._refresh_s = ttl_s, refresh_s
         self._leases = Leases(
@@ -338,7 +338,8 @@ class RedisLedger:
             callback(backend_id)
 
 
-def _owner_name() -> str:
+def owner_name() -> str:
+    """Return a name for this process, unlike any other's."""
     host = re.sub(r"[^\w.-]", "-", socket.gethostname())[:24]
     return f"{host}-{secrets.token_hex(4)}"
 

@@ -9,11 +9,13 @@ import sys
 from typing import Any, TextIO
 
 from gateway.core.count_check import Cause, CountDrift
-from gateway.core.health import BackendStatus
+from gateway.core.health import BackendStatus, State
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
+from gateway.core.webhooks import SCHEDULE_S, WebhookAttempt, WebhookOutcome
 
 requests_log = logging.getLogger("gateway.requests")
 fleet_log = logging.getLogger("gateway.fleet")
+webhooks_log = logging.getLogger("gateway.webhooks")
 
 _LEVELS = {Ending.FAILED: logging.ERROR, Ending.BROKEN: logging.ERROR, Ending.SHED: logging.WARNING}
 
@@ -94,7 +96,9 @@ def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> 
         "to": new.state,
         "reason": new.reason,
     }
-    level = logging.INFO if new.state.value in ("up", "probation") else logging.WARNING
+    # What a box does with its own models is no cause for worry.
+    is_good = new.state in (State.UP, State.PROBATION, State.OUT) or old.state is State.OUT
+    level = logging.INFO if is_good else logging.WARNING
     fleet_log.log(
         level, "%s: %s -> %s (%s)", backend_id, old.state, new.state, new.reason, extra={"fields": fields}
     )
@@ -117,6 +121,39 @@ def count_drifted(drift: CountDrift) -> None:
         drift.lasting_seqs,
         drift.cause.sentence(),
         extra={"fields": fields},
+    )
+
+
+def webhook_attempted(attempt: WebhookAttempt) -> None:
+    """Write a line when an attempt to deliver a webhook has failed. It names the endpoint, never its URL."""
+    delivery = attempt.delivery
+    if attempt.outcome is WebhookOutcome.DELIVERED:
+        return
+    fields = {
+        "event": "webhook_failed",
+        "endpoint": delivery.endpoint,
+        "id": delivery.id,
+        "outcome": attempt.outcome.value,
+        "reason": attempt.detail,
+        "attempt": delivery.failures + 1,
+        "retry_s": None if attempt.retry_s is None else round(attempt.retry_s),
+    }
+    is_retried = attempt.retry_s is not None
+    if is_retried:
+        then = f"attempt {delivery.failures + 1} of {len(SCHEDULE_S)}, the next in {attempt.retry_s:.0f} s"
+    else:
+        then = {
+            WebhookOutcome.GONE: "it gets nothing more until a restart",
+            WebhookOutcome.DROPPED: "it does not get this one",
+        }.get(attempt.outcome, f"given up after {delivery.failures + 1} attempts")
+    webhooks_log.log(
+        logging.WARNING if is_retried else logging.ERROR,
+        "webhook %s: %s failed: %s; %s",
+        delivery.endpoint,
+        delivery.id,
+        attempt.detail,
+        then,
+        extra={"fields": {name: value for name, value in fields.items() if value is not None}},
     )
 
 

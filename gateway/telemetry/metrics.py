@@ -8,16 +8,19 @@ from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.core import admission
+from gateway.core.box import State as BoxState
 from gateway.core.count_check import CountDrift
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, State
 from gateway.core.usage import AttemptRecord, RequestRecord
 from gateway.core.values import Backend, Load
+from gateway.core.webhooks import WebhookAttempt
 from gateway.pipeline import Sight
+from gateway.pipeline.box_keeper import BoxSight
 
 # vLLM's own, up to and beyond the longest first token published (319 s).
 TTFT_BUCKETS_S = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)
@@ -44,6 +47,7 @@ class Metrics:
         waiting: Callable[[], Mapping[tuple[str, str], int]],
         replicas: Callable[[], int],
         store_modes: Callable[[], Mapping[str, bool]],
+        boxes: Callable[[], Mapping[str, BoxSight]] = dict,
     ) -> None:
         """Read gauges from these at scrape time: per backend id; `waiting` per (model, class).
 
@@ -142,9 +146,22 @@ class Metrics:
         self.config_info = Gauge(
             "gateway_config_info", "1 for the configuration in force.", ("version",), registry=registry
         )
+        self.webhooks = Counter(
+            "gateway_webhooks",
+            "Attempts to deliver a webhook, by outcome.",
+            ("endpoint", "outcome"),
+            registry=registry,
+        )
+        self.webhooks_pending = Gauge(
+            "gateway_webhooks_pending",
+            "Deliveries that wait for an endpoint.",
+            ("endpoint",),
+            registry=registry,
+        )
         registry.register(_Fleet(backends, loads, statuses, drifts, count_drifts))
         registry.register(_Knees(sights))
         registry.register(_Waiting(waiting))
+        registry.register(_Boxes(boxes))
         registry.register(_Store(replicas, store_modes))
 
     def attempt(self, record: AttemptRecord) -> None:
@@ -194,6 +211,15 @@ class Metrics:
         if new.restarts > old.restarts:
             self.restarts.labels(backend_id).inc(new.restarts - old.restarts)
 
+    def webhook_attempted(self, attempt: WebhookAttempt) -> None:
+        """Note an attempt to deliver a webhook."""
+        self.webhooks.labels(attempt.delivery.endpoint, attempt.outcome.value).inc()
+
+    def webhooks_wait(self, pending: Mapping[str, int]) -> None:
+        """Note how many deliveries wait, by endpoint."""
+        for endpoint, count in pending.items():
+            self.webhooks_pending.labels(endpoint).set(count)
+
     def exposition(self) -> tuple[bytes, str]:
         """Return the page for Prometheus and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
@@ -219,7 +245,7 @@ class _Fleet(Collector):
         gauges = {
             name: GaugeMetricFamily(name, text, labels=["backend"])
             for name, text in {
-                "gateway_in_flight": "Sequences this gateway has on a backend.",
+                "gateway_in_flight": "Sequences in flight on a backend, of all gateways on the store.",
                 "gateway_knee_seqs": "The backend's knee for short prompts: the ceiling of in flight.",
                 "gateway_knee_used_ratio": "Share of the knee in use, prompt lengths considered.",
                 "gateway_kv_blocks": "KV blocks reserved by what is in flight.",
@@ -310,6 +336,61 @@ class _Waiting(Collector):
         for (model, traffic_class), count in self._waiting().items():
             waiting.add_metric([model, traffic_class], float(count))
         yield waiting
+
+
+class _Boxes(Collector):
+    """Machines on which models take turns: what they do, and what decides what they do next."""
+
+    def __init__(self, boxes: Callable[[], Mapping[str, BoxSight]]) -> None:
+        self._boxes = boxes
+
+    def collect(self) -> Iterator[Metric]:
+        state = GaugeMetricFamily(
+            "gateway_box_state", "1 for the state a box is in.", labels=["box", "state"]
+        )
+        serving = GaugeMetricFamily(
+            "gateway_box_serving",
+            "1 for the backend whose model is in and serves.",
+            labels=["box", "backend"],
+        )
+        waiting = GaugeMetricFamily(
+            "gateway_box_waiting", "Requests that wait for a backend of a box.", labels=["box", "backend"]
+        )
+        oldest = GaugeMetricFamily(
+            "gateway_box_oldest_wait_seconds",
+            "How long the oldest of them has waited; absent where none does.",
+            labels=["box", "backend"],
+        )
+        quarantined = GaugeMetricFamily(
+            "gateway_box_quarantined",
+            "1 for a backend that is not started any more.",
+            labels=["box", "backend"],
+        )
+        planned = GaugeMetricFamily(
+            "gateway_box_swap_planned",
+            "1 for the swap that comes next, by why; absent where none is planned.",
+            labels=["box", "backend", "cause"],
+        )
+        owner = GaugeMetricFamily(
+            "gateway_box_owner", "1 where this gateway is the one that switches the box.", labels=["box"]
+        )
+        boots = CounterMetricFamily("gateway_box_boots", "Boots that led to an answer.", labels=["box"])
+        for name, sight in self._boxes().items():
+            box = sight.box
+            for one in BoxState:
+                state.add_metric([name, one.value], float(one is box.state))
+            for backend, wants in sight.wants.items():
+                is_in = box.state is BoxState.RESIDENT and box.backend == backend
+                serving.add_metric([name, backend], float(is_in))
+                waiting.add_metric([name, backend], wants.count)
+                quarantined.add_metric([name, backend], float(backend in box.quarantine))
+                if wants.oldest_at is not None:
+                    oldest.add_metric([name, backend], max(0.0, sight.at - wants.oldest_at))
+            if sight.plan.target:
+                planned.add_metric([name, sight.plan.target, sight.plan.cause.value], 1.0)
+            owner.add_metric([name], float(sight.is_owner))
+            boots.add_metric([name], box.swaps)
+        yield from (state, serving, waiting, oldest, quarantined, planned, owner, boots)
 
 
 class _Store(Collector):

@@ -44,8 +44,11 @@ from gateway.core.health import (
     ProbeOk,
     Sample,
     SampleFailed,
+    State,
     Verdict,
     advance,
+    awaited,
+    put_out,
     usable,
     verdict,
 )
@@ -122,6 +125,14 @@ class Prober:
         """See `ports.Fleet.report`."""
         self._observe(backend_id, Attempt(outcome, detail))
 
+    def put_out(self, backend_id: str, reason: str) -> None:
+        """See `ports.BoxFleet.put_out`."""
+        self._set(backend_id, put_out(self._statuses[backend_id], self._clock.now(), reason))
+
+    def await_boot(self, backend_id: str, reason: str) -> None:
+        """See `ports.BoxFleet.await_boot`."""
+        self._set(backend_id, awaited(self._statuses[backend_id], self._clock.now(), reason))
+
     def verdicts(self) -> Mapping[str, Verdict]:
         """See `ports.SharedHealth.verdicts`."""
         now = self._clock.now()
@@ -158,8 +169,10 @@ class Prober:
                     asker.hurry()
 
     def _observe(self, name: str, event: Event) -> None:
+        self._set(name, advance(self._statuses[name], event, self._clock.now(), self._rules[name]))
+
+    def _set(self, name: str, new: BackendStatus) -> None:
         old = self._statuses[name]
-        new = advance(old, event, self._clock.now(), self._rules[name])
         self._statuses[name] = new
         fresh = new.was_up and not old.was_up
         if fresh or new.restarts != old.restarts or (usable(new) and not usable(old)):
@@ -174,6 +187,8 @@ class Prober:
         rules = self._rules[name]
 
         async def probe() -> None:
+            if self._statuses[name].state is State.OUT:
+                return
             self._observe(name, await _health(asker, rules.probe_timeout_s))
 
         await self._paced(f"{name} health", rules.interval_s, probe)
@@ -182,7 +197,8 @@ class Prober:
         rules = self._rules[name]
 
         async def scrape() -> None:
-            if self._statuses[name].down_since is None:  # else there is nobody to ask
+            status = self._statuses[name]
+            if status.down_since is None and status.state is not State.OUT:  # else there is nobody to ask
                 found = await _sample(asker, rules.scrape_timeout_s, self._clock)
                 self._observe(name, found)
                 if self._on_sample is not None and isinstance(found, Sample):

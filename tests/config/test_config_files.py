@@ -24,8 +24,13 @@ INTENDED = {
         "environment variable PUSH_KEY is not set",
         "there is no file",
         "spark.key cannot be read",
+        "environment variable SWITCH_TOKEN is not set",
+        "class general admits images and audio",
+        "class general admits prompts of any length",
         "environment variable REPORTS_KEY is not set",
         "search.key cannot be read",
+        "environment variable REPORTS_WEBHOOK_SECRET is not set",
+        "webhook.secret cannot be read",
     ],
 }
 DEPLOYMENTS = {
@@ -34,7 +39,7 @@ DEPLOYMENTS = {
     "h200-fp8.yaml": ["h200-fp8"],
     "spark.yaml": ["spark-fp8"],
     "2x-spark.yaml": ["spark2-fp8"],
-    "spark-swapped-with-qwen.yaml": ["spark-nvfp4"],
+    "spark-swapped-with-qwen.yaml": ["spark-nvfp4", "qwen-on-spark"],
     "tpu-v6e-4.yaml": ["tpu-v6e4-moe"],
     "demo.yaml": ["h100-tp1-light", "h100-tp1-light", "h100-tp2-push", "spark-nvfp4", "tpu-v6e4-moe"],
 }

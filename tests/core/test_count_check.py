@@ -7,11 +7,12 @@ import pytest
 from gateway.core.count_check import KV_SAMPLES, Cause, CountDrift, CountTracker
 from gateway.core.health import EngineSample
 from gateway.core.kv import KvFormula
-from gateway.core.values import Capacity, KneeStep, Load
+from gateway.core.values import Backend, Capacity, KneeStep, Load
 from gateway.profiles import library
 
 KV = library.load("h100-tp1-light").capacity.kv
 POOL = Capacity(32_768, (KneeStep(None, 64),), kv=KV, kv_blocks=1_000)
+B = Backend("b", "http://b", POOL, batched_tokens=0)  # no chunks
 
 
 def watched(
@@ -21,7 +22,7 @@ def watched(
     tracker = tracker or CountTracker()
     for number, difference in enumerate(differences):
         engine = EngineSample(at=100 + number * every_s, running=ours + difference - 1, waiting=1)
-        tracker.observe("b", engine, Load(seqs=ours), POOL)
+        tracker.observe(engine, Load(seqs=ours), B)
     return tracker.drift("b")
 
 
@@ -77,7 +78,7 @@ def test_blocks_that_nobody_here_reserved(usages: list[float], reserved: int, ex
     tracker = CountTracker()
     for number, usage in enumerate(usages):
         engine = EngineSample(at=float(number), running=1, kv_usage=usage)
-        tracker.observe("b", engine, Load(seqs=1, kv_blocks=reserved), POOL)
+        tracker.observe(engine, Load(seqs=1, kv_blocks=reserved), B)
 
     assert tracker.drift("b").kv_blocks == excess
 
@@ -87,7 +88,7 @@ def test_where_blocks_are_not_counted_none_are_missing(kv: KvFormula | None, kv_
     tracker = CountTracker()
     capacity = Capacity(32_768, (KneeStep(None, 64),), kv=kv, kv_blocks=kv_blocks)
     for number in range(KV_SAMPLES):
-        tracker.observe("b", EngineSample(at=float(number), kv_usage=0.9), Load(), capacity)
+        tracker.observe(EngineSample(at=float(number), kv_usage=0.9), Load(), Backend("b", "", capacity))
 
     assert tracker.drift("b").kv_blocks == 0
 
@@ -98,8 +99,27 @@ def test_a_change_of_cause_can_be_told() -> None:
     for number in range(125):
         more = 2 if number < 65 else 0
         engine = EngineSample(at=float(number), running=more)
-        before, after = tracker.observe("b", engine, Load(), POOL)
+        before, after = tracker.observe(engine, Load(), B)
         if before.cause is not after.cause:
             causes.append(after.cause)
 
     assert causes == [Cause.OTHERS, Cause.NONE]
+
+
+def test_a_chunk_that_is_being_read_is_its_own() -> None:
+    """It sits in every sliding layer beside the window, for the length of a step."""
+    assert KV is not None
+    tracker = CountTracker()
+    pool = Capacity(262_144, (KneeStep(None, 4),), kv=KV, kv_blocks=100_000)
+    backend = Backend("b", "http://b", pool, batched_tokens=8_192)
+    reserved = KV.blocks(20_000)
+    usage = KV.boot_blocks(20_000, 8_192) / 100_000
+    for number in range(KV_SAMPLES):
+        tracker.observe(
+            EngineSample(at=float(number), running=1, kv_usage=usage),
+            Load(seqs=1, kv_blocks=reserved),
+            backend,
+        )
+
+    assert usage * 100_000 > reserved + 1_000
+    assert tracker.drift("b").kv_blocks == 0

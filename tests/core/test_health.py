@@ -25,8 +25,10 @@ from gateway.core.health import (
     State,
     accepts,
     advance,
+    awaited,
     hang_after_s,
     preference,
+    put_out,
     served_name,
     usable,
 )
@@ -450,3 +452,36 @@ def test_a_gateway_that_cannot_ask_blames_nobody() -> None:
 
     assert status.state is State.UP
     assert "no file descriptors" in status.last_error
+
+
+# ------------------------------------------------------------------ machines that change models
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ProbeOk(),
+        ProbeFailed(ProbeFault.REFUSED),
+        Sample(EngineSample(at=1.0)),
+        Attempt(Outcome.FAILED),
+        Attempt(Outcome.DRAINING),
+        ModelsFailed("no", key_refused=True),
+    ],
+    ids=["answers", "refuses", "sample", "failure", "drains", "key-refused"],
+)
+def test_nothing_is_held_against_a_backend_whose_machine_runs_another_model(event: Event) -> None:
+    out = put_out(BackendStatus(state=State.UP, restarts=2, was_up=True), 5.0, "qwen is in")
+    assert (out.state, out.since, out.restarts, usable(out)) == (State.OUT, 5.0, 2, False)
+    assert advance(out, event, 10_000.0, HealthRules()) is out
+
+
+def test_one_that_is_started_again_has_its_whole_boot_budget_and_is_no_restart() -> None:
+    before = BackendStatus(state=State.UP, was_up=True, engine=EngineSample(at=1.0, started_at=1e9))
+    booting = awaited(put_out(before, 5.0, "qwen is in"), 1000.0, "being started")
+    refused = advance(booting, ProbeFailed(ProbeFault.REFUSED), 1599.0, HealthRules())
+    assert refused.state is State.BOOTING
+    up = advance(refused, ProbeOk(), 1599.5, HealthRules())
+    new = advance(up, Sample(EngineSample(at=1600.0, started_at=2e9)), 1600.0, HealthRules())
+    assert (new.state, new.restarts) == (State.UP, 0)
+    late = advance(refused, ProbeFailed(ProbeFault.REFUSED), 1600.0, HealthRules())
+    assert late.state is State.DOWN

@@ -27,6 +27,7 @@ from gateway.core.values import (
     TrafficClass,
     Weights,
 )
+from gateway.core.versions import bounds
 
 SMALL = Capacity(context_tokens=32_768, knee=(KneeStep(None, 64),))
 LARGE = Capacity(context_tokens=262_144, knee=(KneeStep(None, 64),))
@@ -516,3 +517,39 @@ def test_a_backend_in_probation_takes_no_more_than_it_may_even_at_once() -> None
 
     assert admission.full(load(1), found.claim, found.limits) is None
     assert admission.full(load(2), found.claim, found.limits) is Exclusion.AT_KNEE
+
+
+def test_a_backend_whose_machine_runs_another_model_is_worth_waiting_for() -> None:
+    away = (Exclusion.SWAPPED_OUT, "its model is out; qwen is resident")
+    out = replace(view(backend("light-0"), status=BackendStatus(state=State.DOWN)), away=away)
+
+    assert why_not(fleet(out), "light-0") == away
+    assert away[0].is_busy
+    assert not away[0].is_permanent
+
+
+def test_what_never_fits_is_said_even_while_the_model_is_out() -> None:
+    away = (Exclusion.SWAPPED_OUT, "its model is out")
+    beyond = replace(SHORT, total_tokens=40_000)
+    excluded, _ = why_not(fleet(replace(view(backend("light-0")), away=away)), "light-0", beyond)
+    assert excluded is Exclusion.CONTEXT_EXCEEDED
+
+
+@pytest.mark.parametrize(
+    ("status", "detail"),
+    [
+        pytest.param(replace(UP, version="0.23.4"), None, id="allowed"),
+        pytest.param(replace(UP, version="0.24.0"), "engine version 0.24.0, not < 0.24", id="too-new"),
+        pytest.param(UP, "the engine does not say its version", id="silent"),
+        pytest.param(
+            replace(UP, served_models=()), "its engine's version is being asked", id="not-asked-yet"
+        ),
+    ],
+)
+def test_an_engine_of_a_wrong_version_gets_no_traffic(status: BackendStatus, detail: str | None) -> None:
+    subject = backend("light-0", versions=bounds(">= 0.20, < 0.24"), model="gemma")
+
+    found = why_not(fleet(view(subject, status=status)), "light-0")
+    reason = Exclusion.WRONG_VERSION if status.served_models else Exclusion.NOT_ASKED
+    assert found == ((None, "") if detail is None else (reason, detail))
+    assert not Exclusion.WRONG_VERSION.is_busy

@@ -8,10 +8,12 @@ import pytest
 from gateway.core import admission
 from gateway.core.health import BackendStatus, State
 from gateway.core.selection import BackendView
+from gateway.core.swap_policy import Wants
 from gateway.core.values import (
     Backend,
     Capacity,
     Demand,
+    Exclusion,
     Gates,
     KneeStep,
     Load,
@@ -1073,3 +1075,69 @@ def test_images_are_placed_where_they_are_taken() -> None:
     site.start()
 
     assert site.taken["picture"][0] == "push"
+
+
+# ------------------------------------------------------------------ machines that change models
+
+
+def out(site: Site, name: str) -> Mapping[str, BackendView]:
+    away = (Exclusion.SWAPPED_OUT, "its model is out")
+    return {**site.views(), name: replace(site.views()[name], away=away)}
+
+
+def test_who_wants_a_model_that_is_out_waits_for_it() -> None:
+    site = Site()
+    site.enter("a", traffic_class=bounded(max_wait_s=900))
+
+    assert site.line.turn(1.0, out(site, "light")) == Turn([], [], 900.0)
+    assert site.start(2.0) == ["a"]
+
+
+def test_who_waits_for_a_model_that_is_out_keeps_nobody_from_another() -> None:
+    site = Site()
+    site.enter("a", traffic_class=bounded(max_wait_s=900))
+    site.enter("long", traffic_class=LONG)
+
+    turn = site.line.turn(1.0, out(site, "light"))
+    assert [offer.ticket.id for offer in turn.offers] == ["long"]
+
+
+def test_what_waits_is_counted_for_each_backend_of_the_first_pool_that_could_take_it() -> None:
+    site = Site()
+    site.enter("a", 1.0, traffic_class=CHAT)
+    site.enter("b", 2.0, traffic_class=CHAT)
+    site.enter("tried", 0.0, traffic_class=CHAT, failed=frozenset({"light"}))
+    site.enter("beyond-its-window", 0.0, traffic_class=CHAT, prompt=300_000)
+    image = Demand(seqs=1, prompt_tokens=10, total_tokens=20, images=1)
+    site.enter("an-image", 0.0, traffic_class=CHAT, demand=image)
+
+    assert site.line.wants({"light", "push"}) == {"light": Wants(2, 1.0), "push": Wants()}
+
+
+@pytest.mark.parametrize(
+    ("back_at", "traffic_class", "refused"),
+    [
+        pytest.param({"light": 300.0}, bounded(max_wait_s=299), (Reason.WAIT_TOO_LONG, 300.0), id="too-late"),
+        pytest.param({"light": 300.0}, bounded(max_wait_s=300), None, id="in-time"),
+        pytest.param({"light": 300.0}, CHAT, None, id="another-pool-of-its-class-is-in"),
+        pytest.param({"light": 300.0, "push": 200.0}, CHAT, (Reason.WAIT_TOO_LONG, 200.0), id="none-is-in"),
+    ],
+)
+def test_a_model_that_cannot_be_back_in_time_is_not_waited_for(
+    back_at: Mapping[str, float], traffic_class: TrafficClass, refused: tuple[Reason, float] | None
+) -> None:
+    site = Site()
+    site.line.expect(back_at)
+
+    found = site.enter("a", traffic_class=traffic_class)
+    assert (None if found is None else (found.reason, found.expected_wait_s)) == refused
+    assert found is None or found.retry_after_s == 59.0
+
+
+def test_who_waited_in_vain_for_a_model_is_not_told_to_come_back_at_once() -> None:
+    site = Site()
+    site.enter("a", traffic_class=bounded(max_wait_s=400))
+    site.line.expect({"light": 430.0})
+
+    (refused,) = site.line.turn(400.0, out(site, "light")).refused
+    assert (refused.reason, refused.retry_after_s) == (Reason.WAITED_TOO_LONG, 30.0)

@@ -12,5 +12,6 @@ async def world() -> AsyncIterator[World]:
     world = World()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.pipeline.room.run)
+        tasks.start_soon(world.pipeline.first_tokens.run)
         yield world
         tasks.cancel_scope.cancel()

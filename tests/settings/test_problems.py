@@ -88,6 +88,12 @@ def test_load_raises_with_every_problem_on_its_line(tmp_path: Path) -> None:
         pytest.param(
             ("http://127.0.0.1:9002", "http://127.0.0.1:9001/"), "has the URL of light", id="same-server"
         ),
+        *(
+            pytest.param(
+                ("http://127.0.0.1:9002", f"'http://{name}:9001'"), "has the URL of light", id=f"same-{name}"
+            )
+            for name in ("localhost", "LOCALHOST.", "127.1", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0")
+        ),
         pytest.param(("light: {url", "li ght: {url"), "letters, digits", id="backend-name"),
         pytest.param(("profile: h100-tp1-light", "profile: h100"), "there are h100-tp1-light,", id="profile"),
         pytest.param(("  light: [light]", "  light: [light, light]"), "listed twice", id="backend-twice"),

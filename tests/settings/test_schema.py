@@ -57,6 +57,10 @@ def test_every_key_has_a_title_and_a_description() -> None:
         pytest.param(("backends:", "admin: off\nbackends:"), id="admin-off"),
         pytest.param(("backends:", "keys: {k: {env: K}}\nbackends:"), id="keys"),
         pytest.param(
+            ("backends:", "webhooks: {w: {url: https://a/, secret_env: S, events: batch.*}}\nbackends:"),
+            id="a-webhook",
+        ),
+        pytest.param(
             (
                 "backends:",
                 "profiles: {p: {extends: x, boot_s: null, perf: {draft: {value: 3, basis: measured}}}}\n"
@@ -85,6 +89,11 @@ def test_short_forms_and_long_ones_are_in_the_schema(plain: str, change: tuple[s
         pytest.param(("[push]\n", "[]\n"), id="empty-pool"),
         pytest.param(('">= 16000"', '"many"'), id="comparison"),
         pytest.param(("backends:", "keys: {k: {}}\nbackends:"), id="key-of-nothing"),
+        pytest.param(("backends:", "webhooks: {w: {url: https://a/}}\nbackends:"), id="webhook-unsigned"),
+        pytest.param(
+            ("backends:", "webhooks: {w: {url: https://a/, secret_env: S, events: [done]}}\nbackends:"),
+            id="unknown-event",
+        ),
     ],
 )
 def test_what_the_loader_refuses_an_editor_marks(plain: str, change: tuple[str, str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
+from support.job_world import JobWorld
 from support.redis_server import RedisServer, any_server, legs, own_server
 
 from gateway.core.admission import COUNTERS
@@ -117,6 +118,14 @@ async def connect() -> AsyncIterator[Connect]:
 async def store(request: pytest.FixtureRequest, open_store: OpenStore) -> Store:
     """Every supported server in turn."""
     return await open_store(request.param)
+
+
+@pytest.fixture
+async def world(store: Store) -> AsyncIterator[JobWorld]:
+    """Jobs in every supported server in turn."""
+    world = JobWorld(store.url, store.prefix, store.redis)
+    yield world
+    await world.aclose()
 
 
 @pytest.fixture

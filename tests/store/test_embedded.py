@@ -135,3 +135,117 @@ def test_a_port_of_the_loopback_only_if_asked_for(tmp_path: Path) -> None:
     command = server_command(Path("server"), tmp_path, port=7000)
     assert command[command.index("--port") + 1] == "7000"
     assert command[command.index("--bind") + 1] == "127.0.0.1"
+
+
+# ------------------------------------------------------------------ with a data directory
+
+
+async def put(url: str, number: int) -> None:
+    redis = Redis.from_url(url)
+    assert await redis.set(f"k{number}", number)
+    await redis.aclose()
+
+
+async def count(url: str) -> int:
+    redis = Redis.from_url(url)
+    try:
+        return int(await redis.dbsize())
+    finally:
+        await redis.aclose()
+
+
+async def test_a_data_directory_keeps_what_was_acknowledged_though_everything_is_killed(
+    tmp_path: Path,
+) -> None:
+    data = tmp_path / "d" / "e"
+    async with valkey_in(data, keeps=True) as valkey:
+        await put(valkey.url, 1)
+    async with valkey_in(data, keeps=True) as valkey:
+        assert await count(valkey.url) == 1
+        await put(valkey.url, 2)
+        os.kill(await server_pid(valkey.url), signal.SIGKILL)
+        await valkey.ended()
+    async with valkey_in(data, keeps=True) as valkey:
+        assert await count(valkey.url) == 2
+    assert data.stat().st_mode & 0o077 == 0
+
+
+async def test_what_is_acknowledged_while_the_disk_is_busy_is_kept_too(tmp_path: Path) -> None:
+    async with valkey_in(tmp_path, keeps=True) as valkey:
+        pid = await server_pid(valkey.url)
+        redis = Redis.from_url(valkey.url, decode_responses=True)
+        assert await redis.config_get("appendfsync") == {"appendfsync": "always"}
+        began = anyio.current_time()
+        number = 0
+        while (
+            anyio.current_time() < began + 2.5
+        ):  # into the second or third time that it would sync by itself
+            number += 1
+            await redis.set(f"k{number}", b"x" * 262_144)
+            if (await redis.info("persistence"))["aof_pending_bio_fsync"]:
+                break
+        await redis.set("last", b"x")
+        os.kill(pid, signal.SIGKILL)
+        await redis.aclose()
+    async with valkey_in(tmp_path, keeps=True) as valkey:
+        assert await count(valkey.url) == number + 1
+
+
+async def test_a_data_directory_is_one_process_s(tmp_path: Path) -> None:
+    async with valkey_in(tmp_path, keeps=True) as valkey:
+        with pytest.raises(ConfigError, match=r"another process uses the data directory"):
+            async with valkey_in(tmp_path, keeps=True):
+                pass
+        await put(valkey.url, 1)  # the first was left alone
+    async with valkey_in(tmp_path, keeps=True) as valkey:
+        assert await count(valkey.url) == 1
+
+
+KEEPER = """
+import anyio, sys
+from pathlib import Path
+from gateway.store.embedded import valkey_in
+
+async def main():
+    async with valkey_in(Path(sys.argv[1]), keeps=True) as valkey:
+        print(valkey.url, flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+
+
+async def test_a_killed_gateway_s_data_are_the_next_one_s_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KEEPER, str(tmp_path)]
+    keeper = await anyio.open_process(command, stdout=subprocess.PIPE, stderr=None)
+    assert keeper.stdout is not None
+    async with keeper:
+        with anyio.fail_after(WITHIN_S):
+            url = (await keeper.stdout.receive()).decode().strip()
+        await put(url, 1)
+        keeper.kill()
+        await keeper.wait()
+    async with valkey_in(tmp_path, keeps=True) as valkey:
+        assert await count(valkey.url) == 1
+
+
+async def test_no_second_server_is_started_over_data_that_a_stuck_one_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "STOP_S", 0.2)
+    async with valkey_in(tmp_path, keeps=True) as valkey:
+        stuck = await server_pid(valkey.url)
+        os.kill(parent_of(stuck), signal.SIGKILL)
+        os.kill(stuck, signal.SIGSTOP)
+    with pytest.raises(ConfigError, match="does not end"):
+        async with valkey_in(tmp_path, keeps=True):
+            pass
+    os.kill(stuck, signal.SIGKILL)
+    await wait_gone(stuck)
+
+
+async def test_a_data_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be used: Not a directory"):
+        async with valkey_in(tmp_path / "file" / "d", keeps=True):
+            pass

@@ -78,15 +78,18 @@ def binary(leg: str) -> Path:
 class RedisServer:
     """A server that a test may do anything to."""
 
-    def __init__(self, binary: Path, folder: Path, port: int = 0) -> None:
-        """Keep the server's socket in `folder`; listen on a port of the loopback too, if not 0."""
-        self._command = server_command(binary, folder, port=port)
+    def __init__(self, binary: Path, folder: Path, port: int = 0, *, keeps: bool = False) -> None:
+        """Keep the server's socket in `folder`; listen on a port of the loopback too, if not 0.
+
+        Its data are in the folder too, if it `keeps` them.
+        """
+        self._command = server_command(binary, folder, port=port, keeps=keeps)
         self.url = f"unix://{socket_path(folder)}"
         self.tcp_url = f"redis://127.0.0.1:{port}"
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        """Start it, empty, and return when it answers."""
+        """Start it, with what it has kept, and return when it answers."""
         process = subprocess.Popen(
             self._command,
             stdin=subprocess.DEVNULL,
@@ -115,7 +118,7 @@ class RedisServer:
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it at once. Nothing of its data is kept."""
+        """End it at once. Only one that keeps its data has any afterwards."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -129,9 +132,9 @@ class RedisServer:
 
 
 @contextmanager
-def own_server(leg: str, folder: Path) -> Iterator[RedisServer]:
+def own_server(leg: str, folder: Path, *, keeps: bool = False) -> Iterator[RedisServer]:
     """Run the binary of a leg while the block runs."""
-    server = RedisServer(binary(leg), folder)
+    server = RedisServer(binary(leg), folder, keeps=keeps)
     server.start()
     try:
         yield server

@@ -23,6 +23,7 @@ from gateway.core.values import (
     KneeStep,
     Load,
 )
+from gateway.core.webhooks import Delivery, WebhookAttempt, WebhookOutcome, failed, judge
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
@@ -109,7 +110,7 @@ def test_how_many_gateways_there_are_and_how_they_count() -> None:
 def test_a_spill_is_counted() -> None:
     subject = metrics()
 
-    subject.finished(replace(RECORD, pool="push", backend="push"))
+    subject.finished(replace(RECORD, pool="push", backend="push", is_spill=True))
 
     assert value(subject, "gateway_spills_total", traffic_class="short_chat", pool="push") == 1
 
@@ -273,3 +274,51 @@ def test_an_exception_stays_on_one_line() -> None:
 
     (line,) = out.getvalue().splitlines()
     assert "ValueError: boom" in json.loads(line)["exception"]
+
+
+DELIVERY = Delivery("evt_1", "ops", claim=1, failures=1, body=b"{}")
+
+
+@pytest.mark.parametrize(
+    ("attempt", "level", "line"),
+    [
+        pytest.param(
+            failed(DELIVERY, "HTTP 500"),
+            "WARNING",
+            "webhook ops: evt_1 failed: HTTP 500; attempt 2 of 10, the next in ",
+            id="again",
+        ),
+        pytest.param(
+            failed(replace(DELIVERY, failures=9), "HTTP 500"),
+            "ERROR",
+            "webhook ops: evt_1 failed: HTTP 500; given up after 10 attempts",
+            id="given-up",
+        ),
+        pytest.param(
+            judge(DELIVERY, 410),
+            "ERROR",
+            "webhook ops: evt_1 failed: HTTP 410; it gets nothing more until a restart",
+            id="gone",
+        ),
+        pytest.param(
+            WebhookAttempt(DELIVERY, WebhookOutcome.DROPPED, "too much waits for it already"),
+            "ERROR",
+            "webhook ops: evt_1 failed: too much waits for it already; it does not get this one",
+            id="dropped",
+        ),
+    ],
+)
+def test_a_webhook_that_fails_has_a_line(
+    caplog: pytest.LogCaptureFixture, attempt: WebhookAttempt, level: str, line: str
+) -> None:
+    logs.webhook_attempted(attempt)
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert record.message.startswith(line)
+    assert record.fields["outcome"] == attempt.outcome.value  # type: ignore[attr-defined]
+
+
+def test_a_webhook_that_is_delivered_has_none(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        logs.webhook_attempted(judge(DELIVERY, 204))
+    assert caplog.records == []

@@ -10,6 +10,7 @@
            v                     probe ok                          |
          DOWN -----------------------------------------------------+
         DRAINING: the engine said it is stopping.   HUNG: it generates nothing while requests run.
+        OUT: its machine runs another model (`put_out`), until that one is started again (`awaited`).
 
 Three kinds of evidence come in. *Probes* say whether the server answers; *samples* of the engine's
 own metrics say whether it makes progress and whether it is still the same process; *attempts* say
@@ -20,7 +21,7 @@ Gateways that share a store tell each other what only their own requests could s
 `Elsewhere`), so that a backend that fails through one of them is out at all of them.
 """
 
-from gateway.core.health.transitions import advance
+from gateway.core.health.transitions import advance, awaited, put_out
 from gateway.core.health.vocabulary import (
     PROBATION_SEQS,
     Attempt,
@@ -67,6 +68,8 @@ __all__ = [
     "Heard",
     "Elsewhere",
     "advance",
+    "put_out",
+    "awaited",
     "usable",
     "accepts",
     "preference",

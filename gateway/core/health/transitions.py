@@ -36,6 +36,8 @@ _GOING_OR_GONE = frozenset({State.BOOTING, State.DOWN, State.DRAINING})
 
 def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules) -> BackendStatus:
     """Return the status after `event`, which happened at `now` (monotonic seconds)."""
+    if status.state is State.OUT and not isinstance(event, Heard):
+        return status
     match event:
         case ProbeOk():
             return _learned(_probe_ok(status, now, rules), event, rules)
@@ -58,6 +60,33 @@ def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules)
         case Elsewhere(served, failed):
             return _elsewhere(status, served, failed, now, rules)
     return status  # REJECTED, UNFIT, CANCELLED, BUSY: nothing to hold against it
+
+
+def put_out(status: BackendStatus, now: float, reason: str) -> BackendStatus:
+    """Return the status of a backend whose machine runs another model from now on."""
+    return replace(_anew(status, State.OUT, now, reason), version=status.version)
+
+
+def awaited(status: BackendStatus, now: float, reason: str) -> BackendStatus:
+    """Return the status of a backend that is being started: it has its whole boot budget from now on.
+
+    What was known of the process before is forgotten, so that the new one is no unexpected restart.
+    """
+    return replace(_anew(status, State.BOOTING, now, reason), down_since=now)
+
+
+def _anew(status: BackendStatus, state: State, now: float, reason: str) -> BackendStatus:
+    """Return a status that keeps only what is counted since the gateway started."""
+    return BackendStatus(
+        state,
+        now,
+        reason,
+        restarts=status.restarts,
+        served=status.served,
+        failed=status.failed,
+        verdicts=status.verdicts,
+        heard=status.heard,
+    )
 
 
 def _enter(status: BackendStatus, state: State, now: float, reason: str) -> BackendStatus:
@@ -302,7 +331,7 @@ def _heard(
         return status
     known = (*heard.items(), (gateway, verdict.number))[-HEARD_MAX:]
     status = replace(status, heard=known)
-    if verdict.left_s <= 0:
+    if verdict.left_s <= 0 or status.state is State.OUT:
         return status
     reason = f"seen by {gateway}: {verdict.reason}"
     if verdict.state is State.DRAINING and status.state not in _GOING_OR_GONE:

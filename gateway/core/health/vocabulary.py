@@ -17,6 +17,7 @@ class State(StrEnum):
     HUNG = "hung"  # answers /health, but generates nothing while requests run
     EJECTED = "ejected"  # failed requests: out until its penalty has passed and a probe succeeds
     DOWN = "down"  # does not answer, beyond its boot budget
+    OUT = "out"  # its machine runs another model: not asked, and nothing is held against it
 
 
 class Outcome(StrEnum):

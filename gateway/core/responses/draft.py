@@ -45,6 +45,7 @@ class _Item:
     id: str
     index: int
     status: str = "in_progress"
+    is_void: bool = False
     parts: list[_Part] = field(default_factory=list)
     call_id: str = ""
     name: str = ""
@@ -93,6 +94,32 @@ class Draft:
         """Return the events in front of everything else."""
         return [self._state("response.created"), self._state("response.in_progress")]
 
+    def queue(self) -> list[Event]:
+        """Return the events of a response that waits to be begun."""
+        self.response["status"] = "queued"
+        return [self._state("response.created"), self._state("response.queued")]
+
+    def start(self) -> list[Event]:
+        """Return the event of a response that waited, and is begun now."""
+        self.response["status"] = "in_progress"
+        return [self._state("response.in_progress")]
+
+    def restart(self) -> list[Event]:
+        """Return the events of an answer that begins anew: what was said so far counts no more.
+
+        Its items keep their places in the stream, unfinished, and are not in the response.
+        """
+        events: list[Event] = []
+        if self.speaking is not None:
+            self._close_speaking(events, "incomplete")
+        for item in self.items:
+            if item.status == "in_progress":
+                item.status = "incomplete"
+            item.is_void = True
+        self.calls.clear()
+        self.finish_reason = self.usage = None
+        return events
+
     def add(self, chunk: Mapping[str, Any]) -> list[Event]:
         """Return the events that a chat chunk, or a whole chat answer, is worth."""
         events: list[Event] = []
@@ -117,6 +144,14 @@ class Draft:
         self.response["completed_at"] = now if reason is None else None
         self.response["incomplete_details"] = None if reason is None else {"reason": reason}
         return self._end()
+
+    def cancel(self) -> list[Event]:
+        """Return the last event of an answer that nobody wants any more."""
+        for item in self.items:
+            if item.status == "in_progress":
+                item.status = "incomplete"
+        self.response["status"] = "cancelled"
+        return self._end("response.incomplete")  # typed clients know no event of its own for it
 
     def fail(self, error_type: str, message: str) -> list[Event]:
         """Return the last event of an answer that broke off, by an error of that type."""
@@ -250,11 +285,11 @@ class Draft:
                 self._event("response.output_item.done", output_index=item.index, item=item.shown())
             )
 
-    def _end(self) -> list[Event]:
+    def _end(self, kind: str = "") -> list[Event]:
         self.is_over = True
-        self.response["output"] = [item.shown() for item in self.items]
+        self.response["output"] = [item.shown() for item in self.items if not item.is_void]
         self.response["usage"] = None if self.usage is None else _usage(self.usage)
-        event = self._state(f"response.{self.response['status']}")
+        event = self._state(kind or f"response.{self.response['status']}")
         return [event | {"response": self.response}]
 
     def _state(self, kind: str) -> Event:

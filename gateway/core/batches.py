@@ -1,0 +1,302 @@
+"""Batches: files of requests that are worked off within a day, line by line, as OpenAI's Batch API has them.
+
+    input file -> lines -> a job each -> output lines and error lines, in the order in which they end
+
+A batch is validated as a whole before any of it runs: one bad line fails it, and names what is wrong with
+every line, up to `ERRORS_MAX`. Ids of lines come of the batch and the line's number, so reading a file again
+after a crash makes the same ids.
+
+    VALIDATING -> IN_PROGRESS -> FINALIZING -> COMPLETED
+        |  |         |  |            |
+        |  |         |  +------------+-------> EXPIRED
+        |  |         v
+        |  +-----> CANCELLING -> CANCELLED
+        +-> FAILED
+
+Pure: lines and times are arguments.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, NoReturn
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/responses")
+LINES_MAX = 50_000
+"""Requests of one batch; OpenAI's limit."""
+
+FILE_BYTES_MAX = 200 * 1024 * 1024
+"""Bytes of an input file; OpenAI's limit, read as mebibytes."""
+
+ERRORS_MAX = 100
+"""Errors of an input file that are reported; reading ends with the last of them."""
+
+CUSTOM_ID_MAX = 512
+"""Characters of a `custom_id`. OpenAI names no limit; metadata values have this one."""
+
+WINDOW_S = 86_400
+"""The one completion window there is, "24h"."""
+
+
+class BatchStatus(StrEnum):
+    """Where a batch stands; OpenAI's words."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"  # the input file is bad; nothing ran
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it never changes again."""
+        return not _NEXT[self]
+
+
+_NEXT = {
+    BatchStatus.VALIDATING: frozenset(
+        {BatchStatus.FAILED, BatchStatus.IN_PROGRESS, BatchStatus.EXPIRED, BatchStatus.CANCELLING}
+    ),
+    BatchStatus.IN_PROGRESS: frozenset({BatchStatus.FINALIZING, BatchStatus.EXPIRED, BatchStatus.CANCELLING}),
+    BatchStatus.FINALIZING: frozenset({BatchStatus.COMPLETED, BatchStatus.EXPIRED}),
+    BatchStatus.CANCELLING: frozenset({BatchStatus.CANCELLED}),
+    BatchStatus.FAILED: frozenset[BatchStatus](),
+    BatchStatus.COMPLETED: frozenset[BatchStatus](),
+    BatchStatus.EXPIRED: frozenset[BatchStatus](),
+    BatchStatus.CANCELLED: frozenset[BatchStatus](),
+}
+
+
+# ------------------------------------------------------------------ the input file
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """A request of an input file.
+
+    Attributes:
+        number: Of the line in the file, from 1.
+        custom_id: The caller's own name for it.
+        body: The request, JSON.
+    """
+
+    number: int
+    custom_id: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLineError:
+    """What is wrong with an input file.
+
+    Attributes:
+        code: Fixed: for programs.
+        message: For people. Repeats nothing of a body.
+        line: Number of the line, from 1; None where it is the file.
+        param: The member at fault, or None.
+    """
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class _Bad(Exception):
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(code)
+        self.code, self.message, self.param = code, message, param
+
+
+def read_lines(lines: Iterable[bytes], endpoint: str) -> Iterator[BatchLine | BatchLineError]:
+    """Yield the requests of an input file, and an error for every line that is none.
+
+    Nothing is kept of a line but its `custom_id`, so the file may be read as it comes. Empty lines are left
+    out. After an error of the file as a whole, and after `ERRORS_MAX` errors, no more is read.
+
+    Args:
+        lines: The file's lines, with or without their ends.
+        endpoint: The batch's own, which every line must name.
+    """
+    seen: dict[str, int] = {}  # by custom_id, the line
+    size_bytes = count = errors = 0
+    for number, raw in enumerate(lines, start=1):
+        size_bytes += len(raw)
+        if size_bytes > FILE_BYTES_MAX:
+            yield BatchLineError("file_too_large", f"The file has more than {FILE_BYTES_MAX:,} bytes.")
+            return
+        if not raw.strip():
+            continue
+        count += 1
+        if count > LINES_MAX:
+            yield BatchLineError("too_many_requests", f"The file has more than {LINES_MAX:,} requests.")
+            return
+        try:
+            yield _line(number, raw, endpoint, seen)
+        except _Bad as bad:
+            errors += 1
+            yield BatchLineError(bad.code, bad.message, number, bad.param)
+            if errors == ERRORS_MAX:
+                return
+    if not count:
+        yield BatchLineError("empty_file", "The file has no requests.")
+
+
+def _line(number: int, raw: bytes, endpoint: str, seen: dict[str, int]) -> BatchLine:
+    members = _decoded(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
+    custom_id = members.get("custom_id")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= CUSTOM_ID_MAX or _is_broken(custom_id):
+        raise _Bad(
+            "invalid_custom_id",
+            f"custom_id must be a text of 1 to {CUSTOM_ID_MAX} characters.",
+            "custom_id",
+        )
+    if (first := seen.setdefault(custom_id, number)) != number:
+        raise _Bad("duplicate_custom_id", f"Line {first} has the same custom_id.", "custom_id")
+    if members.get("method") != "POST":
+        raise _Bad("invalid_method", 'method must be "POST".', "method")
+    url = members.get("url")
+    if url not in ENDPOINTS:
+        raise _Bad("invalid_url", f"url must be {' or '.join(ENDPOINTS)}.", "url")
+    if url != endpoint:
+        raise _Bad("mismatched_endpoint", f"The batch is for {endpoint}: every line must be.", "url")
+    body = members.get("body")
+    if not isinstance(body, dict):
+        raise _Bad("invalid_body", "body must be a JSON object.", "body")
+    if body.get("stream"):
+        raise _Bad("invalid_body", "An answer to a batch cannot be streamed.", "body.stream")
+    return BatchLine(number, custom_id, json.dumps(body, separators=(",", ":")).encode())
+
+
+def _decoded(raw: bytes) -> Mapping[str, Any]:
+    try:
+        members = json.loads(raw.decode(), parse_constant=_refuse)
+    except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise _Bad("invalid_json_line", "The line is not JSON in UTF-8.") from None
+    if not isinstance(members, dict):
+        raise _Bad("invalid_json_line", "The line is not a JSON object.")
+    return members
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)  # NaN and Infinity, which Python reads and JSON has not
+
+
+def _is_broken(text: str) -> bool:
+    """Return whether a text has half of a surrogate pair, which no UTF-8 can hold."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+# ------------------------------------------------------------------ the batch
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch as its owner sees it.
+
+    Attributes:
+        id: `batch_...`, unguessable.
+        key: Name of the API key it belongs to, or None.
+        endpoint: One of `ENDPOINTS`.
+        input_file_id: The file of its requests.
+        created_at: Epoch seconds, as all its times.
+        status: Where it stands.
+        times: When it got into each status it has been in.
+        total, completed, failed: Requests: all, those with an answer, those without.
+        errors: What is wrong with the input file.
+        output_file_id: The file of answers, once there is one.
+        error_file_id: The file of failures, once there is one.
+        metadata: The owner's own.
+    """
+
+    id: str
+    key: str | None
+    endpoint: str
+    input_file_id: str
+    created_at: int
+    status: BatchStatus = BatchStatus.VALIDATING
+    times: Mapping[BatchStatus, int] = field(default_factory=dict)
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    errors: tuple[BatchLineError, ...] = ()
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    metadata: Mapping[str, str] | None = None
+
+    @property
+    def expires_at(self) -> int:
+        """When what has not ended of it is given up."""
+        return self.created_at + WINDOW_S
+
+    def line_id(self, number: int) -> str:
+        """Return the id of a line's request, the same whenever it is asked for."""
+        return f"batch_req_{hashlib.sha256(f'{self.id} {number}'.encode()).hexdigest()[:32]}"
+
+
+def advanced(batch: Batch, status: BatchStatus, now: int) -> Batch:
+    """Return a batch in its next status; unchanged where that does not follow the one it is in."""
+    if status not in _NEXT[batch.status]:
+        return batch
+    return replace(batch, status=status, times={**batch.times, status: now})
+
+
+def batch_object(batch: Batch) -> dict[str, Any]:
+    """Return a batch as the API shows it."""
+    errors = [
+        {"code": error.code, "line": error.line, "message": error.message, "param": error.param}
+        for error in batch.errors
+    ]
+    timed = [status for status in BatchStatus if status is not BatchStatus.VALIDATING]
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "errors": {"object": "list", "data": errors} if errors else None,
+        "input_file_id": batch.input_file_id,
+        "completion_window": "24h",
+        "status": batch.status.value,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "created_at": batch.created_at,
+        "expires_at": batch.expires_at,
+        **{f"{status}_at": batch.times.get(status) for status in timed},
+        "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        "metadata": batch.metadata,
+    }
+
+
+# ------------------------------------------------------------------ output and error files
+
+
+def answered_line(line_id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """Return the line of a request that got an answer, and its end.
+
+    One with a status from 400 on belongs into the error file, one below into the output file.
+
+    Args:
+        line_id: See `Batch.line_id`.
+        custom_id: The caller's own name for it.
+        status: HTTP status of the answer.
+        request_id: The `x-request-id` it was worked off under.
+        body: The answer, JSON.
+    """
+    response = {"status_code": status, "request_id": request_id, "body": json.loads(body)}
+    return _result_line(line_id, custom_id, response, None)
+
+
+def unanswered_line(line_id: str, custom_id: str, code: str, message: str) -> bytes:
+    """Return the error file's line of a request that got no answer, such as `batch_expired`, and its end."""
+    return _result_line(line_id, custom_id, None, {"code": code, "message": message})
+
+
+def _result_line(
+    line_id: str, custom_id: str, response: Mapping[str, Any] | None, error: Mapping[str, str] | None
+) -> bytes:
+    members = {"id": line_id, "custom_id": custom_id, "response": response, "error": error}
+    return json.dumps(members, separators=(",", ":")).encode() + b"\n"

@@ -1,0 +1,571 @@
+"""One machine on which several models take turns, as a state machine: events in, orders out. Pure.
+
+    state      what happens                                leads to
+    ---------  ------------------------------------------  -----------------------------------------
+    unknown    INSPECT found one model in                  checking
+               found none                                  stopping the others, then booting the default
+               found several                               stopping all but one, then checking that
+    resident   the policy wants another model              draining
+               lost: INSPECT finds it in again             checking
+               lost: INSPECT finds another model in        checking that
+               lost: INSPECT finds none, for the first     booting
+               restarted, for the first time               checking
+               gone or restarted, again within a day       quarantine
+    draining   nothing of it in flight any more            stopping
+               the swap is called off                      resident
+    stopping   stopped                                     booting the target, or checking it if it is in
+               failed three times                          failed
+    booting    started and answers                         checking
+               the command failed three times, or the
+               budget is over                              quarantine
+    checking   the canary's answer is right                resident
+               it is not, or the version is not            quarantine
+    failed     now and then INSPECT: a model is in again   checking
+
+*Quarantine*: the backend is not started again. The box drains and stops it and boots the default, or
+another one that is not in quarantine, and is failed when there is none. A boot that went wrong is never
+tried again: it takes minutes, and it would fail alike. What lifts a quarantine is a person: who restarts
+the gateway once the cause is gone, or, on a failed box, starts the model, which is trusted once its canary
+is right.
+
+Orders (`Order`) are carried out by somebody else, who reports with `Done` or `Found`, under the order's
+number: the report of an order that is no longer the last one changes nothing. Every order may be given
+twice, because another process may take the box over in the middle of one.
+
+Time is an argument, monotonic seconds.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from gateway.core.swap_policy import Cause, Plan, Residency, SwapRules, Wants, is_called_off, plan
+from gateway.core.values import Exclusion
+
+COMMAND_TRIES = 3
+"""Times a command to stop or start is tried. That is no boot: one that fails costs seconds."""
+
+COMMAND_PAUSES_S = (5.0, 30.0)
+"""Between these tries. A guess: long enough for a network to come back."""
+
+INSPECT_S = 30.0
+"""Between two looks at a failed box."""
+
+RESTARTS_MAX = 1
+"""Unexpected restarts that are forgiven; a backend that comes back may do so by luck."""
+
+RESTARTS_KEPT_S = 86_400.0
+"""Older ones are forgotten."""
+
+
+class State(StrEnum):
+    """What a box is doing. Few and fixed: a metric label."""
+
+    UNKNOWN = "unknown"  # not looked at yet
+    RESIDENT = "resident"  # a model is in and serves
+    DRAINING = "draining"  # it finishes what runs and takes nothing new
+    STOPPING = "stopping"
+    BOOTING = "booting"
+    CHECKING = "checking"  # it answers; whether it answers rightly is being asked
+    FAILED = "failed"  # nothing serves, and a person is needed
+
+
+class Task(StrEnum):
+    """What an order is."""
+
+    INSPECT = "inspect"  # find out whose models are in
+    STOP = "stop"
+    START = "start"
+    CHECK = "check"  # ask it something whose answer is known
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Something to be carried out. `number` comes back with the report; `backend` is "" for INSPECT."""
+
+    task: Task
+    backend: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class BoxRules:
+    """How one box is run.
+
+    Attributes:
+        swaps: When it changes models.
+        boot_budget_s: How long a model may take from the order to its first answer.
+        settle_s: How long draining takes at least: what others need to learn of it.
+    """
+
+    swaps: SwapRules
+    boot_budget_s: float = 600.0
+    settle_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Why a backend is not started any more.
+
+    Attributes:
+        reason: In words.
+        at: Since when.
+        gone: Whether it was seen out since: if it is found in again, somebody has started it.
+    """
+
+    reason: str
+    at: float = 0.0
+    gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """All that is known of a box.
+
+    Attributes:
+        state: See `State`.
+        since: When it entered that state.
+        reason: Why, for an operator.
+        backend: Whose model is in, going out, or coming in; "" where that is none.
+        target: While draining and stopping, whose model comes in next.
+        cause: Why it is being swapped.
+        pending: While stopping, who is to be stopped after `backend`.
+        number: Of the last order.
+        is_started: While booting, whether the command has been carried out.
+        tries: Of the present command.
+        retry_at: When it is tried again, or when a failed box is looked at; None while an order is under way.
+        resident_since: When the model that is in came in.
+        batch_at: What was queued for it then goes before the next swap.
+        busy_at: When it last had something running or waiting.
+        quarantine: Backends that are not started any more.
+        restarts: Per backend, when it restarted unexpectedly.
+        known_restarts: Restarts of `backend` that have been judged, or were the box's own doing, by its id.
+        boot_s: Per backend, how long its last boot took.
+        swaps: Boots that led to an answer.
+    """
+
+    state: State = State.UNKNOWN
+    since: float = 0.0
+    reason: str = ""
+    backend: str = ""
+    target: str = ""
+    cause: Cause = Cause.NOTHING
+    pending: tuple[str, ...] = ()
+    number: int = 0
+    is_started: bool = False
+    tries: int = 0
+    retry_at: float | None = None
+    resident_since: float = 0.0
+    batch_at: float = 0.0
+    busy_at: float = 0.0
+    quarantine: Mapping[str, Quarantine] = field(default_factory=dict)
+    restarts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    known_restarts: Mapping[str, int] = field(default_factory=dict)
+    boot_s: Mapping[str, float] = field(default_factory=dict)
+    swaps: int = 0
+
+
+# ------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The world as it stands. Comes about once a second, and whenever something has changed.
+
+    Attributes:
+        in_flight: Sequences per backend.
+        wants: What waits, per backend.
+        ready: Backends that answer and say what they serve.
+        lost: Backends whose port is closed, or that did not answer for long.
+        restarts: Restarts noticed per backend, as a count.
+        misfits: Per backend, what is wrong with its engine's version.
+    """
+
+    in_flight: Mapping[str, int] = field(default_factory=dict)
+    wants: Mapping[str, Wants] = field(default_factory=dict)
+    ready: frozenset[str] = frozenset()
+    lost: frozenset[str] = frozenset()
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    misfits: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TookOver:
+    """This process is the owner from now on: whatever was under way is ordered again.
+
+    What was put into quarantine before it started (`started_at`, monotonic seconds) is tried once more:
+    somebody has restarted the gateway since.
+    """
+
+    started_at: float = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """INSPECT ended: whose models are in."""
+
+    number: int
+    backends: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """STOP, START or CHECK ended; `failure` says why it failed, "" if it did not."""
+
+    number: int
+    failure: str = ""
+
+
+Event = Look | TookOver | Found | Done
+Step = tuple[Box, tuple[Order, ...]]
+
+
+# ------------------------------------------------------------------ questions
+
+
+Standing = tuple[Exclusion, str]
+
+
+def standing(box: Box, backend: str) -> Standing | None:
+    """Return why a backend of the box may be sent nothing now, with the reason in words; None if it may."""
+    if backend in box.quarantine:
+        return Exclusion.UNHEALTHY, f"in quarantine: {box.quarantine[backend].reason}"
+    if box.state is State.FAILED:
+        return Exclusion.UNHEALTHY, f"its box failed: {box.reason}"
+    if box.state is State.RESIDENT and box.backend == backend:
+        return None
+    return Exclusion.SWAPPED_OUT, _elsewhere(box, backend)
+
+
+def _elsewhere(box: Box, backend: str) -> str:
+    match box.state:
+        case State.UNKNOWN:
+            return "its box has not been looked at yet"
+        case State.BOOTING | State.CHECKING if box.backend == backend:
+            return f"its model is {box.state.value}"
+        case State.DRAINING | State.STOPPING if box.target == backend:
+            return f"its model is next; {box.backend} is {box.state.value}"
+        case State.DRAINING | State.STOPPING if box.backend == backend:
+            return f"{box.state.value}: its box changes to {box.target}"
+    return f"its model is out; {box.backend} is {box.state.value}"
+
+
+def is_out(box: Box, backend: str) -> bool:
+    """Return whether the backend's server is not expected to answer: silence is no fault then."""
+    if box.state in (State.UNKNOWN, State.FAILED):
+        return False
+    if box.state is State.STOPPING:
+        return backend != box.target or not box.is_started
+    return box.backend != backend
+
+
+def back_at(box: Box, backend: str, boot_s: Mapping[str, float], now: float) -> float:
+    """Return the earliest time at which a backend that is out can serve: a lower bound, not a promise.
+
+    `boot_s`: what a boot takes as its profile says; one that was measured here goes before it.
+    """
+    took = {**boot_s, **box.boot_s}
+    own = took.get(backend, 0.0)
+    match box.state:
+        case State.RESIDENT if box.backend == backend:
+            return now
+        case State.CHECKING if box.backend == backend:
+            return now + 1
+        case State.BOOTING if box.backend == backend:
+            return max(now + 1, box.since + own)
+        case State.DRAINING | State.STOPPING if box.target and box.target != backend:
+            return now + took.get(box.target, 0.0) + own
+    return now + own
+
+
+def outlook(rules: BoxRules, box: Box, wants: Mapping[str, Wants], now: float) -> Plan:
+    """Return what the box does next: what is under way, else what the policy plans."""
+    if box.state in (State.DRAINING, State.STOPPING):
+        return Plan(box.cause, box.target, box.since)
+    if box.state is not State.RESIDENT:
+        return Plan()
+    return plan(rules.swaps, _residency(box, wants), now)
+
+
+def _residency(box: Box, wants: Mapping[str, Wants]) -> Residency:
+    barred = frozenset(box.quarantine)
+    return Residency(box.backend, box.resident_since, box.batch_at, box.busy_at, wants, barred)
+
+
+def unowned(found: frozenset[str], now: float) -> Box | None:
+    """Return the box for a process that never heard of an owner, because the store is away.
+
+    It uses the one model that is in, and switches nothing. None where that is not clear.
+    """
+    if len(found) != 1:
+        return None
+    (name,) = found
+    reason = "found in; the store is away"
+    return Box(State.RESIDENT, now, reason, name, resident_since=now, batch_at=now, busy_at=now)
+
+
+def left_alone(box: Box, now: float) -> Box:
+    """Return the box for a process that has not heard of its owner for long, because the store is away.
+
+    Nobody goes on with a swap then, so a model that is still in serves; a swap beyond that stands still.
+    """
+    if box.state is not State.DRAINING or box.backend in box.quarantine:
+        return box
+    return _enter(replace(box, target="", cause=Cause.NOTHING), State.RESIDENT, now, "the store is away")
+
+
+# ------------------------------------------------------------------ transitions
+
+
+def advance(box: Box, event: Event, now: float, rules: BoxRules) -> Step:
+    """Return the box after `event`, which happened at `now`, and what is to be done."""
+    match event:
+        case Look():
+            return _looked(box, event, now, rules)
+        case TookOver(started_at):
+            return _taken_over(box, started_at, now)
+        case Found(number, found) if number == box.number:
+            return _found(box, found, now, rules)
+        case Done(number, failure) if number == box.number:
+            return _done(box, failure, now, rules)
+    return box, ()
+
+
+def _enter(box: Box, state: State, now: float, reason: str) -> Box:
+    return replace(box, state=state, since=now, reason=reason, tries=0, retry_at=None)
+
+
+def _order(box: Box, task: Task, backend: str = "") -> Step:
+    box = replace(box, number=box.number + 1, tries=box.tries + 1, retry_at=None)
+    return box, (Order(task, backend, box.number),)
+
+
+def _taken_over(box: Box, started_at: float, now: float) -> Step:
+    kept = {name: held for name, held in box.quarantine.items() if held.at >= started_at}
+    # Restarts were counted by the process that had it before.
+    box = replace(box, tries=0, known_restarts={}, quarantine=kept)
+    match box.state:
+        case State.FAILED if box.since < started_at:
+            return _order(_enter(box, State.UNKNOWN, now, box.reason), Task.INSPECT)
+        case State.UNKNOWN:
+            return _order(box, Task.INSPECT)
+        case State.STOPPING:
+            return _order(box, Task.STOP, box.backend)
+        case State.BOOTING:
+            return _order(replace(box, is_started=False), Task.START, box.backend)
+        case State.CHECKING:
+            return _order(box, Task.CHECK, box.backend)
+        case State.FAILED:
+            return replace(box, retry_at=now), ()
+    return box, ()
+
+
+# ---- what a look may change
+
+
+def _looked(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
+    box, has_restarted = _judged(box, look)
+    if box.state in (State.CHECKING, State.RESIDENT) and look.misfits.get(box.backend):
+        return _quarantined(box, look.misfits[box.backend], now, rules)
+    match box.state:
+        case State.RESIDENT if has_restarted:
+            return _restarted(box, f"{box.backend} restarted by itself", now, rules, is_in=True)
+        case State.RESIDENT:
+            return _resident(box, look, now, rules)
+        case State.DRAINING:
+            return _draining(box, look, now, rules)
+        case State.STOPPING if _is_time(box, now):
+            return _order(box, Task.STOP, box.backend)
+        case State.BOOTING:
+            return _booting(box, look, now, rules)
+        case State.FAILED if _is_time(box, now):
+            return _order(box, Task.INSPECT)
+    return box, ()
+
+
+def _judged(box: Box, look: Look) -> tuple[Box, bool]:
+    """Return the box that knows how often its backend has restarted, and whether that has to be judged.
+
+    While the box stops and starts models, a restart is its own doing. One that is noticed while the backend
+    is lost, or asked for its canary, is judged once it is resident again.
+    """
+    name = box.backend
+    count, known = look.restarts.get(name, 0), box.known_restarts.get(name)
+    is_ours = box.state not in (State.RESIDENT, State.UNKNOWN, State.CHECKING)
+    has_restarted = known is not None and count > known and not is_ours
+    if known == count or (has_restarted and (box.state is not State.RESIDENT or name in look.lost)):
+        return box, False
+    return replace(box, known_restarts={name: count}), has_restarted
+
+
+def _is_time(box: Box, now: float) -> bool:
+    return box.retry_at is not None and box.retry_at <= now
+
+
+def _resident(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
+    name = box.backend
+    if name in look.lost:
+        why = f"{name} is gone, though nobody here has stopped it"
+        return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
+    if look.in_flight.get(name) or look.wants.get(name, Wants()).count:
+        box = replace(box, busy_at=now)
+    planned = plan(rules.swaps, _residency(box, look.wants), now)
+    if not planned.is_due(now):
+        return box, ()
+    reason = _why(planned, look.wants, now)
+    return _enter(replace(box, target=planned.target, cause=planned.cause), State.DRAINING, now, reason), ()
+
+
+def _why(planned: Plan, wants: Mapping[str, Wants], now: float) -> str:
+    wanted = wants.get(planned.target, Wants())
+    match planned.cause:
+        case Cause.JOBS:
+            return f"{wanted.count} requests wait for {planned.target}"
+        case Cause.AGE:
+            return f"a request has waited {now - (wanted.oldest_at or now):.0f} s for {planned.target}"
+    return f"back to {planned.target}: nobody wants the model that is in"
+
+
+def _draining(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
+    name = box.backend
+    is_sound = name not in look.lost and name not in box.quarantine
+    under_way = Plan(box.cause, box.target, box.since)
+    if is_sound and is_called_off(rules.swaps, _residency(box, look.wants), under_way, now):
+        why = f"no swap to {box.target} for now"
+        box = replace(box, target="", cause=Cause.NOTHING, batch_at=now)
+        return _enter(box, State.RESIDENT, now, why), ()
+    is_empty = not look.in_flight.get(name) or name in look.lost
+    if not is_empty or now - box.since < rules.settle_s:
+        return box, ()
+    return _stop(box, (name,), box.target, now, box.reason)
+
+
+def _booting(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
+    if box.is_started and box.backend in look.ready:
+        box = replace(box, boot_s={**box.boot_s, box.backend: now - box.since}, swaps=box.swaps + 1)
+        return _check(box, now, f"answers, after {now - box.since:.0f} s")
+    if now - box.since >= rules.boot_budget_s:
+        return _quarantined(box, f"no answer {rules.boot_budget_s:.0f} s after its start", now, rules)
+    if _is_time(box, now):
+        return _order(box, Task.START, box.backend)
+    return box, ()
+
+
+# ---- what a report may change
+
+
+def _found(box: Box, found: frozenset[str], now: float, rules: BoxRules) -> Step:
+    gone = {name: replace(held, gone=held.gone or name not in found) for name, held in box.quarantine.items()}
+    box = replace(box, quarantine=gone)
+    members = tuple(rules.swaps.triggers)
+    # One in quarantine counts only if somebody has started it since.
+    usable = [name for name in members if name in found and (name not in gone or gone[name].gone)]
+    if box.state is State.FAILED:
+        if usable:
+            return _check(replace(box, backend=usable[0]), now, "found in")
+        return replace(box, retry_at=now + INSPECT_S), ()
+    was = box.backend
+    if not usable and was:  # it was in, and is lost
+        return _restarted(box, box.reason, now, rules, is_in=False)
+    if not usable:
+        home = _fallback(box, rules, "")
+        if not home:
+            return _failed(box, "every model of the box is in quarantine", now)
+        others = tuple(name for name in members if name != home)
+        return _stop(box, others, home, now, "found no model in")
+    kept = next((name for name in (was, rules.swaps.default) if name in usable), usable[0])
+    others = tuple(name for name in members if name in found and name != kept)
+    if others:
+        step = _stop(box, others, kept, now, f"found {len(found)} models in")
+        return replace(step[0], is_started=True), step[1]
+    return _check(replace(box, backend=kept), now, "found in")
+
+
+def _done(box: Box, failure: str, now: float, rules: BoxRules) -> Step:
+    match box.state:
+        case State.STOPPING if failure:
+            return _again(
+                box, failure, now, lambda: _failed(box, f"cannot stop {box.backend}: {failure}", now)
+            )
+        case State.STOPPING:
+            return _stopped(box, now)
+        case State.BOOTING if failure:
+            return _again(
+                box, failure, now, lambda: _quarantined(box, f"cannot be started: {failure}", now, rules)
+            )
+        case State.BOOTING:
+            return replace(box, is_started=True, reason="started"), ()
+        case State.CHECKING if failure:
+            return _quarantined(box, f"its canary: {failure}", now, rules)
+        case State.CHECKING:
+            trusted = {name: held for name, held in box.quarantine.items() if name != box.backend}
+            box = replace(box, quarantine=trusted, resident_since=now, batch_at=now, busy_at=now)
+            return _enter(box, State.RESIDENT, now, "answers rightly"), ()
+    return box, ()
+
+
+def _again(box: Box, failure: str, now: float, give_up: Callable[[], Step]) -> Step:
+    if box.tries >= COMMAND_TRIES:
+        return give_up()
+    return replace(box, reason=failure, retry_at=now + COMMAND_PAUSES_S[box.tries - 1]), ()
+
+
+def _stopped(box: Box, now: float) -> Step:
+    held = box.quarantine.get(box.backend)
+    if held is not None:
+        box = replace(box, quarantine={**box.quarantine, box.backend: replace(held, gone=True)})
+    if box.pending:
+        return _stop(box, box.pending, box.target, now, box.reason)
+    target, is_in = box.target, box.is_started
+    box = replace(box, backend=target, target="", cause=Cause.NOTHING)
+    return _check(box, now, "found in") if is_in else _boot(box, now, f"{box.reason}; it has to boot")
+
+
+# ---- steps that several transitions share
+
+
+def _stop(box: Box, backends: tuple[str, ...], target: str, now: float, reason: str) -> Step:
+    box = replace(box, backend=backends[0], pending=backends[1:], target=target)
+    return _order(_enter(box, State.STOPPING, now, reason), Task.STOP, backends[0])
+
+
+def _boot(box: Box, now: float, reason: str) -> Step:
+    return _order(_enter(replace(box, is_started=False), State.BOOTING, now, reason), Task.START, box.backend)
+
+
+def _check(box: Box, now: float, reason: str) -> Step:
+    box = replace(box, target="", pending=(), is_started=False, cause=Cause.NOTHING)
+    return _order(_enter(box, State.CHECKING, now, reason), Task.CHECK, box.backend)
+
+
+def _restarted(box: Box, reason: str, now: float, rules: BoxRules, *, is_in: bool) -> Step:
+    """Judge an unexpected restart: the first is forgiven, after a canary; the next is not."""
+    name = box.backend
+    kept = (at for at in box.restarts.get(name, ()) if now - at < RESTARTS_KEPT_S)
+    times = (*kept, now)
+    box = replace(box, restarts={**box.restarts, name: times})
+    if len(times) > RESTARTS_MAX:
+        return _quarantined(box, f"{reason}, {len(times)} times within a day", now, rules)
+    return _check(box, now, reason) if is_in else _boot(box, now, reason)
+
+
+def _quarantined(box: Box, reason: str, now: float, rules: BoxRules) -> Step:
+    name = box.backend
+    rest = {other: times for other, times in box.restarts.items() if other != name}
+    box = replace(box, quarantine={**box.quarantine, name: Quarantine(reason, now)}, restarts=rest)
+    home = _fallback(box, rules, name)
+    if not home:
+        return _failed(box, f"{name} is in quarantine ({reason}), and there is no other", now)
+    box = replace(box, target=home, pending=(), is_started=False, cause=Cause.NOTHING)
+    return _enter(box, State.DRAINING, now, f"{name} is in quarantine: {reason}"), ()
+
+
+def _fallback(box: Box, rules: BoxRules, failed: str) -> str:
+    """Return who is booted when one has failed: the default, else the first that may be; "" for nobody."""
+    able = [name for name in rules.swaps.triggers if name != failed and name not in box.quarantine]
+    return rules.swaps.default if rules.swaps.default in able else next(iter(able), "")
+
+
+def _failed(box: Box, reason: str, now: float) -> Step:
+    box = replace(box, backend="", target="", pending=(), is_started=False, cause=Cause.NOTHING)
+    return replace(_enter(box, State.FAILED, now, reason), retry_at=now + INSPECT_S), ()

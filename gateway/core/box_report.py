@@ -1,0 +1,83 @@
+"""What gateway processes tell each other of a box, as text. Pure.
+
+Processes have clocks of their own, so every time travels as an age in seconds. What cannot be read is no
+report: another version of the gateway may have written it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from gateway.core.box import Box, Quarantine, State
+from gateway.core.swap_policy import Cause, Wants
+
+_TIMES = ("since", "resident_since", "batch_at", "busy_at")
+_OWN = frozenset({"known_restarts", "retry_at"})  # of the process that counted, or ordered
+_PLAIN = tuple(
+    one.name
+    for one in fields(Box)
+    if one.name not in {*_TIMES, *_OWN, "state", "cause", "quarantine", "restarts", "boot_s", "pending"}
+)
+
+
+def written(box: Box, now: float) -> str:
+    """Return a box as the owner reports it."""
+    report: dict[str, Any] = {name: getattr(box, name) for name in _PLAIN}
+    report |= {name: round(now - getattr(box, name), 3) for name in _TIMES}
+    report |= {
+        "state": box.state.value,
+        "cause": box.cause.value,
+        "pending": list(box.pending),
+        "quarantine": {
+            name: [held.reason, round(now - held.at, 3), held.gone] for name, held in box.quarantine.items()
+        },
+        "restarts": {name: [round(now - at, 3) for at in times] for name, times in box.restarts.items()},
+        "boot_s": dict(box.boot_s),
+    }
+    return json.dumps(report)
+
+
+def read(text: str, now: float) -> Box | None:
+    """Return the box of a report that has just come, or None where it cannot be read."""
+    try:
+        report = json.loads(text)
+        simple: dict[str, Any] = {name: report[name] for name in _PLAIN}
+        simple |= {name: now - float(report[name]) for name in _TIMES}
+        return Box(
+            **simple,
+            state=State(report["state"]),
+            cause=Cause(report["cause"]),
+            pending=tuple(report["pending"]),
+            quarantine={
+                name: Quarantine(str(reason), now - float(age), bool(gone))
+                for name, (reason, age, gone) in report["quarantine"].items()
+            },
+            restarts={
+                name: tuple(now - float(age) for age in ages) for name, ages in report["restarts"].items()
+            },
+            boot_s={name: float(took) for name, took in report["boot_s"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def note(wants: Mapping[str, Wants], now: float) -> str:
+    """Return what waits here, for the owner."""
+    return json.dumps(
+        {
+            name: [one.count, round(now - one.oldest_at, 3)]
+            for name, one in wants.items()
+            if one.oldest_at is not None
+        }
+    )
+
+
+def read_note(text: str, now: float) -> Mapping[str, Wants]:
+    """Return what waits at another process; nothing where that cannot be read."""
+    try:
+        return {
+            str(name): Wants(int(count), now - float(age)) for name, (count, age) in json.loads(text).items()
+        }
+    except (ValueError, TypeError, AttributeError):
+        return {}

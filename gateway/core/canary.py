@@ -1,0 +1,91 @@
+"""The canary: a question whose answer is known. Pure.
+
+A server that boots and says it is healthy may still answer nonsense: a stale chat template writes channel
+markers into every answer, a broken quantisation repeats one word, a reasoning parser returns no thought.
+So a model is asked before it serves, at temperature 0, and what it says is judged here.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MARKERS = (
+    "<|channel",
+    "<channel|>",
+    "<|turn",
+    "<turn|>",
+    "<|think|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+)
+"""Parts of chat templates. None belongs into an answer."""
+
+_SHOWN = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """One question.
+
+    Attributes:
+        prompt: What is asked.
+        expect: What the answer must contain, whatever its case.
+        reasoning: Whether a thought is asked for.
+        max_tokens: Tokens the answer may have, the thought included.
+        timeout_s: How long it may take, in seconds.
+    """
+
+    prompt: str = "What is 17 + 25? Answer with the number alone."
+    expect: str = "42"
+    reasoning: bool = False
+    max_tokens: int = 512
+    timeout_s: float = 120.0
+
+
+def body(canary: Canary, model: str) -> bytes:
+    """Return the request that asks it, for /v1/chat/completions."""
+    return json.dumps(
+        {
+            "model": model,
+            "messages": [{"role": "user", "content": canary.prompt}],
+            "temperature": 0,
+            "max_tokens": canary.max_tokens,
+            # Stated, because parsers and templates differ in what they take for the default (vLLM #49955).
+            "chat_template_kwargs": {"enable_thinking": canary.reasoning},
+        }
+    ).encode()
+
+
+def fault(canary: Canary, answer: bytes) -> str:
+    """Return what is wrong with a whole answer, in words; "" if it is right."""
+    message = _message(answer)
+    if message is None:
+        return "its answer is no chat completion"
+    content = message.get("content")
+    thought = message.get("reasoning") or message.get("reasoning_content")
+    if not isinstance(content, str) or not content.strip():
+        return "its answer is empty"
+    for text in (content, thought):
+        marker = next((one for one in MARKERS if isinstance(text, str) and one in text), None)
+        if marker is not None:
+            return f"its answer has a {marker} in it: {_short(str(text))}"
+    if canary.reasoning and not (isinstance(thought, str) and thought.strip()):
+        return "it was asked to think, and its thought is empty"
+    if canary.expect.casefold() not in content.casefold():
+        return f"expected {canary.expect!r}, it says {_short(content)}"
+    return ""
+
+
+def _message(answer: bytes) -> Mapping[str, Any] | None:
+    try:
+        document = json.loads(answer)
+        message = document["choices"][0]["message"]
+    except (ValueError, KeyError, IndexError, TypeError):
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")

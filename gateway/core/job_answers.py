@@ -1,0 +1,110 @@
+"""A job's answer as far as it is stored: what it says, how it ended, and how to go on where it was cut.
+
+An answer is chat events, stored as they came from one backend or, after a failure, from several. Joined, they
+are one answer: texts add up, the last usage counts.
+
+Going on is asked for with `continue_final_message`: the text so far is put into the request as the beginning
+of the answer, and only what follows is paid for. With the chat template that the large Gemma 4 models ship
+this is plausible text, not the answer that would have come: the template writes an empty thought before an
+answer but not before one that is continued, and drops the thought that came first. Where nothing but a
+thought is there yet, or the text has a form that only a whole answer can have (a tool call, JSON), the job
+starts anew.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.core.answers import usage_of
+from gateway.core.jobs import Chunk, JobStatus
+from gateway.core.usage import Usage
+
+BYTES_PER_TOKEN = 4
+"""About what a token of prose has; only used to leave the rest of `max_tokens` to the continuation."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSoFar:
+    """What is stored of an answer.
+
+    Attributes:
+        content: Its text.
+        reasoning: Its thought.
+        calls_tools: Whether a tool call has begun.
+        finish_reason: How it ended, or None.
+        usage: As last reported.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    calls_tools: bool = False
+    finish_reason: str | None = None
+    usage: Usage | None = None
+
+    @property
+    def status(self) -> JobStatus:
+        """How a job with this answer ended."""
+        return JobStatus.INCOMPLETE if self.finish_reason == "length" else JobStatus.COMPLETED
+
+
+def current(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """Return the chunks of the answer that counts: those since it last began anew."""
+    kept: list[Chunk] = []
+    for chunk in chunks:
+        if chunk.restarts:
+            kept.clear()
+        kept.append(chunk)
+    return kept
+
+
+def answer_so_far(chunks: Iterable[Chunk]) -> AnswerSoFar:
+    """Return what stored chunks say together."""
+    content, reasoning = [], []
+    calls_tools, finish_reason, usage = False, None, None
+    for event in events(current(chunks)):
+        usage = usage_of(event.get("usage")) or usage
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            content.append(delta.get("content") or "")
+            reasoning.append(delta.get("reasoning") or delta.get("reasoning_content") or "")
+            calls_tools = calls_tools or bool(delta.get("tool_calls"))
+            finish_reason = choice.get("finish_reason") or finish_reason
+    return AnswerSoFar("".join(content), "".join(reasoning), calls_tools, finish_reason, usage)
+
+
+def events(chunks: Iterable[Chunk]) -> Iterable[Mapping[str, Any]]:
+    """Yield the decoded events of chunks, in order."""
+    for chunk in chunks:
+        for line in chunk.data.splitlines():
+            payload = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+            if payload and payload != b"[DONE]":
+                yield json.loads(payload)
+
+
+def continuation(body: bytes, answer: AnswerSoFar) -> bytes | None:
+    """Return the chat request that goes on with an answer, or None where it has to start anew."""
+    request = json.loads(body)
+    messages = request.get("messages")
+    if not answer.content.strip() or answer.calls_tools or not isinstance(messages, list):
+        return None
+    if request.get("continue_final_message") or (request.get("n") or 1) != 1 or _has_form(request):
+        return None
+    spent_tokens = len(answer.content.encode()) // BYTES_PER_TOKEN
+    limits = {
+        name: max(1, request[name] - spent_tokens)
+        for name in ("max_tokens", "max_completion_tokens")
+        if isinstance(request.get(name), int)
+    }
+    more = {
+        "messages": [*messages, {"role": "assistant", "content": answer.content}],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
+    return json.dumps({**request, **limits, **more}, separators=(",", ":")).encode()
+
+
+def _has_form(request: Mapping[str, Any]) -> bool:
+    form = request.get("response_format")
+    is_text = form is None or (isinstance(form, Mapping) and form.get("type") == "text")
+    return not is_text or any(request.get(name) for name in ("structured_outputs", "logprobs", "echo"))

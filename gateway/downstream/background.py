@@ -1,0 +1,239 @@
+"""Responses in the background: handed over, looked at, followed, cancelled. The store keeps them."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import anyio
+import msgspec
+
+from gateway.core.errors import InvalidRequest, JobConflict, JobRefused, ResponseNotFound
+from gateway.core.jobs import (
+    Idempotency,
+    Job,
+    JobPriority,
+    Lane,
+    NewJob,
+    Quota,
+    Refusal,
+    expected_start_s,
+)
+from gateway.core.responses.draft import Event
+from gateway.core.responses.replay import JobFacts, Replay
+from gateway.pipeline import Pipeline
+from gateway.ports import Clock, Incoming, JobStore
+
+FOLLOW_S = 10.0
+"""How long a follower waits for news before it says that it is still there."""
+
+RETRY_AFTER_S = 5
+RETRY_AFTER_MAX_S = 59
+LANES_FOR_S = 2.0
+"""How old the figures may be that expected starts are computed from."""
+
+PRIORITY_HEADER = "x-gateway-priority"
+EXPIRES_HEADER = "x-gateway-expires-s"
+_HEADERS_KEPT = 32
+_HEADER_CHARS_KEPT = 256
+
+_REFUSALS: Mapping[Refusal, str] = {
+    Refusal.TOO_MANY_JOBS: "This key has as many jobs waiting as it may have.",
+    Refusal.TOO_MANY_BYTES: "The jobs and results of this key hold as many bytes as they may.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class JobRules:
+    """What jobs are allowed.
+
+    Attributes:
+        quota: Of each API key.
+        keep_s: How long a result is kept after its end; unstored_keep_s: where `store` is false.
+        priorities: Of the jobs of an API key, where it is not normal.
+    """
+
+    quota: Quota = field(default_factory=Quota)
+    keep_s: float = 86_400.0
+    unstored_keep_s: float = 600.0
+    priorities: Mapping[str, JobPriority] = field(default_factory=dict)
+
+
+class Background:
+    """Jobs for the callers they belong to; one per process."""
+
+    def __init__(self, jobs: JobStore, pipeline: Pipeline, rules: JobRules, clock: Clock) -> None:
+        """Hand jobs to `jobs`, placed as `pipeline` would place them."""
+        self._jobs = jobs
+        self._pipeline = pipeline
+        self._rules = rules
+        self._clock = clock
+        self._lanes: tuple[float, Mapping[str, Lane]] = (float("-inf"), {})
+
+    async def submit(
+        self,
+        incoming: Incoming,
+        facts: JobFacts,
+        *,
+        id: str,
+        store: bool,
+        idempotency_key: str | None,
+        route: str,
+        body: bytes,
+    ) -> tuple[Job, bool]:
+        """Hand a request over. Returns the job, and whether it was handed over before, under the same key.
+
+        Raises:
+            CallerError: no backend could ever take it, or the idempotency key was used with another body.
+            JobRefused: its API key has too much there already.
+            StoreUnavailable: whether it was accepted is not known; the same idempotency key finds it.
+        """
+        request = incoming.request
+        decision = await self._pipeline.place_of(incoming)
+        job = NewJob(
+            id=id,
+            key=request.key,
+            lane=f"{decision.model}/{decision.traffic_class}",
+            body=_streamed(incoming.body_for(request.model)),
+            facts=facts.encoded(),
+            priority=self._priority(request.key, request.headers),
+            keep_s=self._rules.keep_s if store else self._rules.unstored_keep_s,
+            expires_s=_expires_s(request.headers),
+        )
+        idempotency = None
+        if idempotency_key is not None:
+            idempotency = Idempotency(idempotency_key[:256], route, sha256(body).hexdigest())
+        found = await self._jobs.submit(job, self._rules.quota, idempotency)
+        match found:
+            case Refusal.IDEMPOTENCY_MISMATCH:
+                message = "This Idempotency-Key was used with another request."
+                raise JobConflict(message, code="idempotency_mismatch")
+            case Refusal():
+                raise JobRefused(_REFUSALS[found], code=found.value, retry_after_s=30)
+        return found, found.id != id
+
+    async def get(self, key: str | None, id: str) -> Job | None:
+        """Return a job of this API key, or None."""
+        job = await self._jobs.get(id)
+        return None if job is None or job.new.key != key else job
+
+    async def cancel(self, key: str | None, id: str) -> Job | None:
+        """Cancel a job of this API key unless it is over; return it as it is then, or None."""
+        return None if await self.get(key, id) is None else await self._jobs.cancel(id)
+
+    async def delete(self, key: str | None, id: str) -> bool:
+        """Forget a job of this API key. Returns whether there was one."""
+        return await self.get(key, id) is not None and await self._jobs.delete(id)
+
+    async def finished(self, job: Job, wait_s: float) -> Job:
+        """Return a job once it is over, or as it is after `wait_s`."""
+        with anyio.move_on_after(wait_s):
+            while not job.status.is_final:
+                await self._jobs.changed(job.id, job.chunks, FOLLOW_S)
+                job = await self._again(job)
+        return job
+
+    async def response(self, job: Job) -> dict[str, Any]:
+        """Return the response that a job is, or will be."""
+        replay = Replay(JobFacts.of(job), msgspec.json.decode)
+        chunks = await _all_chunks(self._jobs, job) if job.status.is_final else []
+        replay.tell(job, chunks)
+        response = {**replay.response, "created_at": int(job.created_at)}
+        if not job.status.is_final:
+            response["status"] = job.status.value
+            response["queue"] = await self._place(job)
+        return response
+
+    async def record(self, job: Job) -> bytes:
+        """Return a finished job as it would be kept if it had been answered in place."""
+        facts = JobFacts.of(job)
+        context, said = (facts.conversation.get(name, []) for name in ("context", "input"))
+        response = await self.response(job)
+        return msgspec.json.encode({"response": response, "context": context, "input": said})
+
+    async def events(self, job: Job, after: int) -> AsyncIterator[Sequence[Event]]:
+        """Yield the events of a job after number `after`, as they come; an empty batch now and then.
+
+        The last batch ends with the event that ends the response.
+        """
+        replay = Replay(JobFacts.of(job), msgspec.json.decode)
+        while True:
+            chunks = await self._jobs.chunks(job.id, replay.chunks)
+            new = [event for event in replay.tell(job, chunks) if event["sequence_number"] > after]
+            if new:
+                yield new
+            if replay.is_over:
+                return
+            if not chunks:
+                if not new:
+                    yield ()
+                await self._jobs.changed(job.id, replay.chunks, FOLLOW_S)
+            job = await self._again(job)
+
+    def retry_after_s(self, response: Mapping[str, Any]) -> int:
+        """Return when to look at a response again."""
+        start_s = (response.get("queue") or {}).get("expected_start_s")
+        return max(RETRY_AFTER_S, min(RETRY_AFTER_MAX_S, int(start_s or 0)))
+
+    async def _again(self, job: Job) -> Job:
+        found = await self._jobs.get(job.id)
+        if found is None:
+            raise ResponseNotFound("The response was deleted.")
+        return found
+
+    async def _place(self, job: Job) -> Mapping[str, Any]:
+        now = self._clock.now()
+        if now - self._lanes[0] > LANES_FOR_S:
+            self._lanes = now, {lane.name: lane for lane in await self._jobs.lanes()}
+        start_s = expected_start_s(job.position, self._lanes[1].get(job.new.lane))
+        return {"position": job.position, "expected_start_s": None if start_s is None else round(start_s, 1)}
+
+    def _priority(self, key: str | None, headers: Mapping[str, str]) -> JobPriority:
+        """Return the priority of a key's jobs. A caller may ask for less, never for more."""
+        most = self._rules.priorities.get(key or "", JobPriority.NORMAL)
+        asked = headers.get(PRIORITY_HEADER)
+        if asked is None:
+            return most
+        if asked not in list(JobPriority):
+            known = ", ".join(JobPriority)
+            raise InvalidRequest(f"`{PRIORITY_HEADER}` must be one of {known}.", param=PRIORITY_HEADER)
+        order = list(JobPriority)
+        return max(most, JobPriority(asked), key=order.index)
+
+
+def headers_kept(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers that are kept with a job: those that sites make up for themselves."""
+    own = {
+        name: value
+        for name, value in headers.items()
+        if name.startswith("x-") and len(name) + len(value) <= _HEADER_CHARS_KEPT
+    }
+    return dict(list(own.items())[:_HEADERS_KEPT])
+
+
+async def _all_chunks(jobs: JobStore, job: Job) -> list[Any]:
+    chunks: list[Any] = []
+    while more := await jobs.chunks(job.id, len(chunks)):
+        chunks += more
+    return chunks
+
+
+def _streamed(body: bytes) -> bytes:
+    """Return a chat body that asks for a stream with usage."""
+    members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    members["stream"] = msgspec.Raw(b"true")
+    members["stream_options"] = msgspec.Raw(b'{"include_usage":true}')
+    return msgspec.json.encode(members)
+
+
+def _expires_s(headers: Mapping[str, str]) -> float | None:
+    written = headers.get(EXPIRES_HEADER)
+    if written is None:
+        return None
+    try:
+        expires_s = float(written)
+    except ValueError:
+        expires_s = -1.0
+    if not 0 < expires_s <= 30 * 86_400:
+        raise InvalidRequest(f"`{EXPIRES_HEADER}` must be seconds, up to 30 days.", param=EXPIRES_HEADER)
+    return expires_s

@@ -1,0 +1,5 @@
+"""Jobs at work: whoever takes them from the store, runs them, and writes down what comes."""
+
+from gateway.jobs.worker import Worker, WorkerRules
+
+__all__ = ["Worker", "WorkerRules"]

@@ -1,0 +1,291 @@
+"""Works jobs off: claims one, runs it through the same pipeline as any request, and writes its answer down.
+
+A worker takes no more than it can place: of each lane at most `ahead_max` jobs of its own may be waiting for
+a backend, so that what waits, waits in the store, in its order and for every worker. Nothing of a job lives
+here alone. A worker that dies is missed within seconds, and another one goes on from what is stored.
+
+What ends a job: its answer, or a refusal of its content. What does not: a backend that fails, a fleet that
+is full or down, this process being stopped. Then the job is given back, and counts as failed only where an
+attempt took a backend's time, so that an outage of hours costs no job.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import anyio
+from anyio.abc import TaskGroup
+
+from gateway.core.errors import BackendRejected, CallerError, GatewayError, ShedError, StoreUnavailable
+from gateway.core.job_answers import AnswerSoFar, answer_so_far, continuation
+from gateway.core.jobs import Chunk, Job, JobError, JobStatus
+from gateway.jobs.record import AGAIN_S, JobLost, JobRecord
+from gateway.pipeline import CallerStalled
+from gateway.ports import Downstream, Incoming, JobStore
+
+log = logging.getLogger("gateway.jobs")
+T = TypeVar("T")
+
+FINISH_S = 5.0
+"""How long a worker that is stopped may take to give its jobs back."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRules:
+    """How a worker works.
+
+    Attributes:
+        running_max: Jobs it has at once.
+        ahead_max: Of these, per lane, those that have no answer yet.
+        attempts_max: After so many failures a job is given up.
+        beat_s: Time between two signs of life. A job is taken over after about three.
+        look_s: The longest time between two looks at the store when nothing is heard of it.
+        retry_s, retry_max_s: How long a job rests after its first failure; twice as long after each further
+            one, up to the latter.
+        continues: Whether an answer that was cut is continued, where it can be.
+    """
+
+    running_max: int = 64
+    ahead_max: int = 2
+    attempts_max: int = 3
+    beat_s: float = 3.0
+    look_s: float = 2.0
+    retry_s: float = 1.0
+    retry_max_s: float = 60.0
+    continues: bool = True
+
+
+Read = Callable[[Job, bytes], Incoming]
+"""Returns the request of a job, from its chat body. Raises CallerError for one that is none."""
+
+Run = Callable[[Incoming, Downstream], Awaitable[None]]
+"""Serves a request, to its end: `Pipeline.run`."""
+
+
+class Worker:
+    """One process's share of the work."""
+
+    def __init__(self, store: JobStore, name: str, read: Read, run: Run, rules: WorkerRules) -> None:
+        """Work jobs of `store` off, as `name`, which no other worker has."""
+        self._store = store
+        self._name = name
+        self._read = read
+        self._run = run
+        self._rules = rules
+        self._claims: dict[str, tuple[Job, anyio.CancelScope]] = {}
+        self._ahead: dict[str, set[str]] = {}  # per lane, the jobs that have no answer yet
+        self._room = anyio.Event()
+        self._scope = anyio.CancelScope()
+        self._ended = anyio.Event()
+        self.is_draining = False
+
+    @property
+    def running(self) -> int:
+        """Jobs it has."""
+        return len(self._claims)
+
+    async def run(self) -> None:
+        """Work until stopped or cancelled; what is not finished then is given back."""
+        try:
+            with self._scope:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._beat)
+                    while True:
+                        job = await self._next()
+                        if job is not None:
+                            self._start(job, tasks)
+        finally:
+            self._ended.set()
+
+    async def stop(self) -> None:
+        """End `run`, which must have been started, and return when every job has been given back."""
+        self._scope.cancel()
+        await self._ended.wait()
+
+    def drain(self) -> None:
+        """Take no more jobs."""
+        self.is_draining = True
+
+    # ------------------------------------------------------------ claiming
+
+    async def _next(self) -> Job | None:
+        """Return the next job, or None after a while in which there was none."""
+        if self.is_draining or len(self._claims) >= self._rules.running_max:
+            await self._changed()
+            return None
+        try:
+            lanes = [lane.name for lane in await self._store.lanes()]
+            open_lanes = [name for name in lanes if len(self._ahead.get(name, ())) < self._rules.ahead_max]
+            job = await self._store.claim(self._name, open_lanes, self._rules.attempts_max)
+            if job is None:
+                await self._changed()
+            return job
+        except StoreUnavailable:
+            await anyio.sleep(self._rules.look_s)
+            return None
+
+    async def _changed(self) -> None:
+        """Return when there may be something to claim, or room for it."""
+        self._room = anyio.Event()
+        room = self._room
+        async with anyio.create_task_group() as tasks:
+
+            async def heard() -> None:
+                try:
+                    for job_id, attempt in await self._store.waiting(self._rules.look_s):
+                        self._lose(job_id, attempt)
+                except StoreUnavailable:
+                    await anyio.sleep(self._rules.look_s)
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(heard)
+            await room.wait()
+            tasks.cancel_scope.cancel()
+
+    def _start(self, job: Job, tasks: TaskGroup) -> None:
+        scope = anyio.CancelScope()
+        self._claims[job.id] = (job, scope)
+        self._ahead.setdefault(job.new.lane, set()).add(job.id)
+        tasks.start_soon(self._work, job, scope)
+
+    # ------------------------------------------------------------ staying
+
+    async def _beat(self) -> None:
+        while True:
+            await anyio.sleep(self._rules.beat_s)
+            claims = [(job.id, job.attempt) for job, _ in self._claims.values()]
+            if not claims:
+                continue
+            try:
+                lost = await self._store.beat(self._name, claims)
+            except StoreUnavailable:
+                continue  # what an attempt writes that was taken over meanwhile is refused
+            for job_id, attempt in claims:
+                if job_id in lost:
+                    self._lose(job_id, attempt)
+
+    def _lose(self, job_id: str, attempt: int) -> None:
+        """Stop working at a job that is no longer this worker's."""
+        job, scope = self._claims.get(job_id, (None, None))
+        if job is not None and scope is not None and job.attempt == attempt:
+            scope.cancel()
+
+    # ------------------------------------------------------------ one job
+
+    async def _work(self, job: Job, scope: anyio.CancelScope) -> None:
+        try:
+            with scope:
+                await self._attempt(job)
+            if scope.cancelled_caught:
+                raise JobLost
+        except JobLost:
+            log.info("job %s: no longer this worker's", job.id)
+        except anyio.get_cancelled_exc_class():
+            with anyio.move_on_after(FINISH_S, shield=True):
+                await self._give_back(job, after_s=0.0, failed=False)
+            raise
+        except Exception:
+            log.exception("job %s failed inside the gateway", job.id)
+            await self._give_back(job, after_s=self._rules.retry_s, failed=True)
+        finally:
+            self._ahead[job.new.lane].discard(job.id)
+            del self._claims[job.id]
+            self._room.set()
+
+    async def _attempt(self, job: Job) -> None:
+        stored = await self._answer_so_far(job) if job.chunks else None
+        if stored is not None and stored.finish_reason is not None:
+            await self._finish(job, stored.status)  # only the end was missing
+            return
+        body = continuation(job.new.body, stored) if stored is not None and self._rules.continues else None
+        if body is not None:
+            chunks, failure = await self._relay(job, body, restarts=False)
+            if not isinstance(failure, BackendRejected):
+                await self._conclude(job, failure)
+                return
+            job = replace(job, chunks=chunks)  # this engine does not continue answers
+        _, failure = await self._relay(job, job.new.body, restarts=job.chunks > 0)
+        await self._conclude(job, failure)
+
+    async def _relay(self, job: Job, body: bytes, *, restarts: bool) -> tuple[int, GatewayError | None]:
+        """Run a request of a job. Returns how many chunks the job has then, and why it failed, or None.
+
+        Raises:
+            JobLost: it is no longer this worker's.
+        """
+        waiting = self._ahead[job.new.lane]
+
+        def started() -> None:
+            waiting.discard(job.id)
+            self._room.set()
+
+        record = JobRecord(self._store, job, restarts=restarts, on_start=started)
+        failure: GatewayError | None = None
+        try:
+            incoming = self._read(job, body)
+        except GatewayError as error:
+            return record.chunks, error
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(record.run)
+                try:
+                    await self._run(incoming, record)
+                except GatewayError as error:
+                    failure = error
+                except CallerStalled:
+                    if not record.is_lost:
+                        failure = StoreUnavailable("The store was away for too long to take the answer.")
+                tasks.cancel_scope.cancel()
+            await record.write_all()
+        finally:
+            with anyio.move_on_after(FINISH_S, shield=True):
+                await record.write_all()
+        if record.is_lost:
+            raise JobLost
+        return record.chunks, failure or record.error
+
+    async def _conclude(self, job: Job, failure: GatewayError | None) -> None:
+        match failure:
+            case None:
+                await self._finish(job, (await self._answer_so_far(job)).status)
+            case CallerError():
+                await self._finish(job, JobStatus.FAILED, JobError(failure.code, failure.message))
+            case _:
+                rest_s = min(self._rules.retry_s * 2.0 ** min(job.failures, 16), self._rules.retry_max_s)
+                log.warning("job %s: attempt %d: %s", job.id, job.attempt, failure.message)
+                await self._give_back(
+                    job,
+                    after_s=max(failure.retry_after_s or 0.0, rest_s),
+                    failed=not isinstance(failure, ShedError),
+                )
+
+    # ------------------------------------------------------------ what must reach the store
+
+    async def _answer_so_far(self, job: Job) -> AnswerSoFar:
+        return answer_so_far(await _until_answered(lambda: stored_chunks(self._store, job.id)))
+
+    async def _finish(self, job: Job, status: JobStatus, error: JobError | None = None) -> None:
+        await _until_answered(lambda: self._store.finish(job.id, job.attempt, status, error))
+
+    async def _give_back(self, job: Job, *, after_s: float, failed: bool) -> None:
+        await _until_answered(
+            lambda: self._store.give_back(job.id, job.attempt, after_s=after_s, failed=failed)
+        )
+
+
+async def _until_answered(ask: Callable[[], Awaitable[T]]) -> T:
+    """Ask the store until it answers: a store that is away for a while costs no work that is done."""
+    while True:
+        try:
+            return await ask()
+        except StoreUnavailable:
+            await anyio.sleep(AGAIN_S)
+
+
+async def stored_chunks(store: JobStore, job_id: str) -> list[Chunk]:
+    """Return all chunks of a job's answer."""
+    chunks: list[Chunk] = []
+    while more := await store.chunks(job_id, len(chunks)):
+        chunks += more
+    return chunks

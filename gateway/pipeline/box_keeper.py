@@ -1,0 +1,347 @@
+"""The boxes at work: what is seen goes into each box's state machine, what it orders is carried out.
+
+core/box.py decides and never waits. Here one loop per box looks about once a second, and at once when an
+order ended. Only the owner of a box advances it and gives orders; everybody else reads what the owner has
+written, a second late at most. While the store is away nobody is sure to be the owner, so nothing is
+swapped: the model that is in goes on serving.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from gateway.core import health, versions
+from gateway.core.box import (
+    Box,
+    BoxRules,
+    Done,
+    Event,
+    Found,
+    Look,
+    Order,
+    Standing,
+    State,
+    Task,
+    TookOver,
+    advance,
+    back_at,
+    is_out,
+    left_alone,
+    outlook,
+    standing,
+    unowned,
+)
+from gateway.core.box_report import note, read, read_note, written
+from gateway.core.swap_policy import Plan, Wants
+from gateway.core.values import Backend, Exclusion
+from gateway.core.waiting import WaitingLine
+from gateway.ports import BoxBoard, BoxFleet, Clock, Ledger, Switch
+
+log = logging.getLogger("gateway.boxes")
+
+LOOK_S = 1.0
+LEAVE_S = 1.0
+READY_S = 30.0
+"""How long a model that has answered its canary may still be unknown to those who watch its health."""
+
+ALONE_S = 15.0
+"""Silence of the store after which no process goes on with a swap: an ownership has ended by then."""
+
+SETTLE_S = 4.0
+"""What processes that share a store need to learn that a box drains, and to be seen to have learned it:
+two looks, one refresh of the ledger's snapshot, one command."""
+
+_AT_WORK = frozenset({State.DRAINING, State.STOPPING, State.BOOTING, State.CHECKING})
+_LOST = frozenset({health.State.BOOTING, health.State.DOWN})
+
+
+@dataclass(frozen=True, slots=True)
+class BoxSight:
+    """A box as an operator wants to see it.
+
+    Attributes:
+        box: Its state.
+        plan: What it does next.
+        wants: What waits for each of its backends, everywhere.
+        is_owner: Whether this process switches it.
+        fence: The number of that ownership; 0 where it is not.
+        at: When this was seen, monotonic seconds.
+    """
+
+    box: Box
+    plan: Plan
+    wants: Mapping[str, Wants]
+    is_owner: bool
+    fence: int
+    at: float
+
+
+@dataclass(slots=True)
+class _Kept:
+    """One box, and what this process knows of it. Mutable: it lives as long as the process."""
+
+    name: str
+    rules: BoxRules
+    backends: Mapping[str, Backend]
+    boot_s: Mapping[str, float]
+    box: Box
+    fence: int = 0
+    has_heard: bool = False  # from the board
+    heard_at: float = 0.0  # monotonic seconds of the last time
+    reports: list[Event] = field(default_factory=list)
+    others: Mapping[str, Wants] = field(default_factory=dict)
+    standings: Mapping[str, Standing | None] = field(default_factory=dict)
+    out: frozenset[str] = frozenset()
+    booting_since: float | None = None
+    wake: anyio.Event = field(default_factory=anyio.Event)
+
+
+class BoxKeeper:
+    """Keeps every box. `run` must run as long as requests do."""
+
+    def __init__(
+        self,
+        rules: Mapping[str, BoxRules],
+        backends: Mapping[str, Backend],
+        *,
+        boot_s: Mapping[str, float],
+        switch: Switch,
+        board: BoxBoard,
+        fleet: BoxFleet,
+        ledger: Ledger,
+        line: WaitingLine,
+        clock: Clock,
+        on_change: Callable[[], None],
+    ) -> None:
+        """Join the ports.
+
+        Args:
+            rules: Per box.
+            backends: By id, at least those of the boxes.
+            boot_s: Per backend, how long a boot takes as its profile says.
+            switch: What carries orders out.
+            board: Where processes agree on who owns a box.
+            fleet: Who watches the backends' health.
+            ledger: Who counts what is in flight.
+            line: Where requests wait.
+            clock: Where times come from.
+            on_change: Called when a backend may be sent something that may not be before, or the reverse.
+        """
+        self._switch, self._board, self._fleet = switch, board, fleet
+        self._ledger, self._line, self._clock = ledger, line, clock
+        self._on_change = on_change
+        self._started_at = clock.now()
+        self._ended = anyio.Event()
+        self._ended.set()
+        self._kept = {
+            name: _Kept(
+                name,
+                one,
+                {member: backends[member] for member in one.swaps.triggers},
+                {member: boot_s.get(member, 0.0) for member in one.swaps.triggers},
+                Box(since=clock.now()),
+            )
+            for name, one in rules.items()
+        }
+        self._home = {member: kept for kept in self._kept.values() for member in kept.backends}
+        for kept in self._kept.values():
+            kept.standings = {member: standing(kept.box, member) for member in kept.backends}
+
+    # -------------------------------------------------------------- questions
+
+    def away(self, backend_id: str) -> Standing | None:
+        """Return why a backend's box keeps it from serving now; None where it does not, or there is none."""
+        kept = self._home.get(backend_id)
+        return None if kept is None else kept.standings[backend_id]
+
+    @property
+    def can_serve_later(self) -> bool:
+        """Whether a box is at work on having a model in: requests may wait for that."""
+        return any(kept.box.state in _AT_WORK for kept in self._kept.values())
+
+    def sights(self) -> Mapping[str, BoxSight]:
+        """Return every box as it stands."""
+        now = self._clock.now()
+        found = {}
+        for name, kept in self._kept.items():
+            wants = self._wants(kept)
+            plan = outlook(kept.rules, kept.box, wants, now)
+            found[name] = BoxSight(kept.box, plan, wants, kept.fence > 0, kept.fence, now)
+        return found
+
+    # -------------------------------------------------------------- the loop
+
+    async def run(self) -> None:
+        """Keep the boxes until cancelled; then let another process have them."""
+        self._ended = anyio.Event()
+        try:
+            async with anyio.create_task_group() as tasks:
+                for kept in self._kept.values():
+                    tasks.start_soon(self._keep, kept, tasks)
+        finally:
+            with anyio.move_on_after(LEAVE_S, shield=True):
+                for name in self._kept:
+                    await self._board.leave(name)
+            self._ended.set()
+
+    async def wait_ended(self) -> None:
+        """Return when `run` has let go of everything; at once where it does not run."""
+        await self._ended.wait()
+
+    async def _keep(self, kept: _Kept, tasks: TaskGroup) -> None:
+        while True:
+            kept.wake = anyio.Event()
+            before = kept.box
+            orders = await self._round(kept)
+            for order in orders:
+                tasks.start_soon(self._carry_out, kept, order)
+            self._show(kept, before)
+            if kept.box.state is before.state and not kept.reports:
+                with anyio.move_on_after(LOOK_S):
+                    await kept.wake.wait()
+
+    async def _round(self, kept: _Kept) -> Sequence[Order]:
+        """Agree with the others on who owns the box, and advance it if this process does."""
+        now = self._clock.now()
+        own = self._line.wants(kept.backends)
+        reply = await self._board.sync(
+            kept.name,
+            fence=kept.fence,
+            state=written(kept.box, now) if kept.fence else "",
+            note=note(own, now),
+        )
+        now = self._clock.now()
+        if reply is None:
+            if kept.box.state is State.UNKNOWN and not kept.has_heard:
+                found = [name for name in self._ready(kept) if await self._switch.is_in(name)]
+                kept.box = unowned(frozenset(found), now) or kept.box
+            elif now - kept.heard_at > ALONE_S:
+                kept.fence, kept.box = 0, left_alone(kept.box, now)
+            return ()
+        kept.has_heard, kept.heard_at = True, now
+        kept.others = _summed(read_note(text, now) for text in reply.others)
+        gained = reply.fence and reply.fence != kept.fence
+        if (gained or not reply.fence) and reply.state:
+            kept.box = read(reply.state, now) or kept.box
+        kept.fence = reply.fence
+        if not kept.fence:
+            kept.reports.clear()
+            return ()
+        events: list[Event] = [*kept.reports]
+        kept.reports.clear()
+        if gained:
+            log.info("box %s: this gateway switches it (%d)", kept.name, kept.fence)
+            events = [TookOver(self._started_at)]
+        orders: list[Order] = []
+        for event in (*events, self._look(kept)):
+            kept.box, more = advance(kept.box, event, self._clock.now(), kept.rules)
+            orders.extend(more)
+        return orders
+
+    def _look(self, kept: _Kept) -> Look:
+        statuses = self._fleet.statuses()
+        mine = {name: statuses[name] for name in kept.backends}
+        known = {name: status for name, status in mine.items() if status.served_models}
+        return Look(
+            in_flight={name: self._ledger.load(name).seqs for name in mine},
+            wants=self._wants(kept),
+            ready=self._ready(kept),
+            lost=frozenset(
+                name
+                for name, one in mine.items()
+                if one.state in _LOST and one.since > kept.box.resident_since
+            ),
+            restarts={name: one.restarts for name, one in mine.items()},
+            misfits={
+                name: wrong
+                for name, one in known.items()
+                if (wrong := versions.misfit(kept.backends[name].versions, one.version))
+            },
+        )
+
+    def _ready(self, kept: _Kept) -> frozenset[str]:
+        """Return the backends of a box that answer, and of which it is known what they serve."""
+        statuses = self._fleet.statuses()
+        return frozenset(name for name in kept.backends if _is_ready(statuses[name]))
+
+    def _wants(self, kept: _Kept) -> Mapping[str, Wants]:
+        own = self._line.wants(kept.backends)
+        return {name: one + kept.others.get(name, Wants()) for name, one in own.items()}
+
+    # -------------------------------------------------------------- what a box orders
+
+    async def _carry_out(self, kept: _Kept, order: Order) -> None:
+        name, fence = order.backend, kept.fence
+        log.info("box %s: %s %s", kept.name, order.task.value, name or "it")
+        match order.task:
+            case Task.INSPECT:
+                found = [member for member in kept.backends if await self._switch.is_in(member)]
+                report: Event = Found(order.number, frozenset(found))
+            case Task.STOP:
+                report = Done(order.number, await self._switch.stop(name, fence))
+            case Task.START:
+                report = Done(order.number, await self._switch.start(name, fence))
+            case Task.CHECK:
+                report = Done(order.number, await self._switch.ask(name))
+                if not report.failure:  # what waits for it must not find a model that nobody knows yet
+                    with anyio.move_on_after(READY_S):
+                        await self._fleet.wait_for(lambda statuses: _is_ready(statuses[name]))
+        if fence == kept.fence:  # else somebody else has ordered it anew
+            kept.reports.append(report)
+        kept.wake.set()
+
+    # -------------------------------------------------------------- what follows from a box's state
+
+    def _show(self, kept: _Kept, before: Box) -> None:
+        """Tell everybody whom it concerns where the box stands now."""
+        box, now = kept.box, self._clock.now()
+        if box.state is not before.state:
+            self._log(kept, box)
+        out = frozenset(name for name in kept.backends if is_out(box, name))
+        for name in out - kept.out:
+            self._fleet.put_out(name, f"the box {kept.name} runs another model")
+        is_new_boot = box.state is State.BOOTING and before.state is not State.BOOTING
+        awaited = {*(kept.out - out), *([box.backend] if is_new_boot else [])}
+        for name in awaited:
+            self._fleet.await_boot(name, f"the box {kept.name} is at it: {box.reason}")
+        kept.out = out
+        standings = {name: standing(box, name) for name in kept.backends}
+        is_news = {name for name, one in standings.items() if one is None} != {
+            name for name, one in kept.standings.items() if one is None
+        }
+        kept.standings = standings
+        self._line.expect(
+            {
+                name: back_at(home.box, name, home.boot_s, now)
+                for name, home in self._home.items()
+                for where in [home.standings[name]]
+                if where is not None and where[0] is Exclusion.SWAPPED_OUT
+            }
+        )
+        if is_news or box.state is not before.state:
+            self._on_change()
+
+    def _log(self, kept: _Kept, box: Box) -> None:
+        level = logging.INFO
+        if box.state is State.FAILED:
+            level = logging.ERROR
+        elif box.backend in box.quarantine:
+            level = logging.WARNING
+        what = f"{box.backend} -> {box.target}" if box.target else box.backend
+        log.log(level, "box %s: %s %s (%s)", kept.name, box.state.value, what, box.reason)
+
+
+def _is_ready(status: health.BackendStatus) -> bool:
+    return bool(status.served_models) and status.down_since is None and status.state not in _LOST
+
+
+def _summed(notes: Any) -> Mapping[str, Wants]:
+    total: dict[str, Wants] = {}
+    for one in notes:
+        for name, wants in one.items():
+            total[name] = total.get(name, Wants()) + wants
+    return total

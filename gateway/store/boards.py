@@ -1,0 +1,105 @@
+"""Who owns a box, and what it does: in memory for one process, in Redis or Valkey for several.
+
+The owner's lease is fenced: every change of owner has a higher number than all before, and what an owner
+writes under an old number is not kept. So a process that was away for too long cannot undo what the next
+one does, and a machine that compares the numbers can refuse its commands too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gateway.ports import Board
+from gateway.store.leases import Leases, StoreAway
+from gateway.store.redis import COMMAND_S, owner_name
+
+BOX_TTL_S = 15.0
+"""Life of an ownership that is not renewed: how long a box stands still when its owner crashes."""
+
+
+@dataclass(slots=True)
+class _Shared:
+    owner: str = ""
+    owned_until: float = 0.0
+    fence: int = 0
+    state: str = ""
+    notes: dict[str, tuple[float, str]] = field(default_factory=dict)
+
+
+class MemoryBoard:
+    """`ports.BoxBoard` in memory. Several of one `shared` behave as processes of one store do."""
+
+    def __init__(
+        self,
+        now: Callable[[], float],
+        *,
+        process: str = "",
+        ttl_s: float = BOX_TTL_S,
+        shared: dict[str, _Shared] | None = None,
+    ) -> None:
+        """Read the time from `now`, in seconds."""
+        self._now, self._process, self._ttl_s = now, process, ttl_s
+        self._shared: dict[str, _Shared] = {} if shared is None else shared
+
+    async def sync(self, box_id: str, *, fence: int, state: str, note: str) -> Board:
+        """See `ports.BoxBoard.sync`."""
+        board, now = self._shared.setdefault(box_id, _Shared()), self._now()
+        is_free = not board.owner or board.owned_until <= now
+        if is_free:
+            board.fence += 1
+            board.owner = self._process or "me"
+        is_owner = board.owner == (self._process or "me")
+        if is_owner:
+            board.owned_until = now + self._ttl_s
+            if state and fence == board.fence:
+                board.state = state
+        board.notes[self._process] = (now + self._ttl_s, note)
+        board.notes = {name: held for name, held in board.notes.items() if held[0] > now}
+        others = [text for name, (_, text) in board.notes.items() if name != self._process]
+        return Board(board.fence if is_owner else 0, board.state, others)
+
+    async def leave(self, box_id: str) -> None:
+        """See `ports.BoxBoard.leave`."""
+        board = self._shared.setdefault(box_id, _Shared())
+        if board.owner == (self._process or "me"):
+            board.owner = ""
+        board.notes.pop(self._process, None)
+
+
+class RedisBoard:
+    """`ports.BoxBoard` over Redis. Close it with `aclose`."""
+
+    def __init__(self, leases: Leases) -> None:
+        """Use these scripts; their owner names the process, their life of a lease is that of an ownership."""
+        self._leases = leases
+
+    @classmethod
+    def at(cls, url: str, prefix: str) -> "RedisBoard":
+        """Return a board of this process on the server at `url`."""
+        return cls(
+            Leases(
+                url,
+                prefix=prefix,
+                owner=owner_name(),
+                ttl_s=BOX_TTL_S,
+                command_s=COMMAND_S,
+                connections_max=2,
+            )
+        )
+
+    async def sync(self, box_id: str, *, fence: int, state: str, note: str) -> Board | None:
+        """See `ports.BoxBoard.sync`."""
+        try:
+            return Board(*await self._leases.box(box_id, fence, state, note))
+        except StoreAway:
+            return None
+
+    async def leave(self, box_id: str) -> None:
+        """See `ports.BoxBoard.leave`."""
+        try:
+            await self._leases.leave_box(box_id)
+        except StoreAway:
+            return  # the ownership ends by itself
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        await self._leases.aclose()

@@ -1,0 +1,130 @@
+"""Connections to one Redis: every command bounded in time, sent once, and never in doubt silently.
+
+redis-py's defaults are made for caches: five seconds of patience, and ten silent repetitions, also of
+commands that may have been carried out already. Here a command that fails is the caller's to judge, so
+nothing is repeated, and everything has a limit.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from importlib import resources
+from typing import Any
+
+import anyio
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.client import PubSub
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+READ_S = 2.0
+"""How long one read of a channel lasts before the next: no limit, only a chance to be cancelled."""
+
+_FOLDER = resources.files("gateway.store")
+
+
+class StoreAway(Exception):
+    """Redis did not answer in time, or refused. What it did of the command is not known."""
+
+
+class Connections:
+    """Some connections for commands, and some that listen."""
+
+    def __init__(
+        self, url: str, *, name: str, command_s: float, connections_max: int, decodes: bool = True
+    ) -> None:
+        """Prepare to use the server at `url`; connects when first used.
+
+        Args:
+            url: `redis://`, `rediss://` or `unix://`.
+            name: What the server's list of clients shows.
+            command_s: The longest a command may take, connecting included; and the longest it may wait
+                for its turn before.
+            connections_max: Commands at once, each on a connection of its own.
+            decodes: Whether replies are text; bytes otherwise.
+        """
+        self._command_s = command_s
+        self._turns = asyncio.Semaphore(connections_max)
+        self._failures = 0
+        settings: dict[str, Any] = {
+            "protocol": 2,  # understood by every version and every proxy
+            "retry": Retry(NoBackoff(), 0),
+            "retry_on_timeout": False,
+            "socket_connect_timeout": command_s,
+            "decode_responses": decodes,
+            "encoding_errors": "replace",  # what others wrote must not raise
+            "client_name": name,
+        }
+        if not url.startswith("unix:"):
+            settings["socket_keepalive"] = True
+        self.redis = _client(
+            url, settings, max_connections=connections_max, timeout=command_s, socket_timeout=command_s
+        )
+        self._listener = _client(url, settings, max_connections=2, timeout=command_s, socket_timeout=None)
+
+    def script(self, *names: str) -> Callable[..., Awaitable[Any]]:
+        """Return the script whose text is in these files of this package, one after the other."""
+        texts = [_FOLDER.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in names]
+        return self.redis.register_script("\n".join(texts))
+
+    def channel(self, *, ignores_confirmations: bool = True) -> PubSub:
+        """Return a connection that listens. `bounded` is for what is sent on it, `heard` for what comes."""
+        return self._listener.pubsub(ignore_subscribe_messages=ignores_confirmations)
+
+    async def heard(self, channel: PubSub) -> dict[str, Any] | None:
+        """Return the next message of a channel; now and then None.
+
+        Raises:
+            StoreAway: the connection is lost.
+        """
+        try:
+            message: dict[str, Any] | None = await channel.get_message(timeout=READ_S)
+        except (RedisError, OSError) as error:
+            raise StoreAway(f"{type(error).__name__}: {error}") from error
+        return message
+
+    async def bounded(self, command: Callable[[], Awaitable[Any]]) -> Any:
+        """Run a command to its end or its limit, also when the caller leaves meanwhile.
+
+        Waiting for a turn is not the server's time: a burst of requests must not look like a store that is
+        away. But once a command has failed, those that waited for it do not try one after the other.
+
+        Raises:
+            StoreAway: what became of it is not known.
+        """
+        failures = self._failures
+        try:
+            async with asyncio.timeout(self._command_s):
+                await self._turns.acquire()
+            try:
+                if failures != self._failures:
+                    raise StoreAway("the commands before this one failed")
+                # Cancelled half way, it would leave in doubt what was done. asyncio's timeout cancels once; a
+                # cancel scope cancels every await, also those by which redis-py puts its connection back.
+                with anyio.CancelScope(shield=True):
+                    async with asyncio.timeout(self._command_s):
+                        return await command()
+            finally:
+                self._turns.release()
+        except TimeoutError as error:
+            self._failures += 1
+            raise StoreAway(f"no answer within {self._command_s:g} s") from error
+        except (RedisError, OSError) as error:
+            self._failures += 1
+            raise StoreAway(f"{type(error).__name__}: {error}") from error
+
+    async def close(self, channel: PubSub) -> None:
+        """Close a connection that listens, if that is possible in time."""
+        with suppress(StoreAway):
+            await self.bounded(channel.aclose)
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        for client in (self.redis, self._listener):
+            with suppress(StoreAway):
+                await self.bounded(client.aclose)
+
+
+def _client(url: str, settings: Mapping[str, Any], **more: Any) -> Redis:
+    return Redis.from_pool(BlockingConnectionPool.from_url(url, **settings, **more))

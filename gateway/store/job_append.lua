@@ -1,0 +1,24 @@
+-- ARGV  id, attempt, number, 1 if the answer begins anew with it, data.
+-- Returns 1, also if the chunk is there already; 0 if the attempt does not have the job; -1 if there is a gap.
+
+local id, attempt, number, restarts, data = unpack(ARGV, OWN_ARGUMENTS)
+local job = load(id)
+number = tonumber(number)
+
+if not holds(job, attempt) then
+    return 0
+end
+if number < tonumber(job.chunks) then
+    return 1
+end
+if number > tonumber(job.chunks) then
+    return -1
+end
+redis.call(
+    'XADD', key('chunks', id), '0-' .. string.format('%.0f', number + 1),
+    'attempt', attempt, 'restarts', restarts, 'data', data
+)
+set(job, {chunks = number + 1, bytes = job.bytes + #data})
+charge(job.owner, 0, #data)
+tell(job)
+return 1

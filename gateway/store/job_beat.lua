@@ -1,0 +1,15 @@
+-- ARGV  worker, then any number of: id, attempt. Returns the ids of those that it no longer has.
+
+local worker, lost = ARGV[OWN_ARGUMENTS], {}
+
+for i = OWN_ARGUMENTS + 1, #ARGV, 2 do
+    local job = load(ARGV[i])
+    if holds(job, ARGV[i + 1]) then
+        -- Claiming what one has already, with JUSTID, does nothing but set its time to now.
+        redis.call('XCLAIM', job.stream, GROUP, worker, 0, job.entry, 'JUSTID')
+    else
+        lost[#lost + 1] = ARGV[i]
+    end
+end
+sweep()
+return lost

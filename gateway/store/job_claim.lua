@@ -1,0 +1,84 @@
+-- ARGV  worker, token, failures after which a job is given up, 1 for any lane, then lanes.
+-- Returns the job that was claimed, or nothing. With the token of its last claim: the same job again.
+
+local worker, token, attempts_max, any = unpack(ARGV, OWN_ARGUMENTS, OWN_ARGUMENTS + 3)
+local lanes = any == '1' and redis.call('SMEMBERS', key('lanes')) or {unpack(ARGV, OWN_ARGUMENTS + 4)}
+
+-- What has rested goes again.
+local function wake(lane)
+    for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('resting', lane), '-inf', now, 'LIMIT', 0, SWEPT_MAX)) do
+        redis.call('ZREM', key('resting', lane), id)
+        local job = load(id)
+        if job then
+            set(job, {retry_at = 0})
+            enqueue(job, 'again')
+        end
+    end
+end
+
+-- Returns the id and the lane of the job that is next: by priority, then again before new, then by arrival.
+local function next_id()
+    local first, least, its_lane
+    for _, lane in ipairs(lanes) do
+        local head = redis.call('ZRANGE', key('waiting', lane), 0, 0, 'WITHSCORES')
+        if head[1] and (not least or tonumber(head[2]) < least) then
+            first, least, its_lane = head[1], tonumber(head[2]), lane
+        end
+    end
+    return first, its_lane
+end
+
+-- Has the job's stream hand it out. Returns whether it did.
+local function take(job)
+    local read = redis.pcall('XREADGROUP', 'GROUP', GROUP, worker, 'COUNT', 1, 'STREAMS', job.stream, '>')
+    local entry = read and not read.err and read[1] and read[1][2][1][1]
+    if entry == job.entry then
+        return true
+    end
+    -- Somebody else has written to the stream: the order beside it counts.
+    if entry then
+        drop_entry(job.stream, entry)
+    else
+        redis.pcall('XDEL', job.stream, job.entry)
+        enqueue(job, 'again')
+    end
+    return false
+end
+
+sweep()
+local last_token, last_id = string.match(redis.call('GET', key('claimed', worker)) or '', '^(%S+) (%S+)$')
+if last_token == token then
+    local job = load(last_id)
+    if job and job.status == 'in_progress' and job.worker == worker then
+        return show(last_id)
+    end
+end
+for _, lane in ipairs(lanes) do
+    wake(lane)
+end
+for _ = 1, SWEPT_MAX do
+    local id, lane = next_id()
+    if not id then
+        return false
+    end
+    local job = load(id)
+    local expires_at = redis.call('ZSCORE', key('expiring'), id)
+    if not job then -- deleted by hand
+        redis.call('ZREM', key('waiting', lane), id)
+        redis.call('ZREM', key('ages', lane), id)
+    elseif expires_at and tonumber(expires_at) <= now then
+        expire(job)
+    elseif tonumber(job.failures) >= tonumber(attempts_max) then
+        end_job(job, 'failed', 'job_poisoned', 'The job was given up: ' .. job.failures .. ' attempts at it failed.')
+    elseif take(job) then
+        for _, name in ipairs({'waiting', 'ages'}) do
+            redis.call('ZREM', key(name, job.lane), id)
+        end
+        redis.call('HINCRBY', key('running'), job.lane, 1)
+        set(job, {status = 'in_progress', attempt = job.attempt + 1, started = now, worker = worker})
+        redis.call('SET', key('claimed', worker), token .. ' ' .. id, 'PX', 2 * LOST)
+        tell(job)
+        return show(id)
+    end
+end
+return false

@@ -1,0 +1,11 @@
+-- ARGV  id, attempt, status, then code and message of an error. Returns whether the attempt has ended the job.
+
+local id, attempt, status, code, message = unpack(ARGV, OWN_ARGUMENTS)
+local job = load(id)
+
+if holds(job, attempt) then
+    end_job(job, status, code, message)
+    return 1
+end
+-- It has ended so already: the reply to that was lost.
+return job and job.attempt == attempt and job.status == status and job.error_code == code and 1 or 0

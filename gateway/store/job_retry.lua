@@ -1,0 +1,17 @@
+-- ARGV  id. Queues a job that failed or was cancelled as if it were new; attempts are counted on, so that its
+-- former workers stay out. It expires no more. Returns the job, or nothing.
+
+local job = load(ARGV[OWN_ARGUMENTS])
+
+if job and (job.status == 'failed' or job.status == 'cancelled') then
+    local name = key('job', job.id)
+    redis.call('ZREM', key('ended'), ended_as(job))
+    redis.call('PERSIST', name)
+    redis.call('DEL', key('chunks', job.id))
+    local bytes = redis.call('HSTRLEN', name, 'body') + redis.call('HSTRLEN', name, 'facts')
+    charge(job.owner, 1, bytes - job.bytes)
+    redis.call('HDEL', name, 'expires', 'started', 'ended', 'worker', 'returned', 'error_code', 'error_message')
+    set(job, {bytes = bytes, chunks = 0, failures = 0})
+    queue(job, 'new', 0)
+end
+return show(ARGV[OWN_ARGUMENTS])

@@ -1,0 +1,49 @@
+-- ARGV  id, owner, lane, priority, body, facts, keep in ms, ms until it expires or '', batch, the most jobs and
+--       bytes of the owner, then digest of the idempotency key or '', fingerprint, how long it is kept in ms.
+-- Returns the job, briefly: this one, or the one accepted before it; or why it is refused.
+
+local id, owner, lane, priority, body, facts, keep, expires, batch = unpack(ARGV, OWN_ARGUMENTS, OWN_ARGUMENTS + 8)
+local jobs_max, bytes_max, digest, fingerprint, promise_ms = unpack(ARGV, OWN_ARGUMENTS + 9)
+
+sweep()
+local before = show(id, true)
+if before then
+    return before
+end
+if digest ~= '' then
+    local promise = redis.call('GET', key('submitted', digest))
+    local seen, first = string.match(promise or '', '^(%S+) (%S+)$')
+    if seen and seen ~= fingerprint then
+        return 'idempotency_mismatch'
+    end
+    before = first and show(first, true)
+    if before then
+        return before
+    end
+end
+local bytes = #body + #facts
+local has = redis.call('HMGET', key('quota', owner), 'jobs', 'bytes')
+if tonumber(has[1] or 0) + 1 > tonumber(jobs_max) then
+    return 'too_many_jobs'
+end
+if tonumber(has[2] or 0) + bytes > tonumber(bytes_max) then
+    return 'too_many_bytes'
+end
+charge(owner, 1, bytes)
+if digest ~= '' then
+    redis.call('SET', key('submitted', digest), fingerprint .. ' ' .. id, 'PX', promise_ms)
+end
+local job = {id = id}
+set(job, {
+    owner = owner, lane = lane, priority = priority, body = body, facts = facts, keep = keep, batch = batch,
+    attempt = 0, failures = 0, chunks = 0, bytes = bytes, created = now
+})
+if expires ~= '' then
+    set(job, {expires = expires})
+    redis.call('ZADD', key('expiring'), now + expires, id)
+end
+local arrival = redis.call('INCR', key('arrivals'))
+redis.call('ZADD', key('jobs'), arrival, id)
+redis.call('ZADD', key('jobs', owner), arrival, id)
+queue(job, 'new', 0)
+return show(id, true)

@@ -1,0 +1,295 @@
+-- What the job scripts share; it is put before each of them, behind webhooks.lua.
+-- Redis 6.2 commands only.
+--
+-- KEYS  1  tag: what every key starts with, so that all are in one slot; the rest of a name is made here
+-- ARGV  1  lost: ms after which a claim that was not heard of is lost; then the script's own
+--
+-- job:<id>           HASH    the job
+-- chunks:<id>        STREAM  its answer: chunk n is entry 0-(n+1)
+-- new:<p>:<lane>     STREAM  jobs of a priority in the order in which they came
+-- again:<p>:<lane>   STREAM  those that were claimed before; they go first
+-- waiting:<lane>     ZSET    what the lane's streams have not handed out, in the order in which they will
+-- resting:<lane>     ZSET    jobs that are queued and in no stream, by the time at which they get into one
+-- ages:<lane>        ZSET    jobs that are queued, by the time at which they were accepted
+-- ends:<lane>        HASH    time -> how many jobs that workers had ended then
+-- lanes              SET     lanes with a job that is not final
+-- running            HASH    lane -> how many jobs workers have
+-- expiring           ZSET    jobs that are not final, by the time at which they expire
+-- ended              ZSET    "id bytes owner" of jobs that are final, by the time at which they are forgotten
+-- jobs, jobs:<owner> ZSET    jobs in the order in which they were accepted
+-- quota:<owner>      HASH    jobs that are not final, and bytes
+-- arrivals           STRING  counts what gets into a stream, or is accepted
+-- clock              HASH    when the store was last asked, since when without a break, and when it was swept
+-- claimed:<worker>   STRING  "token id" of its last claim
+-- submitted:<digest> STRING  "fingerprint id" of the job accepted under an idempotency key
+--
+-- Of each stream the group `workers` has a pending entry exactly for every job that is in progress. An entry
+-- is deleted once its job leaves the stream.
+
+local TAG, LOST, OWN_ARGUMENTS = KEYS[1], tonumber(ARGV[1]), 2
+local GROUP, BY_SWEEP = 'workers', '(sweep)'
+local PRIORITIES = {'high', 'normal', 'batch'}
+local RANK = {high = 0, normal = 1, batch = 2}
+local SPAN = 2 ^ 50 -- orders of one priority; the first half is for those that go again
+local SWEEP_MS = math.min(1000, LOST / 5)
+local SWEPT_MAX = 200 -- at once, of each kind; the rest follows in the next sweep
+local BUCKET_MS, LATELY_MS = 10000, 300000 -- of the ends that are counted
+
+local STATE = {
+    'status', 'lane', 'priority', 'owner', 'attempt', 'failures', 'bytes', 'created', 'keep', 'stream',
+    'entry', 'chunks', 'worker', 'returned', 'error_code', 'batch'
+}
+local SHOWN = {
+    'owner', 'lane', 'priority', 'keep', 'expires', 'batch', 'status', 'attempt', 'failures', 'created',
+    'started', 'ended', 'retry_at', 'chunks', 'worker', 'error_code', 'error_message', 'body', 'facts'
+}
+
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local function key(...)
+    return TAG .. ':' .. table.concat({...}, ':')
+end
+
+local function load(id)
+    local values = redis.call('HMGET', key('job', id), unpack(STATE))
+    if not values[1] then
+        return nil
+    end
+    local job = {id = id}
+    for i, name in ipairs(STATE) do
+        job[name] = values[i] or nil
+    end
+    return job
+end
+
+local function set(job, values)
+    local flat = {}
+    for name, value in pairs(values) do
+        job[name] = value
+        flat[#flat + 1], flat[#flat + 2] = name, value
+    end
+    redis.call('HSET', key('job', job.id), unpack(flat))
+end
+
+local function is_final(job)
+    return job.status ~= 'queued' and job.status ~= 'in_progress'
+end
+
+-- Whether an attempt has the job.
+local function holds(job, attempt)
+    return job and job.status == 'in_progress' and job.attempt == attempt
+end
+
+-- Returns a queued job's place in its lane, from 1; of one that rests, the place that it would get now.
+local function position(id, lane, priority)
+    local rank = redis.call('ZRANK', key('waiting', lane), id)
+    if rank then
+        return rank + 1
+    end
+    local from = RANK[priority] * SPAN + SPAN / 2 -- it will go again: before all that are new
+    return redis.call('ZCOUNT', key('waiting', lane), '-inf', '(' .. string.format('%.0f', from)) + 1
+end
+
+-- Returns id, position and the fields that are shown; of a brief one without body and facts.
+local function show(id, is_brief)
+    local values = redis.call('HMGET', key('job', id), unpack(SHOWN, 1, is_brief and #SHOWN - 2 or #SHOWN))
+    if not values[7] then
+        return false
+    end
+    local place = values[7] == 'queued' and position(id, values[2], values[3])
+    return {id, place, unpack(values)}
+end
+
+local function tell(job)
+    redis.call('PUBLISH', key('changed', job.id), '')
+end
+
+-- Tells the worker that has the job that it has it no longer.
+local function stop(job)
+    redis.call('PUBLISH', key('work'), job.attempt .. ' ' .. job.id)
+end
+
+local function charge(owner, jobs, bytes)
+    local quota = key('quota', owner)
+    jobs = redis.call('HINCRBY', quota, 'jobs', jobs)
+    bytes = redis.call('HINCRBY', quota, 'bytes', bytes)
+    if jobs <= 0 and bytes <= 0 then
+        redis.call('DEL', quota)
+    end
+end
+
+-- ------------------------------------------------------------------ into a stream and out of it
+
+local function enqueue(job, kind)
+    local stream = key(kind, job.priority, job.lane)
+    if redis.call('EXISTS', stream) == 0 then
+        redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
+    end
+    local order = RANK[job.priority] * SPAN + redis.call('INCR', key('arrivals'))
+    if kind == 'new' then
+        order = order + SPAN / 2
+    end
+    redis.call('ZADD', key('waiting', job.lane), order, job.id)
+    set(job, {stream = stream, entry = redis.call('XADD', stream, '*', 'job', job.id)})
+    redis.call('PUBLISH', key('work'), '')
+end
+
+local function queue(job, kind, retry_at)
+    redis.call('SADD', key('lanes'), job.lane)
+    redis.call('ZADD', key('ages', job.lane), job.created, job.id)
+    if retry_at > now then
+        set(job, {status = 'queued', retry_at = retry_at, stream = '', entry = ''})
+        redis.call('ZADD', key('resting', job.lane), retry_at, job.id)
+    else
+        set(job, {status = 'queued', retry_at = 0})
+        enqueue(job, kind)
+    end
+    tell(job)
+end
+
+local function drop_entry(stream, entry)
+    redis.call('XACK', stream, GROUP, entry)
+    redis.call('XDEL', stream, entry)
+end
+
+-- Takes a job out of where it waits, or from its worker.
+local function leave(job)
+    if job.entry and job.entry ~= '' then
+        drop_entry(job.stream, job.entry)
+    end
+    if job.status == 'queued' then
+        for _, name in ipairs({'waiting', 'resting', 'ages'}) do
+            redis.call('ZREM', key(name, job.lane), job.id)
+        end
+    else
+        redis.call('HINCRBY', key('running'), job.lane, -1)
+    end
+end
+
+local function close_if_empty(lane)
+    local running = tonumber(redis.call('HGET', key('running'), lane) or 0)
+    if running > 0 or redis.call('EXISTS', key('ages', lane)) == 1 then
+        return
+    end
+    redis.call('SREM', key('lanes'), lane)
+    redis.call('HDEL', key('running'), lane)
+    for _, priority in ipairs(PRIORITIES) do
+        redis.call('DEL', key('new', priority, lane), key('again', priority, lane))
+    end
+end
+
+-- ------------------------------------------------------------------ ends
+
+local function count_end(lane)
+    local ends = key('ends', lane)
+    local bucket = math.floor(now / BUCKET_MS)
+    if redis.call('HINCRBY', ends, string.format('%.0f', bucket), 1) == 1 then
+        for _, old in ipairs(redis.call('HKEYS', ends)) do
+            if tonumber(old) * BUCKET_MS < now - LATELY_MS then
+                redis.call('HDEL', ends, old)
+            end
+        end
+        redis.call('PEXPIRE', ends, LATELY_MS)
+    end
+end
+
+local function ended_as(job)
+    return job.id .. ' ' .. job.bytes .. ' ' .. job.owner
+end
+
+-- Makes a job final. The one place where this happens.
+local function end_job(job, status, code, message)
+    leave(job)
+    if job.status == 'in_progress' then
+        count_end(job.lane)
+    end
+    set(job, {status = status, ended = now, retry_at = 0, stream = '', entry = ''})
+    if code then
+        set(job, {error_code = code, error_message = message})
+    end
+    local gone_at = now + job.keep
+    redis.call('ZREM', key('expiring'), job.id)
+    redis.call('ZADD', key('ended'), gone_at, ended_as(job))
+    redis.call('PEXPIREAT', key('job', job.id), gone_at)
+    redis.call('PEXPIREAT', key('chunks', job.id), gone_at)
+    charge(job.owner, -1, 0)
+    close_if_empty(job.lane)
+    tell(job)
+    if job.batch == '' then -- a batch is told of as a whole
+        announce(TAG, 'response.' .. status, job.id, job.owner)
+    end
+end
+
+local function expire(job)
+    end_job(job, 'failed', 'job_expired', 'The job had not ended when its time was over.')
+end
+
+local function forget(id, bytes, owner)
+    redis.call('DEL', key('job', id), key('chunks', id))
+    redis.call('ZREM', key('jobs'), id)
+    redis.call('ZREM', key('jobs', owner), id)
+    charge(owner, 0, -bytes)
+end
+
+-- ------------------------------------------------------------------ the sweep
+
+local function take_over(stream)
+    -- Redis 6.2 returns two elements, later ones three; with JUSTID the second has ids in both.
+    local lost = redis.call('XAUTOCLAIM', stream, GROUP, BY_SWEEP, LOST, '0-0', 'COUNT', SWEPT_MAX, 'JUSTID')
+    for _, entry in ipairs(lost[2]) do
+        local read = redis.call('XRANGE', stream, entry, entry)
+        local job = read[1] and load(read[1][2][2])
+        if job and job.status == 'in_progress' and job.stream == stream and job.entry == entry then
+            leave(job)
+            stop(job)
+            set(job, {failures = job.failures + 1})
+            queue(job, 'again', 0)
+        else
+            drop_entry(stream, entry)
+        end
+    end
+    for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', stream, GROUP)) do
+        if consumer[4] == 0 then -- it comes back with its next claim
+            redis.call('XGROUP', 'DELCONSUMER', stream, GROUP, consumer[2])
+        end
+    end
+end
+
+-- Does what time has made due. Whoever comes does it, at most once in SWEEP_MS.
+local function sweep()
+    local clock = redis.call('HMGET', key('clock'), 'heard', 'since', 'swept')
+    local heard, since, swept = tonumber(clock[1] or 0), tonumber(clock[2] or 0), tonumber(clock[3] or 0)
+    if now - heard > LOST / 2 then
+        since = now -- the store was away, or everybody else: nobody could be heard of
+    end
+    local is_due = now - swept >= SWEEP_MS or now < swept
+    redis.call('HSET', key('clock'), 'heard', now, 'since', since, 'swept', is_due and now or swept)
+    if not is_due then
+        return
+    end
+    for _, ended in ipairs(redis.call('ZRANGEBYSCORE', key('ended'), '-inf', now, 'LIMIT', 0, SWEPT_MAX)) do
+        forget(string.match(ended, '^(%S+) (%d+) (.*)$'))
+        redis.call('ZREM', key('ended'), ended)
+    end
+    for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('expiring'), '-inf', now, 'LIMIT', 0, SWEPT_MAX)) do
+        local job = load(id)
+        if job then
+            stop(job)
+            expire(job)
+        end
+        redis.call('ZREM', key('expiring'), id)
+    end
+    if now - since >= LOST then
+        for _, lane in ipairs(redis.call('HKEYS', key('running'))) do
+            for _, priority in ipairs(PRIORITIES) do
+                for _, kind in ipairs({'again', 'new'}) do
+                    local stream = key(kind, priority, lane)
+                    if redis.call('EXISTS', stream) == 1 then
+                        take_over(stream)
+                    end
+                end
+            end
+        end
+    end
+end

@@ -1,0 +1,463 @@
+"""Jobs in Redis or Valkey: streams with a consumer group hand them out, scripts keep everything else true.
+
+Each method that changes something is one script, so no state is ever seen half changed, and a process that
+dies between two methods leaves nothing half done. Time is the server's alone. Nothing is repeated silently,
+and everything may be repeated: a caller that got StoreUnavailable does not know whether it was done, and asks
+again.
+"""
+
+import hashlib
+import logging
+import secrets
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import anyio
+from redis.asyncio.client import PubSub
+from redis.exceptions import NoPermissionError
+
+from gateway.core.errors import StoreUnavailable
+from gateway.core.jobs import (
+    Chunk,
+    Idempotency,
+    Job,
+    JobError,
+    JobPriority,
+    JobStatus,
+    Lane,
+    NewJob,
+    Quota,
+    Refusal,
+)
+from gateway.store.connections import Connections, StoreAway
+
+log = logging.getLogger("gateway.store")
+
+LOST_S = 10.0
+"""A worker that was not heard of for so long has lost its jobs: about three of its beats."""
+
+COMMAND_S = 2.0
+"""The longest a command may take, and the longest it may wait for its turn: a body may be megabytes long."""
+
+POLL_S = 5.0
+"""Time between two looks at a job that somebody waits for, should a message about it be lost."""
+
+AGAIN_S = 1.0
+"""Time between two tries to listen while the store is away."""
+
+RETRY_AFTER_S = 5.0
+"""When callers are asked to come back."""
+
+PROMISE_S = 86_400.0
+"""How long an idempotency key is remembered."""
+
+STOPS_MAX = 1000
+"""Claims that have ended by another hand and that nobody has asked for yet."""
+
+_SCRIPTS = (
+    *("submit", "get", "cancel", "delete", "retry", "find", "lanes"),
+    *("claim", "beat", "append", "finish", "give_back"),
+)
+_SHOWN = (  # as in jobs.lua
+    *("owner", "lane", "priority", "keep", "expires", "batch", "status", "attempt", "failures", "created"),
+    *("started", "ended", "retry_at", "chunks", "worker", "error_code", "error_message", "body", "facts"),
+)
+
+
+@dataclass(slots=True)
+class _Waiters:
+    """Those who wait for one job."""
+
+    count: int = 0
+    heard: anyio.Event = field(default_factory=anyio.Event)
+
+    def wake(self) -> None:
+        self.heard.set()
+        self.heard = anyio.Event()
+
+
+class RedisJobs:
+    """`ports.JobStore` over Redis. `run` has to run for what is said of jobs to be heard at once."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        prefix: str = "gw",
+        lost_s: float = LOST_S,
+        command_s: float = COMMAND_S,
+        connections_max: int = 16,
+    ) -> None:
+        """Prepare to keep jobs in the Redis at `url`; connects when first used.
+
+        Args:
+            url: `redis://`, `rediss://` or `unix://`.
+            prefix: What keys and channels start with. Gateways share the jobs of one prefix.
+            lost_s: After so long without a sign of life a worker has lost its jobs.
+            command_s: The longest a command may take, and the longest it may wait for its turn.
+            connections_max: Connections at once, beside the one that listens.
+        """
+        self._tag = f"{{{prefix}:jobs}}"
+        self._lost_ms = max(1, round(lost_s * 1000))
+        self._connections = Connections(
+            url,
+            name="gateway-jobs",
+            command_s=command_s,
+            connections_max=connections_max,
+            decodes=False,
+        )
+        self._scripts = {
+            name: self._connections.script("webhooks", "jobs", f"job_{name}") for name in _SCRIPTS
+        }
+        self._is_away = False
+        self._tokens: dict[str, str] = {}  # of claims whose reply was lost, by worker
+        self._waiters: dict[str, _Waiters] = {}
+        self._wanted = anyio.Event()  # set when the jobs that are waited for are others
+        self._work = _Waiters()
+        self._work_heard = 0  # messages about work; and how many of them were answered by a look
+        self._work_seen = 0
+        self._stops: deque[tuple[str, int]] = deque(maxlen=STOPS_MAX)
+
+    # ------------------------------------------------------------ callers
+
+    async def submit(
+        self, job: NewJob, quota: Quota, idempotency: Idempotency | None = None
+    ) -> Job | Refusal:
+        """See `ports.JobStore.submit`."""
+        digest, fingerprint = "", ""
+        if idempotency is not None:
+            digest = _digest(_owner(job.key), idempotency.route, idempotency.key)
+            fingerprint = _digest(idempotency.fingerprint)
+        reply = await self._run(
+            "submit",
+            job.id,
+            _owner(job.key),
+            job.lane,
+            job.priority,
+            job.body,
+            job.facts,
+            _ms(job.keep_s),
+            "" if job.expires_s is None else _ms(job.expires_s),
+            job.batch,
+            quota.queued_max,
+            quota.bytes_max,
+            digest,
+            fingerprint,
+            _ms(PROMISE_S),
+        )
+        if isinstance(reply, bytes):
+            return Refusal(reply.decode())
+        accepted = _job(reply)
+        if accepted.id == job.id:
+            return replace(accepted, new=job)
+        return await self.get(accepted.id) or accepted
+
+    async def get(self, job_id: str) -> Job | None:
+        """See `ports.JobStore.get`."""
+        return _job_or_none(await self._run("get", job_id))
+
+    async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
+        """See `ports.JobStore.chunks`."""
+        redis = self._connections.redis
+        entries = await self._ask(
+            lambda: redis.xrange(self._key("chunks", job_id), min=f"0-{start + 1}", count=limit)
+        )
+        return [_chunk(entry, values) for entry, values in entries]
+
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> None:
+        """See `ports.JobStore.changed`."""
+        with anyio.move_on_after(wait_s), self._waiting_for(job_id) as waiters:
+            while True:
+                heard = waiters.heard  # what is said during the look is heard too
+                now_status, now_chunks = await self._glance(job_id)
+                status = status or now_status
+                if now_chunks > chunks or now_status is not status or status is None or status.is_final:
+                    return
+                with anyio.move_on_after(POLL_S):
+                    await heard.wait()
+
+    async def cancel(self, job_id: str) -> Job | None:
+        """See `ports.JobStore.cancel`."""
+        return _job_or_none(await self._run("cancel", job_id))
+
+    async def delete(self, job_id: str) -> bool:
+        """See `ports.JobStore.delete`."""
+        return bool(await self._run("delete", job_id))
+
+    async def retry(self, job_id: str) -> Job | None:
+        """See `ports.JobStore.retry`."""
+        return _job_or_none(await self._run("retry", job_id))
+
+    async def find(
+        self, *, key: str | None = None, status: JobStatus | None = None, limit: int = 100
+    ) -> Sequence[Job]:
+        """See `ports.JobStore.find`."""
+        index = "jobs" if key is None else f"jobs:{_owner(key)}"
+        found: list[Job] = []
+        before = "+inf"
+        while before and len(found) < limit:  # a page at a time: no script may hold up the store
+            reply = await self._run("find", index, before, status or "", limit - len(found))
+            before = reply[0].decode()
+            found += map(_job, reply[1:])
+        return found
+
+    async def lanes(self) -> Sequence[Lane]:
+        """See `ports.JobStore.lanes`."""
+        return [_lane(values) for values in await self._run("lanes")]
+
+    # ------------------------------------------------------------ workers
+
+    async def claim(self, worker: str, lanes: Collection[str] | None, attempts_max: int) -> Job | None:
+        """See `ports.JobStore.claim`. One whose reply was lost is the next one's answer."""
+        heard = self._work_heard
+        token = self._tokens.setdefault(worker, secrets.token_hex(8))
+        reply = await self._run(
+            "claim", worker, token, attempts_max, int(lanes is None), *(() if lanes is None else lanes)
+        )
+        self._tokens.pop(worker, None)
+        job = _job_or_none(reply)
+        if job is None:
+            self._work_seen = max(self._work_seen, heard)
+        return job
+
+    async def beat(self, worker: str, claims: Collection[tuple[str, int]]) -> Collection[str]:
+        """See `ports.JobStore.beat`."""
+        flat = [word for claim in claims for word in claim]
+        return [job_id.decode() for job_id in await self._run("beat", worker, *flat)]
+
+    async def append(self, job_id: str, attempt: int, chunk: Chunk) -> bool:
+        """See `ports.JobStore.append`.
+
+        Raises:
+            ValueError: a chunk is missing before it.
+        """
+        outcome = await self._run("append", job_id, attempt, chunk.number, int(chunk.restarts), chunk.data)
+        if outcome < 0:
+            raise ValueError(f"a chunk is missing before number {chunk.number} of {job_id}")
+        return bool(outcome)
+
+    async def finish(
+        self, job_id: str, attempt: int, status: JobStatus, error: JobError | None = None
+    ) -> bool:
+        """See `ports.JobStore.finish`."""
+        words = () if error is None else (error.code, error.message)
+        return bool(await self._run("finish", job_id, attempt, status, *words))
+
+    async def give_back(
+        self, job_id: str, attempt: int, *, after_s: float = 0.0, failed: bool = False
+    ) -> bool:
+        """See `ports.JobStore.give_back`."""
+        return bool(await self._run("give_back", job_id, attempt, max(0, round(after_s * 1000)), int(failed)))
+
+    async def waiting(self, wait_s: float) -> Collection[tuple[str, int]]:
+        """See `ports.JobStore.waiting`."""
+        with anyio.move_on_after(wait_s):
+            while self._work_seen == self._work_heard:
+                await self._work.heard.wait()
+        self._work_seen = self._work_heard
+        stops = list(self._stops)
+        self._stops.clear()
+        return stops
+
+    # ------------------------------------------------------------ what is said
+
+    async def run(self) -> None:
+        """Hear what is said of jobs, until cancelled. Warns once of a server that may forget jobs."""
+        is_checked = False
+        while True:
+            try:
+                if not is_checked:
+                    await self._check()
+                    is_checked = True
+                await self._listen()
+            except* StoreAway:
+                pass  # those who wait look by themselves meanwhile
+            self._wake_all()
+            await anyio.sleep(AGAIN_S)
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        await self._connections.aclose()
+
+    async def _check(self) -> None:
+        try:
+            info = await self._connections.bounded(lambda: self._connections.redis.info())
+        except StoreAway as error:
+            if isinstance(error.__cause__, NoPermissionError):
+                return  # some ACLs keep it from everybody
+            raise
+        if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
+            log.warning("the store forgets jobs when it is full: its maxmemory-policy is %s", policy)
+        if not info.get("aof_enabled", 1):
+            log.warning("the store forgets jobs when it is restarted: its appendonly is off")
+
+    async def _listen(self) -> None:
+        channel = self._connections.channel(ignores_confirmations=False)
+        try:
+            await self._connections.bounded(lambda: channel.subscribe(self._key("work")))
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._follow, channel)
+                while True:
+                    if (message := await self._connections.heard(channel)) is not None:
+                        self._hear(message)
+        finally:
+            await self._connections.close(channel)
+
+    async def _follow(self, channel: PubSub) -> None:
+        """Subscribe to what is said of the jobs that are waited for, and of no others."""
+        followed: set[str] = set()
+        while True:
+            self._wanted = anyio.Event()
+            wanted = set(self._waiters)
+            if new := [self._key("changed", job_id) for job_id in wanted - followed]:
+                await self._connections.bounded(lambda: channel.subscribe(*new))
+            if old := [self._key("changed", job_id) for job_id in followed - wanted]:
+                await self._connections.bounded(lambda: channel.unsubscribe(*old))
+            followed = wanted
+            await self._wanted.wait()
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        """Wake those whom a message concerns; also one that says that from now on all is heard."""
+        if message["type"] not in ("message", "subscribe"):
+            return
+        name = message["channel"].decode()
+        if name != self._key("work"):
+            waiters = self._waiters.get(name.removeprefix(self._key("changed", "")))
+            if waiters is not None:
+                waiters.wake()
+            return
+        if message["type"] == "message" and message["data"]:
+            attempt, job_id = message["data"].decode().split(" ", 1)
+            self._stops.append((job_id, int(attempt)))
+        self._work_heard += 1
+        self._work.wake()
+
+    def _wake_all(self) -> None:
+        for waiters in self._waiters.values():
+            waiters.wake()
+        self._work_heard += 1
+        self._work.wake()
+
+    @contextmanager
+    def _waiting_for(self, job_id: str) -> Iterator[_Waiters]:
+        waiters = self._waiters.get(job_id)
+        if waiters is None:
+            waiters = self._waiters[job_id] = _Waiters()
+            self._wanted.set()
+        waiters.count += 1
+        try:
+            yield waiters
+        finally:
+            waiters.count -= 1
+            if waiters.count == 0:
+                del self._waiters[job_id]
+                self._wanted.set()
+
+    async def _glance(self, job_id: str) -> tuple[JobStatus | None, int]:
+        """Return a job's status and number of chunks; no status where there is no such job."""
+        redis = self._connections.redis
+        status, chunks = await self._ask(lambda: redis.hmget(self._key("job", job_id), ["status", "chunks"]))
+        return (None, 0) if status is None else (JobStatus(status.decode()), int(chunks))
+
+    # ------------------------------------------------------------ asking
+
+    def _key(self, *names: str) -> str:
+        return ":".join((self._tag, *names))
+
+    async def _run(self, name: str, *arguments: str | bytes | int) -> Any:
+        script = self._scripts[name]
+        return await self._ask(lambda: script(keys=[self._tag], args=[self._lost_ms, *arguments]))
+
+    async def _ask(self, command: Callable[[], Awaitable[Any]]) -> Any:
+        try:
+            reply = await self._connections.bounded(command)
+        except StoreAway as error:
+            if not self._is_away:
+                log.error("the store of jobs is away: %s", error)
+            self._is_away = True
+            message = "The store of jobs does not answer. Please retry."
+            raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
+        if self._is_away:
+            log.warning("the store of jobs is back")
+        self._is_away = False
+        return reply
+
+
+# ------------------------------------------------------------------ words
+
+
+def _owner(key: str | None) -> str:
+    """Return what stands for an API key; for none, what no key can be."""
+    return "-" if key is None else f"={key}"
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _digest(*words: str) -> str:
+    parts = (f"{len(word)}:{word}" for word in words)  # so that no two lists of words are one text
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
+def _job_or_none(reply: Sequence[Any] | None) -> Job | None:
+    return None if reply is None else _job(reply)
+
+
+def _job(reply: Sequence[Any]) -> Job:
+    """Return a job as `show` in jobs.lua returns it."""
+    job_id, position, *values = reply
+    given = dict(zip(_SHOWN, values, strict=False))  # a brief one has no body and facts
+
+    def text(name: str) -> str:
+        return (given[name] or b"").decode()
+
+    owner, code = text("owner"), text("error_code")
+    new = NewJob(
+        id=job_id.decode(),
+        key=None if owner == "-" else owner[1:],
+        lane=text("lane"),
+        body=given.get("body", b""),
+        facts=given.get("facts", b""),
+        priority=JobPriority(text("priority")),
+        keep_s=int(text("keep")) / 1000,
+        expires_s=_seconds(text("expires")),
+        batch=text("batch"),
+    )
+    return Job(
+        new=new,
+        status=JobStatus(text("status")),
+        attempt=int(text("attempt")),
+        failures=int(text("failures")),
+        created_at=int(text("created")) / 1000,
+        started_at=_seconds(text("started")),
+        ended_at=_seconds(text("ended")),
+        retry_at=int(text("retry_at")) / 1000,
+        position=position,
+        chunks=int(text("chunks")),
+        worker=text("worker"),
+        error=JobError(code, text("error_message")) if code else None,
+    )
+
+
+def _seconds(ms: str) -> float | None:
+    return int(ms) / 1000 if ms else None
+
+
+def _chunk(entry: bytes, values: dict[bytes, bytes]) -> Chunk:
+    number = int(entry.split(b"-")[1]) - 1
+    return Chunk(number, int(values[b"attempt"]), values[b"data"], values[b"restarts"] == b"1")
+
+
+def _lane(values: Iterable[Any]) -> Lane:
+    name, queued, in_progress, oldest, ended, lately_ms = values
+    return Lane(
+        name=name.decode(),
+        queued=queued,
+        in_progress=in_progress,
+        oldest_at=None if oldest is None else int(oldest) / 1000,
+        drain_per_s=ended * 1000 / lately_ms if ended else None,
+    )

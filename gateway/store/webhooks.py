@@ -1,0 +1,109 @@
+"""`ports.WebhookStore` over Redis: what is to be delivered survives whoever was to deliver it.
+
+What ends a job says so in the same script (`announce` in webhooks.lua), so an event exists exactly where
+its job has ended. Handing it on to the endpoints, claiming a delivery and settling it are one script each.
+A claim that is not settled is over after `CLAIM_S`, and the delivery is due again.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gateway.core.errors import StoreUnavailable
+from gateway.core.webhooks import Delivery, WebhookEndpoint, WebhookEvent
+from gateway.store.connections import Connections, StoreAway
+
+COMMAND_S = 2.0
+"""The longest a command may take. Nobody waits for one."""
+
+CLAIM_S = 60.0
+"""How long an attempt may keep a delivery from the others: three times what one takes at most."""
+
+PENDING_MAX = 100_000
+"""Deliveries that may wait for one endpoint."""
+
+CONNECTIONS_MAX = 4
+_SCRIPTS = ("announce", "events", "hand_on", "claim", "settle", "pending")
+
+
+class RedisWebhooks:
+    """`ports.WebhookStore` over Redis. Close it with `aclose`."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        prefix: str = "gw",
+        command_s: float = COMMAND_S,
+        claim_s: float = CLAIM_S,
+        pending_max: int = PENDING_MAX,
+    ) -> None:
+        """Prepare to keep deliveries in the Redis at `url`; connects when first used.
+
+        Args:
+            url: `redis://`, `rediss://` or `unix://`.
+            prefix: What keys start with.
+            command_s: The longest a command may take.
+            claim_s: How long an attempt keeps a delivery from the others.
+            pending_max: Deliveries that may wait for one endpoint.
+        """
+        self._tag = f"{{{prefix}:jobs}}"
+        self._claim_ms, self._pending_max = round(claim_s * 1000), pending_max
+        self._connections = Connections(
+            url, name="gateway-webhooks", command_s=command_s, connections_max=CONNECTIONS_MAX
+        )
+        self._scripts = {name: self._connections.script("webhooks", f"webhook_{name}") for name in _SCRIPTS}
+
+    async def announce(self, kind: str, subject: str, key: str | None) -> None:
+        """See `ports.WebhookStore.announce`."""
+        await self._run("announce", kind, subject, "-" if key is None else f"={key}")
+
+    async def events(self, limit: int) -> Sequence[WebhookEvent]:
+        """See `ports.WebhookStore.events`."""
+        return [_event(entry, fields) for entry, fields in await self._run("events", limit)]
+
+    async def hand_on(
+        self, event: WebhookEvent, endpoints: Iterable[WebhookEndpoint]
+    ) -> Sequence[WebhookEndpoint]:
+        """See `ports.WebhookStore.hand_on`."""
+        named = {endpoint.name: endpoint for endpoint in endpoints}
+        dropped = await self._run("hand_on", event.entry, event.id, event.body, self._pending_max, *named)
+        return [named[name] for name in dropped]
+
+    async def claim(self, room: Mapping[str, int]) -> Sequence[Delivery]:
+        """See `ports.WebhookStore.claim`."""
+        pairs = [value for name, most in room.items() for value in (name, most)]
+        return [
+            Delivery(id_, endpoint, claim, failures, body.encode())
+            for endpoint, id_, claim, failures, body in await self._run("claim", self._claim_ms, *pairs)
+        ]
+
+    async def end(self, delivery: Delivery) -> None:
+        """See `ports.WebhookStore.end`."""
+        await self._run("settle", delivery.endpoint, delivery.id, delivery.claim)
+
+    async def again(self, delivery: Delivery, wait_s: float) -> None:
+        """See `ports.WebhookStore.again`."""
+        again = (delivery.failures + 1, round(wait_s * 1000))
+        await self._run("settle", delivery.endpoint, delivery.id, delivery.claim, *again)
+
+    async def pending(self, endpoints: Sequence[str]) -> Mapping[str, int]:
+        """See `ports.WebhookStore.pending`."""
+        return dict(zip(endpoints, await self._run("pending", *endpoints), strict=True))
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        await self._connections.aclose()
+
+    async def _run(self, name: str, *arguments: str | int | bytes) -> Any:
+        script = self._scripts[name]
+        try:
+            return await self._connections.bounded(lambda: script(keys=[self._tag], args=arguments))
+        except StoreAway as error:
+            raise StoreUnavailable(str(error)) from error
+
+
+def _event(entry: str, fields: Sequence[str]) -> WebhookEvent:
+    values = dict(zip(fields[::2], fields[1::2], strict=True))
+    key = None if values["owner"] == "-" else values["owner"][1:]
+    at_ms = int(entry.partition("-")[0])
+    return WebhookEvent(entry, values["type"], values["subject"], key, at_ms // 1000)

@@ -1,0 +1,312 @@
+"""Starts and stops the models of a box, and asks them their canary: `ports.Switch`.
+
+Three ways to start and to stop: commands, requests, and vLLM's own sleep mode. Each way says when a model
+is in: its port answers, or, where the server stays, it is awake. A stop is over when that is no more.
+Every request has a limit, follows no redirect, and takes no proxy from the environment.
+"""
+
+import hashlib
+import json
+import logging
+import ssl
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+
+from gateway import __version__
+from gateway.core import canary
+from gateway.core.canary import Canary
+from gateway.core.values import Backend
+from gateway.upstream import commands
+from gateway.upstream.commands import Command
+
+log = logging.getLogger("gateway.boxes")
+
+ANSWER_BYTES_MAX = 1_000_000
+IS_IN_S = 3.0
+"""How long the question whether a model is in may take."""
+
+GONE_S = 30.0
+"""How long a server may still answer after its stop was carried out."""
+
+LOOK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request. `body` is sent as JSON where it is not None."""
+
+    method: str
+    url: str
+    body: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ByCommand:
+    """A model that commands start and stop. `{fence}` in a word becomes the number of the ownership."""
+
+    start: Command
+    stop: Command
+
+
+@dataclass(frozen=True, slots=True)
+class ByRequest:
+    """A model that requests start and stop. They carry the ownership's number as `x-gateway-fence`."""
+
+    start: Call
+    stop: Call
+    token: str | None = None
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class BySleep:
+    """A model that sleeps and wakes up in a vLLM server that stays."""
+
+    level: int = 1
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One model of a box.
+
+    Attributes:
+        backend: Its server.
+        way: How it is started and stopped.
+        canary: What it is asked.
+        secret: The API key its server wants, or None.
+        verify: How its server's certificate is checked.
+        launch_record: File that keeps a hash of its start, or None.
+    """
+
+    backend: Backend
+    way: ByCommand | ByRequest | BySleep
+    canary: Canary
+    secret: str | None = None
+    verify: ssl.SSLContext | bool = True
+    launch_record: Path | None = None
+
+    @property
+    def launch_hash(self) -> str:
+        """What changes when its start does."""
+        match self.way:
+            case ByCommand(start, _):
+                what: Any = [list(start.words), start.shell]
+            case ByRequest(start, _):
+                what = [start.method, start.url, start.body]
+            case BySleep(level):
+                what = level
+        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+class _Failed(Exception):
+    """A request did not succeed. Says why, and nothing of headers or bodies."""
+
+
+class BoxSwitch:
+    """`ports.Switch` for the models of every box."""
+
+    def __init__(self, members: Mapping[str, Member]) -> None:
+        """Prepare to switch these, by backend id."""
+        self._members = members
+
+    async def is_in(self, backend_id: str) -> bool:
+        """See `ports.Switch.is_in`."""
+        member = self._members[backend_id]
+        try:
+            if isinstance(member.way, BySleep):
+                return json.loads(await _of(member, "GET", "/is_sleeping", IS_IN_S))["is_sleeping"] is False
+            await _of(member, "GET", "/health", IS_IN_S)
+        except (_Failed, ValueError, KeyError, TypeError):
+            return False
+        return True
+
+    async def start(self, backend_id: str, fence: int) -> str:
+        """See `ports.Switch.start`."""
+        member = self._members[backend_id]
+        note_launch(member)
+        match member.way:
+            case ByCommand(start, _):
+                return await _run(start, backend_id, fence)
+            case ByRequest(start, _):
+                return await _request(member.way, start, fence)
+            case BySleep(level, timeout_s):
+                return await _wake_up(member, level, timeout_s)
+
+    async def stop(self, backend_id: str, fence: int) -> str:
+        """See `ports.Switch.stop`."""
+        member = self._members[backend_id]
+        match member.way:
+            case ByCommand(_, stop):
+                failure = await _run(stop, backend_id, fence)
+            case ByRequest(_, stop):
+                failure = await _request(member.way, stop, fence)
+            case BySleep(level, timeout_s):
+                failure = await _fall_asleep(member, level, timeout_s)
+        return failure or await self._gone(backend_id)
+
+    async def ask(self, backend_id: str) -> str:
+        """See `ports.Switch.ask`."""
+        member = self._members[backend_id]
+        try:
+            model = member.backend.model or await _served(member)
+            question = canary.body(member.canary, model)
+            answer = await _of(member, "POST", "/v1/chat/completions", member.canary.timeout_s, question)
+        except _Failed as failure:
+            return str(failure)
+        return canary.fault(member.canary, answer)
+
+    async def _gone(self, backend_id: str) -> str:
+        with anyio.move_on_after(GONE_S):
+            while await self.is_in(backend_id):  # noqa: ASYNC110 - another machine has no event
+                await anyio.sleep(LOOK_S)
+            return ""
+        return f"it still answers {GONE_S:g} s after its stop"
+
+
+# ------------------------------------------------------------------ the three ways
+
+
+async def _run(command: Command, backend_id: str, fence: int) -> str:
+    words = [word.replace("{fence}", str(fence)) for word in command.words]
+    environ = {"GATEWAY_FENCE": str(fence), "GATEWAY_BACKEND": backend_id}
+    return await commands.run(replace(command, words=words), environ)
+
+
+async def _request(way: ByRequest, call: Call, fence: int) -> str:
+    headers = {"x-gateway-fence": str(fence)}
+    if way.token is not None:
+        headers["authorization"] = f"Bearer {way.token}"
+    content = None if call.body is None else json.dumps(call.body).encode()
+    try:
+        await _exchange(call.method, call.url, way.timeout_s, headers, content, verify=True)
+    except _Failed as failure:
+        return str(failure)
+    return ""
+
+
+async def _fall_asleep(member: Member, level: int, timeout_s: float) -> str:
+    try:
+        await _of(member, "POST", f"/sleep?level={level}", timeout_s)
+    except _Failed as failure:
+        # A server that is not there holds no memory; one that refuses does.
+        return "" if not await _answers(member) else f"/sleep: {failure}"
+    return ""
+
+
+async def _wake_up(member: Member, level: int, timeout_s: float) -> str:
+    """Wake a server up. At level 2 its weights are gone: without reading them anew it answers nonsense."""
+    reload = json.dumps({"method": "reload_weights"}).encode()
+    steps: tuple[tuple[str, bytes | None], ...] = (("/wake_up", None),)
+    if level == 2:
+        steps = (
+            ("/wake_up?tags=weights", None),
+            ("/collective_rpc", reload),
+            ("/wake_up?tags=kv_cache", None),
+        )
+    for path, body in steps:
+        try:
+            await _of(member, "POST", path, timeout_s, body)
+        except _Failed as failure:
+            return f"{path}: {failure}"
+    return ""
+
+
+# ------------------------------------------------------------------ requests
+
+
+async def _answers(member: Member) -> bool:
+    try:
+        await _of(member, "GET", "/health", IS_IN_S)
+    except _Failed:
+        return False
+    return True
+
+
+async def _served(member: Member) -> str:
+    """Return the name of the first model a server has. Raises _Failed."""
+    page = await _of(member, "GET", "/v1/models", IS_IN_S)
+    try:
+        return str(json.loads(page)["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise _Failed("/v1/models: no list of models") from None
+
+
+async def _of(
+    member: Member, method: str, path: str, timeout_s: float, content: bytes | None = None
+) -> bytes:
+    headers = {} if member.secret is None else {"authorization": f"Bearer {member.secret}"}
+    return await _exchange(
+        method, member.backend.url + path, timeout_s, headers, content, verify=member.verify
+    )
+
+
+async def _exchange(
+    method: str,
+    url: str,
+    timeout_s: float,
+    headers: Mapping[str, str],
+    content: bytes | None,
+    *,
+    verify: ssl.SSLContext | bool,
+) -> bytes:
+    """Return the body of a success. Raises _Failed."""
+    own = {"user-agent": f"gemma-gateway/{__version__}", "accept-encoding": "identity", **headers}
+    if content is not None:
+        own["content-type"] = "application/json"
+    body = bytearray()
+    with anyio.move_on_after(timeout_s):
+        try:
+            async with (
+                httpx.AsyncClient(
+                    verify=verify if url.startswith("https:") else False,
+                    timeout=None,  # the whole exchange is bounded
+                    follow_redirects=False,
+                    trust_env=False,
+                ) as client,
+                client.stream(method, url, headers=own, content=content) as response,
+            ):
+                if not 200 <= response.status_code < 300:
+                    raise _Failed(f"HTTP {response.status_code}")
+                async for part in response.aiter_raw():
+                    body += part
+                    if len(body) > ANSWER_BYTES_MAX:
+                        raise _Failed(f"more than {ANSWER_BYTES_MAX} bytes")
+                return bytes(body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:  # its own text may quote a header
+            raise _Failed(f"no answer ({type(error).__name__})") from error
+    raise _Failed(f"no answer in {timeout_s:g} s")
+
+
+# ------------------------------------------------------------------ launches
+
+
+def note_launch(member: Member) -> None:
+    """Warn when a model is started otherwise than the last time, and remember how it is started now.
+
+    Compile caches live as long as the flags are the same to the byte: another start is a cold one.
+    """
+    path, name = member.launch_record, member.backend.id
+    if path is None:
+        return
+    known: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        read = json.loads(path.read_text(encoding="utf-8"))
+        known = read if isinstance(read, dict) else {}
+    old, new = known.get(name), member.launch_hash
+    if old == new:
+        return
+    if old is not None:
+        log.warning("%s is started otherwise than the last time: what was compiled for it is not used", name)
+    try:
+        temporary = path.with_name(f"{path.name}.new")
+        temporary.write_text(json.dumps({**known, name: new}, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", path, error.strerror or error)

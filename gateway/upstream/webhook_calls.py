@@ -1,0 +1,203 @@
+"""One attempt at a webhook's delivery: a host resolved, its addresses checked, a POST to one of these.
+
+A name is resolved once per attempt, and the connection goes to an address that came of it: whoever answers
+for the name cannot say one address to the check and another to the connection. The name stays in the Host
+header and in TLS, so certificates are checked as ever. Nothing comes from the environment (proxies), no
+cookie is kept, no redirection followed, and of an answer's body no more is read than lets its sender finish.
+"""
+
+import socket
+import ssl
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, suppress
+from typing import cast
+
+import anyio
+import anyio.lowlevel
+import httpx
+
+from gateway import __version__
+from gateway.core.webhooks import (
+    Delivery,
+    WebhookAttempt,
+    WebhookEndpoint,
+    WebhookOutcome,
+    address_refusal,
+    failed,
+    judge,
+    retry_after_s,
+    signed_headers,
+)
+from gateway.ports import Clock
+
+ATTEMPT_S = 20.0
+"""The longest an attempt may take, resolving and connecting included. Standard Webhooks: 15 to 30 s."""
+
+CONNECT_S = 5.0
+"""The longest one address may take to be connected to; then the next is tried."""
+
+ADDRESSES_MAX = 4
+"""Addresses of one host that are tried."""
+
+BODY_BYTES_MAX = 4096
+"""Bytes of an answer's body that are waited for, so that its sender need not see a broken connection."""
+
+BODY_S = 1.0
+HURRY_S = 1.0
+"""What attempts under way get to finish when delivering ends."""
+
+_PORTS = {"http": 80, "https": 443}
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Returns the IP addresses of a host, in the order in which to try them. Raises OSError or UnicodeError."""
+
+
+async def resolve(host: str, port: int) -> Sequence[str]:
+    """Return the IP addresses of a host as the system knows them."""
+    found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[4][0]) for address in found]
+
+
+class WebhookCaller:
+    """Makes attempts. Close it with `aclose`."""
+
+    def __init__(
+        self,
+        endpoints: Iterable[WebhookEndpoint],
+        clock: Clock,
+        *,
+        resolve: Resolve = resolve,
+        tls: ssl.SSLContext | None = None,
+        attempt_s: float = ATTEMPT_S,
+    ) -> None:
+        """Prepare to call `endpoints`.
+
+        Args:
+            endpoints: Those that will be called.
+            clock: Where the time of an attempt comes from.
+            resolve: Where addresses come from.
+            tls: How certificates are checked; by the system's where None.
+            attempt_s: The longest an attempt may take.
+        """
+        self._clock = clock
+        self._resolve = resolve
+        self._attempt_s = attempt_s
+        needs_tls = any(endpoint.url.startswith("https:") for endpoint in endpoints)
+        # A transport, not a client: it keeps no cookie and follows nothing.
+        self._transport = httpx.AsyncHTTPTransport(
+            verify=(tls or ssl.create_default_context()) if needs_tls else False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,
+        )
+        self._under_way: set[anyio.CancelScope] = set()
+
+    async def attempt(self, endpoint: WebhookEndpoint, delivery: Delivery) -> WebhookAttempt:
+        """Make an attempt and return how it went. Raises nothing for what the endpoint does."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        # Shielded, because a connection that opens at the moment of a cancellation would leak
+        # (anyio's connect_tcp forgets it). `hurry` bounds how long the end then has to wait.
+        deadline = anyio.current_time() + self._attempt_s
+        with anyio.CancelScope(shield=True, deadline=deadline) as scope:
+            self._under_way.add(scope)
+            try:
+                return await self._exchange(endpoint, delivery)
+            finally:
+                self._under_way.discard(scope)
+        await anyio.lowlevel.checkpoint_if_cancelled()  # cut by `hurry`: not the endpoint's fault
+        return failed(delivery, f"no answer in {self._attempt_s:g} s")
+
+    def hurry(self) -> None:
+        """Give what is under way `HURRY_S` more seconds: delivering ends."""
+        for scope in self._under_way:
+            scope.deadline = min(scope.deadline, anyio.current_time() + HURRY_S)
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        await self._transport.aclose()
+
+    async def _exchange(self, endpoint: WebhookEndpoint, delivery: Delivery) -> WebhookAttempt:
+        url = httpx.URL(endpoint.url)
+        host = url.raw_host.decode().strip("[]")
+        try:
+            found = await self._resolve(host, url.port or _PORTS[url.scheme])
+        except (OSError, UnicodeError):
+            found = ()
+        addresses = list(dict.fromkeys(found))
+        if not addresses:
+            return failed(delivery, "its host has no address")
+        for address in addresses:  # all of them: which is connected to must not be a matter of luck
+            if why := address_refusal(address, allow_private=endpoint.allow_private):
+                detail = f"its host has the address {address} ({why}), to which nothing is sent"
+                return failed(delivery, detail, outcome=WebhookOutcome.REFUSED)
+        detail = ""
+        for address in addresses[:ADDRESSES_MAX]:
+            try:
+                return await self._post(self._request(endpoint, delivery, url, address), delivery)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                detail = _words(error)  # not a byte of it was sent
+            except httpx.HTTPError as error:
+                return failed(delivery, _words(error))
+        return failed(delivery, detail)
+
+    def _request(
+        self, endpoint: WebhookEndpoint, delivery: Delivery, url: httpx.URL, address: str
+    ) -> httpx.Request:
+        headers = {
+            "host": url.netloc.decode(),
+            "user-agent": f"gemma-gateway/{__version__}",
+            "content-type": "application/json",
+            "accept": "*/*",
+            **signed_headers(delivery, endpoint.secrets, int(self._clock.wall())),
+        }
+        return httpx.Request(
+            "POST",
+            url.copy_with(host=address),
+            headers=headers,
+            content=delivery.body,
+            extensions={
+                "sni_hostname": url.raw_host.decode().strip("[]"),
+                "timeout": httpx.Timeout(None, connect=CONNECT_S).as_dict(),
+            },
+        )
+
+    async def _post(self, request: httpx.Request, delivery: Delivery) -> WebhookAttempt:
+        response = await self._transport.handle_async_request(request)
+        try:
+            with anyio.move_on_after(BODY_S), suppress(httpx.HTTPError):
+                await _read_some(response)
+        finally:
+            await response.aclose()
+        asked_s = retry_after_s(response.headers.get("retry-after"), self._clock.wall())
+        return judge(delivery, response.status_code, asked_s)
+
+
+async def _read_some(response: httpx.Response) -> None:
+    size = 0
+    async with aclosing(cast("AsyncGenerator[bytes, None]", response.aiter_raw())) as parts:
+        async for part in parts:
+            size += len(part)
+            if size > BODY_BYTES_MAX:
+                break
+
+
+def _words(error: httpx.HTTPError) -> str:
+    """Return what an error means. Its own text is not used: it may quote what it must not."""
+    for cause in _causes(error):
+        match cause:
+            case ConnectionRefusedError():
+                return "connection refused"
+            case ssl.SSLCertVerificationError():
+                return f"TLS: {cause.verify_message}"
+            case ssl.SSLError():
+                return f"TLS: {cause.reason or 'failed'}"
+    if isinstance(error, httpx.RemoteProtocolError):
+        return "an answer that is not HTTP, or was cut"
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return "cannot connect"
+    return f"the connection broke ({type(error).__name__})"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,141 @@
+"""Delivers webhooks: hands events on to endpoints, and attempts what is due until it succeeds or is given up.
+
+Every gateway process runs this; the store sees to it that one has a delivery at a time. What an attempt led
+to is written to the store after it, so that a process which dies in between leaves a delivery that is
+attempted again: at least once, under the same id.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+import anyio
+from anyio.abc import TaskGroup
+
+from gateway.core.errors import StoreUnavailable
+from gateway.core.webhooks import Delivery, WebhookAttempt, WebhookEndpoint, WebhookOutcome
+from gateway.ports import WebhookStore
+from gateway.upstream.webhook_calls import WebhookCaller
+
+ATTEMPTS_MAX = 8
+"""Attempts at once, per endpoint: a slow one holds up nobody else."""
+
+POLL_S = 1.0
+"""Time between two looks at what is due."""
+
+EVENTS_AT_ONCE = 100
+
+SETTLE_TRIES = 20
+"""How often an outcome is told to a store that is away, a second apart. Then the delivery is made again."""
+
+log = logging.getLogger("gateway.webhooks")
+
+
+class Webhooks:
+    """Delivers while `run` runs, which closes what it is given at its end."""
+
+    def __init__(
+        self,
+        endpoints: Iterable[WebhookEndpoint],
+        store: WebhookStore,
+        caller: WebhookCaller,
+        *,
+        on_attempt: Callable[[WebhookAttempt], None],
+        on_pending: Callable[[Mapping[str, int]], None],
+        poll_s: float = POLL_S,
+    ) -> None:
+        """Prepare to deliver; nothing is sent before `run`.
+
+        Args:
+            endpoints: Who hears of what.
+            store: Where events and deliveries are kept.
+            caller: Makes attempts.
+            on_attempt: Told of every attempt. Must neither raise nor block.
+            on_pending: Told how many deliveries wait, by endpoint.
+            poll_s: Time between two looks at what is due.
+        """
+        self._endpoints = {endpoint.name: endpoint for endpoint in endpoints}
+        self._store = store
+        self._caller = caller
+        self._on_attempt = on_attempt
+        self._on_pending = on_pending
+        self._poll_s = poll_s
+        self._under_way: Counter[str] = Counter()
+        self._gone: set[str] = set()
+        self._has_room = anyio.Event()
+        self._is_away = False
+
+    async def run(self) -> None:
+        """Deliver until cancelled. A store that is away is asked again."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                try:
+                    while True:
+                        await self._look(tasks)
+                finally:
+                    self._caller.hurry()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._caller.aclose()
+                await self._store.aclose()
+
+    async def _look(self, tasks: TaskGroup) -> None:
+        self._has_room = anyio.Event()
+        try:
+            has_more = await self._hand_on()
+            await self._take(tasks)
+        except StoreUnavailable as error:
+            if not self._is_away:
+                log.error("webhooks wait: the store is away (%s)", error)
+            self._is_away = True
+            await anyio.sleep(self._poll_s)
+            return
+        if self._is_away:
+            log.warning("webhooks go on: the store answers again")
+        self._is_away = False
+        if not has_more:
+            with anyio.move_on_after(self._poll_s):
+                await self._has_room.wait()
+
+    async def _hand_on(self) -> bool:
+        """Make events into deliveries. Returns whether there may be more."""
+        events = await self._store.events(EVENTS_AT_ONCE)
+        for event in events:
+            hearers = [endpoint for endpoint in self._endpoints.values() if endpoint.hears(event)]
+            for endpoint in await self._store.hand_on(event, hearers):
+                lost = Delivery(event.id, endpoint.name, 0, 0, event.body)
+                detail = "too much waits for it already"
+                self._on_attempt(WebhookAttempt(lost, WebhookOutcome.DROPPED, detail))
+        return len(events) == EVENTS_AT_ONCE
+
+    async def _take(self, tasks: TaskGroup) -> None:
+        """Start as many attempts as there is room for."""
+        room = {name: ATTEMPTS_MAX - self._under_way[name] for name in self._endpoints.keys() - self._gone}
+        for delivery in await self._store.claim({name: most for name, most in room.items() if most > 0}):
+            self._under_way[delivery.endpoint] += 1
+            tasks.start_soon(self._deliver, self._endpoints[delivery.endpoint], delivery)
+        self._on_pending(await self._store.pending(list(self._endpoints)))
+
+    async def _deliver(self, endpoint: WebhookEndpoint, delivery: Delivery) -> None:
+        try:
+            attempt = await self._caller.attempt(endpoint, delivery)
+            self._on_attempt(attempt)
+            if attempt.outcome is WebhookOutcome.GONE:
+                self._gone.add(endpoint.name)  # what waits for it is kept for the next start
+                return
+            await self._settle(attempt)
+        finally:
+            self._under_way[endpoint.name] -= 1
+            self._has_room.set()
+
+    async def _settle(self, attempt: WebhookAttempt) -> None:
+        for _ in range(SETTLE_TRIES):
+            try:
+                with anyio.CancelScope(shield=True):  # the store bounds it
+                    if attempt.retry_s is None:
+                        await self._store.end(attempt.delivery)
+                    else:
+                        await self._store.again(attempt.delivery, attempt.retry_s)
+                return
+            except StoreUnavailable:
+                await anyio.sleep(1.0)

@@ -1,0 +1,238 @@
+"""Batches: what is read of a file, what is wrong with one, how a batch goes on, and what it leaves."""
+
+import json
+from itertools import product
+from typing import Any
+
+import pytest
+from openai.types import Batch as SdkBatch
+
+from gateway.core import batches
+from gateway.core.batches import (
+    CUSTOM_ID_MAX,
+    ERRORS_MAX,
+    Batch,
+    BatchLine,
+    BatchLineError,
+    BatchStatus,
+    advanced,
+    answered_line,
+    batch_object,
+    read_lines,
+    unanswered_line,
+)
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+BATCH = Batch("batch_1", "team", CHAT, "file-1", created_at=1000)
+
+
+def line(**members: Any) -> bytes:
+    whole = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"model": "m"}, **members}
+    return json.dumps({name: value for name, value in whole.items() if value is not ...}).encode() + b"\n"
+
+
+def read(*lines: bytes, endpoint: str = CHAT) -> list[BatchLine | BatchLineError]:
+    return list(read_lines(lines, endpoint))
+
+
+# ------------------------------------------------------------------ the input file
+
+
+def test_lines_are_read_with_their_numbers() -> None:
+    found = read(line(), b"\n", line(custom_id="b", body={"model": "m", "messages": []}), b"  \r\n")
+    assert found == [
+        BatchLine(1, "a", b'{"model":"m"}'),
+        BatchLine(3, "b", b'{"model":"m","messages":[]}'),
+    ]
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES])
+def test_both_endpoints(endpoint: str) -> None:
+    assert read(line(url=endpoint), endpoint=endpoint) == [BatchLine(1, "a", b'{"model":"m"}')]
+
+
+def test_windows_line_ends_and_a_byte_order_mark_do_no_harm() -> None:
+    first = b"\xef\xbb\xbf" + line().replace(b"\n", b"\r\n")
+    assert [type(one) for one in read(first, line(custom_id="b").rstrip())] == [BatchLine, BatchLine]
+
+
+def test_a_body_keeps_what_it_says() -> None:
+    body = {"text": "Grüße \U0001f600", "number": 12345678901234567890, "float": 0.1, "deep": [[{}]]}
+    (found,) = read(line(body=body))
+    assert isinstance(found, BatchLine)
+    assert json.loads(found.body) == body
+
+
+@pytest.mark.parametrize(
+    ("raw", "code", "param"),
+    [
+        pytest.param(b"{", "invalid_json_line", None, id="no-json"),
+        pytest.param(b"[]", "invalid_json_line", None, id="no-object"),
+        pytest.param(b"\xff\xfe{}", "invalid_json_line", None, id="no-utf-8"),
+        pytest.param("{}".encode("utf-16"), "invalid_json_line", None, id="utf-16"),
+        pytest.param(b"[" * 200_000, "invalid_json_line", None, id="deep"),
+        pytest.param(b'{"custom_id": NaN}', "invalid_json_line", None, id="not-a-number"),
+        pytest.param(b'{"custom_id": ' + b"9" * 5000 + b"}", "invalid_json_line", None, id="long-number"),
+        pytest.param(line(custom_id=...), "invalid_custom_id", "custom_id", id="no-custom-id"),
+        pytest.param(line(custom_id=7), "invalid_custom_id", "custom_id", id="a-number"),
+        pytest.param(line(custom_id=""), "invalid_custom_id", "custom_id", id="empty"),
+        pytest.param(line(custom_id="\ud800"), "invalid_custom_id", "custom_id", id="surrogate"),
+        pytest.param(line(custom_id="x" * (CUSTOM_ID_MAX + 1)), "invalid_custom_id", "custom_id", id="long"),
+        pytest.param(line(method="GET"), "invalid_method", "method", id="method"),
+        pytest.param(line(method=...), "invalid_method", "method", id="no-method"),
+        pytest.param(line(url="/v1/embeddings"), "invalid_url", "url", id="unknown-url"),
+        pytest.param(line(url=["/v1/responses"]), "invalid_url", "url", id="url-of-another-kind"),
+        pytest.param(line(url=RESPONSES), "mismatched_endpoint", "url", id="the-other-url"),
+        pytest.param(line(body="{}"), "invalid_body", "body", id="body-as-text"),
+        pytest.param(line(body=...), "invalid_body", "body", id="no-body"),
+        pytest.param(line(body={"stream": True}), "invalid_body", "body.stream", id="stream"),
+    ],
+)
+def test_what_is_wrong_with_a_line(raw: bytes, code: str, param: str | None) -> None:
+    error, good = read(raw, line(custom_id="good"))
+    assert isinstance(error, BatchLineError)
+    assert (error.code, error.line, error.param) == (code, 1, param)
+    assert error.message.endswith(".")
+    assert isinstance(good, BatchLine)
+
+
+def test_a_custom_id_is_there_once() -> None:
+    first, error, other = read(line(), line(), line(custom_id="b"))
+    assert isinstance(error, BatchLineError)
+    assert (error.code, error.line) == ("duplicate_custom_id", 2)
+    assert error.message == "Line 1 has the same custom_id."
+    assert isinstance(first, BatchLine) and isinstance(other, BatchLine)
+
+
+@pytest.mark.parametrize("lines", [(), (b"\n", b"  \n")])
+def test_an_empty_file(lines: tuple[bytes, ...]) -> None:
+    (error,) = read(*lines)
+    assert isinstance(error, BatchLineError)
+    assert (error.code, error.line) == ("empty_file", None)
+
+
+def test_requests_up_to_the_limit_and_not_one_more() -> None:
+    lines = [line(custom_id=str(number)) for number in range(50_001)]
+    assert {type(one) for one in read(*lines[:-1], b"\n")} == {BatchLine}
+    *good, error = read(*lines, b"never read")
+    assert len(good) == 50_000
+    assert isinstance(error, BatchLineError)
+    assert (error.code, error.line) == ("too_many_requests", None)
+
+
+def test_bytes_up_to_the_limit_and_not_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batches.FILE_BYTES_MAX == 209_715_200
+    monkeypatch.setattr(batches, "FILE_BYTES_MAX", 2 * len(line()))
+    assert len(read(line(), line(custom_id="b"))) == 2
+    *_, error = read(line(), line(custom_id="b"), b"\n")
+    assert isinstance(error, BatchLineError)
+    assert (error.code, error.line) == ("file_too_large", None)
+
+
+def test_after_many_errors_no_more_is_read() -> None:
+    taken = 0
+
+    def lines() -> Any:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield b"{"
+
+    assert len(list(read_lines(lines(), CHAT))) == taken == ERRORS_MAX
+
+
+# ------------------------------------------------------------------ the batch
+
+FOLLOWS = {
+    "validating": {"failed", "in_progress", "expired", "cancelling"},
+    "in_progress": {"finalizing", "expired", "cancelling"},
+    "finalizing": {"completed", "expired"},
+    "cancelling": {"cancelled"},
+}
+
+
+@pytest.mark.parametrize(("before", "after"), list(product(BatchStatus, BatchStatus)))
+def test_what_follows_what(before: BatchStatus, after: BatchStatus) -> None:
+    batch = Batch("batch_1", None, CHAT, "file-1", 1000, before, {before: 1001})
+    then = advanced(batch, after, 1002)
+    if after in FOLLOWS.get(before, set()):
+        assert (then.status, then.times) == (after, {before: 1001, after: 1002})
+    else:
+        assert then == batch
+
+
+def test_the_final_ones() -> None:
+    final = {status for status in BatchStatus if status.is_final}
+    assert final == {"failed", "completed", "expired", "cancelled"}
+
+
+def test_the_object_is_the_sdk_s() -> None:
+    batch = BATCH
+    for now, status in enumerate(("in_progress", "finalizing", "completed"), start=1001):
+        batch = advanced(batch, BatchStatus(status), now)
+    shown = batch_object(batch)
+    assert shown == {
+        "id": "batch_1",
+        "object": "batch",
+        "endpoint": CHAT,
+        "errors": None,
+        "input_file_id": "file-1",
+        "completion_window": "24h",
+        "status": "completed",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": 1000,
+        "in_progress_at": 1001,
+        "expires_at": 1000 + 86_400,
+        "finalizing_at": 1002,
+        "completed_at": 1003,
+        "failed_at": None,
+        "expired_at": None,
+        "cancelling_at": None,
+        "cancelled_at": None,
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "metadata": None,
+    }
+    read_by_sdk = SdkBatch.model_validate(shown, strict=True)
+    assert set(shown) <= set(SdkBatch.model_fields)
+    assert read_by_sdk.completed_at == 1003
+
+
+def test_what_is_wrong_with_the_file_is_in_it() -> None:
+    (error,) = read(b"{")
+    assert isinstance(error, BatchLineError)
+    failed = advanced(Batch("batch_1", None, CHAT, "f", 1, errors=(error,)), BatchStatus.FAILED, 2)
+    shown = SdkBatch.model_validate(batch_object(failed), strict=True)
+    assert shown.errors is not None and shown.errors.data is not None
+    assert (shown.errors.data[0].code, shown.errors.data[0].line) == ("invalid_json_line", 1)
+
+
+def test_a_line_s_id_is_its_own_and_always_the_same() -> None:
+    ids = {BATCH.line_id(number) for number in range(1, 1001)}
+    assert len(ids) == 1000
+    assert BATCH.line_id(1) == BATCH.line_id(1) != Batch("batch_2", None, CHAT, "f", 1).line_id(1)
+    assert BATCH.line_id(1).startswith("batch_req_")
+
+
+# ------------------------------------------------------------------ what it leaves
+
+
+def test_the_line_of_an_answer() -> None:
+    written = answered_line("batch_req_1", "ä", 200, "req_1", b'{"id": "chatcmpl-1"}')
+    assert written.count(b"\n") == 1 and written.endswith(b"\n")
+    assert json.loads(written) == {
+        "id": "batch_req_1",
+        "custom_id": "ä",
+        "response": {"status_code": 200, "request_id": "req_1", "body": {"id": "chatcmpl-1"}},
+        "error": None,
+    }
+
+
+def test_the_line_of_a_failure() -> None:
+    written = unanswered_line("batch_req_1", "a", "batch_expired", "The batch's time was over.")
+    assert json.loads(written) == {
+        "id": "batch_req_1",
+        "custom_id": "a",
+        "response": None,
+        "error": {"code": "batch_expired", "message": "The batch's time was over."},
+    }

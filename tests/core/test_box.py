@@ -1,0 +1,419 @@
+"""Boxes as scripts: what happens, and what is ordered and where the box stands after it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gateway.core.box import (
+    COMMAND_PAUSES_S,
+    INSPECT_S,
+    RESTARTS_KEPT_S,
+    Box,
+    BoxRules,
+    Done,
+    Event,
+    Found,
+    Look,
+    Order,
+    Quarantine,
+    State,
+    Task,
+    TookOver,
+    advance,
+    back_at,
+    is_out,
+    left_alone,
+    outlook,
+    standing,
+    unowned,
+)
+from gateway.core.swap_policy import Cause, SwapRules, Trigger, Wants
+from gateway.core.values import Exclusion
+
+RULES = BoxRules(
+    SwapRules(
+        "gemma", {"gemma": Trigger(4, 1500.0), "qwen": Trigger(2, 600.0)}, residency_s=300.0, idle_s=1800.0
+    ),
+    boot_budget_s=600.0,
+)
+QWEN_WANTED = {"qwen": Wants(2, 1000.0)}
+
+
+class Script:
+    """A box that things happen to, and what it has ordered."""
+
+    def __init__(self, box: Box | None = None, rules: BoxRules = RULES, now: float = 1000.0) -> None:
+        self.box = Box(since=now) if box is None else box
+        self.rules = rules
+        self.now = now
+        self.orders: tuple[Order, ...] = ()
+
+    def on(self, event: Event, after_s: float = 0.0) -> "Script":
+        self.now += after_s
+        self.box, self.orders = advance(self.box, event, self.now, self.rules)
+        return self
+
+    def look(self, after_s: float = 0.0, **seen: Any) -> "Script":
+        return self.on(Look(**seen), after_s)
+
+    def done(self, failure: str = "", after_s: float = 0.0) -> "Script":
+        return self.on(Done(self.box.number, failure), after_s)
+
+    def found(self, *names: str) -> "Script":
+        return self.on(Found(self.box.number, frozenset(names)))
+
+    @property
+    def at(self) -> tuple[State, str, str]:
+        return self.box.state, self.box.backend, self.box.target
+
+    @property
+    def ordered(self) -> list[tuple[Task, str]]:
+        return [(order.task, order.backend) for order in self.orders]
+
+
+def gemma_resident(**fields: Any) -> Script:
+    """A box that has been at gemma's for long."""
+    box = Box(State.RESIDENT, 0.0, backend="gemma", number=7, busy_at=1000.0, known_restarts={"gemma": 0})
+    return Script(replace(box, **fields))
+
+
+# ------------------------------------------------------------------ the start
+
+
+def test_a_model_that_is_in_is_asked_before_it_is_trusted() -> None:
+    box = Script().on(TookOver())
+    assert box.ordered == [(Task.INSPECT, "")]
+    assert box.found("qwen").ordered == [(Task.CHECK, "qwen")]
+    assert standing(box.box, "qwen") == (Exclusion.SWAPPED_OUT, "its model is checking")
+    assert box.done().at == (State.RESIDENT, "qwen", "")
+    assert standing(box.box, "qwen") is None
+
+
+def test_an_empty_box_is_cleared_before_the_default_is_booted() -> None:
+    box = Script().on(TookOver()).found()
+    assert (box.at, box.ordered) == ((State.STOPPING, "qwen", "gemma"), [(Task.STOP, "qwen")])
+    assert box.done().ordered == [(Task.START, "gemma")]
+    assert box.done().look(300, ready=frozenset({"gemma"})).ordered == [(Task.CHECK, "gemma")]
+    assert box.done(after_s=2).at == (State.RESIDENT, "gemma", "")
+    assert box.box.boot_s == {"gemma": 300.0}
+
+
+def test_of_several_models_that_are_in_the_default_stays() -> None:
+    box = Script().on(TookOver()).found("gemma", "qwen")
+    assert box.ordered == [(Task.STOP, "qwen")]
+    assert not is_out(box.box, "gemma")
+    assert box.done().ordered == [(Task.CHECK, "gemma")]
+
+
+# ------------------------------------------------------------------ a swap
+
+
+def test_a_swap_drains_stops_boots_and_checks() -> None:
+    box = gemma_resident().look(wants=QWEN_WANTED, in_flight={"gemma": 2})
+    assert (box.at, box.ordered) == ((State.DRAINING, "gemma", "qwen"), [])
+    assert box.box.reason == "2 requests wait for qwen"
+    assert standing(box.box, "gemma") == (Exclusion.SWAPPED_OUT, "draining: its box changes to qwen")
+
+    # Nobody is cut off, however long the last one takes.
+    assert box.look(3000, wants=QWEN_WANTED, in_flight={"gemma": 1}).ordered == []
+    assert box.look(1, wants=QWEN_WANTED).ordered == [(Task.STOP, "gemma")]
+    assert is_out(box.box, "gemma")
+    assert box.done(after_s=10).ordered == [(Task.START, "qwen")]
+    assert not is_out(box.box, "qwen")
+
+    # A server that answers before its start was carried out is not the one that was started.
+    assert box.look(1, wants=QWEN_WANTED, ready=frozenset({"qwen"})).ordered == []
+    assert box.done().look(299, wants=QWEN_WANTED).ordered == []
+    assert box.look(6, wants=QWEN_WANTED, ready=frozenset({"qwen"})).ordered == [(Task.CHECK, "qwen")]
+    assert standing(box.box, "qwen") == (Exclusion.SWAPPED_OUT, "its model is checking")
+    assert box.done(after_s=1).at == (State.RESIDENT, "qwen", "")
+    assert (box.box.resident_since, box.box.swaps) == (box.now, 1)
+
+
+def test_others_get_time_to_learn_that_it_drains() -> None:
+    box = Script(gemma_resident().box, replace(RULES, settle_s=4.0))
+    assert box.look(wants=QWEN_WANTED).at[0] is State.DRAINING
+    assert box.look(3.9, wants=QWEN_WANTED).ordered == []
+    assert box.look(0.2, wants=QWEN_WANTED).ordered == [(Task.STOP, "gemma")]
+
+
+def test_a_swap_that_nobody_wants_any_more_is_called_off() -> None:
+    box = gemma_resident().look(wants=QWEN_WANTED, in_flight={"gemma": 1})
+    assert box.look(1, in_flight={"gemma": 1}).at == (State.RESIDENT, "gemma", "")
+    assert box.box.resident_since == 0.0
+
+
+def test_a_swap_is_called_off_for_those_that_wait_here_and_goes_on_when_they_have_started() -> None:
+    box = gemma_resident().look(wants=QWEN_WANTED, in_flight={"gemma": 1})
+    both = {**QWEN_WANTED, "gemma": Wants(4, box.now + 1)}
+    assert box.look(10, wants=both, in_flight={"gemma": 1}).at == (State.RESIDENT, "gemma", "")
+    # Those four go first; one that came after them waits for the model to come back.
+    assert box.look(1, wants=both, in_flight={"gemma": 1}).at[0] is State.RESIDENT
+    later = {**QWEN_WANTED, "gemma": Wants(1, box.now)}
+    assert box.look(1, wants=later, in_flight={"gemma": 4}).at[0] is State.DRAINING
+
+
+def test_an_idle_box_goes_home_unless_somebody_comes() -> None:
+    qwen = replace(gemma_resident().box, backend="qwen", known_restarts={"qwen": 0})
+    box = Script(qwen, replace(RULES, settle_s=4.0)).look(1799)
+    assert box.at[0] is State.RESIDENT
+    assert box.look(1).at == (State.DRAINING, "qwen", "gemma")
+    assert box.look(1, wants={"qwen": Wants(1, box.now)}).at == (State.RESIDENT, "qwen", "")
+    assert box.look(1, in_flight={"qwen": 1}).at[0] is State.RESIDENT
+    assert box.look(1799).at[0] is State.RESIDENT
+    assert box.look(1).look(4).ordered == [(Task.STOP, "qwen")]
+
+
+def test_after_a_swap_what_was_queued_goes_first_though_the_other_queue_is_overdue() -> None:
+    """Age alone livelocks: the box would swap back at once, and serve nobody."""
+    box = Script(Box(State.CHECKING, 900.0, backend="qwen", number=3)).done()
+    both = {"qwen": Wants(3, 400.0), "gemma": Wants(9, 100.0)}
+    assert box.look(2000, wants=both).at[0] is State.RESIDENT
+    assert outlook(RULES, box.box, both, box.now).held_by_batch
+    later = {"qwen": Wants(3, 1000.5), "gemma": Wants(9, 100.0)}
+    assert box.look(1, wants=later).at == (State.DRAINING, "qwen", "gemma")
+
+
+# ------------------------------------------------------------------ what goes wrong
+
+
+def test_a_report_of_an_earlier_order_changes_nothing() -> None:
+    box = gemma_resident().look(wants=QWEN_WANTED).look(wants=QWEN_WANTED)
+    before = box.box
+    assert box.on(Done(before.number - 1)).box is before
+    assert box.on(Found(before.number - 1, frozenset())).box is before
+
+
+def test_a_command_that_fails_is_tried_again_twice() -> None:
+    box = gemma_resident().look(wants=QWEN_WANTED).look(wants=QWEN_WANTED)
+    for pause_s in COMMAND_PAUSES_S:
+        assert box.done("exit status 255").orders == ()
+        assert box.look(pause_s - 1, wants=QWEN_WANTED).orders == ()
+        assert box.look(1, wants=QWEN_WANTED).ordered == [(Task.STOP, "gemma")]
+    assert box.done("exit status 255").at[0] is State.FAILED
+    assert standing(box.box, "gemma") == (
+        Exclusion.UNHEALTHY,
+        "its box failed: cannot stop gemma: exit status 255",
+    )
+
+
+def test_a_failed_box_is_looked_at_and_what_is_in_serves_again() -> None:
+    box = Script(Box(State.FAILED, 1000.0, "cannot stop gemma", number=4, retry_at=1000.0 + INSPECT_S))
+    assert box.look(INSPECT_S - 1).orders == ()
+    assert box.look(1).ordered == [(Task.INSPECT, "")]
+    assert box.found().look(INSPECT_S).ordered == [(Task.INSPECT, "")]
+    assert box.found("gemma").ordered == [(Task.CHECK, "gemma")]
+    assert box.done().at == (State.RESIDENT, "gemma", "")
+
+
+def booting_qwen(**fields: Any) -> Script:
+    return Script(
+        replace(Box(State.BOOTING, 1000.0, backend="qwen", number=5, tries=1, is_started=True), **fields)
+    )
+
+
+def gemma_is_booted_instead(box: Script) -> None:
+    assert box.at == (State.DRAINING, "qwen", "gemma")
+    assert box.look(1).ordered == [(Task.STOP, "qwen")]
+    assert box.done().ordered == [(Task.START, "gemma")]
+    assert standing(box.box, "qwen") is not None
+    assert box.done().look(300, ready=frozenset({"gemma"})).done().at == (State.RESIDENT, "gemma", "")
+    # However much it is wanted, a backend in quarantine is not started.
+    assert box.look(5000, wants={"qwen": Wants(99, 0.0)}).at[0] is State.RESIDENT
+
+
+def test_a_boot_beyond_its_budget_is_not_tried_again() -> None:
+    box = booting_qwen()
+    assert box.look(599).orders == ()
+    box.look(1)
+    assert box.box.quarantine["qwen"].reason == "no answer 600 s after its start"
+    gemma_is_booted_instead(box)
+
+
+def test_a_start_that_fails_three_times_is_given_up() -> None:
+    box = booting_qwen(is_started=False)
+    for pause_s in COMMAND_PAUSES_S:
+        assert box.done("no route").look(pause_s).ordered == [(Task.START, "qwen")]
+    box.done("no route")
+    assert box.box.quarantine["qwen"].reason == "cannot be started: no route"
+    gemma_is_booted_instead(box)
+
+
+def test_a_wrong_answer_is_quarantine_though_the_server_is_healthy() -> None:
+    box = booting_qwen().look(300, ready=frozenset({"qwen"}))
+    box.done("it says '<turn|>'")
+    assert box.box.quarantine["qwen"].reason == "its canary: it says '<turn|>'"
+    assert standing(box.box, "qwen") == (
+        Exclusion.UNHEALTHY,
+        "in quarantine: its canary: it says '<turn|>'",
+    )
+    gemma_is_booted_instead(box)
+
+
+def test_a_wrong_version_is_quarantine_before_any_traffic() -> None:
+    box = booting_qwen().look(300, ready=frozenset({"qwen"}))
+    box.look(misfits={"qwen": "engine 0.24.0, not < 0.24"})
+    assert box.box.quarantine["qwen"].reason == "engine 0.24.0, not < 0.24"
+    gemma_is_booted_instead(box)
+
+
+def test_one_that_fails_finishes_what_runs_on_it() -> None:
+    box = gemma_resident().look(misfits={"gemma": "engine 0.19"}, in_flight={"gemma": 1})
+    assert box.look(1, in_flight={"gemma": 1}).at == (State.DRAINING, "gemma", "qwen")
+    assert box.look(1).ordered == [(Task.STOP, "gemma")]
+
+
+def test_without_another_model_the_box_has_failed_until_somebody_starts_one() -> None:
+    box = booting_qwen().look(300, ready=frozenset({"qwen"})).done("wrong").look(1).done().done("no")
+    for pause_s in COMMAND_PAUSES_S:
+        box.look(pause_s).done("no")
+    assert box.at[0] is State.FAILED
+    assert set(box.box.quarantine) == {"gemma", "qwen"}
+    # What failed and was never seen out is not asked again; what somebody has started is.
+    box.look(INSPECT_S).found("gemma")
+    assert box.at[0] is State.FAILED
+    assert box.look(INSPECT_S).found("gemma", "qwen").ordered == [(Task.CHECK, "qwen")]
+    assert box.done().at == (State.RESIDENT, "qwen", "")
+    assert set(box.box.quarantine) == {"gemma"}
+
+
+def test_a_first_restart_is_asked_and_forgiven_a_second_is_not() -> None:
+    box = gemma_resident().look(restarts={"gemma": 1})
+    assert (box.at, box.ordered) == ((State.CHECKING, "gemma", ""), [(Task.CHECK, "gemma")])
+    assert box.done().look(60, restarts={"gemma": 1}).at[0] is State.RESIDENT
+    box.look(60, restarts={"gemma": 2})
+    assert box.at == (State.DRAINING, "gemma", "qwen")
+    assert box.box.quarantine["gemma"].reason == "gemma restarted by itself, 2 times within a day"
+
+
+def test_a_restart_of_yesterday_is_forgotten() -> None:
+    box = gemma_resident().look(restarts={"gemma": 1}).done()
+    assert box.look(RESTARTS_KEPT_S, restarts={"gemma": 2}).at[0] is State.CHECKING
+
+
+@pytest.mark.parametrize("counted", [{}, {"gemma": 1}], ids=["without-metrics", "with-metrics"])
+def test_one_that_is_gone_is_booted_once_and_that_is_one_restart(counted: Mapping[str, int]) -> None:
+    box = gemma_resident().look(lost=frozenset({"gemma"}))
+    assert box.ordered == [(Task.INSPECT, "")]
+    assert box.found().ordered == [(Task.START, "gemma")]
+    box.done().look(300, restarts=counted).look(1, restarts=counted, ready=frozenset({"gemma"})).done()
+    assert box.look(1, restarts=counted).at == (State.RESIDENT, "gemma", "")
+    assert len(box.box.restarts["gemma"]) == 1
+    box.look(1, lost=frozenset({"gemma"}), restarts=counted).found()
+    assert box.at == (State.DRAINING, "gemma", "qwen")
+    assert box.look(1, lost=frozenset({"gemma"})).ordered == [(Task.STOP, "gemma")]
+
+
+def test_one_that_was_only_out_of_reach_is_asked_and_nothing_is_held_against_it() -> None:
+    box = gemma_resident().look(lost=frozenset({"gemma"})).found("gemma")
+    assert box.ordered == [(Task.CHECK, "gemma")]
+    assert box.done().look(1).at[0] is State.RESIDENT
+    assert box.box.restarts == {}
+
+
+def test_one_that_was_back_before_anybody_looked_has_restarted() -> None:
+    box = gemma_resident().look(lost=frozenset({"gemma"})).found("gemma").look(restarts={"gemma": 1}).done()
+    assert box.look(1, restarts={"gemma": 1}).at[0] is State.CHECKING
+    assert len(box.box.restarts["gemma"]) == 1
+
+
+def test_models_that_somebody_changed_by_hand_are_taken_as_they_are() -> None:
+    box = gemma_resident().look(lost=frozenset({"gemma"})).found("qwen")
+    assert box.ordered == [(Task.CHECK, "qwen")]
+    assert box.box.restarts == {}
+
+
+# ------------------------------------------------------------------ another owner
+
+
+@pytest.mark.parametrize(
+    ("box", "ordered"),
+    [
+        pytest.param(Box(), [(Task.INSPECT, "")], id="unknown"),
+        pytest.param(Box(State.RESIDENT, backend="gemma"), [], id="resident"),
+        pytest.param(Box(State.DRAINING, backend="gemma", target="qwen"), [], id="draining"),
+        pytest.param(
+            Box(State.STOPPING, backend="gemma", target="qwen"), [(Task.STOP, "gemma")], id="stopping"
+        ),
+        pytest.param(
+            Box(State.BOOTING, backend="qwen", is_started=True), [(Task.START, "qwen")], id="booting"
+        ),
+        pytest.param(Box(State.CHECKING, backend="qwen"), [(Task.CHECK, "qwen")], id="checking"),
+    ],
+)
+def test_a_new_owner_goes_on_where_the_last_one_was(box: Box, ordered: list[tuple[Task, str]]) -> None:
+    assert Script(box).on(TookOver()).ordered == ordered
+
+
+def test_who_restarts_the_gateway_gives_a_backend_in_quarantine_another_chance() -> None:
+    quarantine = {"qwen": Quarantine("its canary", 500.0), "gemma": Quarantine("its canary", 900.0)}
+    failed = Box(State.FAILED, 900.0, "all in quarantine", quarantine=quarantine)
+    kept = Script(failed).on(TookOver(started_at=400.0))
+    assert (kept.at[0], set(kept.box.quarantine)) == (State.FAILED, {"gemma", "qwen"})
+    later = Script(failed).on(TookOver(started_at=950.0))
+    assert (later.box.quarantine, later.ordered) == ({}, [(Task.INSPECT, "")])
+    assert later.found().ordered == [(Task.STOP, "qwen")]
+    resident = Box(State.RESIDENT, 600.0, backend="gemma", quarantine={"qwen": quarantine["qwen"]})
+    assert Script(resident).on(TookOver(started_at=600.0)).box.quarantine == {}
+
+
+def test_without_an_owner_the_one_model_that_is_in_is_used() -> None:
+    box = unowned(frozenset({"qwen"}), 1000.0)
+    assert box is not None
+    assert standing(box, "qwen") is None
+    assert unowned(frozenset(), 1000.0) is None
+    assert unowned(frozenset({"qwen", "gemma"}), 1000.0) is None
+
+
+def test_a_model_that_is_still_in_serves_while_nobody_hears_of_the_owner() -> None:
+    draining = Box(
+        State.DRAINING, 900.0, backend="gemma", target="qwen", cause=Cause.JOBS, resident_since=5.0
+    )
+    box = left_alone(draining, 1000.0)
+    assert (standing(box, "gemma"), box.resident_since, box.target) == (None, 5.0, "")
+    for state in (State.STOPPING, State.BOOTING, State.CHECKING, State.FAILED):
+        other = replace(draining, state=state)
+        assert left_alone(other, 1000.0) is other
+    wrong = replace(draining, quarantine={"gemma": Quarantine("its canary")})
+    assert left_alone(wrong, 1000.0) is wrong
+
+
+def test_restarts_that_another_process_counted_are_not_compared_with_ones_own() -> None:
+    box = gemma_resident(known_restarts={"gemma": 3}).on(TookOver()).look(restarts={"gemma": 5})
+    assert box.at[0] is State.RESIDENT
+    assert box.look(1, restarts={"gemma": 6}).at[0] is State.CHECKING
+
+
+# ------------------------------------------------------------------ what others are told
+
+
+@pytest.mark.parametrize(
+    ("box", "backend", "expected"),
+    [
+        pytest.param(Box(State.RESIDENT, backend="gemma"), "gemma", 1000.0, id="in"),
+        pytest.param(Box(State.RESIDENT, backend="gemma"), "qwen", 1200.0, id="a-boot-as-the-profile-says"),
+        pytest.param(
+            Box(State.RESIDENT, backend="gemma", boot_s={"qwen": 90.0}), "qwen", 1090.0, id="as-measured"
+        ),
+        pytest.param(Box(State.BOOTING, 900.0, backend="qwen"), "qwen", 1100.0, id="booting"),
+        pytest.param(Box(State.BOOTING, 0.0, backend="qwen"), "qwen", 1001.0, id="late"),
+        pytest.param(Box(State.CHECKING, 0.0, backend="qwen"), "qwen", 1001.0, id="checking"),
+        pytest.param(
+            Box(State.DRAINING, 0.0, backend="gemma", target="qwen"), "gemma", 1500.0, id="there-and-back"
+        ),
+        pytest.param(Box(State.DRAINING, 0.0, backend="gemma", target="qwen"), "qwen", 1200.0, id="next"),
+    ],
+)
+def test_when_a_model_can_be_back_at_the_earliest(box: Box, backend: str, expected: float) -> None:
+    assert back_at(box, backend, {"gemma": 300.0, "qwen": 200.0}, 1000.0) == expected
+
+
+def test_the_outlook_is_what_is_under_way_or_what_the_policy_plans() -> None:
+    waits = {"qwen": Wants(1, 900.0)}
+    resident = gemma_resident().box
+    assert outlook(RULES, resident, waits, 1000.0).at == 1500.0
+    draining = replace(resident, state=State.DRAINING, since=990.0, target="qwen", cause=Cause.AGE)
+    assert outlook(RULES, draining, waits, 1000.0).target == "qwen"
+    assert outlook(RULES, replace(resident, state=State.BOOTING), waits, 1000.0).target == ""

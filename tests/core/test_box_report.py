@@ -1,0 +1,66 @@
+from dataclasses import replace
+
+import pytest
+
+from gateway.core.box import Box, Quarantine, State
+from gateway.core.box_report import note, read, read_note, written
+from gateway.core.swap_policy import Cause, Wants
+
+BOX = Box(
+    state=State.STOPPING,
+    since=990.0,
+    reason="4 requests wait for qwen",
+    backend="gemma",
+    target="qwen",
+    cause=Cause.JOBS,
+    pending=("phi",),
+    number=12,
+    is_started=True,
+    tries=2,
+    resident_since=100.0,
+    batch_at=110.0,
+    busy_at=980.0,
+    quarantine={"phi": Quarantine("its canary: its answer is empty", 600.0, gone=True)},
+    restarts={"gemma": (500.0,)},
+    boot_s={"gemma": 301.5},
+    swaps=3,
+)
+
+
+def test_a_box_is_read_as_it_was_written_by_a_clock_of_ones_own() -> None:
+    def later(at: float) -> float:
+        return at + 70_000.0
+
+    assert read(written(BOX, 1000.0), 71_000.0) == replace(
+        BOX,
+        since=later(990.0),
+        resident_since=later(100.0),
+        batch_at=later(110.0),
+        busy_at=later(980.0),
+        quarantine={"phi": replace(BOX.quarantine["phi"], at=later(600.0))},
+        restarts={"gemma": (later(500.0),)},
+    )
+
+
+def test_what_one_process_counted_and_planned_stays_with_it() -> None:
+    own = replace(BOX, known_restarts={"gemma": 7}, retry_at=1005.0)
+    assert written(own, 1000.0) == written(BOX, 1000.0)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"state": "asleep"}', written(BOX, 0.0)[:-9]])
+def test_what_cannot_be_read_is_no_report(text: str) -> None:
+    assert read(text, 0.0) is None
+
+
+def test_a_field_that_another_version_lacks_is_no_report() -> None:
+    assert read(written(BOX, 0.0).replace('"boot_s"', '"boots"'), 0.0) is None
+
+
+def test_what_waits_is_told_as_ages() -> None:
+    told = note({"gemma": Wants(2, 990.0), "qwen": Wants()}, 1000.0)
+    assert read_note(told, 50.0) == {"gemma": Wants(2, 40.0)}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", '{"gemma": 3}', '{"gemma": [1, "x"]}'])
+def test_a_note_that_cannot_be_read_says_nothing(text: str) -> None:
+    assert read_note(text, 0.0) == {}

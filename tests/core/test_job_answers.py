@@ -1,0 +1,121 @@
+"""A job's stored answer: how pieces from one backend or several add up, and how to go on from them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.core.job_answers import answer_so_far, continuation, current
+from gateway.core.jobs import Chunk, JobStatus
+
+
+def event(finish_reason: str | None = None, **delta: Any) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+def usage(completion_tokens: int) -> bytes:
+    counts = {"prompt_tokens": 7, "completion_tokens": completion_tokens}
+    return b"data: " + json.dumps({"choices": [], "usage": counts}).encode() + b"\n\n"
+
+
+def chunks(*data: bytes | tuple[bytes]) -> list[Chunk]:
+    """Return chunks; one in a tuple begins the answer anew."""
+    return [
+        Chunk(number, 1, one if isinstance(one, bytes) else one[0], restarts=isinstance(one, tuple))
+        for number, one in enumerate(data)
+    ]
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def test_pieces_add_up_to_one_answer() -> None:
+    stored = chunks(
+        event(role="assistant", content="") + event(reasoning="Let "),
+        b": keep-alive\n\n" + event(reasoning="me see.") + event(content="It "),
+        event(content="is 42.") + event("stop"),
+        usage(9) + DONE,
+    )
+
+    answer = answer_so_far(stored)
+
+    assert (answer.reasoning, answer.content) == ("Let me see.", "It is 42.")
+    assert (answer.finish_reason, answer.status) == ("stop", JobStatus.COMPLETED)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 9
+
+
+def test_an_older_name_of_the_thought_is_known() -> None:
+    assert answer_so_far(chunks(event(reasoning_content="Hm."))).reasoning == "Hm."
+
+
+def test_an_answer_that_began_anew_makes_the_earlier_one_void() -> None:
+    stored = chunks(event(content="wrong"), (event(content="right"),), event("length"))
+
+    assert [chunk.number for chunk in current(stored)] == [1, 2]
+    assert answer_so_far(stored).content == "right"
+    assert answer_so_far(stored).status is JobStatus.INCOMPLETE
+
+
+def test_an_answer_that_was_cut_has_not_ended() -> None:
+    assert answer_so_far(chunks(event(content="It "))).finish_reason is None
+    assert answer_so_far([]).content == ""
+
+
+REQUEST: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Why?"}], "stream": True}
+
+
+def went_on(request: dict[str, Any], *data: bytes) -> dict[str, Any] | None:
+    body = continuation(json.dumps(request).encode(), answer_so_far(chunks(*data)))
+    found: dict[str, Any] | None = None if body is None else json.loads(body)
+    return found
+
+
+def test_a_cut_text_is_put_before_what_follows() -> None:
+    found = went_on({**REQUEST, "temperature": 0.5}, event(reasoning="Hm."), event(content="Because it "))
+
+    assert found == {
+        **REQUEST,
+        "temperature": 0.5,
+        "messages": [*REQUEST["messages"], {"role": "assistant", "content": "Because it "}],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "left"), [("max_tokens", 100, 90), ("max_completion_tokens", 5, 1)]
+)
+def test_what_was_said_is_taken_off_the_limit(name: str, limit: int, left: int) -> None:
+    found = went_on({**REQUEST, name: limit}, event(content="x" * 40))
+
+    assert found is not None
+    assert found[name] == left
+
+
+@pytest.mark.parametrize(
+    ("request_", "data"),
+    [
+        pytest.param(REQUEST, b"", id="nothing-yet"),
+        pytest.param(REQUEST, event(reasoning="Let me"), id="a-thought-only"),
+        pytest.param(REQUEST, event(content=" \n"), id="blanks-only"),
+        pytest.param(
+            REQUEST, event(content="Look: ") + event(tool_calls=[{"index": 0}]), id="a-tool-call-has-begun"
+        ),
+        pytest.param({**REQUEST, "n": 2}, event(content="x"), id="several-choices"),
+        pytest.param({**REQUEST, "continue_final_message": True}, event(content="x"), id="the-callers-own"),
+        pytest.param(
+            {**REQUEST, "response_format": {"type": "json_object"}}, event(content="{"), id="a-form"
+        ),
+        pytest.param({**REQUEST, "structured_outputs": {"regex": "a"}}, event(content="a"), id="a-grammar"),
+        pytest.param({**REQUEST, "logprobs": True}, event(content="a"), id="logprobs"),
+        pytest.param({"model": "m", "prompt": "x"}, event(content="a"), id="no-chat"),
+    ],
+)
+def test_what_cannot_be_continued_starts_anew(request_: dict[str, Any], data: bytes) -> None:
+    assert went_on(request_, data) is None
+
+
+def test_plain_text_may_be_asked_for_by_name() -> None:
+    assert went_on({**REQUEST, "response_format": {"type": "text"}}, event(content="a")) is not None

@@ -1,0 +1,256 @@
+"""Responses in the background, through the unmodified SDK, a real store and simulated backends."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import openai
+import pytest
+from support.redis_server import RedisServer, binary
+from support.site import Site, simulated, site
+
+KEYS = {
+    "a": {"sha256": "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"},  # of "a"
+    "b": {"sha256": "3e23e8160039594a33894f6564e1b1348bbd7a0088d42c4acb73eeaed59c009d"},  # of "b"
+}
+ASK: dict[str, Any] = {"model": "gemma-4", "input": "Why is the sky blue?"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RedisServer]:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    server = RedisServer(binary("valkey-9"), folder, keeps=True)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@asynccontextmanager
+async def jobs_site(
+    folder: Path, store: RedisServer, speed: float = 20.0, **sections: Any
+) -> AsyncIterator[Site]:
+    fleet = simulated({"light-0": "h100-tp1-light", "light-1": "h100-tp1-light"}, speed=speed)
+    sections = {
+        "pools": {"light": ["light-0", "light-1"]},
+        "models": {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
+        "store": {"url": store.url},
+        "jobs": {},
+        "keys": KEYS,
+        **sections,
+    }
+    async with site(folder, fleet=fleet, **sections) as running:
+        yield running
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, store: RedisServer) -> AsyncIterator[Site]:
+    async with jobs_site(tmp_path, store) as running:
+        yield running
+        await running.eventually(running.idle)
+
+
+async def ended(client: openai.AsyncOpenAI, id: str) -> Any:
+    """Return a response once it is over."""
+    with anyio.fail_after(60):
+        while True:
+            response = await client.responses.retrieve(id)
+            if response.status not in ("queued", "in_progress"):
+                return response
+            await anyio.sleep(0.05)
+
+
+async def test_a_job_is_handed_over_and_fetched(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+
+    job = await client.responses.create(**ASK, background=True, max_output_tokens=40, metadata={"n": "1"})
+    assert job.status in {"queued", "in_progress"}
+    assert job.id.startswith("resp_")
+    done = await ended(client, job.id)
+
+    assert done.status in {"completed", "incomplete"}
+    assert done.background is True
+    assert done.metadata == {"n": "1"}
+    assert done.output_text
+    assert done.usage.output_tokens > 0
+    assert (await client.responses.retrieve(job.id)).model_dump() == done.model_dump()
+
+
+async def test_a_stream_is_followed_left_and_taken_up_again(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+    first = []
+    stream = await client.responses.create(**ASK, background=True, stream=True, max_output_tokens=60)
+    async for event in stream:
+        first.append(event)
+        if event.type == "response.output_text.delta":
+            break
+    await stream.close()
+    id = first[0].response.id
+
+    rest = [
+        event
+        async for event in await client.responses.retrieve(
+            id, stream=True, starting_after=first[-1].sequence_number
+        )
+    ]
+    whole = [event async for event in await client.responses.retrieve(id, stream=True)]
+
+    assert [event.type for event in first[:3]] == [
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+    ]
+    assert [event.sequence_number for event in whole] == list(range(len(whole)))
+    assert [event.to_dict() for event in [*first, *rest]] == [event.to_dict() for event in whole]
+    assert whole[-1].type in {"response.completed", "response.incomplete"}
+    text = "".join(event.delta for event in whole if event.type == "response.output_text.delta")
+    assert text == whole[-1].response.output_text
+
+
+async def test_a_cancelled_job_stays_cancelled_and_frees_its_backend(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+    job = await client.responses.create(
+        **ASK, background=True, max_output_tokens=20_000, extra_body={"ignore_eos": True}
+    )
+    await gateway.eventually(lambda: any(load.seqs for load in gateway.gateway.ledger.loads().values()))
+
+    cancelled = await client.responses.cancel(job.id)
+    await gateway.eventually(gateway.idle)
+    again = await client.responses.cancel(job.id)
+
+    assert (cancelled.status, again.status) == ("cancelled", "cancelled")
+    assert (await client.responses.retrieve(job.id)).status == "cancelled"
+
+
+async def test_another_keys_job_is_not_there(gateway: Site) -> None:
+    mine, theirs = gateway.openai(api_key="a"), gateway.openai(api_key="b")
+    job = await mine.responses.create(**ASK, background=True, max_output_tokens=5)
+
+    for ask in (theirs.responses.retrieve, theirs.responses.cancel, theirs.responses.delete):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await ask(job.id)
+        assert caught.value.code == "response_not_found"
+    await ended(mine, job.id)
+    await mine.responses.delete(job.id)
+    with pytest.raises(openai.NotFoundError):
+        await mine.responses.retrieve(job.id)
+
+
+async def test_a_conversation_goes_on_from_a_job(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+    job = await client.responses.create(**ASK, background=True, max_output_tokens=20)
+    done = await ended(client, job.id)
+
+    answer = await client.responses.create(
+        model="gemma-4", input="And at night?", previous_response_id=job.id, max_output_tokens=5
+    )
+
+    assert answer.previous_response_id == job.id
+    assert answer.usage is not None
+    assert done.usage is not None
+    assert answer.usage.input_tokens > done.usage.input_tokens + done.usage.output_tokens
+
+
+async def test_the_same_idempotency_key_is_the_same_job(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+    fields: Any = {"background": True, "max_output_tokens": 5, "extra_headers": {"Idempotency-Key": "k-1"}}
+
+    one = await client.responses.create(**ASK, **fields)
+    other = await client.responses.create(**ASK, **fields)
+
+    assert one.id == other.id
+    with pytest.raises(openai.UnprocessableEntityError) as caught:
+        await client.responses.create(model="gemma-4", input="Something else", **fields)
+    assert caught.value.code == "idempotency_mismatch"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"model": "gpt-5"}, "model_not_found"),
+        ({"input": "word " * 60_000}, "context_length_exceeded"),
+        ({"extra_headers": {"x-gateway-priority": "urgent"}}, "invalid_request"),
+        ({"extra_headers": {"x-gateway-expires-s": "soon"}}, "invalid_request"),
+    ],
+)
+async def test_what_can_never_run_is_refused_when_it_is_handed_over(
+    gateway: Site, fields: dict[str, Any], code: str
+) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        await gateway.openai(api_key="a").responses.create(**{**ASK, **fields}, background=True)
+
+    assert caught.value.code == code
+    assert await gateway.gateway.jobs.find() == []  # type: ignore[union-attr]
+
+
+async def test_a_pending_job_says_where_it_stands(tmp_path: Path, store: RedisServer) -> None:
+    async with jobs_site(tmp_path, store, speed=2.0, jobs={"running_max": 1}) as running:
+        client = running.openai(api_key="a")
+        fields: Any = {"background": True, "max_output_tokens": 3_000, "extra_body": {"ignore_eos": True}}
+        first = await client.responses.create(**ASK, **fields)
+        await running.eventually(lambda: running.gateway.worker.running == 1)  # type: ignore[union-attr]
+        second = await client.responses.create(**ASK, **fields)
+        async with httpx.AsyncClient(base_url=running.url, trust_env=False) as http:
+            answer = await http.get(f"/v1/responses/{second.id}", headers={"authorization": "Bearer a"})
+
+        assert answer.json()["queue"]["position"] == 1
+        assert answer.json()["status"] == "queued"
+        assert 1 <= int(answer.headers["retry-after"]) <= 59
+        for job in (first, second):
+            await client.responses.cancel(job.id)
+        await running.eventually(running.idle)
+
+
+async def test_a_job_outlives_its_gateway(tmp_path: Path, store: RedisServer) -> None:
+    """It is begun at one gateway, cut there with the text it has, and finished at another."""
+    async with jobs_site(tmp_path, store, speed=5.0) as running:
+        client = running.openai(api_key="a")
+        job = await client.responses.create(
+            **ASK, background=True, max_output_tokens=2_000, extra_body={"ignore_eos": True}
+        )
+        jobs = running.gateway.jobs
+        assert jobs is not None
+        with anyio.fail_after(30):
+            while not await jobs.chunks(job.id):
+                await jobs.changed(job.id, 0, 1.0)
+    async with jobs_site(tmp_path, store, speed=50.0) as running:
+        done = await ended(running.openai(api_key="a"), job.id)
+        found = await running.gateway.jobs.get(job.id)  # type: ignore[union-attr]
+
+    assert done.status == "incomplete"
+    assert found is not None
+    assert (found.attempt, found.failures) == (2, 0)
+    assert len(done.output) == 1
+    assert done.output_text
+
+
+async def test_a_backend_that_dies_costs_no_job(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+    job = await client.responses.create(
+        **ASK, background=True, max_output_tokens=1_500, extra_body={"ignore_eos": True}
+    )
+    loads = gateway.gateway.ledger.loads
+    await gateway.eventually(lambda: any(load.seqs for load in loads().values()))
+    name = next(name for name, load in loads().items() if load.seqs)
+    async with httpx.AsyncClient(trust_env=False) as http:
+        await http.post(f"{gateway.backends[name].url}/simulator/fault", json={"fault": "crash"})
+
+    assert (await ended(client, job.id)).status == "incomplete"
+
+
+async def test_where_there_are_no_jobs_they_are_refused(tmp_path: Path) -> None:
+    fleet = simulated({"light-0": "h100-tp1-light"})
+    sections: Any = {
+        "pools": {"light": ["light-0"]},
+        "models": {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
+    }
+    async with site(tmp_path, fleet=fleet, **sections) as running:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await running.openai().responses.create(**ASK, background=True)
+
+    assert caught.value.code == "background_not_supported"

@@ -1,0 +1,369 @@
+"""Two models, one memory, and a gateway that changes them: real sockets, real commands, a real store."""
+
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import httpx
+import pytest
+import yaml
+from support.redis_server import own_server
+
+from gateway import settings
+from gateway.app import Gateway
+from gateway.core.box import State
+from gateway.core.values import Load
+from gateway.simulator import Boot, Box, BoxOptions, Fault, FaultOrder, simulated_box, spark_pair
+
+SPEED = 300.0
+WAITING = {"max_wait_s": 900, "ttft_target_s": 30}
+SOON = {"jobs": 2, "max_wait_s": 1.0}
+CHAT = {"messages": [{"role": "user", "content": "Tell me something."}], "max_tokens": 20}
+
+
+@dataclass
+class Boxed:
+    """A gateway in front of a simulated box."""
+
+    gateway: Gateway
+    url: str
+    admin_url: str
+    machine: Box
+
+    def box(self) -> Any:
+        return self.gateway.boxes.sights()["spark"].box
+
+    async def until(self, condition: Callable[[], bool], within_s: float = 40.0) -> None:
+        with anyio.fail_after(within_s):
+            while not condition():  # noqa: ASYNC110 - as in support/site.py
+                await anyio.sleep(0.02)
+
+    async def resident(self, name: str) -> None:
+        await self.until(lambda: (self.box().state, self.box().backend) == (State.RESIDENT, name))
+
+    async def ask(self, model: str, **body: Any) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=self.url, timeout=120, trust_env=False) as client:
+            return await client.post("/v1/chat/completions", json={"model": model, **CHAT, **body})
+
+    def is_unharmed(self) -> bool:
+        """Whether no two models ever met in the memory, and nobody was cut off."""
+        return not self.machine.violations and not self.machine.cut
+
+
+def by_request(machine: Box) -> Mapping[str, Any]:
+    def call(name: str, what: str) -> Mapping[str, Any]:
+        return {"method": "POST", "url": f"{machine.url}/models/{name}/{what}"}
+
+    return {
+        name: {"http": {"start": call(name, "start"), "stop": call(name, "stop?wait=true")}}
+        for name in machine.models
+    }
+
+
+def by_command(machine: Box) -> Mapping[str, Any]:
+    switch = [sys.executable, "-m", "gateway", "box-switch", "--control", machine.url]
+    return {
+        name: {"exec": {"start": [*switch, "start", name], "stop": [*switch, "--wait", "stop", name]}}
+        for name in machine.models
+    }
+
+
+def by_sleep(machine: Box) -> Mapping[str, Any]:
+    return {name: {"sleep": {}} for name in machine.models}
+
+
+@asynccontextmanager
+async def gateway_at(
+    machine: Box,
+    folder: Path,
+    members: Mapping[str, Any],
+    *,
+    backend: Mapping[str, Any] | None = None,
+    box: Mapping[str, Any] | None = None,
+    **sections: Any,
+) -> AsyncIterator[Boxed]:
+    await anyio.Path(folder).mkdir(exist_ok=True)
+    path = folder / "gateway.yaml"
+    document = {
+        "listen": "127.0.0.1:0",
+        "admin": "127.0.0.1:0",
+        "tokenizer": "approximate",
+        "backends": {
+            name: {"url": model.url, "profile": "spark-nvfp4", **(backend or {})}
+            for name, model in machine.models.items()
+        },
+        "pools": {name: [name] for name in machine.models},
+        "boxes": {
+            "spark": {
+                "default": "gemma",
+                "residency_s": 0.1,
+                "backends": {name: {**way, **SOON} for name, way in members.items()},
+                **(box or {}),
+            }
+        },
+        "models": {
+            name: {"classes": [{"class": "work", "pools": [name], "waiting": WAITING}]}
+            for name in machine.models
+        },
+        "health": {"interval_s": 0.1},
+        **sections,
+    }
+    path.write_text(yaml.safe_dump(document))
+    gateway = Gateway(settings.load(path), {})
+    async with gateway.running() as running:
+        assert running.admin_url is not None
+        yield Boxed(gateway, running.url, running.admin_url, machine)
+        await gateway.applications.drain()
+        assert all(load == Load() for load in gateway.ledger.loads().values())
+
+
+@asynccontextmanager
+async def boxed(folder: Path, **options: Any) -> AsyncIterator[Boxed]:
+    async with (
+        simulated_box(BoxOptions(spark_pair(speed=SPEED), resident="gemma", **options)) as machine,
+        gateway_at(machine, folder, by_request(machine)) as site,
+    ):
+        await site.resident("gemma")
+        yield site
+
+
+async def test_an_empty_box_boots_its_default_and_then_whatever_is_wanted(tmp_path: Path) -> None:
+    async with (
+        simulated_box(BoxOptions(spark_pair(speed=SPEED))) as machine,
+        gateway_at(machine, tmp_path, by_request(machine)) as site,
+    ):
+        # It waits for the boot, like everybody who wants a model that is out.
+        answer = await site.ask("gemma")
+        assert (answer.status_code, answer.headers["x-gateway-backend"]) == (200, "gemma")
+
+        answers: list[httpx.Response] = []
+
+        async def ask(model: str) -> None:
+            answers.append(await site.ask(model))
+
+        async with anyio.create_task_group() as tasks:
+            for model in ("qwen", "gemma", "qwen", "gemma", "qwen"):
+                tasks.start_soon(ask, model)
+        assert [answer.status_code for answer in answers] == [200] * 5
+        assert {answer.headers["x-gateway-backend"] for answer in answers} == {"gemma", "qwen"}
+        assert site.is_unharmed()
+
+
+async def test_nobody_is_cut_off_by_a_swap(tmp_path: Path) -> None:
+    async with boxed(tmp_path) as site:
+        ended: list[tuple[str, httpx.Response]] = []
+
+        async def ask(model: str, **body: Any) -> None:
+            ended.append((model, await site.ask(model, **body)))
+
+        async with anyio.create_task_group() as tasks:
+            # 600 tokens take 0.3 s here, and the swap is wanted at once.
+            tasks.start_soon(lambda: ask("gemma", max_tokens=600, min_tokens=600))
+            await site.until(lambda: site.gateway.ledger.load("gemma").seqs == 1)
+            tasks.start_soon(ask, "qwen")
+            tasks.start_soon(ask, "qwen")
+        assert [name for name, _ in ended] == ["gemma", "qwen", "qwen"]
+        assert ended[0][1].json()["usage"]["completion_tokens"] == 600
+        assert site.box().backend == "qwen"
+        assert site.is_unharmed()
+
+
+async def test_operators_see_what_decides_and_what_comes_next(tmp_path: Path) -> None:
+    async with boxed(tmp_path) as site, httpx.AsyncClient(base_url=site.admin_url) as admin:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(site.ask, "qwen")
+            await site.until(lambda: bool(site.gateway.boxes.sights()["spark"].plan.target))
+            spark = (await admin.get("/admin/boxes")).json()["spark"]
+            page = (await admin.get("/metrics")).text
+            backends = (await admin.get("/admin/backends")).json()
+        assert (spark["state"], spark["backend"]) == ("resident", "gemma")
+        assert (spark["next"]["cause"], spark["next"]["backend"]) == ("age", "qwen")
+        assert 0 <= spark["next"]["in_s"] <= 1
+        assert spark["waiting"]["qwen"]["requests"] == 1
+        assert spark["switched_by_this_gateway"]
+        assert 'gateway_box_state{box="spark",state="resident"} 1.0' in page
+        assert 'gateway_box_waiting{backend="qwen",box="spark"} 1.0' in page
+        assert 'gateway_box_swap_planned{backend="qwen",box="spark",cause="age"} 1.0' in page
+        # Its port is closed on purpose: that is neither booting nor a fault.
+        assert (backends["qwen"]["state"], backends["qwen"]["last_error"]) == ("out", "")
+
+
+async def test_a_model_that_answers_nonsense_never_gets_a_request(tmp_path: Path) -> None:
+    async with boxed(tmp_path, boots={"qwen": [Boot.WRONG_TEXT]}) as site:
+        async with anyio.create_task_group() as tasks:
+            answers: list[httpx.Response] = []
+
+            async def ask() -> None:
+                answers.append(await site.ask("qwen"))
+
+            tasks.start_soon(ask)
+            tasks.start_soon(ask)
+        assert [answer.status_code for answer in answers] == [503, 503]
+        assert "its canary: expected '42', it says" in site.box().quarantine["qwen"].reason
+        # It is not tried again, and the other one serves.
+        await site.resident("gemma")
+        assert (await site.ask("qwen")).status_code == 503
+        assert (await site.ask("gemma")).status_code == 200
+        assert site.is_unharmed()
+
+
+async def test_a_boot_that_never_answers_is_quarantine_and_the_other_one_serves(tmp_path: Path) -> None:
+    options = BoxOptions(spark_pair(speed=SPEED), resident="gemma", boots={"qwen": [Boot.FAIL]})
+    async with (
+        simulated_box(options) as machine,
+        gateway_at(machine, tmp_path, by_request(machine), box={"boot_budget_s": 3}) as site,
+    ):
+        await site.resident("gemma")
+        assert (await site.ask("qwen")).status_code == 503
+        assert site.box().quarantine["qwen"].reason == "no answer 3 s after its start"
+        await site.resident("gemma")
+        assert site.is_unharmed()
+
+
+async def test_a_wrong_engine_version_is_quarantine(tmp_path: Path) -> None:
+    async with (
+        simulated_box(BoxOptions(spark_pair(speed=SPEED), resident="gemma")) as machine,
+        gateway_at(machine, tmp_path, by_request(machine), backend={"versions": "> 99"}) as site,
+    ):
+        await site.until(lambda: site.box().state is State.FAILED)
+        assert "not > 99" in site.box().quarantine["gemma"].reason
+        assert set(site.box().quarantine) == {"gemma", "qwen"}
+        assert (await site.ask("gemma")).status_code == 503
+
+
+async def test_a_second_crash_is_quarantine(tmp_path: Path) -> None:
+    async with boxed(tmp_path) as site:
+        gemma = site.machine.models["gemma"].server
+        assert gemma is not None
+        gemma.order(FaultOrder(Fault.RESTART))
+        await site.until(lambda: bool(site.box().restarts))
+        await site.resident("gemma")
+        assert (await site.ask("gemma")).status_code == 200
+        gemma.order(FaultOrder(Fault.RESTART))
+        await site.resident("qwen")
+        assert "2 times within a day" in site.box().quarantine["gemma"].reason
+        assert (await site.ask("qwen")).status_code == 200
+
+
+@pytest.mark.parametrize("way", [by_command, by_sleep], ids=["commands", "sleep"])
+async def test_the_other_ways_to_switch(tmp_path: Path, way: Callable[[Box], Mapping[str, Any]]) -> None:
+    is_asleep = way is by_sleep
+    pair = spark_pair(speed=SPEED, **({"sleep_mode": True} if is_asleep else {}))
+    async with (
+        simulated_box(BoxOptions(pair, resident="gemma")) as machine,
+        gateway_at(machine, tmp_path, way(machine), box={"launch_record": "launches.json"}) as site,
+    ):
+        await site.resident("gemma")
+        assert (await site.ask("qwen")).status_code == 200
+        assert (await site.ask("gemma")).status_code == 200
+        assert site.is_unharmed()
+    assert (tmp_path / "launches.json").exists()
+
+
+async def test_a_gateway_that_starts_without_its_store_uses_what_is_in_and_switches_nothing(
+    tmp_path: Path,
+) -> None:
+    async with (
+        simulated_box(BoxOptions(spark_pair(speed=SPEED), resident="gemma")) as machine,
+        gateway_at(machine, tmp_path, by_request(machine), store=f"unix://{tmp_path}/nobody") as site,
+    ):
+        await site.resident("gemma")
+        assert (await site.ask("gemma")).status_code == 200
+        assert not site.gateway.boxes.sights()["spark"].is_owner
+
+
+async def test_of_two_gateways_one_switches_and_both_serve(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(own_server("valkey-9", tmp_path))
+        machine = await stack.enter_async_context(
+            simulated_box(BoxOptions(spark_pair(speed=SPEED), resident="gemma"))
+        )
+        sites = [
+            await stack.enter_async_context(
+                gateway_at(machine, tmp_path / name, by_request(machine), store=store.url)
+            )
+            for name in ("one", "two")
+        ]
+        for site in sites:
+            await site.resident("gemma")
+        owners = [site.gateway.boxes.sights()["spark"].is_owner for site in sites]
+        assert sorted(owners) == [False, True]
+        other = sites[owners.index(False)]
+
+        # What waits at the one that does not switch counts too.
+        assert (await other.ask("qwen")).status_code == 200
+        for site in sites:
+            await site.resident("qwen")
+        for site in sites:
+            assert (await site.ask("gemma")).status_code == 200
+        assert sites[0].is_unharmed()
+        assert len(machine.swaps) == 2
+
+
+async def test_another_gateway_ends_the_swap_that_one_has_begun(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(own_server("valkey-9", tmp_path))
+        machine = await stack.enter_async_context(
+            simulated_box(BoxOptions(spark_pair(speed=SPEED / 3), resident="gemma"))
+        )
+
+        stop = anyio.Event()
+
+        async def run_first(task_status: anyio.abc.TaskStatus[Boxed]) -> None:
+            async with gateway_at(machine, tmp_path / "one", by_request(machine), store=store.url) as one:
+                await one.resident("gemma")
+                task_status.started(one)
+                await stop.wait()
+
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        one = await tasks.start(run_first)
+        two = await stack.enter_async_context(
+            gateway_at(machine, tmp_path / "two", by_request(machine), store=store.url)
+        )
+        await two.resident("gemma")
+        answers: list[httpx.Response] = []
+
+        async def ask() -> None:
+            answers.append(await two.ask("qwen"))
+
+        async with anyio.create_task_group() as asking:
+            asking.start_soon(ask)
+            await one.until(lambda: one.box().state is State.BOOTING)
+            stop.set()
+        assert [answer.status_code for answer in answers] == [200]
+        assert two.gateway.boxes.sights()["spark"].is_owner
+        assert two.is_unharmed()
+        assert len(machine.swaps) == 1
+
+
+async def test_a_box_serves_on_without_its_store_and_swaps_when_it_is_back(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(own_server("valkey-9", tmp_path))
+        machine = await stack.enter_async_context(
+            simulated_box(BoxOptions(spark_pair(speed=SPEED), resident="gemma"))
+        )
+        site = await stack.enter_async_context(
+            gateway_at(machine, tmp_path / "one", by_request(machine), store=store.url)
+        )
+        await site.resident("gemma")
+        store.kill()
+        assert (await site.ask("gemma")).status_code == 200
+        async with anyio.create_task_group() as tasks:
+            answers: list[httpx.Response] = []
+
+            async def ask() -> None:
+                answers.append(await site.ask("qwen"))
+
+            tasks.start_soon(ask)
+            await site.until(
+                lambda: site.gateway.boxes.sights()["spark"].plan.is_due(site.gateway.clock.now())
+            )
+            assert (await site.ask("gemma")).status_code == 200
+            store.start()
+        assert [answer.status_code for answer in answers] == [200]
+        assert site.is_unharmed()

@@ -1,0 +1,348 @@
+"""A worker over a real store: jobs are worked off; none is lost, whatever ends the worker or the store."""
+
+import secrets
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+from redis.asyncio import Redis
+from support.job_world import QUOTA, JobWorld
+from support.redis_server import RedisServer, legs, own_server
+from support.scripted_backend import AFTER_END, ANSWER, BODY, WORDS, Asked, Backend, event, read
+
+from gateway.core.errors import BackendRejected, GatewayError, InvalidRequest, NoBackend, StreamBroken
+from gateway.core.job_answers import answer_so_far
+from gateway.core.jobs import Job, JobStatus, NewJob
+from gateway.jobs.worker import Worker, WorkerRules, stored_chunks
+from gateway.pipeline import CallerStalled
+from gateway.ports import Downstream, Incoming
+from gateway.store.jobs import RedisJobs
+
+WITHIN_S = 20.0
+RULES = WorkerRules(beat_s=0.1, look_s=0.1, retry_s=0.01, retry_max_s=0.02)
+TESTS = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.jobs.record.CHUNK_S", 0.001)
+    monkeypatch.setattr("gateway.jobs.record.AGAIN_S", 0.05)
+    monkeypatch.setattr("gateway.jobs.worker.AGAIN_S", 0.05)
+
+
+@pytest.fixture(params=legs(own=True))
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer]:
+    """Every supported server in turn, with its data on disk."""
+    with own_server(request.param, tmp_path, keeps=True) as server:
+        yield server
+
+
+@pytest.fixture
+async def world(server: RedisServer) -> AsyncIterator[JobWorld]:
+    redis = Redis.from_url(server.url, decode_responses=True)
+    world = JobWorld(server.url, f"test-{secrets.token_hex(4)}", redis)
+    yield world
+    await world.aclose()
+    await redis.aclose()
+
+
+@asynccontextmanager
+async def working(
+    store: RedisJobs, backend: Backend, name: str = "w", rules: WorkerRules = RULES
+) -> AsyncIterator[Worker]:
+    """Run a worker while the block runs."""
+    worker = Worker(store, name, read, backend.run, rules)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(store.run)
+        tasks.start_soon(worker.run)
+        yield worker
+        tasks.cancel_scope.cancel()
+
+
+async def submit(store: RedisJobs, *ids: str) -> None:
+    for id in ids:
+        job = NewJob(id=id, key="alice", lane="m/light", body=BODY)
+        assert isinstance(await store.submit(job, QUOTA), Job)
+
+
+async def ended(store: RedisJobs, id: str) -> Job:
+    """Return a job once it has ended."""
+    with anyio.fail_after(WITHIN_S):
+        while True:
+            job = await store.get(id)
+            assert job is not None
+            if job.status.is_final:
+                return job
+            await store.changed(id, job.chunks, 0.2, job.status)
+
+
+async def until_stored(store: RedisJobs, id: str, text: str, *, is_whole: bool = False) -> None:
+    """Return once that much of an answer is stored; `is_whole`: its end too."""
+    with anyio.fail_after(WITHIN_S):
+        while True:
+            answer = answer_so_far(await stored_chunks(store, id))
+            if answer.content == text and bool(answer.finish_reason) is is_whole:
+                return
+
+
+async def content(store: RedisJobs, id: str) -> str:
+    return answer_so_far(await stored_chunks(store, id)).content
+
+
+class Held:
+    """Holds every answer before its word `number`, until it is let go."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._go = anyio.Event()
+
+    async def __call__(self, asked: Asked, number: int) -> None:
+        if number == self._number:
+            await self._go.wait()
+
+    def go(self) -> None:
+        self._go.set()
+
+
+# ------------------------------------------------------------------ worked off
+
+
+async def test_jobs_are_worked_off_and_their_chunks_are_right(world: JobWorld) -> None:
+    store, backend = world.open(), Backend()
+    ids = [f"j{number}" for number in range(12)]
+    await submit(store, *ids)
+    async with working(store, backend):
+        for id in ids:
+            job = await ended(store, id)
+            assert (job.status, job.attempt, job.failures, job.worker) == (JobStatus.COMPLETED, 1, 0, "w")
+    for id in ids:
+        chunks = await stored_chunks(store, id)
+        assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
+        assert {(chunk.attempt, chunk.restarts) for chunk in chunks} == {(1, False)}
+        events = [*(event(content=word) for word in WORDS), event("stop"), b"data: [DONE]\n\n"]
+        assert b"".join(chunk.data for chunk in chunks) == b"".join(events)
+    assert max(backend.said.values()) == 1
+    size = len(BODY) + len(b"{}") + len(b"".join(events))
+    assert await world.quota() == (0, len(ids) * size)
+
+
+async def test_an_answer_that_reached_its_length_is_incomplete(world: JobWorld) -> None:
+    store = world.open()
+    await submit(store, "a")
+    async with working(store, Backend(finish_reason="length")):
+        assert (await ended(store, "a")).status is JobStatus.INCOMPLETE
+
+
+async def test_no_more_is_taken_than_can_be_placed(world: JobWorld) -> None:
+    store, held = world.open(), Held(0)
+    await submit(store, *"abcde")
+    async with working(store, Backend(held)) as worker:
+        with anyio.fail_after(WITHIN_S):
+            while worker.running < RULES.ahead_max:
+                await anyio.lowlevel.checkpoint()
+        await store.waiting(3 * RULES.look_s)
+        assert worker.running == RULES.ahead_max
+        assert [lane.queued for lane in await store.lanes()] == [3]
+        held.go()
+        for id in "abcde":
+            await ended(store, id)
+
+
+# ------------------------------------------------------------------ given back, taken over, stopped
+
+
+async def test_a_worker_that_is_stopped_gives_its_job_back_and_another_goes_on(world: JobWorld) -> None:
+    here, there = world.open(), world.open()
+    first, second = Backend(Held(3)), Backend()
+    await submit(here, "a")
+    async with working(here, first, "first"):
+        await until_stored(there, "a", "".join(WORDS[:3]))
+    job = await there.get("a")
+    assert job is not None
+    assert (job.status, job.attempt, job.failures, job.retry_at) == (JobStatus.QUEUED, 1, 0, 0)
+
+    async with working(there, second, "second"):
+        job = await ended(there, "a")
+    assert (job.status, job.attempt, job.failures, job.worker) == (JobStatus.COMPLETED, 2, 0, "second")
+    assert [asked.so_far for asked in second.asked] == ["".join(WORDS[:3])]
+    assert first.said + second.said == {f"a {number}": 1 for number in range(len(WORDS))}
+    assert await content(there, "a") == ANSWER
+
+
+async def test_a_worker_that_is_killed_loses_its_job_and_another_goes_on(world: JobWorld) -> None:
+    lost_s = 2.0
+    store, backend = world.open(lost_s=lost_s), Backend()
+    await submit(store, "a")
+    command = [sys.executable, "-m", "support.scripted_backend", world.url, world.prefix, str(lost_s)]
+    async with await anyio.open_process(command, cwd=TESTS, stdout=None, stderr=None) as process:
+        await until_stored(store, "a", "".join(WORDS[:4]))
+        process.kill()
+        await process.wait()
+    async with working(store, backend, "next"):
+        job = await ended(store, "a")
+    assert (job.status, job.attempt, job.failures, job.worker) == (JobStatus.COMPLETED, 2, 1, "next")
+    assert [asked.so_far for asked in backend.asked] == ["".join(WORDS[:4])]
+    assert await content(store, "a") == ANSWER
+
+
+async def test_a_worker_that_lives_keeps_its_job_for_as_long_as_it_takes(world: JobWorld) -> None:
+    lost_s = 2.0
+    here, there = world.open(lost_s=lost_s), world.open(lost_s=lost_s)
+    held = Held(3)
+    await submit(here, "a")
+    async with working(here, Backend(held), "first"):
+        await until_stored(there, "a", "".join(WORDS[:3]))
+        async with working(there, Backend(), "second"):
+            await anyio.sleep(2 * lost_s)
+            held.go()
+            job = await ended(there, "a")
+    assert (job.status, job.attempt, job.worker) == (JobStatus.COMPLETED, 1, "first")
+
+
+@pytest.mark.parametrize("how", ["cancelled", "deleted"])
+async def test_a_job_that_is_cancelled_stops_its_worker(world: JobWorld, how: str) -> None:
+    here, there = world.open(), world.open()
+    backend = Backend(Held(3))
+    await submit(here, "a")
+    rules = WorkerRules(beat_s=1000.0, look_s=1000.0)  # only what is said at once
+    async with working(here, backend, rules=rules) as worker:
+        await until_stored(there, "a", "".join(WORDS[:3]))
+        if how == "cancelled":
+            await there.cancel("a")
+        else:
+            await there.delete("a")
+        with anyio.fail_after(WITHIN_S):
+            while worker.running:
+                await anyio.lowlevel.checkpoint()
+        assert backend.stopped["a"] == 1
+        job = await there.get("a")
+        if how == "deleted":
+            assert job is None
+        else:
+            assert job is not None and job.status is JobStatus.CANCELLED
+            assert await content(there, "a") == "".join(WORDS[:3])
+
+
+# ------------------------------------------------------------------ the store stops
+
+
+@pytest.mark.parametrize("at", [0, 2, AFTER_END], ids=["refused", "in-the-answer", "at-its-end"])
+@pytest.mark.parametrize("how", ["stalled", "restarted"])
+async def test_a_store_that_is_away_for_longer_than_a_worker_may_be_costs_nothing(
+    world: JobWorld, server: RedisServer, monkeypatch: pytest.MonkeyPatch, how: str, at: int
+) -> None:
+    monkeypatch.setattr("gateway.jobs.worker.FINISH_S", 0.5)
+    lost_s = 2.0
+    store, other = (world.open(lost_s=lost_s, command_s=0.5) for _ in range(2))
+    held, asked, end = Held(at), anyio.Event(), anyio.Event()
+
+    async def before(request: Asked, number: int) -> None:
+        asked.set()
+        await held(request, number)
+        if number == AFTER_END:
+            end.set()
+        elif at == 0:
+            end.set()
+            raise InvalidRequest("It is wrong.")
+
+    await submit(store, "a")
+    async with working(store, Backend(before), "first"), working(other, Backend(before), "second"):
+        with anyio.fail_after(WITHIN_S):
+            await asked.wait()
+        await until_stored(store, "a", "".join(WORDS[:at]), is_whole=at == AFTER_END)
+        if how == "stalled":
+            server.stall()
+        else:
+            server.kill()
+        held.go()
+        with anyio.fail_after(WITHIN_S):
+            await end.wait()  # the rest comes while nobody can write it down
+        await anyio.sleep(lost_s * 1.2)
+        if how == "stalled":
+            server.resume()
+        else:
+            await anyio.to_thread.run_sync(server.start)
+        with anyio.fail_after(WITHIN_S):
+            await is_back(store)
+        job = await ended(store, "a")
+    status = JobStatus.FAILED if at == 0 else JobStatus.COMPLETED
+    assert (job.status, job.attempt, job.failures) == (status, 1, 0)
+    assert await content(store, "a") == ("" if at == 0 else ANSWER)
+
+
+async def is_back(store: RedisJobs) -> None:
+    while True:
+        try:
+            await store.lanes()
+        except GatewayError:
+            await anyio.sleep(0.05)
+        else:
+            return
+
+
+# ------------------------------------------------------------------ attempts fail
+
+
+def failing(error: Exception, times: int, number: int) -> Any:
+    """Return what fails an answer before its word `number`, so many times; it has begun unless that is 0."""
+    left = [times]
+
+    async def before(asked: Asked, at: int) -> None:
+        if at == number and left[0]:
+            left[0] -= 1
+            raise error
+
+    return before
+
+
+@pytest.mark.parametrize(
+    ("error", "times", "number", "status", "code", "failures"),
+    [
+        (StreamBroken("It broke."), 2, 3, JobStatus.COMPLETED, None, 2),
+        (StreamBroken("It broke."), 3, 0, JobStatus.FAILED, "job_poisoned", 3),
+        (NoBackend("None is up."), 5, 0, JobStatus.COMPLETED, None, 0),
+        (InvalidRequest("It is wrong."), 1, 0, JobStatus.FAILED, "invalid_request", 0),
+        (CallerStalled(), 1, 3, JobStatus.COMPLETED, None, 0),
+        (ZeroDivisionError(), 1, 3, JobStatus.COMPLETED, None, 1),
+    ],
+    ids=["breaks", "keeps-breaking", "fleet-down", "refused", "store-too-slow", "fault-of-ours"],
+)
+async def test_what_a_failure_costs(
+    world: JobWorld,
+    error: Exception,
+    times: int,
+    number: int,
+    status: JobStatus,
+    code: str | None,
+    failures: int,
+) -> None:
+    store = world.open()
+    await submit(store, "a")
+    async with working(store, Backend(failing(error, times, number))):
+        job = await ended(store, "a")
+    assert (job.status, job.failures) == (status, failures)
+    assert (job.error.code if job.error else None) == code
+    if status is JobStatus.COMPLETED:
+        assert await content(store, "a") == ANSWER
+
+
+async def test_an_engine_that_does_not_continue_answers_begins_anew(world: JobWorld) -> None:
+    class Refusing(Backend):
+        async def run(self, incoming: Incoming, downstream: Downstream) -> None:
+            if cast("Asked", incoming).so_far:
+                raise BackendRejected("No such thing.", status=400, code="invalid_request")
+            await super().run(incoming, downstream)
+
+    store = world.open()
+    backend = Refusing(failing(StreamBroken("It broke."), 1, 3))
+    await submit(store, "a")
+    async with working(store, backend):
+        assert (await ended(store, "a")).status is JobStatus.COMPLETED
+    chunks = await stored_chunks(store, "a")
+    assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
+    assert sum(chunk.restarts for chunk in chunks) == 1
+    assert await content(store, "a") == ANSWER

@@ -1,0 +1,110 @@
+"""Prompt work that shows no first token counts for as long as it should take, not for the whole answer."""
+
+from dataclasses import replace
+
+import anyio
+import pytest
+from support.world import DONE, HELLO, POLICY, ROLE, STOP, WHOLE, Script, World
+
+from gateway.core.perf import PerfModel
+from gateway.core.values import Endpoint, Gates, Load, Prompt, Request
+from gateway.pipeline.first_tokens import MARGIN, OVERHEAD_S
+
+PERF = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=0.01, t_attn=0, sharp=1)
+READING_S = 1.0  # 100 tokens
+
+
+def measured(world: World) -> None:
+    """Give the backends a latency model, and the chat pool a bound on prompt work."""
+    world.policy = replace(
+        POLICY,
+        backends={name: replace(one, perf=PERF) for name, one in POLICY.backends.items()},
+        pools={**POLICY.pools, "light": replace(POLICY.pools["light"], gates=Gates(prefill_s=0.5))},
+    )
+
+
+async def after(world: World, seconds: float) -> Load:
+    """Return what is in flight on light-0 when that much time has passed."""
+    world.clock.time += seconds
+    await world.pipeline.first_tokens.tell()
+    return world.ledger.load("light-0")
+
+
+async def test_an_answer_in_one_piece_counts_as_read_when_it_should_be(world: World) -> None:
+    measured(world)
+    gate = anyio.Event()
+    world.answers(light_0=Script([gate, WHOLE]))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(stream=False))
+        await anyio.wait_all_tasks_blocked()
+        due_s = OVERHEAD_S + MARGIN * READING_S
+
+        assert (await after(world, due_s - 0.01)).prefill_ms == 1_000
+        answered = await after(world, 0.02)
+        assert (answered.prefill_ms, answered.seqs) == (0, 1)
+        gate.set()
+
+
+async def test_what_was_outstanding_is_read_first(world: World) -> None:
+    measured(world)
+    gate = anyio.Event()
+    held = await world.ledger.acquire("light-0", Load(prefill_ms=3_000), Load(prefill_ms=10_000))
+    world.policy = replace(world.policy, pools=POLICY.pools)
+    world.answers(light_0=Script([gate, WHOLE]))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(stream=False))
+        await anyio.wait_all_tasks_blocked()
+        assert (await after(world, OVERHEAD_S + MARGIN * READING_S)).prefill_ms == 4_000
+        assert (await after(world, MARGIN * 3.0)).prefill_ms == 3_000
+        gate.set()
+    await world.ledger.release(held)  # type: ignore[arg-type]
+
+
+async def test_a_request_that_has_ended_is_not_told_of(world: World) -> None:
+    measured(world)
+    world.answers(light_0=Script([WHOLE]))
+
+    await world.run(world.request(stream=False))
+
+    assert (await after(world, 60.0)) == Load()
+    assert not world.pipeline.first_tokens._due
+
+
+async def test_a_stream_of_one_prompt_shows_its_own(world: World) -> None:
+    measured(world)
+    gate = anyio.Event()
+    world.answers(light_0=Script([ROLE + HELLO, gate, STOP, DONE]))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request())
+        await anyio.wait_all_tasks_blocked()
+        assert world.ledger.load("light-0").prefill_ms == 0
+        assert not world.pipeline.first_tokens._due
+        gate.set()
+
+
+@pytest.mark.parametrize(("seqs", "prompts", "prefill_ms"), [(2, 1, 1_000), (2, 2, 2_000)])
+async def test_different_prompts_are_each_read(
+    world: World, seqs: int, prompts: int, prefill_ms: int
+) -> None:
+    measured(world)
+    gate = anyio.Event()
+    event = b'data: {"model":"served","choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
+    ends = b"".join(
+        b'data: {"model":"served","choices":[{"index":%d,"text":"","finish_reason":"stop"}]}\n\n' % index
+        for index in range(2)
+    )
+    world.answers(light_0=Script([gate, event, gate, ends, DONE]))
+    request = Request(
+        endpoint=Endpoint.COMPLETIONS,
+        model="gemma-4",
+        prompt=Prompt(),
+        stream=True,
+        seqs=seqs,
+        choices=2,
+        prompts=prompts,
+    )
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, request)
+        await anyio.wait_all_tasks_blocked()
+        assert world.ledger.load("light-0").prefill_ms == prefill_ms
+        gate.set()

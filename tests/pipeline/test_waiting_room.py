@@ -1,0 +1,81 @@
+"""The waiting room before a ledger that others use: places that are gone, and places taken at once."""
+
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+from support.world import DONE, HELLO, POLICY, ROLE, STOP, Caller, Script, World
+
+from gateway.core.errors import AtCapacity
+from gateway.core.values import Exclusion, Load, Waiting
+from gateway.ports import Arrival, Slot
+from gateway.store.memory import MemoryLedger
+
+
+class TakenElsewhere(MemoryLedger):
+    """Every place is taken, though it looked free a moment ago."""
+
+    async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
+        return Exclusion.AT_KNEE
+
+
+class Slow(MemoryLedger):
+    """Grants nothing before two have asked: as a store far away, whose answers take their time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+        self.both = anyio.Event()
+
+    async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
+        self.asked += 1
+        if self.asked == 2:
+            self.both.set()
+        await self.both.wait()
+        return await super().acquire(backend_id, claim, limits)
+
+
+async def arrive(world: World, number: int) -> Any:
+    arrival = Arrival(f"req-{number}", 1_000_000.0, world.clock.now())
+    return await world.run(world.request(), Caller(), arrival=arrival)
+
+
+async def test_who_was_offered_a_place_that_was_gone_waits_no_longer_than_it_may() -> None:
+    world = World(TakenElsewhere())
+    (model,) = POLICY.models
+    classes = tuple(replace(one, waiting=Waiting(max_wait_s=1.2)) for one in model.classes)
+    world.policy = replace(POLICY, models=(replace(model, classes=classes),))
+    refused: list[AtCapacity] = []
+
+    async def ask() -> None:
+        with pytest.raises(AtCapacity) as caught:
+            await arrive(world, 1)
+        refused.append(caught.value)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.pipeline.room.run)
+        async with anyio.create_task_group() as asking:
+            asking.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            assert not refused
+            world.clock.time += 1.3  # and nothing else happens that anybody could hear of
+        tasks.cancel_scope.cancel()
+
+    assert refused[0].code == "waited_too_long"
+
+
+async def test_places_are_taken_at_once() -> None:
+    world = World(Slow())
+    for name in ("light_0", "light_1"):
+        world.answers(**{name: Script([ROLE + HELLO, STOP, DONE])})
+
+    async with anyio.create_task_group() as tasks:
+        async with anyio.create_task_group() as asking:
+            for number in range(2):
+                asking.start_soon(arrive, world, number)
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(world.pipeline.room.run)  # both are in the line at its first turn
+        tasks.cancel_scope.cancel()
+
+    assert {record.backend for record in world.notes.requests} == {"light-0", "light-1"}

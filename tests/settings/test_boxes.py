@@ -1,0 +1,89 @@
+"""The `boxes` section: what it yields, and what is wrong with one."""
+
+from collections.abc import Callable
+
+import pytest
+
+from gateway.core.swap_policy import SwapRules, Trigger
+from gateway.settings import CheckReport, Settings
+
+Check = Callable[..., CheckReport]
+
+BOXED = """\
+tokenizer: approximate
+backends:
+  gemma: {url: http://127.0.0.1:9001, profile: spark-nvfp4, versions: ">= 0.20, < 0.24"}
+  qwen: {url: http://127.0.0.1:9002, profile: spark-nvfp4}
+pools: {gemma: [gemma], qwen: [qwen]}
+boxes:
+  spark:
+    default: gemma
+    launch_record: launches.json
+    backends:
+      gemma: {exec: {start: [switch, gemma], stop: [switch, none]}, jobs: 2, max_wait_s: 300}
+      qwen: {sleep: {level: 2}}
+models:
+  gemma-4:
+    classes: [{class: chat, when: {total_tokens: "<= 60000"}, pools: [gemma], waiting: {max_wait_s: 3000}},
+              {class: rest, pools: [gemma], waiting: {max_wait_s: 3000}}]
+  qwen: {classes: [{class: chat, pools: [qwen], waiting: {max_wait_s: 3000}}]}
+"""
+
+
+def test_a_box_yields_its_rules(loaded: Callable[[str], Settings]) -> None:
+    settings = loaded(BOXED)
+    rules = settings.box_rules("spark", settle_s=4.0)
+    triggers = {"gemma": Trigger(2, 300.0), "qwen": Trigger()}
+    assert rules.swaps == SwapRules("gemma", triggers, 300.0, 1800.0)
+    assert (rules.boot_budget_s, rules.settle_s) == (600.0, 4.0)
+    assert settings.launch_record("spark") == settings.path.parent / "launches.json"
+    assert [bound.text for bound in settings.policy().backends["gemma"].versions] == [">= 0.20", "< 0.24"]
+    assert "box spark: gemma, qwen take turns; gemma by default" in settings.summary
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "message"),
+    [
+        ("qwen: {sleep", "phi: {sleep", 'there is no backend "phi"; there are gemma, qwen'),
+        ("default: gemma", "default: phi", 'there is no backend of this box "phi"; there are gemma, qwen'),
+        ("qwen: {sleep: {level: 2}}", "", "a box needs two backends or more"),
+        ("{sleep: {level: 2}}", "{jobs: 3}", "qwen: give exactly one of exec, http and sleep"),
+        (
+            "{sleep: {level: 2}}",
+            "{sleep: {}, exec: {start: a, stop: b}}",
+            "boxes.spark.backends.qwen: give exactly one of exec, http and sleep",
+        ),
+        ("start: [switch, gemma]", "start: switch gemma", "write a command as a list of its words, or set"),
+        ("stop: [switch, none]", "stop: [switch, none], shell: true", "a command is one text, not a list"),
+        (
+            "{sleep: {level: 2}}",
+            "{http: {start: {url: 'http://u:secret@box/a'}, stop: {url: 'http://box/b'}}}",
+            "no credentials in URLs; name the token with token_env",
+        ),
+        ('">= 0.20, < 0.24"', '"0.20"', 'write it as ">= 0.20, < 0.24"'),
+        ('">= 0.20, < 0.24"', "0.20", "write it in quotes"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(checked: Check, good: str, bad: str, message: str) -> None:
+    assert good in BOXED
+    problems = [problem.message for problem in checked(BOXED.replace(good, bad)).problems]
+    assert any(message in problem for problem in problems), problems
+    assert not any("secret" in problem for problem in problems)
+
+
+def test_a_backend_is_in_one_box_only(checked: Check) -> None:
+    twice = BOXED.replace("models:", "  other: {default: qwen, backends: {qwen: {sleep: {}}}}\nmodels:", 1)
+    problems = [problem.message for problem in checked(twice).problems]
+    assert "qwen is in the box spark already" in problems
+
+
+def test_a_class_that_cannot_wait_for_a_swap_is_warned_of(checked: Check) -> None:
+    def waiting(model: str) -> list[str]:
+        written = f"pools: [{model}], waiting: {{max_wait_s: 3000}}}}"
+        assert written in BOXED
+        report = checked(BOXED.replace(written, f"pools: [{model}]}}", 1))
+        return [one.message for one in report.warnings if "take turns" in one.message]
+
+    assert waiting("gemma")[0].startswith("class chat waits 1.2 s at most")
+    assert waiting("qwen") == []  # it only has to wake up
+    assert not any("take turns" in warning.message for warning in checked(BOXED).warnings)

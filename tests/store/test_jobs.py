@@ -1,0 +1,849 @@
+"""Jobs over real servers: accepted once, handed out in order, ended once, and forgotten in time."""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from redis.asyncio import Redis
+from support.job_world import LANE, LEFT, QUOTA, JobWorld, new_job
+from support.redis_server import RedisServer
+
+from gateway.core.errors import StoreUnavailable
+from gateway.core.jobs import (
+    Chunk,
+    Idempotency,
+    Job,
+    JobError,
+    JobPriority,
+    JobStatus,
+    NewJob,
+    Quota,
+    Refusal,
+)
+from gateway.store.jobs import RedisJobs
+
+WITHIN_S = 20.0
+BODY = b'{"stream":true}'
+SIZE = len(BODY) + len(b"{}")
+PROMISE = Idempotency("k", "/v1/responses", "f")
+
+
+@pytest.fixture
+def jobs(world: JobWorld) -> RedisJobs:
+    return world.open()
+
+
+@asynccontextmanager
+async def listening(*stores: RedisJobs) -> AsyncIterator[None]:
+    """Run stores in the background, each after it has begun to listen."""
+    async with anyio.create_task_group() as tasks:
+        for store in stores:
+            tasks.start_soon(store.run)
+            await store.waiting(WITHIN_S)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+async def get(jobs: RedisJobs, id: str) -> Job:
+    job = await jobs.get(id)
+    assert job is not None
+    return job
+
+
+async def claimed(jobs: RedisJobs, worker: str = "w", lanes: list[str] | None = None) -> list[str]:
+    """Return the ids of the jobs that can be claimed now, in order."""
+    ids = []
+    while job := await jobs.claim(worker, lanes, 3):
+        ids.append(job.id)
+    return ids
+
+
+# ------------------------------------------------------------------ accepted
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        new_job("a"),
+        NewJob(
+            id="a",
+            key=None,
+            lane="org/model:x/no class",
+            body=b"\x00\xff" * 1000,
+            facts=b'{"echo":"\xe2\x82\xac"}',
+            priority=JobPriority.BATCH,
+            keep_s=1.5,
+            expires_s=60.25,
+            batch="batch_1",
+        ),
+        new_job("a", key=""),
+    ],
+    ids=["plain", "all", "empty-key"],
+)
+async def test_what_was_handed_over_comes_back(jobs: RedisJobs, new: NewJob) -> None:
+    accepted = await jobs.submit(new, QUOTA)
+    assert isinstance(accepted, Job)
+    assert accepted == Job(new, JobStatus.QUEUED, created_at=accepted.created_at, position=1)
+    assert accepted.created_at > 1.7e9
+    assert await jobs.get("a") == accepted
+    assert await jobs.get("b") is None
+
+
+async def test_repeating_a_submission_changes_nothing(world: JobWorld, jobs: RedisJobs) -> None:
+    first = await jobs.submit(new_job("a"), QUOTA)
+    assert await jobs.submit(new_job("a"), QUOTA) == first
+    assert await world.quota() == (1, SIZE)
+    assert await claimed(jobs) == ["a"]
+
+
+async def test_an_idempotency_key_returns_the_job_accepted_first(world: JobWorld, jobs: RedisJobs) -> None:
+    first = await jobs.submit(new_job("a"), QUOTA, PROMISE)
+    assert await jobs.submit(new_job("b"), QUOTA, PROMISE) == first
+    other = Idempotency("k", "/v1/responses", "another body")
+    assert await jobs.submit(new_job("b"), QUOTA, other) is Refusal.IDEMPOTENCY_MISMATCH
+    assert await world.quota() == (1, SIZE)
+    digests = [key async for key in world.redis.scan_iter(match=f"{world.key('submitted')}:*")]
+    assert [86_000 < await world.redis.ttl(key) <= 86_400 for key in digests] == [True]
+
+
+@pytest.mark.parametrize(
+    ("key", "promise"),
+    [
+        ("bob", PROMISE),
+        (None, PROMISE),
+        ("alice", Idempotency("k", "/v1/chat/completions", "f")),
+        ("alice", Idempotency("kk", "/v1/responses", "f")),
+    ],
+)
+async def test_an_idempotency_key_is_of_one_caller_and_route(
+    jobs: RedisJobs, key: str | None, promise: Idempotency
+) -> None:
+    await jobs.submit(new_job("a"), QUOTA, PROMISE)
+    second = await jobs.submit(new_job("b", key=key), QUOTA, promise)
+    assert isinstance(second, Job) and second.id == "b"
+
+
+async def test_an_idempotency_key_outlives_a_job_that_was_deleted(jobs: RedisJobs) -> None:
+    await jobs.submit(new_job("a"), QUOTA, PROMISE)
+    await jobs.delete("a")
+    second = await jobs.submit(new_job("b"), QUOTA, PROMISE)
+    assert isinstance(second, Job) and second.id == "b"
+
+
+async def test_a_quota_of_jobs_counts_those_that_wait_or_run(world: JobWorld, jobs: RedisJobs) -> None:
+    quota = Quota(queued_max=2)
+    for id in ("a", "b"):
+        assert isinstance(await jobs.submit(new_job(id), quota), Job)
+    assert await jobs.submit(new_job("c"), quota) is Refusal.TOO_MANY_JOBS
+    assert isinstance(await jobs.submit(new_job("d", key="bob"), quota), Job)
+    job = await world.claim(jobs)
+    assert await jobs.submit(new_job("c"), quota) is Refusal.TOO_MANY_JOBS
+
+    await jobs.finish(job.id, 1, JobStatus.COMPLETED)
+    assert isinstance(await jobs.submit(new_job("c"), quota), Job)
+    await jobs.cancel("b")
+    assert isinstance(await jobs.submit(new_job("e"), quota), Job)
+    assert await world.quota() == (2, 4 * SIZE)
+
+
+async def test_a_quota_of_bytes_counts_answers_until_they_are_forgotten(
+    world: JobWorld, jobs: RedisJobs
+) -> None:
+    quota = Quota(bytes_max=2 * SIZE + 10)
+    await jobs.submit(new_job("a"), quota)
+    await world.claim(jobs)
+    await jobs.append("a", 1, Chunk(0, 1, b"x" * 11))
+    await jobs.append("a", 1, Chunk(0, 1, b"x" * 11))
+    assert await world.quota() == (1, SIZE + 11)
+    await jobs.finish("a", 1, JobStatus.COMPLETED)
+    assert await jobs.submit(new_job("b"), quota) is Refusal.TOO_MANY_BYTES
+
+    await world.keep_is_over("a")
+    assert isinstance(await jobs.submit(new_job("b"), quota), Job)
+    assert await world.quota() == (1, SIZE)
+
+
+# ------------------------------------------------------------------ handed out
+
+
+async def test_the_order_is_by_priority_then_by_arrival(world: JobWorld, jobs: RedisJobs) -> None:
+    for id, priority in zip("abcdef", [*JobPriority, *JobPriority][::-1], strict=True):
+        await world.submit(jobs, id, priority=priority)  # batch, normal, high, batch, ...
+    positions = {id: (await get(jobs, id)).position for id in "abcdef"}
+    assert positions == {"c": 1, "f": 2, "b": 3, "e": 4, "a": 5, "d": 6}
+    assert await claimed(jobs) == ["c", "f", "b", "e", "a", "d"]
+
+
+async def test_lanes_do_not_wait_for_each_other(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a", "b", lane="m/light")
+    await world.submit(jobs, "c", lane="m/push")
+    await world.submit(jobs, "d", lane="m/push", priority=JobPriority.HIGH)
+    assert (await get(jobs, "c")).position == 2
+    assert await claimed(jobs, lanes=["m/light"]) == ["a", "b"]
+    assert await claimed(jobs, lanes=[]) == []
+    assert await claimed(jobs, lanes=["m/light", "m/push", "m/none"]) == ["d", "c"]
+
+
+async def test_of_several_lanes_what_came_first_goes_first(world: JobWorld, jobs: RedisJobs) -> None:
+    for number in range(6):
+        await world.submit(jobs, str(number), lane=f"m/{number % 3}")
+    assert await claimed(jobs) == list("012345")
+
+
+async def test_a_claim_says_who_has_it_and_which_attempt_it_is(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a")
+    job = await world.claim(jobs, "me")
+    assert (job.status, job.attempt, job.worker, job.position) == (JobStatus.IN_PROGRESS, 1, "me", None)
+    assert job.started_at is not None and job.started_at >= job.created_at
+    assert job.new.body == BODY
+    assert await get(jobs, "a") == job
+
+
+async def test_many_workers_get_every_job_once(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, *(f"j{number}" for number in range(60)))
+    got: Counter[str] = Counter()
+
+    async def work(name: str) -> None:
+        got.update(await claimed(jobs, name))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(8):
+            tasks.start_soon(work, f"w{number}")
+    assert got == Counter({f"j{number}": 1 for number in range(60)})
+
+
+async def test_what_is_given_back_goes_first(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a", "b", "c")
+    await world.submit(jobs, "h", priority=JobPriority.HIGH)
+    assert [(await world.claim(jobs)).id for _ in range(3)] == ["h", "a", "b"]
+
+    assert await jobs.give_back("b", 1, failed=True)
+    assert await jobs.give_back("a", 1)
+    assert [(await get(jobs, id)).position for id in "bac"] == [1, 2, 3]
+    assert [(await get(jobs, id)).failures for id in "bac"] == [1, 0, 0]
+    assert await claimed(jobs) == ["b", "a", "c"]
+    assert [(await get(jobs, id)).attempt for id in "bac"] == [2, 2, 1]
+
+
+async def test_what_rests_does_not_hold_up_what_is_behind_it(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a", "b", "c")
+    await world.claim(jobs)
+    assert await jobs.give_back("a", 1, after_s=500.0)
+    resting = await get(jobs, "a")
+    assert 490 < resting.retry_at - resting.created_at < 510
+    assert resting.position == 1
+    assert (await world.claim(jobs)).id == "b"
+
+    await world.rest_is_over("a")
+    assert await claimed(jobs) == ["a", "c"]
+    assert (await get(jobs, "a")).retry_at == 0
+
+
+async def test_giving_back_twice_is_giving_back_once(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a")
+    await world.claim(jobs)
+    assert await jobs.give_back("a", 1, failed=True)
+    assert await jobs.give_back("a", 1, failed=True)
+    assert (await get(jobs, "a")).failures == 1
+    assert await claimed(jobs) == ["a"]
+    assert not await jobs.give_back("a", 1, failed=True)
+
+
+# ------------------------------------------------------------------ lost, given up, too late
+
+
+async def test_who_is_not_heard_of_loses_the_job_for_good(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a", "b")
+    await world.claim(jobs, "dead")
+    await world.lose_worker_of("a")
+    again = await world.claim(jobs, "next")
+
+    assert (again.id, again.attempt, again.failures, again.worker) == ("a", 2, 1, "next")
+    assert not await jobs.append("a", 1, Chunk(0, 1, b"late"))
+    assert not await jobs.finish("a", 1, JobStatus.COMPLETED)
+    assert not await jobs.give_back("a", 1)
+    assert await jobs.beat("dead", [("a", 1)]) == ["a"]
+    assert await get(jobs, "a") == again
+    assert await jobs.append("a", 2, Chunk(0, 2, b"x"))
+
+
+async def test_a_late_return_by_who_has_lost_it_does_nothing(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a")
+    await world.claim(jobs, "dead")
+    await world.lose_worker_of("a")
+    await jobs.beat("other", [])
+    assert (await get(jobs, "a")).status is JobStatus.QUEUED
+    assert not await jobs.give_back("a", 1, after_s=100.0, failed=True)
+    assert (await world.claim(jobs)).failures == 1
+
+
+async def test_a_beat_keeps_a_job(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a", "b")
+    await world.claim(jobs, "here")
+    await world.claim(jobs, "there")
+    await world.lose_worker_of("a", "b")
+    assert await jobs.beat("here", [("a", 1)]) == []
+    assert (await get(jobs, "a")).status is JobStatus.IN_PROGRESS
+    assert (await get(jobs, "b")).status is JobStatus.QUEUED
+    assert await jobs.beat("there", [("b", 1), ("c", 1)]) == ["b", "c"]
+
+
+async def test_nobody_is_lost_while_nobody_could_be_heard(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a")
+    await world.claim(jobs)
+    await world.lose_worker_of("a")
+    long_ago = int((await world.redis.time())[0] - 600) * 1000
+    await world.redis.hset(world.key("clock"), "heard", str(long_ago))
+
+    assert await jobs.claim("other", None, 3) is None
+    assert await jobs.beat("w", [("a", 1)]) == []
+    await world.is_due()
+    assert await jobs.claim("other", None, 3) is None
+    await world.lose_worker_of("a")
+    assert (await world.claim(jobs, "other")).id == "a"
+
+
+async def test_a_job_that_keeps_failing_is_given_up(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a", "b")
+    for attempt in (1, 2, 3):
+        assert (await world.claim(jobs)).attempt == attempt
+        if attempt == 2:
+            await world.lose_worker_of("a")
+        else:
+            await jobs.give_back("a", attempt, failed=True)
+    assert (await world.claim(jobs)).id == "b"
+    job = await get(jobs, "a")
+    assert job.status is JobStatus.FAILED
+    assert job.error == JobError("job_poisoned", "The job was given up: 3 attempts at it failed.")
+    assert (job.attempt, job.failures, job.position) == (3, 3, None)
+
+
+async def test_given_back_without_a_failure_it_is_never_given_up(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a")
+    for attempt in range(1, 8):
+        assert (await world.claim(jobs)).attempt == attempt
+        await jobs.give_back("a", attempt)
+
+
+@pytest.mark.parametrize("is_claimed", [False, True])
+async def test_a_job_whose_time_is_over_fails_also_if_nobody_asks_for_it(
+    world: JobWorld, jobs: RedisJobs, is_claimed: bool
+) -> None:
+    (job,) = await world.submit(jobs, "a", expires_s=300.0)
+    assert job.expires_at == job.created_at + 300
+    if is_claimed:
+        await world.claim(jobs)
+    await world.expire("a")
+    assert await jobs.claim("other", [], 3) is None
+    job = await get(jobs, "a")
+    assert job.status is JobStatus.FAILED
+    assert job.error == JobError("job_expired", "The job had not ended when its time was over.")
+    assert await jobs.beat("w", [("a", 1)]) == ["a"]
+    assert not await jobs.finish("a", 1, JobStatus.COMPLETED)
+    assert await world.quota() == (0, SIZE)
+
+
+async def test_a_job_that_expires_is_not_handed_out_before_the_sweep(
+    world: JobWorld, jobs: RedisJobs
+) -> None:
+    await world.submit(jobs, "a", "b", expires_s=300.0)
+    await world.redis.zadd(world.key("expiring"), {"a": 1})
+    assert (await world.claim(jobs)).id == "b"
+    error = (await get(jobs, "a")).error
+    assert error is not None and error.code == "job_expired"
+
+
+# ------------------------------------------------------------------ ended
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (JobStatus.COMPLETED, None),
+        (JobStatus.INCOMPLETE, None),
+        (JobStatus.FAILED, JobError("invalid_request", "It was \u2018wrong\u2019.")),
+    ],
+)
+async def test_an_end_is_for_good(
+    world: JobWorld, jobs: RedisJobs, status: JobStatus, error: JobError | None
+) -> None:
+    await world.submit(jobs, "a")
+    await world.claim(jobs)
+    assert await jobs.finish("a", 1, status, error)
+    ended = await get(jobs, "a")
+    assert (ended.status, ended.error) == (status, error)
+    assert ended.ended_at is not None
+
+    assert await jobs.finish("a", 1, status, error)  # its reply may have been lost
+    assert not await jobs.finish("a", 1, JobStatus.FAILED, JobError("x", "y"))
+    assert not await jobs.finish("a", 2, status, error)
+    assert not await jobs.append("a", 1, Chunk(0, 1, b"x"))
+    assert not await jobs.give_back("a", 1)
+    assert await jobs.cancel("a") == ended
+    assert await jobs.beat("w", [("a", 1)]) == ["a"]
+    assert await claimed(jobs) == []
+    assert await get(jobs, "a") == ended
+
+
+async def test_a_job_that_waits_is_cancelled_and_the_rest_moves_up(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a", "b", "c")
+    cancelled = await jobs.cancel("b")
+    assert cancelled is not None
+    assert (cancelled.status, cancelled.position) == (JobStatus.CANCELLED, None)
+    assert (await get(jobs, "c")).position == 2
+    assert await claimed(jobs) == ["a", "c"]
+    assert await jobs.cancel("nothing") is None
+
+
+async def test_the_worker_of_a_cancelled_job_hears_it(world: JobWorld, jobs: RedisJobs) -> None:
+    there = world.open()
+    await world.submit(jobs, "a")
+    await world.claim(jobs)
+    async with listening(jobs):
+        await jobs.waiting(0.0)
+        await there.cancel("a")
+        assert list(await jobs.waiting(WITHIN_S)) == [("a", 1)]
+    assert (await get(jobs, "a")).status is JobStatus.CANCELLED
+    assert not await jobs.append("a", 1, Chunk(0, 1, b"x"))
+    assert not await jobs.finish("a", 1, JobStatus.COMPLETED)
+
+
+@pytest.mark.parametrize("state", ["queued", "in_progress", "completed"])
+async def test_a_deleted_job_leaves_nothing(world: JobWorld, jobs: RedisJobs, state: str) -> None:
+    await world.submit(jobs, "a", expires_s=100.0)
+    if state != "queued":
+        await world.claim(jobs)
+        await jobs.append("a", 1, Chunk(0, 1, b"x"))
+    if state == "completed":
+        await jobs.finish("a", 1, JobStatus.COMPLETED)
+    assert await jobs.delete("a")
+    assert not await jobs.delete("a")
+    assert await jobs.get("a") is None
+    assert await jobs.beat("w", [("a", 1)]) == ["a"]
+    assert (await world.names()) <= LEFT
+
+
+async def test_a_job_that_was_given_up_can_be_tried_again(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a", "b", expires_s=100.0)
+    await world.claim(jobs)
+    await jobs.append("a", 1, Chunk(0, 1, b"half"))
+    await jobs.finish("a", 1, JobStatus.FAILED, JobError("x", "y"))
+
+    again = await jobs.retry("a")
+    assert again is not None
+    assert again.status is JobStatus.QUEUED
+    assert (again.position, again.chunks, again.failures, again.error, again.ended_at) == (
+        2,
+        0,
+        0,
+        None,
+        None,
+    )
+    assert again.expires_at is None
+    assert await jobs.chunks("a") == []
+    assert await world.quota() == (2, 2 * SIZE)
+    assert await world.redis.ttl(world.key("job", "a")) == -1
+    assert await jobs.retry("a") == again
+    assert await claimed(jobs) == ["b", "a"]
+    assert not await jobs.append("a", 1, Chunk(0, 1, b"of the first attempt"))
+    assert await jobs.append("a", 2, Chunk(0, 2, b"whole"))
+    assert await jobs.finish("a", 2, JobStatus.COMPLETED)
+    completed = await jobs.retry("a")
+    assert completed is not None and completed.status is JobStatus.COMPLETED
+    assert await jobs.retry("nothing") is None
+
+
+# ------------------------------------------------------------------ answers
+
+
+async def test_chunks_come_back_as_they_were_written(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a")
+    await world.claim(jobs)
+    first = [Chunk(0, 1, b"data: 1\n\n"), Chunk(1, 1, b"\x00\xff\r\n")]
+    for chunk in first:
+        assert await jobs.append("a", 1, chunk)
+    await jobs.give_back("a", 1)
+    job = await world.claim(jobs)
+    assert job.chunks == 2
+    third = Chunk(2, 2, b"anew", restarts=True)
+    assert await jobs.append("a", 2, third)
+
+    assert await jobs.chunks("a") == [*first, third]
+    assert await jobs.chunks("a", 1) == [first[1], third]
+    assert await jobs.chunks("a", 1, limit=1) == [first[1]]
+    assert await jobs.chunks("a", 3) == []
+    assert await jobs.chunks("nothing") == []
+
+
+async def test_a_chunk_is_written_once_and_none_is_left_out(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a")
+    await world.claim(jobs)
+    assert await jobs.append("a", 1, Chunk(0, 1, b"x"))
+    assert await jobs.append("a", 1, Chunk(0, 1, b"another"))
+    with pytest.raises(ValueError, match="missing before number 2"):
+        await jobs.append("a", 1, Chunk(2, 1, b"y"))
+    assert await jobs.chunks("a") == [Chunk(0, 1, b"x")]
+    assert (await get(jobs, "a")).chunks == 1
+
+
+# ------------------------------------------------------------------ kept, and forgotten
+
+
+async def test_a_job_is_kept_from_its_end_and_then_nothing_of_it_is_left(
+    world: JobWorld, jobs: RedisJobs
+) -> None:
+    await world.submit(jobs, "a", "b", keep_s=50.0, expires_s=1000.0)
+    await world.claim(jobs)
+    await jobs.append("a", 1, Chunk(0, 1, b"x"))
+    keys = [world.key("job", "a"), world.key("chunks", "a")]
+    assert [await world.redis.pttl(key) for key in keys] == [-1, -1]
+
+    await jobs.finish("a", 1, JobStatus.COMPLETED)
+    await jobs.cancel("b")
+    assert [49_000 < await world.redis.pttl(key) <= 50_000 for key in keys] == [True, True]
+    assert await world.quota() == (0, 2 * SIZE + 1)
+    await world.keep_is_over("a", "b")
+    await jobs.claim("w", None, 3)
+    assert (await world.names()) <= LEFT
+    assert await jobs.find() == []
+
+
+async def test_bytes_are_given_back_though_the_job_has_expired_before_the_sweep(
+    world: JobWorld, jobs: RedisJobs
+) -> None:
+    await world.submit(jobs, "a")
+    await jobs.cancel("a")
+    await world.redis.delete(world.key("job", "a"))
+    assert await jobs.get("a") is None
+    await world.keep_is_over("a")
+    await jobs.beat("w", [])
+    assert await world.quota() == (0, 0)
+
+
+# ------------------------------------------------------------------ waiting
+
+
+@pytest.fixture(autouse=True)
+def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is said wakes those who wait."""
+    monkeypatch.setattr("gateway.store.jobs.POLL_S", 1000.0)
+
+
+async def is_heard(world: JobWorld, id: str, wanted: bool = True) -> None:
+    """Return once somebody is subscribed to a job, or nobody."""
+    with anyio.fail_after(WITHIN_S):
+        while bool(await world.redis.pubsub_channels(world.key("changed", id))) is not wanted:
+            pass
+
+
+async def waits(jobs: RedisJobs, id: str, chunks: int, status: JobStatus | None = None) -> None:
+    with anyio.fail_after(WITHIN_S):
+        await jobs.changed(id, chunks, 1000.0, status)
+
+
+async def test_whoever_waits_for_a_job_hears_of_every_change(world: JobWorld, jobs: RedisJobs) -> None:
+    there = world.open()
+    await world.submit(there, "a")
+    async with listening(jobs):
+
+        async def changes(status: JobStatus, chunks: int, change: Any) -> None:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(waits, jobs, "a", chunks, status)
+                await is_heard(world, "a")
+                await change
+
+        await changes(JobStatus.QUEUED, 0, there.claim("w", None, 3))
+        await changes(JobStatus.IN_PROGRESS, 0, there.append("a", 1, Chunk(0, 1, b"x")))
+        await changes(JobStatus.IN_PROGRESS, 1, there.append("a", 1, Chunk(1, 1, b"x")))
+        await changes(JobStatus.IN_PROGRESS, 2, there.give_back("a", 1))
+        await changes(JobStatus.QUEUED, 2, there.cancel("a"))
+        await waits(jobs, "a", 2)  # there is nothing to wait for any more
+        await waits(jobs, "nothing", 0)
+
+
+async def test_what_was_missed_is_not_waited_for(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a")
+    await world.claim(jobs)
+    await waits(jobs, "a", 0, JobStatus.QUEUED)
+    await jobs.append("a", 1, Chunk(0, 1, b"x"))
+    await waits(jobs, "a", 0, JobStatus.IN_PROGRESS)
+
+
+async def test_nothing_happens_for_as_long_as_one_waits(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a")
+    async with listening(jobs):
+        await jobs.changed("a", 0, 0.05)
+        await jobs.waiting(0.0)
+        assert list(await jobs.waiting(0.05)) == []
+
+
+async def test_without_the_messages_a_look_now_and_then_does(
+    world: JobWorld, jobs: RedisJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.store.jobs.POLL_S", 0.05)
+    await world.submit(jobs, "a")
+    async with anyio.create_task_group() as tasks:  # nobody listens
+        tasks.start_soon(waits, jobs, "a", 0)
+        await jobs.cancel("a")
+
+
+async def test_any_number_of_waiters_takes_one_connection(world: JobWorld, jobs: RedisJobs) -> None:
+    ids = [f"j{number}" for number in range(100)]
+    await world.submit(jobs, *ids)
+    jobs = world.open(connections_max=2)
+    async with listening(jobs):
+        async with anyio.create_task_group() as tasks:
+            for id in ids * 10:
+                tasks.start_soon(waits, jobs, id, 0)
+            channels: list[Any] = []
+            with anyio.fail_after(WITHIN_S):
+                while len(channels) < len(ids):
+                    channels = await world.redis.pubsub_channels(f"{world.key('changed')}:*")
+            clients = [client["name"] for client in await world.redis.client_list()]
+            assert clients.count("gateway-jobs") <= 3 + 16  # those of the other store too
+            for id in ids:
+                await jobs.cancel(id)
+        with anyio.fail_after(WITHIN_S):
+            while await world.redis.pubsub_channels(f"{world.key('changed')}:*"):
+                pass
+
+
+async def test_workers_are_woken_by_new_jobs_and_by_those_given_back(
+    world: JobWorld, jobs: RedisJobs
+) -> None:
+    there = world.open()
+    async with listening(jobs):
+
+        async def wakes(change: Any) -> None:
+            with anyio.fail_after(WITHIN_S):
+                assert await jobs.claim("w", None, 3) is None
+                await change  # between the look and the wait
+                await jobs.waiting(1000.0)
+
+        await wakes(there.submit(new_job("a"), QUOTA))
+        await world.claim(jobs)
+        await wakes(there.give_back("a", 1))
+
+
+# ------------------------------------------------------------------ for operators
+
+
+async def test_lanes_say_what_waits_and_how_fast_it_goes(world: JobWorld, jobs: RedisJobs) -> None:
+    assert await jobs.lanes() == []
+    await world.submit(jobs, "a", "b", "c", "d")
+    await world.submit(jobs, "e", lane="m/push", priority=JobPriority.BATCH)
+    await world.claim(jobs)
+    await world.claim(jobs)
+    await jobs.give_back("a", 1, after_s=100.0)
+    lanes = {lane.name: lane for lane in await jobs.lanes()}
+    assert set(lanes) == {LANE, "m/push"}
+    light, push = lanes[LANE], lanes["m/push"]
+    assert (light.queued, light.in_progress, light.drain_per_s) == (3, 1, None)
+    assert light.oldest_at == (await get(jobs, "a")).created_at
+    assert (push.queued, push.in_progress) == (1, 0)
+
+    await jobs.finish("b", 1, JobStatus.COMPLETED)
+    (light,) = [lane for lane in await jobs.lanes() if lane.name == LANE]
+    assert light.in_progress == 0
+    assert light.drain_per_s is not None and 1 / 20 <= light.drain_per_s <= 1 / 10
+    for id in "acde":
+        await jobs.cancel(id)
+    assert await jobs.lanes() == []
+    assert not {"new", "again", "waiting", "lanes", "running"} & await world.names()
+
+
+async def test_find_is_newest_first_by_key_and_by_status(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a", "b", "c")
+    await world.submit(jobs, "d", key=None)
+    await world.submit(jobs, "e", key="bob")
+    await jobs.cancel("a")
+    await jobs.cancel("e")
+
+    async def found(**options: Any) -> list[str]:
+        return [job.id for job in await jobs.find(**options)]
+
+    assert await found() == ["e", "d", "c", "b", "a"]
+    assert await found(key="alice") == ["c", "b", "a"]
+    assert await found(status=JobStatus.CANCELLED) == ["e", "a"]
+    assert await found(key="alice", status=JobStatus.QUEUED, limit=1) == ["c"]
+    assert await found(limit=2) == ["e", "d"]
+    first = (await jobs.find(limit=1))[0]
+    assert first.new.body == first.new.facts == b""
+    assert first.status is JobStatus.CANCELLED
+
+
+async def test_find_goes_through_many(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, *(f"j{number}" for number in range(1001)))
+    await jobs.cancel("j0")
+    assert [job.id for job in await jobs.find(status=JobStatus.CANCELLED)] == ["j0"]
+    assert len(await jobs.find(limit=2000)) == 1001
+
+
+# ------------------------------------------------------------------ misfortune
+
+
+async def test_after_everything_was_lost_it_begins_anew(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a")
+    await world.claim(jobs)
+    async for key in world.redis.scan_iter(match=f"{world.key('')}*"):
+        await world.redis.delete(key)
+    await world.redis.script_flush()
+    assert await jobs.beat("w", [("a", 1)]) == ["a"]
+    assert not await jobs.append("a", 1, Chunk(0, 1, b"x"))
+    await world.submit(jobs, "b")
+    assert await claimed(jobs) == ["b"]
+
+
+async def test_a_stream_that_was_deleted_or_written_to_is_put_right(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a", "b")
+    stream = world.key("new", "normal", LANE)
+    await world.redis.delete(stream)
+    assert await claimed(jobs) == ["a", "b"]
+    await jobs.give_back("a", 1)
+    await world.redis.xadd(stream, {"job": "stranger"})
+    await world.submit(jobs, "c")
+    assert await claimed(jobs) == ["a", "c"]
+
+
+async def test_consumers_do_not_pile_up(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "keeps the stream", "a")
+    await world.claim(jobs, "first")
+    for number in range(5):
+        await world.claim(jobs, f"w{number}", attempts_max=99)
+        await world.lose_worker_of("a")
+    await jobs.beat("w", [])
+    consumers = 0
+    for kind in ("new", "again"):
+        stream = world.key(kind, "normal", LANE)
+        consumers += len(await world.redis.xinfo_consumers(stream, "workers"))
+    assert consumers == 1
+
+
+async def test_a_store_that_is_away_says_so_and_comes_back(
+    stoppable: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs = RedisJobs(stoppable.url, command_s=0.3)
+    await jobs.submit(new_job("b"), QUOTA)
+    stoppable.stall()
+    with pytest.raises(StoreUnavailable) as failure:
+        await jobs.submit(new_job("a"), QUOTA)
+    assert (failure.value.http_status, failure.value.retry_after_s) == (503, 5)
+    calls: list[Any] = [
+        lambda: jobs.get("a"),
+        lambda: jobs.chunks("a"),
+        lambda: jobs.changed("a", 0, 10.0),
+        lambda: jobs.claim("w", None, 3),
+        lambda: jobs.lanes(),
+    ]
+    for call in calls:
+        with pytest.raises(StoreUnavailable):
+            await call()
+    stoppable.resume()
+    with anyio.fail_after(WITHIN_S):
+        while (await jobs.get("a")) is None:  # what was sent is done when its turn comes
+            pass
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "the store of jobs is away",
+        "the store of jobs is back",
+    ]
+    await jobs.aclose()
+
+
+async def test_a_claim_whose_reply_was_lost_is_the_next_one_s_answer(stoppable: RedisServer) -> None:
+    jobs = RedisJobs(stoppable.url, command_s=0.3)
+    await jobs.submit(new_job("a"), QUOTA)
+    await jobs.submit(new_job("b"), QUOTA)
+    await jobs.claim("w", [], 3)
+    stoppable.stall()
+    with pytest.raises(StoreUnavailable):
+        await jobs.claim("w", None, 3)
+    stoppable.resume()
+    with anyio.fail_after(WITHIN_S):
+        while (await get(jobs, "a")).status is not JobStatus.IN_PROGRESS:
+            pass
+    job = await jobs.claim("w", None, 3)
+    assert job is not None and (job.id, job.attempt) == ("a", 1)
+    job = await jobs.claim("w", None, 3)
+    assert job is not None and job.id == "b"
+    await jobs.aclose()
+
+
+async def test_whoever_listens_hears_again_after_the_store_was_away(
+    stoppable: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.store.jobs.AGAIN_S", 0.05)
+    jobs = RedisJobs(stoppable.url)
+    async with listening(jobs):
+        stoppable.kill()
+        await anyio.to_thread.run_sync(stoppable.start)  # empty
+        await jobs.submit(new_job("a"), QUOTA)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(waits, jobs, "a", 0)
+            redis = Redis.from_url(stoppable.url, decode_responses=True)
+            await is_heard(JobWorld(stoppable.url, "gw", redis), "a")
+            await redis.aclose()
+            await jobs.cancel("a")
+    await jobs.aclose()
+
+
+async def test_the_documented_acl_is_enough(stoppable: RedisServer) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "store.md").read_text(encoding="utf-8")
+    (rights,) = re.findall(r"An ACL for jobs needs:\n\n```\n(.*?)```", text, re.DOTALL)
+    admin = Redis.from_url(stoppable.url)
+    await admin.execute_command(
+        "ACL", "SETUSER", "gateway", "on", "resetchannels", ">secret", *rights.split()
+    )  # type: ignore[no-untyped-call]
+    await admin.aclose()
+    jobs = RedisJobs(stoppable.url.replace("unix://", "unix://gateway:secret@"), lost_s=0.2)
+    async with listening(jobs):
+        new = new_job("a", expires_s=100.0, keep_s=0.001)
+        assert isinstance(await jobs.submit(new, QUOTA, PROMISE), Job)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(waits, jobs, "a", 0, JobStatus.QUEUED)
+            assert await claimed(jobs) == ["a"]
+        with anyio.fail_after(WITHIN_S):
+            await jobs.give_back("a", 1, after_s=0.001)
+            while not await claimed(jobs):
+                pass
+            while (await jobs.claim("another", None, 3)) is None:  # until the first is lost
+                pass
+        assert await jobs.beat("another", [("a", 3)]) == []
+        await jobs.append("a", 3, Chunk(0, 3, b"x"))
+        assert len(await jobs.chunks("a")) == len(await jobs.find()) == len(await jobs.lanes()) == 1
+        await jobs.cancel("a")
+        await jobs.retry("a")
+        await jobs.cancel("a")
+        with anyio.fail_after(WITHIN_S):
+            while await jobs.get("a"):
+                pass
+        assert not await jobs.delete("a")
+    await jobs.aclose()
+
+
+async def test_a_server_that_may_forget_jobs_is_warned_of(
+    stoppable: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis = Redis.from_url(stoppable.url)
+    await redis.config_set("maxmemory-policy", "allkeys-lru")
+    jobs = RedisJobs(stoppable.url)
+    with caplog.at_level(logging.WARNING):
+        async with listening(jobs):
+            pass
+    assert [record.message for record in caplog.records] == [
+        "the store forgets jobs when it is full: its maxmemory-policy is allkeys-lru",
+        "the store forgets jobs when it is restarted: its appendonly is off",
+    ]
+    await redis.config_set("maxmemory-policy", "noeviction")
+    await redis.config_set("appendonly", "yes")
+    caplog.clear()
+    async with listening(jobs):
+        pass
+    assert caplog.records == []
+    await jobs.aclose()
+    await redis.aclose()

@@ -1,0 +1,97 @@
+"""Jobs in a real store, and a hand on its time: what is pending, expiring or ended can be made older."""
+
+from collections.abc import Awaitable
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from gateway.core.jobs import Job, NewJob, Quota
+from gateway.store.jobs import RedisJobs
+
+LANE = "m/light"
+LONG_S = 1000.0  # nothing is lost by itself
+QUOTA = Quota()
+LEFT = {"arrivals", "clock", "claimed", "submitted", "ends"}
+"""What the store keeps without any job: counters, and what expires by itself."""
+
+
+def new_job(id: str, **changes: Any) -> NewJob:
+    return NewJob(**{"id": id, "key": "alice", "lane": LANE, "body": b'{"stream":true}', **changes})
+
+
+class JobWorld:
+    """The jobs of one prefix of a server."""
+
+    def __init__(self, url: str, prefix: str, redis: Redis) -> None:
+        self.url, self.prefix, self.redis = url, prefix, redis
+        self._opened: list[RedisJobs] = []
+
+    def open(self, **options: Any) -> RedisJobs:
+        """Return a process's store. Patient, so that a slow machine is no store that is away."""
+        jobs = RedisJobs(self.url, **{"prefix": self.prefix, "lost_s": LONG_S, "command_s": 10.0, **options})
+        self._opened.append(jobs)
+        return jobs
+
+    async def aclose(self) -> None:
+        for jobs in self._opened:
+            await jobs.aclose()
+
+    def key(self, *names: str) -> str:
+        return ":".join((f"{{{self.prefix}:jobs}}", *names))
+
+    async def submit(self, jobs: RedisJobs, *ids: str, **changes: Any) -> list[Job]:
+        accepted = [await jobs.submit(new_job(id, **changes), QUOTA) for id in ids]
+        assert all(isinstance(job, Job) for job in accepted)
+        return cast("list[Job]", accepted)
+
+    async def claim(self, jobs: RedisJobs, worker: str = "w", attempts_max: int = 3) -> Job:
+        job = await jobs.claim(worker, None, attempts_max)
+        assert job is not None
+        return job
+
+    async def quota(self, owner: str = "=alice") -> tuple[int, int]:
+        """Return how many jobs and bytes are counted for an API key."""
+        jobs, bytes_ = await self._of(self.redis.hmget(self.key("quota", owner), ["jobs", "bytes"]))
+        return int(jobs or 0), int(bytes_ or 0)
+
+    async def names(self) -> set[str]:
+        """Return the first words of all keys there are."""
+        start = len(self.key(""))
+        return {key[start:].split(":")[0] async for key in self.redis.scan_iter(match=f"{self.key('')}*")}
+
+    # ------------------------------------------------------------ time
+
+    async def is_due(self) -> None:
+        """Have the next command sweep, as after a second."""
+        await self._of(self.redis.hset(self.key("clock"), mapping={"swept": 0, "since": 0}))
+
+    async def lose_worker_of(self, *ids: str) -> None:
+        """Let these jobs' workers not have been heard of for a long time."""
+        for id in ids:
+            stream, entry, worker = await self._of(
+                self.redis.hmget(self.key("job", id), ["stream", "entry", "worker"])
+            )
+            await self.redis.xclaim(stream, "workers", worker, 0, [entry], idle=10**9, justid=True)
+        await self.is_due()
+
+    async def expire(self, *ids: str) -> None:
+        """Let these jobs' time be over before they have ended."""
+        for id in ids:
+            await self.redis.zadd(self.key("expiring"), {id: 1}, xx=True)
+        await self.is_due()
+
+    async def rest_is_over(self, *ids: str) -> None:
+        """Let jobs that rest have rested."""
+        for id in ids:
+            await self.redis.zadd(self.key("resting", LANE), {id: 1}, xx=True)
+
+    async def keep_is_over(self, *ids: str) -> None:
+        """Let the time be over for which these jobs are kept after their end."""
+        members = cast("list[str]", await self.redis.zrange(self.key("ended"), 0, -1))
+        for member in members:
+            if member.split(" ")[0] in ids:
+                await self.redis.zadd(self.key("ended"), {member: 1})
+        await self.is_due()
+
+    async def _of(self, reply: Any) -> Any:
+        return await cast("Awaitable[Any]", reply)

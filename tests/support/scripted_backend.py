@@ -1,0 +1,98 @@
+"""A backend in the place of `Pipeline.run`: it answers with words, or goes on with those that it is given.
+
+As a program, a worker that is stuck in the middle of an answer, to be killed:
+`python -m support.scripted_backend URL PREFIX LOST_S`.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import anyio
+
+from gateway.core.jobs import Job
+from gateway.jobs.worker import Worker, WorkerRules
+from gateway.ports import Downstream, Incoming
+from gateway.store.jobs import RedisJobs
+
+WORDS = [f"word{number} " for number in range(8)]
+ANSWER = "".join(WORDS)
+AFTER_END = len(WORDS) + 1
+BODY = json.dumps({"stream": True, "messages": [{"role": "user", "content": "Say them."}]}).encode()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, as far as the backend reads it."""
+
+    job: Job
+    body: dict[str, Any]
+
+    @property
+    def so_far(self) -> str:
+        """The text that the answer is to go on from."""
+        return str(self.body["messages"][-1]["content"]) if self.body.get("continue_final_message") else ""
+
+
+def read(job: Job, body: bytes) -> Incoming:
+    return cast("Incoming", Asked(job, json.loads(body)))
+
+
+def event(finish_reason: str | None = None, **delta: Any) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+async def nothing(asked: Asked, number: int) -> None:
+    """Let the next word come at once."""
+
+
+class Backend:
+    """Says WORDS. `before` is awaited before each, 0 being the first; then before the end, and after it."""
+
+    def __init__(
+        self, before: Callable[[Asked, int], Awaitable[None]] = nothing, finish_reason: str = "stop"
+    ) -> None:
+        self.before = before
+        self.finish_reason = finish_reason
+        self.asked: list[Asked] = []
+        self.said: Counter[str] = Counter()  # words, by "job number"
+        self.stopped: Counter[str] = Counter()  # how often a job's answer was cut, by job
+
+    async def run(self, incoming: Incoming, downstream: Downstream) -> None:
+        asked = cast("Asked", incoming)
+        self.asked.append(asked)
+        job = asked.job.id
+        begin = WORDS.index(asked.so_far.split()[-1] + " ") + 1 if asked.so_far else 0
+        try:
+            for number in range(begin, len(WORDS)):
+                await self.before(asked, number)
+                if number == begin:
+                    await downstream.start(200, ())
+                await downstream.send(event(content=WORDS[number]))
+                self.said[f"{job} {number}"] += 1
+            await self.before(asked, len(WORDS))
+            await downstream.send(event(self.finish_reason) + b"data: [DONE]\n\n")
+            await self.before(asked, AFTER_END)
+        except anyio.get_cancelled_exc_class():
+            self.stopped[job] += 1
+            raise
+
+
+async def main(url: str, prefix: str, lost_s: float) -> None:
+    async def stuck(asked: Asked, number: int) -> None:
+        if number == 4:
+            await anyio.sleep_forever()
+
+    store = RedisJobs(url, prefix=prefix, lost_s=lost_s)
+    rules = WorkerRules(beat_s=lost_s / 4, look_s=lost_s / 4)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(store.run)
+        tasks.start_soon(Worker(store, "to be killed", read, Backend(stuck).run, rules).run)
+
+
+if __name__ == "__main__":
+    anyio.run(main, sys.argv[1], sys.argv[2], float(sys.argv[3]))

@@ -1,0 +1,100 @@
+"""An operator's commands, run for real: their end, their limit, their output, their children."""
+
+import logging
+import os
+import signal
+from pathlib import Path
+
+import anyio
+import pytest
+
+from gateway.upstream import commands
+from gateway.upstream.commands import OUTPUT_BYTES_MAX, Command, run
+
+
+def sh(text: str, **options: object) -> Command:
+    return Command([text], shell=True, **options)  # type: ignore[arg-type]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+async def until_written(path: Path) -> int:
+    with anyio.fail_after(20):
+        while not path.exists() or not path.read_text().endswith("\n"):  # noqa: ASYNC110, ASYNC240
+            await anyio.sleep(0.01)
+    return int(path.read_text())  # noqa: ASYNC240
+
+
+async def test_a_command_that_succeeds_says_nothing() -> None:
+    assert await run(Command(["true"]), {}) == ""
+
+
+async def test_a_command_that_fails_says_how_it_ended_and_what_it_said_last() -> None:
+    assert await run(sh("echo first; echo no route to host >&2; exit 255"), {}) == (
+        "exit status 255: no route to host"
+    )
+
+
+async def test_a_command_that_is_not_there_has_failed() -> None:
+    assert await run(Command(["/nowhere/switch"]), {}) == "/nowhere/switch: No such file or directory"
+
+
+async def test_words_are_no_shell_text(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    assert await run(Command(["echo", f"; touch {trap}", "$(touch {trap})"]), {}) == ""
+    assert not trap.exists()
+
+
+async def test_it_is_told_who_it_is_for(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    assert await run(sh(f'echo "$GATEWAY_BACKEND $GATEWAY_FENCE" > {said}'), {
+        "GATEWAY_BACKEND": "qwen", "GATEWAY_FENCE": "7",
+    }) == ""  # fmt: skip
+    assert said.read_text() == "qwen 7\n"
+
+
+async def test_one_that_takes_too_long_is_killed_with_all_it_started(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    assert await run(sh(f"sleep 600 & echo $! > {child}; wait", timeout_s=0.5), {}) == "took more than 0.5 s"
+    pid = await until_written(child)
+    with anyio.fail_after(20):
+        while is_alive(pid):  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+async def test_nobody_waits_for_a_server_that_it_started(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    try:
+        with anyio.fail_after(20):
+            assert await run(sh(f"sleep 600 & echo $! > {child}"), {}) == ""
+        assert is_alive(await until_written(child))
+    finally:
+        os.kill(await until_written(child), signal.SIGKILL)
+
+
+async def test_its_output_is_logged_up_to_a_limit(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=commands.log.name):
+        assert await run(sh("echo booting; yes | head -c 100000"), {}) == ""
+    assert caplog.messages[0] == "sh: booting"
+    assert caplog.messages[-1] == "sh: ..."
+    assert sum(map(len, caplog.messages)) < 4 * OUTPUT_BYTES_MAX
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_whether_it_outlives_the_gateway_is_configured(tmp_path: Path, dies: bool) -> None:
+    own = tmp_path / "own"
+    command = sh(f"echo $$ > {own}; exec sleep 600", dies_with_us=dies, timeout_s=600)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run, command, {})
+        pid = await until_written(own)
+        tasks.cancel_scope.cancel()
+    assert is_alive(pid) is not dies
+    if not dies:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)  # noqa: ASYNC222 - it has just been killed

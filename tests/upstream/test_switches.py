@@ -1,0 +1,198 @@
+"""Requests that start, stop and ask models, before servers that answer whatever a test says."""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from anyio.abc import SocketStream
+from support.raw_server import RawServer, raw_server
+
+from gateway.core.canary import Canary
+from gateway.core.values import Backend, Capacity, KneeStep
+from gateway.upstream import switches
+from gateway.upstream.commands import Command
+from gateway.upstream.switches import BoxSwitch, ByCommand, ByRequest, BySleep, Call, Member, note_launch
+
+NOWHERE = "http://127.0.0.1:1"
+CANARY = Canary("What is 17 + 25?", "42", timeout_s=5)
+
+
+def answer(status: str, body: bytes = b"", *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", f"content-length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def says(content: str) -> bytes:
+    return answer("200 OK", json.dumps({"choices": [{"message": {"content": content}}]}).encode())
+
+
+def answering(*answers: bytes | None):  # type: ignore[no-untyped-def]
+    """Return what answers each request with the next of these; None: not at all."""
+
+    async def reply(stream: SocketStream, number: int) -> None:
+        said = answers[min(number, len(answers) - 1)]
+        if said is not None:
+            await stream.send(said)
+
+    return raw_server(reply)
+
+
+def asked(server: RawServer) -> Sequence[str]:
+    return [head.decode().split(" HTTP")[0] for head, _ in server.requests]
+
+
+def member(way: ByCommand | ByRequest | BySleep, url: str = NOWHERE, model: str | None = "qwen") -> Member:
+    backend = Backend("qwen", url, Capacity(65_536, (KneeStep(None, 4),)), model=model)
+    return Member(backend, way, CANARY, secret="key-of-the-server")
+
+
+def by_request(url: str, **options: float) -> ByRequest:
+    call = Call("POST", f"{url}/models/qwen?wait=true", {"state": "running"})
+    return ByRequest(call, Call("DELETE", f"{url}/models/qwen"), "token", **options)
+
+
+def switch(one: Member) -> BoxSwitch:
+    return BoxSwitch({"qwen": one})
+
+
+async def test_a_start_is_one_request_with_its_token_and_the_number_of_the_ownership() -> None:
+    async with answering(answer("202 Accepted")) as server:
+        assert await switch(member(by_request(server.url))).start("qwen", 7) == ""
+        ((head, body),) = server.requests
+    assert head.startswith(b"POST /models/qwen?wait=true HTTP/1.1")
+    assert b"x-gateway-fence: 7" in head
+    assert b"authorization: Bearer token" in head
+    assert b"key-of-the-server" not in head
+    assert json.loads(body) == {"state": "running"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "failure"),
+    [
+        pytest.param([answer("500 Oh")], "HTTP 500", id="refused"),
+        pytest.param([answer("302 Found", b"", "location: http://127.0.0.1:1/")], "HTTP 302", id="redirect"),
+        pytest.param([b"garbage\r\n\r\n"], "no answer (RemoteProtocolError)", id="no-http"),
+        pytest.param([None], "no answer in 0.2 s", id="silent"),
+        pytest.param([answer("200 OK", b"x" * 1_000_001)], "more than 1000000 bytes", id="endless"),
+    ],
+)
+async def test_a_request_that_does_not_succeed_says_why(answers: list[bytes | None], failure: str) -> None:
+    async with answering(*answers) as server:
+        limit_s = 0.2 if answers == [None] else 10
+        assert await switch(member(by_request(server.url, timeout_s=limit_s))).start("qwen", 1) == failure
+
+
+async def test_an_agent_that_is_not_there_is_a_failure_without_its_address() -> None:
+    assert await switch(member(by_request(NOWHERE))).start("qwen", 1) == "no answer (ConnectError)"
+
+
+async def test_a_stop_is_over_when_the_server_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switches, "LOOK_S", 0.0)
+    async with answering(answer("200 OK"), answer("200 OK"), answer("503 Gone")) as server:
+        assert await switch(member(by_request(server.url), server.url)).stop("qwen", 1) == ""
+        assert asked(server) == ["DELETE /models/qwen", "GET /health", "GET /health"]
+
+
+async def test_a_stop_that_stopped_nothing_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switches, "GONE_S", 0.3)
+    async with answering(answer("200 OK")) as server:
+        stop = ByCommand(Command(["true"]), Command(["true"]))
+        assert (
+            await switch(member(stop, server.url)).stop("qwen", 1) == "it still answers 0.3 s after its stop"
+        )
+
+
+async def test_the_number_of_the_ownership_stands_where_a_command_wants_it(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    start = Command(["sh", "-c", 'echo "$1" > "$2"', "sh", "--fence={fence}", str(said)])
+    assert await switch(member(ByCommand(start, Command(["true"])))).start("qwen", 9) == ""
+    assert said.read_text() == "--fence=9\n"
+
+
+async def test_sleep_frees_and_waking_up_reads_discarded_weights_anew() -> None:
+    async with answering(answer("200 OK")) as server:
+        subject = switch(member(BySleep(level=2), server.url))
+        assert await subject.start("qwen", 1) == ""
+        assert asked(server) == [
+            "POST /wake_up?tags=weights",
+            "POST /collective_rpc",
+            "POST /wake_up?tags=kv_cache",
+        ]
+        assert json.loads(server.requests[1][1]) == {"method": "reload_weights"}
+    async with answering(answer("200 OK"), answer("200 OK", b'{"is_sleeping": true}')) as server:
+        assert await switch(member(BySleep(), server.url)).stop("qwen", 1) == ""
+        assert asked(server) == ["POST /sleep?level=1", "GET /is_sleeping"]
+
+
+async def test_a_server_that_is_not_there_needs_no_sleep_and_one_that_refuses_has_failed() -> None:
+    assert await switch(member(BySleep())).stop("qwen", 1) == ""
+    async with answering(answer("404 Not Found"), answer("200 OK")) as server:
+        assert await switch(member(BySleep(), server.url)).stop("qwen", 1) == "/sleep: HTTP 404"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        pytest.param(answer("200 OK", b'{"is_sleeping": false}'), True, id="awake"),
+        pytest.param(answer("200 OK", b'{"is_sleeping": true}'), False, id="asleep"),
+        pytest.param(answer("200 OK", b"[]"), False, id="says-nothing"),
+        pytest.param(answer("404 Not Found"), False, id="cannot-sleep"),
+    ],
+)
+async def test_who_sleeps_is_not_in(said: bytes, expected: bool) -> None:
+    async with answering(said) as server:
+        assert await switch(member(BySleep(), server.url)).is_in("qwen") is expected
+
+
+async def test_the_canary_is_asked_with_the_servers_own_key_and_its_answer_judged() -> None:
+    way = ByCommand(Command(["true"]), Command(["true"]))
+    async with answering(says("It is 42.")) as server:
+        assert await switch(member(way, server.url)).ask("qwen") == ""
+        ((head, body),) = server.requests
+    assert b"authorization: Bearer key-of-the-server" in head
+    assert json.loads(body)["model"] == "qwen"
+    async with answering(says("<|channel>thought\n<channel|>42")) as server:
+        assert "<|channel" in await switch(member(way, server.url)).ask("qwen")
+    async with answering(answer("500 Oh")) as server:
+        assert await switch(member(way, server.url)).ask("qwen") == "HTTP 500"
+
+
+async def test_a_model_whose_name_is_not_configured_is_asked_for_it() -> None:
+    way = ByCommand(Command(["true"]), Command(["true"]))
+    models = answer("200 OK", b'{"data": [{"id": "qwen-3"}]}')
+    async with answering(models, says("42")) as server:
+        assert await switch(member(way, server.url, model=None)).ask("qwen") == ""
+        assert json.loads(server.requests[1][1])["model"] == "qwen-3"
+
+
+def test_a_start_command_that_changes_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record = tmp_path / "launches.json"
+    first = replace(member(ByCommand(Command(["start", "qwen"]), Command(["stop"]))), launch_record=record)
+    other = replace(first, way=ByCommand(Command(["start", "qwen", "--eager"]), Command(["stop"])))
+    stopped_otherwise = replace(
+        other, way=ByCommand(Command(["start", "qwen", "--eager"]), Command(["halt"]))
+    )
+    with caplog.at_level(logging.WARNING):
+        note_launch(first)
+        note_launch(first)
+        assert caplog.messages == []
+        note_launch(other)
+        assert "qwen is started otherwise than the last time" in caplog.messages[0]
+        note_launch(stopped_otherwise)
+        assert len(caplog.messages) == 1
+    assert json.loads(record.read_text()) == {"qwen": other.launch_hash}
+
+
+def test_a_record_that_cannot_be_kept_keeps_nobody_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = tmp_path / "launches.json"
+    record.write_text("no json")
+    one = replace(member(BySleep()), launch_record=record)
+    note_launch(one)
+    assert json.loads(record.read_text()) == {"qwen": one.launch_hash}
+    note_launch(replace(one, launch_record=tmp_path / "nowhere" / "launches.json"))
+    assert "cannot be written" in caplog.messages[-1]
