@@ -358,7 +358,8 @@ class Waiting:
         waiting_max: Requests of the class that may wait.
         waiting_bytes_max: Bytes they may hold together.
         when_late: Refused, or sent behind the others.
-        demoted_wait_s: The longest one that was sent behind waits, in all.
+        demoted_wait_s: The longest one that was sent behind waits, in all. None: twice `max_wait_s`, and a
+            minute at least.
         passes_max: How many times one that does not fit may be passed by smaller ones that do.
         keep_alive_after_s: A stream that has no token this long after its arrival gets its headers, and
             comments from then on, so that nothing in between takes it for dead. From there on a failure is an
@@ -371,9 +372,16 @@ class Waiting:
     waiting_max: int = 1_000
     waiting_bytes_max: int = 256 * 1024 * 1024
     when_late: WhenLate = WhenLate.REFUSE
-    demoted_wait_s: float = 60.0
+    demoted_wait_s: float | None = None
     passes_max: int = 0
     keep_alive_after_s: float | None = None
+
+    @property
+    def longest_wait_s(self) -> float:
+        """The longest a request waits in all, sent behind where that is what becomes of late ones."""
+        if self.when_late is WhenLate.REFUSE:
+            return self.max_wait_s
+        return max(60.0, 2 * self.max_wait_s) if self.demoted_wait_s is None else self.demoted_wait_s
 
 
 @dataclass(frozen=True, slots=True)

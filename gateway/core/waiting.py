@@ -7,15 +7,16 @@ passes those that wait for the same place:
     turn(now, views)        -> offers: who may start where; refused: who waited too long; look_again_at
     started(id, now)           the place was taken; the request runs
     missed(id, backends, now)  it was gone: back to its place in the line
-    released(id, now)          it ended; the line measures how fast places come free
+    released(id, backend, now, answered)  it ended; the line measures how fast places come free
     leave(id)                  the caller left
 
-Order. The higher priority first. Within a class, start-time fair queueing between API keys: each key's
-share of the tokens started is equal while both have something waiting, however much one of them sends.
-Within a key, the earliest deadline among those that can still be met, then the shortest: at saturation,
-plain order of arrival and plain earliest-deadline are nearly as bad as each other, because both spend the
-place on what is late already (docs/routing.md). A request that was sent behind (`WhenLate.DEMOTE`) comes
-after all others of its class.
+Order. The higher priority first. Among the classes of one priority with the same first pool, start-time
+fair queueing between API keys: each key's share of the tokens started is equal while both have something
+waiting, however much one of them sends, and in whatever class. What a key starts in another first pool is
+not held against it. Within a key, the earliest deadline among those that can still be met, then the
+shortest: at saturation, plain order of arrival and plain earliest-deadline are nearly as bad as each other,
+because both spend the place on what is late already (docs/routing.md). A request that was sent behind
+(`WhenLate.DEMOTE`) comes after all others of its class.
 
 Who blocks whom. A request that does not fit *holds* the backends of its first pool that are at their
 knee, out of KV blocks or busy with prompts: nobody after it is started there, whatever its class, so that
@@ -28,7 +29,7 @@ somebody entered, and at `look_again_at`.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from heapq import heapify, heappop, heappush
@@ -37,6 +38,7 @@ from typing import Any, TypeVar
 
 from gateway.core import admission, selection
 from gateway.core.facts import Flow, StartedTokens, summed
+from gateway.core.health import State
 from gateway.core.selection import BackendView
 from gateway.core.swap_policy import Wants
 from gateway.core.values import (
@@ -97,6 +99,7 @@ class Ticket:
         size_bytes: What it keeps in memory while it waits.
         deadline: When its caller wants the first token at the latest, or None.
         failed: Backends it was tried on.
+        waited_s: How long it waited for the places on which it was tried. What the tries took is not in it.
         prefix_shares: Per backend, the share of its conversation that was seen there.
     """
 
@@ -111,6 +114,7 @@ class Ticket:
     size_bytes: int = 0
     deadline: float | None = None
     failed: frozenset[str] = frozenset()
+    waited_s: float = 0.0
     prefix_shares: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -155,10 +159,10 @@ class Refused:
     Attributes:
         id: The ticket's.
         reason: See `Reason`.
-        position: Its place in the line of its class, 1 being next.
+        position: Its place among all that want the same first pool, of whatever class, 1 being next.
         expected_wait_s: How long it would have to wait at the rate measured; None while nothing is known.
         retry_after_s: When to come back, seconds in 1..59.
-        waited_s: How long it has waited.
+        waited_s: How long it has waited, before earlier tries too.
     """
 
     id: str
@@ -228,20 +232,24 @@ class _Entry:
     is_long: bool
     standing: _Standing = _Standing.TIMELY
     passed: int = 0
+    is_unproven: bool = (
+        False  # nobody of its class was ahead: its first turn says whether it has to wait at all
+    )
 
     @property
     def cost(self) -> int:
         """What a start is charged to its key with, in tokens."""
         return max(1, self.ticket.demand.seqs * self.ticket.demand.total_tokens)
 
+    def waited_s(self, now: float) -> float:
+        """Return how long it has waited, for the places of earlier tries too."""
+        return self.ticket.waited_s + now - self.entered_at
+
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """What waits for one key of one class. All lists sorted; the last member is the entry's number."""
+    """What waits in turn for one key of one class. Lists sorted; the last member is the entry's number."""
 
-    key: str | None
-    number: int
-    tag: float
     timely: list[tuple[float, int]] = field(default_factory=list)  # by deadline
     late: list[tuple[float, int]] = field(default_factory=list)  # by length
 
@@ -269,28 +277,41 @@ class _Drain:
         self.at = now
         self.running += 1
 
-    def note_released(self, stayed_s: float) -> None:
+    def note_released(self, since: float, now: float, *, answered: bool) -> None:
+        """Count what started at `since` and has ended: unless it was answered, as if it had never run."""
         self.running -= 1
+        if not answered:
+            self.starts = max(0.0, self._decayed(now) - exp((since - now) / STARTS_OVER_S))
+            self.at = now
+            return
+        stayed_s = now - since
         if self.residence_s is None:
             self.residence_s = stayed_s
         else:
             self.residence_s += RESIDENCE_WEIGHT * (stayed_s - self.residence_s)
 
-    def per_s(self, now: float) -> float | None:
-        """Return places per second, or None before the first request has ended: nothing is known then.
+    def _decayed(self, now: float) -> float:
+        return self.starts * exp((self.at - now) / STARTS_OVER_S)
+
+    @staticmethod
+    def per_s(drains: Sequence["_Drain"], now: float) -> float | None:
+        """Return places per second of all these, or None before the first request has ended.
 
         The better of two measures: Little's law, requests that run over the time they stay, and what
         starts at present. Each is too low at times: the first while a burst fills an idle fleet, the
-        second while nothing had to wait.
+        second while nothing had to wait. Those of which none has ended yet are taken to stay as long as
+        the others.
         """
-        if not self.residence_s:
+        known = [(drain.running, drain.residence_s) for drain in drains if drain.residence_s]
+        if not known:
             return None
-        started = (self._decayed(now) - 1) / STARTS_OVER_S
-        best = max(started, self.running / self.residence_s)
+        ended = sum(running / residence_s for running, residence_s in known)
+        of_them = sum(running for running, _ in known)
+        if of_them:
+            ended *= sum(drain.running for drain in drains) / of_them
+        started = (sum(drain._decayed(now) for drain in drains) - 1) / STARTS_OVER_S
+        best = max(started, ended)
         return best if best > 0 else None
-
-    def _decayed(self, now: float) -> float:
-        return self.starts * exp((self.at - now) / STARTS_OVER_S)
 
 
 class _Lane:
@@ -300,15 +321,27 @@ class _Lane:
         self.entries: dict[int, _Entry] = {}
         self.size_bytes = 0
         self.drain = _Drain()
+        self.home: _Home | None = None  # what it shares places with, once one has entered
+        self.shares = _Shares([self])
+        self.behind: list[int] = []
         self._flows: dict[str | None, _Flow] = {}
-        self._order: list[tuple[float, int, str | None]] = []  # (tag, flow number, key), sorted
-        self._finish: dict[str | None, float] = {}  # tags of keys with nothing waiting, above `_virtual`
-        self._virtual = 0.0
-        self._flow_count = 0
-        self._behind: list[int] = []
         self._starts: list[tuple[float, int]] = []  # the timely of all keys, by when they must start
 
+    @property
+    def in_turn(self) -> int:
+        """How many wait that were not sent behind the others."""
+        return len(self.entries) - len(self.behind)
+
     # ------------------------------------------------------------ membership
+
+    def move_to(self, shares: "_Shares") -> None:
+        """Count what waits here among others from now on."""
+        for key in self._flows:
+            self.shares.part(key)
+            shares.join(key)
+        self.shares.lanes.remove(self)
+        shares.lanes.append(self)
+        self.shares = shares
 
     def add(self, entry: _Entry, now: float) -> None:
         self.entries[entry.number] = entry
@@ -323,19 +356,17 @@ class _Lane:
     def send_behind(self, entry: _Entry) -> None:
         self._take_out(entry)
         entry.standing = _Standing.BEHIND
-        insort(self._behind, entry.number)
+        insort(self.behind, entry.number)
 
     def _place(self, entry: _Entry, now: float) -> None:
         if entry.standing is _Standing.BEHIND:
-            insort(self._behind, entry.number)
+            insort(self.behind, entry.number)
             return
         key = entry.ticket.key
         flow = self._flows.get(key)
         if flow is None:
-            self._flow_count += 1
-            tag = max(self._virtual, self._finish.pop(key, 0.0))
-            flow = self._flows[key] = _Flow(key, self._flow_count, tag)
-            insort(self._order, (flow.tag, flow.number, key))
+            flow = self._flows[key] = _Flow()
+            self.shares.join(key)
         if now > entry.start_by:
             entry.standing = _Standing.LATE
             insort(flow.late, (entry.ticket.prefill_s, entry.number))
@@ -346,60 +377,18 @@ class _Lane:
 
     def _take_out(self, entry: _Entry) -> None:
         if entry.standing is _Standing.BEHIND:
-            _discard(self._behind, entry.number)
+            _discard(self.behind, entry.number)
             return
-        flow = self._flows[entry.ticket.key]
+        key = entry.ticket.key
+        flow = self._flows[key]
         if entry.standing is _Standing.LATE:
             _discard(flow.late, (entry.ticket.prefill_s, entry.number))
         else:
             _discard(flow.timely, (entry.due_at, entry.number))
             _discard(self._starts, (entry.start_by, entry.number))
         if not flow:
-            self._drop(flow)
-
-    def _drop(self, flow: _Flow) -> None:
-        del self._flows[flow.key]
-        _discard(self._order, (flow.tag, flow.number, flow.key))
-        self._remember(flow.key, flow.tag)
-
-    # ------------------------------------------------------------ fairness
-
-    def charge(self, key: str | None, cost: float) -> float:
-        """Count a start (or, negative, one that did not happen) to a key. Return its tag before that."""
-        flow = self._flows.get(key)
-        if flow is None:
-            begin = max(self._virtual, self._finish.get(key, 0.0))
-            self._remember(key, begin + cost)
-            return begin
-        begin = flow.tag
-        _discard(self._order, (flow.tag, flow.number, key))
-        flow.tag += cost
-        insort(self._order, (flow.tag, flow.number, key))
-        return begin
-
-    def charge_elsewhere(self, key: str | None, cost: float) -> None:
-        """Count a start from another line to a key.
-
-        This line has not come that far: whoever waits here is passed by nobody for it, and who comes now
-        begins no later than they do.
-        """
-        flow = self._flows.get(key)
-        begin = max(self._virtual, self._finish.get(key, 0.0)) if flow is None else flow.tag
-        self.charge(key, max(0.0, min(cost, self._virtual + PUT_BACK_TOKENS - begin)))
-        self.advance(min(begin, self._order[0][0]) if self._order else begin)
-
-    def advance(self, tag: float) -> None:
-        """Note that what had this tag has started: who comes now begins there."""
-        self._virtual = max(self._virtual, tag)
-
-    def _remember(self, key: str | None, tag: float) -> None:
-        # A tag at or below the virtual time says nothing: a newcomer begins there.
-        if tag > self._virtual:
-            self._finish[key] = tag
-        else:
-            self._finish.pop(key, None)
-        if len(self._finish) > 64 + 2 * len(self._flows):
-            self._finish = {name: tag for name, tag in self._finish.items() if tag > self._virtual}
+            del self._flows[key]
+            self.shares.part(key)
 
     # ------------------------------------------------------------ order
 
@@ -413,40 +402,244 @@ class _Lane:
             entry.standing = _Standing.LATE
             insort(flow.late, (entry.ticket.prefill_s, number))
 
-    def walk(self) -> Iterator[_Entry]:
-        """Yield the entries in the order in which they would be started, each charged as it goes."""
-        ahead: list[tuple[float, int, str | None, Iterator[int]]] = []  # keys already looked at
-        following = iter(self._order)
+    def of_key(self, key: str | None) -> Iterator[int]:
+        """Yield what waits in turn for a key, in order."""
+        flow = self._flows.get(key)
+        return iter(()) if flow is None else flow.in_order()
+
+    def ahead_of(self, entry: _Entry) -> tuple[int, float]:
+        """Return how many of its key are before an entry of this class, and when the last of them is due."""
+        flow = self._flows.get(entry.ticket.key)
+        if flow is None:
+            return 0, entry.due_at
+        if entry.standing is _Standing.TIMELY:
+            return bisect_left(flow.timely, (entry.due_at, entry.number)), entry.due_at
+        due_at = max(entry.due_at, flow.timely[-1][0]) if flow.timely else entry.due_at
+        return len(flow.timely) + bisect_left(flow.late, (entry.ticket.prefill_s, entry.number)), due_at
+
+    def is_first(self, entry: _Entry) -> bool:
+        """Return whether nobody of its class would be started before an entry."""
+        others = len(self._flows) - (entry.ticket.key in self._flows)
+        return not others and not self.ahead_of(entry)[0]
+
+    def due_before(self, key: str | None, due_at: float) -> int:
+        """Return how many of a key are before one of another class that is due then."""
+        flow = self._flows.get(key)
+        if flow is None:
+            return 0
+        timely = bisect_left(flow.timely, (due_at, 0))
+        return timely if timely < len(flow.timely) else len(flow)
+
+
+_Home = tuple[int, frozenset[str]]
+"""What classes have in common that share places: the priority, and the backends of the first pool."""
+
+
+@dataclass(slots=True)
+class _Tag:
+    """Where a key stands for which something waits in turn, and in how many lanes it does."""
+
+    tag: float
+    number: int
+    lanes: int = 1
+
+
+class _Shares:
+    """What each key has had of the places that some lanes share: start-time fair queueing."""
+
+    def __init__(self, lanes: list[_Lane]) -> None:
+        self.lanes = lanes
+        self.order: list[tuple[float, int, str | None]] = []  # (tag, number of the tag, key), sorted
+        self.numbers = 0
+        self._tags: dict[str | None, _Tag] = {}
+        self._finish: dict[str | None, float] = {}  # tags of keys with nothing waiting, above `_virtual`
+        self._virtual = 0.0
+
+    def __contains__(self, key: str | None) -> bool:
+        return key in self._tags
+
+    def join(self, key: str | None) -> None:
+        """Note that something of a key waits in one lane more."""
+        known = self._tags.get(key)
+        if known is not None:
+            known.lanes += 1
+            return
+        self.numbers += 1
+        tag = self._tags[key] = _Tag(self.begin(key), self.numbers)
+        self._finish.pop(key, None)
+        insort(self.order, (tag.tag, tag.number, key))
+
+    def part(self, key: str | None) -> None:
+        """Note that nothing of it waits in one of them any more."""
+        tag = self._tags[key]
+        tag.lanes -= 1
+        if not tag.lanes:
+            del self._tags[key]
+            _discard(self.order, (tag.tag, tag.number, key))
+            self._remember(key, tag.tag)
+
+    def begin(self, key: str | None) -> float:
+        """Return the tag with which the next of a key would start."""
+        tag = self._tags.get(key)
+        return max(self._virtual, self._finish.get(key, 0.0)) if tag is None else tag.tag
+
+    def charge(self, key: str | None, cost: float) -> float:
+        """Count a start (or, negative, one that did not happen) to a key. Return its tag before that."""
+        begin = self.begin(key)
+        tag = self._tags.get(key)
+        if tag is None:
+            self._remember(key, begin + cost)
+            return begin
+        _discard(self.order, (tag.tag, tag.number, key))
+        tag.tag += cost
+        insort(self.order, (tag.tag, tag.number, key))
+        return begin
+
+    def charge_elsewhere(self, key: str | None, cost: float) -> None:
+        """Count a start from another line to a key.
+
+        This line has not come that far: whoever waits here is passed by nobody for it, and who comes now
+        begins no later than they do.
+        """
+        begin = self.begin(key)
+        self.charge(key, max(0.0, min(cost, self._virtual + PUT_BACK_TOKENS - begin)))
+        self.advance(min(begin, self.order[0][0]) if self.order else begin)
+
+    def absorb(self, other: "_Shares") -> None:
+        """Count what was charged elsewhere."""
+        for key, tag in other._finish.items():
+            self.charge_elsewhere(key, tag - other._virtual)
+
+    def advance(self, tag: float) -> None:
+        """Note that what had this tag has started: who comes now begins there."""
+        self._virtual = max(self._virtual, tag)
+
+    def _remember(self, key: str | None, tag: float) -> None:
+        # A tag at or below the virtual time says nothing: a newcomer begins there.
+        if tag > self._virtual:
+            self._finish[key] = tag
+        else:
+            self._finish.pop(key, None)
+        if len(self._finish) > 64 + 2 * len(self._tags):
+            self._finish = {name: tag for name, tag in self._finish.items() if tag > self._virtual}
+
+    def ahead_of(self, lane: _Lane, entry: _Entry) -> int:
+        """Return how many would be started before an entry of a lane, which need not be in it yet."""
+        in_turn = sum(one.in_turn for one in self.lanes)
+        if entry.standing is _Standing.BEHIND:
+            return in_turn + bisect_left(lane.behind, entry.number)
+        key = entry.ticket.key
+        own, due_at = lane.ahead_of(entry)
+        own += sum(one.due_before(key, due_at) for one in self.lanes if one is not lane)
+        # The other keys take turns with this one.
+        others = len(self._tags) - (key in self._tags)
+        return min(in_turn - (entry.number in lane.entries), own + (own + 1) * others)
+
+
+@dataclass(slots=True)
+class _Key:
+    """A key in one walk: its tag, charged as it goes, and the next of each lane, by deadline."""
+
+    tag: float
+    number: int
+    heads: list[tuple[float, int, int, Iterator[int]]]  # (due at, entry, lane, what follows), a heap
+    is_queued: bool = True
+
+
+class _Walk:
+    """One look along the lanes that share places: their entries, in the order in which they would start."""
+
+    def __init__(self, shares: _Shares) -> None:
+        self._shares = shares
+        self._lanes = tuple(shares.lanes)
+        self._in_turn = [lane.in_turn for lane in self._lanes]  # not yet come to
+        self._left = [min(LOOKAHEAD, len(lane.entries)) for lane in self._lanes]  # that may be looked at
+        self._keys: dict[str | None, _Key] = {}
+        self._queue: list[tuple[float, int, str | None]] = []  # keys already come to, a heap
+
+    def __iter__(self) -> Iterator[_Entry]:
+        for index, in_turn in enumerate(self._in_turn):
+            if not in_turn:
+                self._come_behind(index)
+        following = iter(self._shares.order)
         fresh = next(following, None)
-        while fresh is not None or ahead:
-            if fresh is not None and (not ahead or fresh[:2] <= ahead[0][:2]):
-                tag, order, key = fresh
-                numbers = self._flows[key].in_order()
+        left = sum(self._left)
+        while left and (fresh is not None or self._queue):
+            if fresh is not None and (not self._queue or fresh[:2] <= self._queue[0][:2]):
+                tag, number, name = fresh
+                key = self._keys[name] = _Key(tag, number, [])
+                for index, lane in enumerate(self._lanes):
+                    self._add(key, index, lane.of_key(name))
+                    if not self._in_turn[index]:
+                        self._add(key, index, self._behind(index).get(name, ()))
                 fresh = next(following, None)
             else:
-                tag, order, key, numbers = heappop(ahead)
-            number = next(numbers, None)
-            if number is not None:
-                entry = self.entries[number]
-                yield entry
-                heappush(ahead, (tag + entry.cost, order, key, numbers))
-        for number in self._behind:
-            yield self.entries[number]
+                _, _, name = heappop(self._queue)
+                key = self._keys[name]
+            index, entry = self._next(key)
+            if entry is None:
+                key.is_queued = False
+                continue
+            left -= 1
+            yield entry
+            key.tag += entry.cost
+            heappush(self._queue, (key.tag, key.number, name))
+            if entry.standing is not _Standing.BEHIND:
+                self._in_turn[index] -= 1
+                if not self._in_turn[index]:
+                    self._come_behind(index)
 
-    def ahead_of(self, entry: _Entry) -> int:
-        """Return how many would be started before `entry`, which need not be in the line yet."""
-        before_behind = len(self.entries) - len(self._behind)
-        if entry.standing is _Standing.BEHIND:
-            return before_behind + bisect_left(self._behind, entry.number)
-        flow = self._flows.get(entry.ticket.key)
-        others = len(self._flows) - (flow is not None)
-        own = 0
-        if flow is not None and entry.standing is _Standing.TIMELY:
-            own = bisect_left(flow.timely, (entry.due_at, entry.number))
-        elif flow is not None:
-            own = len(flow.timely) + bisect_left(flow.late, (entry.ticket.prefill_s, entry.number))
-        # The other keys take turns with this one.
-        return min(before_behind - (entry.number in self.entries), own + (own + 1) * others)
+    def _next(self, key: _Key) -> tuple[int, _Entry | None]:
+        """Take what is due first of a key, among the lanes that may still be looked at."""
+        while key.heads:
+            _, number, index, following = heappop(key.heads)
+            if self._left[index]:
+                self._left[index] -= 1
+                self._add(key, index, following)
+                return index, self._lanes[index].entries[number]
+        return 0, None
+
+    def _add(self, key: _Key, index: int, numbers: Iterable[int]) -> None:
+        following = iter(numbers)
+        number = next(following, None)
+        if number is not None:
+            due_at = self._lanes[index].entries[number].due_at
+            heappush(key.heads, (due_at, number, index, following))
+
+    def _come_behind(self, index: int) -> None:
+        """All others of a lane have been come to: now those that were sent behind them."""
+        for name, numbers in self._behind(index).items():
+            key = self._keys.get(name)
+            if key is None and name in self._shares:
+                continue  # not come to yet
+            if key is None:
+                number = self._shares.numbers + 1 + len(self._keys)
+                key = self._keys[name] = _Key(self._shares.begin(name), number, [], is_queued=False)
+            self._add(key, index, numbers)
+            if not key.is_queued:
+                key.is_queued = True
+                heappush(self._queue, (key.tag, key.number, name))
+
+    def _behind(self, index: int) -> dict[str | None, list[int]]:
+        """Return what was sent behind in a lane, per key."""
+        found: dict[str | None, list[int]] = {}
+        lane = self._lanes[index]
+        for number in lane.behind:
+            found.setdefault(lane.entries[number].ticket.key, []).append(number)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """An offer that was made and not answered yet, where it was charged, and the tag of its key before."""
+
+    entry: _Entry
+    offer: Offer
+    shares: _Shares
+    tag: float
+
+    def uncharge(self) -> None:
+        self.shares.charge(self.entry.ticket.key, -self.entry.cost)
 
 
 class WaitingLine:
@@ -456,7 +649,8 @@ class WaitingLine:
         """Start empty."""
         self._lanes: dict[tuple[str, str], _Lane] = {}
         self._waiting: dict[str, _Entry] = {}
-        self._offered: dict[str, tuple[_Entry, Offer, float]] = {}  # and the tag of its key before
+        self._shares: dict[_Home, _Shares] = {}
+        self._offered: dict[str, _Offered] = {}
         self._running: dict[str, tuple[_Lane, float]] = {}
         self._expiries: list[tuple[float, int, _Entry]] = []
         self._long_waiting: dict[str, int] = {}
@@ -500,14 +694,20 @@ class WaitingLine:
         return self._tokens_started.totals(now)
 
     def drain_per_s(self, model: str, traffic_class: str, now: float) -> float | None:
-        """Return how many requests of a class get a place per second, or None while that is unknown."""
+        """Return how many places per second come free for a class, or None while that is unknown.
+
+        Those of other classes with the same first pool are among them: what ends there is room for all.
+        """
         lane = self._lanes.get((model, traffic_class))
-        return None if lane is None else lane.drain.per_s(now)
+        return None if lane is None else self._per_s(lane, now)
 
     def position(self, ticket_id: str) -> int | None:
-        """Return a request's place in the line of its class, 1 being next; None if it is not waiting."""
+        """Return a request's place, 1 being next; None if it is not waiting.
+
+        Those of other classes that want the same first pool and would start before it count, too.
+        """
         entry = self._waiting.get(ticket_id)
-        return None if entry is None else self._lane(entry.ticket).ahead_of(entry) + 1
+        return None if entry is None else self._ahead_of(self._lane(entry.ticket), entry) + 1
 
     # ------------------------------------------------------------ events
 
@@ -518,6 +718,7 @@ class WaitingLine:
     def enter(self, ticket: Ticket, now: float) -> Refused | None:
         """Let a request wait for its turn, or return why it may not."""
         lane, rules = self._lane(ticket), ticket.traffic_class.waiting
+        self._settle(lane, (ticket.traffic_class.priority, frozenset(ticket.first_pool)))
         self._numbers += 1
         entry = _Entry(
             ticket=ticket,
@@ -535,16 +736,16 @@ class WaitingLine:
             lane.entries and lane.size_bytes + ticket.size_bytes > rules.waiting_bytes_max
         ):
             return _refused(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
-        # A forecast needs somebody ahead: who comes first in an empty line may start at once, unless the
+        # A forecast needs one of its kind ahead: who comes first of its class may start at once, unless the
         # models that could serve it are out.
-        if wait_s is not None and (ahead or self._away_s(ticket, now)):
-            if ticket.deadline is not None and now + wait_s > ticket.deadline:
-                return _refused(entry, Reason.DEADLINE, ahead, wait_s, now)
-            if wait_s > rules.max_wait_s:
-                if rules.when_late is WhenLate.REFUSE:
-                    return _refused(entry, Reason.WAIT_TOO_LONG, ahead, wait_s, now)
-                entry.standing = _Standing.BEHIND
-                entry.expires_at = _expiry(ticket, now, rules.demoted_wait_s)
+        entry.is_unproven = lane.is_first(entry)
+        may_start = entry.is_unproven and not self._away_s(ticket, now)
+        reason = None if may_start else _foreseen(entry, wait_s, now)
+        if reason is Reason.WAIT_TOO_LONG and rules.when_late is WhenLate.DEMOTE:
+            entry.standing = _Standing.BEHIND
+            entry.expires_at = _expiry(ticket, now, rules.longest_wait_s)
+        elif reason is not None:
+            return _refused(entry, reason, ahead, wait_s, now)
         self._insert(lane, entry, now)
         return None
 
@@ -556,16 +757,17 @@ class WaitingLine:
             return
         offered = self._offered.pop(ticket_id, None)
         if offered is not None:
-            self._uncharge(offered[0])
+            offered.uncharge()
 
     def started(self, ticket_id: str, now: float) -> None:
         """Note that an offered request has taken its place."""
-        entry, _, tag = self._offered.pop(ticket_id)
-        ticket = entry.ticket
+        offered = self._offered.pop(ticket_id)
+        ticket = offered.entry.ticket
         lane = self._lane(ticket)
         lane.drain.note_started(now)
-        lane.advance(tag)
-        self._tokens_started.add((ticket.model, ticket.traffic_class.name, ticket.key), entry.cost, now)
+        offered.shares.advance(offered.tag)
+        cost = offered.entry.cost
+        self._tokens_started.add((ticket.model, ticket.traffic_class.name, ticket.key), cost, now)
         self._running[ticket_id] = (lane, now)
 
     def missed(self, ticket_id: str, backends: Sequence[str], now: float) -> None:
@@ -574,22 +776,25 @@ class WaitingLine:
             self._gone_until[name] = now + MISS_PAUSE_S
         offered = self._offered.pop(ticket_id, None)
         if offered is not None:
-            entry = offered[0]
-            self._uncharge(entry)
-            self._insert(self._lane(entry.ticket), entry, now)
+            offered.uncharge()
+            self._insert(self._lane(offered.entry.ticket), offered.entry, now)
 
-    def released(self, ticket_id: str, backend: str, now: float) -> None:
-        """Note that a request that ran on `backend` has ended."""
+    def released(self, ticket_id: str, backend: str, now: float, *, answered: bool = True) -> None:
+        """Note that a request that ran on `backend` has ended.
+
+        `answered`: whether the backend began an answer. A try that failed before says nothing of how fast
+        places come free.
+        """
         self._gone_until.pop(backend, None)
         running = self._running.pop(ticket_id, None)
         if running is not None:
             lane, since = running
-            lane.drain.note_released(now - since)
+            lane.drain.note_released(since, now, answered=answered)
 
     def charge(self, model: str, traffic_class: str, key: str | None, tokens: int) -> None:
         """Count tokens that another process started for a key, so that keys are treated alike there too."""
         lane = self._lanes.setdefault((model, traffic_class), _Lane())
-        lane.charge_elsewhere(key, max(1, tokens))
+        lane.shares.charge_elsewhere(key, max(1, tokens))
 
     def note_long_waiting(self, elsewhere: Mapping[str, int]) -> None:
         """Note how many requests with long prompts wait in other lines, per backend of first choice."""
@@ -610,10 +815,11 @@ class WaitingLine:
         offers: list[Offer] = []
         hopeless: list[_Entry] = []
         looked = 0
-        for lanes in self._by_priority():
-            for lane in lanes:
-                lane.age(now)
-            for entry in _merged(lanes):
+        for shared in self._by_priority():
+            for shares in shared:
+                for lane in shares.lanes:
+                    lane.age(now)
+            for entry in _merged(shared):
                 candidates = room.place(entry)
                 looked += 1
                 if candidates is None:
@@ -624,8 +830,10 @@ class WaitingLine:
             self._offer(offer)
         for entry in hopeless:
             refused.append(self._refuse(entry, Reason.NO_BACKEND, now))
-        # Where the look ahead may have ended the turn before the free places did, there is more to do.
-        is_unfinished = self._waiting and (hopeless or (offers and looked >= LOOKAHEAD))
+        late = self._late(room.found_full, now, refused)
+        # Where the look ahead may have ended the turn before the free places did, there is more to do. So
+        # there is where somebody held a backend who has gone.
+        is_unfinished = self._waiting and (hopeless or late or (offers and looked >= LOOKAHEAD))
         return Turn(offers, refused, now if is_unfinished else self._next_look(now))
 
     # ------------------------------------------------------------ inside
@@ -636,6 +844,21 @@ class WaitingLine:
         if lane is None:
             lane = self._lanes[name] = _Lane()
         return lane
+
+    def _settle(self, lane: _Lane, home: _Home) -> None:
+        """Let a lane share places with those that have the same home. It moves when its policy changes."""
+        if lane.home == home:
+            return
+        old = lane.shares
+        is_alone = old.lanes == [lane]
+        if is_alone and lane.home is not None:
+            del self._shares[lane.home]
+        lane.home = home
+        shares = self._shares.setdefault(home, old if is_alone else _Shares([]))
+        if shares is not old:
+            lane.move_to(shares)
+            if is_alone:
+                shares.absorb(old)
 
     def _insert(self, lane: _Lane, entry: _Entry, now: float) -> None:
         lane.add(entry, now)
@@ -661,11 +884,9 @@ class WaitingLine:
     def _offer(self, offer: Offer) -> None:
         entry = self._waiting[offer.ticket.id]
         self._remove(entry)
-        tag = self._lane(entry.ticket).charge(entry.ticket.key, entry.cost)
-        self._offered[offer.ticket.id] = (entry, offer, tag)
-
-    def _uncharge(self, entry: _Entry) -> None:
-        self._lane(entry.ticket).charge(entry.ticket.key, -entry.cost)
+        shares = self._lane(entry.ticket).shares
+        tag = shares.charge(entry.ticket.key, entry.cost)
+        self._offered[offer.ticket.id] = _Offered(entry, offer, shares, tag)
 
     def _refuse(self, entry: _Entry, reason: Reason, now: float) -> Refused:
         ahead, wait_s = self._forecast(self._lane(entry.ticket), entry, now)
@@ -674,8 +895,8 @@ class WaitingLine:
 
     def _forecast(self, lane: _Lane, entry: _Entry, now: float) -> tuple[int, float | None]:
         """Return how many are ahead of an entry, and how long it would wait; None where nothing is known."""
-        ahead = lane.ahead_of(entry)
-        per_s = lane.drain.per_s(now)
+        ahead = self._ahead_of(lane, entry)
+        per_s = self._per_s(lane, now)
         away_s = self._away_s(entry.ticket, now)
         if per_s is None:
             return ahead, away_s or None
@@ -690,19 +911,59 @@ class WaitingLine:
         back_at = min((self._back_at.get(name, now) for name in names), default=now)
         return max(0.0, back_at - now)
 
+    def _ahead_of(self, lane: _Lane, entry: _Entry) -> int:
+        """Return how many that want the same first pool would be started before an entry, of any class."""
+        before = lane.shares.ahead_of(lane, entry)
+        if lane.home is None:
+            return before
+        own_priority, own_pool = lane.home
+        above = (
+            sum(len(one.entries) for one in shares.lanes)
+            for (priority, pool), shares in self._shares.items()
+            if pool == own_pool and priority > own_priority
+        )
+        return before + sum(above)
+
+    def _per_s(self, lane: _Lane, now: float) -> float | None:
+        """Return the places per second that come free where a lane would rather go."""
+        if lane.home is None:
+            return _Drain.per_s([lane.drain], now)
+        pool = lane.home[1]
+        drains = [one.drain for one in self._lanes.values() if one.home is not None and one.home[1] == pool]
+        return _Drain.per_s(drains, now)
+
+    def _late(self, full: Sequence[_Entry], now: float, refused: list[Refused]) -> bool:
+        """Refuse or send behind who found no place in its first turn and cannot have one in time."""
+        found = False
+        for entry in full:
+            rules = entry.ticket.traffic_class.waiting
+            reason = _foreseen(entry, self._forecast(self._lane(entry.ticket), entry, now)[1], now)
+            if reason is None:
+                continue
+            found = True
+            if reason is Reason.WAIT_TOO_LONG and rules.when_late is WhenLate.DEMOTE:
+                self._send_behind(entry)
+            else:
+                refused.append(self._refuse(entry, reason, now))
+        return found
+
+    def _send_behind(self, entry: _Entry) -> None:
+        self._lane(entry.ticket).send_behind(entry)
+        longest_s = entry.ticket.traffic_class.waiting.longest_wait_s
+        entry.expires_at = _expiry(entry.ticket, entry.entered_at, longest_s)
+        heappush(self._expiries, (entry.expires_at, entry.number, entry))
+
     def _expire(self, now: float) -> list[Refused]:
         refused: list[Refused] = []
         while self._expiries and self._expiries[0][0] <= now:
-            expires_at, number, entry = heappop(self._expiries)
+            expires_at, _, entry = heappop(self._expiries)
             if not self._is_current(expires_at, entry):
                 continue
             rules = entry.ticket.traffic_class.waiting
             overdue = entry.ticket.deadline is not None and entry.ticket.deadline <= now
             may_stay = rules.when_late is WhenLate.DEMOTE and entry.standing is not _Standing.BEHIND
             if may_stay and not overdue:
-                self._lane(entry.ticket).send_behind(entry)
-                entry.expires_at = _expiry(entry.ticket, entry.entered_at, rules.demoted_wait_s)
-                heappush(self._expiries, (entry.expires_at, number, entry))
+                self._send_behind(entry)
             else:
                 reason = Reason.DEADLINE if overdue else Reason.WAITED_TOO_LONG
                 refused.append(self._refuse(entry, reason, now))
@@ -714,8 +975,8 @@ class WaitingLine:
     def _with_offers(self, views: Mapping[str, BackendView]) -> dict[str, BackendView]:
         """Return the views with what was offered and not answered yet, and the long prompts that wait."""
         extra: dict[str, Load] = {}
-        for _, offer, _ in self._offered.values():
-            first = offer.candidates[0]
+        for offered in self._offered.values():
+            first = offered.offer.candidates[0]
             extra[first.backend] = extra.get(first.backend, Load()) + first.claim
         full = dict(views)
         long_waiting = self.long_waiting()
@@ -732,12 +993,11 @@ class WaitingLine:
         self._gone_until = {name: until for name, until in self._gone_until.items() if until > now}
         return frozenset(self._gone_until)
 
-    def _by_priority(self) -> list[list[_Lane]]:
-        groups: dict[int, list[_Lane]] = {}
-        for lane in self._lanes.values():
-            if lane.entries:
-                newest = next(reversed(lane.entries.values()))
-                groups.setdefault(newest.ticket.traffic_class.priority, []).append(lane)
+    def _by_priority(self) -> list[list[_Shares]]:
+        groups: dict[int, list[_Shares]] = {}
+        for (priority, _), shares in self._shares.items():
+            if any(lane.entries for lane in shares.lanes):
+                groups.setdefault(priority, []).append(shares)
         return [groups[priority] for priority in sorted(groups, reverse=True)]
 
     def _next_look(self, now: float) -> float | None:
@@ -756,10 +1016,12 @@ class _Room:
         self._closed = set(paused)  # backends that nobody may be offered any more in this turn
         self._wanted: dict[str, list[tuple[_Entry, tuple[str, ...]]]] = {}
         self._stuck: dict[tuple[str, str], list[Ticket]] = {}
+        self.found_full: list[_Entry] = []  # in their first turn; they wait for something to end
 
     def place(self, entry: _Entry) -> tuple[Candidate, ...] | None:
         """Return where it may start, best first; () if it has to wait; None if no backend is up for it."""
         ticket = entry.ticket
+        is_unproven, entry.is_unproven = entry.is_unproven, False
         stuck = self._stuck.setdefault((ticket.model, ticket.traffic_class.name), [])
         if any(_asks_no_less(ticket, other) for other in stuck):
             return ()
@@ -777,6 +1039,8 @@ class _Room:
             return free
         if not able and not any(one.excluded is not None and one.excluded.is_busy for one in ranked):
             return None
+        if is_unproven and not able and all(self._is_full(one) for one in ranked):
+            self.found_full.append(entry)
         stuck.append(ticket)
         self._hold(entry, tuple(one.backend for one in ranked if _is_waited_for(one)))
         return ()
@@ -788,6 +1052,13 @@ class _Room:
             name: replace(view, prefix_share=ticket.prefix_shares.get(name, 0.0))
             for name, view in self._views.items()
         }
+
+    def _is_full(self, candidate: Candidate) -> bool:
+        """Whether a backend has room only when something there ends, as far as it can have room at all."""
+        if candidate.excluded is None or not candidate.excluded.is_busy:
+            return candidate.excluded is not None
+        on_trial = self._views[candidate.backend].status.state is State.PROBATION
+        return candidate.excluded in _FULL and not on_trial
 
     def _take(self, candidate: Candidate) -> None:
         name = candidate.backend
@@ -807,23 +1078,21 @@ class _Room:
                 waiting.append((entry, wants))
 
 
-def _merged(lanes: Sequence[_Lane]) -> Iterator[_Entry]:
-    """Yield what waits in lanes of one priority: each in its own order, among them the earliest deadline."""
-    heads: list[tuple[float, int, int, _Entry, Iterator[_Entry]]] = []
-    for index, lane in enumerate(lanes):
-        walk = lane.walk()
+def _merged(shared: Sequence[_Shares]) -> Iterator[_Entry]:
+    """Yield what waits at one priority: by first pool in its own order, among them the earliest deadline."""
+    heads: list[tuple[float, int, _Entry, Iterator[_Entry]]] = []
+    for shares in shared:
+        walk = iter(_Walk(shares))
         first = next(walk, None)
         if first is not None:
-            heads.append((first.due_at, first.number, index, first, walk))
+            heads.append((first.due_at, first.number, first, walk))
     heapify(heads)
-    looked = [0] * len(lanes)
     while heads:
-        _, _, index, entry, walk = heappop(heads)
+        _, _, entry, walk = heappop(heads)
         yield entry
-        looked[index] += 1
         following = next(walk, None)
-        if following is not None and looked[index] < LOOKAHEAD:
-            heappush(heads, (following.due_at, following.number, index, following, walk))
+        if following is not None:
+            heappush(heads, (following.due_at, following.number, following, walk))
 
 
 def _is_waited_for(candidate: Candidate) -> bool:
@@ -832,6 +1101,18 @@ def _is_waited_for(candidate: Candidate) -> bool:
 
 _SHARED = frozenset({Exclusion.AT_KNEE, Exclusion.KV_FULL, Exclusion.PREFILL_BUSY})
 """What is short for requests of every kind. The gates for long prompts are not among them."""
+
+
+_FULL = frozenset(
+    {
+        Exclusion.AT_KNEE,
+        Exclusion.KV_FULL,
+        Exclusion.LONG_FULL,
+        Exclusion.SPILL_LONG,
+        Exclusion.SPILL_RESERVE,
+    }
+)
+"""What lasts until something ends: the measured rate speaks of that. Prompt work is done sooner."""
 
 
 def _asks_no_less(ticket: Ticket, other: Ticket) -> bool:
@@ -848,8 +1129,22 @@ def _asks_no_less(ticket: Ticket, other: Ticket) -> bool:
     )
 
 
-def _expiry(ticket: Ticket, since: float, wait_s: float) -> float:
-    return since + wait_s if ticket.deadline is None else min(since + wait_s, ticket.deadline)
+def _expiry(ticket: Ticket, entered_at: float, wait_s: float) -> float:
+    """Return when a request that entered then has waited `wait_s` in all, or its caller gives up."""
+    expires_at = entered_at + wait_s - ticket.waited_s
+    return expires_at if ticket.deadline is None else min(expires_at, ticket.deadline)
+
+
+def _foreseen(entry: _Entry, wait_s: float | None, now: float) -> Reason | None:
+    """Return why a request that would wait for `wait_s` from now need not: it would be too late."""
+    deadline = entry.ticket.deadline
+    if wait_s is None:
+        return None
+    if deadline is not None and now + wait_s > deadline:
+        return Reason.DEADLINE
+    if entry.waited_s(now) + wait_s > entry.ticket.traffic_class.waiting.max_wait_s:
+        return Reason.WAIT_TOO_LONG
+    return None
 
 
 def _refused(entry: _Entry, reason: Reason, ahead: int, wait_s: float | None, now: float) -> Refused:
@@ -859,7 +1154,7 @@ def _refused(entry: _Entry, reason: Reason, ahead: int, wait_s: float | None, no
         position=ahead + 1,
         expected_wait_s=wait_s,
         retry_after_s=max(1.0, min(RETRY_AFTER_MAX_S, wait_s or 1.0)),
-        waited_s=now - entry.entered_at,
+        waited_s=entry.waited_s(now),
     )
 
 

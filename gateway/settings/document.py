@@ -464,8 +464,8 @@ class WaitingSection(Section):
     when_late: Literal["refuse", "demote"] = "refuse"
     """What becomes of one that is late: refused with 429, or sent behind the others."""
 
-    demoted_wait_s: Seconds = _WAITING.demoted_wait_s
-    """The longest one that was sent behind waits, in all."""
+    demoted_wait_s: Seconds | None = None
+    """The longest one that was sent behind waits, in all. Left out: twice max_wait_s, and 60 at least."""
 
     keep_alive_after_s: Seconds | None = None
     """Seconds after which a stream without a token gets its headers, then comments. Left out: never."""

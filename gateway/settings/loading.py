@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from gateway.core.errors import ConfigError
-from gateway.settings import advice, references, shape
+from gateway.settings import advice, references, resolved, shape
 from gateway.settings.document import Document
 from gateway.settings.problems import Problem
 from gateway.settings.references import Finding
@@ -82,7 +82,10 @@ def _read(
     if not isinstance(tree.data, dict):
         return None, (*problems, Problem(str(path), 1, 1, "a configuration is a mapping of keys to values"))
     document, found = _validate(tree)
-    problems += [_placed(path, tree, finding) for finding in (*found, *references.findings(tree.data))]
+    found += tuple(references.findings(tree.data))
+    if document is not None:
+        found += tuple(resolved.findings(document))
+    problems += [_placed(path, tree, finding) for finding in found]
     if document is None or problems:
         return None, tuple(sorted(set(problems)))
     settings = Settings(path, hashlib.sha256(raw).hexdigest()[:12], document, tree, raw)

@@ -50,6 +50,7 @@ from gateway.settings.document import (
 )
 from gateway.settings.fields import PORT_MAX, Address, address, curve, written
 from gateway.settings.problems import Problem
+from gateway.settings.references import Finding
 from gateway.settings.secrets import SecretMissing, SecretRef, digest
 from gateway.settings.site_profiles import resolve
 from gateway.settings.yaml_tree import Path as TreePath
@@ -489,6 +490,16 @@ def _waiting(section: ClassSection) -> Waiting:
     default = _WAITS[_kind(section)]
     given = {name: value for name, value in section.waiting.model_dump().items() if value is not None}
     return replace(default, **(given | {"when_late": WhenLate(section.waiting.when_late)}))
+
+
+def findings(document: Document) -> Iterator[Finding]:
+    """Yield the values that contradict others, once what was left out is known."""
+    for model, policy in document.models.items():
+        for index, section in enumerate(policy.classes):
+            waiting = _waiting(section)
+            if waiting.demoted_wait_s is not None and waiting.demoted_wait_s < waiting.max_wait_s:
+                message = f"this is the wait in all, and not below max_wait_s, {waiting.max_wait_s:g} here"
+                yield Finding(("models", model, "classes", index, "waiting", "demoted_wait_s"), message)
 
 
 def _chat_pools(document: Document) -> frozenset[str]:

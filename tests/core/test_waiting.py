@@ -97,10 +97,10 @@ class Site:
         self.loads[backend] += claim.after_first_token - claim
         self.taken[name] = (backend, claim.after_first_token)
 
-    def end(self, name: str, now: float = 0.0) -> None:
+    def end(self, name: str, now: float = 0.0, *, answered: bool = True) -> None:
         backend, claim = self.taken.pop(name)
         self.loads[backend] -= claim
-        self.line.released(name, backend, now)
+        self.line.released(name, backend, now, answered=answered)
 
     def served(self, names: Iterable[str], now: float = 0.0) -> list[str]:
         """End one after another whatever runs, until all of `names` have started; return their order."""
@@ -236,6 +236,114 @@ def test_a_noisy_key_does_not_starve_the_others() -> None:
 
     assert order.index("quiet-0") <= 1
     assert order.index("quiet-1") <= 3
+
+
+def test_a_noisy_key_does_not_starve_one_of_another_class_either() -> None:
+    reasoning = TrafficClass(
+        "reasoning", ("light",), waiting=Waiting(max_wait_s=600, ttft_target_s=600, prefill_weight=1)
+    )
+    site = Site()
+    site.enter("running", key="noisy")
+    site.start()
+    for number in range(20):
+        site.enter(f"noisy-{number}", 0.01 * number, key="noisy", traffic_class=PATIENT)
+    site.enter("quiet-0", 0.5, key="quiet", traffic_class=reasoning)
+    site.enter("quiet-1", 0.5, key="quiet", traffic_class=reasoning)
+
+    order = site.served(["quiet-1"], 0.6)
+
+    assert order.index("quiet-0") <= 1
+    assert order.index("quiet-1") <= 3
+
+
+def test_within_a_key_the_deadline_decides_among_classes() -> None:
+    late = TrafficClass("late", ("light",), waiting=Waiting(max_wait_s=600, ttft_target_s=600))
+    site = Site()
+    site.enter("running")
+    site.start()
+    for key in ("a", "b"):
+        site.enter(f"{key}-late", 0.1, key=key, traffic_class=late)
+        site.enter(f"{key}-soon", 0.2, key=key, traffic_class=PATIENT)
+
+    order = site.served(["a-late", "b-late"], 0.3)
+
+    assert order == ["a-soon", "b-soon", "a-late", "b-late"]
+
+
+def test_what_a_key_starts_in_another_first_pool_is_not_held_against_it() -> None:
+    site = Site()
+    site.enter("running")
+    site.enter("doc", traffic_class=LONG, prompt=50_000, key="a")
+    site.start()
+    site.enter("a", 0.1, key="a")
+    site.enter("b", 0.2, key="b")
+
+    assert site.served(["a", "b"], 0.3) == ["a", "b"]
+
+
+def test_what_a_key_starts_at_another_priority_is_not_held_against_it() -> None:
+    site = Site(knee=2)
+    site.enter("urgent", traffic_class=TrafficClass("urgent", ("light",), priority=1), key="a")
+    site.enter("running")
+    site.start()
+    site.enter("a", 0.1, key="a")
+    site.enter("b", 0.2, key="b")
+    site.end("running", 0.3)
+
+    assert site.start(0.3) == ["a"]
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "before its first request"])
+def test_what_other_processes_started_in_one_class_counts_in_those_that_share_its_pool(
+    is_known: bool,
+) -> None:
+    other = TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+    site = Site()
+    site.enter("running")
+    site.start()
+    if is_known:
+        site.enter("past", traffic_class=other)
+        site.line.leave("past")
+    site.line.charge("gemma", "other", "a", 10_000)
+    site.enter("a", 0.0, key="a", traffic_class=PATIENT)
+    site.enter("b", 0.1, key="b", traffic_class=PATIENT)
+    site.enter("other", 0.2, key="b", traffic_class=other)
+
+    assert site.served(["a", "b", "other"], 0.3) == ["b", "other", "a"]
+
+
+def test_a_class_that_moves_to_another_pool_takes_what_waits_along() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    for number in range(3):
+        site.enter(f"noisy-{number}", 0.0, key="noisy", traffic_class=PATIENT)
+    site.enter("doc", 0.0, key="noisy", traffic_class=LONG, prompt=50_000)
+    moved = replace(PATIENT, pools=("push",))
+    site.enter("quiet", 0.1, key="quiet", traffic_class=moved)
+
+    order = site.served(["quiet", "doc", "noisy-2"], 0.2)
+
+    assert sorted(order) == ["doc", "noisy-0", "noisy-1", "noisy-2", "quiet"]
+    assert len(site.line) == 0
+
+
+def test_one_that_was_sent_behind_comes_after_all_others_of_its_class_whoever_sent_them() -> None:
+    demoting = bounded(when_late=WhenLate.DEMOTE)
+    other = TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("a-late", 0.0, key="a", traffic_class=demoting)
+    site.enter("b-late", 0.0, key="b", traffic_class=demoting)
+    site.turn(1.5)
+    for number in range(3):
+        site.enter(f"b-{number}", 1.6, key="b", traffic_class=demoting)
+    site.enter("b-other", 1.7, key="b", traffic_class=other)
+
+    order = site.served(["a-late", "b-late", "b-other"], 1.8)
+
+    assert order[:4] == ["b-0", "b-1", "b-2", "a-late"]
 
 
 def test_who_has_had_much_lately_comes_after_who_has_not() -> None:
@@ -485,6 +593,32 @@ def test_nobody_waits_longer_than_its_class_allows(now: float, reasons: list[Rea
     assert len(site.line) == 1 - len(reasons)
 
 
+def test_one_that_is_tried_again_waits_no_longer_in_all() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("again", 5.0, waited_s=0.9)
+
+    assert site.turn(5.29).refused == []
+    (refused,) = site.turn(5.3).refused
+    assert refused.reason is Reason.WAITED_TOO_LONG
+    assert refused.waited_s == pytest.approx(1.2)
+
+
+def test_one_that_is_tried_again_is_sent_behind_and_refused_by_all_it_has_waited() -> None:
+    demoting = bounded(when_late=WhenLate.DEMOTE, demoted_wait_s=10.0)
+    site = Site()
+    site.enter("running", traffic_class=demoting)
+    site.start()
+    site.enter("new", 5.0, traffic_class=demoting)
+    site.enter("again", 5.0, traffic_class=demoting, arrived_at=0.0, waited_s=4.0)
+    assert site.turn(5.0).refused == []
+    assert site.line.position("again") == 2
+
+    assert "again" not in [refused.id for refused in site.turn(10.9).refused]
+    assert "again" in [refused.id for refused in site.turn(11.0).refused]
+
+
 def test_a_callers_own_deadline_ends_the_wait_before() -> None:
     site = Site()
     site.enter("a")
@@ -521,11 +655,192 @@ def test_a_wait_that_is_known_to_be_too_long_is_refused_at_once_with_the_truth()
     assert refused.sentence() == "A place would come free too late (position 2, about 20.0 s to wait)."
 
 
-def test_who_is_next_is_never_refused_on_a_forecast() -> None:
+@pytest.mark.parametrize("failed_s", [0.005, 70.0], ids=["at once", "after long silence"])
+def test_tries_that_fail_say_nothing_of_how_fast_places_come_free(failed_s: float) -> None:
+    site = Site()
+    drained(site, 60.0)
+    site.end("running", 660.0)
+    now = 660.0
+    for number in range(15):
+        site.enter(f"failing-{number}", now)
+        site.start(now)
+        now += failed_s
+        site.end(f"failing-{number}", now, answered=False)
+    site.enter("running again", now)
+    site.start(now)
+
+    rate = site.line.drain_per_s("gemma", "chat", now)
+    site.enter("next", now)
+    refused = site.enter("second", now)
+
+    assert rate == pytest.approx(1 / 60, rel=0.01)
+    assert refused is not None
+    assert (refused.reason, refused.retry_after_s) == (Reason.WAIT_TOO_LONG, 59.0)
+
+
+def test_a_forecast_counts_what_was_waited_before() -> None:
+    site = Site()
+    patient = bounded(max_wait_s=30.0)
+    drained(site, 10.0)
+    site.enter("next", 120.0, traffic_class=patient)
+
+    fresh = site.enter("fresh", 120.0, traffic_class=patient)
+    site.line.leave("fresh")
+    again = site.enter("again", 120.0, traffic_class=patient, waited_s=11.0)
+
+    assert fresh is None
+    assert again is not None
+    assert (again.reason, again.waited_s) == (Reason.WAIT_TOO_LONG, 11.0)
+
+
+def test_before_anything_was_answered_nothing_is_forecast() -> None:
+    site = Site()
+    site.enter("failing")
+    site.start()
+    site.end("failing", 1000.0, answered=False)
+    site.enter("running", 1000.0)
+    site.start(1000.0)
+
+    assert site.line.drain_per_s("gemma", "chat", 1000.0) is None
+
+
+def test_who_is_next_is_refused_as_soon_as_it_found_no_place() -> None:
     site = Site()
     drained(site, 1000.0)
 
     assert site.enter("next", 10_500.0) is None
+    (refused,) = site.turn(10_500.0).refused
+
+    assert (refused.reason, refused.position) == (Reason.WAIT_TOO_LONG, 1)
+    assert refused.expected_wait_s == pytest.approx(1000.0)
+    assert site.turn(10_500.0).look_again_at is None
+
+
+def test_who_is_next_is_sent_behind_as_soon_as_it_found_no_place() -> None:
+    demoting = bounded(when_late=WhenLate.DEMOTE)
+    site = Site()
+    drained(site, 10.0)
+    site.enter("next", 105.0, traffic_class=demoting)
+
+    assert site.turn(105.0).refused == []
+    site.enter("new", 105.0, traffic_class=bounded(max_wait_s=100.0))
+    assert (site.line.position("next"), site.line.position("new")) == (2, 1)
+    assert site.turn(164.9).refused == []
+    assert [refused.id for refused in site.turn(165.0).refused] == ["next"]
+
+
+def test_where_something_is_free_nobody_who_is_next_is_refused_on_a_forecast() -> None:
+    site = Site(knee=2)
+    drained(site, 1000.0)
+
+    assert site.enter("next", 10_500.0) is None
+    assert site.start(10_500.0) == ["next"]
+
+
+def test_who_was_let_wait_first_is_not_refused_on_a_later_forecast() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("next", 0.0, traffic_class=bounded(max_wait_s=20.0))
+    assert site.turn(0.0).refused == []
+    site.end("running", 15.0)
+    site.enter("quick", 15.0, deadline=15.5)
+    site.start(15.0)
+
+    assert site.turn(15.0).refused == []
+    assert len(site.line) == 1
+
+
+def test_who_holds_a_place_and_is_refused_gives_it_to_the_next_at_once() -> None:
+    site = Site(knee=4)
+    for number in range(3):
+        site.enter(f"running-{number}")
+    site.start()
+    site.enter("past", 0.0)
+    site.start()
+    site.end("past", 100.0)
+    site.enter("big", 100.0, prompt=3_000)  # needs two of four places
+    site.enter("small", 100.0, traffic_class=TrafficClass("other", ("light",), priority=-1))
+
+    turn = site.turn(100.0)
+
+    assert (list(turn.offers), [refused.id for refused in turn.refused]) == ([], ["big"])
+    assert turn.look_again_at == 100.0
+    assert site.start(100.0) == ["small"]
+
+
+@pytest.mark.parametrize(("state", "refusals"), [(State.UP, 1), (State.PROBATION, 0)])
+def test_a_backend_on_probation_has_more_room_soon_than_the_rate_says(state: State, refusals: int) -> None:
+    site = Site(knee=8)
+    drained(site, 60.0)
+    site.status["light"] = replace(UP, state=state)
+    site.loads["light"] += Load(seqs=7, share=admission.WHOLE * 7 // 8)
+    site.enter("next", 661.0)
+
+    turn = site.turn(661.0)
+
+    assert (len(turn.offers), len(turn.refused)) == (0, refusals)
+
+
+def test_who_waits_for_a_prompt_to_be_read_does_not_wait_for_an_end() -> None:
+    site = Site()
+    hurried = TrafficClass("long", ("push",), waiting=Waiting(max_wait_s=30))
+    site.enter("past", 0.0, traffic_class=hurried, prompt=50_000)
+    site.start()
+    site.end("past", 200.0)
+    site.enter("reading", 200.0, traffic_class=hurried, prompt=50_000)
+    site.start(200.0)
+    site.enter("next", 201.0, traffic_class=hurried, prompt=50_000)
+
+    assert site.turn(201.0).refused == []
+    site.answered("reading")
+    assert site.start(202.0) == ["next"]
+
+
+def test_who_is_next_of_its_class_is_not_refused_for_one_of_another_that_waits_for_something_else() -> None:
+    site = Site()
+    chat = TrafficClass("chat", ("push",))
+    site.enter("past", 0.0, traffic_class=LONG, prompt=50_000)
+    site.start()
+    site.end("past", 200.0)
+    site.enter("reading", 200.0, traffic_class=LONG, prompt=50_000)
+    site.start(200.0)
+    site.enter("next", 201.0, traffic_class=LONG, prompt=50_000, key="other")
+    site.start(201.0)
+
+    assert site.enter("chat", 202.0, traffic_class=chat) is None
+    assert site.start(202.0) == ["chat"]
+
+
+def test_places_that_other_classes_free_in_the_same_pool_are_forecast_too() -> None:
+    site = Site(knee=4)
+    other = TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+    elsewhere = TrafficClass("elsewhere", ("push",))
+    drained(site, 60.0)
+    for number in range(3):
+        site.enter(f"other-{number}", 600.0, traffic_class=other)
+    site.enter("elsewhere", 600.0, traffic_class=elsewhere)
+    site.start(600.0)
+    site.end("other-0", 602.0)
+    site.end("elsewhere", 602.0)
+    site.enter("other-0", 602.0, traffic_class=other)
+    site.start(602.0)
+
+    rates = [site.line.drain_per_s("gemma", name, 660.0) for name in ("chat", "other", "elsewhere")]
+
+    assert rates == [pytest.approx(1 / 60 + 3 / 2), pytest.approx(1 / 60 + 3 / 2), None]
+
+
+def test_a_class_of_which_none_has_ended_is_taken_to_stay_as_long_as_the_others() -> None:
+    site = Site(knee=4)
+    drained(site, 10.0)
+    for number in range(3):
+        site.enter(
+            f"other-{number}", 100.0, traffic_class=TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+        )
+    site.start(100.0)
+
+    assert site.line.drain_per_s("gemma", "other", 150.0) == pytest.approx(4 / 10)
 
 
 def test_a_forecast_beyond_the_callers_deadline_is_refused_at_once() -> None:
@@ -582,6 +897,32 @@ def test_a_class_may_send_late_ones_behind_instead() -> None:
     assert site.line.position("late") == 2
 
     assert site.served(["new", "late"], 2.1) == ["new", "late"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "longest_s"),
+    [
+        pytest.param(Waiting(), 1.2, id="refused"),
+        pytest.param(Waiting(when_late=WhenLate.DEMOTE), 60.0, id="a-minute-at-least"),
+        pytest.param(Waiting(max_wait_s=900, when_late=WhenLate.DEMOTE), 1800.0, id="twice"),
+        pytest.param(
+            Waiting(max_wait_s=900, when_late=WhenLate.DEMOTE, demoted_wait_s=950), 950.0, id="given"
+        ),
+        pytest.param(Waiting(max_wait_s=900, demoted_wait_s=950), 900.0, id="refused-though-given"),
+    ],
+)
+def test_being_sent_behind_never_shortens_the_wait(rules: Waiting, longest_s: float) -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("late", traffic_class=TrafficClass("chat", ("light",), waiting=rules))
+    site.turn(rules.max_wait_s)
+
+    assert rules.longest_wait_s == longest_s
+    assert site.turn(longest_s - 0.01).refused == []
+    assert len(site.line) == (rules.when_late is WhenLate.DEMOTE)
+    site.turn(longest_s)
+    assert len(site.line) == 0
 
 
 def test_one_that_was_sent_behind_is_refused_in_the_end() -> None:
@@ -689,6 +1030,41 @@ def test_positions_count_what_would_start_before() -> None:
 
     assert [site.line.position(str(number)) for number in range(3)] == [1, 2, 3]
     assert site.line.position("running") is None
+
+
+def test_positions_count_those_of_other_classes_that_want_the_same_pool() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    urgent = TrafficClass("urgent", ("light",), priority=1, waiting=PATIENT.waiting)
+    later = TrafficClass("later", ("light",), waiting=Waiting(max_wait_s=900, ttft_target_s=60))
+    behind = TrafficClass("behind", ("light",), priority=-1, waiting=PATIENT.waiting)
+    for number in range(3):
+        site.enter(f"urgent-{number}", 0.1, traffic_class=urgent)
+        site.enter(f"doc-{number}", 0.1, traffic_class=LONG, prompt=50_000)
+        site.enter(f"behind-{number}", 0.1, traffic_class=behind)
+    site.enter("later", 0.1, traffic_class=later)
+    site.enter("soon", 0.2, traffic_class=PATIENT)
+
+    names = ["urgent-0", "soon", "later", "behind-2", "doc-0"]
+
+    assert [site.line.position(name) for name in names] == [1, 4, 5, 8, 1]
+    assert site.served(["later", "behind-2"], 0.3)[-2:] == ["behind-1", "behind-2"]
+
+
+def test_a_refusal_tells_of_all_that_come_before() -> None:
+    urgent = TrafficClass("urgent", ("light",), priority=1, waiting=PATIENT.waiting)
+    site = Site()
+    drained(site, 1.0)
+    for number in range(20):
+        site.enter(f"urgent-{number}", 30.0, traffic_class=urgent)
+    site.enter("low", 30.0)
+
+    (refused,) = site.turn(30.0).refused
+
+    assert (refused.reason, refused.position) == (Reason.WAIT_TOO_LONG, 21)
+    assert refused.expected_wait_s == pytest.approx(21.0)
+    assert refused.retry_after_s == pytest.approx(21.0)
 
 
 def test_images_are_placed_where_they_are_taken() -> None:

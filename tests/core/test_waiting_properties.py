@@ -44,6 +44,12 @@ CLASSES = (
         priority=-1,
         waiting=Waiting(waiting_max=12, when_late=WhenLate.DEMOTE, demoted_wait_s=5.0, passes_max=2),
     ),
+    TrafficClass(
+        "other",
+        ("light", "push"),
+        priority=-1,
+        waiting=Waiting(waiting_max=12, when_late=WhenLate.DEMOTE, demoted_wait_s=5.0),
+    ),
     TrafficClass("document", ("push",), waiting=Waiting(max_wait_s=30, ttft_target_s=6, prefill_weight=1)),
 )
 POLICY = Policy(
@@ -211,9 +217,7 @@ class Line(RuleBasedStateMachine):
         if not self.is_settled:
             return
         for ticket, entered in self.waiting.values():
-            rules = ticket.traffic_class.waiting
-            most = rules.demoted_wait_s if rules.when_late is WhenLate.DEMOTE else rules.max_wait_s
-            assert self.now - entered < most
+            assert self.now - entered < ticket.traffic_class.waiting.longest_wait_s
             assert ticket.deadline is None or self.now < ticket.deadline
         assert (self.look_at is None) == (not self.waiting)
 
@@ -306,3 +310,54 @@ def test_keys_that_both_wait_get_equal_shares(backlog: Sequence[str], prompts: S
         if min(left.values()) == 0:
             break
         assert max(had.values()) - min(had.values()) <= 2 * largest
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    arrivals=st.lists(
+        st.tuples(
+            st.sampled_from(["soon", "late", "demoted", "elsewhere"]), st.integers(0, 30), st.integers(0, 40)
+        ),
+        max_size=40,
+    )
+)
+def test_with_one_key_the_deadline_alone_decides_among_classes(
+    arrivals: Sequence[tuple[str, int, int]],
+) -> None:
+    """Each class in its own order, and of their next the one that is due first."""
+    now = 4.0
+    rules = {
+        "soon": Waiting(max_wait_s=900, ttft_target_s=2, prefill_weight=1),
+        "late": Waiting(max_wait_s=900, ttft_target_s=60, prefill_weight=1),
+        "demoted": Waiting(max_wait_s=2, ttft_target_s=1, prefill_weight=1, when_late=WhenLate.DEMOTE),
+        "elsewhere": Waiting(max_wait_s=900, ttft_target_s=30, prefill_weight=1),
+    }
+    wide = Capacity(WINDOW, (KneeStep(None, 1_000),))
+    backends = {name: Backend(name, f"http://{name}", wide) for name in ("here", "there")}
+    policy = Policy(models=(), pools={name: Pool(name, (name,)) for name in backends}, backends=backends)
+    classes = {
+        name: TrafficClass(name, ("there" if name == "elsewhere" else "here",), waiting=waiting)
+        for name, waiting in rules.items()
+    }
+    line = WaitingLine()
+    lanes: dict[str, list[tuple[int, float, int, float]]] = {name: [] for name in rules}
+    for number, (name, arrived, prefill) in enumerate(arrivals):
+        at, prefill_s = arrived / 10, prefill / 10
+        ticket = Ticket(
+            str(number), "gemma", policy, classes[name], Demand(1, 100, 200), "a", at, prefill_s=prefill_s
+        )
+        assert line.enter(ticket, at) is None
+        standing = int(now > ticket.due_at - prefill_s)
+        if name == "demoted" and at + 2 <= now:
+            standing = 2
+        lanes[name].append((standing, (ticket.due_at, prefill_s, number)[standing], number, ticket.due_at))
+
+    turn = line.turn(now, {name: BackendView(backend, Load(), UP) for name, backend in backends.items()})
+
+    queues = [sorted(lane) for lane in lanes.values() if lane]
+    expected = []
+    while queues:
+        first = min(queues, key=lambda queue: (queue[0][3], queue[0][2]))
+        expected.append(str(first.pop(0)[2]))
+        queues = [queue for queue in queues if queue]
+    assert [offer.ticket.id for offer in turn.offers] == expected

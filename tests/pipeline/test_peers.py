@@ -10,7 +10,7 @@ from support.world import POLICY, StillClock
 from gateway.core.facts import Attempts, Facts, Learned
 from gateway.core.health import HealthRules, Outcome, ProbeOk, State, Verdict
 from gateway.core.values import CountMode, Demand, Prompt, TemplateCosts, Turn
-from gateway.core.waiting import Ticket, WaitingLine
+from gateway.core.waiting import Ticket, WaitingLine, _Walk
 from gateway.pipeline import BackendWatch, Peers
 from gateway.store.facts import decode, encode
 from gateway.store.memory import MemoryLedger
@@ -83,7 +83,7 @@ def through_the_store(facts: Facts) -> Facts:
 
 def order(gateway: Gateway) -> list[str]:
     """Return in which order what waits would be started."""
-    return [entry.ticket.id for entry in gateway.line._lanes[MODEL.id, CHAT.name].walk()]
+    return [entry.ticket.id for entry in _Walk(gateway.line._lanes[MODEL.id, CHAT.name].shares)]
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_a_key_that_floods_another_gateway_is_behind_here(here: Gateway, there: 
 
 def charged(gateway: Gateway) -> dict[str | None, float]:
     lane = gateway.line._lanes.get((MODEL.id, CHAT.name))
-    return {} if lane is None else dict(lane._finish)
+    return {} if lane is None else dict(lane.shares._finish)
 
 
 def saying(tokens: int, key: str | None = "a", model: str = MODEL.id, name: str = CHAT.name) -> Facts:

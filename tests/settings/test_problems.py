@@ -115,6 +115,16 @@ def test_load_raises_with_every_problem_on_its_line(tmp_path: Path) -> None:
             "quirk text_only is added and removed",
             id="quirk-there-and-not",
         ),
+        pytest.param(
+            ("[light, push]}", "[light, push], waiting: {max_wait_s: 9, demoted_wait_s: 8}}"),
+            "not below max_wait_s, 9 here",
+            id="demoted-for-less",
+        ),
+        pytest.param(
+            ("[light, push]}", "[light, push], when: {reasoning: true}, waiting: {demoted_wait_s: 60}}"),
+            "not below max_wait_s, 600 here",
+            id="demoted-for-less-than-by-default",
+        ),
         pytest.param(("class: image,", "class: short_chat,"), "is there twice", id="class-twice"),
         pytest.param(
             ("    classes:", "    aliases: [gemma-4]\n    classes:"), "already names", id="alias-twice"
