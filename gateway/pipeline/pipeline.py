@@ -213,6 +213,7 @@ class Pipeline:
         while True:
             assert passage.decision is not None
             self._check_fit(passage.decision, ticket)
+            entered_at = self._clock.now()
             try:
                 candidate, slot = await self.room.admit(ticket)
             except ShedError as shed:
@@ -224,6 +225,7 @@ class Pipeline:
                 # Nobody is left to ask: what the last one said is the better answer.
                 raise failure from None
             passage.admitted_at = passage.admitted_at or self._clock.now()
+            ticket = replace(ticket, waited_s=ticket.waited_s + self._clock.now() - entered_at)
             try:
                 await self._try(passage, ticket, candidate, slot)
             except UpstreamError as error:
@@ -242,7 +244,7 @@ class Pipeline:
                 self._learn(passage, candidate)
                 return
             finally:
-                await self.room.release(ticket, slot)
+                await self.room.release(ticket, slot, answered=passage.is_answered)
 
     # -------------------------------------------------------------- decide
 

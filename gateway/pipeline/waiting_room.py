@@ -70,7 +70,7 @@ class WaitingRoom:
             await waiter.woken.wait()
         except anyio.get_cancelled_exc_class():
             if waiter.place is not None:  # the caller left at the very moment its turn came
-                await self.release(ticket, waiter.place[1])
+                await self.release(ticket, waiter.place[1], answered=False)
             raise
         finally:
             del self._waiters[ticket.id]
@@ -81,11 +81,11 @@ class WaitingRoom:
         assert waiter.place is not None
         return waiter.place
 
-    async def release(self, ticket: Ticket, slot: Slot) -> None:
-        """Give a place back, and let the next one start."""
+    async def release(self, ticket: Ticket, slot: Slot, *, answered: bool) -> None:
+        """Give a place back, and let the next one start; `answered`: whether a token came there."""
         with anyio.move_on_after(RELEASE_S, shield=True):
             await self._ledger.release(slot)
-        self.line.released(ticket.id, slot.backend, self._clock.now())
+        self.line.released(ticket.id, slot.backend, self._clock.now(), answered=answered)
         self.look()  # also where the ledger could not say so
 
     async def run(self) -> None:

@@ -185,9 +185,7 @@ def test_a_secret_that_is_none_is_noticed_before_the_start(
 @pytest.mark.parametrize(
     ("text", "warning"),
     [
-        pytest.param(
-            "webhooks: {ops: {url: https://a/, secret_env: S}}\n", "without `jobs`", id="no-jobs"
-        ),
+        pytest.param("webhooks: {ops: {url: https://a/, secret_env: S}}\n", "without `jobs`", id="no-jobs"),
         pytest.param(
             STORE + "webhooks: {ops: {url: http://example.com/, secret_env: S}}\n", "plain http", id="clear"
         ),
