@@ -72,6 +72,11 @@ def server_command(binary: Path, folder: Path, *, port: int = 0, keeps: bool = F
     return [str(binary), *(part for name, value in options.items() for part in (f"--{name}", value))]
 
 
+def _whole(folder: Path) -> Path:
+    """Return a path that means the same from anywhere: the server changes into the folder."""
+    return folder.absolute()
+
+
 def socket_path(folder: Path) -> Path:
     """Return where the server's socket is."""
     return folder / "valkey.sock"
@@ -144,6 +149,7 @@ async def valkey_in(
         ConfigError: there is no server, its socket's path is too long, it does not start, or the folder
             cannot keep data, or does so for another process.
     """
+    folder = _whole(folder)
     with _locked(folder) if keeps else nullcontext():
         async with _serving(folder, is_temporary=is_temporary, keeps=keeps) as valkey:
             yield valkey

@@ -9,6 +9,7 @@ import anyio
 import httpx
 import openai
 import pytest
+from support.processes import config, running
 from support.redis_server import RedisServer, binary
 from support.site import Site, simulated, site
 
@@ -254,3 +255,33 @@ async def test_where_there_are_no_jobs_they_are_refused(tmp_path: Path) -> None:
             await running.openai().responses.create(**ASK, background=True)
 
     assert caught.value.code == "background_not_supported"
+
+
+async def test_without_a_store_jobs_are_kept_beside_the_gateway(tmp_path: Path) -> None:
+    """A gateway of its own, killed in the middle of an answer, and started again."""
+    async with running("simulate", "--profile", "h100-tp1-light", "--port", "0", "--speed", "5") as engine:
+        backend = (await engine.wait_for(r"(http://127\.0\.0\.1:\d+)"))[1]
+        rest = """
+models: {gemma-4: {classes: [{class: short_chat, pools: [light]}]}}
+jobs: {}
+health: {interval_s: 0.2}
+"""
+        file = config(tmp_path, {"light-0": (backend, "h100-tp1-light")}, {"light": ["light-0"]}, rest)
+        async with running("serve", "--config", str(file)) as gateway:
+            url = (await gateway.wait_for(r"serves (http://\S+)/v1"))[1]
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+                job = await client.responses.create(
+                    **ASK, background=True, max_output_tokens=3_000, extra_body={"ignore_eos": True}
+                )
+                async for event in await client.responses.retrieve(job.id, stream=True):
+                    if event.type == "response.output_text.delta":
+                        break
+            gateway.process.kill()
+            await gateway.process.wait()
+        async with running("serve", "--config", str(file)) as gateway:
+            url = (await gateway.wait_for(r"serves (http://\S+)/v1"))[1]
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+                done = await ended(client, job.id)
+
+    assert done.status == "incomplete"
+    assert done.output_text

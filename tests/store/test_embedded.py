@@ -249,3 +249,16 @@ async def test_a_data_directory_that_cannot_be_made_is_refused(tmp_path: Path) -
     with pytest.raises(ConfigError, match="cannot be used: Not a directory"):
         async with valkey_in(tmp_path / "file" / "d", keeps=True):
             pass
+
+
+async def test_a_folder_may_be_named_relative_to_where_the_gateway_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async with valkey_in(Path("data"), keeps=True) as valkey:
+        redis = Redis.from_url(valkey.url)
+        await redis.set("a", 1)
+        await redis.aclose()
+
+    assert any((tmp_path / "data").rglob("*.aof"))
