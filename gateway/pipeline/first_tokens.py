@@ -13,11 +13,8 @@ import anyio
 
 from gateway.ports import Clock, Ledger, Slot
 
-MARGIN = 1.25
-"""What a prediction is multiplied by: steps that decode beside a prompt take longer than the prompt alone."""
-
-OVERHEAD_S = 0.1
-"""What is added: receiving the request, and the step it has to wait for."""
+OVERHEAD_S = 0.05
+"""What is added to a prediction: receiving the request, and the step it has to wait for."""
 
 
 class FirstTokens:
@@ -37,7 +34,7 @@ class FirstTokens:
         if not slot.load.prefill_ms:
             return
         outstanding_s = self._ledger.load(slot.backend).prefill_ms / 1000
-        due = self._clock.now() + OVERHEAD_S + MARGIN * outstanding_s
+        due = self._clock.now() + OVERHEAD_S + outstanding_s
         self._slots[slot.id] = slot
         heappush(self._due, (due, next(self._numbers), slot.id))
         self._changed.set()

@@ -8,7 +8,7 @@ from support.world import DONE, HELLO, POLICY, ROLE, STOP, WHOLE, Script, World
 
 from gateway.core.perf import PerfModel
 from gateway.core.values import Endpoint, Gates, Load, Prompt, Request
-from gateway.pipeline.first_tokens import MARGIN, OVERHEAD_S
+from gateway.pipeline.first_tokens import OVERHEAD_S
 
 PERF = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=0.01, t_attn=0, sharp=1)
 READING_S = 1.0  # 100 tokens
@@ -37,7 +37,7 @@ async def test_an_answer_in_one_piece_counts_as_read_when_it_should_be(world: Wo
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.run, world.request(stream=False))
         await anyio.wait_all_tasks_blocked()
-        due_s = OVERHEAD_S + MARGIN * READING_S
+        due_s = OVERHEAD_S + READING_S
 
         assert (await after(world, due_s - 0.01)).prefill_ms == 1_000
         answered = await after(world, 0.02)
@@ -54,8 +54,8 @@ async def test_what_was_outstanding_is_read_first(world: World) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.run, world.request(stream=False))
         await anyio.wait_all_tasks_blocked()
-        assert (await after(world, OVERHEAD_S + MARGIN * READING_S)).prefill_ms == 4_000
-        assert (await after(world, MARGIN * 3.0)).prefill_ms == 3_000
+        assert (await after(world, OVERHEAD_S + READING_S)).prefill_ms == 4_000
+        assert (await after(world, 3.0)).prefill_ms == 3_000
         gate.set()
     await world.ledger.release(held)  # type: ignore[arg-type]
 
