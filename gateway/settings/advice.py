@@ -178,6 +178,13 @@ def _unused(settings: Settings, policy: Policy) -> Iterator[_Warning]:
     in_backends = {backend.profile for backend in policy.backends.values()}
     for name in policy.backends.keys() - in_pools:
         yield _Warning(("backends", name), f"backend {name} is in no pool: nothing is ever sent to it")
+    for name in settings.mixed_pools & policy.pools.keys():
+        message = (
+            f"pool {name} is for chats and for long documents: while one is read, every chat on its backend "
+            "stands still. Give documents a pool of their own, or say that you mean it: "
+            "gates: {long_prefills: 1}"
+        )
+        yield _Warning(("pools", name), message)
     for name in policy.pools.keys() - in_classes:
         yield _Warning(("pools", name), f"pool {name} is in no class: nothing is ever sent to it")
     for name in settings.document.profiles.keys() - in_backends:

@@ -193,6 +193,13 @@ class Settings:
             version=self.version,
         )
 
+    @property
+    def mixed_pools(self) -> frozenset[str]:
+        """Pools where chats and long documents meet and the file does not say that it means them to."""
+        first = _first_pools(self.document)
+        both = first[_Kind.CHAT] & first[_Kind.DOCUMENT]
+        return frozenset(name for name in both if self.document.pools[name].gates.long_prefills is None)
+
     def profile(self, backend_id: str) -> Profile:
         """Return the profile of a backend, the site's own figures in it, its `limits` not."""
         return resolve(self.document.profiles, self.document.backends[backend_id].profile)
@@ -504,12 +511,18 @@ def findings(document: Document) -> Iterator[Finding]:
 
 def _chat_pools(document: Document) -> frozenset[str]:
     """Return the pools for chat alone: a long prompt would stall it there, and has a pool of its own."""
+    first = _first_pools(document)
+    documents = first[_Kind.DOCUMENT]
+    return frozenset(first[_Kind.CHAT] - documents) if documents else frozenset()
+
+
+def _first_pools(document: Document) -> dict[_Kind, set[str]]:
+    """Return the pools that are the first choice of each kind of class."""
     first: dict[_Kind, set[str]] = {kind: set() for kind in _Kind}
     for model in document.models.values():
         for one in model.classes:
             first[_kind(one)].add(one.pools[0])
-    documents = first[_Kind.DOCUMENT]
-    return frozenset(first[_Kind.CHAT] - documents) if documents else frozenset()
+    return first
 
 
 def _gates(section: GatesSection, *, is_chat: bool) -> Gates:

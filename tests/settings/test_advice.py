@@ -199,3 +199,23 @@ def test_keys_close_the_open_door(checked: Check, plain: str) -> None:
 def test_every_shipped_pool_holds_its_whole_window(name: str) -> None:
     capacity = profiles.load(name).capacity
     assert kv_tokens(capacity) == capacity.context_tokens
+
+
+def test_a_pool_where_chats_meet_documents_is_pointed_out_unless_it_is_meant(
+    plain: str, checked: Check
+) -> None:
+    """One pool for everything: legal, and slow for chats, so the file has to say so."""
+    mixed = plain.replace("pools: [push]", "pools: [push, light]").replace(
+        CHAT, CHAT.replace("light, push", "push")
+    )
+    assert mixed != plain
+    meant = mixed.replace("push: [push]", "push: {backends: [push], gates: {long_prefills: 1}}")
+    assert meant != mixed
+
+    def said(text: str) -> list[str]:
+        return [
+            one.message for one in checked(text).warnings if "for chats and for long documents" in one.message
+        ]
+
+    assert len(said(mixed)) == 1
+    assert said(meant) == said(plain) == []
