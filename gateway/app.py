@@ -44,7 +44,7 @@ from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
 from gateway.downstream.responses import Keeping
-from gateway.downstream.routes import Applications, Operators
+from gateway.downstream.routes import Applications, Operators, new_request_id
 from gateway.downstream.wire import WireRules
 from gateway.jobs import Worker, WorkerRules
 from gateway.pipeline import BackendWatch, Peers, Pipeline, Sight
@@ -512,12 +512,12 @@ def _worker(
         continues=section.resume == "continue",
     )
     name = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+    wanted = wire_rules(settings)
 
     def read(job: Job, body: bytes) -> wire.WireRequest:
-        arrival = Arrival(f"req-{secrets.token_hex(16)}", clock.wall(), clock.now())
+        arrival = Arrival(new_request_id(), clock.wall(), clock.now())
         headers = JobFacts.of(job).headers
-        rules = wire_rules(settings)
-        found = wire.read(Endpoint.CHAT, body, rules, arrival=arrival, key=job.new.key, headers=headers)
+        found = wire.read(Endpoint.CHAT, body, wanted, arrival=arrival, key=job.new.key, headers=headers)
         return replace(found, request=replace(found.request, is_job=True))
 
     return Worker(jobs, name, read, pipeline.run, rules)

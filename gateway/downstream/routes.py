@@ -135,7 +135,7 @@ class Applications:
         async def embeddings(scope: Scope, receive: Receive, send: Send) -> None:
             message = "This gateway serves Gemma 4 for text generation; it has no embeddings."
             error = RouteNotFound(message, code="no_embeddings")
-            error.headers = ((b"x-request-id", _new_id().encode()),)
+            error.headers = ((b"x-request-id", new_request_id().encode()),)
             await send_error(error, AsgiDownstream(send))
 
         @get("/readyz", sync_to_thread=False)
@@ -188,7 +188,7 @@ class Applications:
         return read
 
     async def _generate(self, read: Read, scope: Scope, receive: Receive, send: Send) -> None:
-        arrival = Arrival(_new_id(), self._clock.wall(), self._clock.now())
+        arrival = Arrival(new_request_id(), self._clock.wall(), self._clock.now())
         downstream = AsgiDownstream(send)
         self.in_flight += 1
         try:
@@ -301,13 +301,14 @@ def livez() -> str:
     return "ok"
 
 
-def _new_id() -> str:
+def new_request_id() -> str:
+    """Return an id that nobody guesses."""
     return f"req-{secrets.token_hex(16)}"
 
 
 def _with_id(response: Response[Any]) -> Response[Any]:
     """Give an answer that has none a request id."""
-    response.headers.setdefault("x-request-id", _new_id())
+    response.headers.setdefault("x-request-id", new_request_id())
     return response
 
 
@@ -324,7 +325,7 @@ def _internal(request_id: str) -> GatewayError:
 def _render(error: GatewayError) -> Response[bytes]:
     body = envelope(error)
     headers = {name.decode(): value.decode() for name, value in headers_of(error, body)}
-    headers.setdefault("x-request-id", _new_id())
+    headers.setdefault("x-request-id", new_request_id())
     return Response(body, status_code=error.http_status, headers=headers, media_type=MediaType.JSON)
 
 

@@ -794,7 +794,7 @@ class Document(Section):
     """Requests that are handed over, and whose answers are fetched later. Left out, there are none."""
 
     webhooks: dict[Slug, WebhookSection] = Field(default_factory=dict)
-    """Who is told when jobs end, each under a name. Needs a `store`."""
+    """Who is told when jobs end, each under a name. Needs `jobs`."""
 
     shutdown: ShutdownSection = ShutdownSection()
     """What happens on SIGTERM."""
