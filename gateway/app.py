@@ -5,74 +5,50 @@ Nothing else constructs an adapter, and nothing here decides anything.
 
 import logging
 import os
-import secrets
 import signal
 import socket
-import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import anyio
 from anyio.abc import TaskGroup
 
-from gateway import __version__
+from gateway import parts
 from gateway.clock import SystemClock
-from gateway.core import admission
-from gateway.core.canary import Canary
-from gateway.core.count_check import CountDrift, CountTracker
+from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import ConfigError
 from gateway.core.health import (
     BackendStatus,
     EngineSample,
-    HealthRules,
     State,
-    hang_after_s,
     served_name,
     usable,
 )
-from gateway.core.jobs import Job, JobPriority, Quota
-from gateway.core.responses.replay import JobFacts
-from gateway.core.values import Backend, Endpoint, Load
 from gateway.core.waiting import WaitingLine
-from gateway.core.webhooks import WebhookAttempt
-from gateway.downstream import wire
-from gateway.downstream.background import Background, JobRules
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
 from gateway.downstream.responses import Keeping
-from gateway.downstream.routes import Applications, Operators, new_request_id
-from gateway.downstream.wire import WireRules
-from gateway.jobs import Worker, WorkerRules
-from gateway.pipeline import BackendWatch, Peers, Pipeline, Sight
-from gateway.pipeline.box_keeper import SETTLE_S, BoxKeeper, BoxSight
-from gateway.ports import Arrival
+from gateway.downstream.routes import Applications, Operators
+from gateway.pipeline import BackendWatch, Peers, Pipeline
+from gateway.pipeline.box_keeper import SETTLE_S, BoxKeeper
 from gateway.settings import Settings
-from gateway.settings.document import MemberSection, RequestSection
-from gateway.store.boards import MemoryBoard, RedisBoard
+from gateway.store.boards import RedisBoard
 from gateway.store.fallback import FallbackLedger, Mode
-from gateway.store.jobs import RedisJobs
 from gateway.store.keeper import keep_store
-from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
-from gateway.store.redis import RedisLedger
-from gateway.store.responses import MemoryResponseStore, RedisResponseStore
-from gateway.store.webhooks import RedisWebhooks
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.recorder import Recorders
-from gateway.tokenizer import PromptEstimator, open_estimator
+from gateway.tokenizer import open_estimator
 from gateway.upstream.client import HttpxUpstream
-from gateway.upstream.commands import Command
 from gateway.upstream.probes import Prober
-from gateway.upstream.switches import BoxSwitch, ByCommand, ByRequest, BySleep, Call, Member
-from gateway.upstream.webhook_calls import WebhookCaller
-from gateway.upstream.webhooks import Webhooks
+from gateway.upstream.switches import BoxSwitch
+from gateway.views import Views
 
 log = logging.getLogger("gateway.process")
 
@@ -111,28 +87,28 @@ class Gateway:
         self.settings = settings
         self.clock = SystemClock()
         self.policy = settings.policy()
-        self.ledger = _ledger(settings)
+        self.ledger = parts.ledger(settings)
         self._store = self.ledger if isinstance(self.ledger, FallbackLedger) else None
         self.journal = Journal()
         backends = self.policy.backends
-        secrets = _backend_keys(settings, environ)
-        tls = {name: _verification(settings, name) for name in backends}
+        secrets = parts.backend_keys(settings, environ)
+        tls = {name: parts.verification(settings, name) for name in backends}
         self.fleet = Prober(
             backends,
-            _health_rules(settings),
+            parts.health_rules(settings),
             self.clock,
             secrets=secrets,
             tls=tls,
-            hang_s={name: _hang_s(settings, name) for name in backends},
+            hang_s={name: parts.hang_s(settings, name) for name in backends},
             on_change=self._backend_changed,
             on_sample=self._backend_sampled,
         )
         self.upstream = HttpxUpstream(backends.values(), secrets=secrets, tls=tls)
         self.estimator = open_estimator(settings.vocab)
-        _say_how_it_counts(self.estimator)
+        parts.say_how_it_counts(self.estimator)
         drift, line, self.counts = DriftTracker(), WaitingLine(), CountTracker()
         watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
-        self.board = _board(settings, self.clock)
+        self.board = parts.board(settings, self.clock)
         self.boxes = BoxKeeper(
             {
                 name: settings.box_rules(name, 0.0 if settings.store is None else SETTLE_S)
@@ -140,7 +116,7 @@ class Gateway:
             },
             backends,
             boot_s=settings.box_boots_s(),
-            switch=BoxSwitch(_members(settings, environ, backends, secrets, tls)),
+            switch=BoxSwitch(parts.members(settings, environ, backends, secrets, tls)),
             board=self.board,
             fleet=self.fleet,
             ledger=self.ledger,
@@ -161,7 +137,7 @@ class Gateway:
             store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
         )
         self.metrics.config_info.labels(self.policy.version).set(1)
-        self.webhooks = _webhooks(settings, environ, self.clock, self.metrics)
+        self.webhooks = parts.webhooks(settings, environ, self.clock, self.metrics)
         recorder = Recorders((self.metrics, self.journal, RequestLog()))
         self.pipeline = Pipeline(
             policy=lambda: self.policy,
@@ -191,29 +167,34 @@ class Gateway:
         )
         if self._store is not None:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
-        self.responses = _response_store(settings, self.clock)
-        self.jobs = _jobs(settings)
-        self.worker = _worker(settings, self.jobs, self.pipeline, self.clock)
+        self.responses = parts.response_store(settings, self.clock)
+        self.jobs = parts.jobs(settings)
+        self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
             keys=KeyRing(digests),
-            rules=wire_rules(settings),
+            rules=parts.wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             keeping=Keeping(self.responses, settings.responses.keep_s),
-            background=_background(settings, self.jobs, self.pipeline, self.clock),
+            background=parts.background(settings, self.jobs, self.pipeline, self.clock),
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,
         )
         self.operators = Operators(
-            views={
-                "backends": self.backends_view,
-                "boxes": self.boxes_view,
-                "requests": self.journal.recent,
-                "policy": self.policy_view,
-                "replicas": self.replicas_view,
-            },
+            views=Views(
+                policy=lambda: self.policy,
+                ledger=self.ledger,
+                fleet=self.fleet,
+                counts=self.counts,
+                watch=watch,
+                boxes=self.boxes,
+                journal=self.journal,
+                store=self._store,
+                peers=self.peers,
+                clock=self.clock,
+            ).by_name(),
             metrics=self.metrics.exposition,
         )
 
@@ -251,59 +232,6 @@ class Gateway:
         )
         # A box that changes models serves nobody for minutes, but what waits for it is not lost.
         return {"a_backend_is_up": up or self.boxes.can_serve_later}
-
-    def policy_view(self) -> Mapping[str, Any]:
-        """Return the policy in force, for operators."""
-        return asdict(self.policy) | {"version": self.policy.version, "gateway": __version__}
-
-    def boxes_view(self) -> Mapping[str, Any]:
-        """Return every box as an operator wants to see it."""
-        now = self.clock.now()
-        return {name: _box_view(sight, now) for name, sight in self.boxes.sights().items()}
-
-    def replicas_view(self) -> Mapping[str, Any]:
-        """Return which gateway processes share the store, and what they tell each other, for operators."""
-        if self._store is None:
-            return {"owner": None, "mode": None, "replicas": 1, "others": {}}
-        told = self.peers.view()
-        return {
-            "owner": self._store.owner,
-            "mode": self._store.mode,
-            "replicas": self._store.replicas,
-            "others": {
-                owner: {"age_s": round(age_s, 1), **told.get(owner, {})}
-                for owner, age_s in self._store.exchange.ages(anyio.current_time()).items()
-            },
-        }
-
-    def backends_view(self) -> Mapping[str, Any]:
-        """Return every backend as an operator wants to see it."""
-        now, sights = self.clock.now(), self.pipeline.watch.sights()
-        pools = {
-            name: [pool.id for pool in self.policy.pools.values() if name in pool.backends]
-            for name in self.policy.backends
-        }
-        return {
-            name: {
-                "url": backend.url,
-                "profile": backend.profile,
-                "pools": pools[name],
-                "drain": backend.drain,
-                "quirks": backend.quirks,
-                "in_flight": load.seqs,
-                "knee_seqs": admission.knee_seqs(backend.capacity, 0),
-                "knee_used": round(load.share / admission.WHOLE, 4),
-                "kv_blocks": load.kv_blocks,
-                "kv_blocks_planned": admission.blocks_planned(backend.capacity),
-                "context_tokens": backend.capacity.context_tokens,
-                "count_drift": _count_view(self.counts.drift(name)),
-                **_sight_view(sights.get(name)),
-                **_status_view(status, now),
-            }
-            for name, backend in self.policy.backends.items()
-            for load in [self.ledger.loads().get(name, Load())]
-            for status in [self.fleet.statuses()[name]]
-        }
 
     @asynccontextmanager
     async def running(self, listen: socket.socket | None = None) -> AsyncIterator[Running]:
@@ -419,291 +347,3 @@ async def serve_until(
 async def _cancel_on_next(stops: AsyncIterator[object], tasks: TaskGroup) -> None:
     await anext(stops)
     tasks.cancel_scope.cancel()
-
-
-def _ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
-    if settings.store is None:
-        return MemoryLedger()
-    return FallbackLedger(
-        RedisLedger(settings.store.url, prefix=settings.store.prefix),
-        on_change=_store_changed,
-        replicas_min=settings.workers,
-    )
-
-
-def _board(settings: Settings, clock: SystemClock) -> MemoryBoard | RedisBoard:
-    if settings.store is None or not settings.boxes:
-        return MemoryBoard(clock.now)
-    return RedisBoard.at(settings.store.url, settings.store.prefix)
-
-
-def _members(
-    settings: Settings,
-    environ: Mapping[str, str],
-    backends: Mapping[str, Backend],
-    secrets: Mapping[str, str],
-    tls: Mapping[str, ssl.SSLContext | bool],
-) -> Mapping[str, Member]:
-    return {
-        member: Member(
-            backends[member],
-            _way(section, settings.box_token(name, member, environ)),
-            Canary(**section.canary.model_dump()),
-            secrets.get(member),
-            tls[member],
-            settings.launch_record(name),
-        )
-        for name, box in settings.boxes.items()
-        for member, section in box.backends.items()
-    }
-
-
-def _way(section: MemberSection, token: str | None) -> ByCommand | ByRequest | BySleep:
-    if section.exec is not None:
-        rest = (section.exec.shell, section.exec.timeout_s, section.exec.kill_with_gateway)
-        return ByCommand(Command(section.exec.start, *rest), Command(section.exec.stop, *rest))
-    if section.http is not None:
-        start, stop = _call(section.http.start), _call(section.http.stop)
-        return ByRequest(start, stop, token, section.http.timeout_s)
-    assert section.sleep is not None
-    return BySleep(section.sleep.level, section.sleep.timeout_s)
-
-
-def _call(section: RequestSection) -> Call:
-    return Call(section.method, section.url, section.body)
-
-
-def _response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStore | RedisResponseStore:
-    bytes_max = settings.responses.max_bytes_per_key
-    if settings.store is None:
-        return MemoryResponseStore(clock, bytes_max)
-    return RedisResponseStore(settings.store.url, prefix=settings.store.prefix, bytes_max=bytes_max)
-
-
-def _jobs(settings: Settings) -> RedisJobs | None:
-    store = settings.jobs_store
-    return None if store is None else RedisJobs(store.url, prefix=store.prefix)
-
-
-def _background(
-    settings: Settings, jobs: RedisJobs | None, pipeline: Pipeline, clock: SystemClock
-) -> Background | None:
-    section = settings.jobs
-    if section is None or jobs is None:
-        return None
-    rules = JobRules(
-        quota=Quota(section.queued_max_per_key, section.bytes_max_per_key),
-        keep_s=section.keep_s,
-        unstored_keep_s=section.unstored_keep_s,
-        priorities={name: JobPriority(written) for name, written in section.priorities.items()},
-    )
-    return Background(jobs, pipeline, rules, clock)
-
-
-def _worker(
-    settings: Settings, jobs: RedisJobs | None, pipeline: Pipeline, clock: SystemClock
-) -> Worker | None:
-    section = settings.jobs
-    if section is None or jobs is None:
-        return None
-    rules = WorkerRules(
-        running_max=section.running_max,
-        attempts_max=section.attempts_max,
-        continues=section.resume == "continue",
-    )
-    name = f"{socket.gethostname()}-{secrets.token_hex(4)}"
-    wanted = wire_rules(settings)
-
-    def read(job: Job, body: bytes) -> wire.WireRequest:
-        arrival = Arrival(new_request_id(), clock.wall(), clock.now())
-        headers = JobFacts.of(job).headers
-        found = wire.read(Endpoint.CHAT, body, wanted, arrival=arrival, key=job.new.key, headers=headers)
-        return replace(found, request=replace(found.request, is_job=True))
-
-    return Worker(jobs, name, read, pipeline.run, rules)
-
-
-def _webhooks(
-    settings: Settings, environ: Mapping[str, str], clock: SystemClock, metrics: Metrics
-) -> Webhooks | None:
-    endpoints = settings.webhooks(environ)
-    store = settings.jobs_store or settings.store
-    if not endpoints or store is None:
-        return None
-
-    def attempted(attempt: WebhookAttempt) -> None:
-        logs.webhook_attempted(attempt)
-        metrics.webhook_attempted(attempt)
-
-    return Webhooks(
-        endpoints,
-        RedisWebhooks(store.url, prefix=store.prefix),
-        WebhookCaller(endpoints, clock),
-        on_attempt=attempted,
-        on_pending=metrics.webhooks_wait,
-    )
-
-
-def _store_changed(mode: Mode) -> None:
-    if mode is Mode.ALONE:
-        log.error("the store does not answer: this gateway goes on under its own part of every limit")
-    else:
-        log.warning("the store answers again: limits are shared")
-
-
-def _say_how_it_counts(estimator: PromptEstimator) -> None:
-    vocabulary = estimator.vocabulary
-    if vocabulary is None:
-        log.warning("prompts are counted approximately: a vocabulary would make counts exact")
-        return
-    log.info("vocabulary: %d entries, sha256 %s", vocabulary.entries, vocabulary.sha256)
-    for warning in vocabulary.warnings:
-        log.warning("vocabulary: %s", warning)
-
-
-def _health_rules(settings: Settings) -> HealthRules:
-    section = settings.health
-    return HealthRules(
-        interval_s=section.interval_s,
-        probe_timeout_s=section.timeout_s,
-        failures_max=section.failures,
-        penalty_s=section.ejection_s,
-        penalty_max_s=section.ejection_max_s,
-        probation_successes=section.probation_successes,
-        hang_s=section.hang_s,
-    )
-
-
-def _hang_s(settings: Settings, backend_id: str) -> float:
-    profile = settings.profile(backend_id)
-    batched = profile.flags.max_num_batched_tokens
-    return hang_after_s(profile.perf, batched, profile.capacity.context_tokens, settings.health.hang_s)
-
-
-def wire_rules(settings: Settings) -> WireRules:
-    """Return what the configuration allows in a request body."""
-    section = settings.requests
-    return WireRules(
-        choices_max=section.max_choices,
-        remote_media=section.remote_media,
-        drop_fields=frozenset(section.drop_fields),
-        usage_in_streams=section.usage_in_streams,
-    )
-
-
-def _verification(settings: Settings, backend_id: str) -> ssl.SSLContext | bool:
-    tls = settings.tls(backend_id)
-    if not tls.verify:
-        log.warning("backend %s: its certificate is not verified", backend_id)
-        return False
-    if tls.ca_file is None:
-        return True
-    try:
-        return ssl.create_default_context(cafile=str(tls.ca_file))
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"backend {backend_id}: {tls.ca_file} holds no certificates: {error}") from error
-
-
-def _backend_keys(settings: Settings, environ: Mapping[str, str]) -> Mapping[str, str]:
-    keys = {}
-    for name in settings.document.backends:
-        key = settings.backend_key(name, environ)
-        if key is None:
-            continue
-        if not key.isascii() or not key.isprintable():
-            raise ConfigError(f"backend {name}: its API key has a character that no header can carry")
-        keys[name] = key
-    return keys
-
-
-def _count_view(drift: CountDrift) -> Mapping[str, Any]:
-    return {
-        "seqs": drift.seqs,
-        "lasting_seqs": drift.lasting_seqs,
-        "kv_blocks_taken": drift.kv_blocks,
-        "cause": drift.cause.sentence(),
-    }
-
-
-def _box_view(sight: BoxSight, now: float) -> Mapping[str, Any]:
-    box, plan = sight.box, sight.plan
-    return {
-        "state": box.state.value,
-        "for_s": round(now - box.since, 1),
-        "reason": box.reason,
-        "backend": box.backend,
-        "next": {
-            "cause": plan.cause.value,
-            "backend": plan.target,
-            "in_s": None if plan.at is None else round(max(0.0, plan.at - now), 1),
-            "held_by_batch": plan.held_by_batch,
-        },
-        "waiting": {
-            name: {
-                "requests": wants.count,
-                "oldest_s": None if wants.oldest_at is None else round(now - wants.oldest_at, 1),
-            }
-            for name, wants in sight.wants.items()
-        },
-        "quarantine": {name: held.reason for name, held in box.quarantine.items()},
-        "unexpected_restarts": {name: len(times) for name, times in box.restarts.items()},
-        "boot_s": {name: round(took, 1) for name, took in box.boot_s.items()},
-        "boots": box.swaps,
-        "switched_by_this_gateway": sight.is_owner,
-        "fence": sight.fence,
-    }
-
-
-def _sight_view(sight: Sight | None) -> Mapping[str, Any]:
-    if sight is None:
-        return {"tpot": None, "knee_estimate": []}
-    control, target_s = sight.control, sight.tpot_target_s
-    return {
-        "tpot": None
-        if target_s is None
-        else {
-            "target_ms": round(1000 * target_s, 1),
-            "measured_ms": None if control.tpot_s is None else round(1000 * control.tpot_s, 1),
-            "knee_share": round(sight.share, 4),
-            "move": control.move.value,
-        },
-        "knee_estimate": [
-            {
-                "prompt_tokens_max": step.prompt_tokens_max,
-                "configured_seqs": step.seqs,
-                "seqs": None if found.seqs is None else round(found.seqs, 1),
-                "confidence": found.confidence.value,
-                "doubt": found.doubt.value,
-                "limited_by": found.limited_by.value,
-                "decoding_seqs": round(found.decoding_seqs, 1),
-                "decoding_seqs_max": round(found.decoding_seqs_max, 1),
-            }
-            for step, found in sight.knees.items()
-        ],
-    }
-
-
-def _status_view(status: BackendStatus, now: float) -> Mapping[str, Any]:
-    engine = status.engine
-    return {
-        "state": status.state.value,
-        "for_s": round(now - status.since, 1),
-        "reason": status.reason,
-        "served_models": status.served_models,
-        "engine_version": status.version,
-        "restarts": status.restarts,
-        "last_error": status.last_error,
-        "model_error": status.model_error,
-        "metrics_error": status.metrics_error,
-        "engine": None
-        if engine is None
-        else {
-            "running": engine.running,
-            "waiting": engine.waiting,
-            "kv_usage": round(engine.kv_usage, 4),
-            "prompt_tokens": round(engine.prompt_tokens),
-            "generation_tokens": round(engine.generation_tokens),
-            "preemptions": engine.preemptions,
-            "age_s": round(now - engine.at, 1),
-        },
-    }

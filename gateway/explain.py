@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
-from gateway.app import wire_rules
 from gateway.core import classification, deciding
 from gateway.core.errors import ModelNotFound
 from gateway.core.health import BackendStatus, State
 from gateway.core.selection import BackendView
 from gateway.core.values import Decision, Endpoint, Load
 from gateway.downstream import wire
+from gateway.parts import wire_rules
 from gateway.ports import Arrival
 from gateway.settings import Settings
 from gateway.tokenizer import open_estimator

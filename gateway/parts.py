@@ -1,0 +1,262 @@
+"""The parts of a gateway, each built from its sections of the configuration. Files are read here, once."""
+
+import logging
+import secrets
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gateway.clock import SystemClock
+from gateway.core.canary import Canary
+from gateway.core.errors import ConfigError
+from gateway.core.health import (
+    HealthRules,
+    hang_after_s,
+)
+from gateway.core.jobs import Job, JobPriority, Quota
+from gateway.core.responses.replay import JobFacts
+from gateway.core.values import Backend, Endpoint
+from gateway.core.webhooks import WebhookAttempt
+from gateway.downstream import wire
+from gateway.downstream.background import Background, JobRules
+from gateway.downstream.routes import new_request_id
+from gateway.downstream.wire import WireRules
+from gateway.jobs import Worker, WorkerRules
+from gateway.pipeline import Pipeline
+from gateway.ports import Arrival
+from gateway.settings import Settings
+from gateway.settings.document import MemberSection, RequestSection
+from gateway.store.boards import MemoryBoard, RedisBoard
+from gateway.store.fallback import FallbackLedger, Mode
+from gateway.store.jobs import RedisJobs
+from gateway.store.memory import MemoryLedger
+from gateway.store.redis import RedisLedger
+from gateway.store.responses import MemoryResponseStore, RedisResponseStore
+from gateway.store.webhooks import RedisWebhooks
+from gateway.telemetry import logs
+from gateway.telemetry.metrics import Metrics
+from gateway.tokenizer import PromptEstimator
+from gateway.upstream.commands import Command
+from gateway.upstream.switches import ByCommand, ByRequest, BySleep, Call, Member
+from gateway.upstream.webhook_calls import WebhookCaller
+from gateway.upstream.webhooks import Webhooks
+
+log = logging.getLogger("gateway.process")
+
+
+def ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
+    """Return what counts places: for this process alone, or for all that share the store."""
+    if settings.store is None:
+        return MemoryLedger()
+    return FallbackLedger(
+        RedisLedger(settings.store.url, prefix=settings.store.prefix),
+        on_change=store_changed,
+        replicas_min=settings.workers,
+    )
+
+
+def board(settings: Settings, clock: SystemClock) -> MemoryBoard | RedisBoard:
+    """Return where the owner of a box is agreed on."""
+    if settings.store is None or not settings.boxes:
+        return MemoryBoard(clock.now)
+    return RedisBoard.at(settings.store.url, settings.store.prefix)
+
+
+def members(
+    settings: Settings,
+    environ: Mapping[str, str],
+    backends: Mapping[str, Backend],
+    secrets: Mapping[str, str],
+    tls: Mapping[str, ssl.SSLContext | bool],
+) -> Mapping[str, Member]:
+    """Return how each model of a box is started, stopped and tried."""
+    return {
+        member: Member(
+            backends[member],
+            _way(section, settings.box_token(name, member, environ)),
+            Canary(**section.canary.model_dump()),
+            secrets.get(member),
+            tls[member],
+            settings.launch_record(name),
+        )
+        for name, box in settings.boxes.items()
+        for member, section in box.backends.items()
+    }
+
+
+def _way(section: MemberSection, token: str | None) -> ByCommand | ByRequest | BySleep:
+    if section.exec is not None:
+        rest = (section.exec.shell, section.exec.timeout_s, section.exec.kill_with_gateway)
+        return ByCommand(Command(section.exec.start, *rest), Command(section.exec.stop, *rest))
+    if section.http is not None:
+        start, stop = _call(section.http.start), _call(section.http.stop)
+        return ByRequest(start, stop, token, section.http.timeout_s)
+    assert section.sleep is not None
+    return BySleep(section.sleep.level, section.sleep.timeout_s)
+
+
+def _call(section: RequestSection) -> Call:
+    return Call(section.method, section.url, section.body)
+
+
+def response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStore | RedisResponseStore:
+    """Return where responses are kept."""
+    bytes_max = settings.responses.max_bytes_per_key
+    if settings.store is None:
+        return MemoryResponseStore(clock, bytes_max)
+    return RedisResponseStore(settings.store.url, prefix=settings.store.prefix, bytes_max=bytes_max)
+
+
+def jobs(settings: Settings) -> RedisJobs | None:
+    """Return where jobs are kept, or None where there are none."""
+    store = settings.jobs_store
+    return None if store is None else RedisJobs(store.url, prefix=store.prefix)
+
+
+def background(
+    settings: Settings, jobs: RedisJobs | None, pipeline: Pipeline, clock: SystemClock
+) -> Background | None:
+    """Return what takes jobs in and shows them to their callers, or None where there are none."""
+    section = settings.jobs
+    if section is None or jobs is None:
+        return None
+    rules = JobRules(
+        quota=Quota(section.queued_max_per_key, section.bytes_max_per_key),
+        keep_s=section.keep_s,
+        unstored_keep_s=section.unstored_keep_s,
+        priorities={name: JobPriority(written) for name, written in section.priorities.items()},
+    )
+    return Background(jobs, pipeline, rules, clock)
+
+
+def worker(
+    settings: Settings, jobs: RedisJobs | None, pipeline: Pipeline, clock: SystemClock
+) -> Worker | None:
+    """Return this process's worker, or None where there are no jobs."""
+    section = settings.jobs
+    if section is None or jobs is None:
+        return None
+    rules = WorkerRules(
+        running_max=section.running_max,
+        attempts_max=section.attempts_max,
+        continues=section.resume == "continue",
+    )
+    name = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+    wanted = wire_rules(settings)
+
+    def read(job: Job, body: bytes) -> wire.WireRequest:
+        arrival = Arrival(new_request_id(), clock.wall(), clock.now())
+        headers = JobFacts.of(job).headers
+        found = wire.read(Endpoint.CHAT, body, wanted, arrival=arrival, key=job.new.key, headers=headers)
+        return replace(found, request=replace(found.request, is_job=True))
+
+    return Worker(jobs, name, read, pipeline.run, rules)
+
+
+def webhooks(
+    settings: Settings, environ: Mapping[str, str], clock: SystemClock, metrics: Metrics
+) -> Webhooks | None:
+    """Return what tells the configured endpoints, or None where there are none."""
+    endpoints = settings.webhooks(environ)
+    store = settings.jobs_store or settings.store
+    if not endpoints or store is None:
+        return None
+
+    def attempted(attempt: WebhookAttempt) -> None:
+        logs.webhook_attempted(attempt)
+        metrics.webhook_attempted(attempt)
+
+    return Webhooks(
+        endpoints,
+        RedisWebhooks(store.url, prefix=store.prefix),
+        WebhookCaller(endpoints, clock),
+        on_attempt=attempted,
+        on_pending=metrics.webhooks_wait,
+    )
+
+
+def store_changed(mode: Mode) -> None:
+    """Say in the log that the store is away, or back."""
+    if mode is Mode.ALONE:
+        log.error("the store does not answer: this gateway goes on under its own part of every limit")
+    else:
+        log.warning("the store answers again: limits are shared")
+
+
+def say_how_it_counts(estimator: PromptEstimator) -> None:
+    """Say in the log by which vocabulary prompts are counted."""
+    vocabulary = estimator.vocabulary
+    if vocabulary is None:
+        log.warning("prompts are counted approximately: a vocabulary would make counts exact")
+        return
+    log.info("vocabulary: %d entries, sha256 %s", vocabulary.entries, vocabulary.sha256)
+    for warning in vocabulary.warnings:
+        log.warning("vocabulary: %s", warning)
+
+
+def health_rules(settings: Settings) -> HealthRules:
+    """Return when a backend counts as what."""
+    section = settings.health
+    return HealthRules(
+        interval_s=section.interval_s,
+        probe_timeout_s=section.timeout_s,
+        failures_max=section.failures,
+        penalty_s=section.ejection_s,
+        penalty_max_s=section.ejection_max_s,
+        probation_successes=section.probation_successes,
+        hang_s=section.hang_s,
+    )
+
+
+def hang_s(settings: Settings, backend_id: str) -> float:
+    """Return how long a backend may say nothing at all before it counts as hung."""
+    profile = settings.profile(backend_id)
+    batched = profile.flags.max_num_batched_tokens
+    return hang_after_s(profile.perf, batched, profile.capacity.context_tokens, settings.health.hang_s)
+
+
+def wire_rules(settings: Settings) -> WireRules:
+    """Return what the configuration allows in a request body."""
+    section = settings.requests
+    return WireRules(
+        choices_max=section.max_choices,
+        remote_media=section.remote_media,
+        drop_fields=frozenset(section.drop_fields),
+        usage_in_streams=section.usage_in_streams,
+    )
+
+
+def verification(settings: Settings, backend_id: str) -> ssl.SSLContext | bool:
+    """Return how the certificate of a backend is verified.
+
+    Raises:
+        ConfigError: the file of its authorities holds none.
+    """
+    tls = settings.tls(backend_id)
+    if not tls.verify:
+        log.warning("backend %s: its certificate is not verified", backend_id)
+        return False
+    if tls.ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=str(tls.ca_file))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"backend {backend_id}: {tls.ca_file} holds no certificates: {error}") from error
+
+
+def backend_keys(settings: Settings, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the API keys by which backends know the gateway.
+
+    Raises:
+        ConfigError: no header can carry one of them.
+    """
+    keys = {}
+    for name in settings.document.backends:
+        key = settings.backend_key(name, environ)
+        if key is None:
+            continue
+        if not key.isascii() or not key.isprintable():
+            raise ConfigError(f"backend {name}: its API key has a character that no header can carry")
+        keys[name] = key
+    return keys

@@ -1,0 +1,206 @@
+"""What operators are shown, as JSON: the parts of a running gateway, each in an operator's words."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import anyio
+
+from gateway import __version__
+from gateway.core import admission
+from gateway.core.count_check import CountDrift, CountTracker
+from gateway.core.health import BackendStatus
+from gateway.core.values import Load, Policy
+from gateway.pipeline import BackendWatch, Peers, Sight
+from gateway.pipeline.box_keeper import BoxKeeper, BoxSight
+from gateway.ports import Clock, Fleet
+from gateway.store.fallback import FallbackLedger
+from gateway.store.memory import MemoryLedger
+from gateway.telemetry.journal import Journal
+
+
+class Views:
+    """The views of one gateway process."""
+
+    def __init__(
+        self,
+        *,
+        policy: Callable[[], Policy],
+        ledger: MemoryLedger | FallbackLedger,
+        fleet: Fleet,
+        counts: CountTracker,
+        watch: BackendWatch,
+        boxes: BoxKeeper,
+        journal: Journal,
+        store: FallbackLedger | None,
+        peers: Peers,
+        clock: Clock,
+    ) -> None:
+        """Show these parts; `store` is what gateways share, or None."""
+        self._policy = policy
+        self._ledger = ledger
+        self._fleet = fleet
+        self._counts = counts
+        self._watch = watch
+        self._boxes = boxes
+        self._journal = journal
+        self._store = store
+        self._peers = peers
+        self._clock = clock
+
+    def by_name(self) -> Mapping[str, Callable[[], Any]]:
+        """Return the views, by the name under which they are shown."""
+        return {
+            "backends": self.backends,
+            "boxes": self.boxes,
+            "requests": self._journal.recent,
+            "policy": self.policy,
+            "replicas": self.replicas,
+        }
+
+    def policy(self) -> Mapping[str, Any]:
+        """Return the policy in force, for operators."""
+        policy = self._policy()
+        return asdict(policy) | {"version": policy.version, "gateway": __version__}
+
+    def boxes(self) -> Mapping[str, Any]:
+        """Return every box as an operator wants to see it."""
+        now = self._clock.now()
+        return {name: _box_view(sight, now) for name, sight in self._boxes.sights().items()}
+
+    def replicas(self) -> Mapping[str, Any]:
+        """Return which gateway processes share the store, and what they tell each other, for operators."""
+        if self._store is None:
+            return {"owner": None, "mode": None, "replicas": 1, "others": {}}
+        told = self._peers.view()
+        return {
+            "owner": self._store.owner,
+            "mode": self._store.mode,
+            "replicas": self._store.replicas,
+            "others": {
+                owner: {"age_s": round(age_s, 1), **told.get(owner, {})}
+                for owner, age_s in self._store.exchange.ages(anyio.current_time()).items()
+            },
+        }
+
+    def backends(self) -> Mapping[str, Any]:
+        """Return every backend as an operator wants to see it."""
+        policy, now, sights = self._policy(), self._clock.now(), self._watch.sights()
+        pools = {
+            name: [pool.id for pool in policy.pools.values() if name in pool.backends]
+            for name in policy.backends
+        }
+        return {
+            name: {
+                "url": backend.url,
+                "profile": backend.profile,
+                "pools": pools[name],
+                "drain": backend.drain,
+                "quirks": backend.quirks,
+                "in_flight": load.seqs,
+                "knee_seqs": admission.knee_seqs(backend.capacity, 0),
+                "knee_used": round(load.share / admission.WHOLE, 4),
+                "kv_blocks": load.kv_blocks,
+                "kv_blocks_planned": admission.blocks_planned(backend.capacity),
+                "context_tokens": backend.capacity.context_tokens,
+                "count_drift": _count_view(self._counts.drift(name)),
+                **_sight_view(sights.get(name)),
+                **_status_view(status, now),
+            }
+            for name, backend in policy.backends.items()
+            for load in [self._ledger.loads().get(name, Load())]
+            for status in [self._fleet.statuses()[name]]
+        }
+
+
+def _count_view(drift: CountDrift) -> Mapping[str, Any]:
+    return {
+        "seqs": drift.seqs,
+        "lasting_seqs": drift.lasting_seqs,
+        "kv_blocks_taken": drift.kv_blocks,
+        "cause": drift.cause.sentence(),
+    }
+
+
+def _box_view(sight: BoxSight, now: float) -> Mapping[str, Any]:
+    box, plan = sight.box, sight.plan
+    return {
+        "state": box.state.value,
+        "for_s": round(now - box.since, 1),
+        "reason": box.reason,
+        "backend": box.backend,
+        "next": {
+            "cause": plan.cause.value,
+            "backend": plan.target,
+            "in_s": None if plan.at is None else round(max(0.0, plan.at - now), 1),
+            "held_by_batch": plan.held_by_batch,
+        },
+        "waiting": {
+            name: {
+                "requests": wants.count,
+                "oldest_s": None if wants.oldest_at is None else round(now - wants.oldest_at, 1),
+            }
+            for name, wants in sight.wants.items()
+        },
+        "quarantine": {name: held.reason for name, held in box.quarantine.items()},
+        "unexpected_restarts": {name: len(times) for name, times in box.restarts.items()},
+        "boot_s": {name: round(took, 1) for name, took in box.boot_s.items()},
+        "boots": box.swaps,
+        "switched_by_this_gateway": sight.is_owner,
+        "fence": sight.fence,
+    }
+
+
+def _sight_view(sight: Sight | None) -> Mapping[str, Any]:
+    if sight is None:
+        return {"tpot": None, "knee_estimate": []}
+    control, target_s = sight.control, sight.tpot_target_s
+    return {
+        "tpot": None
+        if target_s is None
+        else {
+            "target_ms": round(1000 * target_s, 1),
+            "measured_ms": None if control.tpot_s is None else round(1000 * control.tpot_s, 1),
+            "knee_share": round(sight.share, 4),
+            "move": control.move.value,
+        },
+        "knee_estimate": [
+            {
+                "prompt_tokens_max": step.prompt_tokens_max,
+                "configured_seqs": step.seqs,
+                "seqs": None if found.seqs is None else round(found.seqs, 1),
+                "confidence": found.confidence.value,
+                "doubt": found.doubt.value,
+                "limited_by": found.limited_by.value,
+                "decoding_seqs": round(found.decoding_seqs, 1),
+                "decoding_seqs_max": round(found.decoding_seqs_max, 1),
+            }
+            for step, found in sight.knees.items()
+        ],
+    }
+
+
+def _status_view(status: BackendStatus, now: float) -> Mapping[str, Any]:
+    engine = status.engine
+    return {
+        "state": status.state.value,
+        "for_s": round(now - status.since, 1),
+        "reason": status.reason,
+        "served_models": status.served_models,
+        "engine_version": status.version,
+        "restarts": status.restarts,
+        "last_error": status.last_error,
+        "model_error": status.model_error,
+        "metrics_error": status.metrics_error,
+        "engine": None
+        if engine is None
+        else {
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "kv_usage": round(engine.kv_usage, 4),
+            "prompt_tokens": round(engine.prompt_tokens),
+            "generation_tokens": round(engine.generation_tokens),
+            "preemptions": engine.preemptions,
+            "age_s": round(now - engine.at, 1),
+        },
+    }
