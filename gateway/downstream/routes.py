@@ -21,6 +21,7 @@ from gateway.downstream import wire
 from gateway.downstream.background import Background
 from gateway.downstream.errors import envelope, headers_of
 from gateway.downstream.keys import KeyRing
+from gateway.downstream.promises import PromiseKeeping, Promises
 from gateway.downstream.reading import Read, Readers, Received, Work
 from gateway.downstream.relay import (
     AsgiDownstream,
@@ -67,6 +68,7 @@ class Applications:
         rules: wire.WireRules,
         limits: BodyLimits,
         keeping: Keeping,
+        promises: PromiseKeeping,
         background: Background | None,
         readiness: Callable[[], Mapping[str, bool]],
         recorder: Recorder,
@@ -84,12 +86,14 @@ class Applications:
         self._started_at = int(clock.wall())
         self._uploads = Uploads()
         self._readers = Readers()
+        self._promises = Promises(promises, self._readers, recorder, clock)
         self._responses = Responses(
             pipeline=pipeline,
             keys=keys,
             rules=rules,
             readers=self._readers,
             keeping=keeping,
+            promises=self._promises,
             background=background,
             clock=clock,
         )
@@ -185,7 +189,7 @@ class Applications:
 
             return work
 
-        return read
+        return partial(self._promises.read, route=endpoint.value, read=read)
 
     async def _generate(self, read: Read, scope: Scope, receive: Receive, send: Send) -> None:
         arrival = Arrival(new_request_id(), self._clock.wall(), self._clock.now())
