@@ -65,8 +65,8 @@ class Promises:
         self._recorder = recorder
         self._clock = clock
 
-    async def read(self, received: Received, route: str, read: Read) -> Work:
-        """Return what answers a request of a route: what `read` returns, or what was answered before.
+    async def read(self, received: Received, read: Read) -> Work:
+        """Return what answers a request: what `read` returns, or what was answered before.
 
         Raises:
             GatewayError: as `read` does; or the key is none, is in use, or stands for another request.
@@ -75,9 +75,9 @@ class Promises:
         written = received.headers.get(HEADER)
         if written is None:
             return await read(received)
-        key, body = read_key(written), received.body
+        arrival, key, body = received.arrival, read_key(written), received.body
         found = await self._readers.run(len(body), lambda: fingerprint(body))
-        promise = Promise(received.key, route, key, found, received.arrival.id)
+        promise = Promise(received.key, arrival.route, key, found, arrival.id)
         before = await self.keeping.store.begin(promise, self.keeping.lease_s)
         if isinstance(before, bytes):
             return partial(self._replay, received, KeptAnswer.decoded(before))
@@ -111,9 +111,9 @@ class Promises:
 
     async def _replay(self, received: Received, answer: KeptAnswer, downstream: AsgiDownstream) -> None:
         """Give an answer that was kept."""
-        ending = Ending.LEFT
+        arrival, ending = received.arrival, Ending.LEFT
         try:
-            await downstream.start(answer.status, _headers_again(answer, received.arrival.id))
+            await downstream.start(answer.status, _headers_again(answer, arrival.id))
             for start in range(0, len(answer.body), PIECE_BYTES):
                 with anyio.move_on_after(CALLER_STALL_S) as patience:
                     await downstream.send(answer.body[start : start + PIECE_BYTES])
@@ -124,16 +124,18 @@ class Promises:
         finally:
             self._recorder.finished(
                 RequestRecord(
-                    id=received.arrival.id,
+                    id=arrival.id,
                     model="",  # its body was not read
                     stream=False,
                     ending=ending,
                     status=answer.status if downstream.is_started else LEFT_STATUS,
                     error_code="",
                     key=received.key,
-                    wall_at=received.arrival.wall_at,
-                    received_at=received.arrival.received_at,
+                    wall_at=arrival.wall_at,
+                    received_at=arrival.received_at,
                     ended_at=self._clock.now(),
+                    trace=arrival.trace,
+                    route=arrival.route,
                 )
             )
 

@@ -134,7 +134,7 @@ class Responses:
         read_on = partial(self._read_on, raws=raws, members=members, background=background)
         if background is not None:
             return await read_on(received)
-        return await self._promises.read(received, PATH, read_on)
+        return await self._promises.read(received, read_on)
 
     async def _read_on(
         self,

@@ -196,7 +196,7 @@ class Applications:
 
             return work
 
-        return partial(self._promises.read, route=endpoint.value, read=read)
+        return partial(self._promises.read, read=read)
 
     async def _generate(self, route: str, read: Read, scope: Scope, receive: Receive, send: Send) -> None:
         traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), None)
