@@ -54,6 +54,14 @@ class Desk:
         answer = await self.promises.read(received, read)
         await answer(AsgiDownstream(send))
 
+    async def lease_passes(self, times: int) -> None:
+        """Return when a lease has run out that nobody renews, `times` as long as the desk's."""
+        unrenewed = replace(self.promise, key="k-2")
+        await self.store.begin(unrenewed, times * self.lease_s)
+        with anyio.fail_after(10):
+            while await self.store.begin(replace(unrenewed, runner="r"), 60.0) is Standing.RUNNING:
+                await anyio.lowlevel.checkpoint()
+
     @property
     def promise(self) -> Promise:
         """The promise, as somebody at another gateway would make it."""
@@ -217,17 +225,24 @@ async def test_what_runs_for_longer_than_its_lease_keeps_its_key() -> None:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(desk.ask, work)
-        unrenewed = replace(desk.promise, key="k-2")
-        await desk.store.begin(unrenewed, 0.9)
-        with anyio.fail_after(10):
-            while await desk.store.begin(replace(unrenewed, runner="r"), 60.0) is Standing.RUNNING:
-                await anyio.lowlevel.checkpoint()
+        await desk.lease_passes(3)
         assert await desk.standing() is Standing.RUNNING
         with pytest.raises(IdempotencyInProgress):
             await desk.ask(fails)
         over.set()
 
     assert isinstance(await desk.standing(), bytes)
+
+
+async def test_a_key_that_was_freed_is_not_taken_again_by_a_renewal() -> None:
+    desk = Desk(lease_s=0.3)
+
+    async def work(downstream: AsgiDownstream) -> None:
+        await breaks(downstream)
+        await desk.lease_passes(1)  # three renewals would have come
+        assert await desk.standing() is Standing.BEGUN
+
+    await desk.ask(work)
 
 
 async def test_a_runner_that_lost_its_key_answers_its_caller_and_touches_nothing() -> None:
