@@ -68,7 +68,7 @@ export async function aToolIsCalled({ client, model }) {
   assert.equal(message.tool_calls[0].type, "function");
   assert.equal(message.tool_calls[0].function.name, "get_weather");
   assert.equal(typeof JSON.parse(message.tool_calls[0].function.arguments).city, "string");
-  assert.ok(["tool_calls", "stop"].includes(finish_reason));
+  assert.equal(finish_reason, "tool_calls");
 }
 
 export async function aToolCallIsStreamed({ client, model }) {
@@ -90,6 +90,17 @@ export async function aToolsResultIsTaken({ client, model }) {
     { model, tools: call.tools, messages: [...call.messages, asked, result], max_tokens: 20 });
 
   assert.ok(told.choices[0].message.content.length > 0);
+}
+
+export async function theToolsHelperRunsThem({ client, model }) {
+  const asked = [];
+  const getWeather = (text) => { asked.push(JSON.parse(text)); return "Rain."; };
+  const runner = client.chat.completions.runTools({ model, messages: call.messages, max_tokens: 200,
+    tools: [{ type: "function", function: { ...WEATHER, function: getWeather } }] }, { maxChatCompletions: 4 });
+  await runner.finalChatCompletion();
+
+  assert.equal(typeof asked[0].city, "string");
+  assert.ok((await runner.finalContent()).length > 0);
 }
 
 export async function aFormIsKept({ client, model }) {

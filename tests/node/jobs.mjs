@@ -19,8 +19,9 @@ export async function oneIsHandedOverAndFetched({ client }) {
   assert.ok(done.output_text.length > 0);
   assert.equal(done.usage.output_tokens, 40);
   assert.deepEqual(done.metadata, { ticket: "7" });
-  const { data, response } = await client.responses.retrieve(job.id).withResponse();
+  const { data, response, request_id } = await client.responses.retrieve(job.id).withResponse();
   assert.deepEqual(data, done);
+  assert.match(request_id, /^req-/);
   assert.equal(response.headers.get("retry-after"), null);
 }
 
