@@ -23,6 +23,7 @@ from gateway.downstream import wire
 from gateway.downstream.background import Background
 from gateway.downstream.errors import envelope, headers_of
 from gateway.downstream.keys import KeyRing
+from gateway.downstream.promises import PromiseKeeping, Promises
 from gateway.downstream.reading import Read, Readers, Received, Work
 from gateway.downstream.relay import (
     AsgiDownstream,
@@ -69,6 +70,7 @@ class Applications:
         rules: wire.WireRules,
         limits: BodyLimits,
         keeping: Keeping,
+        promises: PromiseKeeping,
         background: Background | None,
         readiness: Callable[[], Mapping[str, bool]],
         recorder: Recorder,
@@ -91,12 +93,14 @@ class Applications:
         self._started_at = int(clock.wall())
         self._uploads = Uploads()
         self._readers = Readers()
+        self._promises = Promises(promises, self._readers, recorder, clock)
         self._responses = Responses(
             pipeline=pipeline,
             keys=keys,
             rules=rules,
             readers=self._readers,
             keeping=keeping,
+            promises=self._promises,
             background=background,
             clock=clock,
         )
@@ -193,7 +197,7 @@ class Applications:
 
             return work
 
-        return read
+        return partial(self._promises.read, read=read)
 
     async def _generate(self, route: str, read: Read, scope: Scope, receive: Receive, send: Send) -> None:
         traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), None)
