@@ -133,9 +133,9 @@ def background(
 def worker(
     settings: Settings, jobs: RedisJobs | None, pipeline: Pipeline, clock: SystemClock
 ) -> Worker | None:
-    """Return this process's worker, or None where there are no jobs."""
+    """Return this process's worker, or None where it works no jobs off."""
     section = settings.jobs
-    if section is None or jobs is None:
+    if section is None or jobs is None or not settings.works_jobs:
         return None
     rules = WorkerRules(
         running_max=section.running_max,

@@ -140,9 +140,7 @@ class Applications:
 
         @get("/readyz", sync_to_thread=False)
         def readyz() -> Response[dict[str, Any]]:
-            checks = {**self._readiness(), "not_draining": not self.is_draining}
-            ready = all(checks.values())
-            return Response({"ready": ready, "checks": checks}, status_code=200 if ready else 503)
+            return _readiness({**self._readiness(), "not_draining": not self.is_draining})
 
         return Litestar(
             [
@@ -265,11 +263,19 @@ class Operators:
     """The admin surface. Its own listener, never exposed by default."""
 
     def __init__(
-        self, *, views: Mapping[str, Callable[[], Any]], metrics: Callable[[], tuple[bytes, str]]
+        self,
+        *,
+        views: Mapping[str, Callable[[], Any]],
+        metrics: Callable[[], tuple[bytes, str]],
+        readiness: Callable[[], Mapping[str, bool]],
     ) -> None:
-        """Show each of `views` under `/admin/<name>` as JSON, and `metrics` (body, content type)."""
+        """Show each of `views` under `/admin/<name>` as JSON, and `metrics` (body, content type).
+
+        `readiness` names what must hold for `/readyz`.
+        """
         self._views = views
         self._metrics = metrics
+        self._readiness = readiness
 
     def asgi_app(self) -> Litestar:
         """Return the application that listens to operators."""
@@ -286,8 +292,12 @@ class Operators:
             body = msgspec.json.format(msgspec.json.encode(self._views[view]()), indent=2)
             return Response(body, media_type=MediaType.JSON)
 
+        @get("/readyz", sync_to_thread=False)
+        def readyz() -> Response[dict[str, Any]]:
+            return _readiness(self._readiness())
+
         return Litestar(
-            [metrics, admin, livez],
+            [metrics, admin, livez, readyz],
             openapi_config=None,
             logging_config=None,
             exception_handlers=EXCEPTION_HANDLERS,
@@ -299,6 +309,11 @@ class Operators:
 def livez() -> str:
     """Say that the process runs."""
     return "ok"
+
+
+def _readiness(checks: Mapping[str, bool]) -> Response[dict[str, Any]]:
+    ready = all(checks.values())
+    return Response({"ready": ready, "checks": checks}, status_code=200 if ready else 503)
 
 
 def new_request_id() -> str:

@@ -75,7 +75,9 @@ class Worker:
         self._rules = rules
         self._claims: dict[str, tuple[Job, anyio.CancelScope]] = {}
         self._ahead: dict[str, set[str]] = {}  # per lane, the jobs that have no answer yet
+        self._returned: set[str] = set()  # of those, which are given back before they have one
         self._room = anyio.Event()
+        self._idle = anyio.Event()
         self._scope = anyio.CancelScope()
         self._ended = anyio.Event()
         self.is_draining = False
@@ -104,13 +106,27 @@ class Worker:
         await self._ended.wait()
 
     def drain(self) -> None:
-        """Take no more jobs."""
+        """Take no more jobs, and give those back whose answers have not begun."""
         self.is_draining = True
+        for ahead in self._ahead.values():
+            for job_id in ahead:
+                self._return(job_id)
+        self._room.set()
+
+    async def wait_idle(self) -> None:
+        """Return once it has no jobs, after `drain`; `run` must have been started."""
+        await self._idle.wait()
+
+    def _return(self, job_id: str) -> None:
+        self._returned.add(job_id)
+        self._claims[job_id][1].cancel()
 
     # ------------------------------------------------------------ claiming
 
     async def _next(self) -> Job | None:
         """Return the next job, or None after a while in which there was none."""
+        if self.is_draining and not self._claims:
+            self._idle.set()
         if self.is_draining or len(self._claims) >= self._rules.running_max:
             await self._changed()
             return None
@@ -148,6 +164,8 @@ class Worker:
         self._claims[job.id] = (job, scope)
         self._ahead.setdefault(job.new.lane, set()).add(job.id)
         tasks.start_soon(self._work, job, scope)
+        if self.is_draining:  # it was asked for before that
+            self._return(job.id)
 
     # ------------------------------------------------------------ staying
 
@@ -177,8 +195,10 @@ class Worker:
         try:
             with scope:
                 await self._attempt(job)
-            if scope.cancelled_caught:
+            if scope.cancelled_caught and job.id not in self._returned:
                 raise JobLost
+            if scope.cancelled_caught:
+                await self._give_back(job, after_s=0.0, failed=False)
         except JobLost:
             log.info("job %s: no longer this worker's", job.id)
         except anyio.get_cancelled_exc_class():
@@ -190,6 +210,7 @@ class Worker:
             await self._give_back(job, after_s=self._rules.retry_s, failed=True)
         finally:
             self._ahead[job.new.lane].discard(job.id)
+            self._returned.discard(job.id)
             del self._claims[job.id]
             self._room.set()
 

@@ -687,6 +687,9 @@ class JobsSection(Section):
     priorities: dict[Slug, Literal["high", "normal", "batch"]] = Field(default_factory=dict)
     """Priority of an API key's jobs by its name; else normal. A caller may ask for less, never for more."""
 
+    work_in_serve: bool = True
+    """Whether `serve` works jobs off itself. If not, they wait for a `gemma-gateway worker`."""
+
     running_max: Positive = 64
     """Jobs that one process has at once."""
 
