@@ -27,11 +27,13 @@ from gateway.core.health import (
     usable,
 )
 from gateway.core.waiting import WaitingLine
+from gateway.downstream.job_admin import JobOperators
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
 from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
+from gateway.jobs import QueueWatch
 from gateway.pipeline import BackendWatch, Peers, Pipeline
 from gateway.pipeline.box_keeper import SETTLE_S, BoxKeeper
 from gateway.settings import Settings
@@ -170,7 +172,9 @@ class Gateway:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
         self.responses = parts.response_store(settings, self.clock)
         self.jobs = parts.jobs(settings)
-        self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock)
+        self.queue = None if self.jobs is None else QueueWatch(self.jobs)
+        job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
+        self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
@@ -198,6 +202,8 @@ class Gateway:
             ).by_name(),
             metrics=self.metrics.exposition,
             readiness=self._readiness_for_operators,
+            jobs=JobOperators(self.jobs, self.clock),
+            names=settings.document.admin_names,
         )
 
     def _backend_changed(self, backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
@@ -237,7 +243,13 @@ class Gateway:
 
     def _readiness_for_operators(self) -> Mapping[str, bool]:
         if self.settings.is_job_worker and self.worker is not None:
-            return {**self.readiness(), "not_draining": not self.worker.is_draining}
+            return {
+                **self.readiness(),
+                "not_draining": not self.worker.is_draining,
+                "the_store_of_jobs_answers": bool(
+                    self.queue and self.queue.sight and not self.queue.sight.is_away
+                ),
+            }
         return {**self.readiness(), "not_draining": not self.applications.is_draining}
 
     @property
@@ -285,6 +297,8 @@ class Gateway:
                 tasks.start_soon(self._store.run)
             if self.jobs is not None:
                 tasks.start_soon(self.jobs.run)
+            if self.queue is not None:
+                tasks.start_soon(self.queue.run)
             if self.worker is not None:
                 tasks.start_soon(self.worker.run)
             if self.webhooks is not None:

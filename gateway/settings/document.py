@@ -746,7 +746,10 @@ class Document(Section):
     """Where applications connect, as host:port."""
 
     admin: OptionalAddress = "127.0.0.1:9090"
-    """Where operators connect (status and metrics); off for nowhere. Never expose it."""
+    """Where operators connect (status, metrics, jobs); off for nowhere. Never expose it."""
+
+    admin_names: tuple[Text, ...] = ()
+    """Host names by which operators call it, beside addresses, localhost and names without a dot."""
 
     tokenizer: Annotated[
         TokenizerSection,
