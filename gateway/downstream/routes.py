@@ -11,6 +11,7 @@ import anyio
 import msgspec
 from litestar import Litestar, MediaType, Request, Response, asgi, get
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
+from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 from litestar.types import ASGIApp, Receive, Scope, Send
 
@@ -21,7 +22,6 @@ from gateway.core.values import Endpoint, Policy
 from gateway.downstream import wire
 from gateway.downstream.background import Background
 from gateway.downstream.errors import envelope, headers_of
-from gateway.downstream.job_admin import JobOperators
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.operator_guard import OperatorGuard
 from gateway.downstream.reading import Read, Readers, Received, Work
@@ -286,16 +286,21 @@ class Operators:
         views: Mapping[str, Callable[[], Any]],
         metrics: Callable[[], tuple[bytes, str]],
         readiness: Callable[[], Mapping[str, bool]],
-        jobs: JobOperators,
-        names: Collection[str],
+        names: Collection[str] = (),
+        handlers: Sequence[BaseRouteHandler] = (),
     ) -> None:
         """Show each of `views` under `/admin/<name>` as JSON, and `metrics` (body, content type).
 
-        `readiness` names what must hold for `/readyz`; `names` are hosts that this port is called by.
+        Args:
+            views: By name.
+            metrics: The page for Prometheus.
+            readiness: What must hold for `/readyz`, each by its name.
+            names: Hosts that this port is called by.
+            handlers: What else operators can do.
         """
-        self._jobs = jobs
         self._names = names
         self._views = views
+        self._handlers = handlers
         self._metrics = metrics
         self._readiness = readiness
 
@@ -319,7 +324,7 @@ class Operators:
             return _readiness(self._readiness())
 
         app = Litestar(
-            [metrics, admin, *self._jobs.handlers(), livez, readyz],
+            [metrics, admin, livez, readyz, *self._handlers],
             openapi_config=None,
             logging_config=None,
             exception_handlers=EXCEPTION_HANDLERS,
