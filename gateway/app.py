@@ -33,7 +33,7 @@ from gateway.downstream.relay import BodyLimits
 from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
 from gateway.pipeline import BackendWatch, Peers, Pipeline
-from gateway.pipeline.box_keeper import SETTLE_S, BoxKeeper
+from gateway.pipeline.box_keeper import BoxKeeper
 from gateway.settings import Settings
 from gateway.store.boards import RedisBoard
 from gateway.store.fallback import FallbackLedger, Mode
@@ -109,11 +109,9 @@ class Gateway:
         drift, line, self.counts = DriftTracker(), WaitingLine(), CountTracker()
         watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
         self.board = parts.board(settings, self.clock)
+        self.jobs = parts.jobs(settings)
         self.boxes = BoxKeeper(
-            {
-                name: settings.box_rules(name, 0.0 if settings.store is None else SETTLE_S)
-                for name in settings.boxes
-            },
+            {name: settings.box_rules(name, parts.box_settle_s(settings)) for name in settings.boxes},
             backends,
             boot_s=settings.box_boots_s(),
             switch=BoxSwitch(parts.members(settings, environ, backends, secrets, tls)),
@@ -121,6 +119,8 @@ class Gateway:
             fleet=self.fleet,
             ledger=self.ledger,
             line=line,
+            jobs=self.jobs,
+            policy=lambda: self.policy,
             clock=self.clock,
             on_change=lambda: self.pipeline.room.look(),
         )
@@ -168,7 +168,6 @@ class Gateway:
         if self._store is not None:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
         self.responses = parts.response_store(settings, self.clock)
-        self.jobs = parts.jobs(settings)
         self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock)
         self.applications = Applications(
             pipeline=self.pipeline,
@@ -177,7 +176,7 @@ class Gateway:
             rules=parts.wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             keeping=Keeping(self.responses, settings.responses.keep_s),
-            background=parts.background(settings, self.jobs, self.pipeline, self.clock),
+            background=parts.background(settings, self.jobs, self.pipeline, self.clock, self.boxes.away_s),
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,

@@ -121,6 +121,12 @@ def test_a_plan_is_due_at_its_time_and_not_while_the_batch_holds_it() -> None:
             False,
             id="the-other-has-waited-twice-its-time",
         ),
+        pytest.param(
+            Cause.JOBS,
+            {"qwen": Wants(6, NOW - 100), "gemma": Wants(1, -1.0)},
+            True,
+            id="one-of-the-batch-turns-up",
+        ),
     ],
 )
 def test_when_a_swap_that_drains_is_called_off(
