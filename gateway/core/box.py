@@ -437,7 +437,8 @@ def _why(planned: Plan, wants: Mapping[str, Wants], now: float) -> str:
     wanted = wants.get(planned.target, Wants())
     match planned.cause:
         case Cause.JOBS:
-            return f"{wanted.count} requests wait for {planned.target}"
+            what = "a request waits" if wanted.count == 1 else f"{wanted.count} requests wait"
+            return f"{what} for {planned.target}"
         case Cause.AGE:
             return f"a request has waited {now - (wanted.oldest_at or now):.0f} s for {planned.target}"
     return f"back to {planned.target}: nobody wants the model that is in"
