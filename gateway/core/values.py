@@ -94,6 +94,7 @@ class Request:
         headers: The request headers policy may match on, names in lower case.
         prompt: What to count.
         is_job: Nobody holds a connection open for it: it waits for as long as it takes.
+        queued_s: How long it has waited, as a job, before it came here.
         prefixes: Per message boundary, shortest first: a hash of everything up to it, and the share
             (0..1) of the conversation's bytes that is.
     """
@@ -115,6 +116,7 @@ class Request:
     headers: Mapping[str, str] = field(default_factory=dict)
     prefixes: Prefixes = ()
     is_job: bool = False
+    queued_s: float = 0.0
 
 
 class CountMode(StrEnum):

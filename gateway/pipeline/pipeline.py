@@ -314,6 +314,7 @@ class Pipeline:
             prefill_s=fastest_prefill_s(policy, traffic_class, demand),
             size_bytes=incoming.size_bytes,
             deadline=None if patience_s is None else arrival.received_at + patience_s,
+            waited_s=request.queued_s,
             prefix_shares=held,
         )
 
