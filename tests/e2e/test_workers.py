@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 import yaml
-from support.processes import Process, descendants, parent_of, running, wait_gone
+from support.processes import Process, descendants, parent_of, running, until, wait_gone
 
 WORKERS = 2
 KNEE = 2
@@ -54,11 +54,12 @@ class Gateway:
     async def knows_its_backend(self, number: int) -> None:
         """Return once a worker has seen that the backend is up."""
         async with httpx.AsyncClient(trust_env=False) as client:
-            with anyio.fail_after(30):
-                while (await client.get(f"{self.admin[number]}/admin/backends")).json()["light-0"][
-                    "state"
-                ] != "up":
-                    pass
+
+            async def is_up() -> bool:
+                backends = (await client.get(f"{self.admin[number]}/admin/backends")).json()
+                return bool(backends["light-0"]["state"] == "up")
+
+            await until(is_up)
 
     def pid(self, number: int) -> int:
         """Return the process that is this worker now."""
