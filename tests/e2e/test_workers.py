@@ -20,6 +20,7 @@ from support.processes import Process, descendants, parent_of, running, until, w
 WORKERS = 2
 KNEE = 2
 LEASE_S = 15.0
+LASTING = 300  # tokens, some six seconds: longer than a busy machine takes to signal
 CHAT: Any = [{"role": "user", "content": "Tell me of the river."}]
 
 
@@ -276,8 +277,11 @@ def to_everyone(pid: int) -> None:
 async def test_a_signal_drains_every_worker(gateway: Gateway, stop: Callable[[int], None]) -> None:
     pid = gateway.process.process.pid
     everything = descendants(pid)
-    async with gateway.client_of(0) as one, gateway.client_of(1) as other:
-        streams = [await stream(client, 100) for client in (one, other)]
+    async with AsyncExitStack() as stack:
+        streams = []
+        for number in range(WORKERS):  # used at once: a connection that idles for seconds is closed
+            client = await stack.enter_async_context(gateway.client_of(number))
+            streams.append(await stream(client, LASTING))
         stop(pid)
         for number in range(WORKERS):
             await gateway.process.wait_for(rf'"worker": {number}, "message": "draining: 1 requests')
@@ -306,7 +310,7 @@ async def test_workers_drain_when_their_parent_is_killed_and_nothing_is_left(gat
     everything = descendants(gateway.process.process.pid)
     assert len(everything) == WORKERS + 2  # the store, and what watches it
     async with gateway.client_of(0) as client:
-        chunks = await stream(client, 100)
+        chunks = await stream(client, LASTING)
         gateway.process.process.kill()
         await gateway.process.process.wait()
         assert await finish(chunks) == "length"
