@@ -5,7 +5,7 @@ import re
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support import leftovers
+from support import leftovers, node_sdk
 from support.redis_server import LEGS, legs
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -52,7 +52,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneHeav
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Say how many tests run at once, and against which servers the shared store is tested."""
+    """Say how many tests run at once, and against which servers and with which Node SDKs."""
     workers = config.getoption("numprocesses")
     missing = [leg for leg in LEGS if leg not in legs()]
     note = f"; no build of {', '.join(missing)} for this Python" if missing else ""
@@ -61,6 +61,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         if workers
         else "at once: 1",
         f"store: {', '.join(legs())}{note}",
+        node_sdk.described(),
     ]
 
 
