@@ -193,7 +193,7 @@ class Pipeline:
         async def comment(tasks: TaskGroup) -> None:
             nonlocal failure
             try:
-                await comments.run(since - self._clock.now())
+                await comments.run(max(0.0, since - self._clock.now()))
             except CallerStalled as error:
                 failure = error
                 tasks.cancel_scope.cancel()

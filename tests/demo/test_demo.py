@@ -71,7 +71,10 @@ class Serving:
 def serving() -> Iterator[Serving]:
     """A whole run of `demo --serve`."""
     process = subprocess.Popen(
-        [*DEMO, "--plain", "--serve"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*DEMO, "--plain", "--serve", "--speed", "15"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert process.stdout is not None
     try:
