@@ -27,9 +27,11 @@ settings.load_profile("tests")
 
 
 class OneHeavyAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Gives each test to whoever is free, but the heavy ones to the same worker, and those first."""
+    """Gives each test to whoever is free, but the heavy ones to one worker, and those first."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith("tests/node/"):
+            return "node"  # its checks share a gateway and a process per group
         return "heavy" if HEAVY.match(nodeid) else nodeid
 
 
