@@ -50,6 +50,7 @@ from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
+from gateway.telemetry.loop_watch import LoopWatch
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.recorder import Recorders
 from gateway.tokenizer import open_estimator
@@ -134,6 +135,7 @@ class Gateway:
             policy=lambda: self.policy,
             clock=self.clock,
             on_change=lambda: self.pipeline.room.look(),
+            on_swap=lambda box_id, swap: self.metrics.box_swapped(box_id, swap),
         )
         self.metrics = Metrics(
             backends=lambda: self.policy.backends,
@@ -143,11 +145,14 @@ class Gateway:
             count_drifts=self.counts.drifts,
             sights=watch.sights,
             waiting=line.waiting,
+            oldest_waits_s=lambda: line.oldest_waits_s(self.clock.now()),
+            wants=lambda: line.wants(self.policy.backends),
             boxes=self.boxes.sights,
             replicas=lambda: self._store.replicas if self._store else 1,
             store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
         )
         self.metrics.config_in_force(self.policy.version, self.clock.wall())
+        self.loop_watch = LoopWatch(self.metrics.registry, self.clock)
         self.webhooks = parts.webhooks(settings, environ, self.clock, self.metrics)
         self.tracing = parts.tracing(settings, environ, lambda: self.policy.backends, self.metrics)
         self.metrics_push = parts.metrics_push(settings, environ, self.metrics, self.clock)
@@ -340,6 +345,7 @@ class Gateway:
             "" if listen is None else url_of(listen), None if admin is None else url_of(admin), self
         )
         async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.loop_watch.run)
             tasks.start_soon(self.fleet.run)
             tasks.start_soon(self.pipeline.room.run)
             tasks.start_soon(self.pipeline.watch.run)

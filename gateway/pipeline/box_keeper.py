@@ -42,6 +42,7 @@ from gateway.core.box import (
 )
 from gateway.core.box_demand import class_of, servers, stored_wants
 from gateway.core.box_report import note, read, read_note, written
+from gateway.core.box_swaps import Swap, SwapTracker
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import Lane
 from gateway.core.swap_policy import Plan, Wants
@@ -113,6 +114,7 @@ class _Kept:
     standings: Mapping[str, Standing | None] = field(default_factory=dict)
     out: frozenset[str] = frozenset()
     booting_since: float | None = None
+    swaps: SwapTracker = field(default_factory=SwapTracker)
     wake: anyio.Event = field(default_factory=anyio.Event)
 
 
@@ -134,6 +136,7 @@ class BoxKeeper:
         policy: Callable[[], Policy],
         clock: Clock,
         on_change: Callable[[], None],
+        on_swap: Callable[[str, Swap], None] = lambda box_id, swap: None,
     ) -> None:
         """Join the ports.
 
@@ -150,11 +153,12 @@ class BoxKeeper:
             policy: Which backends may serve them.
             clock: Where times come from.
             on_change: Called when a backend may be sent something that may not be before, or the reverse.
+            on_swap: Called when this process has ended a swap of a box.
         """
         self._switch, self._board, self._fleet = switch, board, fleet
         self._ledger, self._line, self._clock = ledger, line, clock
         self._jobs, self._policy = jobs, policy
-        self._on_change = on_change
+        self._on_change, self._on_swap = on_change, on_swap
         self._started_at = clock.now()
         self._ended = anyio.Event()
         self._ended.set()
@@ -267,6 +271,7 @@ class BoxKeeper:
         gained = reply.fence and reply.fence != kept.fence
         if (gained or not reply.fence) and reply.state:
             kept.box = read(reply.state, now) or kept.box
+            kept.swaps.observe(kept.box)  # who owns it counts it, also where the swap began under another
         kept.fence = reply.fence
         if not kept.fence:
             kept.reports.clear()
@@ -280,6 +285,8 @@ class BoxKeeper:
         for event in (*events, self._look(kept)):
             kept.box, more = advance(kept.box, event, self._clock.now(), kept.rules)
             orders.extend(more)
+            if swap := kept.swaps.observe(kept.box):
+                self._on_swap(kept.name, swap)
         return orders
 
     def _look(self, kept: _Kept) -> Look:

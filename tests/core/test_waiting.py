@@ -1120,6 +1120,10 @@ def test_what_waited_in_the_store_or_on_another_try_is_as_old_as_that() -> None:
     site.enter("b", 900.0, traffic_class=CHAT)
 
     assert site.line.wants({"light"}) == {"light": Wants(2, 600.0)}
+    assert site.line.oldest_waits_s(1010.0) == {("gemma", "chat"): 410.0}
+    for name in ("a-job", "b"):
+        site.line.leave(name)
+    assert site.line.oldest_waits_s(1010.0) == {("gemma", "chat"): 0.0}
 
 
 @pytest.mark.parametrize(

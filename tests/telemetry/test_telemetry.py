@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from gateway.core.box_swaps import Swap, SwapCause
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, EngineSample, Outcome, State
+from gateway.core.swap_policy import Wants
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
 from gateway.core.values import (
     Backend,
@@ -27,7 +29,7 @@ from gateway.core.webhooks import Delivery, WebhookAttempt, WebhookOutcome, fail
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import DURATION_BUCKETS_S, TTFT_BUCKETS_S, Metrics
 from gateway.telemetry.recorder import Recorders
 
 BACKENDS = {
@@ -139,6 +141,8 @@ def test_gauges_are_read_when_asked_for() -> None:
         statuses=lambda: {"light-0": BackendStatus(state=State.UP, engine=engine)},
         drifts=lambda: {"light-0": Drift("light-0", samples=20, median_tokens=40.0, drifted=True)},
         waiting=lambda: {("gemma-4", "short_chat"): 3},
+        oldest_waits_s=lambda: {("gemma-4", "short_chat"): 12.5},
+        wants=lambda: {"light-0": Wants(3, 1.0), "push": Wants()},
     )
 
     assert value(subject, "gateway_in_flight", backend="light-0") == 32
@@ -150,7 +154,11 @@ def test_gauges_are_read_when_asked_for() -> None:
     assert value(subject, "gateway_backend_state", backend="light-0", state="down") == 0
     assert value(subject, "gateway_estimate_drift_tokens", backend="light-0") == 40
     assert value(subject, "gateway_estimate_drifted", backend="light-0") == 1
-    assert value(subject, "gateway_waiting", model="gemma-4", traffic_class="short_chat") == 3
+    line = {"model": "gemma-4", "traffic_class": "short_chat"}
+    assert value(subject, "gateway_waiting", **line) == 3
+    assert value(subject, "gateway_oldest_wait_seconds", **line) == 12.5
+    assert value(subject, "gateway_backend_waiting", backend="light-0") == 3
+    assert value(subject, "gateway_backend_waiting", backend="push") == 0
 
 
 def test_states_and_restarts_are_counted() -> None:
@@ -161,6 +169,21 @@ def test_states_and_restarts_are_counted() -> None:
 
     assert value(subject, "gateway_backend_state_changes_total", backend="push", state="probation") == 1
     assert value(subject, "gateway_backend_restarts_total", backend="push") == 1
+
+
+def test_a_swap_is_counted_and_timed() -> None:
+    subject = metrics()
+
+    subject.box_swapped("spark", Swap("qwen", SwapCause.AGE, 290.0))
+
+    assert value(subject, "gateway_box_swaps_total", box="spark", backend="qwen", cause="age") == 1
+    assert value(subject, "gateway_box_swap_seconds_bucket", box="spark", backend="qwen", le="240.0") == 0
+    assert value(subject, "gateway_box_swap_seconds_bucket", box="spark", backend="qwen", le="300.0") == 1
+
+
+def test_buckets_reach_beyond_what_is_published() -> None:
+    assert TTFT_BUCKETS_S[-1] > 319  # the longest first token: docs/measurements.md
+    assert DURATION_BUCKETS_S[-1] > 4 * 3600  # a long job's answer
 
 
 def test_the_journal_keeps_the_newest() -> None:
