@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import inf
 
 import anyio
 import anyio.to_thread
@@ -36,6 +37,7 @@ from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
 from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
+from gateway.events import about
 from gateway.jobs import QueueWatch
 from gateway.pipeline import BackendWatch, Peers, Pipeline
 from gateway.pipeline.box_keeper import BoxKeeper
@@ -346,6 +348,7 @@ class Gateway:
         )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.loop_watch.run)
+            tasks.start_soon(logs.run, self.clock)
             tasks.start_soon(self.fleet.run)
             tasks.start_soon(self.pipeline.room.run)
             tasks.start_soon(self.pipeline.watch.run)
@@ -397,7 +400,8 @@ class Gateway:
         await anyio.to_thread.run_sync(self._close_telemetry)
 
     def _close_telemetry(self) -> None:
-        """Send what is left; a receiver that is away holds that up for some seconds."""
+        """Tell and send what is left; a receiver that is away holds that up for some seconds."""
+        logs.tell_kept_back(inf)
         if self.tracing is not None:
             self.tracing.close()
         if self.metrics_push is not None:
@@ -453,15 +457,20 @@ async def serve_until(
         ready(running)
         await anext(stops)
         what = "jobs" if gateway.settings.is_job_worker else "requests"
-        log.info("draining: %d %s in flight; a second signal ends them", gateway.in_flight, what)
+        log.info(
+            "draining: %d %s in flight; a second signal ends them",
+            gateway.in_flight,
+            what,
+            extra=about("draining", in_flight=gateway.in_flight),
+        )
         with anyio.move_on_after(gateway.settings.shutdown.drain_s):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_cancel_on_next, stops, tasks)
                 await gateway.drain()
                 tasks.cancel_scope.cancel()
         if left := gateway.in_flight:
-            log.warning("ending with %d %s in flight", left, what)
-    log.info("stopped")
+            log.error("ending with %d %s in flight", left, what, extra=about("cut", in_flight=left))
+    log.info("stopped", extra=about("stopped"))
 
 
 async def reread_on(hints: AsyncIterator[object], gateway: Gateway) -> None:

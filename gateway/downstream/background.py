@@ -22,6 +22,7 @@ from gateway.core.jobs import (
 )
 from gateway.core.responses.draft import Event
 from gateway.core.responses.replay import JobFacts, Replay
+from gateway.events import about
 from gateway.pipeline import Pipeline
 from gateway.ports import Clock, Incoming, JobStore
 
@@ -124,7 +125,13 @@ class Background:
             case Refusal():
                 raise JobRefused(_REFUSALS[found], code=found.value, retry_after_s=30)
         if found.id == id:
-            log.debug("job %s: accepted, %s, %s", id, job.lane, job.priority.value)
+            log.debug(
+                "job %s: accepted, %s, %s",
+                id,
+                job.lane,
+                job.priority.value,
+                extra=about("job_accepted", id=id, lane=job.lane, priority=job.priority.value),
+            )
         return found, found.id != id
 
     async def get(self, key: str | None, id: str) -> Job | None:

@@ -45,9 +45,10 @@ from gateway.core.box_report import note, read, read_note, written
 from gateway.core.box_swaps import Swap, SwapTracker
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import Lane
-from gateway.core.swap_policy import Plan, Wants
+from gateway.core.swap_policy import Cause, Plan, Wants
 from gateway.core.values import Backend, Exclusion, Policy
 from gateway.core.waiting import WaitingLine
+from gateway.events import about
 from gateway.ports import BoxBoard, BoxFleet, Clock, JobStore, Ledger, Switch
 
 log = logging.getLogger("gateway.boxes")
@@ -279,7 +280,12 @@ class BoxKeeper:
         events: list[Event] = [*kept.reports]
         kept.reports.clear()
         if gained:
-            log.info("box %s: this gateway switches it (%d)", kept.name, kept.fence)
+            log.info(
+                "box %s: this gateway switches it (%d)",
+                kept.name,
+                kept.fence,
+                extra=about("box_owned", box=kept.name, fence=kept.fence),
+            )
             events = [TookOver(self._started_at)]
         orders: list[Order] = []
         for event in (*events, self._look(kept)):
@@ -340,7 +346,13 @@ class BoxKeeper:
 
     async def _carry_out(self, kept: _Kept, order: Order) -> None:
         name, fence = order.backend, kept.fence
-        log.info("box %s: %s %s", kept.name, order.task.value, name or "it")
+        log.debug(
+            "box %s: %s %s",
+            kept.name,
+            order.task.value,
+            name or "it",
+            extra=about("box_order", box=kept.name, task=order.task.value, backend=name or None),
+        )
         match order.task:
             case Task.INSPECT:
                 found = [member for member in kept.backends if await self._switch.is_in(member)]
@@ -396,7 +408,23 @@ class BoxKeeper:
         elif box.backend in box.quarantine:
             level = logging.WARNING
         what = f"{box.backend} -> {box.target}" if box.target else box.backend
-        log.log(level, "box %s: %s %s (%s)", kept.name, box.state.value, what, box.reason)
+        log.log(
+            level,
+            "box %s: %s %s (%s)",
+            kept.name,
+            box.state.value,
+            what,
+            box.reason,
+            extra=about(
+                "box_state",
+                box=kept.name,
+                state=box.state.value,
+                backend=box.backend or None,
+                target=box.target or None,
+                cause=None if box.cause is Cause.NOTHING else box.cause.value,
+                reason=box.reason,
+            ),
+        )
 
 
 def _is_ready(status: health.BackendStatus) -> bool:

@@ -265,7 +265,7 @@ def test_a_change_of_the_world_is_one_line() -> None:
     RequestLog().attempt(replace(ATTEMPT, outcome=Outcome.REJECTED))
 
     state, attempt = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert (state["level"], state["from"], state["to"], state["reason"]) == (
+    assert (state["level"], state["before"], state["state"], state["reason"]) == (
         "warning",
         "up",
         "down",
