@@ -273,6 +273,7 @@ class Gateway:
                     await self._stop(tasks)
 
     async def _stop(self, tasks: TaskGroup) -> None:
+        self.applications.is_draining = True
         if self.worker is not None:
             await self.worker.stop()
         for listener in self._listeners:

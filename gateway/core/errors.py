@@ -8,6 +8,8 @@
         RouteNotFound           404 invalid_request_error / not_found
         ModelNotFound           404 invalid_request_error / model_not_found
         ResponseNotFound        404 invalid_request_error / response_not_found
+        JobNotFinished          409 invalid_request_error / completion_not_finished   + Retry-After
+        JobCancelled            410 invalid_request_error / job_cancelled
         RequestTimeout          408 invalid_request_error / request_timeout
         BodyTooLarge            413 invalid_request_error / request_too_large
         BackendRejected         4xx the backend's own verdict on the content, in our shape
@@ -17,12 +19,14 @@
         OutOfResources          503 server_error / out_of_resources            + Retry-After
         StoreUnavailable        503 server_error / store_unavailable           + Retry-After
         NoBackend               503 server_error / no_backend                  + Retry-After
-      UpstreamError           a backend was asked and failed
+      JobExpired              504 server_error / job_expired       it had not ended when its time was over
+    UpstreamError           a backend was asked and failed
         UpstreamUnreachable     502 server_error / upstream_unreachable   no byte sent: try the next one
         UpstreamTimeout         504 server_error / upstream_timeout
         UpstreamFailed          502 server_error / upstream_failed
           UpstreamLost            the same: the connection broke before any answer
         AnswerUnfit             502 server_error / tool_arguments_invalid, ...  whole, but not as asked for
+        JobPoisoned             502 server_error / job_poisoned  several failed at it, one after the other
         UpstreamBusy            503 server_error / upstream_busy          it refused for load, or is draining
         StreamBroken            after the first byte: written as an SSE `error` event, never raised to HTTP
     ConfigError             at start and at reload only; exit status 2
@@ -128,6 +132,20 @@ class ResponseNotFound(CallerError):
     code = "response_not_found"
 
 
+class JobNotFinished(CallerError):
+    """The job has no answer yet. SDKs ask again by themselves, after `Retry-After`."""
+
+    status = 409
+    code = "completion_not_finished"
+
+
+class JobCancelled(CallerError):
+    """The job was cancelled, so there is no answer, and there will be none."""
+
+    status = 410
+    code = "job_cancelled"
+
+
 class RequestTimeout(CallerError):
     """The caller was too slow to send its body."""
 
@@ -201,6 +219,13 @@ class NoBackend(ShedError):
     code = "no_backend"
 
 
+class JobExpired(GatewayError):
+    """The job had not ended when it became worthless."""
+
+    status = 504
+    code = "job_expired"
+
+
 class UpstreamError(GatewayError):
     """A backend was asked and failed."""
 
@@ -231,6 +256,12 @@ class UpstreamLost(UpstreamFailed):
 
 class AnswerUnfit(UpstreamError):
     """The backend answered, but not with what was asked for. The code says what is wrong."""
+
+
+class JobPoisoned(UpstreamError):
+    """As many attempts at the job have failed as it gets."""
+
+    code = "job_poisoned"
 
 
 class UpstreamBusy(UpstreamError):

@@ -384,6 +384,13 @@ class Waiting:
         return max(60.0, 2 * self.max_wait_s) if self.demoted_wait_s is None else self.demoted_wait_s
 
 
+class OnDisconnect(StrEnum):
+    """What becomes of a request in the queue whose caller has left."""
+
+    CANCEL = "cancel"
+    FINISH = "finish"
+
+
 @dataclass(frozen=True, slots=True)
 class TrafficClass:
     """What kind of work a request is, and where that work goes.
@@ -395,6 +402,8 @@ class TrafficClass:
         output_reserve_tokens: Output to plan for when the caller gives no `max_tokens`.
         priority: Among those that wait, the higher goes first.
         waiting: How they wait.
+        queue: Its chats are jobs, served in place; and what becomes of one whose caller leaves. None: they
+            wait in the line.
     """
 
     name: str
@@ -403,6 +412,7 @@ class TrafficClass:
     output_reserve_tokens: int = 1024
     priority: int = 0
     waiting: Waiting = Waiting()
+    queue: OnDisconnect | None = None
 
 
 @dataclass(frozen=True, slots=True)

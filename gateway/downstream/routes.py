@@ -19,6 +19,7 @@ from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import Endpoint, Policy
 from gateway.downstream import wire
 from gateway.downstream.background import Background
+from gateway.downstream.chat_jobs import ChatJobs
 from gateway.downstream.errors import envelope, headers_of
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.reading import Read, Readers, Received, Work
@@ -93,6 +94,16 @@ class Applications:
             background=background,
             clock=clock,
         )
+        self._chat_jobs = None
+        if background is not None:
+            self._chat_jobs = ChatJobs(
+                background=background,
+                pipeline=pipeline,
+                keys=keys,
+                clock=clock,
+                refused=self._refused,
+                is_stopping=lambda: self.is_draining,
+            )
         self.is_draining = False
         self.in_flight = 0
         self._idle = anyio.Event()
@@ -150,6 +161,7 @@ class Applications:
                 completions,
                 responses,
                 *self._responses.handlers(),
+                *([] if self._chat_jobs is None else self._chat_jobs.handlers()),
                 models,
                 model,
                 embeddings,
@@ -178,6 +190,8 @@ class Applications:
                 )
 
             request = await self._readers.run(len(received.body), incoming)
+            if self._chat_jobs is not None and endpoint is Endpoint.CHAT:
+                return self._chat_jobs.answering(request, received)
 
             async def work(downstream: AsgiDownstream) -> None:
                 await self._pipeline.run(request, downstream)
@@ -313,7 +327,12 @@ def _with_id(response: Response[Any]) -> Response[Any]:
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    headers: dict[str, str] = {}
+    for raw_name, raw_value in scope["headers"]:
+        name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
+        # A list may come in several headers; of any other the last one counts.
+        headers[name] = f"{headers[name]}, {value}" if name == "prefer" and name in headers else value
+    return headers
 
 
 def _internal(request_id: str) -> GatewayError:

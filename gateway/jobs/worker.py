@@ -18,7 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from gateway.core.errors import BackendRejected, CallerError, GatewayError, ShedError, StoreUnavailable
-from gateway.core.job_answers import AnswerSoFar, answer_so_far, continuation
+from gateway.core.job_answers import AnswerSoFar, answer_so_far, choices, continuation
 from gateway.core.jobs import Chunk, Job, JobError, JobStatus
 from gateway.jobs.record import AGAIN_S, JobLost, JobRecord
 from gateway.pipeline import CallerStalled
@@ -263,7 +263,8 @@ class Worker:
     # ------------------------------------------------------------ what must reach the store
 
     async def _answer_so_far(self, job: Job) -> AnswerSoFar:
-        return answer_so_far(await _until_answered(lambda: stored_chunks(self._store, job.id)))
+        chunks = await _until_answered(lambda: stored_chunks(self._store, job.id))
+        return answer_so_far(chunks, choices(job.new.body))
 
     async def _finish(self, job: Job, status: JobStatus, error: JobError | None = None) -> None:
         await _until_answered(lambda: self._store.finish(job.id, job.attempt, status, error))
