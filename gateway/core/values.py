@@ -93,7 +93,8 @@ class Request:
         key: Name of the caller's API key, or None where none is configured.
         headers: The request headers policy may match on, names in lower case.
         prompt: What to count.
-        is_job: Nobody holds a connection open for it: it waits for as long as it takes.
+        is_job: It waits for as long as it takes, and nobody holds a connection open that it depends on.
+        handed_over_as: Name of the class that it was given when it became a job, and keeps; "" otherwise.
         prefixes: Per message boundary, shortest first: a hash of everything up to it, and the share
             (0..1) of the conversation's bytes that is.
     """
@@ -115,6 +116,7 @@ class Request:
     headers: Mapping[str, str] = field(default_factory=dict)
     prefixes: Prefixes = ()
     is_job: bool = False
+    handed_over_as: str = ""
 
 
 class CountMode(StrEnum):

@@ -369,6 +369,70 @@ async def test_a_whole_answer_in_place_is_an_answer_like_any_other(gateway: Site
     assert len(await jobs_of(gateway)) == 1
 
 
+async def test_a_job_is_run_in_the_class_in_which_it_was_handed_over(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    """Though it is a stream by then, and headers are gone by which it was told."""
+    classes = [
+        {
+            "class": "careful",
+            "when": {"stream": False, "header": {"careful": True}},
+            "pools": ["one"],
+            "queue": {},
+        },
+        {"class": "short_chat", "pools": ["other"]},
+    ]
+    sections: Any = {
+        "pools": {"one": ["light-0"], "other": ["light-1"]},
+        "models": {"gemma-4": {"classes": classes}},
+    }
+    async with chat_site(tmp_path, store, **sections) as running:
+        raw = await running.openai(api_key="a").chat.completions.with_raw_response.create(
+            **ASK, extra_headers={"careful": "yes"}
+        )
+        async with httpx.AsyncClient(trust_env=False) as http:
+            [request] = (await http.get(f"{running.admin_url}/admin/requests")).json()
+
+    assert raw.headers["x-gateway-class"] == "careful"
+    assert raw.headers["x-gateway-job"]
+    assert request["backend"] == "light-0"
+
+
+async def test_who_comes_again_finds_the_job_that_was_finished_without_it(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    async with chat_site(tmp_path, store, speed=5.0, on_disconnect="finish") as running:
+        client = running.openai(api_key="a")
+        request: Any = {**LONG, **THINKING, "extra_body": FOREVER, "extra_headers": {"Idempotency-Key": "k"}}
+        stream = await client.chat.completions.create(**request, stream=True)
+        first = await anext(stream)
+        await stream.close()
+        await running.eventually(lambda: not running.gateway.applications.in_flight)
+
+        chunks = [chunk async for chunk in await client.chat.completions.create(**request, stream=True)]
+
+        assert {chunk.id for chunk in chunks} == {first.id}
+        assert text_of(chunks) == said(await client.chat.completions.retrieve(first.id))
+        assert len(await jobs_of(running)) == 1
+
+
+async def test_a_stream_waits_for_its_store(tmp_path: Path, store: RedisServer) -> None:
+    async with chat_site(tmp_path, store, speed=5.0) as running:
+        client = running.openai(api_key="a")
+        stream = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
+        chunks = [await anext(stream)]
+        store.kill()
+        # What is known of a store that is away: that nobody can be handed over.
+        with pytest.raises(openai.InternalServerError):
+            await client.chat.completions.create(**ASK, extra_headers=ASYNC)
+        store.start()
+        chunks += [chunk async for chunk in stream]
+        completion = await client.chat.completions.retrieve(chunks[0].id)
+
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert text_of(chunks) == said(completion)
+
+
 @asynccontextmanager
 async def occupied(running: Site) -> AsyncIterator[str]:
     """Have the one job that a gateway runs at once be another, while the block runs."""
