@@ -349,7 +349,7 @@ async def serve_until(
         ready(running)
         await anext(stops)
         if gateway.worker is not None:
-            gateway.worker.drain()
+            gateway.worker.drain(lambda: gateway.applications.waiting_in_place > 0)
         in_flight = gateway.applications.in_flight
         log.info("draining: %d requests in flight; a second signal ends them", in_flight)
         with anyio.move_on_after(gateway.settings.shutdown.drain_s):

@@ -154,8 +154,8 @@ def worker(
         arrival = Arrival(new_request_id(), clock.wall(), clock.now())
         headers = JobFacts.of(job).headers
         found = wire.read(Endpoint.CHAT, body, wanted, arrival=arrival, key=job.new.key, headers=headers)
-        own = {"is_job": True, "handed_over_as": job.new.lane.rpartition("/")[2]}
-        return replace(found, request=replace(found.request, **own))
+        traffic_class = job.new.lane.rpartition("/")[2]
+        return replace(found, request=replace(found.request, is_job=True, handed_over_as=traffic_class))
 
     return Worker(jobs, name, read, pipeline.run, rules)
 

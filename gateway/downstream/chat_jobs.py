@@ -68,6 +68,7 @@ class ChatJobs:
         self._clock = clock
         self._refused = refused
         self._is_stopping = is_stopping
+        self.waiting = 0  # callers that are served in place
 
     def answering(self, request: WireRequest, received: Received) -> Work:
         """Return what answers a chat."""
@@ -194,12 +195,15 @@ class ChatJobs:
 
     async def _served(self, job: Job, waiter: Waiter, downstream: AsgiDownstream) -> None:
         in_place = InPlace(waiter, self._background, downstream, self._clock)
+        self.waiting += 1
         try:
             await in_place.serve(job)
         except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
             if not self._is_stopping():
                 await in_place.left(job)
             raise
+        finally:
+            self.waiting -= 1
 
     # -------------------------------------------------------------- fetching
 

@@ -114,6 +114,11 @@ class Applications:
         self.in_flight = 0
         self._idle = anyio.Event()
 
+    @property
+    def waiting_in_place(self) -> int:
+        """Callers whose answer is a job's."""
+        return 0 if self._chat_jobs is None else self._chat_jobs.waiting
+
     async def drain(self) -> None:
         """Refuse new work from now on, and return when everything that runs has ended."""
         self.is_draining = True

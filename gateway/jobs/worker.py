@@ -79,6 +79,7 @@ class Worker:
         self._scope = anyio.CancelScope()
         self._ended = anyio.Event()
         self.is_draining = False
+        self._is_needed: Callable[[], bool] = lambda: False
 
     @property
     def running(self) -> int:
@@ -103,15 +104,17 @@ class Worker:
         self._scope.cancel()
         await self._ended.wait()
 
-    def drain(self) -> None:
-        """Take no more jobs."""
+    def drain(self, is_needed: Callable[[], bool] = lambda: False) -> None:
+        """Take no more jobs, except while `is_needed()`: somebody waits here for one."""
         self.is_draining = True
+        self._is_needed = is_needed
 
     # ------------------------------------------------------------ claiming
 
     async def _next(self) -> Job | None:
         """Return the next job, or None after a while in which there was none."""
-        if self.is_draining or len(self._claims) >= self._rules.running_max:
+        is_leaving = self.is_draining and not self._is_needed()
+        if is_leaving or len(self._claims) >= self._rules.running_max:
             await self._changed()
             return None
         try:

@@ -684,35 +684,73 @@ async def test_a_gateway_that_is_stopped_cancels_nobodys_job(tmp_path: Path, sto
     assert completion.choices[0].finish_reason == "length"
 
 
-async def test_the_answer_outlives_the_gateway_that_was_killed(tmp_path: Path, store: RedisServer) -> None:
-    """Two gateways on one store: the one with the caller dies in the middle, the other has the answer."""
-    async with AsyncExitStack() as processes:
-        engine = await processes.enter_async_context(
-            running("simulate", "--profile", "h100-tp1-light", "--port", "0", "--speed", "5")
-        )
-        backend = (await engine.wait_for(r"(http://127\.0\.0\.1:\d+)"))[1]
-        rest = f"""
+CONFIG = """
 models:
   gemma-4:
     classes:
       - {{class: reasoning, when: {{reasoning: true}}, pools: [light], queue: {{}}}}
       - {{class: short_chat, pools: [light]}}
-store: {{url: "{store.url}"}}
-jobs: {{}}
+store: {{url: "{url}"}}
+jobs: {{running_max: 1}}
 health: {{interval_s: 0.2}}
 """
-        file = config(tmp_path, {"light-0": (backend, "h100-tp1-light")}, {"light": ["light-0"]}, rest)
-        gateways = [
-            await processes.enter_async_context(running("serve", "--config", str(file))) for _ in range(2)
+
+
+@asynccontextmanager
+async def processes(
+    folder: Path, store: RedisServer, gateways: int, *, speed: int
+) -> AsyncIterator[list[tuple[Any, str]]]:
+    """Run gateways in front of one backend, in processes of their own; yields each with its URL."""
+    async with AsyncExitStack() as stack:
+        simulate = running("simulate", "--profile", "h100-tp1-light", "--port", "0", "--speed", str(speed))
+        backend = (await (await stack.enter_async_context(simulate)).wait_for(r"(http://127\.0\.0\.1:\d+)"))[
+            1
         ]
-        urls = [(await one.wait_for(r"serves (http://\S+)/v1"))[1] for one in gateways]
-        async with openai.AsyncOpenAI(base_url=f"{urls[0]}/v1", api_key="x", max_retries=0) as client:
+        rest = CONFIG.format(url=store.url)
+        file = config(folder, {"light-0": (backend, "h100-tp1-light")}, {"light": ["light-0"]}, rest)
+        started = [
+            await stack.enter_async_context(running("serve", "--config", str(file))) for _ in range(gateways)
+        ]
+        yield [(one, (await one.wait_for(r"serves (http://\S+)/v1"))[1]) for one in started]
+
+
+async def test_a_gateway_that_drains_serves_those_who_wait_in_its_queue(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    """Nobody else is there to do it; and then it ends, long before its time for that is over."""
+    async with (
+        processes(tmp_path, store, 1, speed=20) as [(gateway, url)],
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+        httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http,
+    ):
+        first = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
+        await anext(first)
+        request = {**ASK, **THINKING, "stream": True}
+        headers = {"x-gateway-queue-position": "true"}
+        async with http.stream("POST", "/v1/chat/completions", json=request, headers=headers) as second:
+            lines = second.aiter_lines()
+            assert (await anext(lines)).startswith(": queue position=1")
+            gateway.process.terminate()
+            await gateway.wait_for("draining")
+            chunks = [chunk async for chunk in first]
+            got = [line async for line in lines if line]
+        with anyio.fail_after(20):
+            await gateway.process.wait()
+
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert got[-1] == "data: [DONE]"
+
+
+async def test_the_answer_outlives_the_gateway_that_was_killed(tmp_path: Path, store: RedisServer) -> None:
+    """Two gateways on one store: the one with the caller dies in the middle, the other has the answer."""
+    async with processes(tmp_path, store, 2, speed=5) as [(gateway, url), (_, other)]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
             stream = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
             first = await anext(stream)
-            gateways[0].process.kill()
+            gateway.process.kill()
             with pytest.raises(openai.APIConnectionError):
                 _ = [chunk async for chunk in stream]
-        async with openai.AsyncOpenAI(base_url=f"{urls[1]}/v1", api_key="x", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{other}/v1", api_key="x", max_retries=0) as client:
             with anyio.fail_after(60):
                 while True:
                     try:
