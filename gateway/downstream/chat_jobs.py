@@ -70,6 +70,12 @@ class ChatJobs:
         self._is_stopping = is_stopping
         self.waiting = 0  # callers that are served in place
 
+    @staticmethod
+    def is_handed_over(request: WireRequest) -> bool:
+        """Return whether the caller of a chat wants to be told where its answer will be."""
+        prefers = preference(request.request.headers.get("prefer"))
+        return prefers.respond_async and not request.request.stream and _can_be_a_job(request)
+
     def answering(self, request: WireRequest, received: Received) -> Work:
         """Return what answers a chat."""
         held = [(request, received)]  # taken out, and let go once it is a job: the store has its body then
@@ -81,8 +87,7 @@ class ChatJobs:
 
     async def _answer(self, held: list[tuple[WireRequest, Received]], downstream: AsgiDownstream) -> None:
         request, received = held.pop()
-        prefers = preference(received.headers.get("prefer"))
-        is_async = prefers.respond_async and not request.request.stream and _can_be_a_job(request)
+        is_async = self.is_handed_over(request)
         traffic_class, estimate = await self._classified(request, is_async=is_async)
         queue = None if is_async or traffic_class is None else traffic_class.queue
         job = None
@@ -92,7 +97,7 @@ class ChatJobs:
             await self._pipeline.run(request, downstream, estimate)
             await downstream.finish()
             return
-        headers = _headers(request, job, estimate)
+        headers, prefers = _headers(request, job, estimate), preference(received.headers.get("prefer"))
         if traffic_class is None or queue is None:
             del request, received
             await self._told_where(job, prefers, headers, downstream)

@@ -732,8 +732,9 @@ async def test_a_gateway_that_drains_serves_those_who_wait_in_its_queue(
             assert (await anext(lines)).startswith(": queue position=1")
             gateway.process.terminate()
             await gateway.wait_for("draining")
-            chunks = [chunk async for chunk in first]
-            got = [line async for line in lines if line]
+            with anyio.fail_after(60):
+                chunks = [chunk async for chunk in first]
+                got = [line async for line in lines if line]
         with anyio.fail_after(20):
             await gateway.process.wait()
 
