@@ -43,6 +43,7 @@ from gateway.settings.document import (
     JobsSection,
     ModelSection,
     PoolSection,
+    ReloadSection,
     RequestsSection,
     ResponsesSection,
     ShutdownSection,
@@ -132,6 +133,11 @@ class Settings:
     def shutdown(self) -> ShutdownSection:
         """What happens on SIGTERM."""
         return self.document.shutdown
+
+    @property
+    def reload(self) -> ReloadSection:
+        """How another configuration comes into force."""
+        return self.document.reload
 
     @property
     def jobs(self) -> JobsSection | None:
