@@ -180,6 +180,7 @@ class Gateway:
         if self._store is not None:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
         self.responses = parts.response_store(settings, self.clock)
+        self.promises = parts.promises(settings, self.clock)
         self.jobs = parts.jobs(settings)
         self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock)
         self.applications = Applications(
@@ -189,6 +190,7 @@ class Gateway:
             rules=parts.wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             keeping=Keeping(self.responses, settings.responses.keep_s),
+            promises=self.promises,
             background=parts.background(settings, self.jobs, self.pipeline, self.clock),
             readiness=self.readiness,
             recorder=recorder,
@@ -345,6 +347,7 @@ class Gateway:
         if self._store is not None:
             await self._store.aclose()
         await self.responses.aclose()
+        await self.promises.store.aclose()
         if self.jobs is not None:
             await self.jobs.aclose()
         self.estimator.close()

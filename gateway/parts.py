@@ -22,6 +22,7 @@ from gateway.core.values import Backend, Endpoint
 from gateway.core.webhooks import WebhookAttempt
 from gateway.downstream import wire
 from gateway.downstream.background import Background, JobRules
+from gateway.downstream.promises import PromiseKeeping
 from gateway.downstream.routes import new_request_id
 from gateway.downstream.wire import WireRules
 from gateway.jobs import Worker, WorkerRules
@@ -33,6 +34,7 @@ from gateway.store.boards import MemoryBoard, RedisBoard
 from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.jobs import RedisJobs
 from gateway.store.memory import MemoryLedger
+from gateway.store.promises import MemoryPromises, RedisPromises
 from gateway.store.redis import RedisLedger
 from gateway.store.responses import MemoryResponseStore, RedisResponseStore
 from gateway.store.webhooks import RedisWebhooks
@@ -112,6 +114,18 @@ def response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStor
     if settings.store is None:
         return MemoryResponseStore(clock, bytes_max)
     return RedisResponseStore(settings.store.url, prefix=settings.store.prefix, bytes_max=bytes_max)
+
+
+def promises(settings: Settings, clock: SystemClock) -> PromiseKeeping:
+    """Return where answers are kept for idempotency keys: in whichever store there is."""
+    section, store = settings.idempotency, settings.jobs_store or settings.store
+    bytes_max = section.max_bytes_per_key
+    kept = (
+        MemoryPromises(clock, bytes_max)
+        if store is None
+        else RedisPromises(store.url, prefix=store.prefix, bytes_max=bytes_max)
+    )
+    return PromiseKeeping(kept, section.keep_s, section.max_answer_bytes)
 
 
 def jobs(settings: Settings) -> RedisJobs | None:

@@ -12,6 +12,7 @@
         JobCancelled            410 invalid_request_error / job_cancelled
         RequestTimeout          408 invalid_request_error / request_timeout
         BodyTooLarge            413 invalid_request_error / request_too_large
+        IdempotencyKeyReused    422 invalid_request_error / idempotency_key_reused
         BackendRejected         4xx the backend's own verdict on the content, in our shape
       ShedError               refused before any backend saw it; safe to retry after a wait
         AtCapacity              429 rate_limit_error / queue_full, ...         + Retry-After
@@ -19,8 +20,9 @@
         OutOfResources          503 server_error / out_of_resources            + Retry-After
         StoreUnavailable        503 server_error / store_unavailable           + Retry-After
         NoBackend               503 server_error / no_backend                  + Retry-After
+      IdempotencyInProgress   409 conflict / idempotency_in_progress           + Retry-After
       JobExpired              504 server_error / job_expired       it had not ended when its time was over
-    UpstreamError           a backend was asked and failed
+      UpstreamError           a backend was asked and failed
         UpstreamUnreachable     502 server_error / upstream_unreachable   no byte sent: try the next one
         UpstreamTimeout         504 server_error / upstream_timeout
         UpstreamFailed          502 server_error / upstream_failed
@@ -118,11 +120,11 @@ class ModelNotFound(CallerError):
     code = "model_not_found"
 
 
-class JobConflict(CallerError):
-    """The idempotency key means another request."""
+class IdempotencyKeyReused(CallerError):
+    """The idempotency key stands for another request."""
 
     status = 422
-    code = "idempotency_mismatch"
+    code = "idempotency_key_reused"
 
 
 class ResponseNotFound(CallerError):
@@ -171,6 +173,14 @@ class BackendRejected(CallerError):
     def http_status(self) -> int:
         """The status the backend chose."""
         return self._status
+
+
+class IdempotencyInProgress(GatewayError):
+    """The first request with this idempotency key has not ended; once it has, a retry gets its answer."""
+
+    status = 409
+    type = "conflict"
+    code = "idempotency_in_progress"
 
 
 class ShedError(GatewayError):

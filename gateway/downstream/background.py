@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any
 
 import anyio
@@ -10,12 +9,13 @@ import msgspec
 
 from gateway.core.chat_jobs import whole
 from gateway.core.errors import (
+    IdempotencyKeyReused,
     InvalidRequest,
-    JobConflict,
     JobRefused,
     ResponseNotFound,
     StoreUnavailable,
 )
+from gateway.core.idempotency import fingerprint, read_key
 from gateway.core.jobs import (
     Chunk,
     Idempotency,
@@ -118,12 +118,11 @@ class Background:
         )
         idempotency = None
         if idempotency_key is not None:
-            idempotency = Idempotency(idempotency_key[:256], route, sha256(body).hexdigest())
+            idempotency = Idempotency(read_key(idempotency_key), route, fingerprint(body))
         found = await self._jobs.submit(job, self._rules.quota, idempotency)
         match found:
-            case Refusal.IDEMPOTENCY_MISMATCH:
-                message = "This Idempotency-Key was used with another request."
-                raise JobConflict(message, code="idempotency_mismatch")
+            case Refusal.IDEMPOTENCY_KEY_REUSED:
+                raise IdempotencyKeyReused("This Idempotency-Key was used with another request.")
             case Refusal():
                 raise JobRefused(_REFUSALS[found], code=found.value, retry_after_s=30)
         return found, found.id != id

@@ -7,6 +7,7 @@ queue: a prompt is counted once, here or in the pipeline.
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -156,16 +157,20 @@ class ChatJobs:
                 conversation={},
                 is_chat=True,
             )
-            job, _ = await self._background.submit(
+            submit = partial(
+                self._background.submit,
                 request,
                 facts,
                 id=response["id"],
                 store=is_kept,
-                idempotency_key=received.headers.get("idempotency-key") if is_found_again else None,
                 route=Endpoint.CHAT.value,
                 body=received.body,
                 estimate=estimate,
             )
+            key = received.headers.get("idempotency-key") if is_found_again else None
+            job, _ = await submit(idempotency_key=key)
+            if is_in_place and failure(job) is not None:  # what is found has failed: it is asked for anew
+                job, _ = await submit(idempotency_key=None)
         except StoreUnavailable as error:
             if not is_in_place:
                 self._refused(request.arrival, error)

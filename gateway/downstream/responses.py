@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
@@ -42,6 +43,7 @@ from gateway.core.values import Endpoint
 from gateway.downstream import wire
 from gateway.downstream.background import Background, gone, headers_kept
 from gateway.downstream.keys import KeyRing
+from gateway.downstream.promises import Promises
 from gateway.downstream.reading import Readers, Received, Work
 from gateway.downstream.relay import AsgiDownstream, send_json
 from gateway.pipeline import CallerStalled, Pipeline
@@ -112,6 +114,7 @@ class Responses:
         rules: wire.WireRules,
         readers: Readers,
         keeping: Keeping,
+        promises: Promises,
         background: Background | None,
         clock: Clock,
     ) -> None:
@@ -121,14 +124,28 @@ class Responses:
         self._rules = rules
         self._readers = readers
         self._keeping = keeping
+        self._promises = promises
         self._background = background
         self._clock = clock
 
     async def read(self, received: Received) -> Work:
         """Return what answers a request to create a response. See `reading.Read`."""
-        size, key = len(received.body), received.key
-        raws, members = await self._readers.run(size, lambda: _members(received.body))
+        raws, members = await self._readers.run(len(received.body), lambda: _members(received.body))
         background = self._background_of(members)
+        read_on = partial(self._read_on, raws=raws, members=members, background=background)
+        if background is not None:
+            return await read_on(received)
+        return await self._promises.read(received, read_on)
+
+    async def _read_on(
+        self,
+        received: Received,
+        *,
+        raws: Mapping[str, msgspec.Raw],
+        members: Mapping[str, Any],
+        background: Background | None,
+    ) -> Work:
+        size, key = len(received.body), received.key
         wanted = needs(members, self._rules.messages_max)
         found = await self._look_up(key, wanted)
         token = secrets.token_hex(16)
@@ -479,9 +496,12 @@ class Answer:
             raise CallerStalled
 
     async def _send(self, events: Sequence[Event]) -> None:
-        if self.asked.draft.is_over:
-            await self._keep()  # before the last event, which says whether it is kept
-        await self.downstream.send(_frames(events))
+        draft = self.asked.draft
+        if not draft.is_over:
+            await self.downstream.send(_frames(events))
+            return
+        await self._keep()  # before the last event, which says whether it is kept
+        await self.downstream.send_last(_frames(events), is_good=draft.response["status"] != "failed")
 
     async def _send_whole(self) -> None:
         draft = self.asked.draft

@@ -24,6 +24,7 @@ from gateway.downstream.background import Background
 from gateway.downstream.chat_jobs import ChatJobs
 from gateway.downstream.errors import envelope, headers_of
 from gateway.downstream.keys import KeyRing
+from gateway.downstream.promises import PromiseKeeping, Promises
 from gateway.downstream.reading import Read, Readers, Received, Work
 from gateway.downstream.relay import (
     AsgiDownstream,
@@ -70,6 +71,7 @@ class Applications:
         rules: wire.WireRules,
         limits: BodyLimits,
         keeping: Keeping,
+        promises: PromiseKeeping,
         background: Background | None,
         readiness: Callable[[], Mapping[str, bool]],
         recorder: Recorder,
@@ -92,12 +94,14 @@ class Applications:
         self._started_at = int(clock.wall())
         self._uploads = Uploads()
         self._readers = Readers()
+        self._promises = Promises(promises, self._readers, recorder, clock)
         self._responses = Responses(
             pipeline=pipeline,
             keys=keys,
             rules=rules,
             readers=self._readers,
             keeping=keeping,
+            promises=self._promises,
             background=background,
             clock=clock,
         )
@@ -189,22 +193,11 @@ class Applications:
 
     def _relayed(self, endpoint: Endpoint) -> Read:
         """Return what reads the requests of an endpoint whose answers are relayed as they are."""
+        if endpoint is Endpoint.CHAT and self._chat_jobs is not None:
+            return partial(self._read_chat, self._chat_jobs)
 
         async def read(received: Received) -> Work:
-            def incoming() -> wire.WireRequest:
-                return wire.read(
-                    endpoint,
-                    received.body,
-                    self._rules,
-                    arrival=received.arrival,
-                    key=received.key,
-                    headers=received.headers,
-                    forwarded=received.forwarded,
-                )
-
-            request = await self._readers.run(len(received.body), incoming)
-            if self._chat_jobs is not None and endpoint is Endpoint.CHAT:
-                return self._chat_jobs.answering(request, received)
+            request = await self._read_request(endpoint, received)
 
             async def work(downstream: AsgiDownstream) -> None:
                 await self._pipeline.run(request, downstream)
@@ -212,7 +205,32 @@ class Applications:
 
             return work
 
-        return read
+        return partial(self._promises.read, read=read)
+
+    async def _read_chat(self, chat_jobs: ChatJobs, received: Received) -> Work:
+        """Return what answers a chat where there are jobs. One that is handed over is found as one again."""
+        request = await self._read_request(Endpoint.CHAT, received)
+        if chat_jobs.is_handed_over(request):
+            return chat_jobs.answering(request, received)
+
+        async def read(received: Received) -> Work:
+            return chat_jobs.answering(request, received)
+
+        return await self._promises.read(received, read)
+
+    async def _read_request(self, endpoint: Endpoint, received: Received) -> wire.WireRequest:
+        def read() -> wire.WireRequest:
+            return wire.read(
+                endpoint,
+                received.body,
+                self._rules,
+                arrival=received.arrival,
+                key=received.key,
+                headers=received.headers,
+                forwarded=received.forwarded,
+            )
+
+        return await self._readers.run(len(received.body), read)
 
     async def _generate(self, route: str, read: Read, scope: Scope, receive: Receive, send: Send) -> None:
         traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), None)

@@ -638,6 +638,19 @@ class ResponsesSection(Section):
     """Bytes of responses, with their conversations, that one key may have; the oldest go first. 0: none."""
 
 
+class IdempotencySection(Section):
+    """Answers kept for `Idempotency-Key` (docs/idempotency.md): in a store if there is one, or in memory."""
+
+    keep_s: Seconds = 86_400.0
+    """Seconds in which the same key gets the same answer again."""
+
+    max_answer_bytes: Positive = 8 * 1024 * 1024
+    """Bytes an answer may have to be kept; a stream has up to 300 per token."""
+
+    max_bytes_per_key: Count = 64 * 1024 * 1024
+    """Bytes of answers that one API key may have; the oldest go first. 0: none."""
+
+
 class HealthSection(Section):
     """When a backend counts as healthy."""
 
@@ -801,6 +814,9 @@ class Document(Section):
 
     responses: ResponsesSection = ResponsesSection()
     """What is kept of /v1/responses."""
+
+    idempotency: IdempotencySection = IdempotencySection()
+    """Answers kept for `Idempotency-Key`."""
 
     health: HealthSection = HealthSection()
     """When a backend counts as healthy."""

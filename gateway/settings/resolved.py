@@ -40,6 +40,7 @@ from gateway.settings.document import (
     Document,
     GatesSection,
     HealthSection,
+    IdempotencySection,
     JobsSection,
     ModelSection,
     PoolSection,
@@ -123,6 +124,11 @@ class Settings:
     def responses(self) -> ResponsesSection:
         """What is kept of /v1/responses."""
         return self.document.responses
+
+    @property
+    def idempotency(self) -> IdempotencySection:
+        """What is kept for idempotency keys."""
+        return self.document.idempotency
 
     @property
     def store(self) -> StoreSection | None:

@@ -195,7 +195,7 @@ async def test_one_that_fails_in_time_is_the_error_it_would_have_been(
     assert caught.value.response.headers["preference-applied"] == "respond-async, wait=60"
 
 
-async def fault(url: str, name: str) -> None:
+async def fault(url: str, name: str | None) -> None:
     async with httpx.AsyncClient(trust_env=False) as http:
         answer = await http.post(f"{url}/simulator/fault", json={"fault": name})
         assert answer.is_success, answer.text
@@ -265,7 +265,7 @@ async def test_the_same_idempotency_key_is_the_same_job(gateway: Site) -> None:
     assert len(await jobs_of(gateway)) == 1
     with pytest.raises(openai.UnprocessableEntityError) as caught:
         await client.chat.completions.create(**{**ASK, "max_tokens": 9}, extra_headers=headers)
-    assert caught.value.code == "idempotency_mismatch"
+    assert caught.value.code == "idempotency_key_reused"
 
 
 async def test_a_pending_one_is_not_there_yet_and_another_keys_never(
@@ -411,9 +411,29 @@ async def test_who_comes_again_finds_the_job_that_was_finished_without_it(
 
         chunks = [chunk async for chunk in await client.chat.completions.create(**request, stream=True)]
 
+        again = await client.chat.completions.with_raw_response.create(**request, stream=True)
+
         assert {chunk.id for chunk in chunks} == {first.id}
         assert text_of(chunks) == said(await client.chat.completions.retrieve(first.id))
+        assert text_of([chunk async for chunk in again.parse()]) == text_of(chunks)
+        assert again.headers["x-gateway-replayed"] == "true"
         assert len(await jobs_of(running)) == 1
+
+
+async def test_who_comes_again_after_a_failure_gets_another_job(tmp_path: Path, store: RedisServer) -> None:
+    async with chat_site(tmp_path, store, on_disconnect="finish", jobs={"attempts_max": 1}) as running:
+        client = running.openai(api_key="a")
+        request: Any = {**ASK, **THINKING, "extra_headers": {"Idempotency-Key": "k"}}
+        for backend in running.backends.values():
+            await fault(backend.url, "error")
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(**request)
+        for backend in running.backends.values():
+            await fault(backend.url, None)
+        completion = await client.chat.completions.create(**request)
+
+    assert caught.value.code == "job_poisoned"
+    assert any(said(completion))
 
 
 async def test_a_stream_waits_for_its_store(tmp_path: Path, store: RedisServer) -> None:
