@@ -314,7 +314,7 @@ class Gateway:
     async def drain(self) -> None:
         """Take nothing new, and return when everything that is `in_flight` has ended."""
         if self.worker is not None:
-            self.worker.drain()
+            self.worker.drain(lambda: self.applications.waiting_in_place > 0)
         if self.settings.is_job_worker and self.worker is not None:
             await self.worker.wait_idle()
         else:
@@ -369,6 +369,7 @@ class Gateway:
                     await self._stop(tasks)
 
     async def _stop(self, tasks: TaskGroup) -> None:
+        self.applications.is_draining = True
         if self.worker is not None:
             await self.worker.stop()
         for listener in self._listeners:

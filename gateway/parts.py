@@ -200,7 +200,9 @@ def worker(
         headers = JobFacts.of(job).headers
         found = wire.read(Endpoint.CHAT, body, wanted, arrival=arrival, key=job.new.key, headers=headers)
         queued_s = 0.0 if job.started_at is None else max(0.0, job.started_at - job.created_at)
-        return replace(found, request=replace(found.request, is_job=True, queued_s=queued_s))
+        traffic_class = job.new.lane.rpartition("/")[2]
+        request = replace(found.request, is_job=True, queued_s=queued_s, handed_over_as=traffic_class)
+        return replace(found, request=request)
 
     def attempt_ended(end: AttemptEnd) -> None:
         logs.job_attempt_ended(end)

@@ -21,7 +21,6 @@ from litestar.response import Stream
 from gateway.core.errors import (
     GatewayError,
     InvalidRequest,
-    ResponseNotFound,
     StoreUnavailable,
     UpstreamFailed,
 )
@@ -42,7 +41,7 @@ from gateway.core.responses.request import (
 )
 from gateway.core.values import Endpoint
 from gateway.downstream import wire
-from gateway.downstream.background import Background, headers_kept
+from gateway.downstream.background import Background, gone, headers_kept
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.promises import Promises
 from gateway.downstream.reading import Readers, Received, Work
@@ -253,7 +252,7 @@ class Responses:
             message = "That response has not come to its end yet."
             raise InvalidRequest(message, code="response_not_finished", param=param)
         if record is None:
-            raise _not_found(id, param)
+            raise gone(id, param)
         return record
 
     async def _opened(self, record: bytes) -> Kept:
@@ -288,7 +287,7 @@ class Responses:
             key = self._keys.name_of(request.headers.get("authorization"))
             is_job = self._background is not None and await self._background.delete(key, response_id)
             if not is_job and not await self._keeping.store.delete(key, response_id):
-                raise _not_found(response_id)
+                raise gone(response_id)
             return {"id": response_id, "object": "response", "deleted": True}
 
         @post(PATH + "/{response_id:str}/cancel", status_code=200)
@@ -326,11 +325,6 @@ class Responses:
 
         headers = {name.decode(): value.decode() for name, value in SSE_HEADERS}
         return Stream(frames(), headers=headers, media_type="text/event-stream; charset=utf-8")
-
-
-def _not_found(id: str, param: str | None = None) -> ResponseNotFound:
-    message = f"No response {id[:64]!r} is kept here for this key: it is unknown, deleted or expired."
-    return ResponseNotFound(message, param=param)
 
 
 def _page(items: Sequence[Item], query: Mapping[str, Any]) -> dict[str, Any]:
@@ -390,7 +384,7 @@ def _translated(
 ) -> Asked:
     translated = read(members, token=token, context=found.context, stored=found.stored)
     response = new_response(translated.echo, token, int(received.arrival.wall_at))
-    _check_depth(response)
+    check_depth(response)
     conversation = _conversation(translated) if translated.store else None
     # Copies: what is taken as it is would keep the whole body in memory.
     chat = {name: raw.copy() for name, raw in raws.items() if travels(name)}
@@ -420,7 +414,7 @@ def _conversation(translated: Translated) -> bytes:
     )
 
 
-def _check_depth(response: Mapping[str, Any]) -> None:
+def check_depth(response: Mapping[str, Any]) -> None:
     """Refuse a request whose echo could not be written later, inside an event and deeper down the stack."""
     nested: object = response
     for _ in range(_DEPTH_SPARE):

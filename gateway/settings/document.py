@@ -475,6 +475,13 @@ class WaitingSection(Section):
     """How many smaller requests may pass one that does not fit yet."""
 
 
+class QueueSection(Section):
+    """The class's chats are jobs, served in place: they wait in the store, for as long as it takes."""
+
+    on_disconnect: Literal["cancel", "finish"] = "cancel"
+    """What becomes of one whose caller leaves before its answer is complete."""
+
+
 class ClassSection(Section):
     """One kind of work and where it goes. Classes are tried top to bottom; the first that matches wins."""
 
@@ -495,6 +502,9 @@ class ClassSection(Section):
 
     waiting: WaitingSection = WaitingSection()
     """How its requests wait when every backend is full."""
+
+    queue: QueueSection | None = None
+    """Serve its chats as jobs, in place (docs/jobs.md). Needs `jobs`. Left out: they wait in the line."""
 
 
 class PromptSection(Section):
