@@ -16,16 +16,18 @@ from gateway.core.health import (
     HealthRules,
     hang_after_s,
 )
-from gateway.core.jobs import Job, JobPriority, Quota
+from gateway.core.jobs import AttemptEnd, Job, JobPriority, Quota
 from gateway.core.responses.replay import JobFacts
-from gateway.core.values import Backend, Endpoint
+from gateway.core.values import Backend, Endpoint, Policy
 from gateway.core.webhooks import WebhookAttempt
 from gateway.downstream import wire
 from gateway.downstream.background import Background, JobRules
+from gateway.downstream.promises import PromiseKeeping
 from gateway.downstream.routes import new_request_id
 from gateway.downstream.wire import WireRules
-from gateway.jobs import Worker, WorkerRules
+from gateway.jobs import QueueWatch, Worker, WorkerRules
 from gateway.pipeline import Pipeline
+from gateway.pipeline.box_keeper import JOBS_SETTLE_S, SETTLE_S
 from gateway.ports import Arrival
 from gateway.settings import Settings
 from gateway.settings.document import MemberSection, RequestSection
@@ -33,10 +35,12 @@ from gateway.store.boards import MemoryBoard, RedisBoard
 from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.jobs import RedisJobs
 from gateway.store.memory import MemoryLedger
+from gateway.store.promises import MemoryPromises, RedisPromises
 from gateway.store.redis import RedisLedger
 from gateway.store.responses import MemoryResponseStore, RedisResponseStore
 from gateway.store.webhooks import RedisWebhooks
 from gateway.telemetry import logs
+from gateway.telemetry.job_metrics import JobMetrics
 from gateway.telemetry.metrics import Metrics
 from gateway.tokenizer import PromptEstimator
 from gateway.upstream.commands import Command
@@ -106,12 +110,31 @@ def _call(section: RequestSection) -> Call:
     return Call(section.method, section.url, section.body)
 
 
+def box_settle_s(settings: Settings) -> float:
+    """Return how long a box drains at least, so that nothing that waits for it is overlooked."""
+    if settings.store is not None:
+        return SETTLE_S
+    return JOBS_SETTLE_S if settings.jobs_store is not None else 0.0
+
+
 def response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStore | RedisResponseStore:
     """Return where responses are kept."""
     bytes_max = settings.responses.max_bytes_per_key
     if settings.store is None:
         return MemoryResponseStore(clock, bytes_max)
     return RedisResponseStore(settings.store.url, prefix=settings.store.prefix, bytes_max=bytes_max)
+
+
+def promises(settings: Settings, clock: SystemClock) -> PromiseKeeping:
+    """Return where answers are kept for idempotency keys: in whichever store there is."""
+    section, store = settings.idempotency, settings.jobs_store or settings.store
+    bytes_max = section.max_bytes_per_key
+    kept = (
+        MemoryPromises(clock, bytes_max)
+        if store is None
+        else RedisPromises(store.url, prefix=store.prefix, bytes_max=bytes_max)
+    )
+    return PromiseKeeping(kept, section.keep_s, section.max_answer_bytes)
 
 
 def jobs(settings: Settings) -> RedisJobs | None:
@@ -121,7 +144,11 @@ def jobs(settings: Settings) -> RedisJobs | None:
 
 
 def background(
-    settings: Settings, jobs: RedisJobs | None, pipeline: Pipeline, clock: SystemClock
+    settings: Settings,
+    jobs: RedisJobs | None,
+    pipeline: Pipeline,
+    clock: SystemClock,
+    away_s: Callable[[str], float | None],
 ) -> Background | None:
     """Return what takes jobs in and shows them to their callers, or None where there are none."""
     section = settings.jobs
@@ -133,15 +160,32 @@ def background(
         unstored_keep_s=section.unstored_keep_s,
         priorities={name: JobPriority(written) for name, written in section.priorities.items()},
     )
-    return Background(jobs, pipeline, rules, clock)
+    return Background(jobs, pipeline, rules, clock, away_s)
+
+
+def job_metrics(
+    metrics: Metrics, watch: QueueWatch | None, policy: Callable[[], Policy], clock: SystemClock
+) -> JobMetrics | None:
+    """Return what measures jobs, or None where there are none."""
+    if watch is None:
+        return None
+
+    def lanes() -> list[str]:
+        return [f"{model.id}/{one.name}" for model in policy().models for one in model.classes]
+
+    return JobMetrics(metrics.registry, lanes=lanes, sight=lambda: watch.sight, wall=clock.wall)
 
 
 def worker(
-    settings: Settings, jobs: RedisJobs | None, pipeline: Pipeline, clock: SystemClock
+    settings: Settings,
+    jobs: RedisJobs | None,
+    pipeline: Pipeline,
+    clock: SystemClock,
+    metrics: JobMetrics | None,
 ) -> Worker | None:
-    """Return this process's worker, or None where there are no jobs."""
+    """Return this process's worker, or None where it works no jobs off."""
     section = settings.jobs
-    if section is None or jobs is None:
+    if section is None or jobs is None or not settings.works_jobs:
         return None
     rules = WorkerRules(
         running_max=section.running_max,
@@ -155,9 +199,17 @@ def worker(
         arrival = Arrival(new_request_id(), clock.wall(), clock.now())
         headers = JobFacts.of(job).headers
         found = wire.read(Endpoint.CHAT, body, wanted, arrival=arrival, key=job.new.key, headers=headers)
-        return replace(found, request=replace(found.request, is_job=True))
+        queued_s = 0.0 if job.started_at is None else max(0.0, job.started_at - job.created_at)
+        traffic_class = job.new.lane.rpartition("/")[2]
+        request = replace(found.request, is_job=True, queued_s=queued_s, handed_over_as=traffic_class)
+        return replace(found, request=request)
 
-    return Worker(jobs, name, read, pipeline.run, rules)
+    def attempt_ended(end: AttemptEnd) -> None:
+        logs.job_attempt_ended(end)
+        if metrics is not None:
+            metrics.attempt_ended(end)
+
+    return Worker(jobs, name, read, pipeline.run, rules, attempt_ended)
 
 
 def webhooks(

@@ -98,6 +98,7 @@ class Job:
         retry_at: It is not claimed before this.
         position: Its place among those that wait in its lane, 1 being next; None unless queued.
         chunks: Chunks of its answer that are stored.
+        size_bytes: Bytes that it and its answer keep in the store.
         worker: Who has it, or had it last.
         error: Why it failed.
     """
@@ -112,6 +113,7 @@ class Job:
     retry_at: float = 0.0
     position: int | None = None
     chunks: int = 0
+    size_bytes: int = 0
     worker: str = ""
     error: JobError | None = None
 
@@ -162,7 +164,7 @@ class Refusal(StrEnum):
 
     TOO_MANY_JOBS = "too_many_jobs"
     TOO_MANY_BYTES = "too_many_bytes"
-    IDEMPOTENCY_MISMATCH = "idempotency_mismatch"  # the same key with another body
+    IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"  # with another body
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,8 @@ class Lane:
         name: "model/class".
         queued: Jobs that wait.
         in_progress: Jobs that workers have.
-        oldest_at: When the oldest that waits was accepted, or None.
+        oldest_at: When the oldest that waits was accepted, or None; oldest_s: how long ago, by the store's
+            clock.
         drain_per_s: Jobs that ended per second lately, or None while that is not known.
     """
 
@@ -197,10 +200,81 @@ class Lane:
     in_progress: int
     oldest_at: float | None = None
     drain_per_s: float | None = None
+    oldest_s: float | None = None
 
 
-def expected_start_s(position: int | None, lane: Lane | None) -> float | None:
-    """Return in how many seconds a job at that place would start, or None where nothing is known."""
-    if position is None or lane is None or not lane.drain_per_s:
+@dataclass(frozen=True, slots=True)
+class QueueSight:
+    """What a process saw of the queue when it last looked.
+
+    Attributes:
+        lanes: Those that have jobs.
+        drained_at: Since when workers take no jobs, by an operator's order; None: they do.
+        is_away: Whether the store did not answer; the rest is what it had said before.
+    """
+
+    lanes: tuple[Lane, ...] = ()
+    drained_at: float | None = None
+    is_away: bool = False
+
+
+class Beginning(StrEnum):
+    """What an attempt at a job began with."""
+
+    NEW = "new"  # there was no answer yet
+    CONTINUED = "continued"  # from the text that was stored
+    RESTARTED = "restarted"  # anew: what was stored is void
+
+
+class AttemptOutcome(StrEnum):
+    """What became of an attempt at a job."""
+
+    ENDED = "ended"  # the job is final
+    FAILED = "failed"  # it counts against the job, which is tried again
+    POISONED = "poisoned"  # the same, for the last time
+    RETURNED = "returned"  # given back at no cost: no backend, no place, or its worker was stopped
+    LOST = "lost"  # the job was cancelled, deleted, has expired, or another worker has it
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnd:
+    """An attempt at a job that is over.
+
+    Attributes:
+        job: As it was claimed.
+        outcome: What became of it.
+        beginning: What it began with.
+        took_s: Seconds since the claim.
+        status: The job's final one, where it ended.
+        error: Why the job failed, where it did.
+    """
+
+    job: Job
+    outcome: AttemptOutcome
+    beginning: Beginning
+    took_s: float
+    status: JobStatus | None = None
+    error: JobError | None = None
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds from the job's acceptance to this claim."""
+        return max(0.0, (self.job.started_at or self.job.created_at) - self.job.created_at)
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds from the job's acceptance to the end of this attempt."""
+        return self.waited_s + self.took_s
+
+
+def expected_start_s(position: int | None, lane: Lane | None, away_s: float | None = 0.0) -> float | None:
+    """Return in how many seconds a job at that place would start, or None where nothing is known.
+
+    `away_s`: how long nobody who could serve the lane can be there, because a box runs another model; None
+    while nothing brings one back.
+    """
+    if position is None or lane is None or away_s is None:
         return None
-    return position / lane.drain_per_s
+    if not lane.drain_per_s:
+        return away_s or None
+    return away_s + position / lane.drain_per_s

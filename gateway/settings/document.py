@@ -475,6 +475,13 @@ class WaitingSection(Section):
     """How many smaller requests may pass one that does not fit yet."""
 
 
+class QueueSection(Section):
+    """The class's chats are jobs, served in place: they wait in the store, for as long as it takes."""
+
+    on_disconnect: Literal["cancel", "finish"] = "cancel"
+    """What becomes of one whose caller leaves before its answer is complete."""
+
+
 class ClassSection(Section):
     """One kind of work and where it goes. Classes are tried top to bottom; the first that matches wins."""
 
@@ -495,6 +502,9 @@ class ClassSection(Section):
 
     waiting: WaitingSection = WaitingSection()
     """How its requests wait when every backend is full."""
+
+    queue: QueueSection | None = None
+    """Serve its chats as jobs, in place (docs/jobs.md). Needs `jobs`. Left out: they wait in the line."""
 
 
 class PromptSection(Section):
@@ -628,6 +638,19 @@ class ResponsesSection(Section):
     """Bytes of responses, with their conversations, that one key may have; the oldest go first. 0: none."""
 
 
+class IdempotencySection(Section):
+    """Answers kept for `Idempotency-Key` (docs/idempotency.md): in a store if there is one, or in memory."""
+
+    keep_s: Seconds = 86_400.0
+    """Seconds in which the same key gets the same answer again."""
+
+    max_answer_bytes: Positive = 8 * 1024 * 1024
+    """Bytes an answer may have to be kept; a stream has up to 300 per token."""
+
+    max_bytes_per_key: Count = 64 * 1024 * 1024
+    """Bytes of answers that one API key may have; the oldest go first. 0: none."""
+
+
 class HealthSection(Section):
     """When a backend counts as healthy."""
 
@@ -687,6 +710,9 @@ class JobsSection(Section):
 
     priorities: dict[Slug, Literal["high", "normal", "batch"]] = Field(default_factory=dict)
     """Priority of an API key's jobs by its name; else normal. A caller may ask for less, never for more."""
+
+    work_in_serve: bool = True
+    """Whether `serve` works jobs off itself. If not, they wait for a `gemma-gateway worker`."""
 
     running_max: Positive = 64
     """Jobs that one process has at once."""
@@ -751,7 +777,10 @@ class Document(Section):
     """Where applications connect, as host:port."""
 
     admin: OptionalAddress = "127.0.0.1:9090"
-    """Where operators connect (status and metrics); off for nowhere. Never expose it."""
+    """Where operators connect (status, metrics, jobs); off for nowhere. Never expose it."""
+
+    admin_names: tuple[Text, ...] = ()
+    """Host names by which operators call it, beside addresses, localhost and names without a dot."""
 
     tokenizer: Annotated[
         TokenizerSection,
@@ -791,6 +820,9 @@ class Document(Section):
 
     responses: ResponsesSection = ResponsesSection()
     """What is kept of /v1/responses."""
+
+    idempotency: IdempotencySection = IdempotencySection()
+    """Answers kept for `Idempotency-Key`."""
 
     health: HealthSection = HealthSection()
     """When a backend counts as healthy."""

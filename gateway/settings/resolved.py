@@ -18,6 +18,7 @@ from gateway.core.values import (
     Gates,
     Modalities,
     ModelPolicy,
+    OnDisconnect,
     Policy,
     Pool,
     ReasoningField,
@@ -39,6 +40,7 @@ from gateway.settings.document import (
     Document,
     GatesSection,
     HealthSection,
+    IdempotencySection,
     JobsSection,
     ModelSection,
     PoolSection,
@@ -80,6 +82,7 @@ class Settings:
         warnings: What is legal and probably not meant, as `check` says it.
         workers: Processes on this machine that serve it together.
         jobs_url: Where jobs are kept if the file names no store and this process was given one for them.
+        is_job_worker: Whether this process works jobs off and listens to no applications.
     """
 
     path: Path
@@ -90,6 +93,7 @@ class Settings:
     warnings: tuple[Problem, ...] = ()
     workers: int = 1
     jobs_url: str | None = field(default=None, repr=False)
+    is_job_worker: bool = False
 
     # -------------------------------------------------------------- listeners and limits
 
@@ -124,6 +128,11 @@ class Settings:
         return self.document.responses
 
     @property
+    def idempotency(self) -> IdempotencySection:
+        """What is kept for idempotency keys."""
+        return self.document.idempotency
+
+    @property
     def store(self) -> StoreSection | None:
         """Where limits are shared, or None where this process counts alone."""
         return self.document.store
@@ -151,8 +160,39 @@ class Settings:
         return self._file(self.jobs.data_dir)
 
     def with_jobs_at(self, url: str) -> "Settings":
-        """Return the same with jobs kept at `url`, where no store is named."""
+        """Return the same with jobs kept at `url`, where no store is named.
+
+        Where other processes work them off, limits are shared there too.
+        """
+        if self.jobs is not None and not self.jobs.work_in_serve:
+            shared = self.document.model_copy(update={"store": StoreSection(url=url)})
+            return replace(self, document=shared)
         return replace(self, jobs_url=url)
+
+    @property
+    def works_jobs(self) -> bool:
+        """Whether this process works jobs off."""
+        return self.jobs is not None and (self.is_job_worker or self.jobs.work_in_serve)
+
+    def for_job_worker(self, admin: str | None = None) -> "Settings":
+        """Return the settings of a process that works jobs off and listens to no applications.
+
+        Args:
+            admin: Where operators connect in place of what the file says, as it would be written there.
+
+        Raises:
+            ConfigError: there are no jobs, or processes would fill backends beyond their limits.
+        """
+        if self.jobs is None:
+            raise ConfigError(f"{self.path}: it has no `jobs`: there is nothing for a worker to do")
+        if self.store is None and self.jobs.work_in_serve:
+            message = (
+                "without a `store`, the process that serves counts places on backends for itself alone, and "
+                "a worker beside it would fill them twice: name a `store`, or write `work_in_serve: false`"
+            )
+            raise ConfigError(str(self.problem(("jobs",), message, at_key=True)))
+        own = self.document if admin is None else self.document.model_copy(update={"admin": _admin(admin)})
+        return replace(self, document=own, is_job_worker=True)
 
     @property
     def jobs_store(self) -> StoreSection | None:
@@ -433,6 +473,14 @@ class Settings:
         return tuple(_summary(self.document))
 
 
+def _admin(text: str) -> str | None:
+    """Return an address for operators as the document holds it. Raises ConfigError for one that is none."""
+    try:
+        return None if text == "off" else written(*address(text))
+    except ValueError as error:
+        raise ConfigError(f"--admin: {error}") from error
+
+
 def _read(secret: SecretRef | None, whose: str, environ: Mapping[str, str]) -> str | None:
     if secret is None:
         return None
@@ -505,6 +553,7 @@ def _class(section: ClassSection) -> TrafficClass:
         output_reserve_tokens=section.output_reserve_tokens,
         priority=section.priority,
         waiting=_waiting(section),
+        queue=None if section.queue is None else OnDisconnect(section.queue.on_disconnect),
     )
 
 
@@ -549,6 +598,9 @@ def findings(document: Document) -> Iterator[Finding]:
             if waiting.demoted_wait_s is not None and waiting.demoted_wait_s < waiting.max_wait_s:
                 message = f"this is the wait in all, and not below max_wait_s, {waiting.max_wait_s:g} here"
                 yield Finding(("models", model, "classes", index, "waiting", "demoted_wait_s"), message)
+            if section.queue is not None and document.jobs is None:
+                message = "its chats would be jobs, and there are none: add `jobs: {}`"
+                yield Finding(("models", model, "classes", index, "queue"), message, at_key=True)
 
 
 def _chat_pools(document: Document) -> frozenset[str]:
