@@ -290,7 +290,9 @@ class _Connection(asyncio.Protocol):
     def is_reusable(self) -> bool:
         """Whether the answer is complete, and another request may follow."""
         is_over = self._is_complete and self._keeps_alive and not self._is_spoiled
-        return is_over and not self._is_lost and not self._parts and not self._transport.get_write_buffer_size()
+        return (
+            is_over and not self._is_lost and not self._parts and not self._transport.get_write_buffer_size()
+        )
 
     def abort(self) -> None:
         """Close it at once."""

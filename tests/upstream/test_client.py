@@ -4,14 +4,18 @@ Both pass the same tests: the one that serves, and the reference over httpx.
 """
 
 import socket
+import ssl
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
+from pathlib import Path
 
 import anyio
 import pytest
-from anyio.abc import SocketStream
+from anyio.abc import ByteStream, SocketStream
+from anyio.streams.tls import TLSStream
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, Answer, RawServer, answer_of, chunk, raw_server
 
 from gateway.core.errors import UpstreamFailed, UpstreamLost, UpstreamUnreachable
@@ -390,3 +394,64 @@ async def test_a_header_with_a_line_break_never_leaves() -> None:
             async with upstream.open(replace(target, headers=((b"a", b"b\r\nc: d"),)), Timeouts()):
                 pass
     assert server.requests == []
+
+
+# ------------------------------------------------------------------ TLS
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for localhost, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+            *("-nodes", "-days", "2", "-subj", "/CN=engine", "-addext", "subjectAltName=DNS:localhost"),
+            *("-keyout", str(key), "-out", str(cert)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return cert, key
+
+
+@pytest.mark.parametrize("trust", ["pinned", "system", "none"])
+async def test_the_certificate_of_a_backend_is_checked(
+    certificate: tuple[Path, Path], kind: Kind, trust: str
+) -> None:
+    cert, key = certificate
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    serving.load_cert_chain(cert, key)
+    verify: dict[str, ssl.SSLContext | bool] = {
+        "pinned": ssl.create_default_context(cafile=cert),
+        "system": True,  # which does not know it
+        "none": False,
+    }
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = listener.extra(anyio.abc.SocketAttribute.local_port)
+
+    async def serve(stream: ByteStream) -> None:
+        async with stream:
+            with suppress(ssl.SSLError, anyio.BrokenResourceError, anyio.EndOfStream):
+                tls = await TLSStream.wrap(
+                    stream, server_side=True, ssl_context=serving, standard_compatible=False
+                )
+                await tls.receive()
+                await tls.send(answer_of(b"{}"))
+                await tls.receive()
+
+    backend = Backend("b", f"https://localhost:{port}", CAPACITY)
+    upstream = kind([backend], secrets={}, tls={"b": verify[trust]})
+    target = Target(backend, Endpoint.CHAT, (), b"{}")
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, serve)
+        if trust == "system":
+            with pytest.raises(UpstreamUnreachable):
+                async with upstream.open(target, Timeouts()):
+                    pass
+        else:
+            async with upstream.open(target, Timeouts()) as response:
+                assert await whole(response) == b"{}"
+        await upstream.aclose()
+        tasks.cancel_scope.cancel()
