@@ -170,6 +170,7 @@ class Gateway:
         self.responses = parts.response_store(settings, self.clock)
         self.jobs = parts.jobs(settings)
         self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock)
+        self.batching = parts.batching(settings)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
@@ -178,9 +179,13 @@ class Gateway:
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             keeping=Keeping(self.responses, settings.responses.keep_s),
             background=parts.background(settings, self.jobs, self.pipeline, self.clock),
+            batching=self.batching,
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,
+        )
+        self.batch_runner = parts.batch_runner(
+            settings, self.batching, self.jobs, self.applications.batch_lines
         )
         self.operators = Operators(
             views=Views(
@@ -261,6 +266,8 @@ class Gateway:
                 tasks.start_soon(self.jobs.run)
             if self.worker is not None:
                 tasks.start_soon(self.worker.run)
+            if self.batch_runner is not None:
+                tasks.start_soon(self.batch_runner.run)
             if self.webhooks is not None:
                 tasks.start_soon(self.webhooks.run)
             for listener in self._listeners:
@@ -273,6 +280,8 @@ class Gateway:
                     await self._stop(tasks)
 
     async def _stop(self, tasks: TaskGroup) -> None:
+        if self.batch_runner is not None:
+            await self.batch_runner.stop()
         if self.worker is not None:
             await self.worker.stop()
         for listener in self._listeners:
@@ -290,6 +299,9 @@ class Gateway:
         await self.responses.aclose()
         if self.jobs is not None:
             await self.jobs.aclose()
+        if self.batching is not None:
+            await self.batching.batches.aclose()
+            await self.batching.files.aclose()
         self.estimator.close()
 
 

@@ -11,6 +11,7 @@ import anyio
 import msgspec
 from litestar import Litestar, MediaType, Request, Response, asgi, get
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
+from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 from litestar.types import Receive, Scope, Send
 
@@ -19,7 +20,9 @@ from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import Endpoint, Policy
 from gateway.downstream import wire
 from gateway.downstream.background import Background
+from gateway.downstream.batches import Batches, Batching, BatchLines
 from gateway.downstream.errors import envelope, headers_of
+from gateway.downstream.files import Files
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.reading import Read, Readers, Received, Work
 from gateway.downstream.relay import (
@@ -68,6 +71,7 @@ class Applications:
         limits: BodyLimits,
         keeping: Keeping,
         background: Background | None,
+        batching: Batching | None = None,
         readiness: Callable[[], Mapping[str, bool]],
         recorder: Recorder,
         clock: Clock,
@@ -93,6 +97,19 @@ class Applications:
             background=background,
             clock=clock,
         )
+        self.batch_lines = BatchLines(
+            pipeline=pipeline,
+            responses=self._responses,
+            rules=rules,
+            readers=self._readers,
+            body_bytes_max=limits.bytes_max,
+            clock=clock,
+        )
+        self._batching: list[BaseRouteHandler] = []
+        if batching is not None:
+            files = Files(batching.files, keys, batching.rules)
+            self._batching += files.handlers()
+            self._batching += Batches(batching.batches, keys, batching.rules).handlers()
         self.is_draining = False
         self.in_flight = 0
         self._idle = anyio.Event()
@@ -150,6 +167,7 @@ class Applications:
                 completions,
                 responses,
                 *self._responses.handlers(),
+                *self._batching,
                 models,
                 model,
                 embeddings,
