@@ -61,7 +61,9 @@ def _completion(job: Job, chunks: Iterable[Chunk]) -> bytes:
         if chunk.restarts:
             reader = _reader(request, model)
         reader.feed(chunk.data.replace(DONE, b""))
-    return reader.whole()
+    answer = json.loads(reader.whole())
+    named = {"id": f"chatcmpl-{job.id.removeprefix('resp_')}", "created": int(job.created_at)}
+    return _encoded({**answer, **named})
 
 
 def _reader(request: Any, model: str) -> AssemblingReader:

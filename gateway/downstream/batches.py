@@ -37,6 +37,7 @@ from gateway.ports import Arrival, BatchStore, Clock, FileStore, Incoming
 PATH = "/v1/batches"
 BODY_BYTES_MAX = 1024 * 1024
 _PAGE, _PAGE_MAX = 20, 100
+_NOT_IN_STREAMS = ("prompt_logprobs", "use_beam_search")
 _SECRET = frozenset({"authorization", "cookie", "proxy-authorization"})
 
 
@@ -212,4 +213,8 @@ class BatchLines:
             )
 
         incoming = await self._readers.run(len(received.body), read)
+        for name in _NOT_IN_STREAMS:
+            if incoming.member(name):
+                message = f"`{name}` is not offered in batches: no engine streams such an answer."
+                raise InvalidRequest(message, code="unsupported_parameter", param=name)
         return incoming, JobFacts({}, token, 0, headers_kept(received.headers), {})

@@ -1,17 +1,22 @@
 """Files and batches, through the unmodified SDK, a real store and simulated backends."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import openai
 import pytest
-from e2e.test_background import jobs_site
+from redis.asyncio import Redis
 from support.redis_server import RedisServer, own_server
-from support.site import Site
+from support.site import Site, simulated, site
 
+KEYS = {
+    "a": {"sha256": "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"},  # of "a"
+    "b": {"sha256": "3e23e8160039594a33894f6564e1b1348bbd7a0088d42c4acb73eeaed59c009d"},  # of "b"
+}
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 SHORT = {"model": "gemma-4", "max_completion_tokens": 8}
 
@@ -24,9 +29,26 @@ def store(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
+@asynccontextmanager
+async def batch_site(
+    folder: Path, store: RedisServer, speed: float = 20.0, **sections: Any
+) -> AsyncIterator[Site]:
+    fleet = simulated({"light-0": "h100-tp1-light", "light-1": "h100-tp1-light"}, speed=speed)
+    sections = {
+        "pools": {"light": ["light-0", "light-1"]},
+        "models": {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
+        "store": {"url": store.url},
+        "jobs": {},
+        "keys": KEYS,
+        **sections,
+    }
+    async with site(folder, fleet=fleet, **sections) as running:
+        yield running
+
+
 @pytest.fixture
 async def gateway(tmp_path: Path, store: RedisServer) -> AsyncIterator[Site]:
-    async with jobs_site(tmp_path, store) as running:
+    async with batch_site(tmp_path, store) as running:
         yield running
         await running.eventually(running.idle)
 
@@ -114,3 +136,249 @@ async def test_a_batch_of_responses_is_worked_off(gateway: Site) -> None:
         assert response.status == "incomplete"
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(response.id)
+
+
+# ------------------------------------------------------------------ what goes wrong
+
+
+async def test_a_bad_file_runs_nothing_and_says_what_is_wrong_where(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+    bad = {**chat("c"), "method": "GET"}
+    made = await batch_of(client, jsonl(chat("a"), b"{", chat("a"), bad))
+
+    done = await ended(client, made.id)
+
+    assert done.status == "failed"
+    assert [(error.line, error.code, error.param) for error in done.errors.data] == [
+        (2, "invalid_json_line", None),
+        (3, "duplicate_custom_id", "custom_id"),
+        (4, "invalid_method", "method"),
+    ]
+    assert (done.output_file_id, done.error_file_id) == (None, None)
+    assert gateway.idle()
+
+
+async def test_what_the_gateway_refuses_stands_in_the_error_file(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+    lines = [
+        chat("good"),
+        chat("unknown", model="gpt-9"),
+        chat("long", text="word " * 400_000),
+        chat("typed", temperature=1.0, max_completion_tokens="many"),
+        chat("scored", prompt_logprobs=1),
+    ]
+    done = await ended(client, (await batch_of(client, jsonl(*lines))).id)
+
+    assert done.status == "completed"
+    assert done.request_counts.to_dict() == {"total": 5, "completed": 1, "failed": 4}
+    refused = {line["custom_id"]: line["response"] for line in await lines_of(client, done.error_file_id)}
+    said = {
+        name: (response["status_code"], response["body"]["error"]["code"], response["body"]["error"]["param"])
+        for name, response in refused.items()
+    }
+    assert said == {
+        "unknown": (404, "model_not_found", "model"),
+        "long": (400, "context_length_exceeded", "messages"),
+        "typed": (400, "invalid_request", "max_completion_tokens"),
+        "scored": (400, "unsupported_parameter", "prompt_logprobs"),
+    }
+    assert [line["custom_id"] for line in await lines_of(client, done.output_file_id)] == ["good"]
+
+
+async def test_a_request_to_make_a_batch_must_be_in_order(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+    file = await client.files.create(file=("in.jsonl", jsonl(chat("a"))), purpose="batch")
+    right: dict[str, Any] = {
+        "input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", "metadata": {},
+    }  # fmt: skip
+    for wrong, param in (
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"input_file_id": 5}, "input_file_id"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 5}},
+            "output_expires_after.seconds",
+        ),
+        ({"output_expires_after": {"anchor": "now", "seconds": 5000}}, "output_expires_after.anchor"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.batches.create(**{**right, **wrong})
+        assert caught.value.param == param
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.batches.create(**{**right, "input_file_id": "file-0"})
+    assert (missing.value.code, missing.value.param) == ("file_not_found", "input_file_id")
+
+
+async def test_a_cancelled_batch_keeps_what_it_has(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+    long = {"max_completion_tokens": 20_000, "ignore_eos": True}
+    lines = [chat(f"q{number}") for number in range(3)] + [chat(f"s{n}", **long) for n in range(300)]
+    made = await batch_of(client, jsonl(*lines))
+    with anyio.fail_after(60):
+        while (await client.batches.retrieve(made.id)).request_counts.completed < 3:
+            await anyio.sleep(0.05)
+
+    asked = await client.batches.cancel(made.id)
+    done = await ended(client, made.id, within_s=20)
+    again = await client.batches.cancel(made.id)
+
+    assert asked.status == "cancelling"
+    assert (done.status, again.status) == ("cancelled", "cancelled")
+    answers = await lines_of(client, done.output_file_id)
+    failures = await lines_of(client, done.error_file_id)
+    assert {line["custom_id"] for line in answers} == {"q0", "q1", "q2"}
+    assert sorted(line["custom_id"] for line in failures) == sorted(f"s{n}" for n in range(300))
+    assert {line["error"]["code"] for line in failures} == {"batch_cancelled"}
+    assert done.request_counts.to_dict() == {"total": 303, "completed": 3, "failed": 300}
+    await gateway.eventually(gateway.idle)
+
+
+async def test_a_batch_whose_time_is_over_says_so_for_every_line(gateway: Site, store: RedisServer) -> None:
+    client = gateway.openai(api_key="a")
+    long = {"max_completion_tokens": 20_000, "ignore_eos": True}
+    lines = [chat("quick")] + [chat(f"s{n}", **long) for n in range(50)]
+    made = await batch_of(client, jsonl(*lines))
+    with anyio.fail_after(60):
+        while (await client.batches.retrieve(made.id)).request_counts.completed < 1:
+            await anyio.sleep(0.05)
+
+    async with Redis.from_url(store.url) as redis:
+        await cast("Awaitable[int]", redis.hset(f"{{gw:jobs}}:batch:{made.id}", "expires", 1))
+    done = await ended(client, made.id, within_s=20)
+
+    assert done.status == "expired" and done.expired_at
+    failures = await lines_of(client, done.error_file_id)
+    assert sorted(line["custom_id"] for line in failures) == sorted(f"s{n}" for n in range(50))
+    assert {line["error"]["code"] for line in failures} == {"batch_expired"}
+    assert [line["custom_id"] for line in await lines_of(client, done.output_file_id)] == ["quick"]
+
+
+# ------------------------------------------------------------------ files
+
+
+async def test_files_are_listed_read_and_deleted(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+    made = [
+        await client.files.create(file=(f"{n}.jsonl", b"x" * n), purpose="batch") for n in (0, 5, 2_500_000)
+    ]
+    assert [(file.bytes, file.filename, file.status) for file in made] == [
+        (0, "0.jsonl", "processed"), (5, "5.jsonl", "processed"), (2_500_000, "2500000.jsonl", "processed"),
+    ]  # fmt: skip
+    assert made[0].expires_at == made[0].created_at + 30 * 86_400
+    assert await client.files.retrieve(made[1].id) == made[1]
+    assert (await client.files.content(made[2].id)).content == b"x" * 2_500_000
+
+    listed = [file.id async for file in client.files.list(limit=2)]
+    oldest = [file.id async for file in client.files.list(limit=1, order="asc", purpose="batch")]
+    assert listed == [file.id for file in reversed(made)]
+    assert oldest == [file.id for file in made]
+    assert [file.id async for file in client.files.list(purpose="batch_output")] == []
+
+    assert (await client.files.delete(made[1].id)).deleted
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.files.retrieve(made[1].id)
+    assert caught.value.code == "file_not_found"
+
+
+async def test_a_caller_says_how_long_a_file_is_kept(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+    file = await client.files.create(
+        file=("in.jsonl", jsonl(chat("a"))),
+        purpose="batch",
+        expires_after={"anchor": "created_at", "seconds": 3600},
+    )
+    assert file.expires_at == file.created_at + 3600
+    made = await client.batches.create(
+        input_file_id=file.id,
+        endpoint=CHAT,
+        completion_window="24h",
+        output_expires_after={"anchor": "created_at", "seconds": 7200},
+    )
+    done = await ended(client, made.id)
+    output = await client.files.retrieve(done.output_file_id)
+    assert output.expires_at == output.created_at + 7200
+
+
+async def test_batches_are_listed_page_by_page_newest_first(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+    made = [(await batch_of(client, jsonl(chat("a")))).id for _ in range(5)]
+    assert [batch.id async for batch in client.batches.list(limit=2)] == made[::-1]
+    first = await client.batches.list(limit=2)
+    assert (first.has_more, len(first.data)) == (True, 2)
+    with pytest.raises(openai.BadRequestError):
+        await client.batches.list(after="batch_0")
+    for id in made:
+        await ended(client, id)
+
+
+async def test_what_is_another_keys_is_not_there(gateway: Site) -> None:
+    mine, theirs = gateway.openai(api_key="a"), gateway.openai(api_key="b")
+    made = await batch_of(mine, jsonl(chat("a")))
+    done = await ended(mine, made.id)
+
+    for file in (made.input_file_id, done.output_file_id):
+        for ask in (theirs.files.retrieve, theirs.files.content, theirs.files.delete):
+            with pytest.raises(openai.NotFoundError) as caught:
+                await ask(file)
+            assert caught.value.code == "file_not_found"
+    for ask_batch in (theirs.batches.retrieve, theirs.batches.cancel):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await ask_batch(made.id)
+        assert caught.value.code == "batch_not_found"
+    with pytest.raises(openai.NotFoundError):
+        await theirs.batches.create(input_file_id=made.input_file_id, endpoint=CHAT, completion_window="24h")
+    assert [file.id async for file in theirs.files.list()] == []
+    assert [batch.id async for batch in theirs.batches.list()] == []
+    with pytest.raises(openai.AuthenticationError):
+        await gateway.openai(api_key="c").files.list()
+
+
+async def test_a_file_that_a_batch_reads_stays(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+    made = await batch_of(client, jsonl(chat("a", max_completion_tokens=20_000, ignore_eos=True)))
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.files.delete(made.input_file_id)
+    assert caught.value.code == "file_in_use"
+    await client.batches.cancel(made.id)
+    await ended(client, made.id)
+    assert (await client.files.delete(made.input_file_id)).deleted
+
+
+async def test_a_keys_files_are_bounded_together(tmp_path: Path, store: RedisServer) -> None:
+    jobs = {"batches": {"file_bytes_max_per_key": 3_000_000}}
+    async with batch_site(tmp_path, store, jobs=jobs) as gateway:
+        client, other = gateway.openai(api_key="a", max_retries=2), gateway.openai(api_key="b")
+        first = await client.files.create(file=("1.jsonl", b"x" * 2_000_000), purpose="batch")
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.files.create(file=("2.jsonl", b"x" * 30_000_000), purpose="batch")
+        assert caught.value.code == "too_many_file_bytes"
+        assert caught.value.response.headers["x-should-retry"] == "false"
+        await other.files.create(file=("2.jsonl", b"x" * 2_000_000), purpose="batch")
+        await client.files.delete(first.id)
+        await client.files.create(file=("2.jsonl", b"x" * 2_500_000), purpose="batch")
+
+
+async def test_a_form_that_is_none_leaves_nothing(gateway: Site, store: RedisServer) -> None:
+    headers = {"authorization": "Bearer a"}
+    form = {"content-type": "multipart/form-data; boundary=x", **headers}
+    whole = b'--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"y" * 2_000_000
+    async with gateway.http() as client:
+        for answer, code in (
+            (await client.post("/v1/files", content=b"{}", headers=headers), "invalid_multipart"),
+            (await client.post("/v1/files", content=b"--x\r\nbroken", headers=form), "invalid_multipart"),
+            (await client.post("/v1/files", content=whole, headers=form), "invalid_multipart"),
+            (await client.post("/v1/files", content=whole + b"\r\n--x--\r\n", headers=form), "invalid_request"),
+            (
+                await client.post(
+                    "/v1/files", files={"file": ("f", b"y")}, data={"purpose": "fine-tune"}, headers=headers
+                ),
+                "invalid_request",
+            ),
+            (await client.post("/v1/files", data={"purpose": "batch"}, files={"x": b"y"}, headers=headers), "invalid_request"),
+        ):  # fmt: skip
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+            assert answer.headers["x-request-id"]
+    async with Redis.from_url(store.url) as redis:
+        assert [name async for name in redis.scan_iter(match="*file*")] == []
+        assert [name async for name in redis.scan_iter(match="*piece*")] == []
