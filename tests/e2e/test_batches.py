@@ -1,8 +1,10 @@
 """Files and batches, through the unmodified SDK, a real store and simulated backends."""
 
 import json
+import re
+import signal
 from collections.abc import AsyncIterator, Awaitable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +12,7 @@ import anyio
 import openai
 import pytest
 from redis.asyncio import Redis
+from support.processes import Process, config, running
 from support.redis_server import RedisServer, own_server
 from support.site import Site, simulated, site
 
@@ -78,6 +81,15 @@ async def ended(client: openai.AsyncOpenAI, id: str, within_s: float = 60) -> An
             batch = await client.batches.retrieve(id)
             if batch.status in ("failed", "completed", "expired", "cancelled"):
                 return batch
+            await anyio.sleep(0.05)
+
+
+async def completed(client: openai.AsyncOpenAI, id: str, least: int) -> None:
+    """Return once so many requests of a batch have their answers."""
+    with anyio.fail_after(90):
+        while True:
+            if (await client.batches.retrieve(id)).request_counts.completed >= least:
+                return
             await anyio.sleep(0.05)
 
 
@@ -215,9 +227,7 @@ async def test_a_cancelled_batch_keeps_what_it_has(gateway: Site) -> None:
     long = {"max_completion_tokens": 20_000, "ignore_eos": True}
     lines = [chat(f"q{number}") for number in range(3)] + [chat(f"s{n}", **long) for n in range(300)]
     made = await batch_of(client, jsonl(*lines))
-    with anyio.fail_after(60):
-        while (await client.batches.retrieve(made.id)).request_counts.completed < 3:
-            await anyio.sleep(0.05)
+    await completed(client, made.id, 3)
 
     asked = await client.batches.cancel(made.id)
     done = await ended(client, made.id, within_s=20)
@@ -239,9 +249,7 @@ async def test_a_batch_whose_time_is_over_says_so_for_every_line(gateway: Site, 
     long = {"max_completion_tokens": 20_000, "ignore_eos": True}
     lines = [chat("quick")] + [chat(f"s{n}", **long) for n in range(50)]
     made = await batch_of(client, jsonl(*lines))
-    with anyio.fail_after(60):
-        while (await client.batches.retrieve(made.id)).request_counts.completed < 1:
-            await anyio.sleep(0.05)
+    await completed(client, made.id, 1)
 
     async with Redis.from_url(store.url) as redis:
         await cast("Awaitable[int]", redis.hset(f"{{gw:jobs}}:batch:{made.id}", "expires", 1))
@@ -363,22 +371,94 @@ async def test_a_form_that_is_none_leaves_nothing(gateway: Site, store: RedisSer
     headers = {"authorization": "Bearer a"}
     form = {"content-type": "multipart/form-data; boundary=x", **headers}
     whole = b'--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"y" * 2_000_000
+    forms: list[tuple[dict[str, Any], str]] = [
+        ({"content": b"{}", "headers": headers}, "invalid_multipart"),
+        ({"content": b"--x\r\nbroken", "headers": form}, "invalid_multipart"),
+        ({"content": whole, "headers": form}, "invalid_multipart"),
+        ({"content": whole + b"\r\n--x--\r\n", "headers": form}, "invalid_request"),
+        ({"files": {"file": b"y"}, "data": {"purpose": "vision"}, "headers": headers}, "invalid_request"),
+        ({"files": {"x": b"y"}, "data": {"purpose": "batch"}, "headers": headers}, "invalid_request"),
+    ]
     async with gateway.http() as client:
-        for answer, code in (
-            (await client.post("/v1/files", content=b"{}", headers=headers), "invalid_multipart"),
-            (await client.post("/v1/files", content=b"--x\r\nbroken", headers=form), "invalid_multipart"),
-            (await client.post("/v1/files", content=whole, headers=form), "invalid_multipart"),
-            (await client.post("/v1/files", content=whole + b"\r\n--x--\r\n", headers=form), "invalid_request"),
-            (
-                await client.post(
-                    "/v1/files", files={"file": ("f", b"y")}, data={"purpose": "fine-tune"}, headers=headers
-                ),
-                "invalid_request",
-            ),
-            (await client.post("/v1/files", data={"purpose": "batch"}, files={"x": b"y"}, headers=headers), "invalid_request"),
-        ):  # fmt: skip
+        for sent, code in forms:
+            answer = await client.post("/v1/files", **sent)
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
             assert answer.headers["x-request-id"]
     async with Redis.from_url(store.url) as redis:
         assert [name async for name in redis.scan_iter(match="*file*")] == []
         assert [name async for name in redis.scan_iter(match="*piece*")] == []
+
+
+# ------------------------------------------------------------------ whatever dies
+
+
+@asynccontextmanager
+async def serving(file: Path) -> AsyncIterator[tuple[Process, openai.AsyncOpenAI]]:
+    """Run a gateway as a process of its own, with a client of it."""
+    async with running("serve", "--config", str(file)) as process:
+        url = (await process.wait_for(r"serves (http://\S+)/v1"))[1]
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+            yield process, client
+
+
+@asynccontextmanager
+async def file_of_site(folder: Path, store: RedisServer, speed: str) -> AsyncIterator[Path]:
+    """Run a backend, and yield the configuration of gateways in front of it that share a store."""
+    async with running("simulate", "--profile", "h100-tp1-light", "--port", "0", "--speed", speed) as engine:
+        backend = (await engine.wait_for(r"(http://127\.0\.0\.1:\d+)"))[1]
+        rest = f"""
+models: {{gemma-4: {{classes: [{{class: short_chat, pools: [light]}}]}}}}
+store: {{url: "{store.url}"}}
+jobs: {{batches: {{queued_max_per_key: 40}}}}
+health: {{interval_s: 0.2}}
+"""
+        yield config(folder, {"light-0": (backend, "h100-tp1-light")}, {"light": ["light-0"]}, rest)
+
+
+async def test_whoever_works_at_a_batch_may_be_killed(tmp_path: Path, store: RedisServer) -> None:
+    """Of two gateways both are killed, one after the other: so one that works at it was."""
+    lines = [chat(f"r{number}", max_completion_tokens=20) for number in range(400)]
+
+    async with file_of_site(tmp_path, store, speed="30") as file, AsyncExitStack() as stack:
+        first, client = await stack.enter_async_context(serving(file))
+        second, other = await stack.enter_async_context(serving(file))
+        made = await batch_of(client, jsonl(*lines))
+        await completed(other, made.id, 60)
+        first.process.kill()
+        await first.process.wait()
+        third, last = await stack.enter_async_context(serving(file))
+        await completed(last, made.id, 200)
+        second.process.kill()
+        await second.process.wait()
+        done = await ended(last, made.id, within_s=120)
+        answers = await lines_of(last, done.output_file_id)
+        failures = await lines_of(last, done.error_file_id)
+        status = await third.end(signal.SIGTERM)
+
+    assert done.status == "completed"
+    assert failures == []
+    assert sorted(line["custom_id"] for line in answers) == sorted(line["custom_id"] for line in lines)
+    assert done.request_counts.to_dict() == {"total": 400, "completed": 400, "failed": 0}
+    assert status == 0
+    async with Redis.from_url(store.url, decode_responses=True) as redis:
+        left = {name.split(":")[2] async for name in redis.scan_iter(match="{gw:jobs}:*")}
+    assert left & {"job", "chunks", "lines", "done", "quota"} == set()
+
+
+async def test_an_upload_is_never_in_memory_as_a_whole(tmp_path: Path, store: RedisServer) -> None:
+    size = 100_000_000
+
+    def peak_bytes(process: Process) -> int:
+        status = Path(f"/proc/{process.process.pid}/status").read_text()
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+
+    async with file_of_site(tmp_path, store, speed="30") as file, serving(file) as (process, client):
+        await client.files.create(file=("warm.jsonl", b"x" * 3_000_000), purpose="batch")
+        before = peak_bytes(process)
+        made = await client.files.create(file=("big.jsonl", b"y" * size), purpose="batch")
+        async with client.files.with_streaming_response.content(made.id) as answer:
+            sizes = [len(piece) async for piece in answer.iter_bytes()]
+        grown = peak_bytes(process) - before
+
+    assert made.bytes == sum(sizes) == size
+    assert grown < size / 5
