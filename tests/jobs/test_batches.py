@@ -28,6 +28,7 @@ LANE = "m/light"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.jobs.batches.AGAIN_S", 0.01)
+    monkeypatch.setattr("gateway.jobs.batches.RELEASE_S", 0.1)  # the dead let nothing go
 
 
 @pytest.fixture(params=legs(own=True))
