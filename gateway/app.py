@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from gateway import parts
@@ -26,6 +27,7 @@ from gateway.core.health import (
     served_name,
     usable,
 )
+from gateway.core.trace import passed_on
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
@@ -34,6 +36,7 @@ from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
 from gateway.pipeline import BackendWatch, Peers, Pipeline
 from gateway.pipeline.box_keeper import SETTLE_S, BoxKeeper
+from gateway.ports import Recorder
 from gateway.settings import Settings
 from gateway.store.boards import RedisBoard
 from gateway.store.fallback import FallbackLedger, Mode
@@ -138,7 +141,10 @@ class Gateway:
         )
         self.metrics.config_info.labels(self.policy.version).set(1)
         self.webhooks = parts.webhooks(settings, environ, self.clock, self.metrics)
-        recorder = Recorders((self.metrics, self.journal, RequestLog()))
+        self.tracing = parts.tracing(settings, environ, lambda: self.policy.backends, self.metrics)
+        self.metrics_push = parts.metrics_push(settings, environ, self.metrics, self.clock)
+        recorders: list[Recorder] = [self.metrics, self.journal, RequestLog()]
+        recorder = Recorders(recorders if self.tracing is None else [*recorders, self.tracing])
         self.pipeline = Pipeline(
             policy=lambda: self.policy,
             estimator=self.estimator,
@@ -183,6 +189,7 @@ class Gateway:
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,
+            trace_of=passed_on if self.tracing is None else self.tracing.begin,
         )
         self.batch_runner = parts.batch_runner(
             settings, self.batching, self.jobs, self.applications.batch_lines
@@ -270,6 +277,8 @@ class Gateway:
                 tasks.start_soon(self.batch_runner.run)
             if self.webhooks is not None:
                 tasks.start_soon(self.webhooks.run)
+            if self.metrics_push is not None:
+                tasks.start_soon(self.metrics_push.run)
             for listener in self._listeners:
                 tasks.start_soon(listener.run_until_stopped)
                 await listener.wait_started()
@@ -303,6 +312,14 @@ class Gateway:
             await self.batching.batches.aclose()
             await self.batching.files.aclose()
         self.estimator.close()
+        await anyio.to_thread.run_sync(self._close_telemetry)
+
+    def _close_telemetry(self) -> None:
+        """Send what is left; a receiver that is away holds that up for some seconds."""
+        if self.tracing is not None:
+            self.tracing.close()
+        if self.metrics_push is not None:
+            self.metrics_push.close()
 
 
 async def serve(
