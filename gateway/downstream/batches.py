@@ -135,7 +135,7 @@ class Batches:
                 raise InvalidRequest("The file's purpose must be `batch`.", param="input_file_id")
             case BatchRefusal.TOO_MANY_BATCHES:
                 message = "This key has as many batches as it may."
-                raise JobRefused(message, code=found.value, retry_after_s=30)
+                raise JobRefused(message, code="too_many_batches", retry_after_s=30)
         return found
 
 

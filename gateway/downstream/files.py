@@ -124,7 +124,7 @@ class Files:
             file = await self.find(key, file_id)
             if await self._store.delete(file.id) is FileRefusal.IN_USE:
                 message = "A batch that has not ended reads this file: cancel it, or wait for its end."
-                raise InvalidRequest(message, code=FileRefusal.IN_USE.value)
+                raise InvalidRequest(message, code="file_in_use")
             return {"id": file.id, "object": "file", "deleted": True}
 
         return [upload, list_, retrieve, content, forget]

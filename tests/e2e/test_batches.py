@@ -3,10 +3,10 @@
 import json
 import re
 import signal
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import openai
@@ -20,7 +20,8 @@ KEYS = {
     "a": {"sha256": "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"},  # of "a"
     "b": {"sha256": "3e23e8160039594a33894f6564e1b1348bbd7a0088d42c4acb73eeaed59c009d"},  # of "b"
 }
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+CHAT: Any = "/v1/chat/completions"
+RESPONSES: Any = "/v1/responses"
 SHORT = {"model": "gemma-4", "max_completion_tokens": 8}
 
 
@@ -88,7 +89,8 @@ async def completed(client: openai.AsyncOpenAI, id: str, least: int) -> None:
     """Return once so many requests of a batch have their answers."""
     with anyio.fail_after(90):
         while True:
-            if (await client.batches.retrieve(id)).request_counts.completed >= least:
+            counts = (await client.batches.retrieve(id)).request_counts
+            if counts is not None and counts.completed >= least:
                 return
             await anyio.sleep(0.05)
 
@@ -224,7 +226,7 @@ async def test_a_request_to_make_a_batch_must_be_in_order(gateway: Site) -> None
 
 async def test_a_cancelled_batch_keeps_what_it_has(gateway: Site) -> None:
     client = gateway.openai(api_key="a")
-    long = {"max_completion_tokens": 20_000, "ignore_eos": True}
+    long: dict[str, Any] = {"max_completion_tokens": 20_000, "ignore_eos": True}
     lines = [chat(f"q{number}") for number in range(3)] + [chat(f"s{n}", **long) for n in range(300)]
     made = await batch_of(client, jsonl(*lines))
     await completed(client, made.id, 3)
@@ -246,13 +248,13 @@ async def test_a_cancelled_batch_keeps_what_it_has(gateway: Site) -> None:
 
 async def test_a_batch_whose_time_is_over_says_so_for_every_line(gateway: Site, store: RedisServer) -> None:
     client = gateway.openai(api_key="a")
-    long = {"max_completion_tokens": 20_000, "ignore_eos": True}
+    long: dict[str, Any] = {"max_completion_tokens": 20_000, "ignore_eos": True}
     lines = [chat("quick")] + [chat(f"s{n}", **long) for n in range(50)]
     made = await batch_of(client, jsonl(*lines))
     await completed(client, made.id, 1)
 
     async with Redis.from_url(store.url) as redis:
-        await cast("Awaitable[int]", redis.hset(f"{{gw:jobs}}:batch:{made.id}", "expires", 1))
+        await redis.hset(f"{{gw:jobs}}:batch:{made.id}", "expires", 1)
     done = await ended(client, made.id, within_s=20)
 
     assert done.status == "expired" and done.expired_at

@@ -312,14 +312,19 @@ class Unreliable:
         return ask
 
 
+def runner_on(stores: list[Any], name: str) -> BatchRunner:
+    batches, files, jobs = stores
+    return BatchRunner(batches, files, jobs, name, read_line, RULES)
+
+
 @pytest.mark.parametrize("seed", range(4))
 async def test_replies_that_are_lost_cost_no_line_and_double_none(world: BatchWorld, seed: int) -> None:
     dice = random.Random(seed)
     for id in ("batch_1", "batch_2"):
         await make(world, jsonl(60), id)
     # Whoever does not hear that it has taken a batch leaves it until the lease is over.
-    stores = [Unreliable(store, dice) for store in (world.open(lease_s=0.5), world.files, world.jobs)]
-    runners = [BatchRunner(*stores, f"r{number}", read_line, RULES) for number in range(2)]  # type: ignore[arg-type]
+    stores = (world.open(lease_s=0.5), world.files, world.jobs)
+    runners = [runner_on([Unreliable(store, dice) for store in stores], f"r{n}") for n in range(2)]
     async with working(world) as workers, anyio.create_task_group() as tasks:
         for runner in runners:
             tasks.start_soon(runner.run)
@@ -396,8 +401,8 @@ async def test_a_batch_goes_on_from_whatever_step_its_runner_died_in(world: Batc
             left = [steps]
             # A command that is under way when it dies may take the batch yet.
             mortal = world.open(lease_s=0.5)
-            stores = [Mortal(store, left) for store in (mortal, world.files, world.jobs)]
-            first = BatchRunner(*stores, "first", read_line, RULES)  # type: ignore[arg-type]
+            stores = (mortal, world.files, world.jobs)
+            first = runner_on([Mortal(store, left) for store in stores], "first")
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(first.run)
                 with anyio.fail_after(WITHIN_S):

@@ -272,13 +272,13 @@ async def test_a_batch_ends_once_and_says_so(world: BatchWorld) -> None:
     done = await batches.get("batch_1")
     assert done is not None and done.status is S.COMPLETED
     assert (done.completed, done.failed) == (1, 2)
-    for id, kind in ((done.output_file_id, "output"), (done.error_file_id, "error")):
-        assert id == claim.batch.file_id(kind)
-        file = await world.files.get(id or "")
+    for file_id, kind in ((done.output_file_id, "output"), (done.error_file_id, "error")):
+        assert file_id == claim.batch.file_id(kind)
+        file = await world.files.get(file_id)
         assert file is not None
         assert (file.new.purpose, file.new.filename) == ("batch_output", f"batch_1_{kind}.jsonl")
         assert file.expires_at - file.created_at == 7200
-    events = await world.redis.xrange(world.key("webhooks", "events"))
+    events: Any = await world.redis.xrange(world.key("webhooks", "events"))
     assert [fields for _, fields in events] == [
         {"type": "batch.completed", "subject": "batch_1", "owner": "=alice"}
     ]

@@ -32,13 +32,14 @@ class BatchWorld:
     def __init__(self, url: str, prefix: str, redis: Redis) -> None:
         self.url, self.prefix, self.redis = url, prefix, redis
         self._opened: list[RedisBatches | RedisFiles | RedisJobs] = []
-        self.files = self._kept(RedisFiles(url, prefix=prefix, command_s=10.0))
-        self.jobs = self._kept(RedisJobs(url, prefix=prefix, command_s=10.0, lost_s=LONG_S))
+        self.files: RedisFiles = self._kept(RedisFiles(url, prefix=prefix, command_s=10.0))
+        self.jobs: RedisJobs = self._kept(RedisJobs(url, prefix=prefix, command_s=10.0, lost_s=LONG_S))
 
     def open(self, **options: Any) -> RedisBatches:
         """Return a process's store. Patient, so that a slow machine is no store that is away."""
         options = {"prefix": self.prefix, "command_s": 10.0, "lease_s": LONG_S, **options}
-        return self._kept(RedisBatches(self.url, **options))
+        batches: RedisBatches = self._kept(RedisBatches(self.url, **options))
+        return batches
 
     async def aclose(self) -> None:
         for one in self._opened:
