@@ -29,6 +29,7 @@ from gateway.core.health import (
 )
 from gateway.core.trace import passed_on
 from gateway.core.waiting import WaitingLine
+from gateway.downstream.config_routes import config_handlers
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
@@ -37,6 +38,7 @@ from gateway.downstream.routes import Applications, Operators
 from gateway.pipeline import BackendWatch, Peers, Pipeline
 from gateway.pipeline.box_keeper import SETTLE_S, BoxKeeper
 from gateway.ports import Recorder
+from gateway.reload import Reload, Reloader
 from gateway.settings import Settings
 from gateway.store.boards import RedisBoard
 from gateway.store.fallback import FallbackLedger, Mode
@@ -58,7 +60,8 @@ log = logging.getLogger("gateway.process")
 STOP_S = 5.0
 """Seconds in which connections close once their requests have ended or were cut."""
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+RELOAD_SIGNAL = signal.SIGHUP
 _LOST = frozenset({State.HUNG, State.DOWN})
 
 
@@ -88,6 +91,7 @@ class Gateway:
         """
         settings.require(environ)
         self.settings = settings
+        self._environ = environ
         self.clock = SystemClock()
         self.policy = settings.policy()
         self.ledger = parts.ledger(settings)
@@ -95,7 +99,8 @@ class Gateway:
         self.journal = Journal()
         backends = self.policy.backends
         secrets = parts.backend_keys(settings, environ)
-        tls = {name: parts.verification(settings, name) for name in backends}
+        self._verifications = parts.Verifications()
+        tls = self._verifications.of(settings)
         self.fleet = Prober(
             backends,
             parts.health_rules(settings),
@@ -139,7 +144,7 @@ class Gateway:
             replicas=lambda: self._store.replicas if self._store else 1,
             store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
         )
-        self.metrics.config_info.labels(self.policy.version).set(1)
+        self.metrics.config_in_force(self.policy.version, self.clock.wall())
         self.webhooks = parts.webhooks(settings, environ, self.clock, self.metrics)
         self.tracing = parts.tracing(settings, environ, lambda: self.policy.backends, self.metrics)
         self.metrics_push = parts.metrics_push(settings, environ, self.metrics, self.clock)
@@ -161,6 +166,7 @@ class Gateway:
             away=self.boxes.away,
         )
         digests = settings.key_digests(environ) or {}
+        self.keys = KeyRing(digests)
         self.peers = Peers(
             fleet=self.fleet,
             estimator=self.estimator,
@@ -180,7 +186,7 @@ class Gateway:
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
-            keys=KeyRing(digests),
+            keys=self.keys,
             rules=parts.wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             keeping=Keeping(self.responses, settings.responses.keep_s),
@@ -194,7 +200,16 @@ class Gateway:
         self.batch_runner = parts.batch_runner(
             settings, self.batching, self.jobs, self.applications.batch_lines
         )
+        self.reloader = Reloader(
+            settings,
+            environ,
+            self._put_in_force,
+            lambda: {name: load.seqs for name, load in self.ledger.loads().items()},
+            self.clock,
+            on_reload=self._reloaded,
+        )
         self.operators = Operators(
+            handlers=config_handlers(self.reloader),
             views=Views(
                 policy=lambda: self.policy,
                 ledger=self.ledger,
@@ -209,6 +224,36 @@ class Gateway:
             ).by_name(),
             metrics=self.metrics.exposition,
         )
+
+    async def _put_in_force(self, settings: Settings) -> None:
+        """Make other settings those that count. What may fail comes first; then all changes in one step."""
+        policy = settings.policy()
+        secrets = parts.backend_keys(settings, self._environ)
+        digests = settings.key_digests(self._environ) or {}
+        tls = self._verifications.of(settings)
+
+        for name in set(self.policy.backends) - set(policy.backends):
+            self.counts.forget(name)
+        self.settings, self.policy = settings, policy
+        self.keys.replace(digests)
+        self.peers.know_keys(digests)
+        self.upstream.update(policy.backends.values(), secrets=secrets, tls=tls)
+        self.fleet.update(
+            policy.backends,
+            parts.health_rules(settings),
+            secrets=secrets,
+            tls=tls,
+            hang_s={name: parts.hang_s(settings, name) for name in policy.backends},
+        )
+        self.pipeline.policy_changed()
+        self.metrics.config_in_force(policy.version, self.clock.wall())
+        await self.upstream.close_retired()
+
+    def _reloaded(self, found: Reload) -> None:
+        outcome = "refused" if found.error else "applied"
+        self.metrics.reloads.labels(outcome).inc()
+        if found.error:
+            self.metrics.config_successful.set(0)
 
     def _backend_changed(self, backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
         logs.backend_changed(backend_id, old, new)
@@ -277,6 +322,8 @@ class Gateway:
                 tasks.start_soon(self.batch_runner.run)
             if self.webhooks is not None:
                 tasks.start_soon(self.webhooks.run)
+            if self.settings.reload.watch:
+                tasks.start_soon(self.reloader.watch)
             if self.metrics_push is not None:
                 tasks.start_soon(self.metrics_push.run)
             for listener in self._listeners:
@@ -325,18 +372,25 @@ class Gateway:
 async def serve(
     settings: Settings, environ: Mapping[str, str] = os.environ, *, ready: Callable[[Running], None]
 ) -> None:
-    """Run a gateway until SIGTERM, SIGINT or SIGHUP, then drain it; a second signal ends it at once.
+    """Run a gateway until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
+
+    SIGHUP has it read its configuration again.
 
     Raises:
         ConfigError: it cannot be built from these settings, or an address cannot be bound.
     """
     failure: ConfigError | None = None
-    with anyio.open_signal_receiver(*STOP_SIGNALS) as signals:
+    with (
+        anyio.open_signal_receiver(*STOP_SIGNALS) as signals,
+        anyio.open_signal_receiver(RELOAD_SIGNAL) as hints,
+    ):
         async with anyio.create_task_group() as tasks:
             try:
                 if settings.jobs_folder is not None:
                     settings = settings.with_jobs_at(await tasks.start(keep_store, settings.jobs_folder))
-                await serve_until(signals, Gateway(settings, environ), ready=ready)
+                gateway = Gateway(settings, environ)
+                tasks.start_soon(reread_on, hints, gateway)
+                await serve_until(signals, gateway, ready=ready)
             except ConfigError as error:  # carried out by value: the group would wrap it
                 failure = error
             tasks.cancel_scope.cancel()
@@ -371,6 +425,12 @@ async def serve_until(
         if left := gateway.applications.in_flight:
             log.warning("ending with %d requests in flight", left)
     log.info("stopped")
+
+
+async def reread_on(hints: AsyncIterator[object], gateway: Gateway) -> None:
+    """Have a gateway read its configuration again for each of `hints`, until cancelled."""
+    async for _ in hints:
+        await gateway.reloader.reread("signal")
 
 
 async def _cancel_on_next(stops: AsyncIterator[object], tasks: TaskGroup) -> None:

@@ -6,6 +6,7 @@ import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gateway.clock import SystemClock
@@ -304,6 +305,36 @@ def wire_rules(settings: Settings) -> WireRules:
         drop_fields=frozenset(section.drop_fields),
         usage_in_streams=section.usage_in_streams,
     )
+
+
+class Verifications:
+    """How the certificates of backends are verified. What is verified alike stays the same object."""
+
+    def __init__(self) -> None:
+        """Start with nothing read."""
+        self._known: dict[tuple[Path, bytes], ssl.SSLContext] = {}
+
+    def of(self, settings: Settings) -> Mapping[str, ssl.SSLContext | bool]:
+        """Return it per backend.
+
+        Raises:
+            ConfigError: a file of authorities holds none.
+        """
+        return {name: self._verification(settings, name) for name in settings.document.backends}
+
+    def _verification(self, settings: Settings, name: str) -> ssl.SSLContext | bool:
+        ca_file = settings.tls(name).ca_file
+        if ca_file is None or not settings.tls(name).verify:
+            return verification(settings, name)
+        try:
+            at = (ca_file, ca_file.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"backend {name}: {ca_file}: {error.strerror}") from error
+        if at not in self._known:
+            found = verification(settings, name)
+            assert isinstance(found, ssl.SSLContext)
+            self._known[at] = found
+        return self._known[at]
 
 
 def verification(settings: Settings, backend_id: str) -> ssl.SSLContext | bool:

@@ -715,8 +715,11 @@ class WaitingLine:
         """Be told which backends are out, and when each can be back at the earliest (monotonic seconds)."""
         self._back_at = back_at
 
-    def enter(self, ticket: Ticket, now: float) -> Refused | None:
-        """Let a request wait for its turn, or return why it may not."""
+    def enter(self, ticket: Ticket, now: float, *, has_waited: bool = False) -> Refused | None:
+        """Let a request wait for its turn, or return why it may not.
+
+        `has_waited`: it was let in before, and has left only to be decided anew.
+        """
         lane, rules = self._lane(ticket), ticket.traffic_class.waiting
         self._settle(lane, (ticket.traffic_class.priority, frozenset(ticket.first_pool)))
         self._numbers += 1
@@ -731,6 +734,9 @@ class WaitingLine:
         )
         if now > entry.start_by:
             entry.standing = _Standing.LATE
+        if has_waited:
+            self._insert(lane, entry, now)
+            return None
         ahead, wait_s = self._forecast(lane, entry, now)
         if len(lane.entries) >= rules.waiting_max or (
             lane.entries and lane.size_bytes + ticket.size_bytes > rules.waiting_bytes_max

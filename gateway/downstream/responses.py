@@ -4,6 +4,7 @@ The pipeline serves the chat request like any other. What it sends, status, head
 translated on its way out, event by event.
 """
 
+import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ PATH = "/v1/responses"
 REFERENCES_MAX = 64
 """Responses that one request may refer to through items: each is looked up."""
 
+_NUMBER = re.compile(r"-?[0-9]{1,18}")
 _DEPTH_SPARE = 200
 _PAGE = 20
 _PAGE_MAX = 100
@@ -258,10 +260,10 @@ class Responses:
             job = await self._job(key, response_id)
             if job is not None and self._background is not None:
                 return await self._shown(self._background, job, request)
+            record = await self._record(key, response_id)
             if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
                 message = "Only a response that runs in the background can be streamed again."
                 raise InvalidRequest(message, code="unsupported_parameter", param="stream")
-            record = await self._record(key, response_id)
             response = msgspec.json.decode(record, type=KeptResponse).response
             return Response(bytes(response), media_type=MediaType.JSON)
 
@@ -305,7 +307,7 @@ class Responses:
                 answer.headers["retry-after"] = str(background.retry_after_s(response))
             return answer
         after = str(query.get("starting_after", "-1"))
-        if not after.lstrip("-").isdigit():
+        if not _NUMBER.fullmatch(after):
             raise InvalidRequest("`starting_after` must be the number of an event.", param="starting_after")
 
         async def frames() -> AsyncIterator[bytes]:

@@ -299,10 +299,18 @@ class Operators:
     """The admin surface. Its own listener, never exposed by default."""
 
     def __init__(
-        self, *, views: Mapping[str, Callable[[], Any]], metrics: Callable[[], tuple[bytes, str]]
+        self,
+        *,
+        views: Mapping[str, Callable[[], Any]],
+        metrics: Callable[[], tuple[bytes, str]],
+        handlers: Sequence[BaseRouteHandler] = (),
     ) -> None:
-        """Show each of `views` under `/admin/<name>` as JSON, and `metrics` (body, content type)."""
+        """Show each of `views` under `/admin/<name>` as JSON, and `metrics` (body, content type).
+
+        `handlers` are what else operators can do.
+        """
         self._views = views
+        self._handlers = handlers
         self._metrics = metrics
 
     def asgi_app(self) -> Litestar:
@@ -321,7 +329,7 @@ class Operators:
             return Response(body, media_type=MediaType.JSON)
 
         return Litestar(
-            [metrics, admin, livez],
+            [metrics, admin, livez, *self._handlers],
             openapi_config=None,
             logging_config=None,
             exception_handlers=EXCEPTION_HANDLERS,

@@ -47,7 +47,7 @@ from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive
 from gateway.pipeline.first_tokens import FirstTokens
 from gateway.pipeline.passage import Passage
-from gateway.pipeline.waiting_room import WaitingRoom
+from gateway.pipeline.waiting_room import PolicyChanged, WaitingRoom
 from gateway.pipeline.watch import BackendWatch
 from gateway.ports import (
     Clock,
@@ -112,7 +112,7 @@ class Pipeline:
         self._clock = clock
         self._away = away
         self._running: dict[str, set[Attempt]] = {}
-        self._backends: dict[str, Backend] = {}  # of every policy a request has come in under
+        self._backends = dict(policy().backends)  # and those that were, which are given nothing more
         self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
         watch.on_more(self.room.look)
@@ -139,6 +139,15 @@ class Pipeline:
         finally:
             self._judge(passage)
             self._recorder.finished(passage.record(self._clock.now()))
+
+    def policy_changed(self) -> None:
+        """Note that another policy is in force: whoever waits is decided anew under it.
+
+        What runs on a backend goes on. A backend that is gone is given nothing more.
+        """
+        kept = {name: replace(backend, drain=True) for name, backend in self._backends.items()}
+        self._backends = kept | dict(self._policy().backends)
+        self.room.send_on()
 
     async def place_of(self, incoming: Incoming) -> Decision:
         """Return what would be decided about a request now; it is not run.
@@ -209,13 +218,18 @@ class Pipeline:
         """Find it a place and relay the answer, on another backend as long as none has answered."""
         failure: UpstreamError | None = None
         unfit: frozenset[str] = frozenset()  # those that have answered, but not as asked
-        may_ask_again = True
+        may_ask_again, has_waited = True, False
         while True:
+            ticket = self._under_this_policy(passage, ticket)
             assert passage.decision is not None
             self._check_fit(passage.decision, ticket)
             entered_at = self._clock.now()
             try:
-                candidate, slot = await self.room.admit(ticket)
+                candidate, slot = await self.room.admit(ticket, has_waited=has_waited)
+            except PolicyChanged:
+                ticket = replace(ticket, waited_s=ticket.waited_s + self._clock.now() - entered_at)
+                has_waited = True
+                continue
             except ShedError as shed:
                 if failure is None or isinstance(shed, AtCapacity):
                     raise
@@ -224,6 +238,7 @@ class Pipeline:
                     continue
                 # Nobody is left to ask: what the last one said is the better answer.
                 raise failure from None
+            has_waited = False
             passage.admitted_at = passage.admitted_at or self._clock.now()
             ticket = replace(ticket, waited_s=ticket.waited_s + self._clock.now() - entered_at)
             try:
@@ -254,8 +269,27 @@ class Pipeline:
         model = _model(policy, request.model)
         estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
         passage.estimated_at = self._clock.now()
+        passage.policy = policy = self._policy()  # it may have changed while the prompt was counted
+        model = _model(policy, request.model)
         passage.decision, ticket = self._ticket(policy, model, passage.incoming, estimate)
         return ticket
+
+    def _under_this_policy(self, passage: Passage, ticket: Ticket) -> Ticket:
+        """Return the ticket of a request that nobody has answered, under the policy in force.
+
+        A request that this policy would refuse keeps the one that let it in.
+        """
+        policy, decision = self._policy(), passage.decision
+        if policy is ticket.policy or decision is None:
+            return ticket
+        try:
+            model = _model(policy, passage.incoming.request.model)
+            decision, anew = self._ticket(policy, model, passage.incoming, decision.estimate)
+            self._check_fit(decision, anew)
+        except GatewayError:
+            return ticket
+        passage.policy, passage.decision = policy, decision
+        return replace(anew, failed=ticket.failed, waited_s=ticket.waited_s, deadline=ticket.deadline)
 
     def _ticket(
         self, policy: Policy, model: ModelPolicy, incoming: Incoming, estimate: Estimate

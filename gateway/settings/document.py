@@ -746,6 +746,13 @@ class WebhookSection(Section):
         return self
 
 
+class ReloadSection(Section):
+    """Another configuration while the gateway runs; SIGHUP always has the file read again."""
+
+    watch: bool = True
+    """Whether a file that has changed is read again by itself. One that cannot be used changes nothing."""
+
+
 class ShutdownSection(Section):
     """What happens on SIGTERM."""
 
@@ -815,6 +822,9 @@ class Document(Section):
 
     telemetry: TelemetrySection = TelemetrySection()
     """What is sent to an OpenTelemetry receiver."""
+
+    reload: ReloadSection = ReloadSection()
+    """Another configuration while the gateway runs."""
 
     shutdown: ShutdownSection = ShutdownSection()
     """What happens on SIGTERM."""

@@ -42,6 +42,7 @@ from gateway.settings.document import (
     JobsSection,
     ModelSection,
     PoolSection,
+    ReloadSection,
     RequestsSection,
     ResponsesSection,
     ShutdownSection,
@@ -131,6 +132,11 @@ class Settings:
     def shutdown(self) -> ShutdownSection:
         """What happens on SIGTERM."""
         return self.document.shutdown
+
+    @property
+    def reload(self) -> ReloadSection:
+        """How another configuration comes into force."""
+        return self.document.reload
 
     @property
     def jobs(self) -> JobsSection | None:

@@ -146,6 +146,19 @@ class Metrics:
         self.config_info = Gauge(
             "gateway_config_info", "1 for the configuration in force.", ("version",), registry=registry
         )
+        self.reloads = Counter(
+            "gateway_config_reloads", "Configurations tried while running.", ("outcome",), registry=registry
+        )
+        self.config_successful = Gauge(
+            "gateway_config_last_reload_successful",
+            "0 if the configuration that was tried last could not be used.",
+            registry=registry,
+        )
+        self.config_loaded_at = Gauge(
+            "gateway_config_last_reload_success_timestamp_seconds",
+            "When the configuration in force was loaded.",
+            registry=registry,
+        )
         self.traces = Counter(
             "gateway_traces", "Requests that were kept as a trace, by why.", ("reason",), registry=registry
         )
@@ -213,6 +226,13 @@ class Metrics:
             self.state_changes.labels(backend_id, new.state.value).inc()
         if new.restarts > old.restarts:
             self.restarts.labels(backend_id).inc(new.restarts - old.restarts)
+
+    def config_in_force(self, version: str, at: float) -> None:
+        """Note that a configuration is in force since `at`, in epoch seconds."""
+        self.config_info.clear()
+        self.config_info.labels(version).set(1)
+        self.config_loaded_at.set(at)
+        self.config_successful.set(1)
 
     def webhook_attempted(self, attempt: WebhookAttempt) -> None:
         """Note an attempt to deliver a webhook."""

@@ -132,7 +132,11 @@ async def test_another_keys_job_is_not_there(gateway: Site) -> None:
     mine, theirs = gateway.openai(api_key="a"), gateway.openai(api_key="b")
     job = await mine.responses.create(**ASK, background=True, max_output_tokens=5)
 
-    for ask in (theirs.responses.retrieve, theirs.responses.cancel, theirs.responses.delete):
+    def streamed(id: str) -> Any:
+        return theirs.responses.retrieve(id, stream=True)
+
+    responses = theirs.responses
+    for ask in (responses.retrieve, streamed, responses.cancel, responses.delete):
         with pytest.raises(openai.NotFoundError) as caught:
             await ask(job.id)
         assert caught.value.code == "response_not_found"
@@ -187,6 +191,17 @@ async def test_what_can_never_run_is_refused_when_it_is_handed_over(
 
     assert caught.value.code == code
     assert await gateway.gateway.jobs.find() == []  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("after", ["soon", "1.5", "--1", "\u00b2", "9" * 5_000])
+async def test_what_is_no_number_of_an_event_is_refused(gateway: Site, after: str) -> None:
+    client = gateway.openai(api_key="a")
+    job = await client.responses.create(**ASK, background=True, max_output_tokens=5)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.retrieve(job.id, stream=True, extra_query={"starting_after": after})
+
+    assert (caught.value.code, caught.value.param) == ("invalid_request", "starting_after")
+    await ended(client, job.id)
 
 
 async def test_a_pending_job_says_where_it_stands(tmp_path: Path, store: RedisServer) -> None:

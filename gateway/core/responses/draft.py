@@ -110,11 +110,11 @@ class Draft:
         Its items keep their places in the stream, unfinished, and are not in the response.
         """
         events: list[Event] = []
-        if self.speaking is not None:
-            self._close_speaking(events, "incomplete")
+        self._close_speaking(events, "incomplete")
         for item in self.items:
-            if item.status == "in_progress":
+            if item.status == "in_progress":  # a call: who follows must not wait for the rest of it
                 item.status = "incomplete"
+                events.append(self._item_done(item))
             item.is_void = True
         self.calls.clear()
         self.finish_reason = self.usage = None
@@ -261,7 +261,10 @@ class Draft:
         self.speaking = None
         self._close_part(item, events)
         item.status = status
-        events.append(self._event("response.output_item.done", output_index=item.index, item=item.shown()))
+        events.append(self._item_done(item))
+
+    def _item_done(self, item: _Item) -> Event:
+        return self._event("response.output_item.done", output_index=item.index, item=item.shown())
 
     def _close_all(self, events: list[Event]) -> None:
         """End every item: the answer is at its end. If it was cut, the last thing in it was."""
@@ -281,9 +284,7 @@ class Draft:
                     "response.function_call_arguments.done", **place, name=item.name, arguments=arguments
                 )
             )
-            events.append(
-                self._event("response.output_item.done", output_index=item.index, item=item.shown())
-            )
+            events.append(self._item_done(item))
 
     def _end(self, kind: str = "") -> list[Event]:
         self.is_over = True
