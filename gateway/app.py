@@ -180,6 +180,7 @@ class Gateway:
         if self._store is not None:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
         self.responses = parts.response_store(settings, self.clock)
+        self.promises = parts.promises(settings, self.clock)
         self.jobs = parts.jobs(settings)
         self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock)
         self.batching = parts.batching(settings)
@@ -190,6 +191,7 @@ class Gateway:
             rules=parts.wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             keeping=Keeping(self.responses, settings.responses.keep_s),
+            promises=self.promises,
             background=parts.background(settings, self.jobs, self.pipeline, self.clock),
             batching=self.batching,
             readiness=self.readiness,
@@ -336,6 +338,7 @@ class Gateway:
                     await self._stop(tasks)
 
     async def _stop(self, tasks: TaskGroup) -> None:
+        self.applications.is_draining = True
         if self.batch_runner is not None:
             await self.batch_runner.stop()
         if self.worker is not None:
@@ -353,6 +356,7 @@ class Gateway:
         if self._store is not None:
             await self._store.aclose()
         await self.responses.aclose()
+        await self.promises.store.aclose()
         if self.jobs is not None:
             await self.jobs.aclose()
         if self.batching is not None:
@@ -414,7 +418,7 @@ async def serve_until(
         ready(running)
         await anext(stops)
         if gateway.worker is not None:
-            gateway.worker.drain()
+            gateway.worker.drain(lambda: gateway.applications.waiting_in_place > 0)
         in_flight = gateway.applications.in_flight
         log.info("draining: %d requests in flight; a second signal ends them", in_flight)
         with anyio.move_on_after(gateway.settings.shutdown.drain_s):

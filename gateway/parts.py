@@ -24,6 +24,7 @@ from gateway.downstream import wire
 from gateway.downstream.background import Background, JobRules
 from gateway.downstream.batches import Batching, BatchLines
 from gateway.downstream.files import FileRules
+from gateway.downstream.promises import PromiseKeeping
 from gateway.downstream.routes import new_request_id
 from gateway.downstream.wire import WireRules
 from gateway.jobs import BatchRules, BatchRunner, Worker, WorkerRules
@@ -37,6 +38,7 @@ from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.files import RedisFiles
 from gateway.store.jobs import RedisJobs
 from gateway.store.memory import MemoryLedger
+from gateway.store.promises import MemoryPromises, RedisPromises
 from gateway.store.redis import RedisLedger
 from gateway.store.responses import MemoryResponseStore, RedisResponseStore
 from gateway.store.webhooks import RedisWebhooks
@@ -118,6 +120,18 @@ def response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStor
     return RedisResponseStore(settings.store.url, prefix=settings.store.prefix, bytes_max=bytes_max)
 
 
+def promises(settings: Settings, clock: SystemClock) -> PromiseKeeping:
+    """Return where answers are kept for idempotency keys: in whichever store there is."""
+    section, store = settings.idempotency, settings.jobs_store or settings.store
+    bytes_max = section.max_bytes_per_key
+    kept = (
+        MemoryPromises(clock, bytes_max)
+        if store is None
+        else RedisPromises(store.url, prefix=store.prefix, bytes_max=bytes_max)
+    )
+    return PromiseKeeping(kept, section.keep_s, section.max_answer_bytes)
+
+
 def jobs(settings: Settings) -> RedisJobs | None:
     """Return where jobs are kept, or None where there are none."""
     store = settings.jobs_store
@@ -158,7 +172,8 @@ def worker(
         arrival = Arrival(new_request_id(), clock.wall(), clock.now())
         headers = JobFacts.of(job).headers
         found = wire.read(Endpoint.CHAT, body, wanted, arrival=arrival, key=job.new.key, headers=headers)
-        return replace(found, request=replace(found.request, is_job=True))
+        traffic_class = job.new.lane.rpartition("/")[2]
+        return replace(found, request=replace(found.request, is_job=True, handed_over_as=traffic_class))
 
     return Worker(jobs, process_name(), read, pipeline.run, rules)
 

@@ -162,7 +162,7 @@ class Refusal(StrEnum):
 
     TOO_MANY_JOBS = "too_many_jobs"
     TOO_MANY_BYTES = "too_many_bytes"
-    IDEMPOTENCY_MISMATCH = "idempotency_mismatch"  # the same key with another body
+    IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"  # with another body
 
 
 @dataclass(frozen=True, slots=True)

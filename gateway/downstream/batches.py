@@ -11,6 +11,7 @@ from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 
 from gateway.core.batches import ENDPOINTS, Batch, BatchLine, BatchRefusal, batch_object
+from gateway.core.chat_jobs import NOT_IN_STREAMS
 from gateway.core.errors import (
     BatchNotFound,
     BodyTooLarge,
@@ -37,7 +38,6 @@ from gateway.ports import Arrival, BatchStore, Clock, FileStore, Incoming
 PATH = "/v1/batches"
 BODY_BYTES_MAX = 1024 * 1024
 _PAGE, _PAGE_MAX = 20, 100
-_NOT_IN_STREAMS = ("prompt_logprobs", "use_beam_search")
 _SECRET = frozenset({"authorization", "cookie", "proxy-authorization"})
 
 
@@ -213,8 +213,8 @@ class BatchLines:
             )
 
         incoming = await self._readers.run(len(received.body), read)
-        for name in _NOT_IN_STREAMS:
+        for name in NOT_IN_STREAMS:
             if incoming.member(name):
                 message = f"`{name}` is not offered in batches: no engine streams such an answer."
                 raise InvalidRequest(message, code="unsupported_parameter", param=name)
-        return incoming, JobFacts({}, token, 0, headers_kept(received.headers), {})
+        return incoming, JobFacts({}, token, 0, headers_kept(received.headers), {}, is_chat=True)

@@ -18,7 +18,7 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
-from gateway.core.batch_answers import answer_of, error_body, unreadable
+from gateway.core.batch_answers import answer_of, refusal, unreadable
 from gateway.core.batches import (
     Batch,
     BatchClaim,
@@ -353,9 +353,9 @@ def _end_of(sight: BatchSight) -> BatchStatus:
 
 def _refused(batch: Batch, line: BatchLine, error: CallerError) -> bytes:
     """Return the error file's line of a request that no backend could ever take."""
-    body = error_body(error.message, error.type, error.param, error.code)
-    request_id = batch.line_id(line.number)
-    return answered_line(request_id, line.custom_id, error.http_status, request_id, body)
+    status, body = refusal(error)
+    line_id = batch.line_id(line.number)
+    return answered_line(line_id, line.custom_id, status, line_id, body)
 
 
 def _unanswered(batch: Batch, sight: BatchSight, line: RunningLine, job: Job | None) -> bytes:

@@ -18,7 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from gateway.core.errors import BackendRejected, CallerError, GatewayError, ShedError, StoreUnavailable
-from gateway.core.job_answers import AnswerSoFar, answer_so_far, continuation
+from gateway.core.job_answers import AnswerSoFar, answer_so_far, choices, continuation
 from gateway.core.jobs import Chunk, Job, JobError, JobStatus
 from gateway.jobs.record import AGAIN_S, JobLost, JobRecord
 from gateway.pipeline import CallerStalled
@@ -79,6 +79,7 @@ class Worker:
         self._scope = anyio.CancelScope()
         self._ended = anyio.Event()
         self.is_draining = False
+        self._is_needed: Callable[[], bool] = lambda: False
 
     @property
     def running(self) -> int:
@@ -103,15 +104,17 @@ class Worker:
         self._scope.cancel()
         await self._ended.wait()
 
-    def drain(self) -> None:
-        """Take no more jobs."""
+    def drain(self, is_needed: Callable[[], bool] = lambda: False) -> None:
+        """Take no more jobs, except while `is_needed()`: somebody waits here for one."""
         self.is_draining = True
+        self._is_needed = is_needed
 
     # ------------------------------------------------------------ claiming
 
     async def _next(self) -> Job | None:
         """Return the next job, or None after a while in which there was none."""
-        if self.is_draining or len(self._claims) >= self._rules.running_max:
+        is_leaving = self.is_draining and not self._is_needed()
+        if is_leaving or len(self._claims) >= self._rules.running_max:
             await self._changed()
             return None
         try:
@@ -263,7 +266,8 @@ class Worker:
     # ------------------------------------------------------------ what must reach the store
 
     async def _answer_so_far(self, job: Job) -> AnswerSoFar:
-        return answer_so_far(await _until_answered(lambda: stored_chunks(self._store, job.id)))
+        chunks = await _until_answered(lambda: stored_chunks(self._store, job.id))
+        return answer_so_far(chunks, choices(job.new.body))
 
     async def _finish(self, job: Job, status: JobStatus, error: JobError | None = None) -> None:
         await _until_answered(lambda: self._store.finish(job.id, job.attempt, status, error))

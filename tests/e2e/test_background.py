@@ -171,7 +171,7 @@ async def test_the_same_idempotency_key_is_the_same_job(gateway: Site) -> None:
     assert one.id == other.id
     with pytest.raises(openai.UnprocessableEntityError) as caught:
         await client.responses.create(model="gemma-4", input="Something else", **fields)
-    assert caught.value.code == "idempotency_mismatch"
+    assert caught.value.code == "idempotency_key_reused"
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ async def test_an_idempotency_key_returns_the_job_accepted_first(world: JobWorld
     first = await jobs.submit(new_job("a"), QUOTA, PROMISE)
     assert await jobs.submit(new_job("b"), QUOTA, PROMISE) == first
     other = Idempotency("k", "/v1/responses", "another body")
-    assert await jobs.submit(new_job("b"), QUOTA, other) is Refusal.IDEMPOTENCY_MISMATCH
+    assert await jobs.submit(new_job("b"), QUOTA, other) is Refusal.IDEMPOTENCY_KEY_REUSED
     assert await world.quota() == (1, SIZE)
     digests = [key async for key in world.redis.scan_iter(match=f"{world.key('submitted')}:*")]
     assert [86_000 < await world.redis.ttl(key) <= 86_400 for key in digests] == [True]
