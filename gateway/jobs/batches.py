@@ -167,6 +167,7 @@ class BatchRunner:
             is_moving = bool(sight.ended)
             if sight.status is BatchStatus.FINALIZING:
                 await self._batches.move(claim, BatchStatus.FINALIZING, BatchStatus.COMPLETED)
+                log.info("batch %s: completed", claim.batch.id)
                 return
             if sight.is_given_up:
                 if not is_stopped:
@@ -178,6 +179,7 @@ class BatchRunner:
             if lines.is_over and not is_moving and not sight.running:
                 new = _end_of(sight)
                 if await self._batches.move(claim, sight.status, new) and new.is_final:
+                    log.info("batch %s: %s", claim.batch.id, new)
                     return
             elif not is_moving:
                 await anyio.sleep(self._rules.look_s)
@@ -209,6 +211,7 @@ class BatchRunner:
         if not reader.is_over and (error := reader.end()) is not None:
             errors.append(error)
         new = BatchStatus.FAILED if errors else BatchStatus.IN_PROGRESS
+        log.info("batch %s: %d requests, %d errors", claim.batch.id, reader.count, len(errors))
         total = 0 if errors else reader.count
         moved = await self._batches.move(claim, BatchStatus.VALIDATING, new, total=total, errors=errors)
         if not moved:  # it was cancelled meanwhile
