@@ -38,7 +38,7 @@ from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
 from gateway.jobs import QueueWatch
 from gateway.pipeline import BackendWatch, Peers, Pipeline
-from gateway.pipeline.box_keeper import SETTLE_S, BoxKeeper
+from gateway.pipeline.box_keeper import BoxKeeper
 from gateway.ports import Recorder
 from gateway.reload import Reload, Reloader
 from gateway.settings import Settings
@@ -120,11 +120,9 @@ class Gateway:
         drift, line, self.counts = DriftTracker(), WaitingLine(), CountTracker()
         watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
         self.board = parts.board(settings, self.clock)
+        self.jobs = parts.jobs(settings)
         self.boxes = BoxKeeper(
-            {
-                name: settings.box_rules(name, 0.0 if settings.store is None else SETTLE_S)
-                for name in settings.boxes
-            },
+            {name: settings.box_rules(name, parts.box_settle_s(settings)) for name in settings.boxes},
             backends,
             boot_s=settings.box_boots_s(),
             switch=BoxSwitch(parts.members(settings, environ, backends, secrets, tls)),
@@ -132,6 +130,8 @@ class Gateway:
             fleet=self.fleet,
             ledger=self.ledger,
             line=line,
+            jobs=self.jobs,
+            policy=lambda: self.policy,
             clock=self.clock,
             on_change=lambda: self.pipeline.room.look(),
         )
@@ -184,7 +184,6 @@ class Gateway:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
         self.responses = parts.response_store(settings, self.clock)
         self.promises = parts.promises(settings, self.clock)
-        self.jobs = parts.jobs(settings)
         self.queue = None if self.jobs is None else QueueWatch(self.jobs)
         job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
         self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics)
@@ -197,7 +196,7 @@ class Gateway:
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             keeping=Keeping(self.responses, settings.responses.keep_s),
             promises=self.promises,
-            background=parts.background(settings, self.jobs, self.pipeline, self.clock),
+            background=parts.background(settings, self.jobs, self.pipeline, self.clock, self.boxes.away_s),
             batching=self.batching,
             readiness=self.readiness,
             recorder=recorder,

@@ -29,6 +29,7 @@ from gateway.downstream.routes import new_request_id
 from gateway.downstream.wire import WireRules
 from gateway.jobs import BatchRules, BatchRunner, QueueWatch, Worker, WorkerRules
 from gateway.pipeline import Pipeline
+from gateway.pipeline.box_keeper import JOBS_SETTLE_S, SETTLE_S
 from gateway.ports import Arrival
 from gateway.settings import Settings
 from gateway.settings.document import MemberSection, RequestSection
@@ -113,6 +114,13 @@ def _call(section: RequestSection) -> Call:
     return Call(section.method, section.url, section.body)
 
 
+def box_settle_s(settings: Settings) -> float:
+    """Return how long a box drains at least, so that nothing that waits for it is overlooked."""
+    if settings.store is not None:
+        return SETTLE_S
+    return JOBS_SETTLE_S if settings.jobs_store is not None else 0.0
+
+
 def response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStore | RedisResponseStore:
     """Return where responses are kept."""
     bytes_max = settings.responses.max_bytes_per_key
@@ -140,7 +148,11 @@ def jobs(settings: Settings) -> RedisJobs | None:
 
 
 def background(
-    settings: Settings, jobs: RedisJobs | None, pipeline: Pipeline, clock: SystemClock
+    settings: Settings,
+    jobs: RedisJobs | None,
+    pipeline: Pipeline,
+    clock: SystemClock,
+    away_s: Callable[[str], float | None],
 ) -> Background | None:
     """Return what takes jobs in and shows them to their callers, or None where there are none."""
     section = settings.jobs
@@ -152,7 +164,7 @@ def background(
         unstored_keep_s=section.unstored_keep_s,
         priorities={name: JobPriority(written) for name, written in section.priorities.items()},
     )
-    return Background(jobs, pipeline, rules, clock)
+    return Background(jobs, pipeline, rules, clock, away_s)
 
 
 def job_metrics(
@@ -190,8 +202,10 @@ def worker(
         arrival = Arrival(new_request_id(), clock.wall(), clock.now())
         headers = JobFacts.of(job).headers
         found = wire.read(Endpoint.CHAT, body, wanted, arrival=arrival, key=job.new.key, headers=headers)
+        queued_s = 0.0 if job.started_at is None else max(0.0, job.started_at - job.created_at)
         traffic_class = job.new.lane.rpartition("/")[2]
-        return replace(found, request=replace(found.request, is_job=True, handed_over_as=traffic_class))
+        request = replace(found.request, is_job=True, queued_s=queued_s, handed_over_as=traffic_class)
+        return replace(found, request=request)
 
     def attempt_ended(end: AttemptEnd) -> None:
         logs.job_attempt_ended(end)

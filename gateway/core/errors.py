@@ -12,9 +12,9 @@
         FileNotFound            404 invalid_request_error / file_not_found
         BatchNotFound           404 invalid_request_error / batch_not_found
         JobNotFound             404 invalid_request_error / job_not_found
+        JobEnded                409 invalid_request_error / job_ended
         JobNotFinished          409 invalid_request_error / completion_not_finished   + Retry-After
         JobCancelled            410 invalid_request_error / job_cancelled
-        JobEnded                409 invalid_request_error / job_ended
         RequestTimeout          408 invalid_request_error / request_timeout
         BodyTooLarge            413 invalid_request_error / request_too_large
         IdempotencyKeyReused    422 invalid_request_error / idempotency_key_reused
@@ -162,20 +162,6 @@ class BatchNotFound(CallerError):
     code = "batch_not_found"
 
 
-class JobNotFinished(CallerError):
-    """The job has no answer yet. SDKs ask again by themselves, after `Retry-After`."""
-
-    status = 409
-    code = "completion_not_finished"
-
-
-class JobCancelled(CallerError):
-    """The job was cancelled, so there is no answer, and there will be none."""
-
-    status = 410
-    code = "job_cancelled"
-
-
 class JobNotFound(CallerError):
     """No job of that id is kept; told to operators."""
 
@@ -188,6 +174,20 @@ class JobEnded(CallerError):
 
     status = 409
     code = "job_ended"
+
+
+class JobNotFinished(CallerError):
+    """The job has no answer yet. SDKs ask again by themselves, after `Retry-After`."""
+
+    status = 409
+    code = "completion_not_finished"
+
+
+class JobCancelled(CallerError):
+    """The job was cancelled, so there is no answer, and there will be none."""
+
+    status = 410
+    code = "job_cancelled"
 
 
 class RequestTimeout(CallerError):

@@ -94,6 +94,7 @@ class Request:
         headers: The request headers policy may match on, names in lower case.
         prompt: What to count.
         is_job: It waits for as long as it takes, and nobody holds a connection open that it depends on.
+        queued_s: How long it has waited, as a job, before it came here.
         handed_over_as: Name of the class that it was given when it became a job, and keeps; "" otherwise.
         prefixes: Per message boundary, shortest first: a hash of everything up to it, and the share
             (0..1) of the conversation's bytes that is.
@@ -116,6 +117,7 @@ class Request:
     headers: Mapping[str, str] = field(default_factory=dict)
     prefixes: Prefixes = ()
     is_job: bool = False
+    queued_s: float = 0.0
     handed_over_as: str = ""
 
 

@@ -1,7 +1,7 @@
 """Responses in the background: handed over, looked at, followed, cancelled. The store keeps them."""
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,12 +80,23 @@ class JobRules:
 class Background:
     """Jobs for the callers they belong to; one per process."""
 
-    def __init__(self, jobs: JobStore, pipeline: Pipeline, rules: JobRules, clock: Clock) -> None:
-        """Hand jobs to `jobs`, placed as `pipeline` would place them."""
+    def __init__(
+        self,
+        jobs: JobStore,
+        pipeline: Pipeline,
+        rules: JobRules,
+        clock: Clock,
+        away_s: Callable[[str], float | None],
+    ) -> None:
+        """Hand jobs to `jobs`, placed as `pipeline` would place them.
+
+        `away_s`: how long nobody who could serve a lane can be there; see `BoxKeeper.away_s`.
+        """
         self._jobs = jobs
         self._pipeline = pipeline
         self._rules = rules
         self._clock = clock
+        self._away_s = away_s
         self._lanes: tuple[float, Mapping[str, Lane]] = (float("-inf"), {})
 
     async def submit(
@@ -239,7 +250,8 @@ class Background:
                 self._lanes = now, {lane.name: lane for lane in await self._jobs.lanes()}
             except StoreUnavailable:
                 self._lanes = now, {}
-        start_s = expected_start_s(job.position, self._lanes[1].get(job.new.lane))
+        lane = job.new.lane
+        start_s = expected_start_s(job.position, self._lanes[1].get(lane), self._away_s(lane))
         return {"position": job.position, "expected_start_s": None if start_s is None else round(start_s, 1)}
 
     def _priority(self, key: str | None, headers: Mapping[str, str]) -> JobPriority:

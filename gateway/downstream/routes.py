@@ -262,6 +262,9 @@ class Applications:
         try:
             await self._serve(arrival, read, scope, receive, downstream)
         except GatewayError as error:
+            if downstream.is_started:  # its status is spent: without an end, the server drops the connection
+                log.warning("request %s was cut off: %s", arrival.id, error.message)
+                return
             error.headers = error.headers or ((b"x-request-id", arrival.id.encode()),)
             await send_error(error, downstream)
         except Exception:

@@ -137,21 +137,24 @@ class Worker:
         await self._ended.wait()
 
     def drain(self, is_needed: Callable[[], bool] = lambda: False) -> None:
-        """Take no more jobs, and give those back whose answers have not begun.
+        """Take no more jobs, except while `is_needed()`: somebody waits here for one.
 
-        Except while `is_needed()`: somebody waits here for one.
+        Those whose answers have not begun are given back.
         """
         self.is_draining = True
         self._is_needed = is_needed
         if not is_needed():
-            for ahead in self._ahead.values():
-                for job_id in ahead:
-                    self._return(self._claims[job_id])
+            self._return_unbegun()
         self._room.set()
 
     async def wait_idle(self) -> None:
         """Return once it has no jobs, after `drain`; `run` must have been started."""
         await self._idle.wait()
+
+    def _return_unbegun(self) -> None:
+        for ahead in self._ahead.values():
+            for job_id in ahead:
+                self._return(self._claims[job_id])
 
     def _return(self, claim: _Claim) -> None:
         claim.is_returned = True
@@ -162,8 +165,10 @@ class Worker:
     async def _next(self) -> Job | None:
         """Return the next job, or None after a while in which there was none."""
         is_leaving = self.is_draining and not self._is_needed()
-        if is_leaving and not self._claims:
-            self._idle.set()
+        if is_leaving:
+            self._return_unbegun()
+            if not self._claims:
+                self._idle.set()
         if is_leaving or len(self._claims) >= self._rules.running_max:
             await self._changed()
             return None
@@ -200,7 +205,7 @@ class Worker:
         claim = self._claims[job.id] = _Claim(job, anyio.current_time())
         self._ahead.setdefault(job.new.lane, set()).add(job.id)
         tasks.start_soon(self._work, claim)
-        if self.is_draining:  # it was asked for before that
+        if self.is_draining and not self._is_needed():  # it was asked for before that
             self._return(claim)
 
     # ------------------------------------------------------------ staying

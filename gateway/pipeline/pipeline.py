@@ -213,7 +213,7 @@ class Pipeline:
         async def comment(tasks: TaskGroup) -> None:
             nonlocal failure
             try:
-                await comments.run(since - self._clock.now())
+                await comments.run(max(0.0, since - self._clock.now()))
             except CallerStalled as error:
                 failure = error
                 tasks.cancel_scope.cancel()
@@ -335,6 +335,7 @@ class Pipeline:
             prefill_s=fastest_prefill_s(policy, traffic_class, demand),
             size_bytes=incoming.size_bytes,
             deadline=None if wait_s is None else arrival.received_at + wait_s,
+            waited_s=request.queued_s,
             prefix_shares=held,
         )
 
