@@ -53,7 +53,7 @@ from gateway.telemetry.logs import RequestLog
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.recorder import Recorders
 from gateway.tokenizer import open_estimator
-from gateway.upstream.client import HttpxUpstream
+from gateway.upstream.direct import DirectUpstream
 from gateway.upstream.probes import Prober
 from gateway.upstream.switches import BoxSwitch
 from gateway.views import Views
@@ -114,7 +114,7 @@ class Gateway:
             on_change=self._backend_changed,
             on_sample=self._backend_sampled,
         )
-        self.upstream = HttpxUpstream(backends.values(), secrets=secrets, tls=tls)
+        self.upstream = DirectUpstream(backends.values(), secrets=secrets, tls=tls)
         self.estimator = open_estimator(settings.vocab)
         parts.say_how_it_counts(self.estimator)
         drift, line, self.counts = DriftTracker(), WaitingLine(), CountTracker()
