@@ -187,6 +187,7 @@ class Gateway:
         self.queue = None if self.jobs is None else QueueWatch(self.jobs)
         job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
         self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics)
+        self.batching = parts.batching(settings)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
@@ -196,10 +197,14 @@ class Gateway:
             keeping=Keeping(self.responses, settings.responses.keep_s),
             promises=self.promises,
             background=parts.background(settings, self.jobs, self.pipeline, self.clock, self.boxes.away_s),
+            batching=self.batching,
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,
             trace_of=passed_on if self.tracing is None else self.tracing.begin,
+        )
+        self.batch_runner = parts.batch_runner(
+            settings, self.batching, self.jobs, self.applications.batch_lines
         )
         self.reloader = Reloader(
             settings,
@@ -353,6 +358,8 @@ class Gateway:
                 tasks.start_soon(self.queue.run)
             if self.worker is not None:
                 tasks.start_soon(self.worker.run)
+            if self.batch_runner is not None:
+                tasks.start_soon(self.batch_runner.run)
             if self.webhooks is not None:
                 tasks.start_soon(self.webhooks.run)
             if self.settings.reload.watch:
@@ -370,6 +377,8 @@ class Gateway:
 
     async def _stop(self, tasks: TaskGroup) -> None:
         self.applications.is_draining = True
+        if self.batch_runner is not None:
+            await self.batch_runner.stop()
         if self.worker is not None:
             await self.worker.stop()
         for listener in self._listeners:
@@ -388,6 +397,9 @@ class Gateway:
         await self.promises.store.aclose()
         if self.jobs is not None:
             await self.jobs.aclose()
+        if self.batching is not None:
+            await self.batching.batches.aclose()
+            await self.batching.files.aclose()
         self.estimator.close()
         await anyio.to_thread.run_sync(self._close_telemetry)
 

@@ -9,6 +9,8 @@
         RouteNotFound           404 invalid_request_error / not_found
         ModelNotFound           404 invalid_request_error / model_not_found
         ResponseNotFound        404 invalid_request_error / response_not_found
+        FileNotFound            404 invalid_request_error / file_not_found
+        BatchNotFound           404 invalid_request_error / batch_not_found
         JobNotFound             404 invalid_request_error / job_not_found
         JobEnded                409 invalid_request_error / job_ended
         JobNotFinished          409 invalid_request_error / completion_not_finished   + Retry-After
@@ -16,6 +18,7 @@
         RequestTimeout          408 invalid_request_error / request_timeout
         BodyTooLarge            413 invalid_request_error / request_too_large
         IdempotencyKeyReused    422 invalid_request_error / idempotency_key_reused
+        FilesFull               429 rate_limit_error / too_many_file_bytes
         BackendRejected         4xx the backend's own verdict on the content, in our shape
       ShedError               refused before any backend saw it; safe to retry after a wait
         AtCapacity              429 rate_limit_error / queue_full, ...         + Retry-After
@@ -145,6 +148,20 @@ class ResponseNotFound(CallerError):
     code = "response_not_found"
 
 
+class FileNotFound(CallerError):
+    """No file of that id is kept for this caller."""
+
+    status = 404
+    code = "file_not_found"
+
+
+class BatchNotFound(CallerError):
+    """No batch of that id is kept for this caller."""
+
+    status = 404
+    code = "batch_not_found"
+
+
 class JobNotFound(CallerError):
     """No job of that id is kept; told to operators."""
 
@@ -232,6 +249,18 @@ class Draining(ShedError):
     """This gateway is shutting down."""
 
     code = "draining"
+
+
+class FilesFull(CallerError):
+    """The files of this API key hold as many bytes as they may. SDKs are told not to try again."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many_file_bytes"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.headers = ((b"x-should-retry", b"false"),)
 
 
 class JobRefused(ShedError):

@@ -124,7 +124,7 @@ class Background:
             id=id,
             key=request.key,
             lane=f"{decision.model}/{decision.traffic_class}",
-            body=_streamed(incoming.body_for(request.model)),
+            body=streamed(incoming.body_for(request.model)),
             facts=facts.encoded(),
             priority=self._priority(request.key, request.headers),
             keep_s=self._rules.keep_s if store else self._rules.unstored_keep_s,
@@ -146,7 +146,8 @@ class Background:
     async def get(self, key: str | None, id: str) -> Job | None:
         """Return a job of this API key, or None."""
         job = await self._jobs.get(id)
-        return None if job is None or job.new.key != key else job
+        is_theirs = job is not None and job.new.key == key and not job.new.batch  # lines are their batch's
+        return job if is_theirs else None
 
     async def cancel(self, key: str | None, id: str) -> Job | None:
         """Cancel a job of this API key unless it is over; return it as it is then, or None."""
@@ -289,7 +290,7 @@ async def _all_chunks(jobs: JobStore, job: Job) -> list[Chunk]:
     return chunks
 
 
-def _streamed(body: bytes) -> bytes:
+def streamed(body: bytes) -> bytes:
     """Return a chat body that asks for a stream with usage."""
     members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     members["stream"] = msgspec.Raw(b"true")

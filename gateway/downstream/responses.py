@@ -48,7 +48,7 @@ from gateway.downstream.reading import Readers, Received, Work
 from gateway.downstream.relay import AsgiDownstream, send_json
 from gateway.pipeline import CallerStalled, Pipeline
 from gateway.pipeline.caller import CALLER_STALL_S, KEEP_ALIVE, SSE_HEADERS
-from gateway.ports import Clock, Headers, ResponseStore
+from gateway.ports import Clock, Headers, Incoming, ResponseStore
 
 PATH = "/v1/responses"
 REFERENCES_MAX = 64
@@ -145,14 +145,8 @@ class Responses:
         members: Mapping[str, Any],
         background: Background | None,
     ) -> Work:
-        size, key = len(received.body), received.key
-        wanted = needs(members, self._rules.messages_max)
-        found = await self._look_up(key, wanted)
-        token = secrets.token_hex(16)
-        asked = await self._readers.run(
-            size + found.size_bytes,
-            lambda: _translated(received, self._rules, raws, members, token, found),
-        )
+        key, token = received.key, secrets.token_hex(16)
+        asked = await self._asked(received, raws, members, token)
         if background is not None:
             return await self._handed_over(background, asked, received, token)
 
@@ -166,6 +160,25 @@ class Responses:
             await answer.finish()
 
         return work
+
+    async def line(self, received: Received, token: str) -> tuple[Incoming, JobFacts]:
+        """Return the chat request that a batch's line is, and what its response needs beside the answer."""
+        raws, members = await self._readers.run(len(received.body), lambda: _members(received.body))
+        asked = await self._asked(received, raws, members, token)
+        return asked.incoming, asked.facts(received, token, {"store": False})
+
+    async def _asked(
+        self,
+        received: Received,
+        raws: Mapping[str, msgspec.Raw],
+        members: Mapping[str, Any],
+        token: str,
+    ) -> "Asked":
+        found = await self._look_up(received.key, needs(members, self._rules.messages_max))
+        return await self._readers.run(
+            len(received.body) + found.size_bytes,
+            lambda: _translated(received, self._rules, raws, members, token, found),
+        )
 
     # -------------------------------------------------------------- in the background
 
@@ -183,13 +196,7 @@ class Responses:
         self, background: Background, asked: "Asked", received: Received, token: str
     ) -> Work:
         store = asked.conversation is not None
-        facts = JobFacts(
-            response={**asked.draft.response, "background": True, "store": store},
-            token=token,
-            first_index=asked.draft.first_index,
-            headers=headers_kept(received.headers),
-            conversation=msgspec.json.decode(b"{%b}" % (asked.conversation or b"")),
-        )
+        facts = asked.facts(received, token, {"background": True, "store": store})
         try:
             job, _ = await background.submit(
                 asked.incoming,
@@ -366,6 +373,16 @@ class Asked:
     incoming: wire.WireRequest
     draft: Draft
     conversation: bytes | None
+
+    def facts(self, received: Received, token: str, says: Mapping[str, Any]) -> JobFacts:
+        """Return what is kept with the job that it becomes; `says`: of its response."""
+        return JobFacts(
+            response={**self.draft.response, **says},
+            token=token,
+            first_index=self.draft.first_index,
+            headers=headers_kept(received.headers),
+            conversation=msgspec.json.decode(b"{%b}" % (self.conversation or b"")),
+        )
 
 
 def _members(body: bytes) -> tuple[dict[str, msgspec.Raw], dict[str, Any]]:

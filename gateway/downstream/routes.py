@@ -21,8 +21,10 @@ from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import Endpoint, Policy
 from gateway.downstream import wire
 from gateway.downstream.background import Background
+from gateway.downstream.batches import Batches, Batching, BatchLines
 from gateway.downstream.chat_jobs import ChatJobs
 from gateway.downstream.errors import envelope, headers_of
+from gateway.downstream.files import Files
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.operator_guard import OperatorGuard
 from gateway.downstream.promises import PromiseKeeping, Promises
@@ -74,6 +76,7 @@ class Applications:
         keeping: Keeping,
         promises: PromiseKeeping,
         background: Background | None,
+        batching: Batching | None = None,
         readiness: Callable[[], Mapping[str, bool]],
         recorder: Recorder,
         clock: Clock,
@@ -106,6 +109,19 @@ class Applications:
             background=background,
             clock=clock,
         )
+        self.batch_lines = BatchLines(
+            pipeline=pipeline,
+            responses=self._responses,
+            rules=rules,
+            readers=self._readers,
+            body_bytes_max=limits.bytes_max,
+            clock=clock,
+        )
+        self._batching: list[BaseRouteHandler] = []
+        if batching is not None:
+            files = Files(batching.files, keys, batching.rules)
+            self._batching += files.handlers()
+            self._batching += Batches(batching.batches, keys, batching.rules).handlers()
         self._chat_jobs = None
         if background is not None:
             self._chat_jobs = ChatJobs(
@@ -177,6 +193,7 @@ class Applications:
                 completions,
                 responses,
                 *self._responses.handlers(),
+                *self._batching,
                 *([] if self._chat_jobs is None else self._chat_jobs.handlers()),
                 models,
                 model,

@@ -690,6 +690,19 @@ def _store(written: Any) -> Any:
     return {"url": written} if isinstance(written, str) else written
 
 
+class BatchesSection(Section):
+    """Files of requests that are worked off within a day (docs/batches.md)."""
+
+    file_bytes_max_per_key: Positive = 1024 * 1024 * 1024
+    """Bytes that the files of one API key may hold together, those that batches leave included."""
+
+    file_keep_s: int = Field(default=2_592_000, ge=3_600, le=2_592_000)
+    """Seconds that a file is kept, unless its caller says otherwise."""
+
+    queued_max_per_key: Positive = 1_000
+    """Lines of one API key's batches that may wait or run as jobs; the others follow as these end."""
+
+
 class JobsSection(Section):
     """Requests that are handed over, and whose answers are fetched later. Without it there are none."""
 
@@ -722,6 +735,9 @@ class JobsSection(Section):
 
     resume: Literal["continue", "restart"] = "continue"
     """How a job goes on whose backend or worker died: from the text it has, if it can, or from the start."""
+
+    batches: BatchesSection = Field(default_factory=BatchesSection)
+    """Files of requests that are worked off within a day (docs/batches.md)."""
 
 
 class WebhookSection(Section):
