@@ -56,7 +56,7 @@ from gateway.telemetry.loop_watch import LoopWatch
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.recorder import Recorders
 from gateway.tokenizer import open_estimator
-from gateway.upstream.client import HttpxUpstream
+from gateway.upstream.direct import DirectUpstream
 from gateway.upstream.probes import Prober
 from gateway.upstream.switches import BoxSwitch
 from gateway.views import Views
@@ -117,7 +117,7 @@ class Gateway:
             on_change=self._backend_changed,
             on_sample=self._backend_sampled,
         )
-        self.upstream = HttpxUpstream(backends.values(), secrets=secrets, tls=tls)
+        self.upstream = DirectUpstream(backends.values(), secrets=secrets, tls=tls)
         self.estimator = open_estimator(settings.vocab)
         parts.say_how_it_counts(self.estimator)
         drift, line, self.counts = DriftTracker(), WaitingLine(), CountTracker()
@@ -194,6 +194,7 @@ class Gateway:
         self.queue = None if self.jobs is None else QueueWatch(self.jobs)
         job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
         self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics)
+        self.batching = parts.batching(settings)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
@@ -203,10 +204,14 @@ class Gateway:
             keeping=Keeping(self.responses, settings.responses.keep_s),
             promises=self.promises,
             background=parts.background(settings, self.jobs, self.pipeline, self.clock, self.boxes.away_s),
+            batching=self.batching,
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,
             trace_of=passed_on if self.tracing is None else self.tracing.begin,
+        )
+        self.batch_runner = parts.batch_runner(
+            settings, self.batching, self.jobs, self.applications.batch_lines
         )
         self.reloader = Reloader(
             settings,
@@ -321,7 +326,7 @@ class Gateway:
     async def drain(self) -> None:
         """Take nothing new, and return when everything that is `in_flight` has ended."""
         if self.worker is not None:
-            self.worker.drain()
+            self.worker.drain(lambda: self.applications.waiting_in_place > 0)
         if self.settings.is_job_worker and self.worker is not None:
             await self.worker.wait_idle()
         else:
@@ -362,6 +367,8 @@ class Gateway:
                 tasks.start_soon(self.queue.run)
             if self.worker is not None:
                 tasks.start_soon(self.worker.run)
+            if self.batch_runner is not None:
+                tasks.start_soon(self.batch_runner.run)
             if self.webhooks is not None:
                 tasks.start_soon(self.webhooks.run)
             if self.settings.reload.watch:
@@ -378,6 +385,9 @@ class Gateway:
                     await self._stop(tasks)
 
     async def _stop(self, tasks: TaskGroup) -> None:
+        self.applications.is_draining = True
+        if self.batch_runner is not None:
+            await self.batch_runner.stop()
         if self.worker is not None:
             await self.worker.stop()
         for listener in self._listeners:
@@ -396,6 +406,9 @@ class Gateway:
         await self.promises.store.aclose()
         if self.jobs is not None:
             await self.jobs.aclose()
+        if self.batching is not None:
+            await self.batching.batches.aclose()
+            await self.batching.files.aclose()
         self.estimator.close()
         await anyio.to_thread.run_sync(self._close_telemetry)
 
