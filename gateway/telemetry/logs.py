@@ -33,7 +33,7 @@ CALM_LINES = 10
 """Lines of one kind that are written within `CALM_S`. More would be read by nobody."""
 
 _SUBJECTS = ("backend", "box", "endpoint", "lane", "store", "worker")
-_ONE_EACH = frozenset({"request", "job_ended"})
+_ONE_EACH = frozenset({"request", "request_queued", "job_ended", "batch_ended"})
 
 _LEVELS = {Ending.FAILED: logging.ERROR, Ending.BROKEN: logging.ERROR, Ending.SHED: logging.WARNING}
 
@@ -84,7 +84,7 @@ class Calm(logging.Filter):
     """Lets through a few lines a minute of one event about one subject, and keeps back the others.
 
     The newest that was kept back is written when the minute is over, with how many there were, so that what
-    is written last is how things stand. The lines of requests, and of jobs that have ended, all get through.
+    is written last is how things stand. The lines of requests, and of jobs and batches that have ended, all get through.
     """
 
     def __init__(self) -> None:

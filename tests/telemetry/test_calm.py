@@ -80,7 +80,7 @@ def test_each_subject_has_lines_of_its_own(written: Written) -> None:
     assert len(written.take()) == 3 * CALM_LINES
 
 
-@pytest.mark.parametrize("name", ["request", "job_ended"])
+@pytest.mark.parametrize("name", ["request", "request_queued", "job_ended", "batch_ended"])
 def test_what_there_is_one_of_is_always_written(written: Written, name: str) -> None:
     for number in range(3 * CALM_LINES):
         written.say(1000.0, name, id=f"id-{number}", lane="m/chat")
