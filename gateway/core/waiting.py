@@ -671,9 +671,19 @@ class WaitingLine:
         return {name: len(lane.entries) for name, lane in self._lanes.items()}
 
     def oldest_waits_s(self, now: float) -> Mapping[tuple[str, str], float]:
-        """Return how long the one that waits longest has waited, per (model, class); 0 where none does."""
+        """Return how long the one that waits longest has waited, per (model, class); 0 where none does.
+
+        What may wait without a limit, a job, is not counted: nobody holds a connection open for it.
+        """
         return {
-            name: max((entry.waited_s(now) for entry in lane.entries.values()), default=0.0)
+            name: max(
+                (
+                    entry.waited_s(now)
+                    for entry in lane.entries.values()
+                    if entry.ticket.traffic_class.waiting.max_wait_s < inf
+                ),
+                default=0.0,
+            )
             for name, lane in self._lanes.items()
         }
 

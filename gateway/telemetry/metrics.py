@@ -106,9 +106,15 @@ class Metrics:
         labels = ("traffic_class", "backend")
         self.ttft = Histogram(
             "gateway_time_to_first_token_seconds",
-            "From the request's arrival to its first token (whole answers: to their end).",
+            "From a streamed request's arrival to its first token.",
             labels,
             buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.first_tokens = Counter(
+            "gateway_first_tokens",
+            "First tokens of streams, by whether they came when their class wants them.",
+            (*labels, "timeliness"),
             registry=registry,
         )
         self.tpot = Histogram(
@@ -246,7 +252,11 @@ class Metrics:
         decision, first = record.decision, record.first_byte_at
         assert decision is not None
         assert first is not None
-        self.ttft.labels(name, record.backend).observe(first - record.received_at)
+        if record.stream:
+            self.ttft.labels(name, record.backend).observe(first - record.received_at)
+        if record.stream and record.route and record.due_s is not None:  # nobody looks on at a job
+            timeliness = "late" if first - record.received_at > record.due_s else "timely"
+            self.first_tokens.labels(name, record.backend, timeliness).inc()
         self.duration.labels(name, record.backend).observe(record.ended_at - record.received_at)
         if record.is_spill:
             self.spills.labels(name, record.pool).inc()

@@ -109,6 +109,23 @@ def test_how_many_gateways_there_are_and_how_they_count() -> None:
     assert value(subject, "gateway_store_mode", mode="alone") == 1
 
 
+def test_a_first_token_is_late_when_its_class_wants_it_sooner_and_somebody_looks_on() -> None:
+    subject = metrics()
+    for due_s, route in (
+        (0.4, "/v1/chat/completions"),
+        (0.6, "/v1/chat/completions"),
+        (0.4, ""),
+        (None, "/v1"),
+    ):
+        subject.finished(replace(RECORD, due_s=due_s, route=route))
+    subject.finished(replace(RECORD, due_s=0.4, route="/v1/chat/completions", stream=False))
+
+    where = {"traffic_class": "short_chat", "backend": "light-0"}
+    for timeliness in ("late", "timely"):
+        assert value(subject, "gateway_first_tokens_total", **where, timeliness=timeliness) == 1
+    assert value(subject, "gateway_time_to_first_token_seconds_count", **where) == 4
+
+
 def test_a_spill_is_counted() -> None:
     subject = metrics()
 
