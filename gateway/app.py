@@ -148,6 +148,11 @@ class Gateway:
             sights=watch.sights,
             waiting=line.waiting,
             oldest_waits_s=lambda: line.oldest_waits_s(self.clock.now()),
+            wait_limits_s=lambda: {
+                (model.id, one.name): one.waiting.longest_wait_s
+                for model in self.policy.models
+                for one in model.classes
+            },
             wants=lambda: line.wants(self.policy.backends),
             boxes=self.boxes.sights,
             replicas=lambda: self._store.replicas if self._store else 1,

@@ -84,8 +84,7 @@ class Calm(logging.Filter):
     """Lets through a few lines a minute of one event about one subject, and keeps back the others.
 
     The newest that was kept back is written when the minute is over, with how many there were, so that what
-    is written last is how things stand. The lines of requests, and of jobs and batches that have ended, are all
-    written.
+    is written last is how things stand. Requests, and jobs and batches that have ended, have all their lines.
     """
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ anything a caller can choose.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -57,6 +58,13 @@ PROMPT_BUCKETS = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 
 ERROR_BUCKETS = (-0.5, -0.2, -0.1, -0.05, -0.02, -0.01, -0.001, 0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
+class Timeliness(StrEnum):
+    """Whether a first token came when it was due."""
+
+    TIMELY = "timely"
+    LATE = "late"
+
+
 class Metrics:
     """Counts and measures. One registry per instance, so that tests and processes do not share one."""
 
@@ -73,6 +81,7 @@ class Metrics:
         replicas: Callable[[], int],
         store_modes: Callable[[], Mapping[str, bool]],
         oldest_waits_s: Callable[[], Mapping[tuple[str, str], float]] = dict,
+        wait_limits_s: Callable[[], Mapping[tuple[str, str], float]] = dict,
         wants: Callable[[], Mapping[str, Wants]] = dict,
         boxes: Callable[[], Mapping[str, BoxSight]] = dict,
     ) -> None:
@@ -222,7 +231,7 @@ class Metrics:
         )
         registry.register(_Fleet(backends, loads, statuses, drifts, count_drifts))
         registry.register(_Knees(sights))
-        registry.register(_Waiting(waiting, oldest_waits_s, wants))
+        registry.register(_Waiting(waiting, oldest_waits_s, wait_limits_s, wants))
         registry.register(_Boxes(boxes))
         registry.register(_Store(replicas, store_modes))
 
@@ -255,8 +264,9 @@ class Metrics:
         if record.stream:
             self.ttft.labels(name, record.backend).observe(first - record.received_at)
         if record.stream and record.route and record.due_s is not None:  # nobody looks on at a job
-            timeliness = "late" if first - record.received_at > record.due_s else "timely"
-            self.first_tokens.labels(name, record.backend, timeliness).inc()
+            is_late = first - record.received_at > record.due_s
+            timeliness = Timeliness.LATE if is_late else Timeliness.TIMELY
+            self.first_tokens.labels(name, record.backend, timeliness.value).inc()
         self.duration.labels(name, record.backend).observe(record.ended_at - record.received_at)
         if record.is_spill:
             self.spills.labels(name, record.pool).inc()
@@ -408,9 +418,11 @@ class _Waiting(Collector):
         self,
         waiting: Callable[[], Mapping[tuple[str, str], int]],
         oldest_waits_s: Callable[[], Mapping[tuple[str, str], float]],
+        wait_limits_s: Callable[[], Mapping[tuple[str, str], float]],
         wants: Callable[[], Mapping[str, Wants]],
     ) -> None:
         self._waiting, self._oldest_waits_s, self._wants = waiting, oldest_waits_s, wants
+        self._wait_limits_s = wait_limits_s
 
     def collect(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily(
@@ -425,6 +437,13 @@ class _Waiting(Collector):
         )
         for (model, traffic_class), waited_s in self._oldest_waits_s().items():
             oldest.add_metric([model, traffic_class], waited_s)
+        limit = GaugeMetricFamily(
+            "gateway_wait_limit_seconds",
+            "How long one may wait at most.",
+            labels=["model", "traffic_class"],
+        )
+        for (model, traffic_class), limit_s in self._wait_limits_s().items():
+            limit.add_metric([model, traffic_class], limit_s)
         wanted = GaugeMetricFamily(
             "gateway_backend_waiting",
             "Requests that wait and would start on a backend as their first choice.",
@@ -432,7 +451,7 @@ class _Waiting(Collector):
         )
         for backend, wants in self._wants().items():
             wanted.add_metric([backend], float(wants.count))
-        yield from (waiting, oldest, wanted)
+        yield from (waiting, oldest, limit, wanted)
 
 
 class _Boxes(Collector):

@@ -112,8 +112,8 @@ def test_how_many_gateways_there_are_and_how_they_count() -> None:
 def test_a_first_token_is_late_when_its_class_wants_it_sooner_and_somebody_looks_on() -> None:
     subject = metrics()
     for due_s, route in (
-        (0.4, "/v1/chat/completions"),
-        (0.6, "/v1/chat/completions"),
+        (0.4, "/v1/completions"),
+        (0.6, "/v1/completions"),
         (0.4, ""),
         (None, "/v1"),
     ):
@@ -159,6 +159,7 @@ def test_gauges_are_read_when_asked_for() -> None:
         drifts=lambda: {"light-0": Drift("light-0", samples=20, median_tokens=40.0, drifted=True)},
         waiting=lambda: {("gemma-4", "short_chat"): 3},
         oldest_waits_s=lambda: {("gemma-4", "short_chat"): 12.5},
+        wait_limits_s=lambda: {("gemma-4", "short_chat"): 15.0},
         wants=lambda: {"light-0": Wants(3, 1.0), "push": Wants()},
     )
 
@@ -174,6 +175,7 @@ def test_gauges_are_read_when_asked_for() -> None:
     line = {"model": "gemma-4", "traffic_class": "short_chat"}
     assert value(subject, "gateway_waiting", **line) == 3
     assert value(subject, "gateway_oldest_wait_seconds", **line) == 12.5
+    assert value(subject, "gateway_wait_limit_seconds", **line) == 15
     assert value(subject, "gateway_backend_waiting", backend="light-0") == 3
     assert value(subject, "gateway_backend_waiting", backend="push") == 0
 
