@@ -27,6 +27,7 @@ class JobFacts:
         headers: The request's headers that policy may match on.
         conversation: What was said before and asked now, for responses that go on from this one.
         is_chat: Whether it was handed over as a chat, so that it can be shown as one.
+        trace: The span of the request that handed it over, as a `traceparent`; "" where there is none.
     """
 
     response: Mapping[str, Any]
@@ -35,6 +36,7 @@ class JobFacts:
     headers: Mapping[str, str]
     conversation: Mapping[str, Any]
     is_chat: bool = False
+    trace: str = ""
 
     def encoded(self) -> bytes:
         """Return them as JSON."""
@@ -46,6 +48,7 @@ class JobFacts:
                 "headers": self.headers,
                 "conversation": self.conversation,
                 "is_chat": self.is_chat,
+                "trace": self.trace,
             },
             separators=(",", ":"),
         ).encode()
