@@ -14,10 +14,10 @@ import anyio
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
 from gateway.core.errors import StoreUnavailable
 from gateway.ports import Clock
+from gateway.store.connections import UNREACHABLE
 
 COMMAND_S = 2.0
 """The longest a command may take, connecting included: a record may be megabytes long."""
@@ -156,6 +156,6 @@ class RedisResponseStore:
             with anyio.CancelScope(shield=True):
                 async with asyncio.timeout(self._command_s):
                     return await self._script(keys=keys, args=list(arguments))
-        except (TimeoutError, RedisError, OSError) as error:
+        except (TimeoutError, *UNREACHABLE) as error:
             message = "The store of responses does not answer. Please retry."
             raise StoreUnavailable(message, retry_after_s=5) from error
