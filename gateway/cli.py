@@ -82,6 +82,20 @@ def serve(config: Path, log_level: str, workers: int) -> None:
 
 
 @main.command()
+@config_option
+@click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
+@click.option("--admin", metavar="HOST:PORT", help="Where operators connect, in place of the file's `admin`.")
+def worker(config: Path, log_level: str, admin: str | None) -> None:
+    """Work jobs off until SIGTERM, beside the gateways that take them in. Applications cannot connect.
+
+    Then it takes no more, lets those finish whose answers have begun, and gives the others back.
+    """
+    from gateway import process
+
+    sys.exit(process.work(config, log_level, admin))
+
+
+@main.command()
 @click.argument("config", type=click.Path(path_type=Path, dir_okay=False), envvar=CONFIG_ENV)
 @json_option
 def check(config: Path, as_json: bool) -> None:

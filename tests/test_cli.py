@@ -25,6 +25,7 @@ def run(*arguments: str, stdin: str | None = None) -> Result:
     "command",
     [
         "serve",
+        "worker",
         "demo",
         "simulate",
         "simulate-box",

@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import msgspec
 from litestar import Litestar, MediaType, Request, Response, asgi, get
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
 from litestar.params import FromPath
-from litestar.types import Receive, Scope, Send
+from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.core.errors import Draining, GatewayError, InvalidRequest, ModelNotFound, RouteNotFound
 from gateway.core.usage import Ending, RequestRecord
@@ -20,7 +20,9 @@ from gateway.core.values import Endpoint, Policy
 from gateway.downstream import wire
 from gateway.downstream.background import Background
 from gateway.downstream.errors import envelope, headers_of
+from gateway.downstream.job_admin import JobOperators
 from gateway.downstream.keys import KeyRing
+from gateway.downstream.operator_guard import OperatorGuard
 from gateway.downstream.reading import Read, Readers, Received, Work
 from gateway.downstream.relay import (
     AsgiDownstream,
@@ -140,9 +142,7 @@ class Applications:
 
         @get("/readyz", sync_to_thread=False)
         def readyz() -> Response[dict[str, Any]]:
-            checks = {**self._readiness(), "not_draining": not self.is_draining}
-            ready = all(checks.values())
-            return Response({"ready": ready, "checks": checks}, status_code=200 if ready else 503)
+            return _readiness({**self._readiness(), "not_draining": not self.is_draining})
 
         return Litestar(
             [
@@ -265,13 +265,25 @@ class Operators:
     """The admin surface. Its own listener, never exposed by default."""
 
     def __init__(
-        self, *, views: Mapping[str, Callable[[], Any]], metrics: Callable[[], tuple[bytes, str]]
+        self,
+        *,
+        views: Mapping[str, Callable[[], Any]],
+        metrics: Callable[[], tuple[bytes, str]],
+        readiness: Callable[[], Mapping[str, bool]],
+        jobs: JobOperators,
+        names: Collection[str],
     ) -> None:
-        """Show each of `views` under `/admin/<name>` as JSON, and `metrics` (body, content type)."""
+        """Show each of `views` under `/admin/<name>` as JSON, and `metrics` (body, content type).
+
+        `readiness` names what must hold for `/readyz`; `names` are hosts that this port is called by.
+        """
+        self._jobs = jobs
+        self._names = names
         self._views = views
         self._metrics = metrics
+        self._readiness = readiness
 
-    def asgi_app(self) -> Litestar:
+    def asgi_app(self) -> ASGIApp:
         """Return the application that listens to operators."""
 
         @get("/metrics", sync_to_thread=False)
@@ -282,23 +294,33 @@ class Operators:
         @get("/admin/{view:str}", sync_to_thread=False)
         def admin(view: FromPath[str]) -> Response[bytes]:
             if view not in self._views:
-                raise NotFoundException(f"known views: {', '.join(sorted(self._views))}")
+                raise NotFoundException(f"known views: {', '.join(sorted((*self._views, 'jobs')))}")
             body = msgspec.json.format(msgspec.json.encode(self._views[view]()), indent=2)
             return Response(body, media_type=MediaType.JSON)
 
-        return Litestar(
-            [metrics, admin, livez],
+        @get("/readyz", sync_to_thread=False)
+        def readyz() -> Response[dict[str, Any]]:
+            return _readiness(self._readiness())
+
+        app = Litestar(
+            [metrics, admin, *self._jobs.handlers(), livez, readyz],
             openapi_config=None,
             logging_config=None,
             exception_handlers=EXCEPTION_HANDLERS,
             after_request=_with_id,
         )
+        return OperatorGuard(app, self._names)
 
 
 @get(["/livez", "/healthz"], sync_to_thread=False, media_type=MediaType.TEXT)
 def livez() -> str:
     """Say that the process runs."""
     return "ok"
+
+
+def _readiness(checks: Mapping[str, bool]) -> Response[dict[str, Any]]:
+    ready = all(checks.values())
+    return Response({"ready": ready, "checks": checks}, status_code=200 if ready else 503)
 
 
 def new_request_id() -> str:
