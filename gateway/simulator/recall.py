@@ -25,7 +25,7 @@ _COUNT = re.compile(r"(?:please )?count from (?P<first>\d{1,9}) to (?P<last>\d{1
 
 
 def asked_for(text: str) -> str | None:
-    """Return the answer to a message that asks for something that can be checked, and nothing else; or None."""
+    """Return the answer to a message that asks for what can be checked, and nothing else; or None."""
     text = text.strip()
     if len(text) > _CHARS_MAX:
         return None

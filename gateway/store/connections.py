@@ -22,8 +22,8 @@ READ_S = 2.0
 """How long one read of a channel lasts before the next: no limit, only a chance to be cancelled."""
 
 UNREACHABLE = (RedisError, OSError, RuntimeError)
-"""What a client raises whose server is gone. RuntimeError is uvloop's, for a write to a connection that was closed
-before anybody has read so."""
+"""What a client raises whose server is gone. RuntimeError is uvloop's, for a write to a connection that was
+reset before anybody has read so."""
 
 _FOLDER = resources.files("gateway.store")
 

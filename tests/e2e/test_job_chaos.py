@@ -1,10 +1,11 @@
 """Jobs are accepted once, end once and are answered whole, whatever is killed meanwhile.
 
-Real processes: two gateways, two workers, one Valkey that keeps its data, two simulated engines, and a box that
-holds one of two models. Callers hand jobs over with the unmodified SDK, at either gateway, and poll them, follow
-their events, or cancel them, while everything but the box itself is killed with SIGKILL at random and comes back.
-The models are asked to count, so an answer that is lost, doubled or another's is seen. What became of each job
-is asked of both gateways, and of the journal that Valkey keeps on its disk; what the box held, of the box.
+Real processes: two gateways, two workers, one Valkey that keeps its data, two simulated engines, and a box
+that holds one of two models. Callers hand jobs over with the unmodified SDK, at either gateway, and poll
+them, follow their events, or cancel them. Meanwhile all but the box itself are killed with SIGKILL at
+random and come back, and workers stall until their jobs are somebody else's. The models are asked to count,
+so an answer that is lost, doubled or another's is seen. What became of each job is asked of both gateways,
+and of the journal that Valkey keeps on its disk; what the box held, of the box.
 
 JOB_CHAOS_SEED=... tries another seed than the one of every day, or several, by commas; JOB_CHAOS_LOGS=FOLDER
 keeps what the processes wrote. For an hour of it:
@@ -40,12 +41,17 @@ SEEDS = [int(seed) for seed in os.environ.get("JOB_CHAOS_SEED", "20261121").spli
 LOGS = os.environ.get("JOB_CHAOS_LOGS")
 JOBS = 500
 ARRIVALS_PER_S = 12.0
-BLOWS = {"gateways": 3, "workers": 3, "engines": 3, "valkey": 2, "models": 2}
+BLOWS = {"gateways": 3, "workers": 3, "stalls": 2, "engines": 3, "valkey": 2}
+"""How often each kind is struck. Each model of the box is killed once, too: the second time is quarantine."""
+
 AWAY_S = (0.2, 3.0)
 """How long what was killed is away, but for a model of the box, which the gateways bring back."""
 
+STALLED_S = (11.0, 13.0)
+"""How long a worker stalls: longer than its claims last, and not so long that it loses the box."""
+
 GATEWAYS = ("one", "other")
-WORKERS: tuple[str, ...] = ()
+WORKERS = ("first", "second")
 ENGINES = ("light-0", "light-1")
 ENGINE_SPEED, BOX_SPEED = 2.0, 20.0
 MODELS = ("gemma", "qwen")
@@ -93,6 +99,8 @@ class Site:
             self.valkey.kill()
             await anyio.sleep(away_s)
             await anyio.to_thread.run_sync(self.valkey.start)
+        elif kind == "stalls":
+            await self.workers[name].stall(away_s)
         else:
             victim = {**self.gateways, **self.workers, **self.engines}[name]
             await victim.kill()
@@ -174,7 +182,7 @@ def _engine(port: int, tasks: anyio.abc.TaskGroup) -> Mortal:
     return Mortal(("simulate", *arguments), "http://127", tasks)
 
 
-async def _box(stack: AsyncExitStack) -> tuple[str, Mapping[str, str]]:
+async def _box(stack: AsyncExitStack) -> tuple[str, dict[str, str]]:
     """Run a box, and return where it takes orders and where its models are."""
     arguments = ("--port", "0", "--speed", str(BOX_SPEED), "--boot", "40", "--thought-tokens", "60")
     process = await stack.enter_async_context(running("simulate-box", *arguments, "--resident", "gemma"))
@@ -224,7 +232,7 @@ def _config(folder: Path, backends: Mapping[str, str], box: str, store: str, lis
             "qwen": {"classes": [{"class": "work", "pools": ["qwen"]}]},
         },
         # However often what a job runs on is killed, it is not given up: here every one has to end well.
-        "jobs": {"attempts_max": 50},
+        "jobs": {"attempts_max": 50, "work_in_serve": False},
         "health": {"interval_s": 0.5},
     }
     folder.mkdir()
@@ -254,11 +262,23 @@ class Blow:
 
 def blows(dice: random.Random) -> list[Blow]:
     """Return what is killed, in its order."""
-    names = {"gateways": GATEWAYS, "workers": WORKERS, "engines": ENGINES, "valkey": ("valkey",)}
-    kinds = [kind for kind, times in BLOWS.items() for _ in range(times) if names.get(kind)]
-    victims = [(kind, dice.choice(names[kind])) for kind in kinds]
-    victims += [("models", name) for name in MODELS]  # each once: the second time it is in quarantine
-    struck = [Blow(dice.randint(20, JOBS - 20), *victim, dice.uniform(*AWAY_S)) for victim in victims]
+    names = {
+        "gateways": GATEWAYS,
+        "workers": WORKERS,
+        "stalls": WORKERS,
+        "engines": ENGINES,
+        "valkey": ("valkey",),
+    }
+    victims = [(kind, dice.choice(names[kind])) for kind, times in BLOWS.items() for _ in range(times)]
+    struck = [
+        Blow(
+            at=dice.randint(20, JOBS - 20),
+            kind=kind,
+            name=name,
+            away_s=dice.uniform(*(STALLED_S if kind == "stalls" else AWAY_S)),
+        )
+        for kind, name in [*victims, *(("models", name) for name in MODELS)]
+    ]
     return sorted(struck, key=lambda blow: blow.at)
 
 
@@ -306,7 +326,7 @@ async def differences(crowd: Crowd, job: HandedOver) -> list[str]:
     return found
 
 
-async def unsettled(site: Site, redis: Redis, crowd: Crowd) -> dict[str, Any]:
+async def unsettled(site: Site, redis: Redis) -> dict[str, Any]:
     """Return what is still queued, held or counted anywhere; nothing, once all jobs are over."""
     world = JobWorld(site.valkey.url, "gw", redis)
     names = await world.names()
@@ -327,12 +347,12 @@ async def unsettled(site: Site, redis: Redis, crowd: Crowd) -> dict[str, Any]:
     return {what: count for what, count in found.items() if count}
 
 
-async def settled(site: Site, redis: Redis, crowd: Crowd) -> dict[str, Any]:
+async def settled(site: Site, redis: Redis) -> dict[str, Any]:
     """Return what is unsettled when nothing is, or the time is over."""
     with anyio.move_on_after(SETTLE_S):
-        while await unsettled(site, redis, crowd):
+        while await unsettled(site, redis):  # noqa: ASYNC110 - the state of other processes
             await anyio.sleep(0.2)
-    return await unsettled(site, redis, crowd)
+    return await unsettled(site, redis)
 
 
 def short_stays(seen: Mapping[str, Any], killed: Mapping[tuple[str, float], int]) -> list[dict[str, Any]]:
@@ -363,7 +383,7 @@ def journal_faults(histories: Mapping[str, JobHistory], crowd: Crowd) -> list[st
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_every_job_ends_once_and_whole_whatever_is_killed(site: Site, seed: int) -> None:
     due = blows(random.Random(f"{seed} blows"))
-    log.warning("seed %d: %s", seed, "; ".join(f"{one.name} at {one.at}" for one in due))
+    log.warning("seed %d: %s", seed, "; ".join(f"{one.kind} {one.name} at {one.at}" for one in due))
     async with AsyncExitStack() as stack:
         crowd = Crowd(site.urls, stack)
         redis = await stack.enter_async_context(Redis.from_url(site.valkey.url, decode_responses=True))
@@ -373,7 +393,7 @@ async def test_every_job_ends_once_and_whole_whatever_is_killed(site: Site, seed
                 tasks.start_soon(strike_all, site, crowd, due)
                 tasks.start_soon(hand_all_over, crowd, seed)
         over = anyio.current_time()
-        left = await settled(site, redis, crowd)
+        left = await settled(site, redis)
         faults = [fault for job in crowd.jobs for fault in job.judged()]
         assert faults == [], f"seed {seed}"
         assert left == {}, f"seed {seed}"

@@ -1,6 +1,6 @@
 """Callers who hand jobs over with the unmodified SDK and hold on to them, whatever dies meanwhile.
 
-Each asks a simulated model to count, so that what comes back shows whether it is that job's answer, and whole.
+Each asks a simulated model to count: what comes back shows whether it is that job's answer, and whole.
 """
 
 import random

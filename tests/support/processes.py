@@ -157,6 +157,13 @@ class Mortal:
         process.kill()
         await process.wait()
 
+    async def stall(self, for_s: float) -> None:
+        """Have it do nothing for that long, with every connection open."""
+        process = self._lives[-1].process
+        process.send_signal(signal.SIGSTOP)
+        await anyio.sleep(for_s)
+        process.send_signal(signal.SIGCONT)
+
     @property
     def output(self) -> str:
         """What it has written in all its lives."""
