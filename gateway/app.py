@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from gateway import parts
@@ -26,6 +27,7 @@ from gateway.core.health import (
     served_name,
     usable,
 )
+from gateway.core.trace import passed_on
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.job_admin import JobOperators
 from gateway.downstream.keys import KeyRing
@@ -36,6 +38,7 @@ from gateway.downstream.routes import Applications, Operators
 from gateway.jobs import QueueWatch
 from gateway.pipeline import BackendWatch, Peers, Pipeline
 from gateway.pipeline.box_keeper import SETTLE_S, BoxKeeper
+from gateway.ports import Recorder
 from gateway.settings import Settings
 from gateway.store.boards import RedisBoard
 from gateway.store.embedded import embedded_url
@@ -141,7 +144,10 @@ class Gateway:
         )
         self.metrics.config_info.labels(self.policy.version).set(1)
         self.webhooks = parts.webhooks(settings, environ, self.clock, self.metrics)
-        recorder = Recorders((self.metrics, self.journal, RequestLog()))
+        self.tracing = parts.tracing(settings, environ, lambda: self.policy.backends, self.metrics)
+        self.metrics_push = parts.metrics_push(settings, environ, self.metrics, self.clock)
+        recorders: list[Recorder] = [self.metrics, self.journal, RequestLog()]
+        recorder = Recorders(recorders if self.tracing is None else [*recorders, self.tracing])
         self.pipeline = Pipeline(
             policy=lambda: self.policy,
             estimator=self.estimator,
@@ -186,6 +192,7 @@ class Gateway:
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,
+            trace_of=passed_on if self.tracing is None else self.tracing.begin,
         )
         self.operators = Operators(
             views=Views(
@@ -303,6 +310,8 @@ class Gateway:
                 tasks.start_soon(self.worker.run)
             if self.webhooks is not None:
                 tasks.start_soon(self.webhooks.run)
+            if self.metrics_push is not None:
+                tasks.start_soon(self.metrics_push.run)
             for listener in self._listeners:
                 tasks.start_soon(listener.run_until_stopped)
                 await listener.wait_started()
@@ -331,6 +340,14 @@ class Gateway:
         if self.jobs is not None:
             await self.jobs.aclose()
         self.estimator.close()
+        await anyio.to_thread.run_sync(self._close_telemetry)
+
+    def _close_telemetry(self) -> None:
+        """Send what is left; a receiver that is away holds that up for some seconds."""
+        if self.tracing is not None:
+            self.tracing.close()
+        if self.metrics_push is not None:
+            self.metrics_push.close()
 
 
 async def serve(

@@ -6,6 +6,7 @@ import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gateway.clock import SystemClock
 from gateway.core.canary import Canary
@@ -42,6 +43,10 @@ from gateway.upstream.commands import Command
 from gateway.upstream.switches import ByCommand, ByRequest, BySleep, Call, Member
 from gateway.upstream.webhook_calls import WebhookCaller
 from gateway.upstream.webhooks import Webhooks
+
+if TYPE_CHECKING:
+    from gateway.telemetry.otlp_metrics import MetricsPush
+    from gateway.telemetry.tracing import Tracing
 
 log = logging.getLogger("gateway.process")
 
@@ -197,6 +202,45 @@ def webhooks(
         on_attempt=attempted,
         on_pending=metrics.webhooks_wait,
     )
+
+
+def tracing(
+    settings: Settings,
+    environ: Mapping[str, str],
+    backends: Callable[[], Mapping[str, Backend]],
+    metrics: Metrics,
+) -> "Tracing | None":
+    """Return what makes traces of requests, or None where nobody takes them."""
+    section, otlp = settings.telemetry.traces, settings.telemetry.otlp
+    if section is None or otlp is None:
+        return None
+    # Imported here: who sends nothing pays nothing.
+    from gateway.telemetry.tracing import Conventions, Sender, TraceRules, Tracing
+
+    rules = TraceRules(
+        share=section.share,
+        follows_callers=section.follow_callers,
+        slow_factor=section.slow_factor,
+        slow_total_s=section.slow_total_s,
+        conventions=Conventions(section.genai_conventions),
+    )
+    sender = Sender(otlp.endpoint, settings.otlp_headers(environ))
+    return Tracing(
+        rules, sender, otlp.service_name, backends, lambda why: metrics.traces.labels(why.value).inc()
+    )
+
+
+def metrics_push(
+    settings: Settings, environ: Mapping[str, str], metrics: Metrics, clock: SystemClock
+) -> "MetricsPush | None":
+    """Return what sends metrics to a receiver, or None where nobody takes them."""
+    section, otlp = settings.telemetry.metrics, settings.telemetry.otlp
+    if section is None or otlp is None:
+        return None
+    from gateway.telemetry.otlp_metrics import MetricsPush
+
+    headers = settings.otlp_headers(environ)
+    return MetricsPush(metrics.registry, otlp.endpoint, headers, otlp.service_name, section.interval_s, clock)
 
 
 def store_changed(mode: Mode) -> None:

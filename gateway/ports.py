@@ -22,6 +22,7 @@ from gateway.core.jobs import (
     Quota,
     Refusal,
 )
+from gateway.core.trace import Trace
 from gateway.core.usage import AttemptRecord, RequestRecord
 from gateway.core.values import (
     NO_CHANGES,
@@ -50,11 +51,15 @@ class Arrival:
         id: The `x-request-id` the caller gets; unguessable.
         wall_at: Epoch seconds.
         received_at: Monotonic seconds.
+        trace: Where it belongs among traces; None where nobody asks.
+        route: The path it came to, as its template; "" for what came by no route, such as a job.
     """
 
     id: str
     wall_at: float
     received_at: float
+    trace: Trace | None = None
+    route: str = ""
 
 
 class Incoming(Protocol):

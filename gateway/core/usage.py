@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from gateway.core.errors import GatewayError, ShedError
 from gateway.core.health import Outcome
+from gateway.core.trace import Trace
 from gateway.core.values import Candidate, Decision
 
 
@@ -71,6 +72,9 @@ class RequestRecord:
         attempts: Every try, in order.
         usage: What the backend reported, if it did.
         chunks: Reads relayed after the first byte.
+        ttft_target_s: How soon after its arrival its class wants the first token; None where it has no class.
+        trace: Where it belongs among traces; its attempts are the children 1, 2, ... of its own span.
+        route: The path it came to, as its template; "" for a job.
     """
 
     id: str
@@ -94,6 +98,9 @@ class RequestRecord:
     attempts: tuple[AttemptRecord, ...] = field(default=())
     usage: Usage | None = None
     chunks: int = 0
+    ttft_target_s: float | None = None
+    trace: Trace | None = None
+    route: str = ""
 
     @property
     def tpot_s(self) -> float | None:

@@ -15,6 +15,7 @@ from litestar.params import FromPath
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.core.errors import Draining, GatewayError, InvalidRequest, ModelNotFound, RouteNotFound
+from gateway.core.trace import Trace, passed_on
 from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import Endpoint, Policy
 from gateway.downstream import wire
@@ -73,8 +74,12 @@ class Applications:
         readiness: Callable[[], Mapping[str, bool]],
         recorder: Recorder,
         clock: Clock,
+        trace_of: Callable[[str | None], Trace | None] = passed_on,
     ) -> None:
-        """Serve applications with `pipeline`; `readiness` names what must hold for `/readyz`."""
+        """Serve applications with `pipeline`; `readiness` names what must hold for `/readyz`.
+
+        `trace_of` returns the place of a request in a trace, of its caller's `traceparent` header.
+        """
         self._pipeline = pipeline
         self._policy = policy
         self._keys = keys
@@ -83,6 +88,7 @@ class Applications:
         self._readiness = readiness
         self._recorder = recorder
         self._clock = clock
+        self._trace_of = trace_of
         self._started_at = int(clock.wall())
         self._uploads = Uploads()
         self._readers = Readers()
@@ -110,15 +116,16 @@ class Applications:
 
         @asgi(Endpoint.CHAT.value, copy_scope=True)
         async def chat(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._generate(self._relayed(Endpoint.CHAT), scope, receive, send)
+            await self._generate(Endpoint.CHAT.value, self._relayed(Endpoint.CHAT), scope, receive, send)
 
         @asgi(Endpoint.COMPLETIONS.value, copy_scope=True)
         async def completions(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._generate(self._relayed(Endpoint.COMPLETIONS), scope, receive, send)
+            read = self._relayed(Endpoint.COMPLETIONS)
+            await self._generate(Endpoint.COMPLETIONS.value, read, scope, receive, send)
 
         @asgi(RESPONSES, copy_scope=True)
         async def responses(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._generate(self._responses.read, scope, receive, send)
+            await self._generate(RESPONSES, self._responses.read, scope, receive, send)
 
         @get("/v1/models", sync_to_thread=False)
         def models(request: Request[Any, Any, Any]) -> dict[str, Any]:
@@ -187,8 +194,15 @@ class Applications:
 
         return read
 
-    async def _generate(self, read: Read, scope: Scope, receive: Receive, send: Send) -> None:
-        arrival = Arrival(new_request_id(), self._clock.wall(), self._clock.now())
+    async def _generate(self, route: str, read: Read, scope: Scope, receive: Receive, send: Send) -> None:
+        traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), None)
+        arrival = Arrival(
+            new_request_id(),
+            self._clock.wall(),
+            self._clock.now(),
+            self._trace_of(None if traceparent is None else traceparent.decode("latin-1")),
+            route,
+        )
         downstream = AsgiDownstream(send)
         self.in_flight += 1
         try:
@@ -250,6 +264,8 @@ class Applications:
                 wall_at=arrival.wall_at,
                 received_at=arrival.received_at,
                 ended_at=self._clock.now(),
+                trace=arrival.trace,
+                route=arrival.route,
             )
         )
 

@@ -199,7 +199,7 @@ class Attempt:
         target = Target(
             backend=self._backend,
             endpoint=incoming.request.endpoint,
-            headers=(*incoming.forwarded, (b"x-request-id", incoming.arrival.id.encode())),
+            headers=(*self._trace_context(), (b"x-request-id", incoming.arrival.id.encode())),
             body=incoming.body_for(self._served_model, self._plan.changes),
         )
         async with upstream.open(target, self._timeouts) as response:
@@ -211,6 +211,15 @@ class Attempt:
                 await self._relay_stream(response)
             else:
                 await self._relay_whole(response)
+
+    def _trace_context(self) -> Headers:
+        """Return the headers by which the backend's spans join the trace: under the span of this try."""
+        incoming = self._passage.incoming
+        trace = incoming.arrival.trace
+        if trace is None or not trace.is_ours:
+            return incoming.forwarded
+        own = (b"traceparent", trace.child(len(self._passage.attempts) + 1).traceparent.encode())
+        return (own, *(pair for pair in incoming.forwarded if pair[0] != b"traceparent"))
 
     # -------------------------------------------------------------- answers
 

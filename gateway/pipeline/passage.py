@@ -113,4 +113,15 @@ class Passage:
             attempts=tuple(self.attempts),
             usage=self.usage,
             chunks=self.chunks,
+            ttft_target_s=self._ttft_target_s(),
+            trace=arrival.trace,
+            route=arrival.route,
         )
+
+    def _ttft_target_s(self) -> float | None:
+        decision = self.decision
+        model = None if decision is None else self.policy.model(decision.model)
+        if decision is None or model is None:
+            return None
+        named = (one for one in model.classes if one.name == decision.traffic_class)
+        return next((one.waiting.ttft_target_s for one in named), None)

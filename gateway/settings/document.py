@@ -51,6 +51,7 @@ from gateway.settings.fields import (
     number,
 )
 from gateway.settings.site_profiles import SiteProfileSection
+from gateway.settings.telemetry import TelemetrySection
 
 _TIMEOUTS = Timeouts()
 _WEIGHTS = Weights()
@@ -801,6 +802,9 @@ class Document(Section):
 
     webhooks: dict[Slug, WebhookSection] = Field(default_factory=dict)
     """Who is told when jobs end, each under a name. Needs `jobs`."""
+
+    telemetry: TelemetrySection = TelemetrySection()
+    """What is sent to an OpenTelemetry receiver."""
 
     shutdown: ShutdownSection = ShutdownSection()
     """What happens on SIGTERM."""

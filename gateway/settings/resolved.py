@@ -53,6 +53,7 @@ from gateway.settings.problems import Problem
 from gateway.settings.references import Finding
 from gateway.settings.secrets import SecretMissing, SecretRef, digest
 from gateway.settings.site_profiles import resolve
+from gateway.settings.telemetry import TelemetrySection
 from gateway.settings.yaml_tree import Path as TreePath
 from gateway.settings.yaml_tree import Tree
 
@@ -347,6 +348,26 @@ class Settings:
             )
         return tuple(endpoints)
 
+    @property
+    def telemetry(self) -> TelemetrySection:
+        """What is sent to an OpenTelemetry receiver."""
+        return self.document.telemetry
+
+    def otlp_headers(self, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the headers that the OpenTelemetry receiver wants.
+
+        Raises:
+            ConfigError: they are named and not there, or are none.
+        """
+        try:
+            return _headers(self._otlp_secret(), environ)
+        except (SecretMissing, ValueError) as error:
+            raise ConfigError(f"telemetry: {error}") from error
+
+    def _otlp_secret(self) -> SecretRef | None:
+        otlp = self.telemetry.otlp
+        return None if otlp is None or otlp.headers_env is None else SecretRef(otlp.headers_env)
+
     def tls(self, backend_id: str) -> BackendTls:
         """Return how a backend's certificate is checked."""
         section = self.document.backends[backend_id].tls
@@ -380,6 +401,10 @@ class Settings:
             except (SecretMissing, ValueError) as error:
                 kind = "secret_file" if section.secret_env is None else "secret_env"
                 yield self.problem(("webhooks", name, kind), str(error))
+        try:
+            _headers(self._otlp_secret(), environ)
+        except (SecretMissing, ValueError) as error:
+            yield self.problem(("telemetry", "otlp", "headers_env"), str(error))
         for path, file in self._files():
             if not file.is_file():
                 yield self.problem(path, f"there is no file {file}")
@@ -450,6 +475,17 @@ def _read(secret: SecretRef | None, whose: str, environ: Mapping[str, str]) -> s
         return secret.read(environ)
     except SecretMissing as error:
         raise ConfigError(f"{whose}: {error}") from error
+
+
+def _headers(secret: SecretRef | None, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the headers in a secret. Raises SecretMissing or ValueError."""
+    headers = {}
+    for pair in () if secret is None else secret.read(environ).split(","):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not name or not equals or not (name + value).isascii() or not (name + value).isprintable():
+            raise ValueError("headers are written as name=value,name=value")
+        headers[name] = value
+    return headers
 
 
 def _read_all(secret: SecretRef, environ: Mapping[str, str]) -> tuple[bytes, ...]:

@@ -199,6 +199,7 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "event": "request",
         "id": record.id,
+        "trace": f"{record.trace.own.trace_id:032x}" if record.trace else None,
         "ending": record.ending.value,
         "status": record.status,
         "code": record.error_code,

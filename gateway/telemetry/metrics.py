@@ -146,6 +146,9 @@ class Metrics:
         self.config_info = Gauge(
             "gateway_config_info", "1 for the configuration in force.", ("version",), registry=registry
         )
+        self.traces = Counter(
+            "gateway_traces", "Requests that were kept as a trace, by why.", ("reason",), registry=registry
+        )
         self.webhooks = Counter(
             "gateway_webhooks",
             "Attempts to deliver a webhook, by outcome.",

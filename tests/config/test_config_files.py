@@ -29,6 +29,7 @@ INTENDED = {
         "class general admits prompts of any length",
         "environment variable REPORTS_KEY is not set",
         "search.key cannot be read",
+        "environment variable OTLP_HEADERS is not set",
         "environment variable REPORTS_WEBHOOK_SECRET is not set",
         "webhook.secret cannot be read",
     ],

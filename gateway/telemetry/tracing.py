@@ -1,0 +1,371 @@
+"""Traces: each request that is worth keeping becomes spans when it has ended, sent by OTLP over HTTP.
+
+    POST /v1/chat/completions            (server; everything the gateway decided, as attributes)
+      gateway.estimate                   reading and counting the prompt
+      gateway.admission                  waiting for a place
+      chat gemma-4                       (client; one per try)
+        gateway.first_token              until the backend's first token; its own spans are beside this
+        gateway.decode                   from the first token to the last
+
+A request is kept if its trace was chosen (a share of all, or its caller's wish), if it failed, or if it was
+slow. That is known when it ends, so nothing is made before: a request that is not kept costs a random number
+and a header. What a backend itself says of a request is only asked for where the trace was chosen at first.
+
+Never in a span: prompts, answers, keys. Names are those of OpenTelemetry's GenAI conventions, in the version
+that the configuration names; `gateway.*` are our own.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from gateway import __version__
+from gateway.core import trace
+from gateway.core.health import Outcome
+from gateway.core.trace import SpanRef, Trace
+from gateway.core.usage import AttemptRecord, Ending, RequestRecord
+from gateway.core.values import Backend, Candidate
+
+Value: TypeAlias = str | bool | int | float | Sequence[str]
+
+_SCOPE = InstrumentationScope("gemma-gateway", __version__)
+_ESTIMATE, _ADMISSION = 1001, 1002
+"""Numbers of child spans; tries have 1, 2, ..., their parts the numbers below within each."""
+
+_FIRST_TOKEN, _DECODE = 1, 2
+_FAILURES = frozenset({Ending.FAILED, Ending.BROKEN, Ending.SHED})
+
+
+END_S = 2.0
+"""How long the end of the process may wait for a receiver to take the last spans."""
+
+
+class Conventions(StrEnum):
+    """Which version of the GenAI conventions spans follow."""
+
+    CURRENT = "current"  # of their own repository: gen_ai.provider.name, gen_ai.response.time_to_first_chunk
+    V1_41 = "1.41"  # the last within the main conventions: gen_ai.system
+
+
+class Kept(StrEnum):
+    """Why a request is kept. Few and fixed: each is a metric label."""
+
+    CHOSEN = "chosen"
+    FAILED = "failed"
+    SLOW = "slow"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRules:
+    """What is kept.
+
+    Attributes:
+        share: Of all requests, 0..1.
+        follows_callers: Whether a request is kept because its caller keeps its own part.
+        slow_factor: A first token later than this many times what its class wants is slow.
+        slow_total_s: A request that takes longer is slow; None: none is for that.
+        conventions: How things are named.
+    """
+
+    share: float = 0.01
+    follows_callers: bool = True
+    slow_factor: float = 1.0
+    slow_total_s: float | None = None
+    conventions: Conventions = Conventions.CURRENT
+
+
+class Sender(SpanExporter):
+    """Sends spans to an OTLP receiver, with retries; once it is shut down, it gives up what it is sending."""
+
+    def __init__(self, endpoint: str, headers: Mapping[str, str]) -> None:
+        """Send to the base URL `endpoint`, with `headers`; `/v1/traces` is added."""
+        self._exporter = OTLPSpanExporter(
+            f"{endpoint.rstrip('/')}/v1/traces", headers=dict(headers), timeout=10
+        )
+        self._is_shut = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send spans."""
+        return self._exporter.export(spans)
+
+    def shutdown(self) -> None:
+        """Send nothing more. May be called again."""
+        if not self._is_shut:
+            self._is_shut = True
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+
+class Tracing:
+    """Gives requests their place in a trace, and is the `ports.Recorder` that makes spans of them."""
+
+    def __init__(
+        self,
+        rules: TraceRules,
+        sender: SpanExporter,
+        service: str,
+        backends: Callable[[], Mapping[str, Backend]],
+        on_kept: Callable[[Kept], None] = lambda _: None,
+    ) -> None:
+        """Send what is kept through `sender`, from a thread of its own, in batches.
+
+        `service` is what the gateway is called there; `on_kept` is told why each request is kept.
+        """
+        self._rules = rules
+        self._sender = sender
+        self._processor = BatchSpanProcessor(sender)
+        self._resource = Resource.create({"service.name": service, "service.version": __version__})
+        self._backends = backends
+        self._on_kept = on_kept
+        self._random = random.Random()  # ids need to be different, not secret
+
+    def begin(self, traceparent: str | None, link: SpanRef | None = None) -> Trace:
+        """Return the place of a request that its caller put there, or that begins here.
+
+        `link`: the request that handed this one over.
+        """
+        parent = None if traceparent is None else trace.parse(traceparent)
+        bits = self._random.getrandbits(192)
+        trace_id = parent.trace_id if parent else (bits >> 64) or 1
+        wanted = parent is not None and parent.is_sampled and self._rules.follows_callers
+        chosen = wanted or trace.is_chosen(trace_id, self._rules.share)
+        own = SpanRef(trace_id, bits & ((1 << 64) - 1) or 1, chosen)
+        return Trace(own, parent, link)
+
+    def attempt(self, record: AttemptRecord) -> None:
+        """See `ports.Recorder.attempt`. Attempts arrive with their request."""
+
+    def finished(self, record: RequestRecord) -> None:
+        """See `ports.Recorder.finished`."""
+        if record.trace is None or not record.trace.is_ours:
+            return
+        why = self._why_kept(record)
+        if why is None:
+            return
+        self._on_kept(why)
+        for span in _Spans(record, record.trace, self._rules.conventions, self._resource, self._backends()):
+            self._processor.on_end(span)
+
+    def close(self) -> None:
+        """Send what has not been sent, and end. A receiver that is away holds this up for `END_S`."""
+        limit = threading.Timer(END_S, self._sender.shutdown)
+        limit.start()
+        self._processor.shutdown()  # type: ignore[no-untyped-call]
+        limit.cancel()
+
+    def _why_kept(self, record: RequestRecord) -> Kept | None:
+        assert record.trace is not None
+        if record.ending in _FAILURES:
+            return Kept.FAILED
+        if self._is_slow(record):
+            return Kept.SLOW
+        return Kept.CHOSEN if record.trace.own.is_sampled else None
+
+    def _is_slow(self, record: RequestRecord) -> bool:
+        rules, total_s = self._rules, record.ended_at - record.received_at
+        if rules.slow_total_s is not None and total_s > rules.slow_total_s:
+            return True
+        if record.ttft_target_s is None or not record.stream:
+            return False
+        first_s = total_s if record.first_byte_at is None else record.first_byte_at - record.received_at
+        return first_s > rules.slow_factor * record.ttft_target_s
+
+
+class _Spans:
+    """The spans of one request; iterate once."""
+
+    def __init__(
+        self,
+        record: RequestRecord,
+        place: Trace,
+        conventions: Conventions,
+        resource: Resource,
+        backends: Mapping[str, Backend],
+    ) -> None:
+        self._record = record
+        self._trace = place
+        self._conventions = conventions
+        self._resource = resource
+        self._backends = backends
+
+    def __iter__(self) -> Iterator[ReadableSpan]:
+        record, own = self._record, self._trace.own
+        if record.estimated_at is not None:
+            span = self._trace.child(_ESTIMATE)
+            yield self._span("gateway.estimate", span, own, record.received_at, record.estimated_at)
+            until = record.admitted_at or record.ended_at
+            wait = {"gateway.spill": record.is_spill}
+            span = self._trace.child(_ADMISSION)
+            yield self._span("gateway.admission", span, own, record.estimated_at, until, wait)
+        for number, attempt in enumerate(record.attempts, 1):
+            yield from self._attempt(number, attempt)
+        yield self._span(
+            f"POST {record.route}" if record.route else "gateway.job",
+            own,
+            self._trace.parent,
+            record.received_at,
+            record.ended_at,
+            self._facts(),
+            kind=SpanKind.SERVER if record.route else SpanKind.CONSUMER,
+            error=record.error_code if record.ending in _FAILURES else "",
+            links=[] if self._trace.link is None else [Link(_context(self._trace.link))],
+        )
+
+    def _attempt(self, number: int, attempt: AttemptRecord) -> Iterator[ReadableSpan]:
+        ref = self._trace.child(number)
+        within = Trace(ref)
+        first = attempt.first_byte_at
+        if first is not None:
+            part = within.child(_FIRST_TOKEN)
+            yield self._span("gateway.first_token", part, ref, attempt.started_at, first)
+            yield self._span("gateway.decode", within.child(_DECODE), ref, first, attempt.ended_at)
+        yield self._span(
+            f"chat {self._model()}",
+            ref,
+            self._trace.own,
+            attempt.started_at,
+            attempt.ended_at,
+            self._attempt_facts(number, attempt),
+            kind=SpanKind.CLIENT,
+            error=attempt.outcome.value if attempt.outcome.is_fault else "",
+            detail=attempt.detail,
+            events=[] if first is None else [Event("first_token", timestamp=self._ns(first))],
+        )
+
+    # ------------------------------------------------------------ attributes
+
+    def _facts(self) -> dict[str, Value | None]:
+        record, decision = self._record, self._record.decision
+        facts: dict[str, Value | None] = {
+            "http.request.method": "POST" if record.route else None,
+            "http.route": record.route or None,
+            "http.response.status_code": record.status if record.route else None,
+            "gateway.request_id": record.id,
+            "gateway.ending": record.ending.value,
+            "gateway.key": record.key,
+            "gateway.stream": record.stream,
+            "gateway.backend": record.backend or None,
+            "gateway.pool": record.pool or None,
+            "gateway.spill": record.is_spill,
+            "gateway.attempts": len(record.attempts),
+            **self._genai(),
+        }
+        if decision is not None:
+            facts |= {
+                "gateway.class": decision.traffic_class,
+                "gateway.class_reason": decision.class_reason,
+                "gateway.estimated_input_tokens": decision.estimate.tokens,
+                "gateway.estimated_input_tokens_max": decision.estimate.tokens_max,
+                "gateway.estimate_mode": decision.estimate.mode.value,
+                "gateway.candidates": [_words(candidate) for candidate in decision.candidates],
+            }
+            if record.usage is not None:
+                facts["gateway.estimate_error_tokens"] = record.usage.prompt_tokens - decision.estimate.tokens
+        if record.admitted_at is not None and record.estimated_at is not None:
+            facts["gateway.queue_s"] = round(record.admitted_at - record.estimated_at, 6)
+        if record.placed is not None:
+            facts["gateway.knee_seqs"] = record.placed.knee_seqs
+            facts["gateway.in_flight_at_admission"] = record.placed.load.seqs
+        return facts
+
+    def _attempt_facts(self, number: int, attempt: AttemptRecord) -> dict[str, Value | None]:
+        backend = self._backends.get(attempt.backend)
+        address = urlsplit(backend.url) if backend else None
+        facts: dict[str, Value | None] = {
+            "gateway.backend": attempt.backend,
+            "gateway.pool": attempt.pool,
+            "gateway.outcome": attempt.outcome.value,
+            "server.address": address.hostname if address else None,
+            "server.port": address.port if address else None,
+            "http.request.resend_count": number - 1 or None,
+            "gen_ai.request.model": self._model(),
+            **self._operation(),
+        }
+        if attempt.outcome is Outcome.OK:
+            facts |= self._genai()
+        if attempt.first_byte_at is not None and self._conventions is Conventions.CURRENT:
+            took_s = attempt.first_byte_at - attempt.started_at
+            facts["gen_ai.response.time_to_first_chunk"] = round(took_s, 6)
+        return facts
+
+    def _operation(self) -> dict[str, Value | None]:
+        provider = {
+            Conventions.CURRENT: "gen_ai.provider.name",
+            Conventions.V1_41: "gen_ai.system",
+        }[self._conventions]
+        return {"gen_ai.operation.name": "chat", provider: "vllm"}
+
+    def _genai(self) -> dict[str, Value | None]:
+        usage = self._record.usage
+        facts = {"gen_ai.request.model": self._model(), **self._operation()}
+        if usage is not None:
+            facts["gen_ai.usage.input_tokens"] = usage.prompt_tokens
+            facts["gen_ai.usage.output_tokens"] = usage.completion_tokens
+            if self._conventions is Conventions.CURRENT:
+                facts["gen_ai.usage.reasoning.output_tokens"] = usage.reasoning_tokens
+                facts["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
+        return facts
+
+    def _model(self) -> str:
+        """Return the model by its configured name: what a caller made up is no name for a span."""
+        return self._record.decision.model if self._record.decision else "unknown"
+
+    # ------------------------------------------------------------ one span
+
+    def _span(
+        self,
+        name: str,
+        ref: SpanRef,
+        parent: SpanRef | None,
+        started_at: float,
+        ended_at: float,
+        attributes: Mapping[str, Value | None] | None = None,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        error: str = "",
+        detail: str = "",
+        links: Sequence[Link] = (),
+        events: Sequence[Event] = (),
+    ) -> ReadableSpan:
+        facts = {name: value for name, value in (attributes or {}).items() if value is not None}
+        if error:
+            facts["error.type"] = error
+        return ReadableSpan(
+            name,
+            context=_context(ref),
+            parent=None if parent is None else _context(parent),
+            resource=self._resource,
+            attributes=facts,
+            kind=kind,
+            links=links,
+            events=events,
+            status=Status(StatusCode.ERROR, detail or error) if error else Status(StatusCode.UNSET),
+            start_time=self._ns(started_at),
+            end_time=max(self._ns(started_at), self._ns(ended_at)),
+            instrumentation_scope=_SCOPE,
+        )
+
+    def _ns(self, at: float) -> int:
+        """Return monotonic seconds as nanoseconds since the epoch."""
+        return int((self._record.wall_at + (at - self._record.received_at)) * 1e9)
+
+
+def _context(ref: SpanRef) -> SpanContext:
+    # Exporters drop what is not sampled; by now it has been decided that this is kept.
+    return SpanContext(ref.trace_id, ref.span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+
+def _words(candidate: Candidate) -> str:
+    if candidate.excluded is not None:
+        return f"{candidate.backend}: {candidate.excluded.value} ({candidate.detail})"
+    return f"{candidate.backend}: score {candidate.score:.2f}"
