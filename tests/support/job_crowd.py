@@ -17,8 +17,11 @@ import openai
 
 T = TypeVar("T")
 
-NUMBERS = (12, 24)
-"""How far a job counts: about 80 to 170 tokens."""
+NUMBERS = (8, 20)
+"""How far a job counts: about 70 to 170 tokens."""
+
+BEGINNING = 40
+"""Characters of a thought that do not come again in it."""
 
 PENDING = frozenset({"queued", "in_progress"})
 PASSING = frozenset({"store_unavailable"})
@@ -91,20 +94,25 @@ class HandedOver:
         found = list(self.faults)
         if status not in wanted:
             found.append(f"it is {status}: {self.ending.get('error')}")
-        if status == "completed" and (text := said(self.ending)) != [self.answer]:
+        if status == "completed" and (text := said(self.ending, "message")) != [self.answer]:
             found.append(f"it says {text}")
+        thoughts = said(self.ending, "reasoning") if self.ending else []
+        if status == "completed" and len(thoughts) != self.thinks:
+            found.append(f"it has {len(thoughts)} thoughts")
+        if any(thought.count(thought[:BEGINNING]) > 1 for thought in thoughts):
+            found.append(f"it thinks twice: {thoughts}")
         numbers = [event["sequence_number"] for event in self.events]
         if numbers != list(range(len(numbers))):
             found.append(f"its events are {numbers}")
         return [f"job {self.number} ({self.id}, {self.follow}): {fault}" for fault in found]
 
 
-def said(response: Mapping[str, Any]) -> list[str]:
-    """Return the text of each message of a response."""
+def said(response: Mapping[str, Any], kind: str) -> list[str]:
+    """Return the text of each item of a kind in a response."""
     return [
         "".join(part["text"] for part in item["content"])
         for item in response["output"]
-        if item["type"] == "message"
+        if item["type"] == kind
     ]
 
 
