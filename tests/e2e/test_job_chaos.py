@@ -160,7 +160,9 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         async with anyio.create_task_group() as starting:
             for mortal in mortals.values():
                 starting.start_soon(mortal.start)
-        http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        # No connection is kept: its server may close it, or die, just as it is used again.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, limits=limits, timeout=30))
         yield Site(
             gateways,
             workers,

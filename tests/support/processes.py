@@ -15,6 +15,7 @@ import anyio.abc
 from anyio.streams.text import TextReceiveStream
 
 READY_S = 60.0
+STARTED_S = 300.0  # where many start at once
 COMMAND = [sys.executable, "-m", "gateway"]
 
 
@@ -148,7 +149,7 @@ class Mortal:
     async def start(self) -> None:
         """Start it, and return once it is up."""
         await self._tasks.start(self._live)
-        await self._lives[-1].wait_for(self._ready)
+        await self._lives[-1].wait_for(self._ready, within_s=STARTED_S)
 
     async def kill(self) -> None:
         """End it with SIGKILL."""
