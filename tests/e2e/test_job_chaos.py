@@ -31,6 +31,7 @@ import httpx
 import pytest
 import yaml
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 from support.job_crowd import Crowd, Follow, HandedOver, drawn
 from support.job_world import LEFT, JobWorld
 from support.processes import Mortal, reserved_port, running
@@ -47,8 +48,8 @@ BLOWS = {"gateways": 3, "workers": 3, "stalls": 2, "engines": 3, "valkey": 2}
 AWAY_S = (0.2, 3.0)
 """How long what was killed is away, but for a model of the box, which the gateways bring back."""
 
-STALLED_S = (11.0, 13.0)
-"""How long a worker stalls: longer than its claims last, and not so long that it loses the box."""
+STALLED_MAX_S = 13.0
+"""How long a worker stalls at most: longer than its claims last, and not so long that it loses the box."""
 
 GATEWAYS = ("one", "other")
 WORKERS = ("first", "second")
@@ -56,6 +57,7 @@ ENGINES = ("light-0", "light-1")
 ENGINE_SPEED, BOX_SPEED = 2.0, 20.0
 MODELS = ("gemma", "qwen")
 RESIDENCY_S = 8.0
+RECENT = 200  # jobs among which those are that run
 CLAIM_KEPT_MS = 20_000  # twice the time after which a worker that is silent has lost its jobs
 SETTLE_S = 60.0
 ALL_S = 600.0  # about ten times what it takes: a machine may be slow, a job that never ends is a fault
@@ -75,7 +77,7 @@ class Site:
         admins: Where each gateway tells operators what it does.
         engine_urls: Where the engines tell what they hold.
         box: Where the box takes orders, and tells what it has seen.
-        valkey, store: The store, and where its data are.
+        valkey, redis, store: The store, and where its data are.
         killed: Who was killed when, as the box saw it: (model, epoch seconds), and requests cut by that.
     """
 
@@ -87,6 +89,7 @@ class Site:
     engine_urls: Mapping[str, str]
     box: str
     valkey: RedisServer
+    redis: Redis
     store: Path
     http: httpx.AsyncClient
     killed: dict[tuple[str, float], int] = field(default_factory=dict)
@@ -100,12 +103,36 @@ class Site:
             await anyio.sleep(away_s)
             await anyio.to_thread.run_sync(self.valkey.start)
         elif kind == "stalls":
-            await self.workers[name].stall(away_s)
+            await self._stall(self.workers[name])
         else:
             victim = {**self.gateways, **self.workers, **self.engines}[name]
             await victim.kill()
             await anyio.sleep(away_s)
             await victim.start()
+
+    async def _stall(self, worker: Mortal) -> None:
+        """Stall a worker until another begins with a job of its own, so that both are at it."""
+        worker.stall()
+        with anyio.move_on_after(STALLED_MAX_S):
+            before = await self._workers()
+            while True:
+                now = await self._workers()
+                if any(before.get(id, one) != one for id, one in now.items()):
+                    break
+                await anyio.sleep(0.02)
+        worker.resume()
+
+    async def _workers(self) -> dict[str, str]:
+        """Return who works at each job that is in progress; nobody while the store is away."""
+        try:
+            ids = cast("list[str]", await self.redis.zrange("{gw:jobs}:jobs", -RECENT, -1))
+            async with self.redis.pipeline(transaction=False) as asked:
+                for id in ids:
+                    asked.hmget(f"{{gw:jobs}}:job:{id}", ["status", "worker"])
+                said = await asked.execute()
+        except RedisError:
+            return {}
+        return {id: worker for id, (status, worker) in zip(ids, said, strict=True) if status == "in_progress"}
 
     async def _kill_model(self, name: str) -> None:
         """Kill a model of the box while it serves: one that dies at its start is in quarantine for good."""
@@ -113,7 +140,12 @@ class Site:
             await anyio.sleep(0.1)
         before = (await self.seen())["cut_requests"]
         killed = (await self.http.post(f"{self.box}/models/{name}/kill")).json()
-        self.killed[name, killed["since_s"]] = (await self.seen())["cut_requests"] - before
+        seen = await self.seen()
+        stay = [one for one in seen["residencies"] if one["model"] == name][-1]
+        if stay["until_s"] is None or abs(stay["until_s"] - killed["since_s"]) > 0.1:
+            await self._kill_model(name)  # it had gone a moment before
+        else:
+            self.killed[name, stay["until_s"]] = seen["cut_requests"] - before
 
     async def _is_resident(self, name: str) -> bool:
         for admin in self.admins.values():
@@ -163,6 +195,8 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         # No connection is kept: its server may close it, or die, just as it is used again.
         limits = httpx.Limits(max_keepalive_connections=0)
         http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, limits=limits, timeout=30))
+        redis = Redis.from_url(valkey.url, decode_responses=True)
+        stack.push_async_callback(redis.aclose)
         yield Site(
             gateways,
             workers,
@@ -172,6 +206,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
             engine_urls={name: urls[name] for name in ENGINES},
             box=box,
             valkey=valkey,
+            redis=redis,
             store=store,
             http=http,
         )
@@ -277,7 +312,7 @@ def blows(dice: random.Random) -> list[Blow]:
             at=dice.randint(20, JOBS - 20),
             kind=kind,
             name=name,
-            away_s=dice.uniform(*(STALLED_S if kind == "stalls" else AWAY_S)),
+            away_s=dice.uniform(*AWAY_S),
         )
         for kind, name in [*victims, *(("models", name) for name in MODELS)]
     ]
@@ -344,19 +379,19 @@ async def differences_of(crowd: Crowd, job: HandedOver) -> list[str]:
     return found
 
 
-async def unsettled(site: Site, redis: Redis) -> dict[str, Any]:
+async def unsettled(site: Site) -> dict[str, Any]:
     """Return what is still queued, held or counted anywhere; nothing, once all jobs are over."""
-    world = JobWorld(site.valkey.url, "gw", redis)
+    world = JobWorld(site.valkey.url, "gw", site.redis)
     names = await world.names()
     waits = {"lanes", "running", "waiting", "resting", "ages", "expiring", "new", "again"}
     found: dict[str, Any] = {"jobs' keys": sorted(names & waits)}
     for key in ("alpha", "beta"):
         found[f"quota of {key}"] = (await world.quota(f"={key}"))[0]
-    async for claimed in redis.scan_iter(match=f"{world.key('claimed')}:*"):
-        if not 0 < await redis.pttl(claimed) <= CLAIM_KEPT_MS:
+    async for claimed in site.redis.scan_iter(match=f"{world.key('claimed')}:*"):
+        if not 0 < await site.redis.pttl(claimed) <= CLAIM_KEPT_MS:
             found[claimed] = "is kept"
     for name in (*ENGINES, *MODELS):
-        found[f"leases of {name}"] = await redis.zcard(f"{{gw:{name}}}:leases")
+        found[f"leases of {name}"] = await site.redis.zcard(f"{{gw:{name}}}:leases")
     for name, url in site.engine_urls.items():
         found[f"engine {name}"] = (await site.http.get(f"{url}/simulator/sequences")).json()["held"]
     for name, admin in site.admins.items():
@@ -365,24 +400,23 @@ async def unsettled(site: Site, redis: Redis) -> dict[str, Any]:
     return {what: count for what, count in found.items() if count}
 
 
-async def settled(site: Site, redis: Redis) -> dict[str, Any]:
+async def settled(site: Site) -> dict[str, Any]:
     """Return what is unsettled when nothing is, or the time is over."""
     with anyio.move_on_after(SETTLE_S):
-        while await unsettled(site, redis):  # noqa: ASYNC110 - the state of other processes
+        while await unsettled(site):  # noqa: ASYNC110 - the state of other processes
             await anyio.sleep(0.2)
-    return await unsettled(site, redis)
+    return await unsettled(site)
 
 
 def short_stays(seen: Mapping[str, Any], killed: Mapping[tuple[str, float], int]) -> list[dict[str, Any]]:
     """Return the stays of models in the box that were ended too early, and not by a blow."""
-    ended = [stay for stay in seen["residencies"] if stay["until_s"] is not None]
-    struck = [
+    return [
         stay
-        for stay in ended
-        if any(model == stay["model"] and abs(at_s - stay["until_s"]) < 0.1 for model, at_s in killed)
+        for stay in seen["residencies"]
+        if stay["until_s"] is not None
+        and (stay["model"], stay["until_s"]) not in killed
+        and stay["until_s"] - stay["from_s"] < RESIDENCY_S
     ]
-    assert len(struck) == len(killed)
-    return [stay for stay in ended if stay not in struck and stay["until_s"] - stay["from_s"] < RESIDENCY_S]
 
 
 def journal_faults(histories: Mapping[str, JobHistory], crowd: Crowd) -> list[str]:
@@ -404,7 +438,6 @@ async def test_every_job_ends_once_and_whole_whatever_is_killed(site: Site, seed
     log.warning("seed %d: %s", seed, "; ".join(f"{one.kind} {one.name} at {one.at}" for one in due))
     async with AsyncExitStack() as stack:
         crowd = Crowd(site.urls, stack)
-        redis = await stack.enter_async_context(Redis.from_url(site.valkey.url, decode_responses=True))
         began = anyio.current_time()
         with anyio.move_on_after(ALL_S):
             async with anyio.create_task_group() as tasks:
@@ -424,7 +457,7 @@ async def test_every_job_ends_once_and_whole_whatever_is_killed(site: Site, seed
         found: dict[str, Any] = {
             "callers": [fault for job in crowd.jobs for fault in job.judged()],
             "journal": journal_faults(histories, crowd),
-            "left": await settled(site, redis),
+            "left": await settled(site),
             "read again": await differences(crowd),
             "two models at once": seen["violation_log"],
             "short stays": short_stays(seen, site.killed),
@@ -436,5 +469,5 @@ async def test_every_job_ends_once_and_whole_whatever_is_killed(site: Site, seed
 
         for number, job in enumerate(crowd.jobs):
             await crowd.forget(job, crowd.names[number % len(crowd.names)])
-        assert await JobWorld(site.valkey.url, "gw", redis).names() <= LEFT, f"seed {seed}"
+        assert await JobWorld(site.valkey.url, "gw", site.redis).names() <= LEFT, f"seed {seed}"
     assert {job.follow for job in crowd.jobs} == set(Follow)

@@ -158,12 +158,13 @@ class Mortal:
         process.kill()
         await process.wait()
 
-    async def stall(self, for_s: float) -> None:
-        """Have it do nothing for that long, with every connection open."""
-        process = self._lives[-1].process
-        process.send_signal(signal.SIGSTOP)
-        await anyio.sleep(for_s)
-        process.send_signal(signal.SIGCONT)
+    def stall(self) -> None:
+        """Have it do nothing, with every connection open."""
+        self._lives[-1].process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """End a stall."""
+        self._lives[-1].process.send_signal(signal.SIGCONT)
 
     @property
     def output(self) -> str:
