@@ -23,6 +23,7 @@ from gateway.core.errors import (
 )
 from gateway.core.values import Backend, Timeouts
 from gateway.ports import Headers, Target, UpstreamResponse
+from gateway.upstream.transport import Transport
 
 KEEPALIVE_S = 4.0
 """vLLM closes an idle connection after 5.0 s (measured); one given up earlier is never written into."""
@@ -59,10 +60,13 @@ class HttpxUpstream:
             self._clients[backend.id] = httpx.AsyncClient(
                 base_url=backend.url,
                 headers=headers,
-                # A context of certificates takes 20 ms to load: only where there is something to verify.
-                verify=tls.get(backend.id, True) if backend.url.startswith("https:") else False,
-                limits=httpx.Limits(
-                    max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
+                transport=Transport(
+                    # A context of certificates takes 20 ms to load: only where there is something to verify.
+                    verify=tls.get(backend.id, True) if backend.url.startswith("https:") else False,
+                    limits=httpx.Limits(
+                        max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
+                    ),
+                    trust_env=False,
                 ),
                 timeout=httpx.Timeout(None),
                 follow_redirects=False,
