@@ -54,7 +54,7 @@ STALLED_MAX_S = 13.0
 GATEWAYS = ("one", "other")
 WORKERS = ("first", "second")
 ENGINES = ("light-0", "light-1")
-ENGINE_SPEED, BOX_SPEED = 2.0, 20.0
+ENGINE_SPEED, BOX_SPEED = 1.0, 20.0
 MODELS = ("gemma", "qwen")
 RESIDENCY_S = 8.0
 RECENT = 200  # jobs among which those are that run
@@ -78,6 +78,7 @@ class Site:
         engine_urls: Where the engines tell what they hold.
         box: Where the box takes orders, and tells what it has seen.
         valkey, redis, store: The store, and where its data are.
+        valkey_free: Held while the store is away.
         killed: Who was killed when, as the box saw it: (model, epoch seconds), and requests cut by that.
     """
 
@@ -93,15 +94,14 @@ class Site:
     store: Path
     http: httpx.AsyncClient
     killed: dict[tuple[str, float], int] = field(default_factory=dict)
+    valkey_free: anyio.Lock = field(default_factory=anyio.Lock)
 
     async def strike(self, kind: str, name: str, away_s: float) -> None:
         """Kill something, and have it back."""
         if kind == "models":
             await self._kill_model(name)
         elif kind == "valkey":
-            self.valkey.kill()
-            await anyio.sleep(away_s)
-            await anyio.to_thread.run_sync(self.valkey.start)
+            await self._restart_valkey(away_s)
         elif kind == "stalls":
             await self._stall(self.workers[name])
         else:
@@ -110,9 +110,19 @@ class Site:
             await anyio.sleep(away_s)
             await victim.start()
 
+    async def _restart_valkey(self, away_s: float) -> None:
+        async with self.valkey_free:
+            self.valkey.kill()
+            await anyio.sleep(away_s)
+            await anyio.to_thread.run_sync(self.valkey.start)
+
     async def _stall(self, worker: Mortal) -> None:
-        """Stall a worker until another begins with a job of its own, so that both are at it."""
+        """Stall a worker until another begins with a job of its own, so that both are at it.
+
+        Valkey is restarted meanwhile: so nobody tells the worker that it has lost its jobs.
+        """
         worker.stall()
+        await self._restart_valkey(0)
         with anyio.move_on_after(STALLED_MAX_S):
             before = await self._workers()
             while True:
