@@ -29,7 +29,8 @@ from gateway.core.health import (
 )
 from gateway.core.trace import passed_on
 from gateway.core.waiting import WaitingLine
-from gateway.downstream.job_admin import JobOperators
+from gateway.downstream.config_routes import config_handlers
+from gateway.downstream.job_admin import job_handlers
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
@@ -37,8 +38,9 @@ from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
 from gateway.jobs import QueueWatch
 from gateway.pipeline import BackendWatch, Peers, Pipeline
-from gateway.pipeline.box_keeper import SETTLE_S, BoxKeeper
+from gateway.pipeline.box_keeper import BoxKeeper
 from gateway.ports import Recorder
+from gateway.reload import Reload, Reloader
 from gateway.settings import Settings
 from gateway.store.boards import RedisBoard
 from gateway.store.embedded import embedded_url
@@ -61,7 +63,8 @@ log = logging.getLogger("gateway.process")
 STOP_S = 5.0
 """Seconds in which connections close once their requests have ended or were cut."""
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+RELOAD_SIGNAL = signal.SIGHUP
 _LOST = frozenset({State.HUNG, State.DOWN})
 
 
@@ -91,6 +94,7 @@ class Gateway:
         """
         settings.require(environ)
         self.settings = settings
+        self._environ = environ
         self.clock = SystemClock()
         self.policy = settings.policy()
         self.ledger = parts.ledger(settings)
@@ -98,7 +102,8 @@ class Gateway:
         self.journal = Journal()
         backends = self.policy.backends
         secrets = parts.backend_keys(settings, environ)
-        tls = {name: parts.verification(settings, name) for name in backends}
+        self._verifications = parts.Verifications()
+        tls = self._verifications.of(settings)
         self.fleet = Prober(
             backends,
             parts.health_rules(settings),
@@ -115,11 +120,9 @@ class Gateway:
         drift, line, self.counts = DriftTracker(), WaitingLine(), CountTracker()
         watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
         self.board = parts.board(settings, self.clock)
+        self.jobs = parts.jobs(settings)
         self.boxes = BoxKeeper(
-            {
-                name: settings.box_rules(name, 0.0 if settings.store is None else SETTLE_S)
-                for name in settings.boxes
-            },
+            {name: settings.box_rules(name, parts.box_settle_s(settings)) for name in settings.boxes},
             backends,
             boot_s=settings.box_boots_s(),
             switch=BoxSwitch(parts.members(settings, environ, backends, secrets, tls)),
@@ -127,6 +130,8 @@ class Gateway:
             fleet=self.fleet,
             ledger=self.ledger,
             line=line,
+            jobs=self.jobs,
+            policy=lambda: self.policy,
             clock=self.clock,
             on_change=lambda: self.pipeline.room.look(),
         )
@@ -142,7 +147,7 @@ class Gateway:
             replicas=lambda: self._store.replicas if self._store else 1,
             store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
         )
-        self.metrics.config_info.labels(self.policy.version).set(1)
+        self.metrics.config_in_force(self.policy.version, self.clock.wall())
         self.webhooks = parts.webhooks(settings, environ, self.clock, self.metrics)
         self.tracing = parts.tracing(settings, environ, lambda: self.policy.backends, self.metrics)
         self.metrics_push = parts.metrics_push(settings, environ, self.metrics, self.clock)
@@ -164,6 +169,7 @@ class Gateway:
             away=self.boxes.away,
         )
         digests = settings.key_digests(environ) or {}
+        self.keys = KeyRing(digests)
         self.peers = Peers(
             fleet=self.fleet,
             estimator=self.estimator,
@@ -177,24 +183,34 @@ class Gateway:
         if self._store is not None:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
         self.responses = parts.response_store(settings, self.clock)
-        self.jobs = parts.jobs(settings)
+        self.promises = parts.promises(settings, self.clock)
         self.queue = None if self.jobs is None else QueueWatch(self.jobs)
         job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
         self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
-            keys=KeyRing(digests),
+            keys=self.keys,
             rules=parts.wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             keeping=Keeping(self.responses, settings.responses.keep_s),
-            background=parts.background(settings, self.jobs, self.pipeline, self.clock),
+            promises=self.promises,
+            background=parts.background(settings, self.jobs, self.pipeline, self.clock, self.boxes.away_s),
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,
             trace_of=passed_on if self.tracing is None else self.tracing.begin,
         )
+        self.reloader = Reloader(
+            settings,
+            environ,
+            self._put_in_force,
+            lambda: {name: load.seqs for name, load in self.ledger.loads().items()},
+            self.clock,
+            on_reload=self._reloaded,
+        )
         self.operators = Operators(
+            handlers=[*config_handlers(self.reloader), *job_handlers(self.jobs, self.clock)],
             views=Views(
                 policy=lambda: self.policy,
                 ledger=self.ledger,
@@ -209,9 +225,38 @@ class Gateway:
             ).by_name(),
             metrics=self.metrics.exposition,
             readiness=self._readiness_for_operators,
-            jobs=JobOperators(self.jobs, self.clock),
             names=settings.document.admin_names,
         )
+
+    async def _put_in_force(self, settings: Settings) -> None:
+        """Make other settings those that count. What may fail comes first; then all changes in one step."""
+        policy = settings.policy()
+        secrets = parts.backend_keys(settings, self._environ)
+        digests = settings.key_digests(self._environ) or {}
+        tls = self._verifications.of(settings)
+
+        for name in set(self.policy.backends) - set(policy.backends):
+            self.counts.forget(name)
+        self.settings, self.policy = settings, policy
+        self.keys.replace(digests)
+        self.peers.know_keys(digests)
+        self.upstream.update(policy.backends.values(), secrets=secrets, tls=tls)
+        self.fleet.update(
+            policy.backends,
+            parts.health_rules(settings),
+            secrets=secrets,
+            tls=tls,
+            hang_s={name: parts.hang_s(settings, name) for name in policy.backends},
+        )
+        self.pipeline.policy_changed()
+        self.metrics.config_in_force(policy.version, self.clock.wall())
+        await self.upstream.close_retired()
+
+    def _reloaded(self, found: Reload) -> None:
+        outcome = "refused" if found.error else "applied"
+        self.metrics.reloads.labels(outcome).inc()
+        if found.error:
+            self.metrics.config_successful.set(0)
 
     def _backend_changed(self, backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
         logs.backend_changed(backend_id, old, new)
@@ -269,7 +314,7 @@ class Gateway:
     async def drain(self) -> None:
         """Take nothing new, and return when everything that is `in_flight` has ended."""
         if self.worker is not None:
-            self.worker.drain()
+            self.worker.drain(lambda: self.applications.waiting_in_place > 0)
         if self.settings.is_job_worker and self.worker is not None:
             await self.worker.wait_idle()
         else:
@@ -310,6 +355,8 @@ class Gateway:
                 tasks.start_soon(self.worker.run)
             if self.webhooks is not None:
                 tasks.start_soon(self.webhooks.run)
+            if self.settings.reload.watch:
+                tasks.start_soon(self.reloader.watch)
             if self.metrics_push is not None:
                 tasks.start_soon(self.metrics_push.run)
             for listener in self._listeners:
@@ -322,6 +369,7 @@ class Gateway:
                     await self._stop(tasks)
 
     async def _stop(self, tasks: TaskGroup) -> None:
+        self.applications.is_draining = True
         if self.worker is not None:
             await self.worker.stop()
         for listener in self._listeners:
@@ -337,6 +385,7 @@ class Gateway:
         if self._store is not None:
             await self._store.aclose()
         await self.responses.aclose()
+        await self.promises.store.aclose()
         if self.jobs is not None:
             await self.jobs.aclose()
         self.estimator.close()
@@ -353,7 +402,9 @@ class Gateway:
 async def serve(
     settings: Settings, environ: Mapping[str, str] = os.environ, *, ready: Callable[[Running], None]
 ) -> None:
-    """Run a gateway until SIGTERM, SIGINT or SIGHUP, then drain it; a second signal ends it at once.
+    """Run a gateway until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
+
+    SIGHUP has it read its configuration again.
 
     Jobs are kept beside it where the file names no store; a worker of jobs uses what `serve` keeps there.
 
@@ -361,14 +412,19 @@ async def serve(
         ConfigError: it cannot be built from these settings, or an address cannot be bound.
     """
     failure: ConfigError | None = None
-    with anyio.open_signal_receiver(*STOP_SIGNALS) as signals:
+    with (
+        anyio.open_signal_receiver(*STOP_SIGNALS) as signals,
+        anyio.open_signal_receiver(RELOAD_SIGNAL) as hints,
+    ):
         async with anyio.create_task_group() as tasks:
             try:
                 if settings.jobs_folder is not None and settings.is_job_worker:
                     settings = settings.with_jobs_at(embedded_url(settings.jobs_folder))
                 elif settings.jobs_folder is not None:
                     settings = settings.with_jobs_at(await tasks.start(keep_store, settings.jobs_folder))
-                await serve_until(signals, Gateway(settings, environ), ready=ready)
+                gateway = Gateway(settings, environ)
+                tasks.start_soon(reread_on, hints, gateway)
+                await serve_until(signals, gateway, ready=ready)
             except ConfigError as error:  # carried out by value: the group would wrap it
                 failure = error
             tasks.cancel_scope.cancel()
@@ -401,6 +457,12 @@ async def serve_until(
         if left := gateway.in_flight:
             log.warning("ending with %d %s in flight", left, what)
     log.info("stopped")
+
+
+async def reread_on(hints: AsyncIterator[object], gateway: Gateway) -> None:
+    """Have a gateway read its configuration again for each of `hints`, until cancelled."""
+    async for _ in hints:
+        await gateway.reloader.reread("signal")
 
 
 async def _cancel_on_next(stops: AsyncIterator[object], tasks: TaskGroup) -> None:

@@ -38,6 +38,7 @@ class Commands(click.RichGroup):
     elsewhere: ClassVar[Mapping[str, str]] = {
         "box-switch": "gateway.simulator.box_command",
         "demo": "gateway.demo.command",
+        "jobs": "gateway.job_commands",
         "simulate": "gateway.simulator.command",
         "simulate-box": "gateway.simulator.box_command",
     }

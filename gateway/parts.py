@@ -6,6 +6,7 @@ import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gateway.clock import SystemClock
@@ -21,10 +22,12 @@ from gateway.core.values import Backend, Endpoint, Policy
 from gateway.core.webhooks import WebhookAttempt
 from gateway.downstream import wire
 from gateway.downstream.background import Background, JobRules
+from gateway.downstream.promises import PromiseKeeping
 from gateway.downstream.routes import new_request_id
 from gateway.downstream.wire import WireRules
 from gateway.jobs import QueueWatch, Worker, WorkerRules
 from gateway.pipeline import Pipeline
+from gateway.pipeline.box_keeper import JOBS_SETTLE_S, SETTLE_S
 from gateway.ports import Arrival
 from gateway.settings import Settings
 from gateway.settings.document import MemberSection, RequestSection
@@ -32,6 +35,7 @@ from gateway.store.boards import MemoryBoard, RedisBoard
 from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.jobs import RedisJobs
 from gateway.store.memory import MemoryLedger
+from gateway.store.promises import MemoryPromises, RedisPromises
 from gateway.store.redis import RedisLedger
 from gateway.store.responses import MemoryResponseStore, RedisResponseStore
 from gateway.store.webhooks import RedisWebhooks
@@ -106,12 +110,31 @@ def _call(section: RequestSection) -> Call:
     return Call(section.method, section.url, section.body)
 
 
+def box_settle_s(settings: Settings) -> float:
+    """Return how long a box drains at least, so that nothing that waits for it is overlooked."""
+    if settings.store is not None:
+        return SETTLE_S
+    return JOBS_SETTLE_S if settings.jobs_store is not None else 0.0
+
+
 def response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStore | RedisResponseStore:
     """Return where responses are kept."""
     bytes_max = settings.responses.max_bytes_per_key
     if settings.store is None:
         return MemoryResponseStore(clock, bytes_max)
     return RedisResponseStore(settings.store.url, prefix=settings.store.prefix, bytes_max=bytes_max)
+
+
+def promises(settings: Settings, clock: SystemClock) -> PromiseKeeping:
+    """Return where answers are kept for idempotency keys: in whichever store there is."""
+    section, store = settings.idempotency, settings.jobs_store or settings.store
+    bytes_max = section.max_bytes_per_key
+    kept = (
+        MemoryPromises(clock, bytes_max)
+        if store is None
+        else RedisPromises(store.url, prefix=store.prefix, bytes_max=bytes_max)
+    )
+    return PromiseKeeping(kept, section.keep_s, section.max_answer_bytes)
 
 
 def jobs(settings: Settings) -> RedisJobs | None:
@@ -121,7 +144,11 @@ def jobs(settings: Settings) -> RedisJobs | None:
 
 
 def background(
-    settings: Settings, jobs: RedisJobs | None, pipeline: Pipeline, clock: SystemClock
+    settings: Settings,
+    jobs: RedisJobs | None,
+    pipeline: Pipeline,
+    clock: SystemClock,
+    away_s: Callable[[str], float | None],
 ) -> Background | None:
     """Return what takes jobs in and shows them to their callers, or None where there are none."""
     section = settings.jobs
@@ -133,7 +160,7 @@ def background(
         unstored_keep_s=section.unstored_keep_s,
         priorities={name: JobPriority(written) for name, written in section.priorities.items()},
     )
-    return Background(jobs, pipeline, rules, clock)
+    return Background(jobs, pipeline, rules, clock, away_s)
 
 
 def job_metrics(
@@ -172,7 +199,10 @@ def worker(
         arrival = Arrival(new_request_id(), clock.wall(), clock.now())
         headers = JobFacts.of(job).headers
         found = wire.read(Endpoint.CHAT, body, wanted, arrival=arrival, key=job.new.key, headers=headers)
-        return replace(found, request=replace(found.request, is_job=True))
+        queued_s = 0.0 if job.started_at is None else max(0.0, job.started_at - job.created_at)
+        traffic_class = job.new.lane.rpartition("/")[2]
+        request = replace(found.request, is_job=True, queued_s=queued_s, handed_over_as=traffic_class)
+        return replace(found, request=request)
 
     def attempt_ended(end: AttemptEnd) -> None:
         logs.job_attempt_ended(end)
@@ -292,6 +322,36 @@ def wire_rules(settings: Settings) -> WireRules:
         drop_fields=frozenset(section.drop_fields),
         usage_in_streams=section.usage_in_streams,
     )
+
+
+class Verifications:
+    """How the certificates of backends are verified. What is verified alike stays the same object."""
+
+    def __init__(self) -> None:
+        """Start with nothing read."""
+        self._known: dict[tuple[Path, bytes], ssl.SSLContext] = {}
+
+    def of(self, settings: Settings) -> Mapping[str, ssl.SSLContext | bool]:
+        """Return it per backend.
+
+        Raises:
+            ConfigError: a file of authorities holds none.
+        """
+        return {name: self._verification(settings, name) for name in settings.document.backends}
+
+    def _verification(self, settings: Settings, name: str) -> ssl.SSLContext | bool:
+        ca_file = settings.tls(name).ca_file
+        if ca_file is None or not settings.tls(name).verify:
+            return verification(settings, name)
+        try:
+            at = (ca_file, ca_file.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"backend {name}: {ca_file}: {error.strerror}") from error
+        if at not in self._known:
+            found = verification(settings, name)
+            assert isinstance(found, ssl.SSLContext)
+            self._known[at] = found
+        return self._known[at]
 
 
 def verification(settings: Settings, backend_id: str) -> ssl.SSLContext | bool:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from gateway.core.errors import GatewayError
 from gateway.core.facts import Learned
 from gateway.core.health import BackendStatus, Elsewhere, Heard, Outcome, Verdict
+from gateway.core.idempotency import Promise, Standing
 from gateway.core.jobs import (
     Chunk,
     Idempotency,
@@ -415,6 +416,29 @@ class JobStore(Protocol):
 
         Returns such claims, (job id, attempt), as far as they were heard of. `beat` tells of all.
         """
+
+
+class PromiseStore(Protocol):
+    """Keeps what became of idempotency keys. Every method raises StoreUnavailable when it does not answer.
+
+    What runs is marked, with a lease; a mark that is not renewed in time is gone. All answers of an owner are
+    bounded in bytes: what would expire first goes first.
+    """
+
+    async def begin(self, promise: Promise, lease_s: float) -> bytes | Standing:
+        """Mark a key as running (BEGUN), or return the answer that is kept under it, or why neither."""
+
+    async def renew(self, promise: Promise, lease_s: float) -> bool:
+        """Renew a runner's mark. False: the key is another's by now."""
+
+    async def keep(self, promise: Promise, answer: bytes, ttl_s: float) -> bool:
+        """Keep the answer, and end the mark. False: the key is another's by now, or the answer too large."""
+
+    async def free(self, promise: Promise) -> None:
+        """End a runner's mark, so that the next one begins anew. Nothing, if it is not this runner's."""
+
+    async def aclose(self) -> None:
+        """Close every connection. Raises nothing."""
 
 
 class WebhookStore(Protocol):

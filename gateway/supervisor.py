@@ -23,10 +23,10 @@ import anyio
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from gateway.app import STOP_S, STOP_SIGNALS
+from gateway.app import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS
 from gateway.core.errors import ConfigError
 from gateway.downstream.listener import BACKLOG, bind, url_of
-from gateway.settings import Settings
+from gateway.settings import Settings, load
 from gateway.store.keeper import keep_store, next_pause_s
 
 log = logging.getLogger("gateway.supervisor")
@@ -38,6 +38,7 @@ END_S = STOP_S + 5.0
 REPORT_BYTES_MAX = 1_000_000
 
 STOP = b"!"
+REREAD = b"r"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,9 @@ async def serve(
     *,
     ready: Callable[[Serving], None],
 ) -> int:
-    """Run `workers` until SIGTERM, SIGINT or SIGHUP, then drain them; a second signal ends them at once.
+    """Run `workers` until SIGTERM or SIGINT, then drain them; a second signal ends them at once.
+
+    SIGHUP has them read their configuration again.
 
     `ready` is called once, when all of them accept connections. Returns the exit status: 1 if one did not
     end as it was told to.
@@ -111,7 +114,11 @@ async def serve(
     settings.require(environ)
     settings.for_worker(workers - 1, workers, None)  # the last one has a port for operators as well
     failure: ConfigError | None = None
-    with anyio.open_signal_receiver(*STOP_SIGNALS) as signals, bind(*settings.listen) as listen:
+    with (
+        anyio.open_signal_receiver(*STOP_SIGNALS) as signals,
+        anyio.open_signal_receiver(RELOAD_SIGNAL) as hints,
+        bind(*settings.listen) as listen,
+    ):
         listen.listen(BACKLOG)  # from here on connections wait for a worker, whichever lives
         order = Order(
             0, workers, str(settings.path), settings.source.decode(), log_level, listen.fileno(), None
@@ -127,6 +134,7 @@ async def serve(
                     url = await tasks.start(keep_store, settings.jobs_folder)
                     order = replace(order, store_url=url)
                 tasks.start_soon(_pass_on, signals, crew)
+                tasks.start_soon(_pass_hints_on, hints, settings, environ, crew)
                 await crew.run(order)
             except ConfigError as error:  # carried out by value: the group would wrap it
                 failure = error
@@ -156,6 +164,7 @@ class Crew:
         self._stops = 0
         self._stopping = anyio.Event()
         self._failure: str | None = None
+        self._source: str | None = None  # what the file says by now, if that is known
 
     async def run(self, order: Order) -> None:
         """Return when all workers have ended after `stop`; until then, start each again that ends.
@@ -168,6 +177,12 @@ class Crew:
                 tasks.start_soon(self._keep, replace(order, number=number))
         if self._failure is not None:
             raise ConfigError(self._failure)
+
+    async def reread(self, source: str | None) -> None:
+        """Have every worker read its configuration again; those started later are told `source`."""
+        self._source = source or self._source
+        for process in tuple(self._processes.values()):
+            await _tell(process, REREAD)
 
     async def stop(self) -> None:
         """Have every worker drain; the second time, end at once."""
@@ -215,6 +230,7 @@ class Crew:
         ) as process:
             self._processes[order.number] = process
             try:
+                order = replace(order, source=self._source or order.source)
                 told = json.dumps(asdict(order)).encode() + b"\n" + STOP * self._stops
                 await _tell(process, told)
                 report = await _report(process)
@@ -258,6 +274,17 @@ async def _pass_on(signals: AsyncIterator[signal.Signals], crew: Crew) -> None:
         await crew.stop()
         await anyio.sleep(END_S)
     crew.kill()
+
+
+async def _pass_hints_on(
+    hints: AsyncIterator[signal.Signals], settings: Settings, environ: Mapping[str, str], crew: Crew
+) -> None:
+    async for _ in hints:
+        try:
+            source: str | None = load(settings.path, environ).source.decode()
+        except ConfigError:
+            source = None  # the workers say what is wrong with it
+        await crew.reread(source)
 
 
 async def _tell(process: Process, words: bytes) -> None:

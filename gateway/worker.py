@@ -14,11 +14,12 @@ from contextlib import suppress
 from dataclasses import asdict
 
 import anyio
+from anyio.streams.memory import MemoryObjectSendStream
 
 from gateway import app, process, settings
 from gateway.core.errors import ConfigError
 from gateway.settings import Settings
-from gateway.supervisor import Order, Report
+from gateway.supervisor import REREAD, STOP, Order, Report
 from gateway.telemetry import logs
 
 STDIN, STDOUT, STDERR = 0, 1, 2
@@ -26,8 +27,8 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 
 def main() -> int:
     """Serve as ordered on standard input. Returns the exit status."""
-    for stop in app.STOP_SIGNALS:
-        signal.signal(stop, signal.SIG_IGN)  # sent to all processes at once, they are the parent's to hear
+    for heard in (*app.STOP_SIGNALS, app.RELOAD_SIGNAL):
+        signal.signal(heard, signal.SIG_IGN)  # sent to all processes at once, they are the parent's to hear
     reports = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)  # whatever else is printed is no report
     written, stops = _order()
@@ -44,20 +45,23 @@ def main() -> int:
         loaded = settings.load(order.config, source=order.source.encode())
         own = loaded.for_worker(order.number, order.workers, order.store_url)
         with socket.socket(fileno=order.listen_fd) as listen:
-            process.run(_serve, own, listen, _told(stops), report)
+            process.run(_serve, own, listen, stops, report)
     except ConfigError as error:
         report(Report(error=str(error)))
         return process.USAGE
     return 0
 
 
-async def _serve(
-    own: Settings, listen: socket.socket, stops: AsyncIterator[None], report: Callable[[Report], None]
-) -> None:
+async def _serve(own: Settings, listen: socket.socket, stops: int, report: Callable[[Report], None]) -> None:
     def ready(running: app.Running) -> None:
         report(Report(admin_url=running.admin_url))
 
-    await app.serve_until(stops, app.Gateway(own, os.environ), ready=ready, listen=listen)
+    gateway = app.Gateway(own, os.environ)
+    hints_out, hints = anyio.create_memory_object_stream[None](1)
+    async with hints_out, hints, anyio.create_task_group() as tasks:
+        tasks.start_soon(app.reread_on, hints, gateway)
+        await app.serve_until(_told(stops, hints_out), gateway, ready=ready, listen=listen)
+        tasks.cancel_scope.cancel()
 
 
 def _order() -> tuple[bytes | None, int]:
@@ -69,11 +73,14 @@ def _order() -> tuple[bytes | None, int]:
             return None, 0
         heard += more
     order, _, stops = heard.partition(b"\n")
-    return order, len(stops)
+    return order, stops.count(STOP)
 
 
-async def _told(stops: int) -> AsyncIterator[None]:
-    """Yield for each of so many `stops`, then for each that is heard. The parent's end is one if none was."""
+async def _told(stops: int, hints: MemoryObjectSendStream[None]) -> AsyncIterator[None]:
+    """Yield for each of so many `stops`, then for each that is heard. The parent's end is one if none was.
+
+    That the configuration is to be read again goes into `hints`; once is enough for several.
+    """
     for _ in range(stops):
         yield
     is_told = stops > 0
@@ -82,7 +89,10 @@ async def _told(stops: int) -> AsyncIterator[None]:
         heard = os.read(STDIN, 64)
         if not heard:
             break
-        for _ in heard:
+        if REREAD in heard:
+            with suppress(anyio.WouldBlock):
+                hints.send_nowait(None)
+        for _ in range(heard.count(STOP)):
             is_told = True
             yield
     if not is_told:

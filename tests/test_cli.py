@@ -26,6 +26,7 @@ def run(*arguments: str, stdin: str | None = None) -> Result:
     [
         "serve",
         "worker",
+        "jobs",
         "demo",
         "simulate",
         "simulate-box",

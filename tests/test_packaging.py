@@ -1,6 +1,7 @@
 """What is shipped: the installed package, the lock file, the image, the unit, and every tracked file."""
 
 import configparser
+import json
 import os
 import re
 import shutil
@@ -102,6 +103,33 @@ def test_the_lock_file_covers_what_the_dependencies_need() -> None:
 INSTALLED = {canonicalize_name(found.metadata["Name"]) for found in metadata.distributions()}
 
 
+# ------------------------------------------------------------------ the Node SDK that tests use
+
+NODE = ROOT / "tests" / "node"
+
+
+def test_the_node_packages_are_pinned_by_hash_and_name_no_registry() -> None:
+    wanted = json.loads((NODE / "package.json").read_text(encoding="utf-8"))["dependencies"]
+    packages = json.loads((NODE / "package-lock.json").read_text(encoding="utf-8"))["packages"]
+    assert packages.pop("")["dependencies"] == wanted
+    assert {path.removeprefix("node_modules/") for path in packages} == set(wanted)
+    for path, package in packages.items():
+        assert "resolved" not in package, path
+        assert package["integrity"].startswith("sha512-"), path
+
+
+def test_the_readme_names_the_node_packages_that_are_proven() -> None:
+    packages = json.loads((NODE / "package-lock.json").read_text(encoding="utf-8"))["packages"]
+    (proven,) = re.findall(r"^Proven, unmodified: .*$", (ROOT / "README.md").read_text("utf-8"), re.M)
+    for version in (package["version"] for path, package in packages.items() if path):
+        assert version.rpartition(".")[0] in proven
+
+
+def test_what_npm_installs_is_never_shipped() -> None:
+    assert "node_modules/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert [path for path in tracked() if "node_modules" in path.parts] == []
+
+
 # ------------------------------------------------------------------ the image, the unit, the compose file
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -189,7 +217,9 @@ def test_the_container_s_configuration_is_valid() -> None:
 # ------------------------------------------------------------------ every tracked file
 
 MACHINE_PATH = re.compile(r"(?<![\w.$}-])/(?:root|work|Users|home|opt/(?!gemma-gateway\b))/?[\w.-]*")
-INDEX_HOST = re.compile(r"pypi\.org|python" r"hosted\.org|--(?:extra-)?index" r"-url|--find" r"-links", re.I)
+INDEX_HOST = re.compile(
+    r"pypi\.org|python" r"hosted\.org|--(?:extra-)?index" r"-url|--find" r"-links|npmjs\.(?:org|com)", re.I
+)
 NAMES_AN_OPTION = {".ci/lock"}  # switches off that the lock file names one
 
 
@@ -222,7 +252,7 @@ def test_no_vocabulary_is_in_the_repository() -> None:
     assert [name for name in names if (ROOT / name).stat().st_size > 1_000_000] == []
 
 
-@pytest.mark.parametrize("script", [".ci/run", ".ci/check", ".ci/lock"])
+@pytest.mark.parametrize("script", [".ci/run", ".ci/check", ".ci/lock", ".ci/node-sdk"])
 def test_a_script_can_be_run_and_parses(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
     subprocess.run(["bash", "-n", ROOT / script], check=True)

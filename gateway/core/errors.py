@@ -11,8 +11,11 @@
         ResponseNotFound        404 invalid_request_error / response_not_found
         JobNotFound             404 invalid_request_error / job_not_found
         JobEnded                409 invalid_request_error / job_ended
+        JobNotFinished          409 invalid_request_error / completion_not_finished   + Retry-After
+        JobCancelled            410 invalid_request_error / job_cancelled
         RequestTimeout          408 invalid_request_error / request_timeout
         BodyTooLarge            413 invalid_request_error / request_too_large
+        IdempotencyKeyReused    422 invalid_request_error / idempotency_key_reused
         BackendRejected         4xx the backend's own verdict on the content, in our shape
       ShedError               refused before any backend saw it; safe to retry after a wait
         AtCapacity              429 rate_limit_error / queue_full, ...         + Retry-After
@@ -20,12 +23,15 @@
         OutOfResources          503 server_error / out_of_resources            + Retry-After
         StoreUnavailable        503 server_error / store_unavailable           + Retry-After
         NoBackend               503 server_error / no_backend                  + Retry-After
+      IdempotencyInProgress   409 conflict / idempotency_in_progress           + Retry-After
+      JobExpired              504 server_error / job_expired       it had not ended when its time was over
       UpstreamError           a backend was asked and failed
         UpstreamUnreachable     502 server_error / upstream_unreachable   no byte sent: try the next one
         UpstreamTimeout         504 server_error / upstream_timeout
         UpstreamFailed          502 server_error / upstream_failed
           UpstreamLost            the same: the connection broke before any answer
         AnswerUnfit             502 server_error / tool_arguments_invalid, ...  whole, but not as asked for
+        JobPoisoned             502 server_error / job_poisoned  several failed at it, one after the other
         UpstreamBusy            503 server_error / upstream_busy          it refused for load, or is draining
         StreamBroken            after the first byte: written as an SSE `error` event, never raised to HTTP
     ConfigError             at start and at reload only; exit status 2
@@ -125,11 +131,11 @@ class ModelNotFound(CallerError):
     code = "model_not_found"
 
 
-class JobConflict(CallerError):
-    """The idempotency key means another request."""
+class IdempotencyKeyReused(CallerError):
+    """The idempotency key stands for another request."""
 
     status = 422
-    code = "idempotency_mismatch"
+    code = "idempotency_key_reused"
 
 
 class ResponseNotFound(CallerError):
@@ -151,6 +157,20 @@ class JobEnded(CallerError):
 
     status = 409
     code = "job_ended"
+
+
+class JobNotFinished(CallerError):
+    """The job has no answer yet. SDKs ask again by themselves, after `Retry-After`."""
+
+    status = 409
+    code = "completion_not_finished"
+
+
+class JobCancelled(CallerError):
+    """The job was cancelled, so there is no answer, and there will be none."""
+
+    status = 410
+    code = "job_cancelled"
 
 
 class RequestTimeout(CallerError):
@@ -178,6 +198,14 @@ class BackendRejected(CallerError):
     def http_status(self) -> int:
         """The status the backend chose."""
         return self._status
+
+
+class IdempotencyInProgress(GatewayError):
+    """The first request with this idempotency key has not ended; once it has, a retry gets its answer."""
+
+    status = 409
+    type = "conflict"
+    code = "idempotency_in_progress"
 
 
 class ShedError(GatewayError):
@@ -226,6 +254,13 @@ class NoBackend(ShedError):
     code = "no_backend"
 
 
+class JobExpired(GatewayError):
+    """The job had not ended when it became worthless."""
+
+    status = 504
+    code = "job_expired"
+
+
 class UpstreamError(GatewayError):
     """A backend was asked and failed."""
 
@@ -256,6 +291,12 @@ class UpstreamLost(UpstreamFailed):
 
 class AnswerUnfit(UpstreamError):
     """The backend answered, but not with what was asked for. The code says what is wrong."""
+
+
+class JobPoisoned(UpstreamError):
+    """As many attempts at the job have failed as it gets."""
+
+    code = "job_poisoned"
 
 
 class UpstreamBusy(UpstreamError):

@@ -99,7 +99,8 @@ class Ticket:
         size_bytes: What it keeps in memory while it waits.
         deadline: When its caller wants the first token at the latest, or None.
         failed: Backends it was tried on.
-        waited_s: How long it waited for the places on which it was tried. What the tries took is not in it.
+        waited_s: How long it waited for the places on which it was tried, or as a job in the store. What the
+            tries took is not in it.
         prefix_shares: Per backend, the share of its conversation that was seen there.
     """
 
@@ -686,7 +687,7 @@ class WaitingLine:
                 if name in found and name not in ticket.failed:
                     backend = ticket.policy.backends[name]
                     if selection.could_take(backend, ticket.demand):
-                        found[name] += Wants(1, entry.entered_at)
+                        found[name] += Wants(1, entry.entered_at - ticket.waited_s)
         return found
 
     def tokens_started(self, now: float) -> Mapping[Flow, int]:
@@ -715,8 +716,11 @@ class WaitingLine:
         """Be told which backends are out, and when each can be back at the earliest (monotonic seconds)."""
         self._back_at = back_at
 
-    def enter(self, ticket: Ticket, now: float) -> Refused | None:
-        """Let a request wait for its turn, or return why it may not."""
+    def enter(self, ticket: Ticket, now: float, *, has_waited: bool = False) -> Refused | None:
+        """Let a request wait for its turn, or return why it may not.
+
+        `has_waited`: it was let in before, and has left only to be decided anew.
+        """
         lane, rules = self._lane(ticket), ticket.traffic_class.waiting
         self._settle(lane, (ticket.traffic_class.priority, frozenset(ticket.first_pool)))
         self._numbers += 1
@@ -731,6 +735,9 @@ class WaitingLine:
         )
         if now > entry.start_by:
             entry.standing = _Standing.LATE
+        if has_waited:
+            self._insert(lane, entry, now)
+            return None
         ahead, wait_s = self._forecast(lane, entry, now)
         if len(lane.entries) >= rules.waiting_max or (
             lane.entries and lane.size_bytes + ticket.size_bytes > rules.waiting_bytes_max

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 from litestar import MediaType, Request, Response, get, post
+from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
-from litestar.types import ControllerRouterHandler
 
 from gateway.core.errors import InvalidRequest, JobEnded, JobNotFound, RouteNotFound
 from gateway.core.jobs import Job, JobStatus, Lane
@@ -20,16 +20,19 @@ LIMIT, LIMIT_MAX = 100, 1000
 _FILTERS = ("key", "lane", "limit", "status")
 
 
-class JobOperators:
-    """The routes about jobs on the admin port."""
+def job_handlers(jobs: JobStore | None, clock: Clock) -> Sequence[BaseRouteHandler]:
+    """Return the handlers under `/admin/jobs`; None: there are no jobs here."""
+    return _Desk(jobs, clock).handlers()
+
+
+class _Desk:
+    """What the handlers share."""
 
     def __init__(self, jobs: JobStore | None, clock: Clock) -> None:
-        """Show and change `jobs`; None: there are none here."""
         self._kept = jobs
         self._clock = clock
 
-    def handlers(self) -> Sequence[ControllerRouterHandler]:
-        """Return the handlers of the routes."""
+    def handlers(self) -> Sequence[BaseRouteHandler]:
 
         @get(PATH)
         async def jobs(request: Request[Any, Any, Any]) -> Response[bytes]:

@@ -14,6 +14,10 @@ class KeyRing:
         """Know these keys: name to SHA-256 digest."""
         self._digests = dict(digests)
 
+    def replace(self, digests: Mapping[str, bytes]) -> None:
+        """Know these keys from now on, and no others."""
+        self._digests = dict(digests)
+
     def name_of(self, authorization: str | None) -> str | None:
         """Return the name of the key in an `Authorization` header, or None where no keys are configured.
 

@@ -4,9 +4,11 @@ The pipeline serves the chat request like any other. What it sends, status, head
 translated on its way out, event by event.
 """
 
+import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
@@ -19,7 +21,6 @@ from litestar.response import Stream
 from gateway.core.errors import (
     GatewayError,
     InvalidRequest,
-    ResponseNotFound,
     StoreUnavailable,
     UpstreamFailed,
 )
@@ -40,8 +41,9 @@ from gateway.core.responses.request import (
 )
 from gateway.core.values import Endpoint
 from gateway.downstream import wire
-from gateway.downstream.background import Background, headers_kept
+from gateway.downstream.background import Background, gone, headers_kept
 from gateway.downstream.keys import KeyRing
+from gateway.downstream.promises import Promises
 from gateway.downstream.reading import Readers, Received, Work
 from gateway.downstream.relay import AsgiDownstream, send_json
 from gateway.pipeline import CallerStalled, Pipeline
@@ -52,6 +54,7 @@ PATH = "/v1/responses"
 REFERENCES_MAX = 64
 """Responses that one request may refer to through items: each is looked up."""
 
+_NUMBER = re.compile(r"-?[0-9]{1,18}")
 _DEPTH_SPARE = 200
 _PAGE = 20
 _PAGE_MAX = 100
@@ -111,6 +114,7 @@ class Responses:
         rules: wire.WireRules,
         readers: Readers,
         keeping: Keeping,
+        promises: Promises,
         background: Background | None,
         clock: Clock,
     ) -> None:
@@ -120,14 +124,28 @@ class Responses:
         self._rules = rules
         self._readers = readers
         self._keeping = keeping
+        self._promises = promises
         self._background = background
         self._clock = clock
 
     async def read(self, received: Received) -> Work:
         """Return what answers a request to create a response. See `reading.Read`."""
-        size, key = len(received.body), received.key
-        raws, members = await self._readers.run(size, lambda: _members(received.body))
+        raws, members = await self._readers.run(len(received.body), lambda: _members(received.body))
         background = self._background_of(members)
+        read_on = partial(self._read_on, raws=raws, members=members, background=background)
+        if background is not None:
+            return await read_on(received)
+        return await self._promises.read(received, read_on)
+
+    async def _read_on(
+        self,
+        received: Received,
+        *,
+        raws: Mapping[str, msgspec.Raw],
+        members: Mapping[str, Any],
+        background: Background | None,
+    ) -> Work:
+        size, key = len(received.body), received.key
         wanted = needs(members, self._rules.messages_max)
         found = await self._look_up(key, wanted)
         token = secrets.token_hex(16)
@@ -234,7 +252,7 @@ class Responses:
             message = "That response has not come to its end yet."
             raise InvalidRequest(message, code="response_not_finished", param=param)
         if record is None:
-            raise _not_found(id, param)
+            raise gone(id, param)
         return record
 
     async def _opened(self, record: bytes) -> Kept:
@@ -251,10 +269,10 @@ class Responses:
             job = await self._job(key, response_id)
             if job is not None and self._background is not None:
                 return await self._shown(self._background, job, request)
+            record = await self._record(key, response_id)
             if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
                 message = "Only a response that runs in the background can be streamed again."
                 raise InvalidRequest(message, code="unsupported_parameter", param="stream")
-            record = await self._record(key, response_id)
             response = msgspec.json.decode(record, type=KeptResponse).response
             return Response(bytes(response), media_type=MediaType.JSON)
 
@@ -269,7 +287,7 @@ class Responses:
             key = self._keys.name_of(request.headers.get("authorization"))
             is_job = self._background is not None and await self._background.delete(key, response_id)
             if not is_job and not await self._keeping.store.delete(key, response_id):
-                raise _not_found(response_id)
+                raise gone(response_id)
             return {"id": response_id, "object": "response", "deleted": True}
 
         @post(PATH + "/{response_id:str}/cancel", status_code=200)
@@ -298,7 +316,7 @@ class Responses:
                 answer.headers["retry-after"] = str(background.retry_after_s(response))
             return answer
         after = str(query.get("starting_after", "-1"))
-        if not after.lstrip("-").isdigit():
+        if not _NUMBER.fullmatch(after):
             raise InvalidRequest("`starting_after` must be the number of an event.", param="starting_after")
 
         async def frames() -> AsyncIterator[bytes]:
@@ -307,11 +325,6 @@ class Responses:
 
         headers = {name.decode(): value.decode() for name, value in SSE_HEADERS}
         return Stream(frames(), headers=headers, media_type="text/event-stream; charset=utf-8")
-
-
-def _not_found(id: str, param: str | None = None) -> ResponseNotFound:
-    message = f"No response {id[:64]!r} is kept here for this key: it is unknown, deleted or expired."
-    return ResponseNotFound(message, param=param)
 
 
 def _page(items: Sequence[Item], query: Mapping[str, Any]) -> dict[str, Any]:
@@ -371,7 +384,7 @@ def _translated(
 ) -> Asked:
     translated = read(members, token=token, context=found.context, stored=found.stored)
     response = new_response(translated.echo, token, int(received.arrival.wall_at))
-    _check_depth(response)
+    check_depth(response)
     conversation = _conversation(translated) if translated.store else None
     # Copies: what is taken as it is would keep the whole body in memory.
     chat = {name: raw.copy() for name, raw in raws.items() if travels(name)}
@@ -401,7 +414,7 @@ def _conversation(translated: Translated) -> bytes:
     )
 
 
-def _check_depth(response: Mapping[str, Any]) -> None:
+def check_depth(response: Mapping[str, Any]) -> None:
     """Refuse a request whose echo could not be written later, inside an event and deeper down the stack."""
     nested: object = response
     for _ in range(_DEPTH_SPARE):
@@ -483,9 +496,12 @@ class Answer:
             raise CallerStalled
 
     async def _send(self, events: Sequence[Event]) -> None:
-        if self.asked.draft.is_over:
-            await self._keep()  # before the last event, which says whether it is kept
-        await self.downstream.send(_frames(events))
+        draft = self.asked.draft
+        if not draft.is_over:
+            await self.downstream.send(_frames(events))
+            return
+        await self._keep()  # before the last event, which says whether it is kept
+        await self.downstream.send_last(_frames(events), is_good=draft.response["status"] != "failed")
 
     async def _send_whole(self) -> None:
         draft = self.asked.draft

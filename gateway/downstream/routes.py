@@ -11,6 +11,7 @@ import anyio
 import msgspec
 from litestar import Litestar, MediaType, Request, Response, asgi, get
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
+from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 from litestar.types import ASGIApp, Receive, Scope, Send
 
@@ -20,10 +21,11 @@ from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import Endpoint, Policy
 from gateway.downstream import wire
 from gateway.downstream.background import Background
+from gateway.downstream.chat_jobs import ChatJobs
 from gateway.downstream.errors import envelope, headers_of
-from gateway.downstream.job_admin import JobOperators
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.operator_guard import OperatorGuard
+from gateway.downstream.promises import PromiseKeeping, Promises
 from gateway.downstream.reading import Read, Readers, Received, Work
 from gateway.downstream.relay import (
     AsgiDownstream,
@@ -70,6 +72,7 @@ class Applications:
         rules: wire.WireRules,
         limits: BodyLimits,
         keeping: Keeping,
+        promises: PromiseKeeping,
         background: Background | None,
         readiness: Callable[[], Mapping[str, bool]],
         recorder: Recorder,
@@ -92,18 +95,35 @@ class Applications:
         self._started_at = int(clock.wall())
         self._uploads = Uploads()
         self._readers = Readers()
+        self._promises = Promises(promises, self._readers, recorder, clock)
         self._responses = Responses(
             pipeline=pipeline,
             keys=keys,
             rules=rules,
             readers=self._readers,
             keeping=keeping,
+            promises=self._promises,
             background=background,
             clock=clock,
         )
+        self._chat_jobs = None
+        if background is not None:
+            self._chat_jobs = ChatJobs(
+                background=background,
+                pipeline=pipeline,
+                keys=keys,
+                clock=clock,
+                refused=self._refused,
+                is_stopping=lambda: self.is_draining,
+            )
         self.is_draining = False
         self.in_flight = 0
         self._idle = anyio.Event()
+
+    @property
+    def waiting_in_place(self) -> int:
+        """Callers whose answer is a job's."""
+        return 0 if self._chat_jobs is None else self._chat_jobs.waiting
 
     async def drain(self) -> None:
         """Refuse new work from now on, and return when everything that runs has ended."""
@@ -157,6 +177,7 @@ class Applications:
                 completions,
                 responses,
                 *self._responses.handlers(),
+                *([] if self._chat_jobs is None else self._chat_jobs.handlers()),
                 models,
                 model,
                 embeddings,
@@ -171,20 +192,11 @@ class Applications:
 
     def _relayed(self, endpoint: Endpoint) -> Read:
         """Return what reads the requests of an endpoint whose answers are relayed as they are."""
+        if endpoint is Endpoint.CHAT and self._chat_jobs is not None:
+            return partial(self._read_chat, self._chat_jobs)
 
         async def read(received: Received) -> Work:
-            def incoming() -> wire.WireRequest:
-                return wire.read(
-                    endpoint,
-                    received.body,
-                    self._rules,
-                    arrival=received.arrival,
-                    key=received.key,
-                    headers=received.headers,
-                    forwarded=received.forwarded,
-                )
-
-            request = await self._readers.run(len(received.body), incoming)
+            request = await self._read_request(endpoint, received)
 
             async def work(downstream: AsgiDownstream) -> None:
                 await self._pipeline.run(request, downstream)
@@ -192,7 +204,32 @@ class Applications:
 
             return work
 
-        return read
+        return partial(self._promises.read, read=read)
+
+    async def _read_chat(self, chat_jobs: ChatJobs, received: Received) -> Work:
+        """Return what answers a chat where there are jobs. One that is handed over is found as one again."""
+        request = await self._read_request(Endpoint.CHAT, received)
+        if chat_jobs.is_handed_over(request):
+            return chat_jobs.answering(request, received)
+
+        async def read(received: Received) -> Work:
+            return chat_jobs.answering(request, received)
+
+        return await self._promises.read(received, read)
+
+    async def _read_request(self, endpoint: Endpoint, received: Received) -> wire.WireRequest:
+        def read() -> wire.WireRequest:
+            return wire.read(
+                endpoint,
+                received.body,
+                self._rules,
+                arrival=received.arrival,
+                key=received.key,
+                headers=received.headers,
+                forwarded=received.forwarded,
+            )
+
+        return await self._readers.run(len(received.body), read)
 
     async def _generate(self, route: str, read: Read, scope: Scope, receive: Receive, send: Send) -> None:
         traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), None)
@@ -208,6 +245,9 @@ class Applications:
         try:
             await self._serve(arrival, read, scope, receive, downstream)
         except GatewayError as error:
+            if downstream.is_started:  # its status is spent: without an end, the server drops the connection
+                log.warning("request %s was cut off: %s", arrival.id, error.message)
+                return
             error.headers = error.headers or ((b"x-request-id", arrival.id.encode()),)
             await send_error(error, downstream)
         except Exception:
@@ -286,16 +326,21 @@ class Operators:
         views: Mapping[str, Callable[[], Any]],
         metrics: Callable[[], tuple[bytes, str]],
         readiness: Callable[[], Mapping[str, bool]],
-        jobs: JobOperators,
-        names: Collection[str],
+        names: Collection[str] = (),
+        handlers: Sequence[BaseRouteHandler] = (),
     ) -> None:
         """Show each of `views` under `/admin/<name>` as JSON, and `metrics` (body, content type).
 
-        `readiness` names what must hold for `/readyz`; `names` are hosts that this port is called by.
+        Args:
+            views: By name.
+            metrics: The page for Prometheus.
+            readiness: What must hold for `/readyz`, each by its name.
+            names: Hosts that this port is called by.
+            handlers: What else operators can do.
         """
-        self._jobs = jobs
         self._names = names
         self._views = views
+        self._handlers = handlers
         self._metrics = metrics
         self._readiness = readiness
 
@@ -319,7 +364,7 @@ class Operators:
             return _readiness(self._readiness())
 
         app = Litestar(
-            [metrics, admin, *self._jobs.handlers(), livez, readyz],
+            [metrics, admin, livez, readyz, *self._handlers],
             openapi_config=None,
             logging_config=None,
             exception_handlers=EXCEPTION_HANDLERS,
@@ -351,7 +396,12 @@ def _with_id(response: Response[Any]) -> Response[Any]:
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    headers: dict[str, str] = {}
+    for raw_name, raw_value in scope["headers"]:
+        name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
+        # A list may come in several headers; of any other the last one counts.
+        headers[name] = f"{headers[name]}, {value}" if name == "prefer" and name in headers else value
+    return headers
 
 
 def _internal(request_id: str) -> GatewayError:

@@ -50,6 +50,10 @@ class Peers:
         self._known: Mapping[str, Facts] = {}
         self._long_waiting: Mapping[str, int] = {}
 
+    def know_keys(self, keys: Collection[str]) -> None:
+        """Take these for the names of the API keys from now on."""
+        self._keys = frozenset(keys or (None,))
+
     def facts(self) -> Facts:
         """Return what this process has to tell."""
         return Facts(

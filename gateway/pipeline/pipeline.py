@@ -12,7 +12,7 @@ from types import MappingProxyType
 import anyio
 from anyio.abc import TaskGroup
 
-from gateway.core import deciding, retry, selection
+from gateway.core import classification, deciding, retry, selection
 from gateway.core.box import Standing
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
@@ -40,6 +40,7 @@ from gateway.core.values import (
     Exclusion,
     ModelPolicy,
     Policy,
+    TrafficClass,
 )
 from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s, patient
 from gateway.pipeline import caller
@@ -47,7 +48,7 @@ from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive
 from gateway.pipeline.first_tokens import FirstTokens
 from gateway.pipeline.passage import Passage
-from gateway.pipeline.waiting_room import WaitingRoom
+from gateway.pipeline.waiting_room import PolicyChanged, WaitingRoom
 from gateway.pipeline.watch import BackendWatch
 from gateway.ports import (
     Clock,
@@ -112,14 +113,14 @@ class Pipeline:
         self._clock = clock
         self._away = away
         self._running: dict[str, set[Attempt]] = {}
-        self._backends: dict[str, Backend] = {}  # of every policy a request has come in under
+        self._backends = dict(policy().backends)  # and those that were, which are given nothing more
         self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
         watch.on_more(self.room.look)
         self.first_tokens = FirstTokens(ledger, clock)
 
-    async def run(self, incoming: Incoming, downstream: Downstream) -> None:
-        """Serve one request, to its end.
+    async def run(self, incoming: Incoming, downstream: Downstream, estimate: Estimate | None = None) -> None:
+        """Serve one request, to its end; `estimate`: its prompt's length, where it is known by now.
 
         Raises:
             GatewayError: nothing has been sent yet; its `headers` say what was decided.
@@ -127,7 +128,7 @@ class Pipeline:
         """
         passage = Passage(incoming=incoming, downstream=downstream, policy=self._policy())
         try:
-            await self._serve(passage)
+            await self._serve(passage, estimate)
         except GatewayError as error:
             passage.status, passage.error_code = error.http_status, error.code
             passage.ending = Ending.of(error)
@@ -140,15 +141,43 @@ class Pipeline:
             self._judge(passage)
             self._recorder.finished(passage.record(self._clock.now()))
 
-    async def place_of(self, incoming: Incoming) -> Decision:
-        """Return what would be decided about a request now; it is not run.
+    def policy_changed(self) -> None:
+        """Note that another policy is in force: whoever waits is decided anew under it.
+
+        What runs on a backend goes on. A backend that is gone is given nothing more.
+        """
+        kept = {name: replace(backend, drain=True) for name, backend in self._backends.items()}
+        self._backends = kept | dict(self._policy().backends)
+        self.room.send_on()
+
+    def may_queue(self, model: str) -> bool:
+        """Return whether any class of a model serves its chats through the queue."""
+        found = self._policy().model(model)
+        return found is not None and any(one.queue is not None for one in found.classes)
+
+    async def classified(self, incoming: Incoming) -> tuple[TrafficClass, Estimate] | None:
+        """Return the class of a request and its prompt's length; None where `run` would refuse it.
+
+        Raises:
+            ShedError: it cannot be counted now.
+        """
+        policy, request = self._policy(), incoming.request
+        model = policy.model(request.model)
+        if model is None:
+            return None
+        estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
+        matched = classification.classify(model, request, estimate)
+        return None if matched is None else (matched[0], estimate)
+
+    async def place_of(self, incoming: Incoming, estimate: Estimate | None = None) -> Decision:
+        """Return what would be decided about a request now; it is not run. `estimate`: see `run`.
 
         Raises:
             CallerError: no backend could ever take it.
         """
         policy = self._policy()
         model = _model(policy, incoming.request.model)
-        estimate = await self._estimator.estimate(
+        estimate = estimate or await self._estimator.estimate(
             incoming.request.prompt, model.template, policy.window_tokens
         )
         decision, ticket = self._ticket(policy, model, incoming, estimate)
@@ -163,8 +192,8 @@ class Pipeline:
         for attempt in tuple(self._running.get(backend_id, ())):
             attempt.give_up(reason)
 
-    async def _serve(self, passage: Passage) -> None:
-        ticket = await self._decide(passage)
+    async def _serve(self, passage: Passage, estimate: Estimate | None) -> None:
+        ticket = await self._decide(passage, estimate)
         silent_s = ticket.traffic_class.waiting.keep_alive_after_s
         if silent_s is None or not passage.incoming.request.stream:
             await self._place(passage, ticket)
@@ -184,7 +213,7 @@ class Pipeline:
         async def comment(tasks: TaskGroup) -> None:
             nonlocal failure
             try:
-                await comments.run(since - self._clock.now())
+                await comments.run(max(0.0, since - self._clock.now()))
             except CallerStalled as error:
                 failure = error
                 tasks.cancel_scope.cancel()
@@ -209,13 +238,18 @@ class Pipeline:
         """Find it a place and relay the answer, on another backend as long as none has answered."""
         failure: UpstreamError | None = None
         unfit: frozenset[str] = frozenset()  # those that have answered, but not as asked
-        may_ask_again = True
+        may_ask_again, has_waited = True, False
         while True:
+            ticket = self._under_this_policy(passage, ticket)
             assert passage.decision is not None
             self._check_fit(passage.decision, ticket)
             entered_at = self._clock.now()
             try:
-                candidate, slot = await self.room.admit(ticket)
+                candidate, slot = await self.room.admit(ticket, has_waited=has_waited)
+            except PolicyChanged:
+                ticket = replace(ticket, waited_s=ticket.waited_s + self._clock.now() - entered_at)
+                has_waited = True
+                continue
             except ShedError as shed:
                 if failure is None or isinstance(shed, AtCapacity):
                     raise
@@ -224,6 +258,7 @@ class Pipeline:
                     continue
                 # Nobody is left to ask: what the last one said is the better answer.
                 raise failure from None
+            has_waited = False
             passage.admitted_at = passage.admitted_at or self._clock.now()
             ticket = replace(ticket, waited_s=ticket.waited_s + self._clock.now() - entered_at)
             try:
@@ -248,14 +283,34 @@ class Pipeline:
 
     # -------------------------------------------------------------- decide
 
-    async def _decide(self, passage: Passage) -> Ticket:
+    async def _decide(self, passage: Passage, estimate: Estimate | None) -> Ticket:
         """Return the ticket with which the request stands in line, once it is known where it may go."""
         policy, request = passage.policy, passage.incoming.request
         model = _model(policy, request.model)
-        estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
+        if estimate is None:
+            estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
         passage.estimated_at = self._clock.now()
+        passage.policy = policy = self._policy()  # it may have changed while the prompt was counted
+        model = _model(policy, request.model)
         passage.decision, ticket = self._ticket(policy, model, passage.incoming, estimate)
         return ticket
+
+    def _under_this_policy(self, passage: Passage, ticket: Ticket) -> Ticket:
+        """Return the ticket of a request that nobody has answered, under the policy in force.
+
+        A request that this policy would refuse keeps the one that let it in.
+        """
+        policy, decision = self._policy(), passage.decision
+        if policy is ticket.policy or decision is None:
+            return ticket
+        try:
+            model = _model(policy, passage.incoming.request.model)
+            decision, anew = self._ticket(policy, model, passage.incoming, decision.estimate)
+            self._check_fit(decision, anew)
+        except GatewayError:
+            return ticket
+        passage.policy, passage.decision = policy, decision
+        return replace(anew, failed=ticket.failed, waited_s=ticket.waited_s, deadline=ticket.deadline)
 
     def _ticket(
         self, policy: Policy, model: ModelPolicy, incoming: Incoming, estimate: Estimate
@@ -266,9 +321,9 @@ class Pipeline:
         views = self._views(policy.backends, held, self.room.line.long_waiting())
         traffic_class, decision = deciding.decide(policy, model, request, estimate, lambda _: views)
         demand = decision.demand
-        patience_s = _patience_s(request.headers)
+        wait_s = patience_s(request.headers)
         if request.is_job:
-            traffic_class, patience_s = replace(traffic_class, waiting=patient(traffic_class.waiting)), None
+            traffic_class, wait_s = replace(traffic_class, waiting=patient(traffic_class.waiting)), None
         return decision, Ticket(
             id=arrival.id,
             model=model.id,
@@ -279,7 +334,8 @@ class Pipeline:
             arrived_at=arrival.received_at,
             prefill_s=fastest_prefill_s(policy, traffic_class, demand),
             size_bytes=incoming.size_bytes,
-            deadline=None if patience_s is None else arrival.received_at + patience_s,
+            deadline=None if wait_s is None else arrival.received_at + wait_s,
+            waited_s=request.queued_s,
             prefix_shares=held,
         )
 
@@ -408,13 +464,13 @@ _UNKNOWN = BackendStatus()
 PATIENCE_HEADER = "x-gateway-timeout-s"
 
 
-def _patience_s(headers: Mapping[str, str]) -> float | None:
+def patience_s(headers: Mapping[str, str]) -> float | None:
     """Return how long the caller says it waits for its first token, or None if it does not say."""
     try:
-        patience_s = float(headers.get(PATIENCE_HEADER, ""))
+        wait_s = float(headers.get(PATIENCE_HEADER, ""))
     except ValueError:
         return None
-    return patience_s if 0 < patience_s < float("inf") else None
+    return wait_s if 0 < wait_s < float("inf") else None
 
 
 def _model(policy: Policy, name: str) -> ModelPolicy:

@@ -20,6 +20,10 @@ from gateway.ports import Clock, Ledger, Slot
 RELEASE_S = 1.0
 
 
+class PolicyChanged(Exception):
+    """Another policy is in force than when the request began to wait."""
+
+
 class _Waiter:
     """Somebody who waits, and what became of it."""
 
@@ -54,14 +58,22 @@ class WaitingRoom:
         """Have the line looked at: something has happened that may let somebody start."""
         self._wake.set()
 
-    async def admit(self, ticket: Ticket) -> tuple[Candidate, Slot]:
+    def send_on(self) -> None:
+        """Have everybody who waits ask again, under the policy that is in force by now."""
+        for waiter in self._waiters.values():
+            waiter.woken.set()
+
+    async def admit(self, ticket: Ticket, *, has_waited: bool = False) -> tuple[Candidate, Slot]:
         """Return a candidate and the slot taken on it, as soon as it is this request's turn.
+
+        `has_waited`: it was in the line before, so that nothing at its door keeps it out.
 
         Raises:
             AtCapacity: it may not wait, or has waited as long as it may.
             NoBackend: none that could take it is up.
+            PolicyChanged: it has to be decided anew.
         """
-        refused = self.line.enter(ticket, self._clock.now())
+        refused = self.line.enter(ticket, self._clock.now(), has_waited=has_waited)
         if refused is not None:
             raise _shed(refused)
         waiter = self._waiters[ticket.id] = _Waiter()
@@ -76,10 +88,9 @@ class WaitingRoom:
             del self._waiters[ticket.id]
             self.line.leave(ticket.id)
             self.look()  # what it was offered or held back may be another's
-        if waiter.error is not None:
-            raise waiter.error
-        assert waiter.place is not None
-        return waiter.place
+        if waiter.place is not None:
+            return waiter.place
+        raise waiter.error or PolicyChanged
 
     async def release(self, ticket: Ticket, slot: Slot, *, answered: bool) -> None:
         """Give a place back, and let the next one start; `answered`: whether a token came there."""
@@ -127,12 +138,13 @@ class WaitingRoom:
     async def _take(self, offer: Offer) -> bool:
         """Take the first place of an offer that is still free. Returns whether there was one."""
         ticket = offer.ticket
+        offered = self._waiters.get(ticket.id)
         for candidate in offer.candidates:
             slot = await self._ledger.acquire(candidate.backend, candidate.claim, candidate.limits)
             if not isinstance(slot, Slot):
                 continue
             waiter = self._waiters.get(ticket.id)
-            if waiter is None:  # it left meanwhile
+            if waiter is None or waiter is not offered:  # it left meanwhile; it may have come back
                 await self._ledger.release(slot)
                 return True
             self.line.started(ticket.id, self._clock.now())

@@ -4,9 +4,10 @@
 never this package. The sections and keys are in document.py; docs/configuration.md explains them.
 """
 
+from gateway.settings.diff import LIVE, Changes, changes
 from gateway.settings.document import Document, HealthSection, RequestsSection, ShutdownSection
 from gateway.settings.fields import Address
-from gateway.settings.loading import CheckReport, check, load
+from gateway.settings.loading import CheckReport, beside, check, load
 from gateway.settings.problems import Problem
 from gateway.settings.resolved import BackendTls, Settings
 from gateway.settings.schema import schema
@@ -14,6 +15,10 @@ from gateway.settings.schema import schema
 __all__ = [
     "load",
     "check",
+    "beside",
+    "changes",
+    "LIVE",
+    "Changes",
     "schema",
     "Settings",
     "CheckReport",

@@ -475,6 +475,13 @@ class WaitingSection(Section):
     """How many smaller requests may pass one that does not fit yet."""
 
 
+class QueueSection(Section):
+    """The class's chats are jobs, served in place: they wait in the store, for as long as it takes."""
+
+    on_disconnect: Literal["cancel", "finish"] = "cancel"
+    """What becomes of one whose caller leaves before its answer is complete."""
+
+
 class ClassSection(Section):
     """One kind of work and where it goes. Classes are tried top to bottom; the first that matches wins."""
 
@@ -495,6 +502,9 @@ class ClassSection(Section):
 
     waiting: WaitingSection = WaitingSection()
     """How its requests wait when every backend is full."""
+
+    queue: QueueSection | None = None
+    """Serve its chats as jobs, in place (docs/jobs.md). Needs `jobs`. Left out: they wait in the line."""
 
 
 class PromptSection(Section):
@@ -628,6 +638,19 @@ class ResponsesSection(Section):
     """Bytes of responses, with their conversations, that one key may have; the oldest go first. 0: none."""
 
 
+class IdempotencySection(Section):
+    """Answers kept for `Idempotency-Key` (docs/idempotency.md): in a store if there is one, or in memory."""
+
+    keep_s: Seconds = 86_400.0
+    """Seconds in which the same key gets the same answer again."""
+
+    max_answer_bytes: Positive = 8 * 1024 * 1024
+    """Bytes an answer may have to be kept; a stream has up to 300 per token."""
+
+    max_bytes_per_key: Count = 64 * 1024 * 1024
+    """Bytes of answers that one API key may have; the oldest go first. 0: none."""
+
+
 class HealthSection(Section):
     """When a backend counts as healthy."""
 
@@ -733,6 +756,13 @@ class WebhookSection(Section):
         return self
 
 
+class ReloadSection(Section):
+    """Another configuration while the gateway runs; SIGHUP always has the file read again."""
+
+    watch: bool = True
+    """Whether a file that has changed is read again by itself. One that cannot be used changes nothing."""
+
+
 class ShutdownSection(Section):
     """What happens on SIGTERM."""
 
@@ -791,6 +821,9 @@ class Document(Section):
     responses: ResponsesSection = ResponsesSection()
     """What is kept of /v1/responses."""
 
+    idempotency: IdempotencySection = IdempotencySection()
+    """Answers kept for `Idempotency-Key`."""
+
     health: HealthSection = HealthSection()
     """When a backend counts as healthy."""
 
@@ -805,6 +838,9 @@ class Document(Section):
 
     telemetry: TelemetrySection = TelemetrySection()
     """What is sent to an OpenTelemetry receiver."""
+
+    reload: ReloadSection = ReloadSection()
+    """Another configuration while the gateway runs."""
 
     shutdown: ShutdownSection = ShutdownSection()
     """What happens on SIGTERM."""

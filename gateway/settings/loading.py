@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from gateway.core.errors import ConfigError
 from gateway.settings import advice, references, resolved, shape
+from gateway.settings.diff import AT_START, LIVE, held
 from gateway.settings.document import Document
 from gateway.settings.problems import Problem
 from gateway.settings.references import Finding
@@ -63,6 +64,38 @@ def check(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None
         return CheckReport(problems)
     warnings = tuple(sorted((*settings.warnings, *settings.unmet(surroundings))))
     return CheckReport((), warnings, settings.summary, settings)
+
+
+def beside(started: Settings, running: Settings, new: Settings) -> Settings:
+    """Return a configuration as far as it can take effect while one that was `started` runs.
+
+    What is read at the start stays as it is running.
+
+    Raises:
+        ConfigError: that does not go together.
+    """
+    kept, wanted = started.tree.data, new.tree.data
+    data = {name: value for name, value in wanted.items() if name in LIVE}
+    data |= {name: kept[name] for name in AT_START if name in kept}
+    data["backends"] = data["backends"] | {name: kept["backends"][name] for name in held(running.document)}
+    try:
+        document = Document.model_validate(data)
+    except ValidationError as error:
+        found = tuple(shape.findings(error))
+    else:
+        found = (*references.findings(data), *resolved.findings(document))
+        if not found:
+            own = {name: getattr(running.document, name) for name in AT_START}
+            return replace(
+                running,
+                version=new.version,
+                document=document.model_copy(update=own),
+                tree=new.tree,
+                source=new.source,
+                warnings=new.warnings,
+            )
+    message = "beside what cannot change while the gateway runs: "
+    raise ConfigError("\n".join(f"{'.'.join(map(str, one.path))}: {message}{one.message}" for one in found))
 
 
 def _read(

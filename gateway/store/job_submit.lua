@@ -14,7 +14,7 @@ if digest ~= '' then
     local promise = redis.call('GET', key('submitted', digest))
     local seen, first = string.match(promise or '', '^(%S+) (%S+)$')
     if seen and seen ~= fingerprint then
-        return 'idempotency_mismatch'
+        return 'idempotency_key_reused'
     end
     before = first and show(first, true)
     if before then

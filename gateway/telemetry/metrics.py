@@ -146,6 +146,19 @@ class Metrics:
         self.config_info = Gauge(
             "gateway_config_info", "1 for the configuration in force.", ("version",), registry=registry
         )
+        self.reloads = Counter(
+            "gateway_config_reloads", "Configurations tried while running.", ("outcome",), registry=registry
+        )
+        self.config_successful = Gauge(
+            "gateway_config_last_reload_successful",
+            "0 if the configuration that was tried last could not be used.",
+            registry=registry,
+        )
+        self.config_loaded_at = Gauge(
+            "gateway_config_last_reload_success_timestamp_seconds",
+            "When the configuration in force was loaded.",
+            registry=registry,
+        )
         self.traces = Counter(
             "gateway_traces", "Requests that were kept as a trace, by why.", ("reason",), registry=registry
         )
@@ -213,6 +226,13 @@ class Metrics:
             self.state_changes.labels(backend_id, new.state.value).inc()
         if new.restarts > old.restarts:
             self.restarts.labels(backend_id).inc(new.restarts - old.restarts)
+
+    def config_in_force(self, version: str, at: float) -> None:
+        """Note that a configuration is in force since `at`, in epoch seconds."""
+        self.config_info.clear()
+        self.config_info.labels(version).set(1)
+        self.config_loaded_at.set(at)
+        self.config_successful.set(1)
 
     def webhook_attempted(self, attempt: WebhookAttempt) -> None:
         """Note an attempt to deliver a webhook."""
@@ -359,9 +379,14 @@ class _Boxes(Collector):
         waiting = GaugeMetricFamily(
             "gateway_box_waiting", "Requests that wait for a backend of a box.", labels=["box", "backend"]
         )
+        stored = GaugeMetricFamily(
+            "gateway_box_stored_jobs",
+            "Jobs that wait for a backend of a box in the store.",
+            labels=["box", "backend"],
+        )
         oldest = GaugeMetricFamily(
             "gateway_box_oldest_wait_seconds",
-            "How long the oldest of them has waited; absent where none does.",
+            "How long the oldest of these has waited; absent where none does.",
             labels=["box", "backend"],
         )
         quarantined = GaugeMetricFamily(
@@ -386,14 +411,16 @@ class _Boxes(Collector):
                 is_in = box.state is BoxState.RESIDENT and box.backend == backend
                 serving.add_metric([name, backend], float(is_in))
                 waiting.add_metric([name, backend], wants.count)
+                stored.add_metric([name, backend], sight.stored[backend].count)
+                oldest_at = (wants + sight.stored[backend]).oldest_at
                 quarantined.add_metric([name, backend], float(backend in box.quarantine))
-                if wants.oldest_at is not None:
-                    oldest.add_metric([name, backend], max(0.0, sight.at - wants.oldest_at))
+                if oldest_at is not None:
+                    oldest.add_metric([name, backend], max(0.0, sight.at - oldest_at))
             if sight.plan.target:
                 planned.add_metric([name, sight.plan.target, sight.plan.cause.value], 1.0)
             owner.add_metric([name], float(sight.is_owner))
             boots.add_metric([name], box.swaps)
-        yield from (state, serving, waiting, oldest, quarantined, planned, owner, boots)
+        yield from (state, serving, waiting, stored, oldest, quarantined, planned, owner, boots)
 
 
 class _Store(Collector):

@@ -9,6 +9,7 @@ import errno
 import ssl
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import anyio
 import httpx
@@ -52,36 +53,60 @@ class HttpxUpstream:
             secrets: Per backend id, the API key to present.
             tls: Per backend id, how to verify its certificate; True where absent.
         """
-        self._clients: dict[str, httpx.AsyncClient] = {}
+        self._ways: dict[str, _Way] = {}
+        self._retired: list[_Way] = []
+        self._ways.update({backend.id: _way(backend, secrets, tls) for backend in backends})
+
+    def update(
+        self,
+        backends: Iterable[Backend],
+        *,
+        secrets: Mapping[str, str],
+        tls: Mapping[str, ssl.SSLContext | bool],
+    ) -> None:
+        """Call these from now on; arguments as at the start. What runs elsewhere is run to its end."""
+        before, self._ways = self._ways, {}
         for backend in backends:
-            headers = {"user-agent": _USER_AGENT, "accept-encoding": "identity"}
-            if backend.id in secrets:
-                headers["authorization"] = f"Bearer {secrets[backend.id]}"
-            self._clients[backend.id] = httpx.AsyncClient(
-                base_url=backend.url,
-                headers=headers,
-                transport=Transport(
-                    # A context of certificates takes 20 ms to load: only where there is something to verify.
-                    verify=tls.get(backend.id, True) if backend.url.startswith("https:") else False,
-                    limits=httpx.Limits(
-                        max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
-                    ),
-                    trust_env=False,
-                ),
-                timeout=httpx.Timeout(None),
-                follow_redirects=False,
-                trust_env=False,
-            )
+            kept = before.get(backend.id)
+            asked = (backend.url, secrets.get(backend.id), tls.get(backend.id, True))
+            if kept is not None and (kept.url, kept.secret, kept.verify) == asked:
+                self._ways[backend.id] = before.pop(backend.id)
+            else:
+                self._ways[backend.id] = _way(backend, secrets, tls)
+        self._retired += before.values()
+
+    async def close_retired(self) -> None:
+        """Close what is called no more and has nothing under way; the rest is closed when it has ended."""
+        idle = [way for way in self._retired if not way.in_flight]
+        self._retired = [way for way in self._retired if way.in_flight]
+        for way in idle:
+            await way.client.aclose()
 
     async def aclose(self) -> None:
         """Close every connection."""
-        for client in self._clients.values():
-            await client.aclose()
+        for way in (*self._ways.values(), *self._retired):
+            await way.client.aclose()
 
     @asynccontextmanager
     async def open(self, target: Target, timeouts: Timeouts) -> AsyncIterator[UpstreamResponse]:
         """See `ports.Upstream.open`."""
-        client = self._clients[target.backend.id]
+        way = self._ways.get(target.backend.id)
+        if way is None or way.url != target.backend.url:
+            raise UpstreamUnreachable("The backend is not configured any more.")
+        way.in_flight += 1
+        try:
+            async with self._exchange(way.client, target, timeouts) as response:
+                yield response
+        finally:
+            way.in_flight -= 1
+            if way in self._retired:
+                with anyio.move_on_after(CLOSE_S, shield=True):
+                    await self.close_retired()
+
+    @asynccontextmanager
+    async def _exchange(
+        self, client: httpx.AsyncClient, target: Target, timeouts: Timeouts
+    ) -> AsyncIterator[UpstreamResponse]:
         request = client.build_request(
             "POST",
             target.endpoint.value,
@@ -96,6 +121,40 @@ class HttpxUpstream:
             # Leaving early closes the connection, which stops the engine's work.
             with anyio.move_on_after(CLOSE_S, shield=True):
                 await response.aclose()
+
+
+@dataclass(slots=True, eq=False)
+class _Way:
+    """How a backend is called, and how many calls are under way."""
+
+    url: str
+    secret: str | None
+    verify: ssl.SSLContext | bool
+    client: httpx.AsyncClient
+    in_flight: int = 0
+
+
+def _way(backend: Backend, secrets: Mapping[str, str], tls: Mapping[str, ssl.SSLContext | bool]) -> _Way:
+    headers = {"user-agent": _USER_AGENT, "accept-encoding": "identity"}
+    secret, verify = secrets.get(backend.id), tls.get(backend.id, True)
+    if secret is not None:
+        headers["authorization"] = f"Bearer {secret}"
+    client = httpx.AsyncClient(
+        base_url=backend.url,
+        headers=headers,
+        transport=Transport(
+            # A context of certificates takes 20 ms to load: only where there is something to verify.
+            verify=verify if backend.url.startswith("https:") else False,
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
+            ),
+            trust_env=False,
+        ),
+        timeout=httpx.Timeout(None),
+        follow_redirects=False,
+        trust_env=False,
+    )
+    return _Way(backend.url, secret, verify, client)
 
 
 class _Response:

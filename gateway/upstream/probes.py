@@ -20,13 +20,13 @@ import socket
 import ssl
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import anyio
 import anyio.lowlevel
 import httpx
+from anyio.abc import TaskGroup
 
 from gateway import __version__
 from gateway.core.health import (
@@ -97,33 +97,65 @@ class Prober:
             on_change: Told of every change of state, of every new reason for one, and of what is served.
             on_sample: Told of every sample.
         """
-        hang_s = hang_s or {}
-        self._backends = dict(backends)
-        self._rules = {
-            name: replace(
+        self._clock = clock
+        self._on_change = on_change
+        self._on_sample = on_sample
+        self._watched: dict[str, _Watched] = {}
+        self._rules: dict[str, HealthRules] = {}
+        self._statuses: dict[str, BackendStatus] = {}
+        self._view = MappingProxyType(self._statuses)
+        self._looks: dict[str, anyio.Event] = {}  # set: look at the models now
+        self._changed = anyio.Event()
+        self._tasks: TaskGroup | None = None
+        self.update(backends, rules, secrets=secrets, tls=tls, hang_s=hang_s)
+
+    def update(
+        self,
+        backends: Mapping[str, Backend],
+        rules: HealthRules,
+        *,
+        secrets: Mapping[str, str],
+        tls: Mapping[str, ssl.SSLContext | bool],
+        hang_s: Mapping[str, float] | None = None,
+    ) -> None:
+        """Watch these from now on; arguments as at the start.
+
+        What is known of a backend stays as long as its URL does; one that is new is not known yet.
+        """
+        for name in set(self._watched) - set(backends):
+            self._forget(name)
+        for name, backend in backends.items():
+            self._rules[name] = replace(
                 rules,
                 boot_budget_s=backend.boot_budget_s,
                 model=backend.model,
-                hang_s=hang_s.get(name, rules.hang_s),
+                hang_s=(hang_s or {}).get(name, rules.hang_s),
             )
-            for name, backend in backends.items()
-        }
-        self._clock = clock
-        self._secrets = secrets
-        self._tls = tls
-        self._on_change = on_change
-        self._on_sample = on_sample
-        self._statuses = {name: BackendStatus(since=clock.now()) for name in backends}
-        self._view = MappingProxyType(self._statuses)
-        self._looks = {name: anyio.Event() for name in backends}  # set: look at the models now
-        self._changed = anyio.Event()
+            wanted = _Watched(backend.url, secrets.get(name), tls.get(name, True))
+            before = self._watched.get(name)
+            if before is not None and before.asks_alike(wanted):
+                continue
+            if before is not None:
+                before.end()
+            self._watched[name] = wanted
+            if before is None or before.url != backend.url:
+                self._statuses[name] = BackendStatus(since=self._clock.now())
+            self._looks[name] = anyio.Event()
+            if self._tasks is not None:
+                self._tasks.start_soon(self._watch, name, wanted, name=f"watch {name}")
+
+    def _forget(self, name: str) -> None:
+        self._watched.pop(name).end()
+        del self._statuses[name], self._rules[name], self._looks[name]
 
     def statuses(self) -> Mapping[str, BackendStatus]:
         """Return the status of every backend by id: a live view, read-only."""
         return self._view
 
     def report(self, backend_id: str, outcome: Outcome, detail: str) -> None:
-        """See `ports.Fleet.report`."""
+        """See `ports.Fleet.report`. One that is not watched any more is of no concern."""
+        if backend_id not in self._statuses:
+            return
         self._observe(backend_id, Attempt(outcome, detail))
 
     def put_out(self, backend_id: str, reason: str) -> None:
@@ -156,18 +188,30 @@ class Prober:
         Raises:
             ExceptionGroup: a probe met what no backend's behaviour can explain.
         """
-        async with AsyncExitStack() as clients, anyio.create_task_group() as tasks:
-            askers = []
-            try:
-                for name, backend in self._backends.items():
-                    client = _client(backend, self._secrets.get(name), self._tls.get(name, True))
-                    askers.append(_Asker(await clients.enter_async_context(client)))
-                    for watch in (self._watch_health, self._watch_metrics, self._watch_models):
-                        tasks.start_soon(watch, name, askers[-1], name=f"{watch.__name__} {name}")
-                await anyio.sleep_forever()
-            finally:
-                for asker in askers:
-                    asker.hurry()
+        async with anyio.create_task_group() as self._tasks:
+            for name, watched in self._watched.items():
+                self._tasks.start_soon(self._watch, name, watched, name=f"watch {name}")
+            await anyio.sleep_forever()
+
+    async def _watch(self, name: str, watched: "_Watched") -> None:
+        """Ask one backend, until it is watched no more."""
+        if watched.is_over:
+            return
+        async with _client(watched) as client:
+            asker = _Asker(client)
+            with anyio.CancelScope() as watched.scope:
+                async with anyio.create_task_group() as tasks:
+                    try:
+                        for watch in (self._watch_health, self._watch_metrics, self._watch_models):
+                            tasks.start_soon(watch, name, asker, name=f"{watch.__name__} {name}")
+                        await anyio.sleep_forever()
+                    finally:
+                        asker.hurry()
+
+    async def _learn(self, name: str, event: Event) -> None:
+        """Take in what a probe found, unless its backend is watched no more, or elsewhere, by now."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        self._observe(name, event)
 
     def _observe(self, name: str, event: Event) -> None:
         self._set(name, advance(self._statuses[name], event, self._clock.now(), self._rules[name]))
@@ -185,48 +229,43 @@ class Prober:
         self._changed = anyio.Event()
 
     async def _watch_health(self, name: str, asker: "_Asker") -> None:
-        rules = self._rules[name]
-
         async def probe() -> None:
             if self._statuses[name].state is State.OUT:
                 return
-            self._observe(name, await _health(asker, rules.probe_timeout_s))
+            await self._learn(name, await _health(asker, self._rules[name].probe_timeout_s))
 
-        await self._paced(f"{name} health", rules.interval_s, probe)
+        await self._paced(name, "health", probe)
 
     async def _watch_metrics(self, name: str, asker: "_Asker") -> None:
-        rules = self._rules[name]
-
         async def scrape() -> None:
             status = self._statuses[name]
             if status.down_since is None and status.state is not State.OUT:  # else there is nobody to ask
-                found = await _sample(asker, rules.scrape_timeout_s, self._clock)
-                self._observe(name, found)
+                found = await _sample(asker, self._rules[name].scrape_timeout_s, self._clock)
+                await self._learn(name, found)
                 if self._on_sample is not None and isinstance(found, Sample):
                     self._on_sample(name, found.engine)
 
-        await self._paced(f"{name} metrics", rules.interval_s, scrape)
+        await self._paced(name, "metrics", scrape)
 
     async def _watch_models(self, name: str, asker: "_Asker") -> None:
-        rules = self._rules[name]
-        wait_s = rules.models_every_s
+        wait_s = self._rules[name].models_every_s
         while True:
             with anyio.move_on_after(wait_s):
                 await self._looks[name].wait()
             self._looks[name] = anyio.Event()
-            status = self._statuses[name]
+            status, rules = self._statuses[name], self._rules[name]
             if status.was_up and status.down_since is None:
                 found = await _models(asker, rules)
-                self._observe(name, found)
+                await self._learn(name, found)
                 wait_s = rules.models_every_s if isinstance(found, ProbeOk) else rules.models_every_s / 10
 
-    async def _paced(self, key: str, interval_s: float, step: Callable[[], Awaitable[None]]) -> None:
+    async def _paced(self, name: str, what: str, step: Callable[[], Awaitable[None]]) -> None:
         """Take a step once per interval, or as often as its steps allow."""
         round_ = 0
         while True:
             started = self._clock.now()
             await step()
-            pause_s = interval_s * spread(key, round_)
+            pause_s = self._rules[name].interval_s * spread(f"{name} {what}", round_)
             await anyio.sleep(max(pause_s - (self._clock.now() - started), pause_s / 10))
             round_ += 1
 
@@ -236,17 +275,38 @@ def spread(key: str, round_: int) -> float:
     return 0.9 + 0.2 * zlib.crc32(f"{key} {round_}".encode()) / 2**32
 
 
-def _client(backend: Backend, secret: str | None, verify: ssl.SSLContext | bool) -> httpx.AsyncClient:
+@dataclass(slots=True)
+class _Watched:
+    """How a backend is asked, and what ends that."""
+
+    url: str
+    secret: str | None
+    verify: ssl.SSLContext | bool
+    scope: anyio.CancelScope | None = None
+    is_over: bool = False
+
+    def end(self) -> None:
+        """Ask it no more."""
+        self.is_over = True
+        if self.scope is not None:
+            self.scope.cancel()
+
+    def asks_alike(self, other: "_Watched") -> bool:
+        """Whether both ask the same server alike. A context of certificates is like itself alone."""
+        return (self.url, self.secret, self.verify) == (other.url, other.secret, other.verify)
+
+
+def _client(watched: _Watched) -> httpx.AsyncClient:
     headers = {"user-agent": f"gemma-gateway/{__version__}", "accept": "*/*"}
     headers["accept-encoding"] = "identity"  # compressing the page would cost the engine's server more
-    if secret is not None:
-        headers["authorization"] = f"Bearer {secret}"
+    if watched.secret is not None:
+        headers["authorization"] = f"Bearer {watched.secret}"
     return httpx.AsyncClient(
-        base_url=backend.url,
+        base_url=watched.url,
         headers=headers,
         transport=Transport(
             # Reading the system's certificates takes 20 ms, for nothing where the address says http.
-            verify=verify if backend.url.startswith("https:") else False,
+            verify=watched.verify if watched.url.startswith("https:") else False,
             limits=httpx.Limits(max_connections=4, max_keepalive_connections=0),
             trust_env=False,
         ),

@@ -105,8 +105,9 @@ async def test_a_name_that_a_stranger_may_own_is_refused(
     ],
 )
 async def test_nothing_is_changed_for_a_web_page(port: int, header: str) -> None:
-    status, body = await answer(port, "POST /admin/thing", "Host: localhost:9090", header)
-    assert (status, "altered" in body) == (403, False)
+    for method in ("POST", "PUT", "DELETE"):
+        status, body = await answer(port, f"{method} /admin/thing", "Host: localhost:9090", header)
+        assert (status, "altered" in body) == (403, False)
     assert await answer(port, "GET /admin/thing", "Host: localhost:9090", header) == (200, "shown")
 
 

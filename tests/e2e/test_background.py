@@ -113,6 +113,30 @@ async def test_a_stream_is_followed_left_and_taken_up_again(gateway: Site) -> No
     assert text == whole[-1].response.output_text
 
 
+async def test_a_stream_whose_store_goes_away_is_cut_off_and_taken_up_again(
+    gateway: Site, store: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = gateway.openai(api_key="a")
+    seen = []
+    with pytest.raises((openai.APIError, httpx.HTTPError)):
+        async for event in await client.responses.create(
+            **ASK, background=True, stream=True, max_output_tokens=1_500, extra_body={"ignore_eos": True}
+        ):
+            seen.append(event)
+            if len(seen) == 5:
+                store.stall()
+    store.resume()
+    id = seen[0].response.id
+    assert (await ended(client, id)).status == "incomplete"
+    after = seen[-1].sequence_number
+    rest = [event async for event in await client.responses.retrieve(id, stream=True, starting_after=after)]
+
+    assert [event.sequence_number for event in (*seen, *rest)] == list(range(len(seen) + len(rest)))
+    assert rest[-1].type == "response.incomplete"
+    assert "was cut off: The store of jobs does not answer" in caplog.text
+    assert "Exception in ASGI application" not in caplog.text
+
+
 async def test_a_cancelled_job_stays_cancelled_and_frees_its_backend(gateway: Site) -> None:
     client = gateway.openai(api_key="a")
     job = await client.responses.create(
@@ -132,7 +156,11 @@ async def test_another_keys_job_is_not_there(gateway: Site) -> None:
     mine, theirs = gateway.openai(api_key="a"), gateway.openai(api_key="b")
     job = await mine.responses.create(**ASK, background=True, max_output_tokens=5)
 
-    for ask in (theirs.responses.retrieve, theirs.responses.cancel, theirs.responses.delete):
+    def streamed(id: str) -> Any:
+        return theirs.responses.retrieve(id, stream=True)
+
+    responses = theirs.responses
+    for ask in (responses.retrieve, streamed, responses.cancel, responses.delete):
         with pytest.raises(openai.NotFoundError) as caught:
             await ask(job.id)
         assert caught.value.code == "response_not_found"
@@ -167,7 +195,7 @@ async def test_the_same_idempotency_key_is_the_same_job(gateway: Site) -> None:
     assert one.id == other.id
     with pytest.raises(openai.UnprocessableEntityError) as caught:
         await client.responses.create(model="gemma-4", input="Something else", **fields)
-    assert caught.value.code == "idempotency_mismatch"
+    assert caught.value.code == "idempotency_key_reused"
 
 
 @pytest.mark.parametrize(
@@ -187,6 +215,17 @@ async def test_what_can_never_run_is_refused_when_it_is_handed_over(
 
     assert caught.value.code == code
     assert await gateway.gateway.jobs.find() == []  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("after", ["soon", "1.5", "--1", "\u00b2", "9" * 5_000])
+async def test_what_is_no_number_of_an_event_is_refused(gateway: Site, after: str) -> None:
+    client = gateway.openai(api_key="a")
+    job = await client.responses.create(**ASK, background=True, max_output_tokens=5)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.retrieve(job.id, stream=True, extra_query={"starting_after": after})
+
+    assert (caught.value.code, caught.value.param) == ("invalid_request", "starting_after")
+    await ended(client, job.id)
 
 
 async def test_a_pending_job_says_where_it_stands(tmp_path: Path, store: RedisServer) -> None:

@@ -482,7 +482,7 @@ async def test_errors_arrive_as_the_sdks_own_exceptions(
         ("GET", "/v1/responses", None, 405, "method_not_allowed"),
         ("GET", "/v1/responses/resp_1", None, 404, "response_not_found"),
         ("GET", "/v1/responses/resp_1/input_items", None, 404, "response_not_found"),
-        ("GET", "/v1/responses/resp_1?stream=true", None, 400, "unsupported_parameter"),
+        ("GET", "/v1/responses/resp_1?stream=true", None, 404, "response_not_found"),
         ("DELETE", "/v1/responses/resp_1", None, 404, "response_not_found"),
         ("PUT", "/v1/responses/resp_1", None, 405, "method_not_allowed"),
         ("POST", "/v1/responses", b"{", 400, "invalid_json"),
@@ -500,6 +500,15 @@ async def test_every_error_has_the_one_shape(
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert answer.json()["error"]["code"] == code
     assert answer.headers["x-request-id"]
+
+
+async def test_one_in_place_is_not_streamed_again(one: Site) -> None:
+    client = one.openai()
+    answer = await client.responses.create(model="gemma-4", input=SKY, max_output_tokens=3)
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.responses.retrieve(answer.id, stream=True)
+
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "stream")
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "order=up", "after=msg_1"])

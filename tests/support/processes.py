@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from anyio.streams.text import TextReceiveStream
 
 READY_S = 60.0
 STARTED_S = 300.0  # where many start at once
+LOOK_S = 0.02  # between two looks at another process: a busy loop would slow what it waits for
 COMMAND = [sys.executable, "-m", "gateway"]
 
 
@@ -87,11 +88,22 @@ def is_there(pid: int) -> bool:
         return False
 
 
+async def until(holds: Callable[[], Awaitable[bool]], within_s: float = 30.0) -> None:
+    """Return once `holds()`; what it asks belongs to other processes, so it is asked again and again."""
+    with anyio.fail_after(within_s):
+        while True:
+            if await holds():
+                return
+            await anyio.sleep(LOOK_S)
+
+
 async def wait_gone(*pids: int, within_s: float = 20.0) -> None:
     """Return once none of these processes runs."""
-    with anyio.fail_after(within_s):
-        while any(is_there(pid) for pid in pids):
-            await anyio.lowlevel.checkpoint()
+
+    async def are_gone() -> bool:
+        return not any(is_there(pid) for pid in pids)
+
+    await until(are_gone, within_s)
 
 
 def _state(pid: int) -> list[str]:

@@ -110,11 +110,11 @@ class Draft:
         Its items keep their places in the stream, unfinished, and are not in the response.
         """
         events: list[Event] = []
-        if self.speaking is not None:
-            self._close_speaking(events, "incomplete")
+        self._close_speaking(events, "incomplete")
         for item in self.items:
-            if item.status == "in_progress":
+            if item.status == "in_progress":  # a call: who follows must not wait for the rest of it
                 item.status = "incomplete"
+                events.append(self._item_done(item))
             item.is_void = True
         self.calls.clear()
         self.finish_reason = self.usage = None
@@ -126,8 +126,8 @@ class Draft:
         self.usage = usage_of(chunk.get("usage")) or self.usage
         choices = chunk.get("choices")
         for choice in choices if isinstance(choices, list) else ():
-            if not isinstance(choice, Mapping):
-                continue
+            if not isinstance(choice, Mapping) or choice.get("index"):
+                continue  # a response has one answer; a chat may have asked for several
             said = choice.get("delta") or choice.get("message")
             if isinstance(said, Mapping):
                 self._said(said, events)
@@ -261,7 +261,10 @@ class Draft:
         self.speaking = None
         self._close_part(item, events)
         item.status = status
-        events.append(self._event("response.output_item.done", output_index=item.index, item=item.shown()))
+        events.append(self._item_done(item))
+
+    def _item_done(self, item: _Item) -> Event:
+        return self._event("response.output_item.done", output_index=item.index, item=item.shown())
 
     def _close_all(self, events: list[Event]) -> None:
         """End every item: the answer is at its end. If it was cut, the last thing in it was."""
@@ -281,9 +284,7 @@ class Draft:
                     "response.function_call_arguments.done", **place, name=item.name, arguments=arguments
                 )
             )
-            events.append(
-                self._event("response.output_item.done", output_index=item.index, item=item.shown())
-            )
+            events.append(self._item_done(item))
 
     def _end(self, kind: str = "") -> list[Event]:
         self.is_over = True

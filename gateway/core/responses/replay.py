@@ -26,6 +26,7 @@ class JobFacts:
         first_index: Items of its input.
         headers: The request's headers that policy may match on.
         conversation: What was said before and asked now, for responses that go on from this one.
+        is_chat: Whether it was handed over as a chat, so that it can be shown as one.
     """
 
     response: Mapping[str, Any]
@@ -33,6 +34,7 @@ class JobFacts:
     first_index: int
     headers: Mapping[str, str]
     conversation: Mapping[str, Any]
+    is_chat: bool = False
 
     def encoded(self) -> bytes:
         """Return them as JSON."""
@@ -43,6 +45,7 @@ class JobFacts:
                 "first_index": self.first_index,
                 "headers": self.headers,
                 "conversation": self.conversation,
+                "is_chat": self.is_chat,
             },
             separators=(",", ":"),
         ).encode()

@@ -296,6 +296,37 @@ def test_a_stream_that_breaks_is_a_response_that_failed(parts: list[bytes], code
     assert names(events).count("failed") == 1
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        [chunk({"content": "Hel"})],
+        [chunk({"reasoning": "Hm"})],
+        [
+            chunk({"reasoning": "Hm"}),
+            chunk({"content": "Let me see."}),
+            chunk(tool(0, name="f", arguments="{")),
+        ],
+        [chunk(tool(0, name="f", arguments="{}")), chunk(tool(1, name="g")), chunk(tool(2, arguments="{"))],
+        [],
+    ],
+    ids=["words", "thought", "call", "calls", "nothing"],
+)
+def test_what_begins_anew_ends_what_was_there(before: list[bytes]) -> None:
+    """Typed clients take no answer as complete of which an item was begun and never ended."""
+    stream = opened()
+    events = [event for part in before for event in stream.feed(part, NOW)]
+    events += stream.draft.restart()
+    void = [event["item"]["id"] for event in events if event["type"] == "response.output_item.added"]
+    events += stream.feed(b"".join(SCRIPTS["text"]), NOW)
+    ended = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    output = events[-1]["response"]["output"]
+
+    assert [item["id"] for item in ended[:-1]] == void
+    assert ended[-1:] == output
+    assert len({item["id"] for item in ended}) == len(ended)
+    assert ended[-2:-1] == [] or ended[-2]["status"] == "incomplete"
+
+
 def test_nothing_comes_after_the_end() -> None:
     stream = opened()
     stream.feed(b"".join(SCRIPTS["text"]), NOW)

@@ -1,0 +1,174 @@
+"""The configuration on the admin port: looked at, tried, replaced, and taken back."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from litestar import MediaType, Request, Response, get, post, put
+from litestar.handlers import BaseRouteHandler
+
+from gateway.core.errors import CallerError, InvalidRequest, RouteNotFound
+
+_TAG = re.compile(r'(?:W/)?"([0-9a-f]*)"')
+
+
+class _Changes(Protocol):
+    @property
+    def now(self) -> tuple[str, ...]: ...
+
+    @property
+    def at_start(self) -> tuple[str, ...]: ...
+
+
+class _Reload(Protocol):
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def changes(self) -> _Changes: ...
+
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
+
+    @property
+    def error(self) -> str: ...
+
+
+class _Version(Protocol):
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def source(self) -> bytes: ...
+
+    @property
+    def at(self) -> float: ...
+
+    @property
+    def by(self) -> str: ...
+
+
+class Configurations(Protocol):
+    """What is in force, and how it is replaced."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+
+    @property
+    def versions(self) -> Sequence[_Version]:
+        """The last ones that were in force, the current one first."""
+
+    def plan(self, source: bytes) -> _Reload:
+        """Return what another one would change."""
+
+    async def put(self, source: bytes, by: str = "put") -> _Reload:
+        """Put another one in force and into the file. Raises OSError: it cannot be written."""
+
+
+class InvalidConfiguration(InvalidRequest):
+    """The configuration cannot be used. Nothing has changed."""
+
+    code = "invalid_configuration"
+
+
+class ConfigurationChanged(CallerError):
+    """The configuration to be replaced is not the one in force."""
+
+    status = 412
+    code = "configuration_changed"
+
+
+class MatchRequired(CallerError):
+    """Which configuration is to be replaced was not said."""
+
+    status = 428
+    code = "if_match_required"
+
+
+def config_handlers(configurations: Configurations) -> Sequence[BaseRouteHandler]:
+    """Return the handlers under `/admin/config`."""
+    desk = _Desk(configurations)
+
+    @get("/admin/config", sync_to_thread=False)
+    def show() -> Response[bytes]:
+        return desk.tagged(Response(desk.current.source, media_type="application/yaml"))
+
+    @get("/admin/config/versions", sync_to_thread=False)
+    def versions() -> Response[bytes]:
+        return desk.tagged(Response(desk.versions(), media_type=MediaType.JSON))
+
+    @post("/admin/config/check", status_code=200)
+    async def check(request: Request[Any, Any, Any]) -> Response[Any]:
+        return desk.tagged(_shown(configurations.plan(await request.body())))
+
+    @put("/admin/config", status_code=200)
+    async def replace(request: Request[Any, Any, Any]) -> Response[Any]:
+        desk.check_match(request.headers.get("if-match"))
+        return await desk.replaced(await request.body(), "put")
+
+    @post("/admin/config/rollback", status_code=200)
+    async def rollback(request: Request[Any, Any, Any]) -> Response[Any]:
+        desk.check_match(request.headers.get("if-match"))
+        return await desk.replaced(desk.source_of(request.query_params.get("version")), "rollback")
+
+    return [show, versions, check, replace, rollback]
+
+
+class _Desk:
+    """What the handlers share."""
+
+    def __init__(self, configurations: Configurations) -> None:
+        self._configurations = configurations
+
+    @property
+    def current(self) -> _Version:
+        return self._configurations.versions[0]
+
+    def tagged(self, response: Response[Any]) -> Response[Any]:
+        response.headers["etag"] = f'"{self.current.id}"'
+        return response
+
+    def versions(self) -> bytes:
+        listed = [
+            {"version": one.id, "at": one.at, "by": one.by, "in_force": index == 0}
+            for index, one in enumerate(self._configurations.versions)
+        ]
+        return msgspec.json.encode(listed)
+
+    def source_of(self, version: str | None) -> bytes:
+        known = {one.id: one.source for one in self._configurations.versions}
+        if version is None or version not in known:
+            raise RouteNotFound(f"Known versions: {', '.join(known)}.", code="version_not_found")
+        return known[version]
+
+    def check_match(self, given: str | None) -> None:
+        """Refuse to replace a configuration that the operator has not seen."""
+        if given is None:
+            message = 'Say which configuration this replaces: `If-Match: "VERSION"`, from the ETag of GET.'
+            raise MatchRequired(message)
+        if given.strip() != "*" and self.current.id not in _TAG.findall(given):
+            raise ConfigurationChanged(f"Another configuration is in force by now: {self.current.id}.")
+
+    async def replaced(self, source: bytes, by: str) -> Response[Any]:
+        try:
+            found = await self._configurations.put(source, by)
+        except OSError as error:
+            path = self._configurations.path
+            message = f"{path} cannot be written ({error.strerror}), so nothing has changed."
+            raise InvalidConfiguration(message, code="configuration_not_writable") from error
+        return self.tagged(_shown(found))
+
+
+def _shown(found: _Reload) -> Response[bytes]:
+    if found.error:
+        raise InvalidConfiguration(found.error)
+    body: Mapping[str, Any] = {
+        "version": found.version,
+        "changes": found.changes.now,
+        "needs_restart": found.changes.at_start,
+        "warnings": found.warnings,
+    }
+    return Response(msgspec.json.encode(body), media_type=MediaType.JSON)

@@ -1,0 +1,203 @@
+"""Another configuration while the gateway runs: read, checked, compared, and put in force in one step.
+
+A file that cannot be used changes nothing. What runs on a backend goes on there, under the policy it came in
+under; what waits is decided anew. What is read only at the start is named, and stays as it was.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import anyio
+import anyio.to_thread
+
+from gateway import settings
+from gateway.core.errors import ConfigError
+from gateway.ports import Clock
+from gateway.settings import Changes, Settings
+
+log = logging.getLogger("gateway.config")
+
+VERSIONS_KEPT = 10
+LOOK_S = 1.0
+"""Time between two looks at the file. It has to say the same at two looks: editors take a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A configuration that was in force.
+
+    Attributes:
+        id: Short hash of the file.
+        source: What the file said.
+        at: Epoch seconds at which it came into force.
+        by: What brought it: start, signal, file, put or rollback.
+    """
+
+    id: str
+    source: bytes
+    at: float
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """What came, or would come, of another configuration.
+
+    Attributes:
+        version: Of that configuration; "" where it cannot be used.
+        changes: What changes.
+        warnings: What is legal and probably not meant.
+        error: Why it cannot be used, one problem per line; "" if it can.
+    """
+
+    version: str = ""
+    changes: Changes = field(default_factory=Changes)
+    warnings: tuple[str, ...] = ()
+    error: str = ""
+
+
+class Reloader:
+    """Holds what is in force, and replaces it. One per process."""
+
+    def __init__(
+        self,
+        started: Settings,
+        environ: Mapping[str, str],
+        put_in_force: Callable[[Settings], Awaitable[None]],
+        in_flight: Callable[[], Mapping[str, int]],
+        clock: Clock,
+        on_reload: Callable[[Reload], None] = lambda _: None,
+    ) -> None:
+        """Begin with `started` in force.
+
+        Args:
+            started: The configuration that the process was started with.
+            environ: Where `${VAR}` and secrets come from.
+            put_in_force: Makes valid settings those that count; raises ConfigError, and then changes nothing.
+            in_flight: Requests that run, per backend.
+            clock: When versions came into force.
+            on_reload: Told of everything that was tried.
+        """
+        self._started = started
+        self._environ = environ
+        self._put_in_force = put_in_force
+        self._in_flight = in_flight
+        self._clock = clock
+        self._on_reload = on_reload
+        self._turn = anyio.Lock()
+        self._versions = deque([Version(started.version, started.source, clock.wall(), "start")])
+        self._refused = b""  # what the file says, if it cannot be used
+        self._file = settings.load(started.path, environ, source=started.source).document
+        self.running = started
+
+    @property
+    def versions(self) -> Sequence[Version]:
+        """The last configurations that were in force, the current one first."""
+        return tuple(self._versions)
+
+    @property
+    def path(self) -> Path:
+        """The configuration file."""
+        return self.running.path
+
+    def plan(self, source: bytes) -> Reload:
+        """Return what another configuration would change. Nothing is changed."""
+        try:
+            return self._planned(source)[1]
+        except ConfigError as error:
+            return Reload(error=str(error))
+
+    async def apply(self, source: bytes, by: str) -> Reload:
+        """Put a configuration in force, if it can be used. Returns what came of it."""
+        async with self._turn:
+            try:
+                wanted, found = self._planned(source)
+                await self._put_in_force(wanted)
+            except ConfigError as error:
+                self._refused = source
+                found = Reload(error=str(error))
+                log.error("the configuration stays as it is (%s): %s", by, error)
+            else:
+                self._refused = b""
+                self.running = wanted
+                if wanted.version != self._versions[0].id:
+                    self._versions.appendleft(Version(wanted.version, source, self._clock.wall(), by))
+                    while len(self._versions) > VERSIONS_KEPT + 1:
+                        self._versions.pop()
+                    _say(found, by)
+            self._on_reload(found)
+            return found
+
+    async def put(self, source: bytes, by: str = "put") -> Reload:
+        """Put a configuration in force and into the file, for the next start and for other processes.
+
+        Raises:
+            OSError: the file cannot be written. Nothing has changed then.
+        """
+        planned = self.plan(source)
+        if planned.error:
+            self._on_reload(planned)
+            return planned
+        await anyio.to_thread.run_sync(_write, self.path, source)
+        return await self.apply(source, by)
+
+    async def reread(self, by: str) -> Reload:
+        """Put in force what the file says now."""
+        try:
+            source = await anyio.to_thread.run_sync(self.path.read_bytes)
+        except OSError as error:
+            found = Reload(error=f"{self.path}: cannot be read: {error.strerror}")
+            log.error("the configuration stays as it is (%s): %s", by, found.error)
+            self._on_reload(found)
+            return found
+        return await self.apply(source, by)
+
+    async def watch(self) -> None:
+        """Put in force what the file says whenever it says something else, until cancelled."""
+        before = b""
+        while True:
+            await anyio.sleep(LOOK_S)
+            with suppress(OSError):  # it is being replaced
+                source = await anyio.to_thread.run_sync(self.path.read_bytes, abandon_on_cancel=True)
+                if source == before and source not in (self._versions[0].source, self._refused):
+                    await self.apply(source, "file")
+                before = source
+
+    def _planned(self, source: bytes) -> tuple[Settings, Reload]:
+        new = settings.load(self.path, self._environ, source=source)
+        wanted = settings.beside(self._started, self.running, new)
+        wanted.require(self._environ)
+        own = {name: getattr(self.running.document, name) for name in settings.LIVE}
+        changes = settings.changes(
+            self._file.model_copy(update=own), new.document, self._in_flight()
+        )  # what one of several processes has of its own, such as a port, is no change
+        return wanted, Reload(new.version, changes, tuple(str(one) for one in new.warnings))
+
+
+def _say(found: Reload, by: str) -> None:
+    log.info("configuration %s is in force (%s)", found.version, by)
+    for change in found.changes.now:
+        log.info("configuration: %s", change)
+    for section in found.changes.at_start:
+        log.warning("configuration: %s has changed: that needs a restart", section)
+
+
+def _write(path: Path, source: bytes) -> None:
+    """Replace the file at once: nobody ever reads half of it. A link stays one."""
+    real = path.resolve()
+    with NamedTemporaryFile(dir=real.parent, prefix=f".{real.name}.", delete=False) as file:
+        try:
+            file.write(source)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, real.stat().st_mode & 0o777)
+            os.replace(file.name, real)
+        except BaseException:
+            os.unlink(file.name)
+            raise

@@ -1,0 +1,198 @@
+"""What changes from one configuration to the next, in words for an operator. Pure."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.core.values import Bound
+from gateway.settings.document import Document
+from gateway.settings.fields import Section
+
+LIVE = frozenset(
+    {
+        *("backends", "pools", "models", "profiles", "keys"),
+        *("timeouts", "routing", "answers", "health", "shutdown"),
+    }
+)
+"""Sections that can change while the gateway runs."""
+
+AT_START = tuple(name for name in Document.model_fields if name not in LIVE)
+"""Sections that are read once, when a process starts."""
+
+_NOTHING: Mapping[str, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What changes.
+
+    Attributes:
+        now: What can take effect at once.
+        at_start: What needs a restart: sections that are read once, and backends of boxes.
+    """
+
+    now: tuple[str, ...] = ()
+    at_start: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.now or self.at_start)
+
+
+def changes(old: Document, new: Document, in_flight: Mapping[str, int] = _NOTHING) -> Changes:
+    """Return what changes. `in_flight`: requests that run on each backend, which finish there."""
+    return Changes(
+        (
+            *_backends(old, new, in_flight),
+            *_pools(old, new, in_flight),
+            *_models(old, new),
+            *_keys(old, new),
+            *_rest(old, new),
+        ),
+        tuple(_at_start(old, new)),
+    )
+
+
+def held(old: Document) -> frozenset[str]:
+    """Return the backends whose sections cannot change while the gateway runs: those of boxes."""
+    return frozenset(name for box in old.boxes.values() for name in box.backends)
+
+
+def _backends(old: Document, new: Document, in_flight: Mapping[str, int]) -> Iterator[str]:
+    for name in sorted(set(old.backends) - set(new.backends) - held(old)):
+        yield f"backend {name} is gone{_finishing(in_flight.get(name, 0))}"
+    for name, section in new.backends.items():
+        if name in held(old):
+            continue
+        if name not in old.backends:
+            yield f"backend {name} is new ({section.profile}, {section.url})"
+            continue
+        for path, before, after in _leaves(old.backends[name], section):
+            ends = _finishing(in_flight.get(name, 0)) if path == "url" else ""
+            yield f"backend {name}: {path} {_shown(before)} -> {_shown(after)}{ends}"
+
+
+def _pools(old: Document, new: Document, in_flight: Mapping[str, int]) -> Iterator[str]:
+    for name in sorted(set(old.pools) - set(new.pools)):
+        yield f"pool {name} is gone"
+    for name, section in new.pools.items():
+        if name not in old.pools:
+            yield f"pool {name} is new: {', '.join(section.backends)}"
+            continue
+        before = old.pools[name]
+        for lost in [one for one in before.backends if one not in section.backends]:
+            yield f"pool {name} loses {lost}{_finishing(in_flight.get(lost, 0))}"
+        for gained in [one for one in section.backends if one not in before.backends]:
+            yield f"pool {name} gains {gained}"
+        for path, one, other in _leaves(before, section):
+            if path != "backends":
+                yield f"pool {name}: {path} {_shown(one)} -> {_shown(other)}"
+
+
+def _models(old: Document, new: Document) -> Iterator[str]:
+    for name in sorted(set(old.models) - set(new.models)):
+        yield f"model {name} is gone"
+    for name, section in new.models.items():
+        if name not in old.models:
+            yield f"model {name} is new: {', '.join(one.name for one in section.classes)}"
+            continue
+        before = old.models[name]
+        yield from _classes(
+            f"model {name}",
+            {one.name: one for one in before.classes},
+            {one.name: one for one in section.classes},
+        )
+        for path, one, other in _leaves(before, section):
+            if path != "classes":
+                yield f"model {name}: {path} {_shown(one)} -> {_shown(other)}"
+
+
+def _classes(model: str, old: Mapping[str, Section], new: Mapping[str, Section]) -> Iterator[str]:
+    for name in old:
+        if name not in new:
+            yield f"{model}: class {name} is gone"
+    for name, section in new.items():
+        if name not in old:
+            yield f"{model}: class {name} is new"
+            continue
+        for path, before, after in _leaves(old[name], section):
+            yield f"{model}: class {name}: {path} {_shown(before)} -> {_shown(after)}"
+    kept, wanted = [name for name in old if name in new], [name for name in new if name in old]
+    if kept != wanted:
+        yield f"{model}: classes are tried in another order: {', '.join(new)}"
+
+
+def _keys(old: Document, new: Document) -> Iterator[str]:
+    before, after = old.keys or {}, new.keys or {}
+    if bool(before) is not bool(after):
+        yield "callers need an API key" if after else "callers need no API key any more"
+    for name in sorted(set(before) | set(after)):
+        if name not in after:
+            yield f"key {name} is gone"
+        elif name not in before:
+            yield f"key {name} is new"
+        elif before[name] != after[name]:
+            yield f"key {name} is another one"
+
+
+def _rest(old: Document, new: Document) -> Iterator[str]:
+    for section in sorted(LIVE - {"backends", "pools", "models", "keys"}):
+        before, after = getattr(old, section), getattr(new, section)
+        for path, one, other in _differences(_plain(before), _plain(after), section):
+            yield f"{path} {_shown(one)} -> {_shown(other)}"
+
+
+def _at_start(old: Document, new: Document) -> Iterator[str]:
+    for section in AT_START:
+        if getattr(old, section) != getattr(new, section):
+            yield section
+    for name in sorted(held(old)):
+        if new.backends.get(name) != old.backends[name]:
+            yield f"backend {name}, which belongs to a box"
+
+
+def _leaves(old: Section, new: Section) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, before, after) of whatever differs."""
+    return _differences(_plain(old), _plain(new), "")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return value
+
+
+def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in dict.fromkeys((*old, *new)):
+            inner = f"{path}.{name}" if path else str(name)
+            yield from _differences(old.get(name), new.get(name), inner)
+    elif old != new:
+        yield path, old, new
+
+
+def _shown(value: Any) -> str:
+    """Return a value about as a person writes it."""
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return f"{value:g}"
+        case str():
+            return value
+        case Bound():
+            return f"{value.op.value} {value.value}"
+        case tuple() | list() | set() | frozenset():
+            return f"[{', '.join(_shown(one) for one in value)}]"
+        case dict():
+            return f"{{{', '.join(f'{name}: {_shown(one)}' for name, one in value.items())}}}"
+    return str(value)
+
+
+def _finishing(count: int) -> str:
+    if not count:
+        return ""
+    return f"; {count} request finishes on it" if count == 1 else f"; {count} requests finish on it"

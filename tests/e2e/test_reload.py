@@ -1,0 +1,209 @@
+"""Another configuration while the gateway runs, over real sockets: nothing that runs notices."""
+
+import signal
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import openai
+import pytest
+import yaml
+from support.processes import config, running
+from support.site import Site, simulated, site
+
+from gateway.core.health import State
+
+FLEET = {"light-0": "h100-tp1-light", "light-1": "h100-tp1-light", "light-2": "h100-tp1-light"}
+PATIENT = {"max_wait_s": 100, "ttft_target_s": 100}  # so that none of these is refused for load
+CLASSES = [{"class": "short_chat", "pools": ["light"], "waiting": PATIENT}]
+ASK: dict[str, Any] = {"model": "gemma-4", "messages": [{"role": "user", "content": "Tell me a story."}]}
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[Site]:
+    async with site(
+        tmp_path,
+        fleet=simulated(FLEET, speed=4.0),
+        pools={"light": ["light-0", "light-1", "light-2"]},
+        models={"gemma-4": {"classes": CLASSES}},
+        reload={"watch": False},
+    ) as running_site:
+        yield running_site
+        await running_site.eventually(running_site.idle)
+
+
+def written(gateway: Site) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(gateway.gateway.settings.path.read_text())
+    return found
+
+
+def without(document: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return a configuration without these backends."""
+    left = {name: one for name, one in document["backends"].items() if name not in names}
+    return {**document, "backends": left, "pools": {"light": list(left)}}
+
+
+async def put(gateway: Site, document: object, match: str = "*") -> httpx.Response:
+    async with httpx.AsyncClient(base_url=gateway.admin_url, trust_env=False) as client:
+        source = document if isinstance(document, str) else yaml.safe_dump(document)
+        return await client.put("/admin/config", content=source, headers={"if-match": match})
+
+
+async def test_streams_run_on_while_everything_changes(gateway: Site) -> None:
+    """200 streams, 20 configurations, backends that leave and join, and files that cannot be used."""
+    client = gateway.openai(timeout=120)
+    before = written(gateway)
+    ended: list[str] = []
+    began = anyio.Event()
+
+    async def stream(number: int) -> None:
+        text, finish = "", None
+        parts = await client.chat.completions.create(**ASK, stream=True, max_tokens=40, seed=number)
+        async for part in parts:
+            began.set()
+            text += part.choices[0].delta.content or ""
+            finish = part.choices[0].finish_reason or finish
+        assert text
+        ended.append(finish or "cut")
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(200):  # 192 places: some wait, and are decided anew
+            tasks.start_soon(stream, number)
+        await began.wait()
+        for round_ in range(20):
+            gone = () if round_ % 4 == 3 else (f"light-{round_ % 3}",)
+            document = without(before, *gone) | {"routing": {"attempts_max": 2 + round_ % 3}}
+            answer = await put(gateway, document)
+            assert answer.status_code == 200, answer.text
+            assert set(gateway.gateway.fleet.statuses()) == set(document["backends"])
+            tasks.start_soon(stream, round_)  # one that comes under this configuration
+            bad = await put(
+                gateway, "pools: [" if round_ % 2 else {**document, "pools": {"light": ["nobody"]}}
+            )
+            assert bad.status_code == 400
+            assert gateway.gateway.policy.version == answer.json()["version"]
+    assert set(ended) <= {"stop", "length"}
+    assert len(ended) == 220
+    assert not gateway.gateway.upstream._retired  # every connection to what is gone was closed
+
+
+async def test_a_backend_that_joins_serves_and_one_that_leaves_is_left_alone(gateway: Site) -> None:
+    before = written(gateway)
+    assert (await put(gateway, without(before, "light-1", "light-2"))).status_code == 200
+    joined = await put(gateway, without(before, "light-0", "light-2"))
+    assert joined.json()["changes"] == [
+        "backend light-0 is gone",
+        f"backend light-1 is new (h100-tp1-light, {gateway.backends['light-1'].url})",
+        "pool light loses light-0",
+        "pool light gains light-1",
+    ]
+    await gateway.gateway.fleet.wait_for(lambda known: known["light-1"].state is State.UP)
+    raw = await gateway.openai().chat.completions.with_raw_response.create(**ASK, max_tokens=5)
+    assert raw.headers["x-gateway-backend"] == "light-1"
+
+
+async def test_whoever_waits_is_decided_anew(gateway: Site) -> None:
+    """All places are taken, and the only backend left goes away: the one that joins serves those who wait."""
+    before = written(gateway)
+    before["backends"]["light-0"]["limits"] = {"knee_seqs": 1}
+    await put(gateway, without(before, "light-1", "light-2"))
+    client = gateway.openai(timeout=60)
+    backends: list[str] = []
+
+    async def ask() -> None:
+        raw = await client.chat.completions.with_raw_response.create(**ASK, max_tokens=200)
+        backends.append(raw.headers["x-gateway-backend"])
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(ask)
+        await gateway.eventually(lambda: len(gateway.gateway.pipeline.room.line) == 2)
+        await put(gateway, without(before, "light-0", "light-2"))
+    assert sorted(backends) == ["light-0", "light-1", "light-1"]
+
+
+async def test_keys_change_at_once(gateway: Site) -> None:
+    of_a = "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"  # of "a"
+    await put(gateway, written(gateway) | {"keys": {"a": {"sha256": of_a}}})
+    with pytest.raises(openai.AuthenticationError):
+        await gateway.openai(api_key="b").chat.completions.create(**ASK, max_tokens=5)
+    await gateway.openai(api_key="a").chat.completions.create(**ASK, max_tokens=5)
+
+
+async def test_what_cannot_change_is_named_and_stays(gateway: Site) -> None:
+    document = written(gateway)
+    answer = await put(gateway, {**document, "listen": "127.0.0.1:1", "requests": {"max_body_bytes": 9}})
+    assert answer.json()["needs_restart"] == ["listen", "requests"]
+    assert answer.json()["changes"] == []
+    await gateway.openai().chat.completions.create(**ASK, max_tokens=5)
+    again = await put(gateway, {**document, "listen": "127.0.0.1:1", "requests": {"max_body_bytes": 9}})
+    assert again.json()["needs_restart"] == ["listen", "requests"]  # until it is restarted
+
+
+async def test_a_configuration_is_replaced_only_by_who_has_seen_it(gateway: Site) -> None:
+    document = written(gateway)
+    async with httpx.AsyncClient(base_url=gateway.admin_url, trust_env=False) as client:
+        shown = await client.get("/admin/config")
+        assert yaml.safe_load(shown.text) == document
+        first = shown.headers["etag"]
+        source = yaml.safe_dump(without(document, "light-2"))
+        refused = await client.put("/admin/config", content=source)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (428, "if_match_required")
+        done = await client.put("/admin/config", content=source, headers={"if-match": first})
+        assert done.headers["etag"] != first
+        late = await client.put("/admin/config", content=source, headers={"if-match": first})
+        assert (late.status_code, late.json()["error"]["code"]) == (412, "configuration_changed")
+        assert written(gateway) == yaml.safe_load(source)  # for the next start
+
+        tried = await client.post("/admin/config/check", content=yaml.safe_dump(document))
+        assert tried.json()["changes"][0].startswith("backend light-2 is new")
+        assert "light-2" not in gateway.gateway.policy.backends
+
+        back = await client.post(
+            f"/admin/config/rollback?version={first.strip(chr(34))}", headers={"if-match": "*"}
+        )
+        assert back.headers["etag"] == first
+        assert "light-2" in gateway.gateway.policy.backends
+        listed = (await client.get("/admin/config/versions")).json()
+        assert [one["by"] for one in listed] == ["rollback", "put", "start"]
+        unknown = await client.post("/admin/config/rollback?version=none", headers={"if-match": "*"})
+        assert unknown.json()["error"]["code"] == "version_not_found"
+
+
+async def test_a_file_that_cannot_be_used_changes_nothing_and_says_why(gateway: Site) -> None:
+    version = gateway.gateway.policy.version
+    answer = await put(gateway, written(gateway) | {"pools": {"light": ["light-9"]}})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "invalid_configuration"
+    assert "light-9" in error["message"]
+    assert gateway.gateway.policy.version == version
+    async with gateway.http() as client:
+        page = (await client.get(f"{gateway.admin_url}/metrics")).text
+    assert 'gateway_config_reloads_total{outcome="refused"} 1.0' in page
+    assert "gateway_config_last_reload_successful 0.0" in page
+    assert f'gateway_config_info{{version="{version}"}} 1.0' in page
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_signal_and_a_changed_file(tmp_path: Path, workers: int) -> None:
+    rest = {"models": {"gemma-4": {"classes": CLASSES}}, "reload": {"watch": workers == 1}}
+    path = config(
+        tmp_path,
+        {"light-0": ("http://127.0.0.1:9", "h100-tp1-light")},
+        {"light": ["light-0"]},
+        yaml.safe_dump(rest),
+    )
+    document = yaml.safe_load(path.read_text())
+    async with running("serve", "-c", str(path), "--workers", str(workers)) as process:
+        await process.wait_for("serves http")
+        path.write_text(yaml.safe_dump(document | {"routing": {"attempts_max": 4}}))
+        if workers > 1:  # nobody watches it
+            process.process.send_signal(signal.SIGHUP)
+        await process.wait_for(r"routing.attempts_max \d -> 4" + r"(?s:.*)-> 4" * (workers - 1))
+        path.write_text("nothing: here")
+        process.process.send_signal(signal.SIGHUP)
+        await process.wait_for("the configuration stays as it is")
+        assert await process.end(signal.SIGTERM) == 0

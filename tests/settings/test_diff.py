@@ -1,0 +1,128 @@
+"""What changes from one configuration to the next, in words."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from gateway import settings
+from gateway.settings import changes
+from gateway.settings.document import Document
+
+BASE: dict[str, Any] = {
+    "tokenizer": "approximate",
+    "backends": {
+        name: {"url": f"http://10.0.0.{number}:8000", "profile": "h100-tp1-light"}
+        for number, name in enumerate(("light-0", "light-1", "push"))
+    },
+    "pools": {"light": ["light-0", "light-1"], "push": ["push"]},
+    "models": {
+        "gemma-4": {
+            "classes": [
+                {"class": "long", "when": {"prompt_tokens": ">= 16000"}, "pools": ["push"]},
+                {"class": "chat", "pools": ["light"]},
+            ]
+        }
+    },
+    "keys": {"a": {"sha256": "0" * 64}},
+}
+Edit = Callable[[dict[str, Any]], None]
+
+
+def document(edit: Edit = lambda _: None) -> Document:
+    data = deepcopy(BASE)
+    edit(data)
+    return Document.model_validate(data)
+
+
+def drop_light_1(data: dict[str, Any]) -> None:
+    data["pools"]["light"].remove("light-1")
+
+
+def remove_light_1(data: dict[str, Any]) -> None:
+    drop_light_1(data)
+    del data["backends"]["light-1"]
+
+
+def add_light_2(data: dict[str, Any]) -> None:
+    data["backends"]["light-2"] = {"url": "http://10.0.0.9:8000", "profile": "h200-fp8"}
+    data["pools"]["light"].append("light-2")
+
+
+def set_at(*path: Any) -> Edit:
+    def edit(data: dict[str, Any]) -> None:
+        *places, last, value = path
+        for place in places:
+            data = data.setdefault(place, {}) if isinstance(data, dict) else data[place]
+        data[last] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda _: None, ()),
+        (drop_light_1, ("pool light loses light-1; 12 requests finish on it",)),
+        (
+            remove_light_1,
+            (
+                "backend light-1 is gone; 12 requests finish on it",
+                "pool light loses light-1; 12 requests finish on it",
+            ),
+        ),
+        (
+            add_light_2,
+            ("backend light-2 is new (h200-fp8, http://10.0.0.9:8000)", "pool light gains light-2"),
+        ),
+        (set_at("backends", "push", "drain", True), ("backend push: drain false -> true",)),
+        (
+            set_at("backends", "light-0", "url", "http://h:1"),
+            ("backend light-0: url http://10.0.0.0:8000 -> http://h:1; 1 request finishes on it",),
+        ),
+        (
+            set_at("models", "gemma-4", "classes", 0, "when", {"prompt_tokens": ">= 8000"}),
+            ("model gemma-4: class long: when.prompt_tokens [>= 16000] -> [>= 8000]",),
+        ),
+        (
+            lambda data: data["models"]["gemma-4"]["classes"].reverse(),
+            ("model gemma-4: classes are tried in another order: chat, long",),
+        ),
+        (
+            lambda data: data["models"]["gemma-4"]["classes"].pop(0),
+            ("model gemma-4: class long is gone",),
+        ),
+        (
+            set_at("models", "other", {"classes": [{"class": "all", "pools": ["push"]}]}),
+            ("model other is new: all",),
+        ),
+        (set_at("keys", "a", {"sha256": "1" * 64}), ("key a is another one",)),
+        (set_at("keys", "b", {"sha256": "1" * 64}), ("key b is new",)),
+        (lambda data: data.pop("keys"), ("callers need no API key any more", "key a is gone")),
+        (set_at("routing", "weights", "speed", 0.5), ("routing.weights.speed 1 -> 0.5",)),
+    ],
+)
+def test_what_takes_effect_at_once(edit: Edit, said: tuple[str, ...]) -> None:
+    found = changes(document(), document(edit), {"light-1": 12, "light-0": 1})
+    assert found.now == said
+    assert found.at_start == ()
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (set_at("listen", "0.0.0.0:80"), ("listen",)),
+        (set_at("store", "redis://h:6379"), ("store",)),
+        (set_at("requests", "max_body_bytes", 5), ("requests",)),
+    ],
+)
+def test_what_needs_a_restart(edit: Edit, said: tuple[str, ...]) -> None:
+    assert changes(document(), document(edit)) == settings.Changes(at_start=said)
+
+
+def test_every_section_is_one_or_the_other() -> None:
+    from gateway.settings.diff import AT_START, LIVE
+
+    assert set(Document.model_fields) >= LIVE
+    assert {*LIVE, *AT_START} == set(Document.model_fields)
