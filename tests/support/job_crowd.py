@@ -170,16 +170,20 @@ class Crowd:
 
     async def read(self, job: HandedOver, name: str) -> dict[str, Any]:
         """Return a job as a gateway shows it."""
-        return (await self._clients[name, job.key].responses.retrieve(job.id)).to_dict(mode="json")
+        return (await self._patient(name, job).responses.retrieve(job.id)).to_dict(mode="json")
 
     async def events(self, job: HandedOver, name: str) -> list[dict[str, Any]]:
         """Return all events of a job as a gateway tells them."""
-        stream = await self._clients[name, job.key].responses.retrieve(job.id, stream=True)
+        stream = await self._patient(name, job).responses.retrieve(job.id, stream=True)
         return [event.to_dict(mode="json") async for event in stream]
 
     async def forget(self, job: HandedOver, name: str) -> None:
         """Delete a job."""
-        await self._clients[name, job.key].responses.delete(job.id)
+        await self._patient(name, job).responses.delete(job.id)
+
+    def _patient(self, name: str, job: HandedOver) -> openai.AsyncOpenAI:
+        """Return a client for when nothing is dead any more, but the machine may be slow."""
+        return self._clients[name, job.key].with_options(max_retries=5)
 
     # ------------------------------------------------------------ one caller
 
