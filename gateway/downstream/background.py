@@ -197,7 +197,7 @@ class Background:
         replay = Replay(JobFacts.of(job), msgspec.json.decode)
         chunks = await self._chunks_of_final(job) if job.status.is_final else []
         replay.tell(job, chunks)
-        response = {**replay.response, "created_at": int(job.created_at)}
+        response = dict(replay.response)
         if not job.status.is_final:
             response["status"] = job.status.value
             response["queue"] = await self.place(job)

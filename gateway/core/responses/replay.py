@@ -6,7 +6,7 @@ and the same ids for every reader, on every gateway, before and after a restart.
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.core.jobs import Chunk, Job, JobStatus
@@ -55,8 +55,9 @@ class JobFacts:
 
     @classmethod
     def of(cls, job: Job) -> "JobFacts":
-        """Return those of a job."""
-        return cls(**json.loads(job.new.facts))
+        """Return those of a job. It was created when the store accepted it, whichever gateway was told so."""
+        facts = cls(**json.loads(job.new.facts))
+        return replace(facts, response={**facts.response, "created_at": int(job.created_at)})
 
 
 class Replay:
