@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -385,7 +386,9 @@ async def differences_of(crowd: Crowd, job: HandedOver) -> list[str]:
     if job.events:
         told = await crowd.events(job, random.Random(job.number).choice(crowd.names))
         if told != job.events:
-            found.append(f"job {job.number}: its events are others than its follower saw")
+            pairs = zip_longest(told, job.events)
+            other = next((one, seen) for one, seen in pairs if one != seen)
+            found.append(f"job {job.number}: an event is {other[0]!r}, and its follower saw {other[1]!r}")
     return found
 
 

@@ -5,7 +5,7 @@ and the same ids for every reader, on every gateway, before and after a restart.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,15 +80,18 @@ class Replay:
         """The response as of the last event."""
         return self._draft.response
 
-    def tell(self, job: Job, chunks: Iterable[Chunk]) -> list[Event]:
-        """Return the events that are new, now that the job stands there and has these chunks more."""
+    def tell(self, job: Job, chunks: Sequence[Chunk]) -> list[Event]:
+        """Return the events that are new, now that the job stands there and has these chunks more.
+
+        The chunks may have been read after the job: what they show to have happened has happened.
+        """
         events: list[Event] = []
         if self.is_over:
             return events
         if not self._is_begun:
             self._is_begun = True
             events += self._draft.queue()
-        if job.attempt and not self._is_started:
+        if (job.attempt or chunks) and not self._is_started:
             self._is_started = True
             events += self._draft.start()
         for chunk in chunks:
