@@ -198,7 +198,7 @@ class Gateway:
         self.promises = parts.promises(settings, self.clock)
         self.queue = None if self.jobs is None else QueueWatch(self.jobs)
         job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
-        self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics)
+        self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics, self.tracing)
         self.batching = parts.batching(settings)
         self.applications = Applications(
             pipeline=self.pipeline,
@@ -208,7 +208,9 @@ class Gateway:
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             keeping=Keeping(self.responses, settings.responses.keep_s),
             promises=self.promises,
-            background=parts.background(settings, self.jobs, self.pipeline, self.clock, self.boxes.away_s),
+            background=parts.background(
+                settings, self.jobs, self.pipeline, self.clock, self.boxes.away_s, recorder
+            ),
             batching=self.batching,
             readiness=self.readiness,
             recorder=recorder,

@@ -18,6 +18,7 @@ from gateway.core.health import (
 )
 from gateway.core.jobs import AttemptEnd, Job, JobPriority, Quota
 from gateway.core.responses.replay import JobFacts
+from gateway.core.trace import parse
 from gateway.core.values import Backend, Endpoint, Policy
 from gateway.core.webhooks import WebhookAttempt
 from gateway.downstream import wire
@@ -31,7 +32,7 @@ from gateway.events import about
 from gateway.jobs import BatchRules, BatchRunner, QueueWatch, Worker, WorkerRules
 from gateway.pipeline import Pipeline
 from gateway.pipeline.box_keeper import JOBS_SETTLE_S, SETTLE_S
-from gateway.ports import Arrival
+from gateway.ports import Arrival, Recorder
 from gateway.settings import Settings
 from gateway.settings.document import MemberSection, RequestSection
 from gateway.store.batches import RedisBatches
@@ -153,6 +154,7 @@ def background(
     pipeline: Pipeline,
     clock: SystemClock,
     away_s: Callable[[str], float | None],
+    recorder: Recorder,
 ) -> Background | None:
     """Return what takes jobs in and shows them to their callers, or None where there are none."""
     section = settings.jobs
@@ -164,7 +166,7 @@ def background(
         unstored_keep_s=section.unstored_keep_s,
         priorities={name: JobPriority(written) for name, written in section.priorities.items()},
     )
-    return Background(jobs, pipeline, rules, clock, away_s)
+    return Background(jobs, pipeline, rules, clock, away_s, recorder)
 
 
 def job_metrics(
@@ -186,6 +188,7 @@ def worker(
     pipeline: Pipeline,
     clock: SystemClock,
     metrics: JobMetrics | None,
+    tracing: "Tracing | None",
 ) -> Worker | None:
     """Return this process's worker, or None where it works no jobs off."""
     section = settings.jobs
@@ -199,9 +202,11 @@ def worker(
     wanted = wire_rules(settings)
 
     def read(job: Job, body: bytes) -> wire.WireRequest:
-        arrival = Arrival(new_request_id(), clock.wall(), clock.now())
-        headers = JobFacts.of(job).headers
-        found = wire.read(Endpoint.CHAT, body, wanted, arrival=arrival, key=job.new.key, headers=headers)
+        facts = JobFacts.of(job)
+        trace = None if tracing is None else tracing.begin(None, parse(facts.trace))
+        arrival = Arrival(new_request_id(), clock.wall(), clock.now(), trace)
+        key, headers = job.new.key, facts.headers
+        found = wire.read(Endpoint.CHAT, body, wanted, arrival=arrival, key=key, headers=headers)
         queued_s = 0.0 if job.started_at is None else max(0.0, job.started_at - job.created_at)
         traffic_class = job.new.lane.rpartition("/")[2]
         request = replace(found.request, is_job=True, queued_s=queued_s, handed_over_as=traffic_class)

@@ -1,7 +1,7 @@
 """What a batch's line got once its job has ended: status and body, as the request would have had. Pure."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from gateway.core.chat_jobs import failure, whole
 from gateway.core.errors import GatewayError, JobExpired, UpstreamFailed
@@ -11,7 +11,7 @@ from gateway.core.responses.replay import JobFacts, Replay
 RESPONSES = "/v1/responses"
 
 
-def answer_of(endpoint: str, job: Job, chunks: Iterable[Chunk]) -> tuple[int, bytes] | None:
+def answer_of(endpoint: str, job: Job, chunks: Sequence[Chunk]) -> tuple[int, bytes] | None:
     """Return status and body of what a job that has ended answers; None: it has no answer, and no verdict.
 
     Args:

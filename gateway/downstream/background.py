@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio
@@ -30,10 +30,11 @@ from gateway.core.jobs import (
 )
 from gateway.core.responses.draft import Event
 from gateway.core.responses.replay import JobFacts, Replay
-from gateway.core.values import Estimate
+from gateway.core.usage import Ending, RequestRecord
+from gateway.core.values import Decision, Estimate
 from gateway.events import about
 from gateway.pipeline import Pipeline
-from gateway.ports import Clock, Incoming, JobStore
+from gateway.ports import Clock, Incoming, JobStore, Recorder
 
 log = logging.getLogger("gateway.jobs")
 
@@ -88,11 +89,13 @@ class Background:
         rules: JobRules,
         clock: Clock,
         away_s: Callable[[str], float | None],
+        recorder: Recorder,
     ) -> None:
-        """Hand jobs to `jobs`, placed as `pipeline` would place them.
+        """Hand jobs to `jobs`, placed as `pipeline` would place them; tell `recorder` of each.
 
         `away_s`: how long nobody who could serve a lane can be there; see `BoxKeeper.away_s`.
         """
+        self._recorder = recorder
         self._jobs = jobs
         self._pipeline = pipeline
         self._rules = rules
@@ -121,6 +124,9 @@ class Background:
         """
         request = incoming.request
         decision = await self._pipeline.place_of(incoming, estimate)
+        decided_at = self._clock.now()
+        if (trace := incoming.arrival.trace) is not None:
+            facts = replace(facts, trace=trace.own.traceparent)
         job = NewJob(
             id=id,
             key=request.key,
@@ -148,6 +154,7 @@ class Background:
                 job.priority.value,
                 extra=about("job_accepted", id=id, lane=job.lane, priority=job.priority.value),
             )
+        self._recorder.finished(_record(incoming, decision, decided_at, self._clock.now()))
         return found, found.id != id
 
     async def get(self, key: str | None, id: str) -> Job | None:
@@ -197,7 +204,7 @@ class Background:
         replay = Replay(JobFacts.of(job), msgspec.json.decode)
         chunks = await self._chunks_of_final(job) if job.status.is_final else []
         replay.tell(job, chunks)
-        response = {**replay.response, "created_at": int(job.created_at)}
+        response = dict(replay.response)
         if not job.status.is_final:
             response["status"] = job.status.value
             response["queue"] = await self.place(job)
@@ -278,6 +285,27 @@ def gone(id: str, param: str | None = None) -> ResponseNotFound:
     """Return what is said of an id under which this caller finds nothing."""
     message = f"No response {id[:64]!r} is kept here for this key: it is unknown, deleted or expired."
     return ResponseNotFound(message, param=param)
+
+
+def _record(incoming: Incoming, decision: Decision, decided_at: float, now: float) -> RequestRecord:
+    """Return what is kept of a request that has become a job."""
+    request, arrival = incoming.request, incoming.arrival
+    return RequestRecord(
+        id=arrival.id,
+        model=request.model,
+        stream=request.stream,
+        ending=Ending.HANDED_OVER,
+        status=200,
+        error_code="",
+        key=request.key,
+        wall_at=arrival.wall_at,
+        received_at=arrival.received_at,
+        estimated_at=decided_at,
+        ended_at=now,
+        decision=decision,
+        trace=arrival.trace,
+        route=arrival.route,
+    )
 
 
 def headers_kept(headers: Mapping[str, str]) -> dict[str, str]:

@@ -203,6 +203,8 @@ class Worker:
             tasks.cancel_scope.cancel()
 
     def _start(self, job: Job, tasks: TaskGroup) -> None:
+        if (former := self._claims.get(job.id)) is not None:
+            former.scope.cancel()  # it was lost meanwhile, and has come back before anybody said so
         claim = self._claims[job.id] = _Claim(job, anyio.current_time())
         self._ahead.setdefault(job.new.lane, set()).add(job.id)
         tasks.start_soon(self._work, claim)
@@ -261,8 +263,9 @@ class Worker:
             )
             await self._give_back(job, after_s=self._rules.retry_s, failed=True)
         finally:
-            self._ahead[job.new.lane].discard(job.id)
-            del self._claims[job.id]
+            if self._claims.get(job.id) is claim:  # else this worker has the job again
+                self._ahead[job.new.lane].discard(job.id)
+                del self._claims[job.id]
             self._room.set()
 
     async def _attempt(self, job: Job) -> None:

@@ -19,7 +19,7 @@ from gateway.core.count_check import CountDrift
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, State
 from gateway.core.swap_policy import Wants
-from gateway.core.usage import AttemptRecord, RequestRecord
+from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.values import Backend, Load
 from gateway.core.webhooks import WebhookAttempt
 from gateway.pipeline import Sight
@@ -244,6 +244,8 @@ class Metrics:
         decision = record.decision
         name = decision.traffic_class if decision else ""
         self.requests.labels(name, record.pool, record.backend, record.ending.value, record.error_code).inc()
+        if record.ending is Ending.HANDED_OVER:
+            return  # it is counted as a request when it runs
         if record.estimated_at is not None:
             self.estimating.observe(record.estimated_at - record.received_at)
         if decision is None:

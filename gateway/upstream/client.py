@@ -24,6 +24,7 @@ from gateway.core.errors import (
 from gateway.core.values import Backend, Timeouts
 from gateway.ports import Headers, Target, UpstreamResponse
 from gateway.upstream import ways
+from gateway.upstream.transport import Transport
 from gateway.upstream.ways import Way, Ways
 
 WRITE_S = 60.0
@@ -116,10 +117,13 @@ class _HttpxWay(Way):
         self.client = httpx.AsyncClient(
             base_url=url,
             headers=headers,
-            # A context of certificates takes 20 ms to load: only where there is something to verify.
-            verify=verify if url.startswith("https:") else False,
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=ways.KEEPALIVE_S
+            transport=Transport(
+                # A context of certificates takes 20 ms to load: only where there is something to verify.
+                verify=verify if url.startswith("https:") else False,
+                limits=httpx.Limits(
+                    max_connections=None, max_keepalive_connections=None, keepalive_expiry=ways.KEEPALIVE_S
+                ),
+                trust_env=False,
             ),
             timeout=httpx.Timeout(None),
             follow_redirects=False,

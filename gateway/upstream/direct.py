@@ -14,6 +14,7 @@ import errno
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from typing import cast
 from urllib.parse import urlsplit
 
 import anyio
@@ -321,8 +322,7 @@ class _Connection(asyncio.Protocol):
     # ------------------------------------------------------------ what the event loop tells
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by name
 
     def data_received(self, data: bytes) -> None:
         if not self._is_asked:  # nobody has asked for anything

@@ -392,11 +392,13 @@ async def test_a_job_is_run_in_the_class_in_which_it_was_handed_over(
             **ASK, extra_headers={"careful": "yes"}
         )
         async with httpx.AsyncClient(trust_env=False) as http:
-            [request] = (await http.get(f"{running.admin_url}/admin/requests")).json()
+            requests = (await http.get(f"{running.admin_url}/admin/requests")).json()
 
     assert raw.headers["x-gateway-class"] == "careful"
     assert raw.headers["x-gateway-job"]
-    assert request["backend"] == "light-0"
+    run, handed_over = requests  # the newest first
+    assert run["backend"] == "light-0"
+    assert (handed_over["ending"], handed_over["route"]) == ("handed_over", "/v1/chat/completions")
 
 
 async def test_who_comes_again_finds_the_job_that_was_finished_without_it(

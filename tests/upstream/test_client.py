@@ -39,6 +39,12 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return found
 
 
+@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """Tests of pytest run on asyncio's own loop, the gateway on uvloop: its transports are others."""
+    return "asyncio", {"use_uvloop": request.param}
+
+
 @pytest.fixture
 def only_direct(kind: Kind) -> None:
     """Leave the reference out of what httpx does not do."""
