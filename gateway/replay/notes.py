@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from gateway.core.asked import OTHER, matched_headers
+from gateway.core.usage import Ending
 from gateway.core.values import Policy
 from gateway.replay.reading import Entry
 from gateway.replay.simulating import Past
@@ -20,7 +21,7 @@ def notes(
         yield from _policies(decided, base)
         yield from _fleets(base.policy, other.policy)
     yield from _unknown_features(decided, other.policy)
-    guessed = sum(past.is_guessed for past in pasts)
+    guessed = sum(past.is_guessed and past.entry.past.ending is not Ending.REJECTED for past in pasts)
     if guessed:
         yield (
             f"{guessed} of {len(pasts)} requests were not completed: their answers are taken to be as long "
