@@ -1,5 +1,6 @@
 """A gateway writes down what it decides about real traffic, and other policies are tried on that."""
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 import yaml
-from support.site import FLEET, POLICY, Site, site
+from support.site import FLEET, POLICY, Site, simulated, site
 
 from gateway import settings
 from gateway.replay import reading
@@ -107,6 +108,7 @@ def moves(report: Report) -> dict[str, dict[tuple[str, str], int]]:
 async def test_what_was_served_is_written_down_and_tried_under_other_policies(tmp_path: Path) -> None:
     file = await recorded(tmp_path)
 
+    assert "decisions" not in {thread.name for thread in threading.enumerate()}  # all is written
     raw = file.read_bytes()
     assert SECRET.encode() not in raw  # neither prompt nor user, model nor header value
     assert b"river" not in raw
@@ -181,6 +183,41 @@ async def test_a_policy_that_comes_into_force_is_written_before_what_is_decided_
     assert [entry.past.policy for entry in log.entries] == [first, second]
     assert [entry.past.backend for entry in log.entries] == ["light-0", "light-1"]
     assert log.policies[second].policy.pools["light"].backends == ("light-1", "light-0")
+
+
+async def test_who_waited_while_the_policy_changed_is_written_under_the_one_that_placed_it(
+    tmp_path: Path,
+) -> None:
+    narrow = {
+        "fleet": simulated({name: FLEET[name] for name in ("light-0", "push")}),
+        "backend": {"limits": {"knee_seqs": 1}},
+        "pools": {"light": ["light-0"], "push": ["push"]},
+    }
+    chats: dict[str, Any] = {"class": "short_chat", "pools": ["light"], "waiting": PATIENT}
+    models = {"gemma-4": {"classes": [chats]}}
+    decisions = {"file": "decisions.jsonl"}
+    async with site(tmp_path, models=models, decisions=decisions, **narrow) as gateway:
+        client = gateway.openai()
+
+        async def ask() -> None:
+            message: Any = {"role": "user", "content": "Hello"}
+            await client.chat.completions.create(model="gemma-4", messages=[message], max_tokens=300)
+
+        first = gateway.gateway.policy.version
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            tasks.start_soon(ask)
+            await gateway.eventually(lambda: len(gateway.gateway.pipeline.room.line) == 1)
+            document = yaml.safe_load((tmp_path / "gateway.yaml").read_text())
+            document["models"] = {"gemma-4": {"classes": [{**chats, "class": "chat"}]}}
+            async with gateway.http() as http:
+                url = f"{gateway.admin_url}/admin/config"
+                await http.put(url, content=yaml.safe_dump(document), headers={"if-match": "*"})
+            second = gateway.gateway.policy.version
+
+    log = reading.read([tmp_path / "decisions.jsonl"])
+    found = {(entry.past.policy, entry.past.traffic_class) for entry in log.entries}
+    assert found == {(first, "short_chat"), (second, "chat")}
 
 
 @pytest.mark.parametrize("key_names", [True, False])

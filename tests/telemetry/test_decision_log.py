@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
+from threading import Condition
 from typing import Any
 
 import pytest
@@ -91,13 +91,24 @@ class Written:
 
     def __init__(self, file: Path, **options: Any) -> None:
         self.counted: Counter[str] = Counter()
+        self._grown = Condition()
         self.log = DecisionLog(
             file,
             clock=SystemClock(),
-            on_lines=lambda outcome, count: self.counted.update({outcome: count}),
+            on_lines=self._count,
             **{"max_bytes": 1_000_000, "files": 3, "has_keys": True, **options},
         )
         self.log.policy_in_force(POLICY, FLAGS, {"spark": ("a", "b")})
+
+    def _count(self, outcome: str, count: int) -> None:
+        with self._grown:
+            self.counted[outcome] += count
+            self._grown.notify_all()
+
+    def wait(self, count: int) -> None:
+        """Return once it has said something of so many lines."""
+        with self._grown:
+            assert self._grown.wait_for(lambda: self.counted.total() >= count, 20)
 
     def write(self, *records: RequestRecord) -> "Written":
         self.log.start()
@@ -186,6 +197,20 @@ def test_files_are_set_aside_and_few_are_kept_each_with_its_policy(tmp_path: Pat
         assert [type(line) for line in lines(one)] == [PolicyLine, RequestLine]
 
 
+def test_a_process_that_sets_its_file_aside_goes_on_with_the_policy(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    subject = Written(file, max_bytes=100, files=9)
+    subject.log.start()
+    for number in range(1, 4):
+        subject.log.finished(RECORD)
+        subject.wait(number)  # or they would be one batch
+    subject.log.close()
+
+    assert len(list(tmp_path.iterdir())) == 3
+    for one in tmp_path.iterdir():
+        assert [type(line) for line in lines(one)] == [PolicyLine, RequestLine]
+
+
 def test_one_file_that_is_kept_is_begun_again(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     for number in range(3):
@@ -241,6 +266,7 @@ def test_what_a_killed_process_left_unfinished_is_one_line(tmp_path: Path) -> No
     found = reading.read([file])
     assert [(one.line, one.is_torn) for one in found.broken] == [(3, False)]
     assert [entry.past.at for entry in found.entries] == [1.0, 3.0]
+    assert isinstance(decision_lines.read(file.read_bytes().splitlines()[3]), PolicyLine)
 
 
 ENDLESS = """
@@ -316,26 +342,49 @@ def test_a_file_that_refuses_loses_lines_and_nothing_else(
 def test_it_writes_again_when_the_file_can_be_written_again(tmp_path: Path) -> None:
     folder = tmp_path / "there"
     folder.mkdir()
-    failed = Event()
     subject = Written(folder / "d.jsonl")
-    count = subject.log._on_lines
-
-    def counted(outcome: str, lines: int) -> None:
-        count(outcome, lines)
-        failed.set()
-
-    subject.log._on_lines = counted
     (folder / "d.jsonl").unlink()
     folder.rmdir()
     subject.log.start()
     subject.log.finished(RECORD)
-    assert failed.wait(20)
+    subject.wait(1)
     folder.mkdir()
     subject.log.finished(RECORD)
     subject.log.close()
 
     assert subject.counted == {"failed": 1, "written": 1}
     assert [type(line) for line in lines(folder / "d.jsonl")] == [PolicyLine, RequestLine]
+
+
+FULL_FOR_A_WHILE = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from telemetry.test_decision_log import RECORD, Written
+subject = Written(Path(sys.argv[1]))
+subject.log.start()
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+subject.log.finished(RECORD)
+subject.wait(1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+subject.log.finished(RECORD)
+subject.log.close()
+print(dict(subject.counted))
+"""
+
+
+def test_a_disk_that_was_full_leaves_a_torn_line_and_the_policy_comes_again(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    command = [sys.executable, "-c", FULL_FOR_A_WHILE, str(file), str(Path(__file__).parents[1])]
+
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert said.stdout == "{'failed': 1, 'written': 1}\n"
+    assert "1 requests are missing" in said.stderr
+    found = reading.read([file])
+    assert [one.line for one in found.broken] == [1]
+    assert len(found.entries) == 1
+    assert "abc" in found.policies
 
 
 def test_a_file_that_cannot_be_opened_is_said_at_the_start(tmp_path: Path) -> None:
