@@ -38,7 +38,7 @@ from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
 from gateway.jobs import QueueWatch
 from gateway.pipeline import BackendWatch, Peers, Pipeline
-from gateway.pipeline.box_keeper import SETTLE_S, BoxKeeper
+from gateway.pipeline.box_keeper import BoxKeeper
 from gateway.ports import Recorder
 from gateway.reload import Reload, Reloader
 from gateway.settings import Settings
@@ -53,7 +53,7 @@ from gateway.telemetry.logs import RequestLog
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.recorder import Recorders
 from gateway.tokenizer import open_estimator
-from gateway.upstream.client import HttpxUpstream
+from gateway.upstream.direct import DirectUpstream
 from gateway.upstream.probes import Prober
 from gateway.upstream.switches import BoxSwitch
 from gateway.views import Views
@@ -114,17 +114,15 @@ class Gateway:
             on_change=self._backend_changed,
             on_sample=self._backend_sampled,
         )
-        self.upstream = HttpxUpstream(backends.values(), secrets=secrets, tls=tls)
+        self.upstream = DirectUpstream(backends.values(), secrets=secrets, tls=tls)
         self.estimator = open_estimator(settings.vocab)
         parts.say_how_it_counts(self.estimator)
         drift, line, self.counts = DriftTracker(), WaitingLine(), CountTracker()
         watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
         self.board = parts.board(settings, self.clock)
+        self.jobs = parts.jobs(settings)
         self.boxes = BoxKeeper(
-            {
-                name: settings.box_rules(name, 0.0 if settings.store is None else SETTLE_S)
-                for name in settings.boxes
-            },
+            {name: settings.box_rules(name, parts.box_settle_s(settings)) for name in settings.boxes},
             backends,
             boot_s=settings.box_boots_s(),
             switch=BoxSwitch(parts.members(settings, environ, backends, secrets, tls)),
@@ -132,6 +130,8 @@ class Gateway:
             fleet=self.fleet,
             ledger=self.ledger,
             line=line,
+            jobs=self.jobs,
+            policy=lambda: self.policy,
             clock=self.clock,
             on_change=lambda: self.pipeline.room.look(),
         )
@@ -186,10 +186,10 @@ class Gateway:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
         self.responses = parts.response_store(settings, self.clock)
         self.promises = parts.promises(settings, self.clock)
-        self.jobs = parts.jobs(settings)
         self.queue = None if self.jobs is None else QueueWatch(self.jobs)
         job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
-        self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics)
+        self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics, self.tracing)
+        self.batching = parts.batching(settings)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
@@ -198,11 +198,17 @@ class Gateway:
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             keeping=Keeping(self.responses, settings.responses.keep_s),
             promises=self.promises,
-            background=parts.background(settings, self.jobs, self.pipeline, self.clock),
+            background=parts.background(
+                settings, self.jobs, self.pipeline, self.clock, self.boxes.away_s, recorder
+            ),
+            batching=self.batching,
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,
             trace_of=passed_on if self.tracing is None else self.tracing.begin,
+        )
+        self.batch_runner = parts.batch_runner(
+            settings, self.batching, self.jobs, self.applications.batch_lines
         )
         self.reloader = Reloader(
             settings,
@@ -318,7 +324,7 @@ class Gateway:
     async def drain(self) -> None:
         """Take nothing new, and return when everything that is `in_flight` has ended."""
         if self.worker is not None:
-            self.worker.drain()
+            self.worker.drain(lambda: self.applications.waiting_in_place > 0)
         if self.settings.is_job_worker and self.worker is not None:
             await self.worker.wait_idle()
         else:
@@ -357,14 +363,15 @@ class Gateway:
                 tasks.start_soon(self.queue.run)
             if self.worker is not None:
                 tasks.start_soon(self.worker.run)
+            if self.batch_runner is not None:
+                tasks.start_soon(self.batch_runner.run)
             if self.webhooks is not None:
                 tasks.start_soon(self.webhooks.run)
             if self.settings.reload.watch:
                 tasks.start_soon(self.reloader.watch)
             if self.metrics_push is not None:
                 tasks.start_soon(self.metrics_push.run)
-            if self.decisions is not None:
-                self.decisions.start()
+            self._open_telemetry()
             for listener in self._listeners:
                 tasks.start_soon(listener.run_until_stopped)
                 await listener.wait_started()
@@ -375,6 +382,9 @@ class Gateway:
                     await self._stop(tasks)
 
     async def _stop(self, tasks: TaskGroup) -> None:
+        self.applications.is_draining = True
+        if self.batch_runner is not None:
+            await self.batch_runner.stop()
         if self.worker is not None:
             await self.worker.stop()
         for listener in self._listeners:
@@ -393,8 +403,15 @@ class Gateway:
         await self.promises.store.aclose()
         if self.jobs is not None:
             await self.jobs.aclose()
+        if self.batching is not None:
+            await self.batching.batches.aclose()
+            await self.batching.files.aclose()
         self.estimator.close()
         await anyio.to_thread.run_sync(self._close_telemetry)
+
+    def _open_telemetry(self) -> None:
+        if self.decisions is not None:
+            self.decisions.start()
 
     def _close_telemetry(self) -> None:
         """Send what is left; a receiver that is away holds that up for some seconds."""

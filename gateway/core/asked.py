@@ -18,8 +18,8 @@ class Asked:
     Attributes:
         policy: Version of the policy that it was decided under.
         model: The name it asked for; one that the configuration knows.
-        endpoint, stream, max_tokens, seqs, choices, prompts, reasoning, images, audios, tools, is_job: As in
-            `Request`.
+        endpoint, stream, max_tokens, seqs, choices, prompts, reasoning, images, audios, tools, is_job,
+            handed_over_as: As in `Request`.
         estimate: How long its prompt was taken to be.
         size_bytes: What it kept in memory.
         patience_s: How long its caller said that it waits for the first token, or None.
@@ -41,6 +41,7 @@ class Asked:
     audios: int = 0
     tools: int = 0
     is_job: bool = False
+    handed_over_as: str = ""
     size_bytes: int = 0
     patience_s: float | None = None
     headers: Mapping[str, HeaderValue] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class Asked:
             audios=request.audios,
             tools=request.tools,
             is_job=request.is_job,
+            handed_over_as=request.handed_over_as,
             size_bytes=size_bytes,
             patience_s=patience_s,
             headers={
@@ -99,6 +101,7 @@ class Asked:
             # No header can have the value "": it stands for one that nobody named.
             headers={name: "" if value is OTHER else str(value) for name, value in self.headers.items()},
             is_job=self.is_job,
+            handed_over_as=self.handed_over_as,
         )
 
 

@@ -15,6 +15,7 @@ class Ending(StrEnum):
 
     COMPLETED = "completed"
     REPLAYED = "replayed"  # answered with what its idempotency key was answered with before
+    HANDED_OVER = "handed_over"  # as a job, which is a request of its own when it runs
     REJECTED = "rejected"  # the caller's request was at fault
     SHED = "shed"  # refused for load or lack of backends
     FAILED = "failed"  # backends were asked and failed, before the first byte

@@ -137,7 +137,13 @@ async def send_json(
     value: object, downstream: AsgiDownstream, status: int = 200, headers: Headers = ()
 ) -> None:
     """Answer with a JSON value."""
-    body = msgspec.json.encode(value)
+    await send_body(msgspec.json.encode(value), downstream, status, headers)
+
+
+async def send_body(
+    body: bytes, downstream: AsgiDownstream, status: int = 200, headers: Headers = ()
+) -> None:
+    """Answer with JSON that is written by now."""
     length = (b"content-length", str(len(body)).encode())
     await downstream.start(status, [(b"content-type", b"application/json"), length, *headers])
     await downstream.send(body)

@@ -1,9 +1,10 @@
 """Reads logs of decisions: whole ones, set aside ones, and ones whose writer was killed."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gateway.core import classification
 from gateway.core.asked import Asked
 from gateway.core.values import Estimate
 from gateway.telemetry import decision_lines
@@ -77,6 +78,7 @@ def read(files: Sequence[Path]) -> Log:
         names = ", ".join(map(str, files))
         said = f" ({len(broken)} broken lines, the first is {_place(broken[0])})" if broken else ""
         raise Unusable(f"{names}: no request is in it{said}")
+    entries = [_as_it_came(entry, policies) for entry in entries]
     entries.sort(key=lambda entry: entry.past.at)
     return Log(tuple(map(str, files)), entries, policies, broken)
 
@@ -112,6 +114,22 @@ def _asked(past: RequestLine) -> Asked | None:
         return None
     estimate = Estimate(past.prompt.tokens, past.prompt.tokens_max, past.prompt.mode)
     return Asked(estimate=estimate, **{name: getattr(past, name) for name in decision_lines.ASKED})
+
+
+def _as_it_came(entry: Entry, policies: Mapping[str, PolicyLine]) -> Entry:
+    """Return a job without the class that it was handed over as, where what is known of it explains that.
+
+    Otherwise it keeps its class under every policy that has one of that name, as it does in the queue.
+    """
+    asked = entry.asked
+    known = None if asked is None else policies.get(asked.policy)
+    model = None if asked is None or known is None else known.policy.model(asked.model)
+    if asked is None or model is None or not asked.handed_over_as:
+        return entry
+    free = replace(asked, handed_over_as="")
+    matched = classification.classify(model, free.request(entry.past.key), asked.estimate)
+    is_explained = matched is not None and matched[0].name == asked.handed_over_as
+    return replace(entry, asked=free) if is_explained else entry
 
 
 def _place(broken: Broken) -> str:

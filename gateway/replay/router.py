@@ -122,7 +122,7 @@ class PolicyRouter(Generic[A]):
             if refusal is not None:
                 raise refusal
         patience_s = asked.patience_s
-        if request.is_job:
+        if request.is_job or traffic_class.queue is not None:
             traffic_class, patience_s = replace(traffic_class, waiting=patient(traffic_class.waiting)), None
         return Ticket(
             id=str(arrival.id),

@@ -476,6 +476,13 @@ class WaitingSection(Section):
     """How many smaller requests may pass one that does not fit yet."""
 
 
+class QueueSection(Section):
+    """The class's chats are jobs, served in place: they wait in the store, for as long as it takes."""
+
+    on_disconnect: Literal["cancel", "finish"] = "cancel"
+    """What becomes of one whose caller leaves before its answer is complete."""
+
+
 class ClassSection(Section):
     """One kind of work and where it goes. Classes are tried top to bottom; the first that matches wins."""
 
@@ -496,6 +503,9 @@ class ClassSection(Section):
 
     waiting: WaitingSection = WaitingSection()
     """How its requests wait when every backend is full."""
+
+    queue: QueueSection | None = None
+    """Serve its chats as jobs, in place (docs/jobs.md). Needs `jobs`. Left out: they wait in the line."""
 
 
 class PromptSection(Section):
@@ -681,6 +691,19 @@ def _store(written: Any) -> Any:
     return {"url": written} if isinstance(written, str) else written
 
 
+class BatchesSection(Section):
+    """Files of requests that are worked off within a day (docs/batches.md)."""
+
+    file_bytes_max_per_key: Positive = 1024 * 1024 * 1024
+    """Bytes that the files of one API key may hold together, those that batches leave included."""
+
+    file_keep_s: int = Field(default=2_592_000, ge=3_600, le=2_592_000)
+    """Seconds that a file is kept, unless its caller says otherwise."""
+
+    queued_max_per_key: Positive = 1_000
+    """Lines of one API key's batches that may wait or run as jobs; the others follow as these end."""
+
+
 class JobsSection(Section):
     """Requests that are handed over, and whose answers are fetched later. Without it there are none."""
 
@@ -713,6 +736,9 @@ class JobsSection(Section):
 
     resume: Literal["continue", "restart"] = "continue"
     """How a job goes on whose backend or worker died: from the text it has, if it can, or from the start."""
+
+    batches: BatchesSection = Field(default_factory=BatchesSection)
+    """Files of requests that are worked off within a day (docs/batches.md)."""
 
 
 class WebhookSection(Section):

@@ -18,6 +18,7 @@ from gateway.core.values import (
     Gates,
     Modalities,
     ModelPolicy,
+    OnDisconnect,
     Policy,
     Pool,
     ReasoningField,
@@ -567,6 +568,7 @@ def _class(section: ClassSection) -> TrafficClass:
         output_reserve_tokens=section.output_reserve_tokens,
         priority=section.priority,
         waiting=_waiting(section),
+        queue=None if section.queue is None else OnDisconnect(section.queue.on_disconnect),
     )
 
 
@@ -611,6 +613,9 @@ def findings(document: Document) -> Iterator[Finding]:
             if waiting.demoted_wait_s is not None and waiting.demoted_wait_s < waiting.max_wait_s:
                 message = f"this is the wait in all, and not below max_wait_s, {waiting.max_wait_s:g} here"
                 yield Finding(("models", model, "classes", index, "waiting", "demoted_wait_s"), message)
+            if section.queue is not None and document.jobs is None:
+                message = "its chats would be jobs, and there are none: add `jobs: {}`"
+                yield Finding(("models", model, "classes", index, "queue"), message, at_key=True)
 
 
 def _chat_pools(document: Document) -> frozenset[str]:

@@ -12,10 +12,10 @@ import anyio
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
 from gateway.core.errors import StoreUnavailable
 from gateway.ports import Clock
+from gateway.store.connections import UNREACHABLE
 from gateway.store.shelf import Shelf
 
 COMMAND_S = 2.0
@@ -112,6 +112,6 @@ class RedisResponseStore:
             with anyio.CancelScope(shield=True):
                 async with asyncio.timeout(self._command_s):
                     return await self._script(keys=keys, args=list(arguments))
-        except (TimeoutError, RedisError, OSError) as error:
+        except (TimeoutError, *UNREACHABLE) as error:
             message = "The store of responses does not answer. Please retry."
             raise StoreUnavailable(message, retry_after_s=5) from error

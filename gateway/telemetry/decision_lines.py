@@ -58,7 +58,8 @@ class RequestLine(msgspec.Struct, frozen=True, tag="request", tag_field="kind", 
         total_s: From arrival to the end.
         key: Name of its caller's API key.
         policy, model, endpoint, stream, max_tokens, seqs, choices, prompts, reasoning, images, audios, tools,
-            is_job, size_bytes, patience_s, headers: See `core.asked.Asked`. Without `prompt`, none is there.
+            is_job, handed_over_as, size_bytes, patience_s, headers: See `core.asked.Asked`. Without `prompt`,
+            none is there.
         prompt: Its prompt's length, as it was estimated.
         traffic_class: Its class.
         out: Why backends were left out of the decision as it came in, by backend.
@@ -91,6 +92,7 @@ class RequestLine(msgspec.Struct, frozen=True, tag="request", tag_field="kind", 
     audios: int = 0
     tools: int = 0
     is_job: bool = False
+    handed_over_as: str = ""
     size_bytes: int = 0
     patience_s: float | None = None
     headers: Mapping[str, HeaderValue] = {}
@@ -112,7 +114,7 @@ Line = PolicyLine | RequestLine
 
 ASKED = (
     *("policy", "model", "endpoint", "stream", "max_tokens", "seqs", "choices", "prompts", "reasoning"),
-    *("images", "audios", "tools", "is_job", "size_bytes", "patience_s", "headers"),
+    *("images", "audios", "tools", "is_job", "handed_over_as", "size_bytes", "patience_s", "headers"),
 )
 """The members of `core.asked.Asked` that stand in a line as they are."""
 
@@ -146,7 +148,7 @@ def request_line(record: RequestRecord, *, has_key: bool) -> bytes:
     if decision is not None:
         facts["traffic_class"] = decision.traffic_class
         facts["out"] = {one.backend: one.excluded.value for one in decision.candidates if one.excluded}
-    if record.estimated_at is not None:
+    if asked is not None and record.estimated_at is not None:
         facts["wait_s"] = round((record.admitted_at or record.ended_at) - record.estimated_at, 6)
     if record.first_byte_at is not None:
         facts["ttft_s"] = round(record.first_byte_at - record.received_at, 6)

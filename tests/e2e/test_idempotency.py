@@ -113,7 +113,7 @@ async def test_a_repeat_gets_the_same_bytes(one: Site, path: str, stream: bool) 
     assert again.headers["x-gateway-replayed"] == "true"
     assert again.headers["x-gateway-original-request-id"] == first.headers["x-request-id"]
     assert again.headers["x-request-id"] != first.headers["x-request-id"]
-    assert served(one) == 2
+    await one.eventually(lambda: served(one) == 2)
     records = {record.id: record for record in one.gateway.journal.recent()}
     assert records[again.headers["x-request-id"]].ending.value == "replayed"
     assert one.gateway.applications._promises.recorded_bytes == 0
@@ -138,7 +138,7 @@ async def test_the_sdk_gets_the_same_objects(one: Site) -> None:
     assert streams[0] == streams[1]
     assert answers[0].output_text
     assert answers[0] == answers[1]
-    assert served(one) == 3
+    await one.eventually(lambda: served(one) == 3)
 
 
 async def test_a_caller_that_closes_at_the_last_event_has_its_answer_kept(one: Site) -> None:
@@ -227,7 +227,7 @@ async def test_what_is_no_key_is_refused(one: Site, path: str, key: str) -> None
 
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_idempotency_key"
-    assert served(one) == 0
+    await one.eventually(lambda: served(one) == 0)
 
 
 # ---------------------------------------------------------------- what frees a key

@@ -188,8 +188,8 @@ async def test_a_policy_that_comes_into_force_is_written_before_what_is_decided_
 async def test_who_waited_while_the_policy_changed_is_written_under_the_one_that_placed_it(
     tmp_path: Path,
 ) -> None:
-    narrow = {
-        "fleet": simulated({name: FLEET[name] for name in ("light-0", "push")}),
+    narrow: dict[str, Any] = {
+        "fleet": simulated({name: FLEET[name] for name in ("light-0", "push")}, speed=1.0),
         "backend": {"limits": {"knee_seqs": 1}},
         "pools": {"light": ["light-0"], "push": ["push"]},
     }
@@ -199,14 +199,23 @@ async def test_who_waited_while_the_policy_changed_is_written_under_the_one_that
     async with site(tmp_path, models=models, decisions=decisions, **narrow) as gateway:
         client = gateway.openai()
 
-        async def ask() -> None:
+        async def ask(tokens: int) -> None:
             message: Any = {"role": "user", "content": "Hello"}
-            await client.chat.completions.create(model="gemma-4", messages=[message], max_tokens=300)
+            extra = {"min_tokens": tokens}
+            await client.chat.completions.create(
+                model="gemma-4", messages=[message], max_tokens=tokens, extra_body=extra
+            )
+
+        async def hold(place: anyio.CancelScope) -> None:
+            with place:
+                await ask(20_000)
 
         first = gateway.gateway.policy.version
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
-            tasks.start_soon(ask)
+            place = anyio.CancelScope()
+            tasks.start_soon(hold, place)
+            await gateway.eventually(lambda: bool(gateway.gateway.ledger.load("light-0").seqs))
+            tasks.start_soon(ask, 5)
             await gateway.eventually(lambda: len(gateway.gateway.pipeline.room.line) == 1)
             document = yaml.safe_load((tmp_path / "gateway.yaml").read_text())
             document["models"] = {"gemma-4": {"classes": [{**chats, "class": "chat"}]}}
@@ -214,6 +223,8 @@ async def test_who_waited_while_the_policy_changed_is_written_under_the_one_that
                 url = f"{gateway.admin_url}/admin/config"
                 await http.put(url, content=yaml.safe_dump(document), headers={"if-match": "*"})
             second = gateway.gateway.policy.version
+            assert second != first
+            place.cancel()
 
     log = reading.read([tmp_path / "decisions.jsonl"])
     found = {(entry.past.policy, entry.past.traffic_class) for entry in log.entries}

@@ -290,6 +290,22 @@ def test_jobs_wait_without_a_limit(logged: Logged, configured: Configure) -> Non
     assert report.predicted.classes[ALL].shed_share == 0
 
 
+@pytest.mark.parametrize(
+    ("tokens", "handed_over_as", "moved"),
+    [(9_000, "short_chat", 1), (1_000, "short_chat", 0), (1_000, "long_document", 0)],
+)
+def test_a_job_is_classified_anew_where_its_class_is_explained(
+    logged: Logged, configured: Configure, tokens: int, handed_over_as: str, moved: int
+) -> None:
+    job = line(1, tokens, is_job=True, handed_over_as=handed_over_as, traffic_class=handed_over_as)
+    bent = LONG | {"when": {"prompt_tokens": ">= 8000"}}
+
+    report = compare(logged(job), configured(models=classes(bent, SHORT)))
+
+    assert report.moved == moved
+    assert report.notes == []
+
+
 def test_callers_that_left_leave_again(logged: Logged, configured: Configure) -> None:
     gone = [
         line(at=0.001 * n, ending=Ending.LEFT, total_s=0.01, ttft_s=None, tokens_out=None) for n in range(9)

@@ -648,6 +648,9 @@ async def test_lanes_say_what_waits_and_how_fast_it_goes(world: JobWorld, jobs: 
     light, push = lanes[LANE], lanes["m/push"]
     assert (light.queued, light.in_progress, light.drain_per_s) == (3, 1, None)
     assert light.oldest_at == (await get(jobs, "a")).created_at
+    await world.redis.zincrby(world.key("ages", LANE), -60_000, "a")  # a minute goes by
+    (light,) = [lane for lane in await jobs.lanes() if lane.name == LANE]
+    assert light.oldest_s is not None and 60 <= light.oldest_s < 120
     assert (push.queued, push.in_progress) == (1, 0)
 
     await jobs.finish("b", 1, JobStatus.COMPLETED)

@@ -157,7 +157,7 @@ def test_a_line_holds_what_was_asked_and_what_became_of_it_and_nothing_else(tmp_
 def test_a_line_is_read_as_what_it_was(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     counts = {"max_tokens": 5, "seqs": 4, "choices": 4, "prompts": 2, "images": 1, "audios": 2, "tools": 3}
-    rest = {"reasoning": True, "is_job": True, "size_bytes": 77, "patience_s": 2.5}
+    rest = {"reasoning": True, "is_job": True, "handed_over_as": "x", "size_bytes": 77, "patience_s": 2.5}
     headers = {"a": "b", "c": True}
     full = replace(ASKED, endpoint=Endpoint.COMPLETIONS, headers=headers, **counts, **rest)  # type: ignore[arg-type]
     Written(file).write(replace(RECORD, asked=full))
