@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from gateway.core.asked import Asked
 from gateway.core.errors import GatewayError, ShedError
 from gateway.core.health import Outcome
 from gateway.core.trace import Trace
@@ -77,6 +78,7 @@ class RequestRecord:
         ttft_target_s: How soon after its arrival its class wants the first token; None where it has no class.
         trace: Where it belongs among traces; its attempts are the children 1, 2, ... of its own span.
         route: The path it came to, as its template; "" for a job.
+        asked: What it asked; None when it failed before its prompt was counted.
     """
 
     id: str
@@ -103,6 +105,7 @@ class RequestRecord:
     ttft_target_s: float | None = None
     trace: Trace | None = None
     route: str = ""
+    asked: Asked | None = None
 
     @property
     def tpot_s(self) -> float | None:
