@@ -2,16 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from rich.console import Console
 from rich.table import Table
 
 from gateway.core import classification, deciding
-from gateway.core.errors import ModelNotFound
-from gateway.core.health import BackendStatus, State
-from gateway.core.selection import BackendView
-from gateway.core.values import Decision, Endpoint, Load
+from gateway.core.values import Decision, Endpoint
 from gateway.downstream import wire
 from gateway.parts import wire_rules
 from gateway.ports import Arrival
@@ -66,23 +63,15 @@ async def explain(
     endpoint = Endpoint.COMPLETIONS if completions else Endpoint.CHAT
     incoming = wire.read(endpoint, body, wire_rules(settings), arrival=_NOW, key=key, headers=headers)
     request = incoming.request
-    model = policy.model(request.model)
-    if model is None:
-        raise ModelNotFound(f"The model `{request.model}` does not exist.", param="model")
+    model = deciding.model_of(policy, request.model)
     estimator = open_estimator(settings.vocab)
     try:
         estimate = await estimator.estimate(request.prompt, model.template, policy.window_tokens)
     finally:
         estimator.close()
-    idle = {
-        name: BackendView(
-            backend=replace(backend, versions=()),  # an engine that nobody has asked has the right one
-            load=Load(),
-            status=BackendStatus(state=State.UP, served_models=(backend.model or model.id,)),
-        )
-        for name, backend in policy.backends.items()
-    }
-    traffic_class, decision = deciding.decide(policy, model, request, estimate, lambda _: idle)
+    traffic_class, decision = deciding.decide(
+        policy, model, request, estimate, lambda _: deciding.idle(policy)
+    )
     verdicts = [
         ClassVerdict(one.name, matched=True, why=decision.class_reason)
         if one is traffic_class

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from gateway.core.asked import Asked
 from gateway.core.errors import GatewayError, ShedError
 from gateway.core.health import Outcome
 from gateway.core.trace import Trace
@@ -78,6 +79,7 @@ class RequestRecord:
         due_s: How soon after its arrival its first token is due: that, and what is allowed for reading it.
         trace: Where it belongs among traces; its attempts are the children 1, 2, ... of its own span.
         route: The path it came to, as its template; "" for a job.
+        asked: What it asked; None when it failed before its prompt was counted.
     """
 
     id: str
@@ -105,6 +107,7 @@ class RequestRecord:
     due_s: float | None = None
     trace: Trace | None = None
     route: str = ""
+    asked: Asked | None = None
 
     @property
     def tpot_s(self) -> float | None:

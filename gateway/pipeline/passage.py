@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from gateway.core.asked import Asked
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
 from gateway.core.values import Candidate, Decision, Policy, TrafficClass
 from gateway.core.waiting import fastest_prefill_s
@@ -23,6 +24,7 @@ class Passage:
         downstream: Where the answer goes.
         policy: The policy it started with and keeps.
         estimated_at, admitted_at: As in `RequestRecord`.
+        asked: What it asked, once its prompt is counted.
         decision: Where it may go and why, once decided.
         served_by: The candidate being asked, or that answered.
         attempts: Every try that ended, in order.
@@ -43,6 +45,7 @@ class Passage:
     policy: Policy
     estimated_at: float | None = None
     admitted_at: float | None = None
+    asked: Asked | None = None
     decision: Decision | None = None
     served_by: Candidate | None = None
     attempts: list[AttemptRecord] = field(default_factory=list)
@@ -106,6 +109,7 @@ class Passage:
             estimated_at=self.estimated_at,
             admitted_at=self.admitted_at,
             first_byte_at=self.first_byte_at,
+            asked=self.asked,
             decision=self.decision,
             placed=self.served_by,
             is_spill=self.served_by is not None and self.served_by.is_spill,

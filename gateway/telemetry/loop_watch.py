@@ -1,7 +1,7 @@
 """How late the event loop is: what everybody waits for when somebody computes.
 
-A task that sleeps for a while and looks how much longer that took. 20 looks a second cost 5 ms of CPU (one loaded
-x86 core, Python 3.11); a stall of any length is seen by the one look that it delays.
+A task that sleeps for a while and looks how much longer that took. 20 looks a second cost 5 ms of CPU (one
+loaded x86 core, Python 3.11); a stall of any length is seen by the one look that it delays.
 """
 
 import anyio

@@ -92,7 +92,9 @@ def sources(running: Site) -> dict[str, frozenset[str]]:
         "lane": frozenset(lanes),
         "mode": frozenset(Mode),
         "model": frozenset(model.id for model in policy.models),
-        "outcome": frozenset({*Outcome, *AttemptOutcome, *WebhookOutcome, "applied", "refused"}),
+        "outcome": frozenset(
+            {*Outcome, *AttemptOutcome, *WebhookOutcome, "applied", "refused", "written", "dropped", "failed"}
+        ),
         "pool": frozenset(policy.pools) | {""},
         "prompt_tokens_max": frozenset(str(step) for step in steps) | {"+Inf"},
         "reason": frozenset(Exclusion) | frozenset(Kept),
@@ -217,6 +219,7 @@ ELSEWHERE = {
     "Webhooks": "none is configured",
     "Reloads, last hour": "there was none",
     "Traces kept": "none is sent",
+    "Log of decisions": "none is written",
     "Sequences that are not the gateways'": "takes a minute of samples",
 }
 """What this traffic shows nothing of."""
