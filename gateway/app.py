@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import inf
 
 import anyio
 import anyio.to_thread
@@ -36,6 +37,7 @@ from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
 from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
+from gateway.events import about
 from gateway.jobs import QueueWatch
 from gateway.pipeline import BackendWatch, Peers, Pipeline
 from gateway.pipeline.box_keeper import BoxKeeper
@@ -50,6 +52,7 @@ from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
+from gateway.telemetry.loop_watch import LoopWatch
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.recorder import Recorders
 from gateway.tokenizer import open_estimator
@@ -134,6 +137,7 @@ class Gateway:
             policy=lambda: self.policy,
             clock=self.clock,
             on_change=lambda: self.pipeline.room.look(),
+            on_swap=lambda box_id, swap: self.metrics.box_swapped(box_id, swap),
         )
         self.metrics = Metrics(
             backends=lambda: self.policy.backends,
@@ -143,11 +147,19 @@ class Gateway:
             count_drifts=self.counts.drifts,
             sights=watch.sights,
             waiting=line.waiting,
+            oldest_waits_s=lambda: line.oldest_waits_s(self.clock.now()),
+            wait_limits_s=lambda: {
+                (model.id, one.name): one.waiting.longest_wait_s
+                for model in self.policy.models
+                for one in model.classes
+            },
+            wants=lambda: line.wants(self.policy.backends),
             boxes=self.boxes.sights,
             replicas=lambda: self._store.replicas if self._store else 1,
             store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
         )
         self.metrics.config_in_force(self.policy.version, self.clock.wall())
+        self.loop_watch = LoopWatch(self.metrics.registry, self.clock)
         self.webhooks = parts.webhooks(settings, environ, self.clock, self.metrics)
         self.tracing = parts.tracing(settings, environ, lambda: self.policy.backends, self.metrics)
         self.metrics_push = parts.metrics_push(settings, environ, self.metrics, self.clock)
@@ -350,6 +362,8 @@ class Gateway:
             "" if listen is None else url_of(listen), None if admin is None else url_of(admin), self
         )
         async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.loop_watch.run)
+            tasks.start_soon(logs.run, self.clock)
             tasks.start_soon(self.fleet.run)
             tasks.start_soon(self.pipeline.room.run)
             tasks.start_soon(self.pipeline.watch.run)
@@ -414,7 +428,8 @@ class Gateway:
             self.decisions.start()
 
     def _close_telemetry(self) -> None:
-        """Send what is left; a receiver that is away holds that up for some seconds."""
+        """Tell and send what is left; a receiver that is away holds that up for some seconds."""
+        logs.tell_kept_back(inf)
         if self.tracing is not None:
             self.tracing.close()
         if self.metrics_push is not None:
@@ -472,15 +487,20 @@ async def serve_until(
         ready(running)
         await anext(stops)
         what = "jobs" if gateway.settings.is_job_worker else "requests"
-        log.info("draining: %d %s in flight; a second signal ends them", gateway.in_flight, what)
+        log.info(
+            "draining: %d %s in flight; a second signal ends them",
+            gateway.in_flight,
+            what,
+            extra=about("draining", in_flight=gateway.in_flight),
+        )
         with anyio.move_on_after(gateway.settings.shutdown.drain_s):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_cancel_on_next, stops, tasks)
                 await gateway.drain()
                 tasks.cancel_scope.cancel()
         if left := gateway.in_flight:
-            log.warning("ending with %d %s in flight", left, what)
-    log.info("stopped")
+            log.error("ending with %d %s in flight", left, what, extra=about("cut", in_flight=left))
+    log.info("stopped", extra=about("stopped"))
 
 
 async def reread_on(hints: AsyncIterator[object], gateway: Gateway) -> None:

@@ -28,6 +28,7 @@ from gateway.downstream.files import FileRules
 from gateway.downstream.promises import PromiseKeeping
 from gateway.downstream.routes import new_request_id
 from gateway.downstream.wire import WireRules
+from gateway.events import about
 from gateway.jobs import BatchRules, BatchRunner, QueueWatch, Worker, WorkerRules
 from gateway.pipeline import Pipeline
 from gateway.pipeline.box_keeper import JOBS_SETTLE_S, SETTLE_S
@@ -36,7 +37,7 @@ from gateway.settings import Settings
 from gateway.settings.document import MemberSection, RequestSection
 from gateway.store.batches import RedisBatches
 from gateway.store.boards import MemoryBoard, RedisBoard
-from gateway.store.fallback import FallbackLedger, Mode
+from gateway.store.fallback import FallbackLedger
 from gateway.store.files import RedisFiles
 from gateway.store.jobs import RedisJobs
 from gateway.store.memory import MemoryLedger
@@ -67,7 +68,6 @@ def ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
         return MemoryLedger()
     return FallbackLedger(
         RedisLedger(settings.store.url, prefix=settings.store.prefix),
-        on_change=store_changed,
         replicas_min=settings.workers,
     )
 
@@ -342,23 +342,23 @@ def tell_policy(log: DecisionLog | None, settings: Settings) -> None:
         log.policy_in_force(settings.policy(), settings.engines(), boxes)
 
 
-def store_changed(mode: Mode) -> None:
-    """Say in the log that the store is away, or back."""
-    if mode is Mode.ALONE:
-        log.error("the store does not answer: this gateway goes on under its own part of every limit")
-    else:
-        log.warning("the store answers again: limits are shared")
-
-
 def say_how_it_counts(estimator: PromptEstimator) -> None:
     """Say in the log by which vocabulary prompts are counted."""
     vocabulary = estimator.vocabulary
     if vocabulary is None:
-        log.warning("prompts are counted approximately: a vocabulary would make counts exact")
+        log.warning(
+            "prompts are counted approximately: a vocabulary would make counts exact",
+            extra=about("counts_approximately"),
+        )
         return
-    log.info("vocabulary: %d entries, sha256 %s", vocabulary.entries, vocabulary.sha256)
+    log.info(
+        "vocabulary: %d entries, sha256 %s",
+        vocabulary.entries,
+        vocabulary.sha256,
+        extra=about("vocabulary", entries=vocabulary.entries, sha256=vocabulary.sha256),
+    )
     for warning in vocabulary.warnings:
-        log.warning("vocabulary: %s", warning)
+        log.warning("vocabulary: %s", warning, extra=about("vocabulary_doubt", reason=warning))
 
 
 def health_rules(settings: Settings) -> HealthRules:
@@ -431,7 +431,11 @@ def verification(settings: Settings, backend_id: str) -> ssl.SSLContext | bool:
     """
     tls = settings.tls(backend_id)
     if not tls.verify:
-        log.warning("backend %s: its certificate is not verified", backend_id)
+        log.warning(
+            "backend %s: its certificate is not verified",
+            backend_id,
+            extra=about("tls_unverified", backend=backend_id),
+        )
         return False
     if tls.ca_file is None:
         return True

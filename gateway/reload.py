@@ -18,6 +18,7 @@ import anyio.to_thread
 
 from gateway import settings
 from gateway.core.errors import ConfigError
+from gateway.events import about
 from gateway.ports import Clock
 from gateway.settings import Changes, Settings
 
@@ -122,7 +123,7 @@ class Reloader:
             except ConfigError as error:
                 self._refused = source
                 found = Reload(error=str(error))
-                log.error("the configuration stays as it is (%s): %s", by, error)
+                _refuse(str(error), by)
             else:
                 self._refused = b""
                 self.running = wanted
@@ -153,7 +154,7 @@ class Reloader:
             source = await anyio.to_thread.run_sync(self.path.read_bytes)
         except OSError as error:
             found = Reload(error=f"{self.path}: cannot be read: {error.strerror}")
-            log.error("the configuration stays as it is (%s): %s", by, found.error)
+            _refuse(found.error, by)
             self._on_reload(found)
             return found
         return await self.apply(source, by)
@@ -180,12 +181,30 @@ class Reloader:
         return wanted, Reload(new.version, changes, tuple(str(one) for one in new.warnings))
 
 
+def _refuse(reason: str, by: str) -> None:
+    log.error(
+        "the configuration stays as it is (%s): %s",
+        by,
+        reason,
+        extra=about("config_refused", by=by, reason=reason),
+    )
+
+
 def _say(found: Reload, by: str) -> None:
-    log.info("configuration %s is in force (%s)", found.version, by)
+    log.info(
+        "configuration %s is in force (%s)",
+        found.version,
+        by,
+        extra=about("config_applied", version=found.version, by=by),
+    )
     for change in found.changes.now:
-        log.info("configuration: %s", change)
+        log.info("configuration: %s", change, extra=about("config_change", change=str(change)))
     for section in found.changes.at_start:
-        log.warning("configuration: %s has changed: that needs a restart", section)
+        log.warning(
+            "configuration: %s has changed: that needs a restart",
+            section,
+            extra=about("config_needs_restart", section=str(section)),
+        )
 
 
 def _write(path: Path, source: bytes) -> None:

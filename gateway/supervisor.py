@@ -26,6 +26,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from gateway.app import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS
 from gateway.core.errors import ConfigError
 from gateway.downstream.listener import BACKLOG, bind, url_of
+from gateway.events import about
 from gateway.settings import Settings, load
 from gateway.store.keeper import keep_store, next_pause_s
 
@@ -141,7 +142,7 @@ async def serve(
             tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
-    log.info("stopped")
+    log.info("stopped", extra=about("stopped"))
     return 0 if crew.ended_well else 1
 
 
@@ -195,7 +196,7 @@ class Crew:
         """End every worker by force."""
         self._stopping.set()
         for number, process in self._processes.items():
-            log.error("worker %d does not end: killed", number)
+            log.error("worker %d does not end: killed", number, extra=about("worker_killed", worker=number))
             _kill(process)
 
     async def _keep(self, order: Order) -> None:
@@ -213,7 +214,13 @@ class Crew:
             else:
                 pause_s = next_pause_s(pause_s, anyio.current_time() - started_at)
                 said = f"{_manner(status)}: {error}" if error else _manner(status)
-                log.error("worker %d ended (%s): started again in %g s", order.number, said, pause_s)
+                log.error(
+                    "worker %d ended (%s): started again in %g s",
+                    order.number,
+                    said,
+                    pause_s,
+                    extra=about("worker_ended", worker=order.number, reason=said, again_s=pause_s),
+                )
                 with anyio.move_on_after(pause_s):
                     await self._stopping.wait()
 
@@ -247,7 +254,13 @@ class Crew:
     def _accepts(self, order: Order, pid: int, admin_url: str | None) -> None:
         self._accepting[order.number] = admin_url
         where = admin_url or "off"
-        log.info("worker %d (pid %d) accepts connections, operators: %s", order.number, pid, where)
+        log.info(
+            "worker %d (pid %d) accepts connections, operators: %s",
+            order.number,
+            pid,
+            where,
+            extra=about("worker_started", worker=order.number, pid=pid, admin_url=admin_url),
+        )
         if not self._is_ready and len(self._accepting) == order.workers:
             self._is_ready = True
             urls = (self._accepting[number] for number in range(order.workers))
@@ -262,12 +275,17 @@ class Crew:
     def _note_end(self, number: int, status: int) -> None:
         if status and self._failure is None:
             self.ended_well = False
-            log.error("worker %d ended (%s) instead of draining", number, _manner(status))
+            log.error(
+                "worker %d ended (%s) instead of draining",
+                number,
+                _manner(status),
+                extra=about("worker_ended", worker=number, reason=_manner(status)),
+            )
 
 
 async def _pass_on(signals: AsyncIterator[signal.Signals], crew: Crew) -> None:
     await anext(signals)
-    log.info("draining all workers; a second signal ends them")
+    log.info("draining all workers; a second signal ends them", extra=about("draining"))
     await crew.stop()
     with anyio.move_on_after(crew.drain_s + END_S):
         await anext(signals)

@@ -58,10 +58,16 @@ async def _serve(own: Settings, listen: socket.socket, stops: int, report: Calla
 
     gateway = app.Gateway(own, os.environ)
     hints_out, hints = anyio.create_memory_object_stream[None](1)
+    failure: ConfigError | None = None
     async with hints_out, hints, anyio.create_task_group() as tasks:
         tasks.start_soon(app.reread_on, hints, gateway)
-        await app.serve_until(_told(stops, hints_out), gateway, ready=ready, listen=listen)
+        try:
+            await app.serve_until(_told(stops, hints_out), gateway, ready=ready, listen=listen)
+        except ConfigError as error:  # carried out by value: the group would wrap it
+            failure = error
         tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
 
 
 def _order() -> tuple[bytes | None, int]:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support import leftovers, node_sdk
+from support import leftovers, node_sdk, prometheus
 from support.redis_server import LEGS, legs
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -64,6 +64,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         else "at once: 1",
         f"store: {', '.join(legs())}{note}",
         node_sdk.described(),
+        prometheus.described(),
     ]
 
 

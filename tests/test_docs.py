@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gateway import profiles
+from gateway.clock import SystemClock
 from gateway.core import errors
 from gateway.core.errors import GatewayError
 from gateway.core.quirks import WORKAROUNDS
 from gateway.core.waiting import Reason
 from gateway.downstream import config_routes, guard, routes
 from gateway.telemetry.job_metrics import JobMetrics
+from gateway.telemetry.loop_watch import LoopWatch
 from gateway.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
@@ -77,6 +79,7 @@ def test_every_metric_is_documented_with_its_labels_and_no_other() -> None:
     )
     metrics = Metrics(replicas=int, **dict.fromkeys(nothing, dict))
     JobMetrics(metrics.registry, lanes=tuple, sight=lambda: None, wall=float)
+    LoopWatch(metrics.registry, SystemClock())
     exposed = set()
     for family in metrics.registry.collect():
         exposed.add(f"{family.name}_total" if family.type == "counter" else family.name)

@@ -76,6 +76,7 @@ class RequestRecord:
         usage: What the backend reported, if it did.
         chunks: Reads relayed after the first byte.
         ttft_target_s: How soon after its arrival its class wants the first token; None where it has no class.
+        due_s: How soon after its arrival its first token is due: that, and what is allowed for reading it.
         trace: Where it belongs among traces; its attempts are the children 1, 2, ... of its own span.
         route: The path it came to, as its template; "" for a job.
         asked: What it asked; None when it failed before its prompt was counted.
@@ -103,6 +104,7 @@ class RequestRecord:
     usage: Usage | None = None
     chunks: int = 0
     ttft_target_s: float | None = None
+    due_s: float | None = None
     trace: Trace | None = None
     route: str = ""
     asked: Asked | None = None

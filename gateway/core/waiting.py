@@ -670,6 +670,23 @@ class WaitingLine:
         """Return how many wait, per (model, class)."""
         return {name: len(lane.entries) for name, lane in self._lanes.items()}
 
+    def oldest_waits_s(self, now: float) -> Mapping[tuple[str, str], float]:
+        """Return how long the one that waits longest has waited, per (model, class); 0 where none does.
+
+        What may wait without a limit, a job, is not counted: nobody holds a connection open for it.
+        """
+        return {
+            name: max(
+                (
+                    entry.waited_s(now)
+                    for entry in lane.entries.values()
+                    if entry.ticket.traffic_class.waiting.max_wait_s < inf
+                ),
+                default=0.0,
+            )
+            for name, lane in self._lanes.items()
+        }
+
     def long_waiting(self) -> Mapping[str, int]:
         """Return how many requests with long prompts wait, here or elsewhere, per backend of first choice."""
         return summed((self._long_waiting, self._long_elsewhere))

@@ -32,6 +32,7 @@ from gateway.core.responses.draft import Event
 from gateway.core.responses.replay import JobFacts, Replay
 from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import Decision, Estimate
+from gateway.events import about
 from gateway.pipeline import Pipeline
 from gateway.ports import Clock, Incoming, JobStore, Recorder
 
@@ -146,7 +147,13 @@ class Background:
             case Refusal():
                 raise JobRefused(_REFUSALS[found], code=found.value, retry_after_s=30)
         if found.id == id:
-            log.debug("job %s: accepted, %s, %s", id, job.lane, job.priority.value)
+            log.debug(
+                "job %s: accepted, %s, %s",
+                id,
+                job.lane,
+                job.priority.value,
+                extra=about("job_accepted", id=id, lane=job.lane, priority=job.priority.value),
+            )
         self._recorder.finished(_record(incoming, decision, decided_at, self._clock.now()))
         return found, found.id != id
 

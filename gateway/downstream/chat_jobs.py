@@ -30,6 +30,7 @@ from gateway.downstream.relay import AsgiDownstream, send_body, send_json
 from gateway.downstream.responses import PATH as RESPONSES
 from gateway.downstream.responses import check_depth
 from gateway.downstream.wire import WireRequest
+from gateway.events import about
 from gateway.pipeline import CallerStalled, Pipeline, patience_s
 from gateway.pipeline.caller import KEEP_ALIVE_S
 from gateway.ports import Arrival, Clock, Headers
@@ -175,12 +176,22 @@ class ChatJobs:
             if not is_in_place:
                 self._refused(request.arrival, error)
                 raise
-            log.warning("request %s is served without the queue: %s", request.arrival.id, error)
+            log.warning(
+                "request %s is served without the queue: %s",
+                request.arrival.id,
+                error,
+                extra=about("queue_passed_over", id=request.arrival.id),
+            )
             return None
         except GatewayError as error:
             self._refused(request.arrival, error)
             raise
-        log.info("request %s is job %s", request.arrival.id, job.id)
+        log.info(
+            "request %s is job %s",
+            request.arrival.id,
+            job.id,
+            extra=about("request_queued", id=request.arrival.id, job=job.id),
+        )
         return job
 
     async def _told_where(

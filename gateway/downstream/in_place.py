@@ -19,6 +19,7 @@ from gateway.core.sse import DONE
 from gateway.core.values import OnDisconnect
 from gateway.downstream.background import AGAIN_S, Background
 from gateway.downstream.relay import AsgiDownstream, send_body
+from gateway.events import about
 from gateway.pipeline import CallerStalled
 from gateway.pipeline.caller import CALLER_STALL_S, KEEP_ALIVE, KEEP_ALIVE_S, SSE_HEADERS
 from gateway.ports import Clock, Headers
@@ -196,7 +197,12 @@ class InPlace:
         try:
             job = await self._background.cancel(self._waiter.key, job.id) or job
         except StoreUnavailable as error:
-            log.warning("job %s: its caller waits no more, and it could not be cancelled: %s", job.id, error)
+            log.warning(
+                "job %s: its caller waits no more, and it could not be cancelled: %s",
+                job.id,
+                error,
+                extra=about("job_not_cancelled", id=job.id),
+            )
         if job.status.is_final and job.status is not JobStatus.CANCELLED:
             return job
         raise AtCapacity(
@@ -225,9 +231,18 @@ class InPlace:
             try:
                 await self._background.cancel(self._waiter.key, job.id)
             except StoreUnavailable as error:
-                log.warning("job %s: its caller has left, and it could not be cancelled: %s", job.id, error)
+                log.warning(
+                    "job %s: its caller has left, and it could not be cancelled: %s",
+                    job.id,
+                    error,
+                    extra=about("job_not_cancelled", id=job.id),
+                )
         if patience.cancelled_caught:
-            log.warning("job %s: its caller has left, and it could not be cancelled in time", job.id)
+            log.warning(
+                "job %s: its caller has left, and it could not be cancelled in time",
+                job.id,
+                extra=about("job_not_cancelled", id=job.id),
+            )
 
 
 def _place_comment(place: Mapping[str, Any] | None) -> bytes:

@@ -40,6 +40,7 @@ from gateway.downstream.relay import (
 )
 from gateway.downstream.responses import PATH as RESPONSES
 from gateway.downstream.responses import Keeping, Responses
+from gateway.events import about
 from gateway.pipeline import LEFT_STATUS, CallerStalled, Pipeline
 from gateway.ports import Arrival, Clock, Recorder
 
@@ -263,12 +264,21 @@ class Applications:
             await self._serve(arrival, read, scope, receive, downstream)
         except GatewayError as error:
             if downstream.is_started:  # its status is spent: without an end, the server drops the connection
-                log.warning("request %s was cut off: %s", arrival.id, error.message)
+                log.warning(
+                    "request %s was cut off: %s",
+                    arrival.id,
+                    error.message,
+                    extra=about("request_cut", id=arrival.id, code=error.code),
+                )
                 return
             error.headers = error.headers or ((b"x-request-id", arrival.id.encode()),)
             await send_error(error, downstream)
         except Exception:
-            log.exception("request %s failed inside the gateway", arrival.id)
+            log.exception(
+                "request %s failed inside the gateway",
+                arrival.id,
+                extra=about("internal_error", id=arrival.id),
+            )
             if downstream.is_started:  # the server drops the connection, which clients see as an error
                 raise
             await send_error(_internal(arrival.id), downstream)
@@ -449,7 +459,7 @@ def _framework_error(request: Request[Any, Any, Any], error: HTTPException) -> R
 
 
 def _unexpected(_: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    log.error("a request failed inside the gateway", exc_info=error)
+    log.error("a request failed inside the gateway", exc_info=error, extra=about("internal_error"))
     return _render(InternalError("The gateway failed."))
 
 

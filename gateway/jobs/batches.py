@@ -36,6 +36,7 @@ from gateway.core.batches import (
 )
 from gateway.core.errors import CallerError, GatewayError, StoreUnavailable
 from gateway.core.jobs import Job, NewJob, Quota
+from gateway.events import about
 from gateway.jobs.worker import stored_chunks
 from gateway.ports import BatchStore, FileStore, JobStore
 
@@ -138,7 +139,11 @@ class BatchRunner:
         try:
             await self._work_off(claim)
         except BatchLost:
-            log.info("batch %s: no longer this process's", claim.batch.id)
+            log.info(
+                "batch %s: no longer this process's",
+                claim.batch.id,
+                extra=about("batch_lost", id=claim.batch.id),
+            )
         except StoreUnavailable:
             await self._let_go(claim)  # whoever takes it next goes on from what is stored
             await anyio.sleep(AGAIN_S)
@@ -147,7 +152,11 @@ class BatchRunner:
                 await self._let_go(claim)
             raise
         except Exception:
-            log.exception("batch %s failed inside the gateway; it is taken up again", claim.batch.id)
+            log.exception(
+                "batch %s failed inside the gateway; it is taken up again",
+                claim.batch.id,
+                extra=about("internal_error", id=claim.batch.id),
+            )
         finally:
             self._taken -= 1
 
@@ -167,7 +176,11 @@ class BatchRunner:
             is_moving = bool(sight.ended)
             if sight.status is BatchStatus.FINALIZING:
                 await self._batches.move(claim, BatchStatus.FINALIZING, BatchStatus.COMPLETED)
-                log.info("batch %s: completed", claim.batch.id)
+                log.info(
+                    "batch %s: completed",
+                    claim.batch.id,
+                    extra=about("batch_ended", id=claim.batch.id, status=BatchStatus.COMPLETED.value),
+                )
                 return
             if sight.is_given_up:
                 if not is_stopped:
@@ -179,7 +192,12 @@ class BatchRunner:
             if lines.is_over and not is_moving and not sight.running:
                 new = _end_of(sight)
                 if await self._batches.move(claim, sight.status, new) and new.is_final:
-                    log.info("batch %s: %s", claim.batch.id, new)
+                    log.info(
+                        "batch %s: %s",
+                        claim.batch.id,
+                        new,
+                        extra=about("batch_ended", id=claim.batch.id, status=new.value),
+                    )
                     return
             elif not is_moving:
                 await anyio.sleep(self._rules.look_s)
@@ -211,7 +229,13 @@ class BatchRunner:
         if not reader.is_over and (error := reader.end()) is not None:
             errors.append(error)
         new = BatchStatus.FAILED if errors else BatchStatus.IN_PROGRESS
-        log.info("batch %s: %d requests, %d errors", claim.batch.id, reader.count, len(errors))
+        log.info(
+            "batch %s: %d requests, %d errors",
+            claim.batch.id,
+            reader.count,
+            len(errors),
+            extra=about("batch_read", id=claim.batch.id, requests=reader.count, errors=len(errors)),
+        )
         total = 0 if errors else reader.count
         moved = await self._batches.move(claim, BatchStatus.VALIDATING, new, total=total, errors=errors)
         if not moved:  # it was cancelled meanwhile
@@ -234,7 +258,12 @@ class BatchRunner:
             except StoreUnavailable:
                 raise
             except GatewayError as error:
-                log.info("batch %s waits: %s", claim.batch.id, error.message)
+                log.info(
+                    "batch %s waits: %s",
+                    claim.batch.id,
+                    error.message,
+                    extra=about("batch_waits", id=claim.batch.id, code=error.code),
+                )
                 return count > 0
             else:
                 left_s = max(1.0, sight.left_s)
@@ -260,7 +289,9 @@ class BatchRunner:
             try:
                 answer = await _in_thread_if(size > INLINE_BYTES, render)
             except (ValueError, TypeError, KeyError, RecursionError):
-                log.exception("job %s: its answer cannot be read", job.id)
+                log.exception(
+                    "job %s: its answer cannot be read", job.id, extra=about("answer_unreadable", id=job.id)
+                )
                 answer = unreadable()
             if answer is not None:
                 status, body = answer

@@ -6,6 +6,7 @@ import anyio
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import QueueSight
+from gateway.events import about
 from gateway.ports import JobStore
 
 log = logging.getLogger("gateway.jobs")
@@ -42,6 +43,9 @@ class QueueWatch:
             return
         self.sight = QueueSight(lanes, drained_at)
         if drained_at is not None and before.drained_at is None:
-            log.warning("jobs are drained: workers take none, until an operator undoes it")
+            log.warning(
+                "jobs are drained: workers take none, until an operator undoes it",
+                extra=about("jobs_drained"),
+            )
         elif drained_at is None and before.drained_at is not None:
-            log.warning("jobs are drained no more: workers take them again")
+            log.warning("jobs are drained no more: workers take them again", extra=about("jobs_undrained"))

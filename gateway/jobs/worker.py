@@ -28,6 +28,7 @@ from gateway.core.jobs import (
     JobError,
     JobStatus,
 )
+from gateway.events import about
 from gateway.jobs.record import AGAIN_S, JobLost, JobRecord
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming, JobStore
@@ -244,14 +245,22 @@ class Worker:
             if claim.scope.cancelled_caught:
                 await self._give_back(job, after_s=0.0, failed=False)
         except JobLost:
-            log.info("job %s: no longer this worker's", job.id)
+            log.info(
+                "job %s: no longer this worker's",
+                job.id,
+                extra=about("job_lost", id=job.id, lane=job.new.lane),
+            )
             self._tell(job, AttemptOutcome.LOST)
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(FINISH_S, shield=True):
                 await self._give_back(job, after_s=0.0, failed=False)
             raise
         except Exception:
-            log.exception("job %s failed inside the gateway", job.id)
+            log.exception(
+                "job %s failed inside the gateway",
+                job.id,
+                extra=about("internal_error", id=job.id, lane=job.new.lane),
+            )
             await self._give_back(job, after_s=self._rules.retry_s, failed=True)
         finally:
             if self._claims.get(job.id) is claim:  # else this worker has the job again
@@ -323,7 +332,20 @@ class Worker:
                 await self._finish(job, JobStatus.FAILED, JobError(failure.code, failure.message))
             case _:
                 rest_s = min(self._rules.retry_s * 2.0 ** min(job.failures, 16), self._rules.retry_max_s)
-                log.warning("job %s: attempt %d: %s", job.id, job.attempt, failure.message)
+                log.warning(
+                    "job %s: attempt %d: %s",
+                    job.id,
+                    job.attempt,
+                    failure.message,
+                    extra=about(
+                        "job_attempt_failed",
+                        id=job.id,
+                        lane=job.new.lane,
+                        attempt=job.attempt,
+                        code=failure.code,
+                        reason=failure.message,
+                    ),
+                )
                 await self._give_back(
                     job,
                     after_s=max(failure.retry_after_s or 0.0, rest_s),

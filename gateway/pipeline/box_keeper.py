@@ -42,11 +42,13 @@ from gateway.core.box import (
 )
 from gateway.core.box_demand import class_of, servers, stored_wants
 from gateway.core.box_report import note, read, read_note, written
+from gateway.core.box_swaps import Swap, SwapTracker
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import Lane
-from gateway.core.swap_policy import Plan, Wants
+from gateway.core.swap_policy import Cause, Plan, Wants
 from gateway.core.values import Backend, Exclusion, Policy
 from gateway.core.waiting import WaitingLine
+from gateway.events import about
 from gateway.ports import BoxBoard, BoxFleet, Clock, JobStore, Ledger, Switch
 
 log = logging.getLogger("gateway.boxes")
@@ -113,6 +115,7 @@ class _Kept:
     standings: Mapping[str, Standing | None] = field(default_factory=dict)
     out: frozenset[str] = frozenset()
     booting_since: float | None = None
+    swaps: SwapTracker = field(default_factory=SwapTracker)
     wake: anyio.Event = field(default_factory=anyio.Event)
 
 
@@ -134,6 +137,7 @@ class BoxKeeper:
         policy: Callable[[], Policy],
         clock: Clock,
         on_change: Callable[[], None],
+        on_swap: Callable[[str, Swap], None] = lambda box_id, swap: None,
     ) -> None:
         """Join the ports.
 
@@ -150,11 +154,12 @@ class BoxKeeper:
             policy: Which backends may serve them.
             clock: Where times come from.
             on_change: Called when a backend may be sent something that may not be before, or the reverse.
+            on_swap: Called when this process has ended a swap of a box.
         """
         self._switch, self._board, self._fleet = switch, board, fleet
         self._ledger, self._line, self._clock = ledger, line, clock
         self._jobs, self._policy = jobs, policy
-        self._on_change = on_change
+        self._on_change, self._on_swap = on_change, on_swap
         self._started_at = clock.now()
         self._ended = anyio.Event()
         self._ended.set()
@@ -267,6 +272,7 @@ class BoxKeeper:
         gained = reply.fence and reply.fence != kept.fence
         if (gained or not reply.fence) and reply.state:
             kept.box = read(reply.state, now) or kept.box
+            kept.swaps.observe(kept.box)  # who owns it counts it, also where the swap began under another
         kept.fence = reply.fence
         if not kept.fence:
             kept.reports.clear()
@@ -274,12 +280,19 @@ class BoxKeeper:
         events: list[Event] = [*kept.reports]
         kept.reports.clear()
         if gained:
-            log.info("box %s: this gateway switches it (%d)", kept.name, kept.fence)
+            log.info(
+                "box %s: this gateway switches it (%d)",
+                kept.name,
+                kept.fence,
+                extra=about("box_owned", box=kept.name, fence=kept.fence),
+            )
             events = [TookOver(self._started_at)]
         orders: list[Order] = []
         for event in (*events, self._look(kept)):
             kept.box, more = advance(kept.box, event, self._clock.now(), kept.rules)
             orders.extend(more)
+            if swap := kept.swaps.observe(kept.box):
+                self._on_swap(kept.name, swap)
         return orders
 
     def _look(self, kept: _Kept) -> Look:
@@ -333,7 +346,13 @@ class BoxKeeper:
 
     async def _carry_out(self, kept: _Kept, order: Order) -> None:
         name, fence = order.backend, kept.fence
-        log.info("box %s: %s %s", kept.name, order.task.value, name or "it")
+        log.debug(
+            "box %s: %s %s",
+            kept.name,
+            order.task.value,
+            name or "it",
+            extra=about("box_order", box=kept.name, task=order.task.value, backend=name or None),
+        )
         match order.task:
             case Task.INSPECT:
                 found = [member for member in kept.backends if await self._switch.is_in(member)]
@@ -389,7 +408,23 @@ class BoxKeeper:
         elif box.backend in box.quarantine:
             level = logging.WARNING
         what = f"{box.backend} -> {box.target}" if box.target else box.backend
-        log.log(level, "box %s: %s %s (%s)", kept.name, box.state.value, what, box.reason)
+        log.log(
+            level,
+            "box %s: %s %s (%s)",
+            kept.name,
+            box.state.value,
+            what,
+            box.reason,
+            extra=about(
+                "box_state",
+                box=kept.name,
+                state=box.state.value,
+                backend=box.backend or None,
+                target=box.target or None,
+                cause=None if box.cause is Cause.NOTHING else box.cause.value,
+                reason=box.reason,
+            ),
+        )
 
 
 def _is_ready(status: health.BackendStatus) -> bool:

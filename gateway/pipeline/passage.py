@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from gateway.core.asked import Asked
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
-from gateway.core.values import Candidate, Decision, Policy
+from gateway.core.values import Candidate, Decision, Policy, TrafficClass
+from gateway.core.waiting import fastest_prefill_s
 from gateway.pipeline.caller import KeepAlive
 from gateway.ports import Downstream, Headers, Incoming
 
@@ -117,15 +118,23 @@ class Passage:
             attempts=tuple(self.attempts),
             usage=self.usage,
             chunks=self.chunks,
-            ttft_target_s=self._ttft_target_s(),
+            ttft_target_s=None if self._class is None else self._class.waiting.ttft_target_s,
+            due_s=self._due_s(),
             trace=arrival.trace,
             route=arrival.route,
         )
 
-    def _ttft_target_s(self) -> float | None:
+    @property
+    def _class(self) -> TrafficClass | None:
         decision = self.decision
         model = None if decision is None else self.policy.model(decision.model)
         if decision is None or model is None:
             return None
-        named = (one for one in model.classes if one.name == decision.traffic_class)
-        return next((one.waiting.ttft_target_s for one in named), None)
+        return next((one for one in model.classes if one.name == decision.traffic_class), None)
+
+    def _due_s(self) -> float | None:
+        found = self._class
+        if found is None or self.decision is None:
+            return None
+        prefill_s = fastest_prefill_s(self.policy, found, self.decision.demand)
+        return found.waiting.ttft_target_s + found.waiting.prefill_weight * prefill_s

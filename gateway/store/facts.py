@@ -24,6 +24,7 @@ from gateway.core.admission import WHOLE
 from gateway.core.class_counts import TextKind
 from gateway.core.facts import Attempts, Facts, Learned, Ratio
 from gateway.core.health import State, Verdict
+from gateway.events import about
 
 log = logging.getLogger("gateway.store")
 
@@ -221,4 +222,4 @@ class Exchange:
     def _complain(self, what: str, text: str, *arguments: object) -> None:
         if what not in self._complained:
             self._complained.add(what)
-            log.error(text, *arguments)
+            log.error(text, *arguments, extra=about("facts_unshared", reason=what))

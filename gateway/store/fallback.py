@@ -13,6 +13,7 @@ import anyio
 
 from gateway.core.admission import COUNTERS
 from gateway.core.values import UNLIMITED, Exclusion, Load
+from gateway.events import about
 from gateway.ports import Slot
 from gateway.store.facts import Exchange
 from gateway.store.leases import StoreAway
@@ -144,7 +145,11 @@ class FallbackLedger:
             self._fall_back(failure, self._turn)
         elif self.mode is Mode.ALONE:
             away_s = anyio.current_time() - self._alone_since
-            log.warning("the store is back after %.1f s: slots are shared again", away_s)
+            log.warning(
+                "the store is back after %.1f s: slots are shared again",
+                away_s,
+                extra=about("store_back", store="limits", away_s=round(away_s, 1)),
+            )
             self._enter(Mode.SHARED)
             for backend_id in self._shared.loads():  # every limit has just grown
                 for callback in self._on_freed:
@@ -158,6 +163,7 @@ class FallbackLedger:
             "the store is away (%s): counting alone, under every limit divided by %d",
             failure,
             self.replicas,
+            extra=about("store_away", store="limits", replicas=self.replicas),
         )
         self._alone_since = anyio.current_time()
         self._enter(Mode.ALONE)

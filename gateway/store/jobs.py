@@ -32,6 +32,7 @@ from gateway.core.jobs import (
     Quota,
     Refusal,
 )
+from gateway.events import about
 from gateway.store.connections import Connections, StoreAway
 
 log = logging.getLogger("gateway.store")
@@ -303,9 +304,16 @@ class RedisJobs:
                 return  # some ACLs keep it from everybody
             raise
         if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
-            log.warning("the store forgets jobs when it is full: its maxmemory-policy is %s", policy)
+            log.warning(
+                "the store forgets jobs when it is full: its maxmemory-policy is %s",
+                policy,
+                extra=about("store_forgets", store="jobs", reason=f"maxmemory-policy {policy}"),
+            )
         if not info.get("aof_enabled", 1):
-            log.warning("the store forgets jobs when it is restarted: its appendonly is off")
+            log.warning(
+                "the store forgets jobs when it is restarted: its appendonly is off",
+                extra=about("store_forgets", store="jobs", reason="appendonly off"),
+            )
 
     async def _listen(self) -> None:
         channel = self._connections.channel(ignores_confirmations=False)
@@ -389,12 +397,12 @@ class RedisJobs:
             reply = await self._connections.bounded(command)
         except StoreAway as error:
             if not self._is_away:
-                log.error("the store of jobs is away: %s", error)
+                log.error("the store of jobs is away: %s", error, extra=about("store_away", store="jobs"))
             self._is_away = True
             message = "The store of jobs does not answer. Please retry."
             raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
         if self._is_away:
-            log.warning("the store of jobs is back")
+            log.warning("the store of jobs is back", extra=about("store_back", store="jobs"))
         self._is_away = False
         return reply
 

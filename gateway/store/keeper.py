@@ -8,6 +8,7 @@ import anyio
 from anyio.abc import TaskStatus
 
 from gateway.core.errors import ConfigError
+from gateway.events import about
 from gateway.store.embedded import temporary_folder, valkey_in
 
 log = logging.getLogger("gateway.store")
@@ -44,12 +45,17 @@ async def keep_store(folder: Path | None, *, task_status: TaskStatus[str]) -> No
                         task_status.started(valkey.url)
                         is_first = False
                     else:
-                        log.warning("the embedded store runs again")
+                        log.warning("the embedded store runs again", extra=about("embedded_store_started"))
                     reason = f"ended (status {await valkey.ended()})"
             except (ConfigError, OSError) as error:
                 if is_first:
                     raise ConfigError(f"{error}; or name a `store:` in the configuration") from error
                 reason = str(error)
             pause_s = next_pause_s(pause_s, anyio.current_time() - started_at)
-            log.error("the embedded store %s; it is started again in %g s", reason, pause_s)
+            log.error(
+                "the embedded store %s; it is started again in %g s",
+                reason,
+                pause_s,
+                extra=about("embedded_store_ended", reason=reason, again_s=pause_s),
+            )
             await anyio.sleep(pause_s)

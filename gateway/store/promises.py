@@ -9,6 +9,7 @@ from typing import Any
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.idempotency import Promise, Standing
+from gateway.events import about
 from gateway.ports import Clock
 from gateway.store.connections import Connections, StoreAway
 from gateway.store.shelf import Shelf
@@ -145,12 +146,18 @@ class RedisPromises:
             reply = await self._connections.bounded(lambda: self._script(keys=keys, args=args))
         except StoreAway as error:
             if not self._is_away:
-                log.error("the store of idempotency keys is away: %s", error)
+                log.error(
+                    "the store of idempotency keys is away: %s",
+                    error,
+                    extra=about("store_away", store="idempotency"),
+                )
             self._is_away = True
             message = "The store of idempotency keys does not answer. Please retry, or send no key."
             raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
         if self._is_away:
-            log.warning("the store of idempotency keys is back")
+            log.warning(
+                "the store of idempotency keys is back", extra=about("store_back", store="idempotency")
+            )
         self._is_away = False
         return reply
 

@@ -19,6 +19,7 @@ from gateway.core.errors import ConfigError
 from gateway.core.profile import EngineFlags
 from gateway.core.usage import AttemptRecord, RequestRecord
 from gateway.core.values import Policy
+from gateway.events import about
 from gateway.ports import Clock
 from gateway.telemetry import decision_lines
 
@@ -137,7 +138,9 @@ class DecisionLog:
             self._lost("failed", len(batch), error.strerror or str(error))
         except Exception:
             self._files.close()
-            log.exception("requests could not be written to %s", self._files.path)
+            log.exception(
+                "requests could not be written to %s", self._files.path, extra=about("decisions_failed")
+            )
             self._on_lines("failed", len(batch))
         else:
             self._on_lines("written", len(batch))
@@ -150,7 +153,13 @@ class DecisionLog:
             if self._said_at is not None and now - self._said_at < WARNING_EVERY_S:
                 return
             lost, self._unsaid, self._said_at = self._unsaid, 0, now
-        log.warning("decisions: %d requests are missing in %s: %s", lost, self._files.path, why)
+        log.warning(
+            "decisions: %d requests are missing in %s: %s",
+            lost,
+            self._files.path,
+            why,
+            extra=about("decisions_missing", requests=lost, reason=why),
+        )
 
 
 class _Files:

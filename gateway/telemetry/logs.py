@@ -1,23 +1,39 @@
 """Log lines: one per request, one per change of the world. JSON for machines, short lines on a terminal.
 
+What goes wrong again and again says so a few times a minute, and how often beside that: see `Calm`.
+
 Never in a log: prompts, answers, keys, query strings.
 """
 
 import json
 import logging
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
+
+import anyio
 
 from gateway.core.count_check import Cause, CountDrift
 from gateway.core.health import BackendStatus, State
 from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobStatus
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.webhooks import SCHEDULE_S, WebhookAttempt, WebhookOutcome
+from gateway.events import about
+from gateway.ports import Clock
 
 requests_log = logging.getLogger("gateway.requests")
 fleet_log = logging.getLogger("gateway.fleet")
 jobs_log = logging.getLogger("gateway.jobs")
 webhooks_log = logging.getLogger("gateway.webhooks")
+
+LOOK_S = 5.0
+CALM_S = 60.0
+CALM_LINES = 10
+"""Lines of one kind that are written within `CALM_S`. More would be read by nobody."""
+
+_SUBJECTS = ("backend", "box", "endpoint", "lane", "store", "worker")
+_ONE_EACH = frozenset({"request", "request_queued", "job_ended", "batch_ended"})
 
 _LEVELS = {Ending.FAILED: logging.ERROR, Ending.BROKEN: logging.ERROR, Ending.SHED: logging.WARNING}
 
@@ -28,7 +44,9 @@ class _JsonFormatter(logging.Formatter):
         self._who = {} if worker is None else {"worker": worker}
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = getattr(record, "fields", None) or {"message": record.getMessage()}
+        fields = getattr(record, "fields", {})
+        if fields.get("event") != "request":  # that one is all fields
+            fields = {**fields, "message": record.getMessage()}
         line: dict[str, Any] = {
             "at": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
@@ -36,15 +54,90 @@ class _JsonFormatter(logging.Formatter):
             **self._who,
             **fields,
         }
+        if hasattr(record, "kept_back"):
+            line["kept_back"] = record.kept_back
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
+        return json.dumps(line, default=str)
 
 
 class _HumanFormatter(logging.Formatter):
     def __init__(self, worker: int | None) -> None:
         who = "" if worker is None else f"worker {worker}: "
         super().__init__(f"%(asctime)s %(levelname)-7s {who}%(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        kept_back = getattr(record, "kept_back", 0)
+        return super().format(record) + (f" (and {kept_back} such lines before)" if kept_back else "")
+
+
+@dataclass(slots=True)
+class _Minute:
+    """Lines of one kind since the first of them."""
+
+    since: float
+    lines: int = 1
+    newest: logging.LogRecord | None = None  # of those that were kept back
+
+
+class Calm(logging.Filter):
+    """Lets through a few lines a minute of one event about one subject, and keeps back the others.
+
+    The newest that was kept back is written when the minute is over, with how many there were, so that what
+    is written last is how things stand. Requests, and jobs and batches that have ended, have all their lines.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing seen."""
+        super().__init__()
+        self._seen: dict[tuple[object, ...], _Minute] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a line is to be written now."""
+        fields = getattr(record, "fields", {})
+        name = fields.get("event", record.name)
+        if name in _ONE_EACH or hasattr(record, "kept_back"):
+            return True
+        kind = (name, *(fields.get(subject) for subject in _SUBJECTS))
+        minute = self._seen.get(kind)
+        if minute is None or record.created - minute.since >= CALM_S:
+            self._seen[kind] = _Minute(record.created)
+            if minute is not None and minute.newest is not None:
+                record.kept_back = minute.lines - CALM_LINES
+            return True
+        minute.lines += 1
+        if minute.lines <= CALM_LINES:
+            return True
+        minute.newest = record
+        return False
+
+    def over(self, now: float) -> Sequence[logging.LogRecord]:
+        """Return the newest of each kind kept back, of minutes that are over by `now`, epoch seconds."""
+        found = []
+        for kind, minute in list(self._seen.items()):
+            if now - minute.since < CALM_S:
+                continue
+            del self._seen[kind]
+            if minute.newest is not None:
+                minute.newest.kept_back = minute.lines - CALM_LINES
+                found.append(minute.newest)
+        return found
+
+
+async def run(clock: Clock) -> None:
+    """Write what was kept back when it is due, until cancelled."""
+    while True:
+        await anyio.sleep(LOOK_S)
+        tell_kept_back(clock.wall())
+
+
+def tell_kept_back(now: float) -> None:
+    """Write what was kept back until `now`, epoch seconds, and is due."""
+    for handler in logging.getLogger().handlers:
+        for calm in handler.filters:
+            if isinstance(calm, Calm):
+                for record in calm.over(now):
+                    handler.handle(record)
 
 
 def set_up(level: str = "info", stream: TextIO | None = None, *, worker: int | None = None) -> None:
@@ -54,6 +147,7 @@ def set_up(level: str = "info", stream: TextIO | None = None, *, worker: int | N
     """
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
+    handler.addFilter(Calm())
     handler.setFormatter(_HumanFormatter(worker) if stream.isatty() else _JsonFormatter(worker))
     root = logging.getLogger()
     root.handlers = [handler]
@@ -74,9 +168,7 @@ class RequestLog:
                 "attempt on %s failed: %s",
                 record.backend,
                 record.detail,
-                extra={
-                    "fields": {"event": "attempt_failed", "backend": record.backend, "reason": record.detail}
-                },
+                extra=about("attempt_failed", backend=record.backend, reason=record.detail),
             )
 
     def finished(self, record: RequestRecord) -> None:
@@ -91,30 +183,28 @@ def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> 
     """Write a line when a backend's state changed."""
     if new.state is old.state:
         return
-    fields = {
-        "event": "backend_state",
-        "backend": backend_id,
-        "from": old.state,
-        "to": new.state,
-        "reason": new.reason,
-    }
     # What a box does with its own models is no cause for worry.
     is_good = new.state in (State.UP, State.PROBATION, State.OUT) or old.state is State.OUT
     level = logging.INFO if is_good else logging.WARNING
     fleet_log.log(
-        level, "%s: %s -> %s (%s)", backend_id, old.state, new.state, new.reason, extra={"fields": fields}
+        level,
+        "%s: %s -> %s (%s)",
+        backend_id,
+        old.state,
+        new.state,
+        new.reason,
+        extra=about(
+            "backend_state",
+            backend=backend_id,
+            before=old.state.value,
+            state=new.state.value,
+            reason=new.reason,
+        ),
     )
 
 
 def count_drifted(drift: CountDrift) -> None:
     """Write a line when an engine's count has begun, or ceased, to differ from the gateway's."""
-    fields = {
-        "event": "count_drift",
-        "backend": drift.backend,
-        "seqs": drift.lasting_seqs,
-        "cause": drift.cause.value,
-        "reason": drift.cause.sentence(),
-    }
     level = logging.INFO if drift.cause is Cause.NONE else logging.WARNING
     fleet_log.log(
         level,
@@ -122,7 +212,13 @@ def count_drifted(drift: CountDrift) -> None:
         drift.backend,
         drift.lasting_seqs,
         drift.cause.sentence(),
-        extra={"fields": fields},
+        extra=about(
+            "count_drift",
+            backend=drift.backend,
+            seqs=drift.lasting_seqs,
+            cause=drift.cause.value,
+            reason=drift.cause.sentence(),
+        ),
     )
 
 
@@ -133,19 +229,6 @@ def job_attempt_ended(end: AttemptEnd) -> None:
     job, is_poisoned = end.job, end.outcome is AttemptOutcome.POISONED
     status = end.status or JobStatus.FAILED
     code = "job_poisoned" if is_poisoned else end.error.code if end.error else None
-    fields = {
-        "event": "job_ended",
-        "id": job.id,
-        "lane": job.new.lane,
-        "status": status.value,
-        "code": code,
-        "key": job.new.key,
-        "attempts": job.attempt,
-        "failures": job.failures + is_poisoned,
-        "waited_s": round(end.waited_s, 3),
-        "took_s": round(end.took_s, 3),
-        "total_s": round(end.lasted_s, 3),
-    }
     jobs_log.log(
         logging.WARNING if is_poisoned else logging.INFO,
         "job %s: %s%s, %s, attempt %d, taken after %.1f s, took %.1f s",
@@ -156,7 +239,19 @@ def job_attempt_ended(end: AttemptEnd) -> None:
         job.attempt,
         end.waited_s,
         end.took_s,
-        extra={"fields": {name: value for name, value in fields.items() if value is not None}},
+        extra=about(
+            "job_ended",
+            id=job.id,
+            lane=job.new.lane,
+            status=status.value,
+            code=code,
+            key=job.new.key,
+            attempts=job.attempt,
+            failures=job.failures + is_poisoned,
+            waited_s=round(end.waited_s, 3),
+            took_s=round(end.took_s, 3),
+            total_s=round(end.lasted_s, 3),
+        ),
     )
 
 
@@ -165,15 +260,6 @@ def webhook_attempted(attempt: WebhookAttempt) -> None:
     delivery = attempt.delivery
     if attempt.outcome is WebhookOutcome.DELIVERED:
         return
-    fields = {
-        "event": "webhook_failed",
-        "endpoint": delivery.endpoint,
-        "id": delivery.id,
-        "outcome": attempt.outcome.value,
-        "reason": attempt.detail,
-        "attempt": delivery.failures + 1,
-        "retry_s": None if attempt.retry_s is None else round(attempt.retry_s),
-    }
     is_retried = attempt.retry_s is not None
     if is_retried:
         then = f"attempt {delivery.failures + 1} of {len(SCHEDULE_S)}, the next in {attempt.retry_s:.0f} s"
@@ -189,7 +275,15 @@ def webhook_attempted(attempt: WebhookAttempt) -> None:
         delivery.id,
         attempt.detail,
         then,
-        extra={"fields": {name: value for name, value in fields.items() if value is not None}},
+        extra=about(
+            "webhook_failed",
+            endpoint=delivery.endpoint,
+            id=delivery.id,
+            outcome=attempt.outcome.value,
+            reason=attempt.detail,
+            attempt=delivery.failures + 1,
+            retry_s=None if attempt.retry_s is None else round(attempt.retry_s),
+        ),
     )
 
 

@@ -5,6 +5,7 @@ anything a caller can choose.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -13,9 +14,11 @@ from prometheus_client.registry import Collector
 
 from gateway.core import admission
 from gateway.core.box import State as BoxState
+from gateway.core.box_swaps import Swap
 from gateway.core.count_check import CountDrift
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, State
+from gateway.core.swap_policy import Wants
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.values import Backend, Load
 from gateway.core.webhooks import WebhookAttempt
@@ -25,11 +28,41 @@ from gateway.pipeline.box_keeper import BoxSight
 # vLLM's own, up to and beyond the longest first token published (319 s).
 TTFT_BUCKETS_S = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)
 TPOT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-DURATION_BUCKETS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+# Jobs run and wait among the others, and for longer: these go up to hours.
+_DURATIONS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+DURATION_BUCKETS_S = (*_DURATIONS_S, 3840, 7680, 15360)
 OVERHEAD_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
-QUEUE_BUCKETS_S = (0.001, 0.01, 0.1, 0.3, 0.6, 1.2, 2.5, 5, 10, 30, 60, 120, 300, 600, 900)
+QUEUE_BUCKETS_S = (
+    0.001,
+    0.01,
+    0.1,
+    0.3,
+    0.6,
+    1.2,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    120,
+    300,
+    600,
+    900,
+    1800,
+    3600,
+    7200,
+    14400,
+)
+SWAP_BUCKETS_S = (1, 5, 15, 30, 60, 120, 180, 240, 300, 420, 600, 900, 1800, 3600)
 PROMPT_BUCKETS = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 ERROR_BUCKETS = (-0.5, -0.2, -0.1, -0.05, -0.02, -0.01, -0.001, 0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+
+
+class Timeliness(StrEnum):
+    """Whether a first token came when it was due."""
+
+    TIMELY = "timely"
+    LATE = "late"
 
 
 class Metrics:
@@ -47,9 +80,12 @@ class Metrics:
         waiting: Callable[[], Mapping[tuple[str, str], int]],
         replicas: Callable[[], int],
         store_modes: Callable[[], Mapping[str, bool]],
+        oldest_waits_s: Callable[[], Mapping[tuple[str, str], float]] = dict,
+        wait_limits_s: Callable[[], Mapping[tuple[str, str], float]] = dict,
+        wants: Callable[[], Mapping[str, Wants]] = dict,
         boxes: Callable[[], Mapping[str, BoxSight]] = dict,
     ) -> None:
-        """Read gauges from these at scrape time: per backend id; `waiting` per (model, class).
+        """Read gauges from these at scrape time: per backend id; what waits per (model, class).
 
         `store_modes` says of each way of counting slots whether it is in force; of none without a store.
         """
@@ -79,9 +115,15 @@ class Metrics:
         labels = ("traffic_class", "backend")
         self.ttft = Histogram(
             "gateway_time_to_first_token_seconds",
-            "From the request's arrival to its first token (whole answers: to their end).",
+            "From a streamed request's arrival to its first token.",
             labels,
             buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.first_tokens = Counter(
+            "gateway_first_tokens",
+            "First tokens of streams, by whether they came when their class wants them.",
+            (*labels, "timeliness"),
             registry=registry,
         )
         self.tpot = Histogram(
@@ -180,9 +222,22 @@ class Metrics:
             ("endpoint",),
             registry=registry,
         )
+        self.swaps = Counter(
+            "gateway_box_swaps",
+            "Changes of a box's model that this process has carried out.",
+            ("box", "backend", "cause"),
+            registry=registry,
+        )
+        self.swap_time = Histogram(
+            "gateway_box_swap_seconds",
+            "From the decision to change models until the other one serves.",
+            ("box", "backend"),
+            buckets=SWAP_BUCKETS_S,
+            registry=registry,
+        )
         registry.register(_Fleet(backends, loads, statuses, drifts, count_drifts))
         registry.register(_Knees(sights))
-        registry.register(_Waiting(waiting))
+        registry.register(_Waiting(waiting, oldest_waits_s, wait_limits_s, wants))
         registry.register(_Boxes(boxes))
         registry.register(_Store(replicas, store_modes))
 
@@ -214,7 +269,12 @@ class Metrics:
         decision, first = record.decision, record.first_byte_at
         assert decision is not None
         assert first is not None
-        self.ttft.labels(name, record.backend).observe(first - record.received_at)
+        if record.stream:
+            self.ttft.labels(name, record.backend).observe(first - record.received_at)
+        if record.stream and record.route and record.due_s is not None:  # nobody looks on at a job
+            is_late = first - record.received_at > record.due_s
+            timeliness = Timeliness.LATE if is_late else Timeliness.TIMELY
+            self.first_tokens.labels(name, record.backend, timeliness.value).inc()
         self.duration.labels(name, record.backend).observe(record.ended_at - record.received_at)
         if record.is_spill:
             self.spills.labels(name, record.pool).inc()
@@ -234,6 +294,11 @@ class Metrics:
             self.state_changes.labels(backend_id, new.state.value).inc()
         if new.restarts > old.restarts:
             self.restarts.labels(backend_id).inc(new.restarts - old.restarts)
+
+    def box_swapped(self, box_id: str, swap: Swap) -> None:
+        """Note that this process has ended a swap of a box."""
+        self.swaps.labels(box_id, swap.backend, swap.cause.value).inc()
+        self.swap_time.labels(box_id, swap.backend).observe(swap.took_s)
 
     def config_in_force(self, version: str, at: float) -> None:
         """Note that a configuration is in force since `at`, in epoch seconds."""
@@ -357,8 +422,15 @@ class _Knees(Collector):
 class _Waiting(Collector):
     """Who waits."""
 
-    def __init__(self, waiting: Callable[[], Mapping[tuple[str, str], int]]) -> None:
-        self._waiting = waiting
+    def __init__(
+        self,
+        waiting: Callable[[], Mapping[tuple[str, str], int]],
+        oldest_waits_s: Callable[[], Mapping[tuple[str, str], float]],
+        wait_limits_s: Callable[[], Mapping[tuple[str, str], float]],
+        wants: Callable[[], Mapping[str, Wants]],
+    ) -> None:
+        self._waiting, self._oldest_waits_s, self._wants = waiting, oldest_waits_s, wants
+        self._wait_limits_s = wait_limits_s
 
     def collect(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily(
@@ -366,7 +438,28 @@ class _Waiting(Collector):
         )
         for (model, traffic_class), count in self._waiting().items():
             waiting.add_metric([model, traffic_class], float(count))
-        yield waiting
+        oldest = GaugeMetricFamily(
+            "gateway_oldest_wait_seconds",
+            "How long the request has waited that waits longest; 0 where none does.",
+            labels=["model", "traffic_class"],
+        )
+        for (model, traffic_class), waited_s in self._oldest_waits_s().items():
+            oldest.add_metric([model, traffic_class], waited_s)
+        limit = GaugeMetricFamily(
+            "gateway_wait_limit_seconds",
+            "How long one may wait at most.",
+            labels=["model", "traffic_class"],
+        )
+        for (model, traffic_class), limit_s in self._wait_limits_s().items():
+            limit.add_metric([model, traffic_class], limit_s)
+        wanted = GaugeMetricFamily(
+            "gateway_backend_waiting",
+            "Requests that wait and would start on a backend as their first choice.",
+            labels=["backend"],
+        )
+        for backend, wants in self._wants().items():
+            wanted.add_metric([backend], float(wants.count))
+        yield from (waiting, oldest, limit, wanted)
 
 
 class _Boxes(Collector):
@@ -410,6 +503,11 @@ class _Boxes(Collector):
         owner = GaugeMetricFamily(
             "gateway_box_owner", "1 where this gateway is the one that switches the box.", labels=["box"]
         )
+        boot_s = GaugeMetricFamily(
+            "gateway_box_boot_seconds",
+            "How long the last boot of a backend took; absent before its first.",
+            labels=["box", "backend"],
+        )
         boots = CounterMetricFamily("gateway_box_boots", "Boots that led to an answer.", labels=["box"])
         for name, sight in self._boxes().items():
             box = sight.box
@@ -428,7 +526,9 @@ class _Boxes(Collector):
                 planned.add_metric([name, sight.plan.target, sight.plan.cause.value], 1.0)
             owner.add_metric([name], float(sight.is_owner))
             boots.add_metric([name], box.swaps)
-        yield from (state, serving, waiting, stored, oldest, quarantined, planned, owner, boots)
+            for backend, took_s in box.boot_s.items():
+                boot_s.add_metric([name, backend], took_s)
+        yield from (state, serving, waiting, stored, oldest, quarantined, planned, owner, boots, boot_s)
 
 
 class _Store(Collector):

@@ -30,6 +30,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.samples import Sample
 
 from gateway import __version__
+from gateway.events import about
 from gateway.ports import Clock
 
 log = logging.getLogger("gateway.telemetry")
@@ -61,12 +62,19 @@ class MetricsPush:
 
     async def run(self) -> None:
         """Send until cancelled. What a receiver does not take is in the next one: nothing is a difference."""
+        is_away = False
         while True:
             await anyio.sleep(self._interval_s)
             data = metrics_data(self._registry, self._resource, self._since_ns, self._now_ns())
             taken = await anyio.to_thread.run_sync(self._sender.export, data, abandon_on_cancel=True)
-            if taken is not MetricExportResult.SUCCESS:
-                log.warning("metrics were not taken by the OTLP receiver; the next are sent as planned")
+            was_away, is_away = is_away, taken is not MetricExportResult.SUCCESS
+            if is_away and not was_away:
+                log.warning(
+                    "metrics are not taken by the OTLP receiver; the next are sent as planned",
+                    extra=about("metrics_not_taken"),
+                )
+            elif was_away and not is_away:
+                log.info("metrics are taken by the OTLP receiver again", extra=about("metrics_taken"))
 
     def _now_ns(self) -> int:
         return int(self._clock.wall() * 1e9)

@@ -16,6 +16,8 @@ from typing import IO
 
 import anyio
 
+from gateway.events import about
+
 log = logging.getLogger("gateway.boxes")
 
 OUTPUT_BYTES_MAX = 4_000
@@ -51,7 +53,8 @@ async def run(command: Command, environ: Mapping[str, str]) -> str:
     except OSError as error:  # no such program, no more processes, no space left
         return f"{command.words[0]}: {error.strerror or error}"
     for line in said:
-        log.info("%s: %s", "sh" if command.shell else command.words[0], line)
+        program = "sh" if command.shell else command.words[0]
+        log.info("%s: %s", program, line, extra=about("command_output", command=program))
     return f"{failure}: {said[-1]}" if failure and said else failure
 
 

@@ -22,6 +22,7 @@ from gateway import __version__
 from gateway.core import canary
 from gateway.core.canary import Canary
 from gateway.core.values import Backend
+from gateway.events import about
 from gateway.upstream import commands
 from gateway.upstream.commands import Command
 from gateway.upstream.transport import Transport
@@ -306,10 +307,20 @@ def note_launch(member: Member) -> None:
     if old == new:
         return
     if old is not None:
-        log.warning("%s is started otherwise than the last time: what was compiled for it is not used", name)
+        log.warning(
+            "%s is started otherwise than the last time: what was compiled for it is not used",
+            name,
+            extra=about("launch_changed", backend=name),
+        )
     try:
         temporary = path.with_name(f"{path.name}.new")
         temporary.write_text(json.dumps({**known, name: new}, indent=2) + "\n", encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        log.warning("%s cannot be written: %s", path, error.strerror or error)
+        reason = error.strerror or str(error)
+        log.warning(
+            "%s cannot be written: %s",
+            path,
+            reason,
+            extra=about("launch_not_noted", backend=name, reason=reason),
+        )

@@ -14,6 +14,7 @@ from anyio.abc import TaskGroup
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.webhooks import Delivery, WebhookAttempt, WebhookEndpoint, WebhookOutcome
+from gateway.events import about
 from gateway.ports import WebhookStore
 from gateway.upstream.webhook_calls import WebhookCaller
 
@@ -86,12 +87,18 @@ class Webhooks:
             await self._take(tasks)
         except StoreUnavailable as error:
             if not self._is_away:
-                log.error("webhooks wait: the store is away (%s)", error)
+                log.error(
+                    "webhooks wait: the store is away (%s)",
+                    error,
+                    extra=about("store_away", store="webhooks"),
+                )
             self._is_away = True
             await anyio.sleep(self._poll_s)
             return
         if self._is_away:
-            log.warning("webhooks go on: the store answers again")
+            log.warning(
+                "webhooks go on: the store answers again", extra=about("store_back", store="webhooks")
+            )
         self._is_away = False
         if not has_more:
             with anyio.move_on_after(self._poll_s):

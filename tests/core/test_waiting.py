@@ -24,7 +24,7 @@ from gateway.core.values import (
     Waiting,
     WhenLate,
 )
-from gateway.core.waiting import PUT_BACK_TOKENS, Reason, Refused, Ticket, Turn, WaitingLine
+from gateway.core.waiting import PUT_BACK_TOKENS, Reason, Refused, Ticket, Turn, WaitingLine, patient
 
 UP = BackendStatus(state=State.UP, served_models=("gemma",))
 PLAIN = TrafficClass("chat", ("light",))
@@ -1120,6 +1120,12 @@ def test_what_waited_in_the_store_or_on_another_try_is_as_old_as_that() -> None:
     site.enter("b", 900.0, traffic_class=CHAT)
 
     assert site.line.wants({"light"}) == {"light": Wants(2, 600.0)}
+    patiently = replace(CHAT, waiting=patient(CHAT.waiting))
+    site.enter("patient", 0.0, traffic_class=patiently)
+    assert site.line.oldest_waits_s(1010.0) == {("gemma", "chat"): 410.0}
+    for name in ("a-job", "b"):
+        site.line.leave(name)
+    assert site.line.oldest_waits_s(1010.0) == {("gemma", "chat"): 0.0}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Two models, one memory, and a gateway that changes them: real sockets, real commands, a real store."""
 
+import re
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -171,6 +172,10 @@ async def test_nobody_is_cut_off_by_a_swap(tmp_path: Path) -> None:
         assert [name for name, _ in ended] == ["gemma", "qwen", "qwen"]
         assert ended[0][1].json()["usage"]["completion_tokens"] == 600
         assert site.box().backend == "qwen"
+        async with httpx.AsyncClient(base_url=site.admin_url) as admin:
+            page = (await admin.get("/metrics")).text
+        assert re.search(r'gateway_box_swaps_total\{backend="qwen",box="spark",cause="(jobs|age)"\} 1', page)
+        assert 'gateway_box_boot_seconds{backend="qwen",box="spark"}' in page
         assert site.is_unharmed()
 
 

@@ -216,10 +216,10 @@ async def test_metrics_are_pushed_as_they_are_shown(tmp_path: Path, otlp: Receiv
             page = (await http.get(f"{gateway.admin_url}/metrics")).text
     (point,) = found["gateway_requests_total"]["sum"]["dataPoints"]
     assert point["asDouble"] == 1
-    (ttft,) = found["gateway_time_to_first_token_seconds"]["histogram"]["dataPoints"]
+    (ttft,) = found["gateway_request_duration_seconds"]["histogram"]["dataPoints"]
     assert sum(map(int, ttft["bucketCounts"])) == int(ttft["count"]) == 1
     assert len(ttft["bucketCounts"]) == len(ttft["explicitBounds"]) + 1
-    assert found["gateway_time_to_first_token_seconds"]["unit"] == "s"
+    assert found["gateway_request_duration_seconds"]["unit"] == "s"
     shown = set(re.findall(r"^# TYPE (\w+) ", page, re.M))
     assert set(found) <= shown
 

@@ -284,7 +284,7 @@ async def test_a_signal_drains_every_worker(gateway: Gateway, stop: Callable[[in
             streams.append(await stream(client, LASTING))
         stop(pid)
         for number in range(WORKERS):
-            await gateway.process.wait_for(rf'"worker": {number}, "message": "draining: 1 requests')
+            await gateway.process.wait_for(rf'"worker": {number}, "event": "draining", "in_flight": 1')
         async with httpx.AsyncClient(trust_env=False) as http:
             assert (await http.get(f"{gateway.url}/readyz")).status_code == 503
         assert [await finish(chunks) for chunks in streams] == ["length", "length"]
@@ -325,7 +325,7 @@ async def test_the_embedded_store_comes_back(gateway: Gateway) -> None:
     await gateway.process.wait_for("the embedded store ended .status 137.")
     await gateway.process.wait_for("the embedded store runs again")
     for number in range(WORKERS):
-        await gateway.process.wait_for(f'"worker": {number}, "message": "the store answers again')
+        await gateway.process.wait_for(f'"worker": {number}, "event": "store_back')
         async with gateway.client_of(number) as client:
             await client.chat.completions.create(model="gemma-4", messages=CHAT, max_tokens=1)
     assert parent_of(parent_of(gateway.valkey())) == gateway.process.process.pid

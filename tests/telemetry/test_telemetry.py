@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from gateway.core.box_swaps import Swap, SwapCause
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, EngineSample, Outcome, State
+from gateway.core.swap_policy import Wants
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
 from gateway.core.values import (
     Backend,
@@ -27,7 +29,7 @@ from gateway.core.webhooks import Delivery, WebhookAttempt, WebhookOutcome, fail
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import DURATION_BUCKETS_S, TTFT_BUCKETS_S, Metrics
 from gateway.telemetry.recorder import Recorders
 
 BACKENDS = {
@@ -107,6 +109,23 @@ def test_how_many_gateways_there_are_and_how_they_count() -> None:
     assert value(subject, "gateway_store_mode", mode="alone") == 1
 
 
+def test_a_first_token_is_late_when_its_class_wants_it_sooner_and_somebody_looks_on() -> None:
+    subject = metrics()
+    for due_s, route in (
+        (0.4, "/v1/completions"),
+        (0.6, "/v1/completions"),
+        (0.4, ""),
+        (None, "/v1"),
+    ):
+        subject.finished(replace(RECORD, due_s=due_s, route=route))
+    subject.finished(replace(RECORD, due_s=0.4, route="/v1/chat/completions", stream=False))
+
+    where = {"traffic_class": "short_chat", "backend": "light-0"}
+    for timeliness in ("late", "timely"):
+        assert value(subject, "gateway_first_tokens_total", **where, timeliness=timeliness) == 1
+    assert value(subject, "gateway_time_to_first_token_seconds_count", **where) == 4
+
+
 def test_a_spill_is_counted() -> None:
     subject = metrics()
 
@@ -139,6 +158,9 @@ def test_gauges_are_read_when_asked_for() -> None:
         statuses=lambda: {"light-0": BackendStatus(state=State.UP, engine=engine)},
         drifts=lambda: {"light-0": Drift("light-0", samples=20, median_tokens=40.0, drifted=True)},
         waiting=lambda: {("gemma-4", "short_chat"): 3},
+        oldest_waits_s=lambda: {("gemma-4", "short_chat"): 12.5},
+        wait_limits_s=lambda: {("gemma-4", "short_chat"): 15.0},
+        wants=lambda: {"light-0": Wants(3, 1.0), "push": Wants()},
     )
 
     assert value(subject, "gateway_in_flight", backend="light-0") == 32
@@ -150,7 +172,12 @@ def test_gauges_are_read_when_asked_for() -> None:
     assert value(subject, "gateway_backend_state", backend="light-0", state="down") == 0
     assert value(subject, "gateway_estimate_drift_tokens", backend="light-0") == 40
     assert value(subject, "gateway_estimate_drifted", backend="light-0") == 1
-    assert value(subject, "gateway_waiting", model="gemma-4", traffic_class="short_chat") == 3
+    line = {"model": "gemma-4", "traffic_class": "short_chat"}
+    assert value(subject, "gateway_waiting", **line) == 3
+    assert value(subject, "gateway_oldest_wait_seconds", **line) == 12.5
+    assert value(subject, "gateway_wait_limit_seconds", **line) == 15
+    assert value(subject, "gateway_backend_waiting", backend="light-0") == 3
+    assert value(subject, "gateway_backend_waiting", backend="push") == 0
 
 
 def test_states_and_restarts_are_counted() -> None:
@@ -161,6 +188,21 @@ def test_states_and_restarts_are_counted() -> None:
 
     assert value(subject, "gateway_backend_state_changes_total", backend="push", state="probation") == 1
     assert value(subject, "gateway_backend_restarts_total", backend="push") == 1
+
+
+def test_a_swap_is_counted_and_timed() -> None:
+    subject = metrics()
+
+    subject.box_swapped("spark", Swap("qwen", SwapCause.AGE, 290.0))
+
+    assert value(subject, "gateway_box_swaps_total", box="spark", backend="qwen", cause="age") == 1
+    assert value(subject, "gateway_box_swap_seconds_bucket", box="spark", backend="qwen", le="240.0") == 0
+    assert value(subject, "gateway_box_swap_seconds_bucket", box="spark", backend="qwen", le="300.0") == 1
+
+
+def test_buckets_reach_beyond_what_is_published() -> None:
+    assert TTFT_BUCKETS_S[-1] > 319  # the longest first token: docs/measurements.md
+    assert DURATION_BUCKETS_S[-1] > 4 * 3600  # a long job's answer
 
 
 def test_the_journal_keeps_the_newest() -> None:
@@ -242,7 +284,7 @@ def test_a_change_of_the_world_is_one_line() -> None:
     RequestLog().attempt(replace(ATTEMPT, outcome=Outcome.REJECTED))
 
     state, attempt = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert (state["level"], state["from"], state["to"], state["reason"]) == (
+    assert (state["level"], state["before"], state["state"], state["reason"]) == (
         "warning",
         "up",
         "down",

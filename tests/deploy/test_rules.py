@@ -1,0 +1,299 @@
+"""Every alert fires when it should, and keeps quiet when it should, by promtool."""
+
+import json
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from support.prometheus import program
+
+RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules.yml"
+ALERTS = {
+    rule["alert"]: rule["labels"]["severity"]
+    for group in yaml.safe_load(RULES.read_text())["groups"]
+    for rule in group["rules"]
+    if "alert" in rule
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One alert, and what it says of these series (a value per minute) at which minute."""
+
+    alert: str
+    series: Mapping[str, str]
+    at: int
+    summary: str = ""  # "": it does not fire
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def requests(ending: str, per_minute: float) -> dict[str, str]:
+    series = f'gateway_requests_total{{traffic_class="short_chat",backend="b",ending="{ending}"}}'
+    return {series: f"0+{per_minute}x60"}
+
+
+def first_tokens(timeliness: str, per_minute: float) -> dict[str, str]:
+    series = f'gateway_first_tokens_total{{traffic_class="short_chat",timeliness="{timeliness}"}}'
+    return {series: f"0+{per_minute}x60"}
+
+
+def looks(in_time: float) -> dict[str, str]:
+    return {
+        'gateway_event_loop_delay_seconds_bucket{instance="a",le="0.025"}': f"0+{in_time}x60",
+        'gateway_event_loop_delay_seconds_count{instance="a"}': "0+1200x60",
+    }
+
+
+def webhooks(outcome: str, values: str) -> dict[str, str]:
+    return {f'gateway_webhooks_total{{instance="a",endpoint="ops",outcome="{outcome}"}}': values}
+
+
+UP = 'up{job="gemma-gateway",instance="a"}'
+STATE = 'gateway_backend_state{instance="a",backend="light-0",state="%s"}'
+ALONE = 'gateway_store_mode{instance="a",mode="alone"}'
+RELOADED = 'gateway_config_last_reload_successful{instance="a"}'
+CONFIG = 'gateway_config_info{instance="%s",version="%s"}'
+EJECTIONS = 'gateway_backend_state_changes_total{instance="a",backend="light-0",state="ejected"}'
+RESTARTS = 'gateway_backend_restarts_total{instance="a",backend="light-0"}'
+KNEE = 'gateway_knee_used_ratio{instance="a",backend="light-0"}'
+DRIFTED = 'gateway_estimate_drifted{instance="a",backend="light-0"}'
+COUNTED = 'gateway_count_drift_lasting_seqs{instance="a",backend="light-0"}'
+OLDEST = 'gateway_oldest_wait_seconds{instance="a",model="m",traffic_class="docs"}'
+LIMIT = 'gateway_wait_limit_seconds{instance="a",model="m",traffic_class="docs"}'
+BOX = 'gateway_box_state{instance="a",box="spark",state="failed"}'
+QUARANTINE = 'gateway_box_quarantined{instance="a",box="spark",backend="qwen"}'
+JOBS_WAIT = 'gateway_jobs_oldest_wait_seconds{instance="a",lane="m/docs"}'
+POISONED = 'gateway_job_attempts_total{instance="a",lane="m/docs",beginning="new",outcome="poisoned"}'
+LANE = {"lane": "m/docs"}
+LIGHT = {"backend": "light-0"}
+OPS = {"endpoint": "ops"}
+
+CASES = [
+    Case("GatewayDown", {UP: "1x5 0x10"}, 7),
+    Case(
+        "GatewayDown", {UP: "1x5 0x10"}, 9, "a cannot be scraped", {"job": "gemma-gateway", "instance": "a"}
+    ),
+    Case("GatewayNoBackend", {STATE % "up": "0x20", STATE % "probation": "1x20"}, 9),
+    Case(
+        "GatewayNoBackend",
+        {STATE % "up": "1x5 0x10", STATE % "probation": "0x20", STATE % "down": "1x20"},
+        9,
+        "a has no backend that takes requests",
+        {"instance": "a"},
+    ),
+    Case("GatewayRequestsFail", requests("completed", 199) | requests("broken", 1), 20),
+    Case(
+        "GatewayRequestsFail",
+        requests("completed", 97) | requests("broken", 2) | requests("failed", 1),
+        20,
+        "3% of requests fail or break off",
+    ),
+    Case("GatewayShedsLoad", requests("completed", 96) | requests("shed", 4), 20),
+    Case(
+        "GatewayShedsLoad",
+        requests("completed", 90) | requests("shed", 10),
+        20,
+        "10% of short_chat is refused",
+        {"traffic_class": "short_chat"},
+    ),
+    Case("GatewayFirstTokenLate", first_tokens("timely", 96) | first_tokens("late", 4), 30),
+    Case(
+        "GatewayFirstTokenLate",
+        first_tokens("timely", 90) | first_tokens("late", 10),
+        30,
+        "TTFT p95 is above target: 10% of short_chat is late",
+        {"traffic_class": "short_chat"},
+    ),
+    Case("GatewayWaitsLong", {OLDEST: "80x20", LIMIT: "120x20"}, 10),
+    Case(
+        "GatewayWaitsLong",
+        {OLDEST: "110x20", LIMIT: "120x20"},
+        10,
+        "a request for m/docs has waited 1m 50s",
+        {"model": "m", "traffic_class": "docs"},
+    ),
+    Case("GatewayEventLoopLate", looks(1195), 20),
+    Case(
+        "GatewayEventLoopLate",
+        looks(1100),
+        20,
+        "a: the event loop is more than 25 ms late, again and again",
+        {"instance": "a"},
+    ),
+    Case("GatewayStoreAlone", {ALONE: "0x20"}, 10),
+    Case(
+        "GatewayStoreAlone",
+        {ALONE: "0x5 1x10"},
+        10,
+        "a counts alone: the store is away",
+        {"instance": "a", "mode": "alone"},
+    ),
+    Case("GatewayConfigReloadFailed", {RELOADED: "1x20"}, 10),
+    Case(
+        "GatewayConfigReloadFailed",
+        {RELOADED: "1x5 0x10"},
+        10,
+        "a could not use its new configuration",
+        {"instance": "a"},
+    ),
+    Case("GatewayConfigsDiffer", {CONFIG % ("a", "1"): "1x40", CONFIG % ("b", "1"): "1x40"}, 30),
+    Case(
+        "GatewayConfigsDiffer",
+        {CONFIG % ("a", "1"): "1x40", CONFIG % ("b", "2"): "1x40"},
+        30,
+        "gateways run 2 different configurations",
+    ),
+    Case("GatewayBackendDown", {STATE % "ejected": "1x20", STATE % "down": "0x20"}, 10),
+    Case(
+        "GatewayBackendDown",
+        {STATE % "hung": "0x5 1x10", STATE % "down": "0x20"},
+        10,
+        "light-0 does not answer, or makes no progress",
+        LIGHT,
+    ),
+    Case("GatewayBackendEjected", {STATE % "ejected": "0x20 1x3 0x10"}, 25),
+    Case(
+        "GatewayBackendEjected",
+        {STATE % "ejected": "0x20 1x20"},
+        35,
+        "light-0 was ejected for most of the last 10 minutes",
+        LIGHT,
+    ),
+    Case("GatewayBackendFlaps", {EJECTIONS: "0+0.1x60"}, 40),
+    Case(
+        "GatewayBackendFlaps",
+        {EJECTIONS: "0+1x60"},
+        40,
+        "light-0 was ejected 30 times in half an hour",
+        LIGHT,
+    ),
+    Case("GatewayBackendRestarts", {RESTARTS: "0x10 1x20"}, 25),
+    Case(
+        "GatewayBackendRestarts",
+        {RESTARTS: "0x10 1x5 2x10"},
+        25,
+        "the engine of light-0 has restarted 2 times in 6 hours",
+        LIGHT,
+    ),
+    Case("GatewayBackendAtKnee", {KNEE: "0.9x60"}, 50),
+    Case("GatewayBackendAtKnee", {KNEE: "1x60"}, 50, "light-0 has been at its knee for half an hour", LIGHT),
+    Case("GatewayEstimateDrift", {DRIFTED: "0x60"}, 30),
+    Case("GatewayEstimateDrift", {DRIFTED: "0x5 1x60"}, 30, "prompts of light-0 are counted wrongly", LIGHT),
+    Case("GatewayCountDrift", {COUNTED: "0x60"}, 30),
+    Case(
+        "GatewayCountDrift",
+        {COUNTED: "-2x60"},
+        30,
+        "light-0 runs 2 sequences more or less than the gateways count",
+        LIGHT,
+    ),
+    Case("GatewayBoxFailed", {BOX: "0x10"}, 8),
+    Case(
+        "GatewayBoxFailed",
+        {BOX: "0x5 1x10"},
+        8,
+        "box spark serves nothing, and a person is needed",
+        {"box": "spark"},
+    ),
+    Case("GatewayBoxQuarantined", {QUARANTINE: "0x10"}, 8),
+    Case(
+        "GatewayBoxQuarantined",
+        {QUARANTINE: "0x5 1x10"},
+        8,
+        "qwen of box spark is not started any more",
+        {"box": "spark", "backend": "qwen"},
+    ),
+    Case("GatewayJobsWaitLong", {JOBS_WAIT: "3000x60"}, 30),
+    Case("GatewayJobsWaitLong", {JOBS_WAIT: "4000x60"}, 30, "a job of m/docs has waited 1h 6m 40s", LANE),
+    Case("GatewayJobsPoisoned", {POISONED: "_x5 1x200"}, 150),
+    Case(
+        "GatewayJobsPoisoned",
+        {POISONED: "_x5 1x200"},
+        20,
+        "jobs of m/docs were given up after failing again and again",
+        LANE,
+    ),
+    Case(
+        "GatewayJobsPoisoned",
+        {POISONED: "1x100 2x100"},
+        120,
+        "jobs of m/docs were given up after failing again and again",
+        LANE,
+    ),
+    Case("GatewayJobsStoreAway", {'gateway_jobs_store_away{instance="a"}': "0x20"}, 10),
+    Case(
+        "GatewayJobsStoreAway",
+        {'gateway_jobs_store_away{instance="a"}': "0x5 1x20"},
+        10,
+        "the store of jobs does not answer: no job is taken in or worked off",
+    ),
+    Case("GatewayJobsDrained", {'gateway_jobs_drained{instance="a"}': "1x300"}, 200),
+    Case(
+        "GatewayJobsDrained",
+        {'gateway_jobs_drained{instance="a"}': "1x300"},
+        250,
+        "workers take no jobs, by an order of hours ago",
+    ),
+    Case("GatewayWebhooksFail", webhooks("failed", "0+1x60") | webhooks("delivered", "0+1x60"), 50),
+    Case("GatewayWebhooksFail", webhooks("failed", "0+1x60"), 50, "nothing reaches the webhook ops", OPS),
+    Case("GatewayWebhooksLost", webhooks("delivered", "_x5 1x60"), 20),
+    Case(
+        "GatewayWebhooksLost",
+        webhooks("given_up", "_x5 1x60"),
+        20,
+        "the webhook ops does not get what it was to get",
+        OPS,
+    ),
+]
+
+
+def test_every_alert_has_a_case_where_it_fires_and_one_where_it_does_not() -> None:
+    assert {case.alert for case in CASES if case.summary} == set(ALERTS)
+    assert {case.alert for case in CASES if not case.summary} == set(ALERTS)
+
+
+def unit_test(case: Case) -> dict[str, Any]:
+    expected = {
+        "exp_labels": {"severity": ALERTS[case.alert], **case.labels},
+        "exp_annotations": {"summary": case.summary},
+    }
+    return {
+        "name": f"{case.alert} at {case.at}",
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in case.series.items()],
+        "alert_rule_test": [
+            {
+                "eval_time": f"{case.at}m",
+                "alertname": case.alert,
+                "exp_alerts": [expected] if case.summary else [],
+            }
+        ],
+    }
+
+
+def promtool(*arguments: str) -> str:
+    done = subprocess.run(
+        [str(program("promtool")), *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    said = done.stdout.decode()
+    assert done.returncode == 0, said
+    return said
+
+
+def test_the_rules_are_valid_and_do_what_they_say(tmp_path: Path) -> None:
+    promtool("check", "rules", str(RULES))
+    tests = {
+        "rule_files": [str(RULES)],
+        "evaluation_interval": "1m",
+        "tests": [unit_test(case) for case in CASES],
+    }
+    path = tmp_path / "rules_test.yml"
+    path.write_text(json.dumps(tests))
+    promtool("test", "rules", str(path))
+
+
+def test_the_example_configuration_is_valid() -> None:
+    promtool("check", "config", str(RULES.parent / "prometheus.yml"))
