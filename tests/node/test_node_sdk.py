@@ -68,6 +68,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
                         "classes": [{"class": "short_chat", "pools": ["light"]}],
                     },
                     "patient": {"classes": [patient]},
+                    "queued": {"classes": [{"class": "queued", "pools": ["light"], "queue": {}}]},
                 },
                 keys={name: {"sha256": sha256(name.encode()).hexdigest()} for name in ("a", "b")},
                 store={"url": store.url},
