@@ -30,17 +30,20 @@ from gateway.core.health import (
 from gateway.core.trace import passed_on
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.config_routes import config_handlers
+from gateway.downstream.job_admin import job_handlers
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.relay import BodyLimits
 from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
+from gateway.jobs import QueueWatch
 from gateway.pipeline import BackendWatch, Peers, Pipeline
 from gateway.pipeline.box_keeper import SETTLE_S, BoxKeeper
 from gateway.ports import Recorder
 from gateway.reload import Reload, Reloader
 from gateway.settings import Settings
 from gateway.store.boards import RedisBoard
+from gateway.store.embedded import embedded_url
 from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.keeper import keep_store
 from gateway.store.prefixes import MemoryPrefixIndex
@@ -70,7 +73,7 @@ class Running:
     """A gateway that serves.
 
     Attributes:
-        url: Base URL for applications.
+        url: Base URL for applications; "" where none can connect.
         admin_url: Base URL for operators, or None where the admin listener is off.
         gateway: What serves it.
     """
@@ -181,7 +184,9 @@ class Gateway:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
         self.responses = parts.response_store(settings, self.clock)
         self.jobs = parts.jobs(settings)
-        self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock)
+        self.queue = None if self.jobs is None else QueueWatch(self.jobs)
+        job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
+        self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
@@ -204,7 +209,7 @@ class Gateway:
             on_reload=self._reloaded,
         )
         self.operators = Operators(
-            handlers=config_handlers(self.reloader),
+            handlers=[*config_handlers(self.reloader), *job_handlers(self.jobs, self.clock)],
             views=Views(
                 policy=lambda: self.policy,
                 ledger=self.ledger,
@@ -218,6 +223,8 @@ class Gateway:
                 clock=self.clock,
             ).by_name(),
             metrics=self.metrics.exposition,
+            readiness=self._readiness_for_operators,
+            names=settings.document.admin_names,
         )
 
     async def _put_in_force(self, settings: Settings) -> None:
@@ -285,6 +292,33 @@ class Gateway:
         # A box that changes models serves nobody for minutes, but what waits for it is not lost.
         return {"a_backend_is_up": up or self.boxes.can_serve_later}
 
+    def _readiness_for_operators(self) -> Mapping[str, bool]:
+        if self.settings.is_job_worker and self.worker is not None:
+            return {
+                **self.readiness(),
+                "not_draining": not self.worker.is_draining,
+                "the_store_of_jobs_answers": bool(
+                    self.queue and self.queue.sight and not self.queue.sight.is_away
+                ),
+            }
+        return {**self.readiness(), "not_draining": not self.applications.is_draining}
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of applications that run; of a process that only works jobs off, its jobs."""
+        if self.settings.is_job_worker and self.worker is not None:
+            return self.worker.running
+        return self.applications.in_flight
+
+    async def drain(self) -> None:
+        """Take nothing new, and return when everything that is `in_flight` has ended."""
+        if self.worker is not None:
+            self.worker.drain()
+        if self.settings.is_job_worker and self.worker is not None:
+            await self.worker.wait_idle()
+        else:
+            await self.applications.drain()
+
     @asynccontextmanager
     async def running(self, listen: socket.socket | None = None) -> AsyncIterator[Running]:
         """Serve on the configured addresses while the block runs.
@@ -294,13 +328,16 @@ class Gateway:
         Raises:
             ConfigError: an address cannot be bound.
         """
-        applications, operators = self.applications.asgi_app(), self.operators.asgi_app()
-        listen = listen or bind(*self.settings.listen)
+        self._listeners = []
+        if not self.settings.is_job_worker:
+            listen = listen or bind(*self.settings.listen)
+            self._listeners.append(Listener(self.applications.asgi_app(), listen))
         admin = None if self.settings.admin is None else bind(*self.settings.admin)
-        self._listeners = [Listener(applications, listen)]
         if admin is not None:
-            self._listeners.append(Listener(operators, admin))
-        running = Running(url_of(listen), None if admin is None else url_of(admin), self)
+            self._listeners.append(Listener(self.operators.asgi_app(), admin))
+        running = Running(
+            "" if listen is None else url_of(listen), None if admin is None else url_of(admin), self
+        )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.fleet.run)
             tasks.start_soon(self.pipeline.room.run)
@@ -311,6 +348,8 @@ class Gateway:
                 tasks.start_soon(self._store.run)
             if self.jobs is not None:
                 tasks.start_soon(self.jobs.run)
+            if self.queue is not None:
+                tasks.start_soon(self.queue.run)
             if self.worker is not None:
                 tasks.start_soon(self.worker.run)
             if self.webhooks is not None:
@@ -364,6 +403,8 @@ async def serve(
 
     SIGHUP has it read its configuration again.
 
+    Jobs are kept beside it where the file names no store; a worker of jobs uses what `serve` keeps there.
+
     Raises:
         ConfigError: it cannot be built from these settings, or an address cannot be bound.
     """
@@ -374,7 +415,9 @@ async def serve(
     ):
         async with anyio.create_task_group() as tasks:
             try:
-                if settings.jobs_folder is not None:
+                if settings.jobs_folder is not None and settings.is_job_worker:
+                    settings = settings.with_jobs_at(embedded_url(settings.jobs_folder))
+                elif settings.jobs_folder is not None:
                     settings = settings.with_jobs_at(await tasks.start(keep_store, settings.jobs_folder))
                 gateway = Gateway(settings, environ)
                 tasks.start_soon(reread_on, hints, gateway)
@@ -401,17 +444,15 @@ async def serve_until(
     async with gateway.running(listen) as running:
         ready(running)
         await anext(stops)
-        if gateway.worker is not None:
-            gateway.worker.drain()
-        in_flight = gateway.applications.in_flight
-        log.info("draining: %d requests in flight; a second signal ends them", in_flight)
+        what = "jobs" if gateway.settings.is_job_worker else "requests"
+        log.info("draining: %d %s in flight; a second signal ends them", gateway.in_flight, what)
         with anyio.move_on_after(gateway.settings.shutdown.drain_s):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_cancel_on_next, stops, tasks)
-                await gateway.applications.drain()
+                await gateway.drain()
                 tasks.cancel_scope.cancel()
-        if left := gateway.applications.in_flight:
-            log.warning("ending with %d requests in flight", left)
+        if left := gateway.in_flight:
+            log.warning("ending with %d %s in flight", left, what)
     log.info("stopped")
 
 

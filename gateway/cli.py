@@ -38,6 +38,7 @@ class Commands(click.RichGroup):
     elsewhere: ClassVar[Mapping[str, str]] = {
         "box-switch": "gateway.simulator.box_command",
         "demo": "gateway.demo.command",
+        "jobs": "gateway.job_commands",
         "simulate": "gateway.simulator.command",
         "simulate-box": "gateway.simulator.box_command",
     }
@@ -79,6 +80,20 @@ def serve(config: Path, log_level: str, workers: int) -> None:
     from gateway import process
 
     sys.exit(process.serve(config, log_level, workers))
+
+
+@main.command()
+@config_option
+@click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
+@click.option("--admin", metavar="HOST:PORT", help="Where operators connect, in place of the file's `admin`.")
+def worker(config: Path, log_level: str, admin: str | None) -> None:
+    """Work jobs off until SIGTERM, beside the gateways that take them in. Applications cannot connect.
+
+    Then it takes no more, lets those finish whose answers have begun, and gives the others back.
+    """
+    from gateway import process
+
+    sys.exit(process.work(config, log_level, admin))
 
 
 @main.command()

@@ -16,15 +16,15 @@ from gateway.core.health import (
     HealthRules,
     hang_after_s,
 )
-from gateway.core.jobs import Job, JobPriority, Quota
+from gateway.core.jobs import AttemptEnd, Job, JobPriority, Quota
 from gateway.core.responses.replay import JobFacts
-from gateway.core.values import Backend, Endpoint
+from gateway.core.values import Backend, Endpoint, Policy
 from gateway.core.webhooks import WebhookAttempt
 from gateway.downstream import wire
 from gateway.downstream.background import Background, JobRules
 from gateway.downstream.routes import new_request_id
 from gateway.downstream.wire import WireRules
-from gateway.jobs import Worker, WorkerRules
+from gateway.jobs import QueueWatch, Worker, WorkerRules
 from gateway.pipeline import Pipeline
 from gateway.ports import Arrival
 from gateway.settings import Settings
@@ -37,6 +37,7 @@ from gateway.store.redis import RedisLedger
 from gateway.store.responses import MemoryResponseStore, RedisResponseStore
 from gateway.store.webhooks import RedisWebhooks
 from gateway.telemetry import logs
+from gateway.telemetry.job_metrics import JobMetrics
 from gateway.telemetry.metrics import Metrics
 from gateway.tokenizer import PromptEstimator
 from gateway.upstream.commands import Command
@@ -136,12 +137,29 @@ def background(
     return Background(jobs, pipeline, rules, clock)
 
 
+def job_metrics(
+    metrics: Metrics, watch: QueueWatch | None, policy: Callable[[], Policy], clock: SystemClock
+) -> JobMetrics | None:
+    """Return what measures jobs, or None where there are none."""
+    if watch is None:
+        return None
+
+    def lanes() -> list[str]:
+        return [f"{model.id}/{one.name}" for model in policy().models for one in model.classes]
+
+    return JobMetrics(metrics.registry, lanes=lanes, sight=lambda: watch.sight, wall=clock.wall)
+
+
 def worker(
-    settings: Settings, jobs: RedisJobs | None, pipeline: Pipeline, clock: SystemClock
+    settings: Settings,
+    jobs: RedisJobs | None,
+    pipeline: Pipeline,
+    clock: SystemClock,
+    metrics: JobMetrics | None,
 ) -> Worker | None:
-    """Return this process's worker, or None where there are no jobs."""
+    """Return this process's worker, or None where it works no jobs off."""
     section = settings.jobs
-    if section is None or jobs is None:
+    if section is None or jobs is None or not settings.works_jobs:
         return None
     rules = WorkerRules(
         running_max=section.running_max,
@@ -157,7 +175,12 @@ def worker(
         found = wire.read(Endpoint.CHAT, body, wanted, arrival=arrival, key=job.new.key, headers=headers)
         return replace(found, request=replace(found.request, is_job=True))
 
-    return Worker(jobs, name, read, pipeline.run, rules)
+    def attempt_ended(end: AttemptEnd) -> None:
+        logs.job_attempt_ended(end)
+        if metrics is not None:
+            metrics.attempt_ended(end)
+
+    return Worker(jobs, name, read, pipeline.run, rules, attempt_ended)
 
 
 def webhooks(

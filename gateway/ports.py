@@ -356,12 +356,23 @@ class JobStore(Protocol):
         """
 
     async def find(
-        self, *, key: str | None = None, status: JobStatus | None = None, limit: int = 100
+        self,
+        *,
+        key: str | None = None,
+        status: JobStatus | None = None,
+        lane: str | None = None,
+        limit: int = 100,
     ) -> Sequence[Job]:
         """Return jobs, newest first; `key`: only this API key's. Without their bodies and facts."""
 
     async def lanes(self) -> Sequence[Lane]:
         """Return every lane that has jobs, queued or in progress."""
+
+    async def drain(self, is_drained: bool | None = None) -> float | None:
+        """Hand out no more jobs, to no worker, until this is called with False; they are accepted as ever.
+
+        Returns since when none is handed out, in epoch seconds, or None. None as argument: only ask.
+        """
 
     # ------------------------------------------------------------ workers
 

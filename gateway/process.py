@@ -40,6 +40,24 @@ def serve(config: Path, log_level: str = "info", workers: int = 1) -> int:
     return 0
 
 
+def work(config: Path, log_level: str = "info", admin: str | None = None) -> int:
+    """Work jobs off until a signal; return the exit status. Otherwise as `serve`.
+
+    `admin`: where operators connect, in place of what the file says.
+    """
+    logs.set_up(log_level)
+    try:
+        loaded = settings.load(config).for_job_worker(admin)
+        for warning in loaded.warnings:
+            _say(f"warning: {warning}")
+        run(app.serve, loaded, os.environ, ready=_announce)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            _say(f"error: {line}")
+        return USAGE
+    return 0
+
+
 def run(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
     """Run a coroutine function to its end, on uvloop where it is installed."""
     uvloop = find_spec("uvloop") is not None
@@ -47,7 +65,8 @@ def run(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
 
 
 def _announce(running: app.Running) -> None:
-    _say(f"gemma-gateway {__version__} serves {running.url}/v1")
+    does = f"serves {running.url}/v1" if running.url else "works jobs off"
+    _say(f"gemma-gateway {__version__} {does}")
     if running.admin_url:
         _say(f"operators: {running.admin_url}/admin/backends")
 

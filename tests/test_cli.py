@@ -25,6 +25,8 @@ def run(*arguments: str, stdin: str | None = None) -> Result:
     "command",
     [
         "serve",
+        "worker",
+        "jobs",
         "demo",
         "simulate",
         "simulate-box",

@@ -11,6 +11,7 @@ from gateway.core.errors import GatewayError
 from gateway.core.quirks import WORKAROUNDS
 from gateway.core.waiting import Reason
 from gateway.downstream import config_routes, guard, routes
+from gateway.telemetry.job_metrics import JobMetrics
 from gateway.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +76,7 @@ def test_every_metric_is_documented_with_its_labels_and_no_other() -> None:
         "store_modes",
     )
     metrics = Metrics(replicas=int, **dict.fromkeys(nothing, dict))
+    JobMetrics(metrics.registry, lanes=tuple, sight=lambda: None, wall=float)
     exposed = set()
     for family in metrics.registry.collect():
         exposed.add(f"{family.name}_total" if family.type == "counter" else family.name)

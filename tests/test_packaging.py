@@ -185,24 +185,26 @@ def test_the_image_takes_the_same_interpreter_as_the_project() -> None:
     assert f"Programming Language :: Python :: {version[1]}" in PROJECT["classifiers"]
 
 
-def test_the_unit_lets_streams_finish_and_sends_no_signal_that_ends_them() -> None:
+@pytest.mark.parametrize("name", ["gemma-gateway", "gemma-gateway-worker"])
+def test_the_units_let_streams_finish_and_send_no_signal_that_ends_them(name: str) -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None, delimiters=("=",))
     unit.optionxform = str  # type: ignore[assignment,method-assign]
-    unit.read(ROOT / "deploy" / "gemma-gateway.service", encoding="utf-8")
+    unit.read(ROOT / "deploy" / f"{name}.service", encoding="utf-8")
     service = unit["Service"]
     assert float(service["TimeoutStopSec"]) > DRAIN_S
     assert service["KillSignal"] == "SIGTERM"
-    assert service["KillMode"] == "mixed"  # the workers' store must outlive their drain
+    if name == "gemma-gateway":
+        assert service["KillMode"] == "mixed"  # the workers' store must outlive their drain
     assert "ExecReload" not in service  # a hang-up would end the process: it reads its file once
     assert service["RestartPreventExitStatus"] == "2"
 
 
-def test_the_compose_file_lets_streams_finish_and_hides_the_admin_port() -> None:
-    service = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8"))["services"][
-        "gateway"
-    ]
+@pytest.mark.parametrize(("name", "port"), [("gateway", "9090"), ("worker", "9091")])
+def test_the_compose_file_lets_streams_finish_and_hides_the_admin_port(name: str, port: str) -> None:
+    composed = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8"))
+    service = composed["services"][name]
     assert float(service["stop_grace_period"].removesuffix("s")) > DRAIN_S
-    assert "127.0.0.1:9090:9090" in service["ports"]
+    assert f"127.0.0.1:{port}:9090" in service["ports"]
     assert service["read_only"] is True
 
 

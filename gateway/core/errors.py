@@ -5,9 +5,12 @@
         InvalidRequest          400 invalid_request_error / invalid_request, invalid_json, ...
         ContextExceeded         400 invalid_request_error / context_length_exceeded
         Unauthorized            401 authentication_error  / invalid_api_key
+        Forbidden               403 permission_error      / forbidden
         RouteNotFound           404 invalid_request_error / not_found
         ModelNotFound           404 invalid_request_error / model_not_found
         ResponseNotFound        404 invalid_request_error / response_not_found
+        JobNotFound             404 invalid_request_error / job_not_found
+        JobEnded                409 invalid_request_error / job_ended
         RequestTimeout          408 invalid_request_error / request_timeout
         BodyTooLarge            413 invalid_request_error / request_too_large
         BackendRejected         4xx the backend's own verdict on the content, in our shape
@@ -100,6 +103,14 @@ class Unauthorized(CallerError):
     code = "invalid_api_key"
 
 
+class Forbidden(CallerError):
+    """Not for whoever asks, whatever they ask."""
+
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
 class RouteNotFound(CallerError):
     """No such path, or a path this gateway deliberately does not serve."""
 
@@ -126,6 +137,20 @@ class ResponseNotFound(CallerError):
 
     status = 404
     code = "response_not_found"
+
+
+class JobNotFound(CallerError):
+    """No job of that id is kept; told to operators."""
+
+    status = 404
+    code = "job_not_found"
+
+
+class JobEnded(CallerError):
+    """The job has an answer: there is nothing to try again; told to operators."""
+
+    status = 409
+    code = "job_ended"
 
 
 class RequestTimeout(CallerError):

@@ -98,6 +98,7 @@ class Job:
         retry_at: It is not claimed before this.
         position: Its place among those that wait in its lane, 1 being next; None unless queued.
         chunks: Chunks of its answer that are stored.
+        size_bytes: Bytes that it and its answer keep in the store.
         worker: Who has it, or had it last.
         error: Why it failed.
     """
@@ -112,6 +113,7 @@ class Job:
     retry_at: float = 0.0
     position: int | None = None
     chunks: int = 0
+    size_bytes: int = 0
     worker: str = ""
     error: JobError | None = None
 
@@ -197,6 +199,70 @@ class Lane:
     in_progress: int
     oldest_at: float | None = None
     drain_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSight:
+    """What a process saw of the queue when it last looked.
+
+    Attributes:
+        lanes: Those that have jobs.
+        drained_at: Since when workers take no jobs, by an operator's order; None: they do.
+        is_away: Whether the store did not answer; the rest is what it had said before.
+    """
+
+    lanes: tuple[Lane, ...] = ()
+    drained_at: float | None = None
+    is_away: bool = False
+
+
+class Beginning(StrEnum):
+    """What an attempt at a job began with."""
+
+    NEW = "new"  # there was no answer yet
+    CONTINUED = "continued"  # from the text that was stored
+    RESTARTED = "restarted"  # anew: what was stored is void
+
+
+class AttemptOutcome(StrEnum):
+    """What became of an attempt at a job."""
+
+    ENDED = "ended"  # the job is final
+    FAILED = "failed"  # it counts against the job, which is tried again
+    POISONED = "poisoned"  # the same, for the last time
+    RETURNED = "returned"  # given back at no cost: no backend, no place, or its worker was stopped
+    LOST = "lost"  # the job was cancelled, deleted, has expired, or another worker has it
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnd:
+    """An attempt at a job that is over.
+
+    Attributes:
+        job: As it was claimed.
+        outcome: What became of it.
+        beginning: What it began with.
+        took_s: Seconds since the claim.
+        status: The job's final one, where it ended.
+        error: Why the job failed, where it did.
+    """
+
+    job: Job
+    outcome: AttemptOutcome
+    beginning: Beginning
+    took_s: float
+    status: JobStatus | None = None
+    error: JobError | None = None
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds from the job's acceptance to this claim."""
+        return max(0.0, (self.job.started_at or self.job.created_at) - self.job.created_at)
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds from the job's acceptance to the end of this attempt."""
+        return self.waited_s + self.took_s
 
 
 def expected_start_s(position: int | None, lane: Lane | None) -> float | None:

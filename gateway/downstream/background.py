@@ -1,5 +1,6 @@
 """Responses in the background: handed over, looked at, followed, cancelled. The store keeps them."""
 
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -23,6 +24,8 @@ from gateway.core.responses.draft import Event
 from gateway.core.responses.replay import JobFacts, Replay
 from gateway.pipeline import Pipeline
 from gateway.ports import Clock, Incoming, JobStore
+
+log = logging.getLogger("gateway.jobs")
 
 FOLLOW_S = 10.0
 """How long a follower waits for news before it says that it is still there."""
@@ -110,6 +113,8 @@ class Background:
                 raise JobConflict(message, code="idempotency_mismatch")
             case Refusal():
                 raise JobRefused(_REFUSALS[found], code=found.value, retry_after_s=30)
+        if found.id == id:
+            log.debug("job %s: accepted, %s, %s", id, job.lane, job.priority.value)
         return found, found.id != id
 
     async def get(self, key: str | None, id: str) -> Job | None:

@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from litestar import Litestar, MediaType, Request, Response, asgi, get
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
 from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
-from litestar.types import Receive, Scope, Send
+from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.core.errors import Draining, GatewayError, InvalidRequest, ModelNotFound, RouteNotFound
 from gateway.core.trace import Trace, passed_on
@@ -23,6 +23,7 @@ from gateway.downstream import wire
 from gateway.downstream.background import Background
 from gateway.downstream.errors import envelope, headers_of
 from gateway.downstream.keys import KeyRing
+from gateway.downstream.operator_guard import OperatorGuard
 from gateway.downstream.reading import Read, Readers, Received, Work
 from gateway.downstream.relay import (
     AsgiDownstream,
@@ -148,9 +149,7 @@ class Applications:
 
         @get("/readyz", sync_to_thread=False)
         def readyz() -> Response[dict[str, Any]]:
-            checks = {**self._readiness(), "not_draining": not self.is_draining}
-            ready = all(checks.values())
-            return Response({"ready": ready, "checks": checks}, status_code=200 if ready else 503)
+            return _readiness({**self._readiness(), "not_draining": not self.is_draining})
 
         return Litestar(
             [
@@ -286,17 +285,26 @@ class Operators:
         *,
         views: Mapping[str, Callable[[], Any]],
         metrics: Callable[[], tuple[bytes, str]],
+        readiness: Callable[[], Mapping[str, bool]],
+        names: Collection[str] = (),
         handlers: Sequence[BaseRouteHandler] = (),
     ) -> None:
         """Show each of `views` under `/admin/<name>` as JSON, and `metrics` (body, content type).
 
-        `handlers` are what else operators can do.
+        Args:
+            views: By name.
+            metrics: The page for Prometheus.
+            readiness: What must hold for `/readyz`, each by its name.
+            names: Hosts that this port is called by.
+            handlers: What else operators can do.
         """
+        self._names = names
         self._views = views
         self._handlers = handlers
         self._metrics = metrics
+        self._readiness = readiness
 
-    def asgi_app(self) -> Litestar:
+    def asgi_app(self) -> ASGIApp:
         """Return the application that listens to operators."""
 
         @get("/metrics", sync_to_thread=False)
@@ -307,23 +315,33 @@ class Operators:
         @get("/admin/{view:str}", sync_to_thread=False)
         def admin(view: FromPath[str]) -> Response[bytes]:
             if view not in self._views:
-                raise NotFoundException(f"known views: {', '.join(sorted(self._views))}")
+                raise NotFoundException(f"known views: {', '.join(sorted((*self._views, 'jobs')))}")
             body = msgspec.json.format(msgspec.json.encode(self._views[view]()), indent=2)
             return Response(body, media_type=MediaType.JSON)
 
-        return Litestar(
-            [metrics, admin, livez, *self._handlers],
+        @get("/readyz", sync_to_thread=False)
+        def readyz() -> Response[dict[str, Any]]:
+            return _readiness(self._readiness())
+
+        app = Litestar(
+            [metrics, admin, livez, readyz, *self._handlers],
             openapi_config=None,
             logging_config=None,
             exception_handlers=EXCEPTION_HANDLERS,
             after_request=_with_id,
         )
+        return OperatorGuard(app, self._names)
 
 
 @get(["/livez", "/healthz"], sync_to_thread=False, media_type=MediaType.TEXT)
 def livez() -> str:
     """Say that the process runs."""
     return "ok"
+
+
+def _readiness(checks: Mapping[str, bool]) -> Response[dict[str, Any]]:
+    ready = all(checks.values())
+    return Response({"ready": ready, "checks": checks}, status_code=200 if ready else 503)
 
 
 def new_request_id() -> str:

@@ -1,5 +1,6 @@
 """Jobs at work: whoever takes them from the store, runs them, and writes down what comes."""
 
+from gateway.jobs.watch import QueueWatch
 from gateway.jobs.worker import Worker, WorkerRules
 
-__all__ = ["Worker", "WorkerRules"]
+__all__ = ["QueueWatch", "Worker", "WorkerRules"]

@@ -11,7 +11,7 @@ attempt took a backend's time, so that an outage of hours costs no job.
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import anyio
@@ -19,7 +19,15 @@ from anyio.abc import TaskGroup
 
 from gateway.core.errors import BackendRejected, CallerError, GatewayError, ShedError, StoreUnavailable
 from gateway.core.job_answers import AnswerSoFar, answer_so_far, continuation
-from gateway.core.jobs import Chunk, Job, JobError, JobStatus
+from gateway.core.jobs import (
+    AttemptEnd,
+    AttemptOutcome,
+    Beginning,
+    Chunk,
+    Job,
+    JobError,
+    JobStatus,
+)
 from gateway.jobs.record import AGAIN_S, JobLost, JobRecord
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming, JobStore
@@ -63,19 +71,43 @@ Run = Callable[[Incoming, Downstream], Awaitable[None]]
 """Serves a request, to its end: `Pipeline.run`."""
 
 
+@dataclass(slots=True)
+class _Claim:
+    """A job that this worker has."""
+
+    job: Job
+    at: float
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    beginning: Beginning = Beginning.NEW
+    is_returned: bool = False  # it is to be given back before it has an answer
+
+
 class Worker:
     """One process's share of the work."""
 
-    def __init__(self, store: JobStore, name: str, read: Read, run: Run, rules: WorkerRules) -> None:
-        """Work jobs of `store` off, as `name`, which no other worker has."""
+    def __init__(
+        self,
+        store: JobStore,
+        name: str,
+        read: Read,
+        run: Run,
+        rules: WorkerRules,
+        on_attempt: Callable[[AttemptEnd], None] = lambda _: None,
+    ) -> None:
+        """Work jobs of `store` off, as `name`, which no other worker has.
+
+        `on_attempt` is told of every attempt that is over.
+        """
         self._store = store
         self._name = name
         self._read = read
         self._run = run
         self._rules = rules
-        self._claims: dict[str, tuple[Job, anyio.CancelScope]] = {}
+        self._on_attempt = on_attempt
+        self._claims: dict[str, _Claim] = {}
         self._ahead: dict[str, set[str]] = {}  # per lane, the jobs that have no answer yet
         self._room = anyio.Event()
+        self._idle = anyio.Event()
         self._scope = anyio.CancelScope()
         self._ended = anyio.Event()
         self.is_draining = False
@@ -104,13 +136,27 @@ class Worker:
         await self._ended.wait()
 
     def drain(self) -> None:
-        """Take no more jobs."""
+        """Take no more jobs, and give those back whose answers have not begun."""
         self.is_draining = True
+        for ahead in self._ahead.values():
+            for job_id in ahead:
+                self._return(self._claims[job_id])
+        self._room.set()
+
+    async def wait_idle(self) -> None:
+        """Return once it has no jobs, after `drain`; `run` must have been started."""
+        await self._idle.wait()
+
+    def _return(self, claim: _Claim) -> None:
+        claim.is_returned = True
+        claim.scope.cancel()
 
     # ------------------------------------------------------------ claiming
 
     async def _next(self) -> Job | None:
         """Return the next job, or None after a while in which there was none."""
+        if self.is_draining and not self._claims:
+            self._idle.set()
         if self.is_draining or len(self._claims) >= self._rules.running_max:
             await self._changed()
             return None
@@ -144,17 +190,18 @@ class Worker:
             tasks.cancel_scope.cancel()
 
     def _start(self, job: Job, tasks: TaskGroup) -> None:
-        scope = anyio.CancelScope()
-        self._claims[job.id] = (job, scope)
+        claim = self._claims[job.id] = _Claim(job, anyio.current_time())
         self._ahead.setdefault(job.new.lane, set()).add(job.id)
-        tasks.start_soon(self._work, job, scope)
+        tasks.start_soon(self._work, claim)
+        if self.is_draining:  # it was asked for before that
+            self._return(claim)
 
     # ------------------------------------------------------------ staying
 
     async def _beat(self) -> None:
         while True:
             await anyio.sleep(self._rules.beat_s)
-            claims = [(job.id, job.attempt) for job, _ in self._claims.values()]
+            claims = [(claim.job.id, claim.job.attempt) for claim in self._claims.values()]
             if not claims:
                 continue
             try:
@@ -167,20 +214,24 @@ class Worker:
 
     def _lose(self, job_id: str, attempt: int) -> None:
         """Stop working at a job that is no longer this worker's."""
-        job, scope = self._claims.get(job_id, (None, None))
-        if job is not None and scope is not None and job.attempt == attempt:
-            scope.cancel()
+        claim = self._claims.get(job_id)
+        if claim is not None and claim.job.attempt == attempt:
+            claim.scope.cancel()
 
     # ------------------------------------------------------------ one job
 
-    async def _work(self, job: Job, scope: anyio.CancelScope) -> None:
+    async def _work(self, claim: _Claim) -> None:
+        job = claim.job
         try:
-            with scope:
+            with claim.scope:
                 await self._attempt(job)
-            if scope.cancelled_caught:
+            if claim.scope.cancelled_caught and not claim.is_returned:
                 raise JobLost
+            if claim.scope.cancelled_caught:
+                await self._give_back(job, after_s=0.0, failed=False)
         except JobLost:
             log.info("job %s: no longer this worker's", job.id)
+            self._tell(job, AttemptOutcome.LOST)
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(FINISH_S, shield=True):
                 await self._give_back(job, after_s=0.0, failed=False)
@@ -195,6 +246,8 @@ class Worker:
 
     async def _attempt(self, job: Job) -> None:
         stored = await self._answer_so_far(job) if job.chunks else None
+        if job.chunks:
+            self._claims[job.id].beginning = Beginning.CONTINUED
         if stored is not None and stored.finish_reason is not None:
             await self._finish(job, stored.status)  # only the end was missing
             return
@@ -205,6 +258,8 @@ class Worker:
                 await self._conclude(job, failure)
                 return
             job = replace(job, chunks=chunks)  # this engine does not continue answers
+        if job.chunks:
+            self._claims[job.id].beginning = Beginning.RESTARTED
         _, failure = await self._relay(job, job.new.body, restarts=job.chunks > 0)
         await self._conclude(job, failure)
 
@@ -266,12 +321,35 @@ class Worker:
         return answer_so_far(await _until_answered(lambda: stored_chunks(self._store, job.id)))
 
     async def _finish(self, job: Job, status: JobStatus, error: JobError | None = None) -> None:
-        await _until_answered(lambda: self._store.finish(job.id, job.attempt, status, error))
+        has_ended = await _until_answered(lambda: self._store.finish(job.id, job.attempt, status, error))
+        if not has_ended:
+            raise JobLost
+        self._tell(job, AttemptOutcome.ENDED, status, error)
 
     async def _give_back(self, job: Job, *, after_s: float, failed: bool) -> None:
-        await _until_answered(
+        is_back = await _until_answered(
             lambda: self._store.give_back(job.id, job.attempt, after_s=after_s, failed=failed)
         )
+        if not is_back:
+            outcome = AttemptOutcome.LOST
+        elif not failed:
+            outcome = AttemptOutcome.RETURNED
+        elif job.failures + 1 < self._rules.attempts_max:
+            outcome = AttemptOutcome.FAILED
+        else:
+            outcome = AttemptOutcome.POISONED  # the next claim ends it
+        self._tell(job, outcome)
+
+    def _tell(
+        self,
+        job: Job,
+        outcome: AttemptOutcome,
+        status: JobStatus | None = None,
+        error: JobError | None = None,
+    ) -> None:
+        claim = self._claims[job.id]
+        took_s = anyio.current_time() - claim.at
+        self._on_attempt(AttemptEnd(job, outcome, claim.beginning, took_s, status, error))
 
 
 async def _until_answered(ask: Callable[[], Awaitable[T]]) -> T:

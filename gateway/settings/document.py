@@ -688,6 +688,9 @@ class JobsSection(Section):
     priorities: dict[Slug, Literal["high", "normal", "batch"]] = Field(default_factory=dict)
     """Priority of an API key's jobs by its name; else normal. A caller may ask for less, never for more."""
 
+    work_in_serve: bool = True
+    """Whether `serve` works jobs off itself. If not, they wait for a `gemma-gateway worker`."""
+
     running_max: Positive = 64
     """Jobs that one process has at once."""
 
@@ -751,7 +754,10 @@ class Document(Section):
     """Where applications connect, as host:port."""
 
     admin: OptionalAddress = "127.0.0.1:9090"
-    """Where operators connect (status and metrics); off for nowhere. Never expose it."""
+    """Where operators connect (status, metrics, jobs); off for nowhere. Never expose it."""
+
+    admin_names: tuple[Text, ...] = ()
+    """Host names by which operators call it, beside addresses, localhost and names without a dot."""
 
     tokenizer: Annotated[
         TokenizerSection,

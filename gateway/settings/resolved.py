@@ -80,6 +80,7 @@ class Settings:
         warnings: What is legal and probably not meant, as `check` says it.
         workers: Processes on this machine that serve it together.
         jobs_url: Where jobs are kept if the file names no store and this process was given one for them.
+        is_job_worker: Whether this process works jobs off and listens to no applications.
     """
 
     path: Path
@@ -90,6 +91,7 @@ class Settings:
     warnings: tuple[Problem, ...] = ()
     workers: int = 1
     jobs_url: str | None = field(default=None, repr=False)
+    is_job_worker: bool = False
 
     # -------------------------------------------------------------- listeners and limits
 
@@ -151,8 +153,39 @@ class Settings:
         return self._file(self.jobs.data_dir)
 
     def with_jobs_at(self, url: str) -> "Settings":
-        """Return the same with jobs kept at `url`, where no store is named."""
+        """Return the same with jobs kept at `url`, where no store is named.
+
+        Where other processes work them off, limits are shared there too.
+        """
+        if self.jobs is not None and not self.jobs.work_in_serve:
+            shared = self.document.model_copy(update={"store": StoreSection(url=url)})
+            return replace(self, document=shared)
         return replace(self, jobs_url=url)
+
+    @property
+    def works_jobs(self) -> bool:
+        """Whether this process works jobs off."""
+        return self.jobs is not None and (self.is_job_worker or self.jobs.work_in_serve)
+
+    def for_job_worker(self, admin: str | None = None) -> "Settings":
+        """Return the settings of a process that works jobs off and listens to no applications.
+
+        Args:
+            admin: Where operators connect in place of what the file says, as it would be written there.
+
+        Raises:
+            ConfigError: there are no jobs, or processes would fill backends beyond their limits.
+        """
+        if self.jobs is None:
+            raise ConfigError(f"{self.path}: it has no `jobs`: there is nothing for a worker to do")
+        if self.store is None and self.jobs.work_in_serve:
+            message = (
+                "without a `store`, the process that serves counts places on backends for itself alone, and "
+                "a worker beside it would fill them twice: name a `store`, or write `work_in_serve: false`"
+            )
+            raise ConfigError(str(self.problem(("jobs",), message, at_key=True)))
+        own = self.document if admin is None else self.document.model_copy(update={"admin": _admin(admin)})
+        return replace(self, document=own, is_job_worker=True)
 
     @property
     def jobs_store(self) -> StoreSection | None:
@@ -431,6 +464,14 @@ class Settings:
     def summary(self) -> tuple[str, ...]:
         """What the file says, in a few lines for a person."""
         return tuple(_summary(self.document))
+
+
+def _admin(text: str) -> str | None:
+    """Return an address for operators as the document holds it. Raises ConfigError for one that is none."""
+    try:
+        return None if text == "off" else written(*address(text))
+    except ValueError as error:
+        raise ConfigError(f"--admin: {error}") from error
 
 
 def _read(secret: SecretRef | None, whose: str, environ: Mapping[str, str]) -> str | None:

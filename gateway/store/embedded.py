@@ -82,6 +82,11 @@ def socket_path(folder: Path) -> Path:
     return folder / "valkey.sock"
 
 
+def embedded_url(folder: Path) -> str:
+    """Return where a server is reached that another process runs with its socket in `folder`."""
+    return f"unix://{socket_path(_whole(folder))}"
+
+
 @asynccontextmanager
 async def embedded_valkey(folder: Path | None = None) -> AsyncIterator[str]:
     """Run a server while the block runs, and yield its URL once it answers.

@@ -1,5 +1,5 @@
 -- ARGV  worker, token, failures after which a job is given up, 1 for any lane, then lanes.
--- Returns the job that was claimed, or nothing. With the token of its last claim: the same job again.
+-- Returns the job that was claimed, or nothing, as while jobs are drained. With the token of its last claim: the same job again.
 
 local worker, token, attempts_max, any = unpack(ARGV, OWN_ARGUMENTS, OWN_ARGUMENTS + 3)
 local lanes = any == '1' and redis.call('SMEMBERS', key('lanes')) or {unpack(ARGV, OWN_ARGUMENTS + 4)}
@@ -52,6 +52,9 @@ if last_token == token then
     if job and job.status == 'in_progress' and job.worker == worker then
         return show(last_id)
     end
+end
+if redis.call('EXISTS', key('drained')) == 1 then
+    return false
 end
 for _, lane in ipairs(lanes) do
     wake(lane)

@@ -18,6 +18,7 @@
 -- ended              ZSET    "id bytes owner" of jobs that are final, by the time at which they are forgotten
 -- jobs, jobs:<owner> ZSET    jobs in the order in which they were accepted
 -- quota:<owner>      HASH    jobs that are not final, and bytes
+-- drained            STRING  since when no job is handed out, by an operator's order
 -- arrivals           STRING  counts what gets into a stream, or is accepted
 -- clock              HASH    when the store was last asked, since when without a break, and when it was swept
 -- claimed:<worker>   STRING  "token id" of its last claim
@@ -41,7 +42,7 @@ local STATE = {
 }
 local SHOWN = {
     'owner', 'lane', 'priority', 'keep', 'expires', 'batch', 'status', 'attempt', 'failures', 'created',
-    'started', 'ended', 'retry_at', 'chunks', 'worker', 'error_code', 'error_message', 'body', 'facts'
+    'started', 'ended', 'retry_at', 'chunks', 'worker', 'error_code', 'error_message', 'bytes', 'body', 'facts'
 }
 
 local time = redis.call('TIME')

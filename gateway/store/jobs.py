@@ -59,11 +59,12 @@ STOPS_MAX = 1000
 
 _SCRIPTS = (
     *("submit", "get", "cancel", "delete", "retry", "find", "lanes"),
-    *("claim", "beat", "append", "finish", "give_back"),
+    *("claim", "beat", "append", "finish", "give_back", "drain"),
 )
 _SHOWN = (  # as in jobs.lua
     *("owner", "lane", "priority", "keep", "expires", "batch", "status", "attempt", "failures", "created"),
-    *("started", "ended", "retry_at", "chunks", "worker", "error_code", "error_message", "body", "facts"),
+    *("started", "ended", "retry_at", "chunks", "worker", "error_code", "error_message", "bytes"),
+    *("body", "facts"),
 )
 
 
@@ -192,14 +193,19 @@ class RedisJobs:
         return _job_or_none(await self._run("retry", job_id))
 
     async def find(
-        self, *, key: str | None = None, status: JobStatus | None = None, limit: int = 100
+        self,
+        *,
+        key: str | None = None,
+        status: JobStatus | None = None,
+        lane: str | None = None,
+        limit: int = 100,
     ) -> Sequence[Job]:
         """See `ports.JobStore.find`."""
         index = "jobs" if key is None else f"jobs:{_owner(key)}"
         found: list[Job] = []
         before = "+inf"
         while before and len(found) < limit:  # a page at a time: no script may hold up the store
-            reply = await self._run("find", index, before, status or "", limit - len(found))
+            reply = await self._run("find", index, before, status or "", lane or "", limit - len(found))
             before = reply[0].decode()
             found += map(_job, reply[1:])
         return found
@@ -207,6 +213,12 @@ class RedisJobs:
     async def lanes(self) -> Sequence[Lane]:
         """See `ports.JobStore.lanes`."""
         return [_lane(values) for values in await self._run("lanes")]
+
+    async def drain(self, is_drained: bool | None = None) -> float | None:
+        """See `ports.JobStore.drain`."""
+        order = "" if is_drained is None else int(is_drained)
+        since = await self._run("drain", order)
+        return None if since is None else int(since) / 1000
 
     # ------------------------------------------------------------ workers
 
@@ -438,6 +450,7 @@ def _job(reply: Sequence[Any]) -> Job:
         retry_at=int(text("retry_at")) / 1000,
         position=position,
         chunks=int(text("chunks")),
+        size_bytes=int(text("bytes")),
         worker=text("worker"),
         error=JobError(code, text("error_message")) if code else None,
     )

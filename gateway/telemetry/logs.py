@@ -10,11 +10,13 @@ from typing import Any, TextIO
 
 from gateway.core.count_check import Cause, CountDrift
 from gateway.core.health import BackendStatus, State
+from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobStatus
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.webhooks import SCHEDULE_S, WebhookAttempt, WebhookOutcome
 
 requests_log = logging.getLogger("gateway.requests")
 fleet_log = logging.getLogger("gateway.fleet")
+jobs_log = logging.getLogger("gateway.jobs")
 webhooks_log = logging.getLogger("gateway.webhooks")
 
 _LEVELS = {Ending.FAILED: logging.ERROR, Ending.BROKEN: logging.ERROR, Ending.SHED: logging.WARNING}
@@ -121,6 +123,40 @@ def count_drifted(drift: CountDrift) -> None:
         drift.lasting_seqs,
         drift.cause.sentence(),
         extra={"fields": fields},
+    )
+
+
+def job_attempt_ended(end: AttemptEnd) -> None:
+    """Write a line when a job has ended, or will not be tried again."""
+    if end.outcome not in (AttemptOutcome.ENDED, AttemptOutcome.POISONED):
+        return
+    job, is_poisoned = end.job, end.outcome is AttemptOutcome.POISONED
+    status = end.status or JobStatus.FAILED
+    code = "job_poisoned" if is_poisoned else end.error.code if end.error else None
+    fields = {
+        "event": "job_ended",
+        "id": job.id,
+        "lane": job.new.lane,
+        "status": status.value,
+        "code": code,
+        "key": job.new.key,
+        "attempts": job.attempt,
+        "failures": job.failures + is_poisoned,
+        "waited_s": round(end.waited_s, 3),
+        "took_s": round(end.took_s, 3),
+        "total_s": round(end.lasted_s, 3),
+    }
+    jobs_log.log(
+        logging.WARNING if is_poisoned else logging.INFO,
+        "job %s: %s%s, %s, attempt %d, taken after %.1f s, took %.1f s",
+        job.id,
+        status.value,
+        f" ({code})" if code else "",
+        job.new.lane,
+        job.attempt,
+        end.waited_s,
+        end.took_s,
+        extra={"fields": {name: value for name, value in fields.items() if value is not None}},
     )
 
 

@@ -2,8 +2,9 @@
 
 import secrets
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from support.scripted_backend import AFTER_END, ANSWER, BODY, WORDS, Asked, Back
 
 from gateway.core.errors import BackendRejected, GatewayError, InvalidRequest, NoBackend, StreamBroken
 from gateway.core.job_answers import answer_so_far
-from gateway.core.jobs import Job, JobStatus, NewJob
+from gateway.core.jobs import AttemptEnd, AttemptOutcome, Beginning, Job, JobStatus, NewJob
 from gateway.jobs.worker import Worker, WorkerRules, stored_chunks
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming
@@ -52,10 +53,14 @@ async def world(server: RedisServer) -> AsyncIterator[JobWorld]:
 
 @asynccontextmanager
 async def working(
-    store: RedisJobs, backend: Backend, name: str = "w", rules: WorkerRules = RULES
+    store: RedisJobs,
+    backend: Backend,
+    name: str = "w",
+    rules: WorkerRules = RULES,
+    on_attempt: Callable[[AttemptEnd], None] = lambda _: None,
 ) -> AsyncIterator[Worker]:
     """Run a worker while the block runs."""
-    worker = Worker(store, name, read, backend.run, rules)
+    worker = Worker(store, name, read, backend.run, rules, on_attempt)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(store.run)
         tasks.start_soon(worker.run)
@@ -227,6 +232,44 @@ async def test_a_job_that_is_cancelled_stops_its_worker(world: JobWorld, how: st
             assert await content(there, "a") == "".join(WORDS[:3])
 
 
+async def test_a_worker_that_drains_finishes_what_has_begun_and_gives_back_the_rest(world: JobWorld) -> None:
+    store, held = world.open(), Held(3)
+    ends: list[AttemptEnd] = []
+
+    async def before(asked: Asked, number: int) -> None:
+        if asked.job.id == "a":
+            await held(asked, number)
+        else:
+            await anyio.sleep_forever()
+
+    await submit(store, *"abcd")
+    async with working(store, Backend(before), on_attempt=ends.append) as worker:
+        await until_stored(store, "a", "".join(WORDS[:3]))
+        with anyio.fail_after(WITHIN_S):
+            while worker.running < 1 + RULES.ahead_max:
+                await anyio.lowlevel.checkpoint()
+        worker.drain()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(worker.wait_idle)
+            with anyio.fail_after(WITHIN_S):
+                while worker.running > 1:
+                    await anyio.lowlevel.checkpoint()
+            held.go()
+            with anyio.fail_after(WITHIN_S):
+                while worker.running:
+                    await anyio.lowlevel.checkpoint()
+    jobs = {id: await store.get(id) for id in "abcd"}
+    assert {id: (job.status.value, job.attempt, job.failures) for id, job in jobs.items() if job} == {
+        "a": ("completed", 1, 0),
+        "b": ("queued", 1, 0),
+        "c": ("queued", 1, 0),
+        "d": ("queued", 0, 0),
+    }
+    outcomes = {end.job.id: end.outcome for end in ends}
+    returned = AttemptOutcome.RETURNED
+    assert outcomes == {"a": AttemptOutcome.ENDED, "b": returned, "c": returned}
+
+
 # ------------------------------------------------------------------ the store stops
 
 
@@ -346,3 +389,57 @@ async def test_an_engine_that_does_not_continue_answers_begins_anew(world: JobWo
     assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
     assert sum(chunk.restarts for chunk in chunks) == 1
     assert await content(store, "a") == ANSWER
+
+
+# ------------------------------------------------------------------ what is told of attempts
+
+
+@pytest.mark.parametrize(
+    ("before", "continues", "told"),
+    [
+        ([], True, ["new ended completed"]),
+        ([StreamBroken("It broke.")], True, ["new failed", "continued ended completed"]),
+        ([StreamBroken("It broke.")], False, ["new failed", "restarted ended completed"]),
+        ([NoBackend("None is up.")], True, ["new returned", "continued ended completed"]),
+        ([InvalidRequest("It is wrong.")], True, ["new ended failed"]),
+        (
+            [StreamBroken("It broke.")] * 3,
+            True,
+            ["new failed", "continued failed", "continued poisoned"],
+        ),
+    ],
+    ids=["well", "continued", "restarted", "returned", "refused", "poisoned"],
+)
+async def test_every_attempt_is_told_of(
+    world: JobWorld, before: list[Exception], continues: bool, told: list[str]
+) -> None:
+    store, ends = world.open(), list[AttemptEnd]()
+    errors = iter(before)
+
+    async def fails(asked: Asked, number: int) -> None:
+        if number == len(WORDS) - 1 and (error := next(errors, None)) is not None:
+            raise error
+
+    rules = replace(RULES, continues=continues)
+    await submit(store, "a")
+    async with working(store, Backend(fails), rules=rules, on_attempt=ends.append):
+        job = await ended(store, "a")
+    assert [
+        " ".join(filter(None, (end.beginning.value, end.outcome.value, end.status and end.status.value)))
+        for end in ends
+    ] == told
+    assert all(0 <= end.waited_s <= end.lasted_s for end in ends)
+    assert [end.job.attempt for end in ends] == list(range(1, len(told) + 1))
+    assert job.status is not JobStatus.QUEUED
+
+
+async def test_a_job_that_was_taken_away_is_told_of(world: JobWorld) -> None:
+    store, ends = world.open(), list[AttemptEnd]()
+    await submit(store, "a")
+    async with working(store, Backend(Held(3)), on_attempt=ends.append) as worker:
+        await until_stored(store, "a", "".join(WORDS[:3]))
+        await store.cancel("a")
+        with anyio.fail_after(WITHIN_S):
+            while worker.running:
+                await anyio.lowlevel.checkpoint()
+    assert [(end.beginning, end.outcome) for end in ends] == [(Beginning.NEW, AttemptOutcome.LOST)]

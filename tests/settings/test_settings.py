@@ -472,3 +472,34 @@ def test_what_was_read_once_is_not_read_again(write: Callable[[str], Path], plai
     path.write_text("no configuration any more")
 
     assert load(path, {}, source=first.source).version == first.version
+
+
+# ------------------------------------------------------------------ workers of jobs
+
+
+@pytest.mark.parametrize(
+    ("jobs", "serves", "shares"),
+    [("{}", True, False), ("{work_in_serve: false}", False, True)],
+    ids=["one-process", "workers-of-their-own"],
+)
+def test_who_works_jobs_off_and_shares_limits_for_it(
+    loaded: Load, plain: str, jobs: str, serves: bool, shares: bool
+) -> None:
+    settings = loaded(f"{plain}jobs: {jobs}\n").with_jobs_at("unix:///kept")
+    assert settings.works_jobs is serves
+    assert (settings.store is not None) is shares
+    assert settings.jobs_store is not None
+    assert settings.jobs_store.url == "unix:///kept"
+
+
+@pytest.mark.parametrize(
+    ("admin", "own"),
+    [(None, Address("127.0.0.1", 9090)), ("[::1]:91", Address("::1", 91)), ("off", None)],
+)
+def test_a_worker_of_jobs_works_and_has_an_admin_port_of_its_own(
+    loaded: Load, plain: str, admin: str | None, own: Address | None
+) -> None:
+    settings = loaded(f"{plain}jobs: {{work_in_serve: false}}\n").for_job_worker(admin)
+    assert settings.works_jobs
+    assert settings.admin == own
+    assert not loaded(plain).works_jobs

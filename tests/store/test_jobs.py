@@ -12,7 +12,7 @@ import anyio
 import pytest
 from redis.asyncio import Redis
 from support.job_world import LANE, LEFT, QUOTA, JobWorld, new_job
-from support.redis_server import RedisServer
+from support.redis_server import RedisServer, own_server
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import (
@@ -89,7 +89,9 @@ async def claimed(jobs: RedisJobs, worker: str = "w", lanes: list[str] | None = 
 async def test_what_was_handed_over_comes_back(jobs: RedisJobs, new: NewJob) -> None:
     accepted = await jobs.submit(new, QUOTA)
     assert isinstance(accepted, Job)
-    assert accepted == Job(new, JobStatus.QUEUED, created_at=accepted.created_at, position=1)
+    assert accepted == Job(
+        new, JobStatus.QUEUED, created_at=accepted.created_at, position=1, size_bytes=new.size_bytes
+    )
     assert accepted.created_at > 1.7e9
     assert await jobs.get("a") == accepted
     assert await jobs.get("b") is None
@@ -673,6 +675,10 @@ async def test_find_is_newest_first_by_key_and_by_status(world: JobWorld, jobs: 
     assert await found(status=JobStatus.CANCELLED) == ["e", "a"]
     assert await found(key="alice", status=JobStatus.QUEUED, limit=1) == ["c"]
     assert await found(limit=2) == ["e", "d"]
+    await world.submit(jobs, "f", lane="m/push")
+    assert await found(lane="m/push") == ["f"]
+    assert await found(lane="m/light", status=JobStatus.QUEUED, limit=2) == ["d", "c"]
+    await jobs.delete("f")
     first = (await jobs.find(limit=1))[0]
     assert first.new.body == first.new.facts == b""
     assert first.status is JobStatus.CANCELLED
@@ -683,6 +689,65 @@ async def test_find_goes_through_many(world: JobWorld, jobs: RedisJobs) -> None:
     await jobs.cancel("j0")
     assert [job.id for job in await jobs.find(status=JobStatus.CANCELLED)] == ["j0"]
     assert len(await jobs.find(limit=2000)) == 1001
+
+
+async def test_while_jobs_are_drained_none_is_handed_out_and_all_are_accepted(
+    world: JobWorld, jobs: RedisJobs
+) -> None:
+    other = world.open()
+    await world.submit(jobs, "a", "b")
+    await world.claim(jobs, "w")
+    assert await jobs.drain() is None
+
+    since = await jobs.drain(True)
+    await world.submit(jobs, "c")
+    await jobs.give_back("a", 1)
+
+    assert since is not None and since >= (await get(jobs, "a")).created_at
+    assert await jobs.drain(True) == await other.drain() == since
+    assert [await claimed(store, "v") for store in (jobs, other)] == [[], []]
+    assert [lane.queued for lane in await jobs.lanes()] == [3]
+    assert await jobs.drain(False) is None
+    assert await jobs.drain() is None
+    assert await claimed(other) == ["a", "b", "c"]
+
+
+async def test_while_jobs_are_drained_those_that_run_end(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a", "b", expires_s=1000.0)
+    await world.claim(jobs)
+    await jobs.drain(True)
+    assert await jobs.append("a", 1, Chunk(0, 1, b"x"))
+    assert await jobs.beat("w", [("a", 1)]) == []
+    assert await jobs.finish("a", 1, JobStatus.COMPLETED)
+    assert (await get(jobs, "a")).size_bytes == SIZE + 1
+    await world.expire("b")
+    await jobs.beat("w", [])
+    assert (await get(jobs, "b")).status is JobStatus.FAILED
+
+
+async def test_workers_are_woken_when_a_drain_is_over(world: JobWorld, jobs: RedisJobs) -> None:
+    worker = world.open()
+    await world.submit(jobs, "a")
+    await jobs.drain(True)
+    async with listening(worker):
+        assert await claimed(worker) == []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(jobs.drain, False)
+            with anyio.fail_after(WITHIN_S):
+                await worker.waiting(1000.0)
+        assert await claimed(worker) == ["a"]
+
+
+async def test_a_drain_outlives_its_server(tmp_path: Path) -> None:
+    with own_server("valkey-9", tmp_path, keeps=True) as server:
+        before, after = RedisJobs(server.url, command_s=10.0), RedisJobs(server.url, command_s=10.0)
+        since = await before.drain(True)
+        server.kill()
+        server.start()
+        assert since is not None
+        assert await after.drain() == since
+        await before.aclose()
+        await after.aclose()
 
 
 # ------------------------------------------------------------------ misfortune
@@ -823,6 +888,8 @@ async def test_the_documented_acl_is_enough(stoppable: RedisServer) -> None:
             while await jobs.get("a"):
                 pass
         assert not await jobs.delete("a")
+        assert await jobs.drain(True)
+        await jobs.drain(False)
     await jobs.aclose()
 
 

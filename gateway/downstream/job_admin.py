@@ -1,0 +1,168 @@
+"""Jobs as operators see and handle them. Figures only: what is asked and answered is its owner's alone."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from litestar import MediaType, Request, Response, get, post
+from litestar.handlers import BaseRouteHandler
+from litestar.params import FromPath
+
+from gateway.core.errors import InvalidRequest, JobEnded, JobNotFound, RouteNotFound
+from gateway.core.jobs import Job, JobStatus, Lane
+from gateway.ports import Clock, JobStore
+
+log = logging.getLogger("gateway.jobs")
+
+PATH = "/admin/jobs"
+LIMIT, LIMIT_MAX = 100, 1000
+_FILTERS = ("key", "lane", "limit", "status")
+
+
+def job_handlers(jobs: JobStore | None, clock: Clock) -> Sequence[BaseRouteHandler]:
+    """Return the handlers under `/admin/jobs`; None: there are no jobs here."""
+    return _Desk(jobs, clock).handlers()
+
+
+class _Desk:
+    """What the handlers share."""
+
+    def __init__(self, jobs: JobStore | None, clock: Clock) -> None:
+        self._kept = jobs
+        self._clock = clock
+
+    def handlers(self) -> Sequence[BaseRouteHandler]:
+
+        @get(PATH)
+        async def jobs(request: Request[Any, Any, Any]) -> Response[bytes]:
+            return _json(await self._overview(list(request.query_params.multi_items())))
+
+        @get(f"{PATH}/{{job_id:str}}")
+        async def job(job_id: FromPath[str]) -> Response[bytes]:
+            return self._shown(await self._jobs.get(job_id), job_id)
+
+        @post(f"{PATH}/{{job_id:str}}/cancel", status_code=200)
+        async def cancel(job_id: FromPath[str]) -> Response[bytes]:
+            found = await self._jobs.cancel(job_id)
+            log.info("an operator cancels job %s", job_id)
+            return self._shown(found, job_id)
+
+        @post(f"{PATH}/{{job_id:str}}/retry", status_code=200)
+        async def retry(job_id: FromPath[str]) -> Response[bytes]:
+            found = await self._jobs.retry(job_id)
+            if found is not None and found.status.is_final:
+                raise JobEnded(
+                    f"The job is {found.status.value}: only failed and cancelled ones are tried again."
+                )
+            log.info("an operator has job %s tried again", job_id)
+            return self._shown(found, job_id)
+
+        @post(f"{PATH}/drain", status_code=200)
+        async def drain() -> Response[bytes]:
+            return _json(self._drain_view(await self._jobs.drain(True)))
+
+        @post(f"{PATH}/undrain", status_code=200)
+        async def undrain() -> Response[bytes]:
+            return _json(self._drain_view(await self._jobs.drain(False)))
+
+        return (jobs, job, cancel, retry, drain, undrain)
+
+    @property
+    def _jobs(self) -> JobStore:
+        if self._kept is None:
+            raise RouteNotFound("This gateway has no `jobs`.")
+        return self._kept
+
+    async def _overview(self, query: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
+        for name, _ in query:
+            if name not in _FILTERS:
+                raise InvalidRequest(f"Jobs are filtered by {', '.join(_FILTERS)}.", param=name)
+        asked = dict(query)
+        found = await self._jobs.find(
+            key=asked.get("key"),
+            status=_status(asked.get("status")),
+            lane=asked.get("lane"),
+            limit=_limit(asked.get("limit")),
+        )
+        lanes, drained_at = await self._jobs.lanes(), await self._jobs.drain()
+        now = self._clock.wall()
+        return {
+            **self._drain_view(drained_at),
+            "lanes": [lane_view(lane, now) for lane in sorted(lanes, key=lambda lane: lane.name)],
+            "jobs": [job_view(job, now) for job in found],
+        }
+
+    def _drain_view(self, drained_at: float | None) -> Mapping[str, Any]:
+        return {
+            "drained": drained_at is not None,
+            "drained_for_s": _ago(drained_at, self._clock.wall()),
+        }
+
+    def _shown(self, job: Job | None, job_id: str) -> Response[bytes]:
+        if job is None:
+            raise JobNotFound(f"There is no job {job_id[:100]}.")
+        return _json(job_view(job, self._clock.wall()))
+
+
+def lane_view(lane: Lane, now: float) -> Mapping[str, Any]:
+    """Return a lane as an operator wants to see it."""
+    return {
+        "lane": lane.name,
+        "queued": lane.queued,
+        "in_progress": lane.in_progress,
+        "oldest_wait_s": _ago(lane.oldest_at, now),
+        "drain_per_s": None if lane.drain_per_s is None else round(lane.drain_per_s, 4),
+    }
+
+
+def job_view(job: Job, now: float) -> Mapping[str, Any]:
+    """Return a job as an operator wants to see it; times in epoch seconds, `now` being one."""
+    until = job.ended_at if job.ended_at is not None else now
+    is_running = job.status is JobStatus.IN_PROGRESS
+    return {
+        "id": job.id,
+        "status": job.status.value,
+        "lane": job.new.lane,
+        "priority": job.new.priority.value,
+        "key": job.new.key,
+        "batch": job.new.batch or None,
+        "position": job.position,
+        "attempts": job.attempt,
+        "failures": job.failures,
+        "worker": job.worker or None,
+        "created_at": job.created_at,
+        "started_at": job.started_at,
+        "ended_at": job.ended_at,
+        "age_s": _ago(job.created_at, now),
+        "total_s": _ago(job.created_at, until),
+        "running_s": _ago(job.started_at, now) if is_running else None,
+        "rests_s": _ago(now, job.retry_at) if job.retry_at > now else None,
+        "expires_in_s": None if job.expires_at is None or job.status.is_final else _ago(now, job.expires_at),
+        "chunks": job.chunks,
+        "bytes": job.size_bytes,
+        "error": None if job.error is None else {"code": job.error.code, "message": job.error.message},
+    }
+
+
+def _ago(then: float | None, now: float) -> float | None:
+    return None if then is None else round(max(0.0, now - then), 1)
+
+
+def _status(written: str | None) -> JobStatus | None:
+    if written is not None and written not in list(JobStatus):
+        raise InvalidRequest(f"`status` is one of {', '.join(JobStatus)}.", param="status")
+    return None if written is None else JobStatus(written)
+
+
+def _limit(written: str | None) -> int:
+    if written is None:
+        return LIMIT
+    if not (written.isascii() and written.isdigit() and 1 <= int(written[:9]) <= LIMIT_MAX):
+        raise InvalidRequest(f"`limit` is a number up to {LIMIT_MAX}.", param="limit")
+    return int(written[:9])
+
+
+def _json(view: Mapping[str, Any]) -> Response[bytes]:
+    body = msgspec.json.format(msgspec.json.encode(view), indent=2)
+    return Response(body, media_type=MediaType.JSON)

@@ -1,0 +1,295 @@
+"""`gemma-gateway jobs`: what operators ask of the admin port, for people and for programs."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import quote, urlsplit
+
+import httpx
+import rich_click as click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gateway import settings
+from gateway.core.errors import ConfigError
+from gateway.core.jobs import JobStatus
+
+ADMIN_ENV = "GEMMA_GATEWAY_ADMIN"
+CONFIG_ENV = "GEMMA_GATEWAY_CONFIG"
+DEFAULT = "http://127.0.0.1:9090"
+TIMEOUT_S = 15.0
+PIPED_WIDTH = 250  # nothing is cut off where no terminal says how wide it is
+FAILURE, USAGE = 1, 2
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_STYLES = {"completed": "green", "failed": "red", "in_progress": "cyan", "cancelled": "dim"}
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _common(command: F) -> F:
+    """Add the options that every command here has."""
+    options = (
+        click.option("--admin", metavar="URL", envvar=ADMIN_ENV, show_envvar=True, help="The admin port."),
+        click.option(
+            "--config",
+            "-c",
+            type=click.Path(path_type=Path, dir_okay=False),
+            envvar=CONFIG_ENV,
+            show_envvar=True,
+            help="A configuration file that says where the admin port is.",
+        ),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.group()
+def jobs() -> None:
+    """Look into the queue of jobs, and handle what is in it.
+
+    Asks the admin port of any gateway or worker on the same store: of --admin, else of the configuration
+    file, else http://127.0.0.1:9090.
+    """
+
+
+@jobs.command("list")
+@click.option("--status", type=click.Choice([status.value for status in JobStatus]), help="Only these.")
+@click.option("--key", help="Only those of the API key of this name.")
+@click.option("--lane", metavar="MODEL/CLASS", help="Only those of this lane.")
+@click.option(
+    "--limit", default=100, show_default=True, type=click.IntRange(1, 1000), help="As many at most."
+)
+@_common
+def list_(
+    status: str | None,
+    key: str | None,
+    lane: str | None,
+    limit: int,
+    admin: str | None,
+    config: Path | None,
+    as_json: bool,
+) -> None:
+    """Show what waits and runs, lane by lane, and the jobs, newest first."""
+    filters = {"status": status, "key": key, "lane": lane, "limit": str(limit)}
+    asked = {name: value for name, value in filters.items() if value is not None}
+    view = _ask("GET", _base(admin, config), "", asked)
+    if as_json:
+        click.echo(json.dumps(view, indent=2))
+        return
+    console = _console()
+    if view["drained"]:
+        console.print(_drained(view))
+    console.print(_lanes(view["lanes"]) if view["lanes"] else "no job waits or runs")
+    if view["jobs"]:
+        console.print()
+        console.print(_jobs(view["jobs"]))
+
+
+@jobs.command()
+@click.argument("job_id", metavar="ID")
+@_common
+def show(job_id: str, admin: str | None, config: Path | None, as_json: bool) -> None:
+    """Show all that is known of a job, but for what was asked and answered."""
+    view = _ask("GET", _base(admin, config), f"/{quote(job_id, safe='')}")
+    if as_json:
+        click.echo(json.dumps(view, indent=2))
+    else:
+        _console().print(_history(view))
+
+
+@jobs.command()
+@click.argument("job_id", metavar="ID")
+@_common
+def cancel(job_id: str, admin: str | None, config: Path | None, as_json: bool) -> None:
+    """End a job that waits or runs. Fails for one that is over."""
+    view = _ask("POST", _base(admin, config), f"/{quote(job_id, safe='')}/cancel")
+    _done(view, as_json, f"{view['id']} is {view['status']}")
+    if view["status"] != JobStatus.CANCELLED:
+        _fail(f"{_plain(view['id'])} was over already")
+
+
+@jobs.command()
+@click.argument("job_id", metavar="ID")
+@_common
+def retry(job_id: str, admin: str | None, config: Path | None, as_json: bool) -> None:
+    """Queue a job again, from the start, that failed or was cancelled. It expires no more."""
+    view = _ask("POST", _base(admin, config), f"/{quote(job_id, safe='')}/retry")
+    place = "" if view["position"] is None else f", place {view['position']} of {view['lane']}"
+    _done(view, as_json, f"{view['id']} is {view['status']}{place}")
+
+
+@jobs.command()
+@click.option("--undo", is_flag=True, help="Let workers take jobs again.")
+@_common
+def drain(undo: bool, admin: str | None, config: Path | None, as_json: bool) -> None:
+    """Have no worker of this store take jobs any more. Jobs are accepted, and those that run finish.
+
+    The order is kept in the store: it outlives restarts, until --undo.
+    """
+    view = _ask("POST", _base(admin, config), "/undrain" if undo else "/drain")
+    _done(view, as_json, "workers take jobs" if not view["drained"] else _drained(view).plain)
+
+
+# ------------------------------------------------------------------ asking
+
+
+def _base(admin: str | None, config: Path | None) -> str:
+    """Return the URL of the admin port. Ends the command with status 2 where it is none."""
+    if admin is not None:
+        parts = urlsplit(admin)
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise click.BadParameter("write it as http://host:port", param_hint="--admin")
+        return admin.rstrip("/")
+    if config is None:
+        return DEFAULT
+    try:
+        where = settings.load(config).admin
+    except ConfigError as error:
+        _fail(str(error), USAGE)
+    if where is None or where.port == 0:
+        _fail(f"{config}: it does not say where the admin port is: name it by --admin", USAGE)
+    host = _ANYWHERE.get(where.host, where.host)
+    return f"http://[{host}]:{where.port}" if ":" in host else f"http://{host}:{where.port}"
+
+
+def _ask(method: str, base: str, path: str, query: Mapping[str, str] | None = None) -> Any:
+    """Return what the admin port says of jobs. Ends the command with status 1 where it says no."""
+    try:
+        answer = httpx.request(
+            method, f"{base}/admin/jobs{path}", params=query, timeout=TIMEOUT_S, trust_env=False
+        )
+        said = answer.json()
+        if answer.status_code == 200:
+            return said
+        _fail(_plain(said["error"]["message"]))
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reason = str(error) or type(error).__name__
+        _fail(
+            f"nothing answers at {base}: {reason}; --admin URL or --config FILE say where the admin port is"
+        )
+    except (ValueError, KeyError, TypeError):
+        _fail(f"{base} is no admin port of a gateway (status {answer.status_code})")
+
+
+def _done(view: Mapping[str, Any], as_json: bool, sentence: str) -> None:
+    click.echo(json.dumps(view, indent=2) if as_json else _plain(sentence))
+
+
+def _fail(message: str, status: int = FAILURE) -> NoReturn:
+    click.echo(message, err=True)
+    sys.exit(status)
+
+
+# ------------------------------------------------------------------ for people
+
+
+def _console() -> Console:
+    return Console(
+        highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PIPED_WIDTH
+    )
+
+
+def _drained(view: Mapping[str, Any]) -> Text:
+    return Text(f"drained for {_span(view['drained_for_s'])}: workers take no jobs", style="bold yellow")
+
+
+def _lanes(lanes: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("lane", "queued", "in progress", "oldest waits", "end per minute")
+    for lane in lanes:
+        rate = lane["drain_per_s"]
+        table.add_row(
+            _plain(lane["lane"]),
+            str(lane["queued"]),
+            str(lane["in_progress"]),
+            _span(lane["oldest_wait_s"]),
+            "" if rate is None else f"{60 * rate:.3g}",
+        )
+    return table
+
+
+def _jobs(found: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("id", "status", "place", "lane", "priority", "key", "attempts", "age", "worker", "error")
+    for job in found:
+        failures = f", {job['failures']} failed" if job["failures"] else ""
+        table.add_row(
+            _plain(job["id"]),
+            Text(job["status"], style=_STYLES.get(job["status"], "")),
+            "" if job["position"] is None else str(job["position"]),
+            _plain(job["lane"]),
+            job["priority"],
+            _plain(job["key"] or ""),
+            f"{job['attempts']}{failures}",
+            _span(job["age_s"]),
+            _plain(job["worker"] or ""),
+            _plain((job["error"] or {}).get("code", "")),
+        )
+    return table
+
+
+def _history(job: Mapping[str, Any]) -> Table:
+    """Return what is known of a job, in the order in which it came about."""
+    error = job["error"]
+    rests = "" if job["rests_s"] is None else f", not before {_span(job['rests_s'])} from now"
+    place = "" if job["position"] is None else f", place {job['position']} in its lane{rests}"
+    lines = {
+        "id": job["id"],
+        "status": f"{job['status']}{place}",
+        "lane": f"{job['lane']}, {job['priority']} priority",
+        "key": job["key"],
+        "batch": job["batch"],
+        "accepted": _moment(job["created_at"], job["age_s"]),
+        "last taken": _moment(job["started_at"], None, job["worker"]),
+        "runs for": None if job["running_s"] is None else _span(job["running_s"]),
+        "ended": _moment(job["ended_at"], None),
+        "took in all": _span(job["total_s"]) if job["ended_at"] is not None else None,
+        "expires in": None if job["expires_in_s"] is None else _span(job["expires_in_s"]),
+        "attempts": f"{job['attempts']}, of which {job['failures']} failed",
+        "answer": f"{job['chunks']} chunks; {job['bytes']:,} bytes are kept, its request included",
+        "error": None if error is None else f"{error['code']}: {error['message']}",
+    }
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in lines.items():
+        if value is not None:
+            table.add_row(name, _plain(value))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, no_wrap=number == 0, overflow="fold")
+    return table
+
+
+def _moment(at: float | None, ago_s: float | None, worker: str | None = None) -> str | None:
+    if at is None:
+        return None
+    written = datetime.fromtimestamp(at).astimezone().isoformat(sep=" ", timespec="seconds")
+    ago = "" if ago_s is None else f", {_span(ago_s)} ago"
+    return f"{written}{ago}{f' by {worker}' if worker else ''}"
+
+
+def _span(seconds: float | None) -> str:
+    """Return a time as people say it: 5 s, 12 min, 3 h 05 min, 2 d 4 h."""
+    if seconds is None:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = int(seconds // 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def _plain(text: str) -> str:
+    """Return text that does nothing to a terminal, nor to a table: a backend's words may be in it."""
+    return "".join(char if char.isprintable() else " " for char in text)

@@ -1,0 +1,47 @@
+"""Looks at the queue now and then, for metrics and logs, so that no page has to wait for the store."""
+
+import logging
+
+import anyio
+
+from gateway.core.errors import StoreUnavailable
+from gateway.core.jobs import QueueSight
+from gateway.ports import JobStore
+
+log = logging.getLogger("gateway.jobs")
+
+LOOK_S = 5.0
+"""Time between two looks."""
+
+
+class QueueWatch:
+    """What one process sees of the queue.
+
+    Attributes:
+        sight: The last look; None before the first.
+    """
+
+    def __init__(self, store: JobStore) -> None:
+        """Look at the jobs of `store`."""
+        self._store = store
+        self.sight: QueueSight | None = None
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            await self.look()
+            await anyio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Look once. Says in the log when a drain has begun or is over."""
+        before = self.sight or QueueSight()
+        try:
+            lanes, drained_at = tuple(await self._store.lanes()), await self._store.drain()
+        except StoreUnavailable:
+            self.sight = QueueSight(before.lanes, before.drained_at, is_away=True)
+            return
+        self.sight = QueueSight(lanes, drained_at)
+        if drained_at is not None and before.drained_at is None:
+            log.warning("jobs are drained: workers take none, until an operator undoes it")
+        elif drained_at is None and before.drained_at is not None:
+            log.warning("jobs are drained no more: workers take them again")

@@ -1,0 +1,108 @@
+"""The metrics of jobs: what waits in the store, as last seen, and what this process's own worker has done.
+
+A lane is a model and a class of the configuration, so labels stay bounded.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobStatus, QueueSight
+
+# From what is served at once to what waits for a night, and for a day.
+QUEUE_BUCKETS_S = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 1800, 3600, 7200, 14400, 28800, 57600, 86400)
+DURATION_BUCKETS_S = (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 57600, 86400)
+
+
+class JobMetrics:
+    """Counts and measures jobs."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        lanes: Callable[[], Iterable[str]],
+        sight: Callable[[], QueueSight | None],
+        wall: Callable[[], float],
+    ) -> None:
+        """Register with `registry`, and read gauges at scrape time.
+
+        Args:
+            registry: Where to.
+            lanes: The lanes of the configuration.
+            sight: The queue as last seen; None: not yet.
+            wall: The time, in epoch seconds.
+        """
+        self.attempts = Counter(
+            "gateway_job_attempts",
+            "Attempts at jobs that are over, by what they began with and what became of them.",
+            ("lane", "beginning", "outcome"),
+            registry=registry,
+        )
+        self.ended = Counter(
+            "gateway_jobs_ended",
+            "Jobs that this process's worker has ended, by status.",
+            ("lane", "status"),
+            registry=registry,
+        )
+        self.queued = Histogram(
+            "gateway_job_queue_seconds",
+            "From a job's acceptance to the first time that a worker takes it.",
+            ("lane",),
+            buckets=QUEUE_BUCKETS_S,
+            registry=registry,
+        )
+        self.duration = Histogram(
+            "gateway_job_duration_seconds",
+            "From a job's acceptance to its end.",
+            ("lane",),
+            buckets=DURATION_BUCKETS_S,
+            registry=registry,
+        )
+        registry.register(_Queue(lanes, sight, wall))
+
+    def attempt_ended(self, end: AttemptEnd) -> None:
+        """Note that an attempt at a job is over."""
+        lane = end.job.new.lane
+        self.attempts.labels(lane, end.beginning.value, end.outcome.value).inc()
+        if end.job.attempt == 1:
+            self.queued.labels(lane).observe(end.waited_s)
+        if end.outcome is AttemptOutcome.ENDED and end.status is not None:
+            self.ended.labels(lane, end.status.value).inc()
+            self.duration.labels(lane).observe(end.lasted_s)
+
+
+class _Queue(Collector):
+    """What waits and runs in the store."""
+
+    def __init__(
+        self,
+        lanes: Callable[[], Iterable[str]],
+        sight: Callable[[], QueueSight | None],
+        wall: Callable[[], float],
+    ) -> None:
+        self._lanes, self._sight, self._wall = lanes, sight, wall
+
+    def collect(self) -> Iterator[Metric]:
+        jobs = GaugeMetricFamily("gateway_jobs", "Jobs that have not ended.", labels=["lane", "status"])
+        oldest = GaugeMetricFamily(
+            "gateway_jobs_oldest_wait_seconds",
+            "How long the oldest job that waits has waited; 0 where none does.",
+            labels=["lane"],
+        )
+        drained = GaugeMetricFamily("gateway_jobs_drained", "1 while workers take no jobs, by order.")
+        away = GaugeMetricFamily("gateway_jobs_store_away", "1 while the store of jobs does not answer.")
+        sight = self._sight()
+        if sight is not None:
+            now, seen = self._wall(), {lane.name: lane for lane in sight.lanes}
+            for name in sorted({*self._lanes(), *seen}):
+                lane = seen.get(name)
+                jobs.add_metric([name, JobStatus.QUEUED.value], lane.queued if lane else 0)
+                jobs.add_metric([name, JobStatus.IN_PROGRESS.value], lane.in_progress if lane else 0)
+                waited_s = now - lane.oldest_at if lane and lane.oldest_at is not None else 0.0
+                oldest.add_metric([name], max(0.0, waited_s))
+            drained.add_metric([], float(sight.drained_at is not None))
+            away.add_metric([], float(sight.is_away))
+        yield from (jobs, oldest, drained, away)
