@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
+from gateway.core.usage import AttemptRecord, Ending, Features, RequestRecord, Usage
 from gateway.core.values import Candidate, Decision, Policy
 from gateway.pipeline.caller import KeepAlive
 from gateway.ports import Downstream, Headers, Incoming
@@ -116,6 +116,7 @@ class Passage:
             ttft_target_s=self._ttft_target_s(),
             trace=arrival.trace,
             route=arrival.route,
+            features=Features.of(request, self.policy),
         )
 
     def _ttft_target_s(self) -> float | None:
