@@ -55,6 +55,12 @@ export function seconds(value) {
   return clock(value);
 }
 
+/** A round figure: of a scale, or one that somebody has set. */
+export function round(value) {
+  if (value >= 60) return value % 60 ? clock(value) : `${value / 60} min`;
+  return value < 1 ? `${Number((1000 * value).toPrecision(3))} ms` : `${Number(value.toPrecision(3))} s`;
+}
+
 /** Minutes and seconds, or hours and minutes. */
 export function clock(value) {
   const whole = Math.max(0, Math.round(value));
@@ -64,6 +70,9 @@ export function clock(value) {
 
 export const number = (value) =>
   value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en").replaceAll(",", "\u2009");
+
+/** A share as a width. */
+export const width = (share) => `${(100 * Math.min(1, Math.max(0, share))).toFixed(2)}%`;
 
 export const percent = (share) => `${Math.round(100 * share)} %`;
 

@@ -1,6 +1,6 @@
 // Each backend as a gauge.
 
-import { at, clock, h, keyed, number, percent, s, say, words } from "./dom.js";
+import { at, clock, h, keyed, number, percent, s, say, width, words } from "./dom.js";
 
 const ARC = "M 10 56 A 46 46 0 0 1 102 56";
 const CALM = new Set(["up", "out"]);
@@ -75,9 +75,9 @@ function update(element, name, backend, box) {
 
   const engine = backend.engine;
   const planned = backend.kv_blocks_planned ? backend.kv_blocks / backend.kv_blocks_planned : null;
-  of(".bar i").style.width = engine ? percent(Math.min(1, engine.kv_usage)) : "0";
+  of(".bar i").style.width = engine ? width(engine.kv_usage) : "0";
   of(".bar b").hidden = planned === null;
-  of(".bar b").style.left = planned === null ? "0" : percent(Math.min(1, planned));
+  of(".bar b").style.left = planned === null ? "0" : width(planned);
   of(".bar").title = planned === null ? "used by the engine" : `used by the engine; mark: reserved by the gateway (${percent(planned)})`;
   say(of(".meters .value"), engine ? percent(engine.kv_usage) : "–");
   say(of(".engine"), engine ? `${number(engine.running)} run, ${number(engine.waiting)} queue` : "not seen");

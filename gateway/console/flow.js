@@ -6,7 +6,8 @@ const WIDTH = 620;
 const LEFT = 150;
 const RIGHT = WIDTH - 130;
 const NODE = 8;
-const GAP = 16;
+const GAP = 10;
+const LABEL = 26; // what a name with its figure needs
 const NOWHERE = "not served";
 const FINE = new Set(["completed", "left"]);
 
@@ -18,8 +19,8 @@ export function showFlow(history) {
   const sources = side(links, (link) => link.from);
   const targets = side(links, (link) => link.to);
   const most = Math.max(sources.length, targets.length);
-  const height = Math.max(210, 34 * most + 20);
-  const unit = (height - 20 - GAP * (most - 1)) / total;
+  const height = Math.max(250, (LABEL + GAP) * most + 20);
+  const unit = Math.min(unitOf(sources, height), unitOf(targets, height));
   placed(sources, unit, height);
   placed(targets, unit, height);
   place.classList.remove("empty");
@@ -62,12 +63,27 @@ function side(links, nameOf) {
   return [...nodes.values()].sort((one, other) => last(one) - last(other) || one.name.localeCompare(other.name));
 }
 
+/** How high a request is, so that all nodes of a side have room, also for their names. */
+function unitOf(nodes, height) {
+  let left = height - GAP * (nodes.length - 1);
+  let counted = nodes.toSorted((one, other) => one.count - other.count);
+  let sum = counted.reduce((whole, node) => whole + node.count, 0);
+  while (counted.length > 1 && (counted[0].count * left) / sum < LABEL) {
+    left -= LABEL;
+    sum -= counted[0].count;
+    counted = counted.slice(1);
+  }
+  return left / sum;
+}
+
 function placed(nodes, unit, height) {
-  const used = nodes.reduce((sum, node) => sum + node.count * unit, 0) + GAP * (nodes.length - 1);
-  let y = (height - used) / 2;
+  const room = (node) => Math.max(LABEL, node.count * unit);
+  let y = (height - nodes.reduce((sum, node) => sum + room(node), 0) - GAP * (nodes.length - 1)) / 2;
   for (const node of nodes) {
-    Object.assign(node, { y, height: Math.max(1.5, node.count * unit), next: y });
-    y += node.count * unit + GAP;
+    const high = Math.max(1.5, node.count * unit);
+    const top = y + (room(node) - high) / 2;
+    Object.assign(node, { y: top, height: high, next: top });
+    y += room(node) + GAP;
   }
 }
 

@@ -1,6 +1,6 @@
 // TTFT and TPOT of each backend as lines: the same scale for all of them.
 
-import { at, h, keyed, s, say, seconds } from "./dom.js";
+import { at, h, keyed, round, s, say, seconds } from "./dom.js";
 
 const WIDTH = 250;
 const HEIGHT = 46;
@@ -24,6 +24,8 @@ export function showLatency(history) {
       const cell = element.querySelector(`.${kind}`);
       const [p50, p95] = [lines[`${kind}_p50`], lines[`${kind}_p95`]];
       cell.querySelector("svg").replaceChildren(...drawn(p50, p95, scales[kind]));
+      say(cell.querySelector(".most"), scales[kind] ? round(scales[kind].most) : "");
+      say(cell.querySelector(".least"), scales[kind] ? round(scales[kind].least) : "");
       const last = lastOf(p50);
       const isOld = last >= 0 && last < p50.length - 1;
       cell.classList.toggle("old", isOld);
@@ -39,6 +41,7 @@ function row(name) {
     h(
       "div",
       { class: `chart ${kind}` },
+      h("div", { class: "scale", "aria-hidden": "true" }, h("span", { class: "most" }), h("span", { class: "least" })),
       s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" }),
       h("div", { class: "figures" }, h("span", { class: "p50", title: "half are faster" }), h("span", { class: "p95", title: "95 of 100 are faster" })),
     );
@@ -58,7 +61,8 @@ function scale(history, kind) {
   const most = TICKS.find((tick) => tick >= Math.max(...values)) ?? TICKS.at(-1);
   const span = Math.log(Math.max(most, 3 * least) / least);
   const y = (value) => HEIGHT - 3 - ((HEIGHT - 6) * Math.log(Math.max(value, least) / least)) / span;
-  return { y, ticks: TICKS.filter((tick) => tick >= least && tick <= most) };
+  const decades = TICKS.filter((tick) => tick > least && tick < most && Math.log10(tick) % 1 === 0);
+  return { y, ticks: [least, ...decades, most], least, most };
 }
 
 function drawn(p50, p95, scaled) {
@@ -66,7 +70,7 @@ function drawn(p50, p95, scaled) {
   const x = (index) => (WIDTH * index) / (p50.length - 1);
   const marks = scaled.ticks.map((tick) => {
     const line = s("line", { x1: 0, x2: WIDTH, y1: scaled.y(tick), y2: scaled.y(tick), class: "grid" });
-    line.append(s("title", { text: seconds(tick) }));
+    line.append(s("title", { text: round(tick) }));
     return line;
   });
   for (const [from, to] of runs(p50)) {

@@ -1,6 +1,6 @@
 // The last requests. One that is opened shows where its time went, and why it went where it went.
 
-import { ask, at, h, keyed, number, say, seconds, timeOfDay, words } from "./dom.js";
+import { ask, at, h, keyed, number, round, say, seconds, timeOfDay, words } from "./dom.js";
 import { candidateTable, demandLine, nobodyWords } from "./decision.js";
 import { swatch } from "./waiting.js";
 
@@ -59,7 +59,7 @@ function show(isAsked) {
   }
   const newest = shown[0]?.number ?? 0;
   const newer = found.filter((row) => row.number > newest).length;
-  say(at("hold"), isHeld || open ? `${isHeld ? "Held" : "Paused"}${newer ? `, ${number(newer)} newer` : ""}` : "Hold");
+  say(at("hold"), isHeld || open ? `${isHeld ? "Held" : "Held while one is open"}${newer ? `, ${number(newer)} newer` : ""}` : "Hold");
   at("no-requests").hidden = shown.length > 0;
   say(at("no-requests"), rows.length ? "None of the last requests is like that." : "Nothing has ended yet.");
   current = Math.min(current, Math.max(0, shown.length - 1));
@@ -70,7 +70,7 @@ function show(isAsked) {
 }
 
 function body(row) {
-  const button = h("button", { type: "button", class: "opener", "aria-expanded": "false", text: timeOfDay(row.at), onclick: () => toggle(row.id) });
+  const button = h("button", { type: "button", class: "opener", "aria-expanded": "false", text: timeOfDay(row.at + row.total_s), onclick: () => toggle(row.id) });
   return h(
     "tbody",
     { "data-request": row.id, "data-ending": row.ending },
@@ -168,7 +168,7 @@ function detail(record) {
       "p",
       { class: "row" },
       h("code", { text: record.id }),
-      record.key ? h("span", { class: "note", text: `key ${record.key}` }) : null,
+      h("span", { class: "note", text: `arrived ${timeOfDay(record.wall_at)}${record.key ? `, key ${record.key}` : ""}` }),
       decision ? h("button", { type: "button", text: "What if…", onclick: () => onWhatIf(record.id) }) : null,
     ),
   );
@@ -188,12 +188,12 @@ function phasesOf(record) {
     const isGood = ["ok", "cancelled"].includes(attempt.outcome);
     const where = record.attempts.length > 1 ? `${attempt.backend}, try ${index + 1}` : attempt.backend;
     if (first === null) {
-      found.push({ name: `${where}: ${isGood ? "no token yet" : words(attempt.outcome)}`, kind: isGood ? "first" : "bad", from: started, to: over, detail: attempt.detail });
+      found.push({ name: isGood ? `no token yet from ${where}` : `${words(attempt.outcome)} on ${where}`, kind: isGood ? "first" : "bad", from: started, to: over, detail: attempt.detail });
     } else if (!record.stream) {
-      found.push({ name: `${where}: whole answer`, kind: isGood ? "decode" : "bad", from: started, to: over, detail: attempt.detail });
+      found.push({ name: `whole answer from ${where}`, kind: isGood ? "decode" : "bad", from: started, to: over, detail: attempt.detail });
     } else {
-      found.push({ name: `${where}: first token`, kind: "first", from: started, to: first });
-      found.push({ name: `${where}: ${isGood ? "decode" : words(attempt.outcome)}`, kind: isGood ? "decode" : "bad", from: first, to: over, detail: attempt.detail });
+      found.push({ name: `first token from ${where}`, kind: "first", from: started, to: first });
+      found.push({ name: `${isGood ? "decode" : words(attempt.outcome)} on ${where}`, kind: isGood ? "decode" : "bad", from: first, to: over, detail: attempt.detail });
     }
     from = over;
   }
@@ -209,12 +209,18 @@ function verdict(record, phases) {
   const how = record.error_code ? `${record.ending} with ${record.status} ${record.error_code}` : record.ending;
   const longest = phases.reduce((one, other) => (other.to - other.from > one.to - one.from ? other : one));
   const share = (longest.to - longest.from) / Math.max(total, 1e-9);
-  const most = share > 0.4 ? ` Most of it, ${seconds(longest.to - longest.from)}: ${longest.name}.` : "";
+  const most = share > 0.4 ? ` Most of it: ${longest.name}, ${seconds(longest.to - longest.from)}.` : "";
   const nobody = longest.kind === "wait" && record.decision ? nobodyWords(record.decision.candidates) : "";
-  const late = record.ttft_target_s && record.stream && record.first_byte_at !== null && record.first_byte_at - record.received_at > record.ttft_target_s
-    ? ` First token ${seconds(record.first_byte_at - record.received_at)} after its arrival; its class wants it within ${seconds(record.ttft_target_s)}.`
-    : "";
-  return `${how[0].toUpperCase()}${how.slice(1)}, ${went}, in ${seconds(total)}.${most}${nobody ? ` Nobody had room (${nobody}).` : ""}${late}`;
+  return `${how[0].toUpperCase()}${how.slice(1)}, ${went}, in ${seconds(total)}.${most}${nobody ? ` Nobody had room (${nobody}).` : ""}${lateWords(record, phases)}`;
+}
+
+/** Where the time to a late first token went. */
+function lateWords(record, phases) {
+  const first = record.stream && record.first_byte_at !== null ? record.first_byte_at - record.received_at : null;
+  if (first === null || !record.ttft_target_s || first <= record.ttft_target_s) return "";
+  const before = phases.filter((phase) => phase.from < first - 1e-6 && phase.to - phase.from > 0.05 * first);
+  const told = before.map((phase) => `${seconds(phase.to - phase.from)} ${phase.name}`).join(", ");
+  return ` First token after ${seconds(first)}, where its class wants it within ${round(record.ttft_target_s)}: ${told}.`;
 }
 
 function waterfall(record, phases) {
@@ -227,7 +233,7 @@ function waterfall(record, phases) {
       const bar = h("i", { class: `k-${phase.kind}` });
       bar.style.left = `${(100 * phase.from) / total}%`;
       bar.style.width = `${(100 * (phase.to - phase.from)) / total}%`;
-      const mark = target === null ? null : h("u", { title: `its class wants the first token within ${seconds(target)}` });
+      const mark = target === null ? null : h("u", { title: `its class wants the first token within ${round(target)}` });
       if (mark) mark.style.left = `${(100 * target) / total}%`;
       return h(
         "li",
@@ -237,7 +243,7 @@ function waterfall(record, phases) {
         h("span", { class: "n", text: seconds(phase.to - phase.from) }),
       );
     }),
-    target === null ? null : h("li", { class: "axis" }, h("span", { class: "name" }), h("span", { class: "note", text: `dashed: first token wanted by ${seconds(target)}` })),
+    target === null ? null : h("li", { class: "axis" }, h("span", { class: "name" }), h("span", { class: "note", text: `dashed: first token wanted by ${round(target)}` })),
   );
 }
 

@@ -108,7 +108,7 @@ function winner(found) {
 function difference(before, after) {
   if (before === null || after === null) return "";
   const said = (name) => name || "nobody at once";
-  return before === after ? `The same: ${said(before)}.` : `${said(before)} → ${said(after)}`;
+  return before === after ? `The same: ${said(before)}.` : `${said(before)} \u2192 ${said(after)}`;
 }
 
 function shown(title, found, index) {

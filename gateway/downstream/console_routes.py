@@ -88,11 +88,16 @@ class TooManyReaders(GatewayError):
 class Console:
     """The page, its files, its events, and single requests."""
 
-    def __init__(self, source: Source) -> None:
-        """Show what `source` says."""
+    def __init__(self, source: Source, *, tick_s: float = TICK_S, stall_s: float = STALL_S) -> None:
+        """Show what `source` says, every `tick_s`; `stall_s`: how long a reader may keep it from sending."""
         self._source = source
-        self._feed = _Feed(source)
+        self._feed = _Feed(source, tick_s, stall_s)
         self._pages = _files()
+
+    @property
+    def readers(self) -> int:
+        """How many read its events."""
+        return self._feed.readers
 
     async def stop(self) -> None:
         """End the events of all who read them, properly: their consoles ask again."""
@@ -126,9 +131,11 @@ class Console:
 class _Feed:
     """The stream of events, for all who read it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, tick_s: float, stall_s: float) -> None:
         self._source = source
-        self._readers = 0
+        self._tick_s = tick_s
+        self._stall_s = stall_s
+        self.readers = 0
         self._stopped = anyio.Event()
         self._left = anyio.Event()
         self._encoded: tuple[float, bytes] | None = None
@@ -137,22 +144,22 @@ class _Feed:
         """End every stream."""
         self._stopped.set()
         with anyio.move_on_after(STOP_S):
-            while self._readers:
+            while self.readers:
                 await self._left.wait()
 
     async def serve(self, receive: Receive, send: Send) -> None:
         """Send events until the reader leaves, or does not read."""
         downstream = AsgiDownstream(send)
-        if self._readers >= READERS_MAX:
+        if self.readers >= READERS_MAX:
             message = f"{READERS_MAX} consoles are open already."
             await send_error(TooManyReaders(message, retry_after_s=10), downstream)
             return
-        self._readers += 1
+        self.readers += 1
         try:
             with suppress(CallerStalled):
                 await run_for_caller(partial(self._tell, downstream), receive)
         finally:
-            self._readers -= 1
+            self.readers -= 1
             self._left.set()
             self._left = anyio.Event()
 
@@ -168,19 +175,19 @@ class _Feed:
             if tick % HISTORY_TICKS == 0:
                 events.append(_event("history", self._source.history()))
             tick += 1
-            with anyio.move_on_after(STALL_S) as patience:
+            with anyio.move_on_after(self._stall_s) as patience:
                 await downstream.send(b"".join(events))
             if patience.cancelled_caught:
                 log.info("a console does not read, and is dropped")
                 raise CallerStalled
-            with anyio.move_on_after(TICK_S):
+            with anyio.move_on_after(self._tick_s):
                 await self._stopped.wait()
         await downstream.finish()
 
     def _snapshot(self) -> bytes:
         """Return the event of this moment; those who ask at nearly the same one get the same."""
         now = anyio.current_time()
-        if self._encoded is None or now - self._encoded[0] > TICK_S / 2:
+        if self._encoded is None or now - self._encoded[0] > self._tick_s / 2:
             self._encoded = now, _event("snapshot", self._source.snapshot())
         return self._encoded[1]
 
