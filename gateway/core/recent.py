@@ -92,6 +92,19 @@ class _Slice:
 
 
 @dataclass(frozen=True, slots=True)
+class _Point:
+    """Of one backend: p50 and p95, where there were any, and how many requests are behind them."""
+
+    ttft: tuple[float, ...] | None = None
+    tpot: tuple[float, ...] | None = None
+    count: int = 0
+
+
+_NO_POINT = _Point()
+_SHARES = (0.5, 0.95)
+
+
+@dataclass(frozen=True, slots=True)
 class Lines:
     """The percentiles of one backend, in seconds, per slice, the oldest first; None where nothing ended.
 
@@ -131,6 +144,7 @@ class Recent:
     def __init__(self) -> None:
         """Start with nothing."""
         self._slices: deque[_Slice] = deque(maxlen=SLICES)
+        self._points: dict[int, Mapping[str, _Point]] = {}  # of slices that are over
 
     def note(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
@@ -149,6 +163,9 @@ class Recent:
         """Return the last minutes, up to `now` (monotonic seconds)."""
         newest = int(now // SLICE_S)
         held = {one.number: one for one in self._slices if one.number > newest - SLICES}
+        numbers = range(newest - SLICES + 1, newest + 1)
+        points = {number: self._points.get(number) or _points(held, number) for number in numbers}
+        self._points = {number: found for number, found in points.items() if number < newest}
         names = sorted({name for one in held.values() for name in one.ttft})
         flows: dict[Flow, int] = {}
         for one in held.values():
@@ -157,30 +174,45 @@ class Recent:
                     flows[flow] = flows.get(flow, 0) + count
         return History(
             slice_s=SLICE_S,
-            lines={name: _lines(held, newest, name) for name in names},
+            lines={
+                name: _lines([points[number].get(name, _NO_POINT) for number in numbers]) for name in names
+            },
             flows=sorted(flows.items()),
             flow_s=FLOW_SLICES * SLICE_S,
         )
 
+    def _close(self, number: int) -> None:
+        """Work out the points of a slice that is over, so that whoever looks first need not wait for all."""
+        held = {one.number: one for one in self._slices}
+        self._points = {one: found for one, found in self._points.items() if one > number - SLICES}
+        self._points[number] = _points(held, number)
+
     def _slice_at(self, at: float) -> _Slice:
         number = int(at // SLICE_S)
         if not self._slices or number > self._slices[-1].number:
+            if self._slices:
+                self._close(self._slices[-1].number)
             self._slices.append(_Slice(number))
         return self._slices[-1]
 
 
-def _lines(held: Mapping[int, _Slice], newest: int, name: str) -> Lines:
-    ttft: list[tuple[float, ...] | None] = []
-    tpot: list[tuple[float, ...] | None] = []
-    for number in range(newest - SLICES + 1, newest + 1):
-        span = [held[one] for one in range(number - SPAN_SLICES + 1, number + 1) if one in held]
-        ttft.append(_quantiles((one.ttft[name] for one in span if name in one.ttft), (0.5, 0.95)))
-        tpot.append(_quantiles((one.tpot[name] for one in span if name in one.tpot), (0.5, 0.95)))
-    last = (held.get(newest - back) for back in range(SPAN_SLICES))
+def _points(held: Mapping[int, _Slice], number: int) -> Mapping[str, _Point]:
+    """Return the point of every backend at a slice."""
+    span = [held[one] for one in range(number - SPAN_SLICES + 1, number + 1) if one in held]
+    found = {}
+    for name in {name for one in span for name in one.ttft}:
+        ttft = [one.ttft[name] for one in span if name in one.ttft]
+        tpot = [one.tpot[name] for one in span if name in one.tpot]
+        count = sum(one.count for one in ttft)
+        found[name] = _Point(_quantiles(ttft, _SHARES), _quantiles(tpot, _SHARES), count)
+    return found
+
+
+def _lines(points: Sequence[_Point]) -> Lines:
     return Lines(
-        ttft_p50=tuple(None if point is None else point[0] for point in ttft),
-        ttft_p95=tuple(None if point is None else point[1] for point in ttft),
-        tpot_p50=tuple(None if point is None else point[0] for point in tpot),
-        tpot_p95=tuple(None if point is None else point[1] for point in tpot),
-        count=sum(one.ttft[name].count for one in last if one is not None and name in one.ttft),
+        ttft_p50=tuple(point.ttft and point.ttft[0] for point in points),
+        ttft_p95=tuple(point.ttft and point.ttft[1] for point in points),
+        tpot_p50=tuple(point.tpot and point.tpot[0] for point in points),
+        tpot_p95=tuple(point.tpot and point.tpot[1] for point in points),
+        count=points[-1].count,
     )

@@ -6,7 +6,7 @@ read for a while is dropped, and comes back by itself.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import resources
@@ -138,7 +138,7 @@ class _Feed:
         self.readers = 0
         self._stopped = anyio.Event()
         self._left = anyio.Event()
-        self._encoded: tuple[float, bytes] | None = None
+        self._told: dict[str, tuple[float, bytes]] = {}
 
     async def stop(self) -> None:
         """End every stream."""
@@ -167,13 +167,14 @@ class _Feed:
         await downstream.start(200, _STREAM_HEADERS)
         seen, tick = 0, 0
         while not self._stopped.is_set():
-            events = [self._snapshot()]
+            events = [self._shared("snapshot", self._source.snapshot, self._tick_s)]
             count, rows = self._source.ended(seen)
             if rows or not tick:
                 events.append(_event("ended", {"count": count, "requests": rows}))
             seen = count
             if tick % HISTORY_TICKS == 0:
-                events.append(_event("history", self._source.history()))
+                for_s = HISTORY_TICKS * self._tick_s
+                events.append(self._shared("history", self._source.history, for_s))
             tick += 1
             with anyio.move_on_after(self._stall_s) as patience:
                 await downstream.send(b"".join(events))
@@ -184,12 +185,12 @@ class _Feed:
                 await self._stopped.wait()
         await downstream.finish()
 
-    def _snapshot(self) -> bytes:
-        """Return the event of this moment; those who ask at nearly the same one get the same."""
+    def _shared(self, name: str, make: Callable[[], Any], every_s: float) -> bytes:
+        """Return an event that is worked out once for all who ask at nearly the same time."""
         now = anyio.current_time()
-        if self._encoded is None or now - self._encoded[0] > self._tick_s / 2:
-            self._encoded = now, _event("snapshot", self._source.snapshot())
-        return self._encoded[1]
+        if name not in self._told or now - self._told[name][0] > every_s / 2:
+            self._told[name] = now, _event(name, make())
+        return self._told[name][1]
 
 
 def _event(name: str, data: Any) -> bytes:

@@ -29,7 +29,7 @@ MODELS: dict[str, Any] = {
             {"class": "short_chat", "pools": ["light"]},
         ]
     },
-    "patient": {"classes": [{"class": "patient", "pools": ["slow"], "waiting": {"max_wait_s": 300}}]},
+    "patient": {"classes": [{"class": "patient", "pools": ["slow"], "waiting": {"max_wait_s": 86_400}}]},
 }
 HELLO = [{"role": "user", "content": "Why is the sky blue, Rumpelstiltskin?"}]
 

@@ -128,3 +128,12 @@ def test_flows_are_counted_by_class_backend_and_ending() -> None:
         Flow("", "", "", Ending.REJECTED): 1,
     }
     assert recent.history(1000.0 + FLOW_SLICES * SLICE_S).flows == []
+
+
+def test_what_is_kept_is_bounded_though_nobody_looks() -> None:
+    recent = Recent()
+    for number in range(5 * SLICES):
+        recent.note(record(1000.0 + number * SLICE_S))
+    assert len(recent._points) <= SLICES
+    lines = recent.history(1000.0 + (5 * SLICES - 1) * SLICE_S).lines["light"]
+    assert None not in lines.ttft_p50
