@@ -132,6 +132,8 @@ async def test_a_gauge_moves_under_load_and_whoever_waits_is_seen(bench: Bench) 
         waits = await bench.shown("#waiting-line tbody tr")
 
         assert gauge == "slow: 2 in flight, 100 % of its knee"
+        arc = f"document.querySelector('{place('slow')} .arc').getAttribute('stroke-dasharray')"
+        assert await bench.page.js(arc) == "100 100"
         assert await bench.page.js(f"document.querySelector('{place('slow')}').dataset.level") == "full"
         assert await bench.page.js(f"document.querySelector('{place('light')}').dataset.level") == "calm"
         assert waits.split("\t")[:3] == ["1", "patient", "batch"]
