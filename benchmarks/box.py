@@ -3,9 +3,10 @@
     python -m benchmarks.box                       the table of docs/boxes.md
     python -m benchmarks.box --seeds 1-8           on other traffic
 
-The gateway's own code decides: the line (core/waiting.py), selection, the box (core/box.py) and its policy
-(core/swap_policy.py). The servers are the engine model, the swap is its measured 306 s, and time is
-virtual. Jobs are asynchronous: nobody gives up on one.
+The gateway's own code decides: the line (core/waiting.py), selection, the box (core/box.py), its policy
+(core/swap_policy.py) and what the store says to it (core/box_demand.py). The servers are the engine model,
+the swap is its measured 306 s, and time is virtual. Jobs are asynchronous: nobody gives up on one. They wait
+in the store, in their order, and come to the line as a worker would bring them, two at a time.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import random
 import shlex
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
@@ -24,8 +26,10 @@ from benchmarks.routing import machine
 from benchmarks.scoring import quantile
 from benchmarks.traffic import clipped, lognormal
 from gateway.core.box import Box, BoxRules, Done, Event, Found, Look, Order, Task, TookOver, advance, standing
+from gateway.core.box_demand import stored_wants
 from gateway.core.engine import Engine
 from gateway.core.health import BackendStatus, State
+from gateway.core.jobs import Lane
 from gateway.core.profile import Profile
 from gateway.core.selection import BackendView
 from gateway.core.swap_policy import SwapRules, Trigger
@@ -45,6 +49,7 @@ from gateway.core.values import (
     Waiting,
 )
 from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s
+from gateway.jobs import WorkerRules
 from gateway.ports import Slot
 from gateway.profiles import library
 from gateway.store.memory import MemoryLedger
@@ -186,16 +191,22 @@ class Run:
     now: float = 0.0
     box: Box = field(default_factory=Box)
     profiles: Mapping[str, Profile] = field(default_factory=_profiles)
+    policy: Policy = field(init=False)
     boots: list[float] = field(default_factory=list)
     wrong: int = 0  # tokens a server made while its model was out
     _ledger: MemoryLedger = field(default_factory=MemoryLedger)
     _line: WaitingLine = field(default_factory=WaitingLine)
     _slots: dict[int, Slot] = field(default_factory=dict)
+    _stored: deque[int] = field(default_factory=deque)  # jobs that no worker has
+    _ahead: set[int] = field(default_factory=set)  # those that a worker has, without an answer
     _events: list[tuple[float, int, str, object]] = field(default_factory=list)
     _count: int = 0
     _stepping: set[str] = field(default_factory=set)
     _ready: frozenset[str] = frozenset()
     _left: int = 0
+
+    def __post_init__(self) -> None:
+        self.policy = _policy(self.profiles)
 
     @property
     def rules(self) -> BoxRules:
@@ -207,7 +218,6 @@ class Run:
         """Live until every call has ended, or for `END_H` after the last has come."""
         until = self.calls[-1].at + 3600 * END_H
         engines = {name: Engine.of(profile) for name, profile in self.profiles.items()}
-        policy = _policy(self.profiles)
         for number, call in enumerate(self.calls):
             self._at(call.at, "call", number)
         self._left = len(self.calls)
@@ -217,7 +227,10 @@ class Run:
             self.now, _, what, subject = heappop(self._events)
             match what, subject:
                 case "call", int(number):
-                    self._enter(policy, number)
+                    if self.calls[number].model == "gemma":
+                        self._stored.append(number)
+                    else:
+                        self._enter(number)
                 case "step", str(name):
                     if not self._stepped(engines[name], name):
                         continue  # nobody's place came free
@@ -226,7 +239,8 @@ class Run:
                 case "look", _:
                     self._at(self.now + LOOK_S, "look", None)
                     self._look()
-            self._turn(policy, engines)
+            self._claim()
+            self._turn(engines)
 
     def _at(self, when: float, what: str, subject: object) -> None:
         self._count += 1
@@ -244,7 +258,11 @@ class Run:
         if not self.swapping.is_gated:
             self.box = replace(self.box, batch_at=-1.0)
         in_flight = {name: self._ledger.load(name).seqs for name in self.profiles}
-        self._on(Look(in_flight, self._line.wants(self.profiles), ready=self._ready))
+        oldest_s = self.now - self.calls[self._stored[0]].at if self._stored else None
+        lane = Lane("gemma/gemma_work", len(self._stored), 0, oldest_s=oldest_s)
+        stored = stored_wants([lane], self.policy, self.box, self.profiles, self.now)
+        wants = {name: one + stored[name] for name, one in self._line.wants(self.profiles).items()}
+        self._on(Look(in_flight, wants, ready=self._ready))
 
     def _carried_out(self, order: Order) -> None:
         match order.task:
@@ -261,8 +279,14 @@ class Run:
 
     # ------------------------------------------------------------ requests
 
-    def _enter(self, policy: Policy, number: int) -> None:
-        call = self.calls[number]
+    def _claim(self) -> None:
+        while self._stored and len(self._ahead) < WorkerRules().ahead_max:
+            number = self._stored.popleft()
+            self._ahead.add(number)
+            self._enter(number)
+
+    def _enter(self, number: int) -> None:
+        call, policy = self.calls[number], self.policy
         model = policy.model(call.model)
         assert model is not None
         (traffic_class,) = model.classes
@@ -270,15 +294,26 @@ class Run:
         estimate = Estimate(call.prompt, round(call.prompt * (1 + ESTIMATE_BAND)), CountMode.APPROXIMATE)
         demand = Demand.of(request, estimate, call.output)
         prefill_s = fastest_prefill_s(policy, traffic_class, demand)
-        ticket = Ticket(str(number), model.id, policy, traffic_class, demand, None, self.now, prefill_s)
+        ticket = Ticket(
+            id=str(number),
+            model=model.id,
+            policy=policy,
+            traffic_class=traffic_class,
+            demand=demand,
+            key=None,
+            arrived_at=self.now,
+            prefill_s=prefill_s,
+            waited_s=self.now - call.at,
+        )
         if self._line.enter(ticket, self.now) is not None:
             self._refuse(number)
 
     def _refuse(self, number: int) -> None:
         self.calls[number].is_refused = True
+        self._ahead.discard(number)
         self._left -= 1
 
-    def _turn(self, policy: Policy, engines: Mapping[str, Engine]) -> None:
+    def _turn(self, engines: Mapping[str, Engine]) -> None:
         views = {
             name: BackendView(
                 backend,
@@ -286,7 +321,7 @@ class Run:
                 BackendStatus(state=State.UP, served_models=(name,)),
                 away=standing(self.box, name),
             )
-            for name, backend in policy.backends.items()
+            for name, backend in self.policy.backends.items()
         }
         turn = self._line.turn(self.now, views)
         for refused in turn.refused:
@@ -314,6 +349,7 @@ class Run:
         result = engine.complete()
         self.wrong += name not in self._ready
         for number in result.first:
+            self._ahead.discard(number)
             at_once(self._ledger.answered(self._slots[number]))
         for number in result.finished:
             self.calls[number].done_at = self.now
@@ -321,7 +357,7 @@ class Run:
             at_once(self._ledger.release(self._slots.pop(number)))
             self._line.released(str(number), name, self.now)
         self._step(engine, name)
-        return bool(result.finished)
+        return bool(result.finished or (result.first and self._stored))
 
 
 def run(seed: int, case: tuple[float, float, int], policy: str, hours: float = HOURS) -> Outcome:

@@ -41,7 +41,7 @@ from gateway.downstream.routes import Applications, Operators
 from gateway.jobs import QueueWatch
 from gateway.live import Live
 from gateway.pipeline import BackendWatch, Peers, Pipeline
-from gateway.pipeline.box_keeper import SETTLE_S, BoxKeeper
+from gateway.pipeline.box_keeper import BoxKeeper
 from gateway.ports import Recorder
 from gateway.reload import Reload, Reloader
 from gateway.settings import Settings
@@ -56,7 +56,7 @@ from gateway.telemetry.logs import RequestLog
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.recorder import Recorders
 from gateway.tokenizer import open_estimator
-from gateway.upstream.client import HttpxUpstream
+from gateway.upstream.direct import DirectUpstream
 from gateway.upstream.probes import Prober
 from gateway.upstream.switches import BoxSwitch
 from gateway.views import Views
@@ -118,17 +118,15 @@ class Gateway:
             on_change=self._backend_changed,
             on_sample=self._backend_sampled,
         )
-        self.upstream = HttpxUpstream(backends.values(), secrets=secrets, tls=tls)
+        self.upstream = DirectUpstream(backends.values(), secrets=secrets, tls=tls)
         self.estimator = open_estimator(settings.vocab)
         parts.say_how_it_counts(self.estimator)
         drift, line, self.counts = DriftTracker(), WaitingLine(), CountTracker()
         watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
         self.board = parts.board(settings, self.clock)
+        self.jobs = parts.jobs(settings)
         self.boxes = BoxKeeper(
-            {
-                name: settings.box_rules(name, 0.0 if settings.store is None else SETTLE_S)
-                for name in settings.boxes
-            },
+            {name: settings.box_rules(name, parts.box_settle_s(settings)) for name in settings.boxes},
             backends,
             boot_s=settings.box_boots_s(),
             switch=BoxSwitch(parts.members(settings, environ, backends, secrets, tls)),
@@ -136,6 +134,8 @@ class Gateway:
             fleet=self.fleet,
             ledger=self.ledger,
             line=line,
+            jobs=self.jobs,
+            policy=lambda: self.policy,
             clock=self.clock,
             on_change=lambda: self.pipeline.room.look(),
         )
@@ -187,10 +187,11 @@ class Gateway:
         if self._store is not None:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
         self.responses = parts.response_store(settings, self.clock)
-        self.jobs = parts.jobs(settings)
+        self.promises = parts.promises(settings, self.clock)
         self.queue = None if self.jobs is None else QueueWatch(self.jobs)
         job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
-        self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics)
+        self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics, self.tracing)
+        self.batching = parts.batching(settings)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
@@ -198,11 +199,18 @@ class Gateway:
             rules=parts.wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             keeping=Keeping(self.responses, settings.responses.keep_s),
-            background=parts.background(settings, self.jobs, self.pipeline, self.clock),
+            promises=self.promises,
+            background=parts.background(
+                settings, self.jobs, self.pipeline, self.clock, self.boxes.away_s, recorder
+            ),
+            batching=self.batching,
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,
             trace_of=passed_on if self.tracing is None else self.tracing.begin,
+        )
+        self.batch_runner = parts.batch_runner(
+            settings, self.batching, self.jobs, self.applications.batch_lines
         )
         self.reloader = Reloader(
             settings,
@@ -336,7 +344,7 @@ class Gateway:
     async def drain(self) -> None:
         """Take nothing new, and return when everything that is `in_flight` has ended."""
         if self.worker is not None:
-            self.worker.drain()
+            self.worker.drain(lambda: self.applications.waiting_in_place > 0)
         if self.settings.is_job_worker and self.worker is not None:
             await self.worker.wait_idle()
         else:
@@ -375,6 +383,8 @@ class Gateway:
                 tasks.start_soon(self.queue.run)
             if self.worker is not None:
                 tasks.start_soon(self.worker.run)
+            if self.batch_runner is not None:
+                tasks.start_soon(self.batch_runner.run)
             if self.webhooks is not None:
                 tasks.start_soon(self.webhooks.run)
             if self.settings.reload.watch:
@@ -391,6 +401,9 @@ class Gateway:
                     await self._stop(tasks)
 
     async def _stop(self, tasks: TaskGroup) -> None:
+        self.applications.is_draining = True
+        if self.batch_runner is not None:
+            await self.batch_runner.stop()
         if self.worker is not None:
             await self.worker.stop()
         await self.console.stop()
@@ -407,8 +420,12 @@ class Gateway:
         if self._store is not None:
             await self._store.aclose()
         await self.responses.aclose()
+        await self.promises.store.aclose()
         if self.jobs is not None:
             await self.jobs.aclose()
+        if self.batching is not None:
+            await self.batching.batches.aclose()
+            await self.batching.files.aclose()
         self.estimator.close()
         await anyio.to_thread.run_sync(self._close_telemetry)
 

@@ -18,21 +18,29 @@ from gateway.core.health import (
 )
 from gateway.core.jobs import AttemptEnd, Job, JobPriority, Quota
 from gateway.core.responses.replay import JobFacts
+from gateway.core.trace import parse
 from gateway.core.values import Backend, Endpoint, Policy
 from gateway.core.webhooks import WebhookAttempt
 from gateway.downstream import wire
 from gateway.downstream.background import Background, JobRules
+from gateway.downstream.batches import Batching, BatchLines
+from gateway.downstream.files import FileRules
+from gateway.downstream.promises import PromiseKeeping
 from gateway.downstream.routes import new_request_id
 from gateway.downstream.wire import WireRules
-from gateway.jobs import QueueWatch, Worker, WorkerRules
+from gateway.jobs import BatchRules, BatchRunner, QueueWatch, Worker, WorkerRules
 from gateway.pipeline import Pipeline
-from gateway.ports import Arrival
+from gateway.pipeline.box_keeper import JOBS_SETTLE_S, SETTLE_S
+from gateway.ports import Arrival, Recorder
 from gateway.settings import Settings
 from gateway.settings.document import MemberSection, RequestSection
+from gateway.store.batches import RedisBatches
 from gateway.store.boards import MemoryBoard, RedisBoard
 from gateway.store.fallback import FallbackLedger, Mode
+from gateway.store.files import RedisFiles
 from gateway.store.jobs import RedisJobs
 from gateway.store.memory import MemoryLedger
+from gateway.store.promises import MemoryPromises, RedisPromises
 from gateway.store.redis import RedisLedger
 from gateway.store.responses import MemoryResponseStore, RedisResponseStore
 from gateway.store.webhooks import RedisWebhooks
@@ -107,12 +115,31 @@ def _call(section: RequestSection) -> Call:
     return Call(section.method, section.url, section.body)
 
 
+def box_settle_s(settings: Settings) -> float:
+    """Return how long a box drains at least, so that nothing that waits for it is overlooked."""
+    if settings.store is not None:
+        return SETTLE_S
+    return JOBS_SETTLE_S if settings.jobs_store is not None else 0.0
+
+
 def response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStore | RedisResponseStore:
     """Return where responses are kept."""
     bytes_max = settings.responses.max_bytes_per_key
     if settings.store is None:
         return MemoryResponseStore(clock, bytes_max)
     return RedisResponseStore(settings.store.url, prefix=settings.store.prefix, bytes_max=bytes_max)
+
+
+def promises(settings: Settings, clock: SystemClock) -> PromiseKeeping:
+    """Return where answers are kept for idempotency keys: in whichever store there is."""
+    section, store = settings.idempotency, settings.jobs_store or settings.store
+    bytes_max = section.max_bytes_per_key
+    kept = (
+        MemoryPromises(clock, bytes_max)
+        if store is None
+        else RedisPromises(store.url, prefix=store.prefix, bytes_max=bytes_max)
+    )
+    return PromiseKeeping(kept, section.keep_s, section.max_answer_bytes)
 
 
 def jobs(settings: Settings) -> RedisJobs | None:
@@ -122,7 +149,12 @@ def jobs(settings: Settings) -> RedisJobs | None:
 
 
 def background(
-    settings: Settings, jobs: RedisJobs | None, pipeline: Pipeline, clock: SystemClock
+    settings: Settings,
+    jobs: RedisJobs | None,
+    pipeline: Pipeline,
+    clock: SystemClock,
+    away_s: Callable[[str], float | None],
+    recorder: Recorder,
 ) -> Background | None:
     """Return what takes jobs in and shows them to their callers, or None where there are none."""
     section = settings.jobs
@@ -134,7 +166,7 @@ def background(
         unstored_keep_s=section.unstored_keep_s,
         priorities={name: JobPriority(written) for name, written in section.priorities.items()},
     )
-    return Background(jobs, pipeline, rules, clock)
+    return Background(jobs, pipeline, rules, clock, away_s, recorder)
 
 
 def job_metrics(
@@ -156,6 +188,7 @@ def worker(
     pipeline: Pipeline,
     clock: SystemClock,
     metrics: JobMetrics | None,
+    tracing: "Tracing | None",
 ) -> Worker | None:
     """Return this process's worker, or None where it works no jobs off."""
     section = settings.jobs
@@ -166,21 +199,57 @@ def worker(
         attempts_max=section.attempts_max,
         continues=section.resume == "continue",
     )
-    name = f"{socket.gethostname()}-{secrets.token_hex(4)}"
     wanted = wire_rules(settings)
 
     def read(job: Job, body: bytes) -> wire.WireRequest:
-        arrival = Arrival(new_request_id(), clock.wall(), clock.now())
-        headers = JobFacts.of(job).headers
-        found = wire.read(Endpoint.CHAT, body, wanted, arrival=arrival, key=job.new.key, headers=headers)
-        return replace(found, request=replace(found.request, is_job=True))
+        facts = JobFacts.of(job)
+        trace = None if tracing is None else tracing.begin(None, parse(facts.trace))
+        arrival = Arrival(new_request_id(), clock.wall(), clock.now(), trace)
+        key, headers = job.new.key, facts.headers
+        found = wire.read(Endpoint.CHAT, body, wanted, arrival=arrival, key=key, headers=headers)
+        queued_s = 0.0 if job.started_at is None else max(0.0, job.started_at - job.created_at)
+        traffic_class = job.new.lane.rpartition("/")[2]
+        request = replace(found.request, is_job=True, queued_s=queued_s, handed_over_as=traffic_class)
+        return replace(found, request=request)
 
     def attempt_ended(end: AttemptEnd) -> None:
         logs.job_attempt_ended(end)
         if metrics is not None:
             metrics.attempt_ended(end)
 
-    return Worker(jobs, name, read, pipeline.run, rules, attempt_ended)
+    return Worker(jobs, process_name(), read, pipeline.run, rules, attempt_ended)
+
+
+def batching(settings: Settings) -> Batching | None:
+    """Return where batches and files are kept, and what is allowed, or None where there are no jobs."""
+    store, section = settings.jobs_store, settings.jobs
+    if store is None or section is None:
+        return None
+    return Batching(
+        RedisBatches(store.url, prefix=store.prefix),
+        RedisFiles(store.url, prefix=store.prefix),
+        FileRules(
+            section.batches.file_bytes_max_per_key,
+            section.batches.file_keep_s,
+            settings.requests.body_timeout_s,
+        ),
+    )
+
+
+def batch_runner(
+    settings: Settings, batching: Batching | None, jobs: RedisJobs | None, lines: BatchLines
+) -> BatchRunner | None:
+    """Return what works batches off in this process, or None where there are no jobs."""
+    section = settings.jobs
+    if section is None or batching is None or jobs is None:
+        return None
+    rules = BatchRules(queued_max=section.batches.queued_max_per_key)
+    return BatchRunner(batching.batches, batching.files, jobs, process_name(), lines.job, rules)
+
+
+def process_name() -> str:
+    """Return a name that no other process has."""
+    return f"{socket.gethostname()}-{secrets.token_hex(4)}"
 
 
 def webhooks(

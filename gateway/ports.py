@@ -8,9 +8,20 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gateway.core.batches import (
+    Batch,
+    BatchClaim,
+    BatchLineError,
+    BatchRefusal,
+    BatchSight,
+    BatchStatus,
+    RunningLine,
+)
 from gateway.core.errors import GatewayError
 from gateway.core.facts import Learned
+from gateway.core.files import FileRefusal, NewFile, StoredFile
 from gateway.core.health import BackendStatus, Elsewhere, Heard, Outcome, Verdict
+from gateway.core.idempotency import Promise, Standing
 from gateway.core.jobs import (
     Chunk,
     Idempotency,
@@ -415,6 +426,133 @@ class JobStore(Protocol):
 
         Returns such claims, (job id, attempt), as far as they were heard of. `beat` tells of all.
         """
+
+
+class FileStore(Protocol):
+    """Keeps callers' files, in pieces. Every method raises StoreUnavailable when the store does not answer.
+
+    Every method may be repeated. What is not whole is seen by nobody, and forgotten after a while.
+    """
+
+    async def write(self, file: NewFile, at: int, data: bytes, bytes_max: int) -> FileRefusal | None:
+        """Put data at offset `at`, behind what there is; the first data make the file.
+
+        TOO_MANY_BYTES: the files of its API key would have more than `bytes_max` together.
+        """
+
+    async def close(self, file: NewFile, keep_s: float) -> StoredFile:
+        """Make a file whole, to be kept for so long from now."""
+
+    async def get(self, file_id: str) -> StoredFile | None:
+        """Return a file, or None for one that was never whole, was deleted, or has expired."""
+
+    async def page(
+        self, key: str | None, *, after: str | None, ascending: bool, purpose: str | None, limit: int
+    ) -> Sequence[StoredFile] | None:
+        """Return files of an API key in the order of their uploads, behind the file `after`.
+
+        None: there is no such file to go on behind.
+        """
+
+    async def read(self, file_id: str, offset: int) -> bytes:
+        """Return bytes of a file from `offset` on, up to a piece's end; b"" at its end, or if it is gone."""
+
+    async def delete(self, file_id: str) -> bool | FileRefusal:
+        """Forget a file. False: there is none. IN_USE: a batch reads it."""
+
+    async def aclose(self) -> None:
+        """Close every connection. Raises nothing."""
+
+
+class BatchStore(Protocol):
+    """Keeps batches. Every method raises StoreUnavailable when the store does not answer.
+
+    Every method may be repeated. Those that name a claim raise BatchLost where another has taken the batch,
+    or it is over; and they tell the others that it is being worked at.
+    """
+
+    async def create(self, batch: Batch) -> Batch | BatchRefusal:
+        """Accept a batch, or say why not."""
+
+    async def get(self, batch_id: str) -> Batch | None:
+        """Return a batch, or None for one that there is not."""
+
+    async def page(self, key: str | None, *, after: str | None, limit: int) -> Sequence[Batch] | None:
+        """Return batches of an API key, newest first, behind the batch `after`.
+
+        None: there is no such batch to go on behind.
+        """
+
+    async def cancel(self, batch_id: str) -> Batch | None:
+        """Have a batch cancelled, unless it is over or about to be. Return it as it is then."""
+
+    # ------------------------------------------------------------ runners
+
+    async def take(self, runner: str) -> BatchClaim | None:
+        """Take the oldest batch that nobody works at, or None."""
+
+    async def look(self, claim: BatchClaim) -> BatchSight:
+        """Return how a batch stands."""
+
+    async def running(self, batch_id: str) -> Sequence[RunningLine]:
+        """Return the lines that are jobs, ended or not."""
+
+    async def move(
+        self,
+        claim: BatchClaim,
+        old: BatchStatus,
+        new: BatchStatus,
+        *,
+        total: int | None = None,
+        errors: Sequence[BatchLineError] = (),
+    ) -> bool:
+        """Give a batch that is in one status another. False: it is not, or has lines that are jobs yet."""
+
+    async def submit(
+        self, claim: BatchClaim, line: RunningLine, offset: int, job: NewJob, quota: Quota
+    ) -> bool:
+        """Hand a line over as a job; the next one begins at `offset`.
+
+        False: the lines of its API key that are jobs are as many, or hold as many bytes, as they may.
+        """
+
+    async def write(self, claim: BatchClaim, number: int, offset: int, count: int, lines: bytes) -> None:
+        """Write into the error file what became of the next `count` lines, up to `number`, without a job."""
+
+    async def collect(self, claim: BatchClaim, job_id: str, line: bytes, *, is_answer: bool) -> None:
+        """Write into the output or the error file what became of a line, and forget its job.
+
+        A job that has not ended is left alone, and the line not written.
+        """
+
+    async def release(self, claim: BatchClaim) -> None:
+        """Let another take a batch at once."""
+
+    async def aclose(self) -> None:
+        """Close every connection. Raises nothing."""
+
+
+class PromiseStore(Protocol):
+    """Keeps what became of idempotency keys. Every method raises StoreUnavailable when it does not answer.
+
+    What runs is marked, with a lease; a mark that is not renewed in time is gone. All answers of an owner are
+    bounded in bytes: what would expire first goes first.
+    """
+
+    async def begin(self, promise: Promise, lease_s: float) -> bytes | Standing:
+        """Mark a key as running (BEGUN), or return the answer that is kept under it, or why neither."""
+
+    async def renew(self, promise: Promise, lease_s: float) -> bool:
+        """Renew a runner's mark. False: the key is another's by now."""
+
+    async def keep(self, promise: Promise, answer: bytes, ttl_s: float) -> bool:
+        """Keep the answer, and end the mark. False: the key is another's by now, or the answer too large."""
+
+    async def free(self, promise: Promise) -> None:
+        """End a runner's mark, so that the next one begins anew. Nothing, if it is not this runner's."""
+
+    async def aclose(self) -> None:
+        """Close every connection. Raises nothing."""
 
 
 class WebhookStore(Protocol):

@@ -138,9 +138,11 @@ def _box_view(sight: BoxSight, now: float) -> Mapping[str, Any]:
         "waiting": {
             name: {
                 "requests": wants.count,
-                "oldest_s": None if wants.oldest_at is None else round(now - wants.oldest_at, 1),
+                "stored_jobs": sight.stored[name].count,
+                "oldest_s": None if oldest_at is None else round(now - oldest_at, 1),
             }
             for name, wants in sight.wants.items()
+            for oldest_at in [(wants + sight.stored[name]).oldest_at]
         },
         "quarantine": {name: held.reason for name, held in box.quarantine.items()},
         "unexpected_restarts": {name: len(times) for name, times in box.restarts.items()},

@@ -1,15 +1,73 @@
-"""What every test shares: one event loop, asyncio's."""
+"""What every test shares: one event loop, asyncio's; how many run at once; and an end to what they start."""
+
+import os
+import re
 
 import pytest
-from support import browser, node_sdk
+from hypothesis import HealthCheck, settings
+from support import browser, leftovers, node_sdk
 from support.redis_server import LEGS, legs
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+WORKERS_PER_CORE = 2  # most of a test's time is another process's: a start, an answer, a lease
+WORKERS_MAX = 8
+HEAVY = re.compile(
+    r"tests/(demo/test_demo|e2e/test_processes|e2e/test_\w*chaos)\.py::"
+    r"|tests/test_readme\.py::test_the_demo$"
+    r"|tests/test_routing_benchmark\.py::test_over_http_"
+)
+"""Tests that want more than a core for themselves: one runs at a time, in the order of its file."""
+
+# How long an example takes is the machine's business. What fails says how to have it again.
+settings.register_profile(
+    "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("tests")
 
 
-def pytest_report_header() -> list[str]:
-    """Say against which servers the shared store is tested, and with what the gateway is."""
+class OneHeavyAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """Gives each test to whoever is free, but the heavy ones to one worker, and those first."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith("tests/node/"):
+            return "node"  # its checks share a gateway and a process per group
+        if nodeid.startswith("tests/browser/"):
+            return "browser"  # likewise, with a page
+        return "heavy" if HEAVY.match(nodeid) else nodeid
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # a worker is started by a run that does so already
+        config.add_cleanup(leftovers.end_with_this_process())
+
+
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Return how many tests run at once; None: what PYTEST_XDIST_AUTO_NUM_WORKERS says."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(WORKERS_PER_CORE * cores, WORKERS_MAX)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneHeavyAtATime | None:
+    """Return who does what; None: what `--dist` says."""
+    return OneHeavyAtATime(config, log) if config.getoption("dist") == "load" else None
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say how many tests run at once, and against which servers and with which Node SDKs and browser."""
+    workers = config.getoption("numprocesses")
     missing = [leg for leg in LEGS if leg not in legs()]
     note = f"; no build of {', '.join(missing)} for this Python" if missing else ""
-    return [f"store: {', '.join(legs())}{note}", node_sdk.described(), browser.described()]
+    return [
+        f"at once: {workers} tests; -n0 runs one after the other, in this process"
+        if workers
+        else "at once: 1",
+        f"store: {', '.join(legs())}{note}",
+        node_sdk.described(),
+        browser.described(),
+    ]
 
 
 @pytest.fixture

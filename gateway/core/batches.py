@@ -39,6 +39,15 @@ CUSTOM_ID_MAX = 512
 WINDOW_S = 86_400
 """The one completion window there is, "24h"."""
 
+OPEN_MAX = 100
+"""Batches of one API key that may be open at once."""
+
+KEPT_MAX = 10_000
+"""Batches of one API key that are kept; the oldest go first."""
+
+KEEP_S = 30 * 86_400
+"""How long a batch is kept after its end: as long as its files, at most."""
+
 
 class BatchStatus(StrEnum):
     """Where a batch stands; OpenAI's words."""
@@ -113,38 +122,133 @@ class _Bad(Exception):
         self.code, self.message, self.param = code, message, param
 
 
-def read_lines(lines: Iterable[bytes], endpoint: str) -> Iterator[BatchLine | BatchLineError]:
-    """Yield the requests of an input file, and an error for every line that is none.
+LINE_BYTES_MAX = 32 * 1024 * 1024
+"""Bytes of a line: what a request body may have where nothing else is configured."""
 
-    Nothing is kept of a line but its `custom_id`, so the file may be read as it comes. Empty lines are left
-    out. After an error of the file as a whole, and after `ERRORS_MAX` errors, no more is read.
+
+@dataclass(frozen=True, slots=True)
+class RawLine:
+    """A line of a file.
+
+    Attributes:
+        number: From 1.
+        data: Its bytes with its end; None for one that is longer than `LINE_BYTES_MAX`.
+        end: Where in the file the next one begins, in bytes.
+    """
+
+    number: int
+    data: bytes | None
+    end: int
+
+
+class LineSplitter:
+    """Cuts a file that comes in pieces into its lines; keeps no more than one of them."""
+
+    def __init__(self, number: int = 0, offset: int = 0) -> None:
+        """Begin behind line `number`, which ends at `offset`."""
+        self._number, self._end = number, offset
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def feed(self, data: bytes) -> Iterator[RawLine]:
+        """Yield the lines that are complete with the next bytes of the file."""
+        for part in _split(data):
+            self._size += len(part)
+            if self._size <= LINE_BYTES_MAX:
+                self._parts.append(part)
+            else:
+                self._parts.clear()
+            if part.endswith(b"\n"):
+                yield self._taken()
+
+    def end(self) -> Iterator[RawLine]:
+        """Yield the last line, if nothing ends it but the file's end."""
+        if self._size:
+            yield self._taken()
+
+    def _taken(self) -> RawLine:
+        self._number += 1
+        self._end += self._size
+        data = b"".join(self._parts) if self._size <= LINE_BYTES_MAX else None
+        self._parts, self._size = [], 0
+        return RawLine(self._number, data, self._end)
+
+
+def _split(data: bytes) -> Iterator[bytes]:
+    """Yield what the newlines of `data` leave: nothing else ends a line of JSON."""
+    start = 0
+    while (end := data.find(b"\n", start)) >= 0:
+        yield data[start : end + 1]
+        start = end + 1
+    if start < len(data):
+        yield data[start:]
+
+
+class InputReader:
+    """Reads an input file line by line, and keeps nothing of a line but its `custom_id`.
+
+    Empty lines say nothing. After an error of the file as a whole, and after `ERRORS_MAX` errors, no more is
+    to be read.
+
+    Attributes:
+        count: Requests so far.
+        errors: Errors so far.
+        is_over: Whether no more is to be read.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        """Read a file for `endpoint`, which every line must name."""
+        self._endpoint = endpoint
+        self._seen: dict[str, int] = {}  # by custom_id, the line
+        self._size_bytes = 0
+        self.count = self.errors = 0
+        self.is_over = False
+
+    def read(self, line: RawLine) -> BatchLine | BatchLineError | None:
+        """Return the request of a line, or what is wrong with it, or None for an empty one."""
+        self._size_bytes += LINE_BYTES_MAX if line.data is None else len(line.data)
+        if self._size_bytes > FILE_BYTES_MAX:
+            return self._refused("file_too_large", f"The file has more than {FILE_BYTES_MAX:,} bytes.")
+        if line.data is not None and not line.data.strip():
+            return None
+        self.count += 1
+        if self.count > LINES_MAX:
+            return self._refused("too_many_requests", f"The file has more than {LINES_MAX:,} requests.")
+        try:
+            if line.data is None:
+                raise _Bad("line_too_long", f"The line has more than {LINE_BYTES_MAX:,} bytes.")
+            return _line(line.number, line.data, self._endpoint, self._seen)
+        except _Bad as bad:
+            self.errors += 1
+            self.is_over = self.errors >= ERRORS_MAX
+            return BatchLineError(bad.code, bad.message, line.number, bad.param)
+
+    def end(self) -> BatchLineError | None:
+        """Return what is wrong with the file as a whole, now that it has been read to its end."""
+        return None if self.count else self._refused("empty_file", "The file has no requests.")
+
+    def _refused(self, code: str, message: str) -> BatchLineError:
+        self.errors += 1
+        self.is_over = True
+        return BatchLineError(code, message)
+
+
+def read_lines(lines: Iterable[bytes], endpoint: str) -> Iterator[BatchLine | BatchLineError]:
+    """Yield the requests of an input file, and an error for every line that is none; see `InputReader`.
 
     Args:
         lines: The file's lines, with or without their ends.
         endpoint: The batch's own, which every line must name.
     """
-    seen: dict[str, int] = {}  # by custom_id, the line
-    size_bytes = count = errors = 0
-    for number, raw in enumerate(lines, start=1):
-        size_bytes += len(raw)
-        if size_bytes > FILE_BYTES_MAX:
-            yield BatchLineError("file_too_large", f"The file has more than {FILE_BYTES_MAX:,} bytes.")
+    reader = InputReader(endpoint)
+    for number, data in enumerate(lines, start=1):
+        found = reader.read(RawLine(number, data, 0))
+        if found is not None:
+            yield found
+        if reader.is_over:
             return
-        if not raw.strip():
-            continue
-        count += 1
-        if count > LINES_MAX:
-            yield BatchLineError("too_many_requests", f"The file has more than {LINES_MAX:,} requests.")
-            return
-        try:
-            yield _line(number, raw, endpoint, seen)
-        except _Bad as bad:
-            errors += 1
-            yield BatchLineError(bad.code, bad.message, number, bad.param)
-            if errors == ERRORS_MAX:
-                return
-    if not count:
-        yield BatchLineError("empty_file", "The file has no requests.")
+    if (error := reader.end()) is not None:
+        yield error
 
 
 def _line(number: int, raw: bytes, endpoint: str, seen: dict[str, int]) -> BatchLine:
@@ -212,6 +316,8 @@ class Batch:
         output_file_id: The file of answers, once there is one.
         error_file_id: The file of failures, once there is one.
         metadata: The owner's own.
+        headers: Those of the request that made it which policy may match on; its lines have them too.
+        output_keep_s: How long the files it leaves are kept.
     """
 
     id: str
@@ -228,6 +334,8 @@ class Batch:
     output_file_id: str | None = None
     error_file_id: str | None = None
     metadata: Mapping[str, str] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    output_keep_s: int = 30 * 86_400
 
     @property
     def expires_at(self) -> int:
@@ -236,7 +344,15 @@ class Batch:
 
     def line_id(self, number: int) -> str:
         """Return the id of a line's request, the same whenever it is asked for."""
-        return f"batch_req_{hashlib.sha256(f'{self.id} {number}'.encode()).hexdigest()[:32]}"
+        return f"batch_req_{self.line_token(number)}"
+
+    def line_token(self, number: int) -> str:
+        """Return what names a line everywhere: 32 hex digits, the same whenever they are asked for."""
+        return hashlib.sha256(f"{self.id} {number}".encode()).hexdigest()[:32]
+
+    def file_id(self, kind: str) -> str:
+        """Return the id that its file of a `kind`, output or error, has if there is one."""
+        return f"file-{hashlib.sha256(f'{self.id} {kind}'.encode()).hexdigest()[:32]}"
 
 
 def advanced(batch: Batch, status: BatchStatus, now: int) -> Batch:
@@ -269,6 +385,77 @@ def batch_object(batch: Batch) -> dict[str, Any]:
         "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
         "metadata": batch.metadata,
     }
+
+
+class BatchRefusal(StrEnum):
+    """Why a batch was not accepted. Few and fixed: error codes."""
+
+    FILE_NOT_FOUND = "file_not_found"
+    INVALID_PURPOSE = "invalid_purpose"
+    TOO_MANY_BATCHES = "too_many_batches"
+
+
+# ------------------------------------------------------------------ whoever works at one
+
+
+class BatchLost(Exception):
+    """Another works at the batch by now, or it is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchClaim:
+    """A batch, taken.
+
+    Attributes:
+        batch: As it was then.
+        fence: Names the taking; what a former one writes is refused.
+        number: Of the last line that was handed over or written down.
+        offset: Where in the input file the next one begins.
+    """
+
+    batch: Batch
+    fence: str
+    number: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningLine:
+    """A line that is a job.
+
+    Attributes:
+        job_id: The job.
+        number: Of the line.
+        custom_id: The caller's own name for it.
+    """
+
+    job_id: str
+    number: int
+    custom_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSight:
+    """How a batch stands.
+
+    Attributes:
+        status: Where.
+        is_due: Whether its time is over.
+        left_s: How much it has left.
+        running: Lines that are jobs, whether these have ended or not.
+        ended: Some of those whose jobs have ended, in that order.
+    """
+
+    status: BatchStatus
+    is_due: bool
+    left_s: float
+    running: int
+    ended: tuple[RunningLine, ...]
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether no more of it is to run."""
+        return self.is_due or self.status is BatchStatus.CANCELLING
 
 
 # ------------------------------------------------------------------ output and error files

@@ -278,6 +278,23 @@ def back_at(box: Box, backend: str, boot_s: Mapping[str, float], now: float) -> 
     return now + own
 
 
+def comes_at(box: Box, planned: Plan, backend: str, boot_s: Mapping[str, float], now: float) -> float | None:
+    """Return when a backend that is out can serve, at the earliest; None where nothing brings it in.
+
+    `planned`: the box's outlook; `boot_s`: as for `back_at`.
+    """
+    if backend in box.quarantine:
+        return None
+    match box.state:
+        case State.RESIDENT if planned.target == backend and planned.at is not None:
+            return back_at(box, backend, boot_s, max(now, planned.at))
+        case State.DRAINING | State.STOPPING if box.target == backend:
+            return back_at(box, backend, boot_s, now)
+        case State.BOOTING | State.CHECKING if box.backend == backend:
+            return back_at(box, backend, boot_s, now)
+    return None
+
+
 def outlook(rules: BoxRules, box: Box, wants: Mapping[str, Wants], now: float) -> Plan:
     """Return what the box does next: what is under way, else what the policy plans."""
     if box.state in (State.DRAINING, State.STOPPING):
@@ -420,7 +437,8 @@ def _why(planned: Plan, wants: Mapping[str, Wants], now: float) -> str:
     wanted = wants.get(planned.target, Wants())
     match planned.cause:
         case Cause.JOBS:
-            return f"{wanted.count} requests wait for {planned.target}"
+            what = "a request waits" if wanted.count == 1 else f"{wanted.count} requests wait"
+            return f"{what} for {planned.target}"
         case Cause.AGE:
             return f"a request has waited {now - (wanted.oldest_at or now):.0f} s for {planned.target}"
     return f"back to {planned.target}: nobody wants the model that is in"

@@ -18,7 +18,13 @@ _OPERATORS: Mapping[Comparison, Callable[[int, int], bool]] = {
 
 
 def classify(model: ModelPolicy, request: Request, estimate: Estimate) -> tuple[TrafficClass, str] | None:
-    """Return the first class that matches and why, or None where none does."""
+    """Return the first class that matches and why, or None where none does.
+
+    A job keeps its class: it is run as a stream, without most headers of the request that it was.
+    """
+    for traffic_class in model.classes:
+        if traffic_class.name == request.handed_over_as:
+            return traffic_class, "was handed over as one"
     for traffic_class in model.classes:
         if mismatch(model, traffic_class, request, estimate) is None:
             return traffic_class, _reason(model, traffic_class, request, estimate)

@@ -9,10 +9,16 @@
         RouteNotFound           404 invalid_request_error / not_found
         ModelNotFound           404 invalid_request_error / model_not_found
         ResponseNotFound        404 invalid_request_error / response_not_found
+        FileNotFound            404 invalid_request_error / file_not_found
+        BatchNotFound           404 invalid_request_error / batch_not_found
         JobNotFound             404 invalid_request_error / job_not_found
         JobEnded                409 invalid_request_error / job_ended
+        JobNotFinished          409 invalid_request_error / completion_not_finished   + Retry-After
+        JobCancelled            410 invalid_request_error / job_cancelled
         RequestTimeout          408 invalid_request_error / request_timeout
         BodyTooLarge            413 invalid_request_error / request_too_large
+        IdempotencyKeyReused    422 invalid_request_error / idempotency_key_reused
+        FilesFull               429 rate_limit_error / too_many_file_bytes
         BackendRejected         4xx the backend's own verdict on the content, in our shape
       ShedError               refused before any backend saw it; safe to retry after a wait
         AtCapacity              429 rate_limit_error / queue_full, ...         + Retry-After
@@ -20,12 +26,15 @@
         OutOfResources          503 server_error / out_of_resources            + Retry-After
         StoreUnavailable        503 server_error / store_unavailable           + Retry-After
         NoBackend               503 server_error / no_backend                  + Retry-After
+      IdempotencyInProgress   409 conflict / idempotency_in_progress           + Retry-After
+      JobExpired              504 server_error / job_expired       it had not ended when its time was over
       UpstreamError           a backend was asked and failed
         UpstreamUnreachable     502 server_error / upstream_unreachable   no byte sent: try the next one
         UpstreamTimeout         504 server_error / upstream_timeout
         UpstreamFailed          502 server_error / upstream_failed
           UpstreamLost            the same: the connection broke before any answer
         AnswerUnfit             502 server_error / tool_arguments_invalid, ...  whole, but not as asked for
+        JobPoisoned             502 server_error / job_poisoned  several failed at it, one after the other
         UpstreamBusy            503 server_error / upstream_busy          it refused for load, or is draining
         StreamBroken            after the first byte: written as an SSE `error` event, never raised to HTTP
     ConfigError             at start and at reload only; exit status 2
@@ -125,11 +134,11 @@ class ModelNotFound(CallerError):
     code = "model_not_found"
 
 
-class JobConflict(CallerError):
-    """The idempotency key means another request."""
+class IdempotencyKeyReused(CallerError):
+    """The idempotency key stands for another request."""
 
     status = 422
-    code = "idempotency_mismatch"
+    code = "idempotency_key_reused"
 
 
 class ResponseNotFound(CallerError):
@@ -137,6 +146,20 @@ class ResponseNotFound(CallerError):
 
     status = 404
     code = "response_not_found"
+
+
+class FileNotFound(CallerError):
+    """No file of that id is kept for this caller."""
+
+    status = 404
+    code = "file_not_found"
+
+
+class BatchNotFound(CallerError):
+    """No batch of that id is kept for this caller."""
+
+    status = 404
+    code = "batch_not_found"
 
 
 class JobNotFound(CallerError):
@@ -151,6 +174,20 @@ class JobEnded(CallerError):
 
     status = 409
     code = "job_ended"
+
+
+class JobNotFinished(CallerError):
+    """The job has no answer yet. SDKs ask again by themselves, after `Retry-After`."""
+
+    status = 409
+    code = "completion_not_finished"
+
+
+class JobCancelled(CallerError):
+    """The job was cancelled, so there is no answer, and there will be none."""
+
+    status = 410
+    code = "job_cancelled"
 
 
 class RequestTimeout(CallerError):
@@ -180,6 +217,14 @@ class BackendRejected(CallerError):
         return self._status
 
 
+class IdempotencyInProgress(GatewayError):
+    """The first request with this idempotency key has not ended; once it has, a retry gets its answer."""
+
+    status = 409
+    type = "conflict"
+    code = "idempotency_in_progress"
+
+
 class ShedError(GatewayError):
     """Refused for load or lack of backends, before any of them saw the request."""
 
@@ -206,6 +251,18 @@ class Draining(ShedError):
     code = "draining"
 
 
+class FilesFull(CallerError):
+    """The files of this API key hold as many bytes as they may. SDKs are told not to try again."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many_file_bytes"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.headers = ((b"x-should-retry", b"false"),)
+
+
 class JobRefused(ShedError):
     """This API key has as much in the queue, or kept, as it may have."""
 
@@ -224,6 +281,13 @@ class NoBackend(ShedError):
     """No backend that could take it is up."""
 
     code = "no_backend"
+
+
+class JobExpired(GatewayError):
+    """The job had not ended when it became worthless."""
+
+    status = 504
+    code = "job_expired"
 
 
 class UpstreamError(GatewayError):
@@ -256,6 +320,12 @@ class UpstreamLost(UpstreamFailed):
 
 class AnswerUnfit(UpstreamError):
     """The backend answered, but not with what was asked for. The code says what is wrong."""
+
+
+class JobPoisoned(UpstreamError):
+    """As many attempts at the job have failed as it gets."""
+
+    code = "job_poisoned"
 
 
 class UpstreamBusy(UpstreamError):

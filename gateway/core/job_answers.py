@@ -12,7 +12,7 @@ starts anew.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class AnswerSoFar:
         content: Its text.
         reasoning: Its thought.
         calls_tools: Whether a tool call has begun.
-        finish_reason: How it ended, or None.
+        finish_reason: How it ended, or None while a choice of it has not.
         usage: As last reported.
     """
 
@@ -58,10 +58,11 @@ def current(chunks: Iterable[Chunk]) -> list[Chunk]:
     return kept
 
 
-def answer_so_far(chunks: Iterable[Chunk]) -> AnswerSoFar:
-    """Return what stored chunks say together."""
+def answer_so_far(chunks: Iterable[Chunk], choices: int = 1) -> AnswerSoFar:
+    """Return what stored chunks say together, of an answer that has that many choices."""
     content, reasoning = [], []
-    calls_tools, finish_reason, usage = False, None, None
+    calls_tools, usage = False, None
+    finish_reasons: dict[int, str] = {}
     for event in events(current(chunks)):
         usage = usage_of(event.get("usage")) or usage
         for choice in event.get("choices") or ():
@@ -69,17 +70,29 @@ def answer_so_far(chunks: Iterable[Chunk]) -> AnswerSoFar:
             content.append(delta.get("content") or "")
             reasoning.append(delta.get("reasoning") or delta.get("reasoning_content") or "")
             calls_tools = calls_tools or bool(delta.get("tool_calls"))
-            finish_reason = choice.get("finish_reason") or finish_reason
+            if reason := choice.get("finish_reason"):
+                finish_reasons[choice.get("index") or 0] = reason
+    # Cut at its length is what an answer is of which any choice is.
+    reasons = sorted(finish_reasons.values(), key="length".__eq__)
+    finish_reason = reasons[-1] if len(reasons) >= choices else None
     return AnswerSoFar("".join(content), "".join(reasoning), calls_tools, finish_reason, usage)
 
 
-def events(chunks: Iterable[Chunk]) -> Iterable[Mapping[str, Any]]:
+def events(
+    chunks: Iterable[Chunk], decode: Callable[[bytes], Any] = json.loads
+) -> Iterable[Mapping[str, Any]]:
     """Yield the decoded events of chunks, in order."""
     for chunk in chunks:
         for line in chunk.data.splitlines():
             payload = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
             if payload and payload != b"[DONE]":
-                yield json.loads(payload)
+                yield decode(payload)
+
+
+def choices(body: bytes) -> int:
+    """Return how many choices the answer to a chat request has."""
+    wanted = json.loads(body).get("n")
+    return int(wanted) if isinstance(wanted, int | float) and wanted > 0 else 1
 
 
 def continuation(body: bytes, answer: AnswerSoFar) -> bytes | None:

@@ -164,7 +164,7 @@ class Refusal(StrEnum):
 
     TOO_MANY_JOBS = "too_many_jobs"
     TOO_MANY_BYTES = "too_many_bytes"
-    IDEMPOTENCY_MISMATCH = "idempotency_mismatch"  # the same key with another body
+    IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"  # with another body
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,8 @@ class Lane:
         name: "model/class".
         queued: Jobs that wait.
         in_progress: Jobs that workers have.
-        oldest_at: When the oldest that waits was accepted, or None.
+        oldest_at: When the oldest that waits was accepted, or None; oldest_s: how long ago, by the store's
+            clock.
         drain_per_s: Jobs that ended per second lately, or None while that is not known.
     """
 
@@ -199,6 +200,7 @@ class Lane:
     in_progress: int
     oldest_at: float | None = None
     drain_per_s: float | None = None
+    oldest_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +267,14 @@ class AttemptEnd:
         return self.waited_s + self.took_s
 
 
-def expected_start_s(position: int | None, lane: Lane | None) -> float | None:
-    """Return in how many seconds a job at that place would start, or None where nothing is known."""
-    if position is None or lane is None or not lane.drain_per_s:
+def expected_start_s(position: int | None, lane: Lane | None, away_s: float | None = 0.0) -> float | None:
+    """Return in how many seconds a job at that place would start, or None where nothing is known.
+
+    `away_s`: how long nobody who could serve the lane can be there, because a box runs another model; None
+    while nothing brings one back.
+    """
+    if position is None or lane is None or away_s is None:
         return None
-    return position / lane.drain_per_s
+    if not lane.drain_per_s:
+        return away_s or None
+    return away_s + position / lane.drain_per_s

@@ -3,7 +3,8 @@
 A swap costs minutes in which nobody is served, so work for the model that is out gathers until enough of
 it waits, or until the oldest has waited long enough. Age alone livelocks: after a swap of five minutes both
 queues look overdue, and the box would swap back without having served anything. So there is a gate:
-everything that was queued when a model came in is started before the next swap is considered.
+everything that was queued when a model came in is started before the next swap is considered. What of it
+turns up later (a job whose backend died, or that was between two gateways) calls off a swap that drains.
 
 While a box drains, nothing new starts, and one long answer may keep the rest of the machine idle for half an
 hour. Who waits for the model that is still in is served soonest by calling the swap off: that is a swap
@@ -158,7 +159,8 @@ def is_called_off(rules: SwapRules, here: Residency, planned: Plan, now: float) 
     if other.oldest_at is None:
         return planned.cause is not Cause.IDLE or own.count > 0
     last_at = other.oldest_at + CALL_OFF_UNTIL * rules.triggers[planned.target].wait_s
-    return now < last_at and rules.triggers[here.backend].is_met(own, now)
+    is_wanted = rules.triggers[here.backend].is_met(own, now) or not here.batch_is_served
+    return now < last_at and is_wanted
 
 
 def _going_home(rules: SwapRules, here: Residency) -> Plan:

@@ -14,6 +14,8 @@ class Ending(StrEnum):
     """How a request ended. Few and fixed: each is a metric label."""
 
     COMPLETED = "completed"
+    REPLAYED = "replayed"  # answered with what its idempotency key was answered with before
+    HANDED_OVER = "handed_over"  # as a job, which is a request of its own when it runs
     REJECTED = "rejected"  # the caller's request was at fault
     SHED = "shed"  # refused for load or lack of backends
     FAILED = "failed"  # backends were asked and failed, before the first byte

@@ -93,7 +93,9 @@ class Request:
         key: Name of the caller's API key, or None where none is configured.
         headers: The request headers policy may match on, names in lower case.
         prompt: What to count.
-        is_job: Nobody holds a connection open for it: it waits for as long as it takes.
+        is_job: It waits for as long as it takes, and nobody holds a connection open that it depends on.
+        queued_s: How long it has waited, as a job, before it came here.
+        handed_over_as: Name of the class that it was given when it became a job, and keeps; "" otherwise.
         prefixes: Per message boundary, shortest first: a hash of everything up to it, and the share
             (0..1) of the conversation's bytes that is.
     """
@@ -115,6 +117,8 @@ class Request:
     headers: Mapping[str, str] = field(default_factory=dict)
     prefixes: Prefixes = ()
     is_job: bool = False
+    queued_s: float = 0.0
+    handed_over_as: str = ""
 
 
 class CountMode(StrEnum):
@@ -384,6 +388,13 @@ class Waiting:
         return max(60.0, 2 * self.max_wait_s) if self.demoted_wait_s is None else self.demoted_wait_s
 
 
+class OnDisconnect(StrEnum):
+    """What becomes of a request in the queue whose caller has left."""
+
+    CANCEL = "cancel"
+    FINISH = "finish"
+
+
 @dataclass(frozen=True, slots=True)
 class TrafficClass:
     """What kind of work a request is, and where that work goes.
@@ -395,6 +406,8 @@ class TrafficClass:
         output_reserve_tokens: Output to plan for when the caller gives no `max_tokens`.
         priority: Among those that wait, the higher goes first.
         waiting: How they wait.
+        queue: Its chats are jobs, served in place; and what becomes of one whose caller leaves. None: they
+            wait in the line.
     """
 
     name: str
@@ -403,6 +416,7 @@ class TrafficClass:
     output_reserve_tokens: int = 1024
     priority: int = 0
     waiting: Waiting = Waiting()
+    queue: OnDisconnect | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,8 @@ class Ticket:
         size_bytes: What it keeps in memory while it waits.
         deadline: When its caller wants the first token at the latest, or None.
         failed: Backends it was tried on.
-        waited_s: How long it waited for the places on which it was tried. What the tries took is not in it.
+        waited_s: How long it waited for the places on which it was tried, or as a job in the store. What the
+            tries took is not in it.
         prefix_shares: Per backend, the share of its conversation that was seen there.
     """
 
@@ -714,7 +715,7 @@ class WaitingLine:
                 if name in found and name not in ticket.failed:
                     backend = ticket.policy.backends[name]
                     if selection.could_take(backend, ticket.demand):
-                        found[name] += Wants(1, entry.entered_at)
+                        found[name] += Wants(1, entry.entered_at - ticket.waited_s)
         return found
 
     def tokens_started(self, now: float) -> Mapping[Flow, int]:

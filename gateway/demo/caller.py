@@ -7,15 +7,19 @@ here, so that the demo can say honestly that everything went well.
 import json
 from collections.abc import Callable, Mapping
 
+import anyio
 import openai
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
 
 from gateway.demo.prompts import Ask, Kind
-from gateway.demo.site import MODEL
-from gateway.demo.story import Exchange, Stage, Story
+from gateway.demo.story import Exchange, HandedOver, Stage, Story
 
 _ENDINGS = frozenset({"stop", "length", "tool_calls"})
+_ENDED = frozenset({"completed", "incomplete"})
+
+AGAIN_S = 0.3
+"""Real seconds between two looks at a job."""
 
 
 class Caller:
@@ -56,9 +60,37 @@ class Caller:
         self._story.changed()
         return exchange
 
+    async def hand_over(self, model: str, text: str, max_tokens: int) -> HandedOver:
+        """Hand a job over, and return at once.
+
+        Raises:
+            openai.APIError: it was not accepted.
+        """
+        accepted = await self._client.responses.create(
+            model=model, input=text, background=True, max_output_tokens=max_tokens
+        )
+        job = HandedOver(accepted.id, str(accepted.status))
+        self._story.jobs.append(job)
+        self._story.changed()
+        return job
+
+    async def follow(self, job: HandedOver) -> None:
+        """Come back for a job's answer now and then, until it is over."""
+        text = ""
+        try:
+            while not job.is_over:
+                await anyio.sleep(AGAIN_S)
+                found = await self._client.responses.retrieve(job.id)
+                job.status, text = str(found.status), found.output_text
+        except openai.APIError as error:
+            job.status = f"lost: {error.message}"
+        if job.status not in _ENDED or not text:
+            self._story.problems.append(f"job {job.id}: {job.status}{'' if text else ', without an answer'}")
+        self._story.changed()
+
     async def _whole(self, exchange: Exchange) -> None:
         raw = await self._client.chat.completions.with_raw_response.create(
-            model=MODEL, stream=False, **exchange.ask.body
+            model=exchange.ask.model, stream=False, **exchange.ask.body
         )
         exchange.first_at = self._now()
         exchange.status = raw.http_response.status_code
@@ -80,7 +112,7 @@ class Caller:
 
     async def _stream(self, exchange: Exchange) -> None:
         raw = await self._client.chat.completions.with_raw_response.create(
-            model=MODEL, stream=True, stream_options={"include_usage": True}, **exchange.ask.body
+            model=exchange.ask.model, stream=True, stream_options={"include_usage": True}, **exchange.ask.body
         )
         exchange.status = raw.http_response.status_code
         self._read_headers(exchange, raw.headers)
@@ -132,7 +164,7 @@ def _flaw(
     calls: list[tuple[str, str]],
 ) -> str:
     """Return what is wrong with an answer, or "" if nothing is."""
-    if model != MODEL:
+    if model != ask.model:
         return f"the answer names the model {model!r}"
     if finish not in _ENDINGS:
         return f"it ended with finish_reason {finish!r}"

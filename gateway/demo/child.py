@@ -42,7 +42,7 @@ def _fleet() -> Callable[[Mapping[str, Any]], None]:
     from gateway.demo import fleet
 
     def run(order: Mapping[str, Any]) -> None:
-        anyio.run(fleet.run, order["profiles"], order["speed"], _announce)
+        anyio.run(fleet.run, order["profiles"], order["boxes"], order["speed"], _announce)
 
     return run
 

@@ -25,8 +25,9 @@ import rich_click as click
 def demo(serve: bool, speed: float, port: int, plain: bool, size: str) -> None:
     """Watch the gateway at work on this machine: no GPU, no internet, half a minute.
 
-    Five simulated Gemma 4 servers and the real gateway run as processes on loopback. The `openai` client
-    sends chats, documents, an image, reasoning and tool calls, and you see what goes where, and why.
+    Five simulated Gemma 4 servers, a Qwen that shares the machine of one, and the real gateway run as
+    processes on loopback. The `openai` client sends chats, documents, an image, reasoning, tool calls and
+    jobs, and you see what goes where, and why.
     """
     from gateway.demo.run import DemoOptions, run
 

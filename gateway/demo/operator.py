@@ -9,7 +9,8 @@ import anyio
 import httpx
 
 from gateway.demo.reasons import why
-from gateway.demo.story import Exchange, Gauge, Story
+from gateway.demo.site import BOX, BOXED
+from gateway.demo.story import BoxGauge, Exchange, Gauge, Story
 
 POLL_S = 0.2
 _RATE_WINDOW_S = 2.0
@@ -46,6 +47,7 @@ class Operator:
             httpx.HTTPError: the gateway cannot be asked.
         """
         self._read_fleet((await self._client.get("/admin/backends")).raise_for_status().json())
+        self._read_box((await self._client.get("/admin/boxes")).raise_for_status().json()[BOX])
         owed = self._unexplained()
         if owed:
             records = (await self._client.get("/admin/requests")).raise_for_status().json()
@@ -82,9 +84,27 @@ class Operator:
                 tokens_per_s=self._rate(name, engine),
             )
             self._story.fleet[name] = gauge
-            if old is not None and old.state != gauge.state and old.state not in _QUIET:
+            # A model that comes and goes is the box's doing, which is told by itself.
+            if old is not None and old.state != gauge.state and old.state not in _QUIET and name not in BOXED:
                 mood = "good" if gauge.state in _GOOD else "bad" if gauge.state != "probation" else "plain"
                 self._story.note(self._now(), f"{name}: {old.state} → {gauge.state}: {gauge.reason}", mood)
+
+    def _read_box(self, seen: Mapping[str, Any]) -> None:
+        old = self._story.box
+        box = self._story.box = BoxGauge(
+            state=seen["state"],
+            backend=seen["backend"],
+            target=seen["next"]["backend"],
+            held=seen["next"]["held_by_batch"],
+            for_s=seen["for_s"],
+            reason=seen["reason"],
+            waiting={name: one["requests"] + one["stored_jobs"] for name, one in seen["waiting"].items()},
+            boots=seen["boots"],
+        )
+        if box.state != old.state and old.state not in _QUIET:
+            who = f"{box.backend} → {box.target}" if box.state in ("draining", "stopping") else box.backend
+            mood = {"resident": "good", "failed": "bad"}.get(box.state, "plain")
+            self._story.note(self._now(), f"{BOX}: {box.state} {who}: {box.reason}", mood)
 
     def _rate(self, name: str, engine: Mapping[str, Any]) -> float | None:
         """Return tokens generated per second of the clock, over the last samples of the engine's counter."""

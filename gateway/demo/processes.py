@@ -17,7 +17,7 @@ import httpx
 from anyio.abc import ByteReceiveStream, Process, TaskGroup
 from anyio.streams.text import TextReceiveStream
 
-from gateway.demo.site import PROFILES, config_text
+from gateway.demo.site import BOX, BOXED, PROFILES, config_text, keeps_jobs
 
 START_S = 60.0
 """Real seconds after which a start that has not succeeded never will; a busy machine needs about 5."""
@@ -40,12 +40,14 @@ class Site:
         admin_url: Base URL for operators.
         backends: Base URL of every simulated server.
         config: The gateway's configuration file; gone when the demo ends.
+        no_jobs: Why jobs cannot be handed over, "" where they can.
     """
 
     url: str
     admin_url: str
     backends: Mapping[str, str]
     config: Path
+    no_jobs: str = ""
 
 
 class Child:
@@ -163,15 +165,18 @@ async def running(
 
 
 async def _start(fleet: Child, front: Child, speed: float, port: int, folder: Path) -> Site:
-    await fleet.order({"profiles": dict(PROFILES), "speed": speed})
+    alone = {name: profile for name, profile in PROFILES.items() if name not in BOXED}
+    await fleet.order({"profiles": alone, "boxes": {BOX: dict(BOXED)}, "speed": speed})
     urls: dict[str, str] = json.loads(await fleet.heard(re.compile(r"^(\{.*\})$")))
     config = folder / "demo.yaml"
-    config.write_text(config_text(urls, port), encoding="utf-8")
+    data = folder / "jobs"
+    no_jobs = keeps_jobs(data)
+    config.write_text(config_text(urls, port, None if no_jobs else data), encoding="utf-8")
     await front.order({"config": str(config), "folder": str(folder)})
     url = await front.heard(_SERVES)
     admin_url = await front.heard(_OPERATORS)
     await _ready(url)
-    return Site(url, admin_url, urls, config)
+    return Site(url, admin_url, urls, config, no_jobs)
 
 
 async def _ready(url: str) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.core.class_counts import class_count_tokens
+from gateway.demo.site import MODEL
 
 Message = Mapping[str, Any]
 
@@ -49,6 +50,7 @@ class Ask:
         refusal: The error code it should end in; "" if it should be answered.
         burst: Number of the burst it is part of; 0 if it is sent alone.
         about_tokens: Its length, where it is worth telling before the gateway has counted it.
+        model: Which model is asked.
     """
 
     kind: Kind
@@ -58,6 +60,7 @@ class Ask:
     refusal: str = ""
     burst: int = 0
     about_tokens: int = 0
+    model: str = MODEL
 
 
 _QUESTIONS = (

@@ -123,7 +123,7 @@ class Demo:
 
     async def _run(self) -> None:
         story, options = self._story, self._options
-        story.caption = "Starting five simulated servers and the gateway in front of them."
+        story.caption = "Starting six simulated servers, two of them on one machine, and the gateway."
         async with anyio.create_task_group() as tasks:
             showing = anyio.CancelScope()
             shown = anyio.Event()
@@ -162,6 +162,7 @@ class Demo:
 
         story = self._story
         story.url, story.admin_url = site.url, site.admin_url
+        story.left_out = site.no_jobs
         patience_s = PATIENCE_S + PATIENCE_GPU_S / story.speed
         caller = Caller(site.url, story, self._now, timeout_s=patience_s)
         operator = Operator(site.admin_url, story, self._now)

@@ -5,22 +5,27 @@ happened (a backend is busy, is back, has read its document), it waits for that 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
 
 import anyio
 import httpx
+import openai
 from anyio.abc import TaskGroup
 
 from gateway.demo import prompts
 from gateway.demo.caller import Caller
 from gateway.demo.prompts import Ask, Kind
+from gateway.demo.site import JOBS, QWEN
 from gateway.demo.story import Exchange, Story
 
 DOWN_S = 45.0
 """GPU seconds that the backend which crashes takes to come back; a real one takes minutes."""
+
+JOB_TOKENS = 400
+"""What a job for Qwen may answer at most."""
 
 TOP_UP_S = 0.02
 """Real seconds between two requests of a burst that goes on: ten of them per look of the operator."""
@@ -125,6 +130,40 @@ class Stage:
             lambda: not any(map(_is_streamed_chat, self._story.exchanges)),
         )
 
+    async def hand_over(self, number: int, tasks: TaskGroup) -> None:
+        """Give Qwen so much to do, as jobs where the gateway can keep them; else somebody waits for each."""
+        if self._story.left_out:
+            burst = next(self._bursts)
+            for _ in range(number):
+                ask = prompts.chat(next(self._chats), max_tokens=JOB_TOKENS, stream=False, burst=burst)
+                tasks.start_soon(self._caller.send, replace(ask, model=QWEN))
+            return
+        try:
+            for _ in range(number):
+                text = prompts.chat(next(self._chats)).title
+                tasks.start_soon(self._caller.follow, await self._caller.hand_over(QWEN, text, JOB_TOKENS))
+        except openai.APIError as error:
+            self._story.problems.append(f"a job was not accepted: {error.message}")
+            return
+        self._story.note(
+            self._now(), f"the demo hands over {number} jobs for {QWEN}, and waits for none of them"
+        )
+        tasks.start_soon(self._tell_of_jobs)
+
+    async def _tell_of_jobs(self) -> None:
+        jobs = self._story.jobs
+        await self._story.until(lambda: all(job.is_over for job in jobs))
+        self._story.note(self._now(), f"{len(jobs)} jobs for {QWEN} have ended", "good")
+
+    async def until_in(self, backend: str, *, serves: bool) -> bool:
+        """Wait until a model of the box is coming in; `serves`: until it serves."""
+
+        def is_in() -> bool:
+            box = self._story.box
+            return box.backend == backend and (box.state == "resident" or not serves)
+
+        return await self.until(f"{backend} is in", is_in)
+
     def release_streams(self) -> None:
         """Let answers be streamed again."""
         self._streams_held = False
@@ -206,6 +245,7 @@ async def play(stage: Stage, size: Size, script: Script) -> None:
         trickle = anyio.CancelScope()
         tasks.start_soon(_conversation, stage)
         tasks.start_soon(_trickle, stage, size.trickle_s, trickle)
+        await _jobs(stage, tasks)
         await _documents(stage, script, tasks)
         await _kinds(stage, script, tasks)
         is_read = await _long_document(stage, size, script, tasks)
@@ -213,8 +253,16 @@ async def play(stage: Stage, size: Size, script: Script) -> None:
         await _crash(stage, size)
         stage.say("PUSH still reads its long document; the short chats on LIGHT do not notice.")
         await stage.until("the long document is read", is_read)
+        stage.say("Qwen's jobs have ended, and Gemma comes back to the Spark for the 20,000 tokens of code.")
+        await stage.until_in("spark", serves=True)
         trickle.cancel()
         await _rush(stage, size)
+
+
+async def _jobs(stage: Stage, tasks: TaskGroup) -> None:
+    stage.say("Work for Qwen, which shares the Spark's memory with Gemma: the box changes models for it.")
+    await stage.hand_over(JOBS, tasks)
+    await stage.pause(5)
 
 
 async def _documents(stage: Stage, script: Script, tasks: TaskGroup) -> None:
@@ -240,7 +288,10 @@ async def _kinds(stage: Stage, script: Script, tasks: TaskGroup) -> None:
     await stage.pause(4)
     tasks.start_soon(stage.send, prompts.reasoning("Why is the night sky dark?", stream=False))
     await stage.pause(8)
-    stage.say("... but with 20,000 tokens of code to think about, only the Spark has the room.")
+    await stage.until_in(QWEN, serves=False)
+    stage.say(
+        "... but 20,000 tokens of code fit on the Spark alone. Qwen is in there: Gemma has to come back."
+    )
     tasks.start_soon(stage.send, script.reasoning)
     await stage.pause(10)
 

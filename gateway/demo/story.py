@@ -107,6 +107,49 @@ class Gauge:
 
 
 @dataclass(frozen=True, slots=True)
+class BoxGauge:
+    """The machine on which two models take turns, as the gateway's operators see it.
+
+    Attributes:
+        state: What it does, in the gateway's words; "starting" before the gateway runs.
+        backend: Whose model is in, going out, or coming in.
+        target: Whose comes next; "" where no swap is planned or under way.
+        held: Whether what waited when the model came in has to start before that.
+        for_s: How long it has been in that state, seconds of the clock.
+        reason: Why it is.
+        waiting: Per backend, requests and jobs that wait for it.
+        boots: Swaps so far.
+    """
+
+    state: str = "starting"
+    backend: str = ""
+    target: str = ""
+    held: bool = False
+    for_s: float = 0.0
+    reason: str = ""
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    boots: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class HandedOver:
+    """A job: a request that nobody waits for.
+
+    Attributes:
+        id: As the gateway names it.
+        status: As its caller saw it last.
+    """
+
+    id: str
+    status: str = "queued"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self.status not in ("queued", "in_progress")
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """Something that happened to the fleet, or that the demo did.
 
@@ -136,6 +179,9 @@ class Story:
         url, admin_url: Where the gateway listens; "" before it does.
         caption: What is going on, in a sentence.
         fleet: The backends, by name.
+        box: The machine on which models take turns.
+        jobs: What was handed over.
+        left_out: What the demo cannot show here, and why; "" where it shows all.
         exchanges: Every request.
         entries: What the list shows.
         bursts: How many requests each burst consists of, by its number.
@@ -147,6 +193,9 @@ class Story:
     admin_url: str = ""
     caption: str = ""
     fleet: dict[str, Gauge] = field(default_factory=lambda: {name: Gauge(name) for name in PROFILES})
+    box: BoxGauge = field(default_factory=BoxGauge)
+    jobs: list[HandedOver] = field(default_factory=list)
+    left_out: str = ""
     exchanges: list[Exchange] = field(default_factory=list)
     entries: deque[Entry] = field(default_factory=lambda: deque(maxlen=_ENTRIES_MAX))
     bursts: dict[int, list[Exchange]] = field(default_factory=dict)

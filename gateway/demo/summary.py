@@ -152,11 +152,24 @@ def render(story: Story) -> RenderableType:
         (f"{counts[Stage.FAILED]} failed", "bold red" if counts[Stage.FAILED] else ""),
         ".",
     )
+    taken = Text(_turns(story))
     pace = Text(_pace(story.speed), style="dim")
     why = Table.grid(padding=(0, 2, 0, 0))
     for name, text in sentences(story):
         why.add_row(Text(name, style=CLASS_STYLES.get(name, "bold")), text)
-    return Group(total, Text(), table, Text(), why, Text(), pace)
+    return Group(total, taken, Text(), table, Text(), why, Text(), pace)
+
+
+def _turns(story: Story) -> str:
+    """Return what came of the box and of the jobs."""
+    swaps = f"The box changed models {words.plural(story.box.boots, 'time')}"
+    if story.left_out:
+        return (
+            f"{swaps}, for chats: jobs are left out here ({story.left_out}). With them, work is handed over"
+            " in the background and nobody waits for it."
+        )
+    ended = sum(job.is_over for job in story.jobs)
+    return f"{words.plural(len(story.jobs), 'job')} handed over, {ended} ended. {swaps}."
 
 
 def _pace(speed: float) -> str:

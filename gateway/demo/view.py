@@ -16,10 +16,12 @@ from rich.segment import Segment
 from rich.text import Text
 
 from gateway.demo import words
-from gateway.demo.story import Entry, Exchange, Gauge, Note, Stage, Story
+from gateway.demo.site import BOOT_S
+from gateway.demo.story import BoxGauge, Entry, Exchange, Gauge, Note, Stage, Story
 
 STATE_STYLES = {
     "up": "green",
+    "out": "dim",
     "starting": "dim",
     "unknown": "dim",
     "booting": "yellow",
@@ -29,8 +31,9 @@ STATE_STYLES = {
     "hung": "bold red",
     "down": "bold red",
 }
-CLASS_STYLES = {"short_chat": "cyan", "long_document": "magenta", "reasoning": "bright_blue"}
-_SILENT = frozenset({"booting", "down"})
+CLASS_STYLES = {"short_chat": "cyan", "long_document": "magenta", "reasoning": "bright_blue", "qwen": "green"}
+_BOX_STYLES = {"resident": "green", "failed": "bold red", "starting": "dim", "unknown": "dim"}
+_SILENT = frozenset({"booting", "down", "out"})
 _MOODS = {"good": "green", "bad": "bold red", "plain": "yellow"}
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _SPIN = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -71,7 +74,11 @@ class View:
 
 def lines(story: Story, now: float, width: int, height: int) -> list[Text]:
     """Return exactly `height` lines, each exactly `width` characters wide."""
-    fleet = [_fleet_heading(width), *(_backend(gauge, story.speed, width) for gauge in story.fleet.values())]
+    fleet = [
+        _fleet_heading(width),
+        *(_backend(gauge, story.speed, width) for gauge in story.fleet.values()),
+        _box(story, width),
+    ]
     room = max(0, height - _HEADER_LINES - len(fleet) - 1 - _FOOTER_LINES)
     # What runs stays at the end, in sight; what is over scrolls away.
     latest = sorted(story.entries, key=_ended_at)[-room:] if room else []
@@ -195,6 +202,38 @@ def _backend(gauge: Gauge, speed: float, width: int) -> Text:
     )
     line.append_text(rest)
     return _fit(line, width)
+
+
+def _box(story: Story, width: int) -> Text:
+    """Return what the machine does whose models take turns, and what waits for them."""
+    box = story.box
+    state = Text.assemble(
+        (" box      ", "bold"), (f"{words.cut(box.state, 9):9}", _BOX_STYLES.get(box.state, "yellow"))
+    )
+    state.append(f" {words.cut(_doing(box, story.speed), max(1, width - 21))}")
+    waits = ", ".join(f"{count} {name}" for name, count in box.waiting.items() if count)
+    jobs = f"{sum(job.is_over for job in story.jobs)}/{len(story.jobs)} jobs" if story.jobs else ""
+    right = f"waiting: {waits}  {jobs}" if waits else jobs
+    if state.cell_len + cell_len(right) + 3 > width:
+        right = jobs
+    return _ends(state, Text(words.cut(right, width), "cyan" if waits else "dim"), width)
+
+
+def _doing(box: BoxGauge, speed: float) -> str:
+    match box.state:
+        case "resident" if box.target:
+            return f"{box.backend} is in; {box.target} is next{', after its batch' if box.held else ''}"
+        case "resident":
+            return f"{box.backend} is in"
+        case "draining":
+            return f"{box.backend} finishes, then {box.target}"
+        case "stopping":
+            return f"{box.backend} goes, {box.target} comes"
+        case "booting":
+            return f"{box.backend} boots: {max(0.0, BOOT_S - box.for_s * speed):.0f} s to go"
+        case "checking":
+            return f"{box.backend} is asked something first"
+    return box.reason
 
 
 def _bar(share: float, width: int) -> Text:

@@ -1,16 +1,24 @@
 """Responses in the background: handed over, looked at, followed, cancelled. The store keeps them."""
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from hashlib import sha256
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio
 import msgspec
 
-from gateway.core.errors import InvalidRequest, JobConflict, JobRefused, ResponseNotFound
+from gateway.core.chat_jobs import whole
+from gateway.core.errors import (
+    IdempotencyKeyReused,
+    InvalidRequest,
+    JobRefused,
+    ResponseNotFound,
+    StoreUnavailable,
+)
+from gateway.core.idempotency import fingerprint, read_key
 from gateway.core.jobs import (
+    Chunk,
     Idempotency,
     Job,
     JobPriority,
@@ -22,13 +30,18 @@ from gateway.core.jobs import (
 )
 from gateway.core.responses.draft import Event
 from gateway.core.responses.replay import JobFacts, Replay
+from gateway.core.usage import Ending, RequestRecord
+from gateway.core.values import Decision, Estimate
 from gateway.pipeline import Pipeline
-from gateway.ports import Clock, Incoming, JobStore
+from gateway.ports import Clock, Incoming, JobStore, Recorder
 
 log = logging.getLogger("gateway.jobs")
 
 FOLLOW_S = 10.0
 """How long a follower waits for news before it says that it is still there."""
+
+AGAIN_S = 1.0
+"""Time between two looks at a store that is away."""
 
 RETRY_AFTER_S = 5
 RETRY_AFTER_MAX_S = 59
@@ -37,6 +50,9 @@ LANES_FOR_S = 2.0
 
 PRIORITY_HEADER = "x-gateway-priority"
 EXPIRES_HEADER = "x-gateway-expires-s"
+_NEVER = 2**53
+"""More chunks than a job ever has."""
+
 _HEADERS_KEPT = 32
 _HEADER_CHARS_KEPT = 256
 
@@ -65,12 +81,25 @@ class JobRules:
 class Background:
     """Jobs for the callers they belong to; one per process."""
 
-    def __init__(self, jobs: JobStore, pipeline: Pipeline, rules: JobRules, clock: Clock) -> None:
-        """Hand jobs to `jobs`, placed as `pipeline` would place them."""
+    def __init__(
+        self,
+        jobs: JobStore,
+        pipeline: Pipeline,
+        rules: JobRules,
+        clock: Clock,
+        away_s: Callable[[str], float | None],
+        recorder: Recorder,
+    ) -> None:
+        """Hand jobs to `jobs`, placed as `pipeline` would place them; tell `recorder` of each.
+
+        `away_s`: how long nobody who could serve a lane can be there; see `BoxKeeper.away_s`.
+        """
+        self._recorder = recorder
         self._jobs = jobs
         self._pipeline = pipeline
         self._rules = rules
         self._clock = clock
+        self._away_s = away_s
         self._lanes: tuple[float, Mapping[str, Lane]] = (float("-inf"), {})
 
     async def submit(
@@ -83,6 +112,7 @@ class Background:
         idempotency_key: str | None,
         route: str,
         body: bytes,
+        estimate: Estimate | None = None,
     ) -> tuple[Job, bool]:
         """Hand a request over. Returns the job, and whether it was handed over before, under the same key.
 
@@ -92,12 +122,15 @@ class Background:
             StoreUnavailable: whether it was accepted is not known; the same idempotency key finds it.
         """
         request = incoming.request
-        decision = await self._pipeline.place_of(incoming)
+        decision = await self._pipeline.place_of(incoming, estimate)
+        decided_at = self._clock.now()
+        if (trace := incoming.arrival.trace) is not None:
+            facts = replace(facts, trace=trace.own.traceparent)
         job = NewJob(
             id=id,
             key=request.key,
             lane=f"{decision.model}/{decision.traffic_class}",
-            body=_streamed(incoming.body_for(request.model)),
+            body=streamed(incoming.body_for(request.model)),
             facts=facts.encoded(),
             priority=self._priority(request.key, request.headers),
             keep_s=self._rules.keep_s if store else self._rules.unstored_keep_s,
@@ -105,22 +138,23 @@ class Background:
         )
         idempotency = None
         if idempotency_key is not None:
-            idempotency = Idempotency(idempotency_key[:256], route, sha256(body).hexdigest())
+            idempotency = Idempotency(read_key(idempotency_key), route, fingerprint(body))
         found = await self._jobs.submit(job, self._rules.quota, idempotency)
         match found:
-            case Refusal.IDEMPOTENCY_MISMATCH:
-                message = "This Idempotency-Key was used with another request."
-                raise JobConflict(message, code="idempotency_mismatch")
+            case Refusal.IDEMPOTENCY_KEY_REUSED:
+                raise IdempotencyKeyReused("This Idempotency-Key was used with another request.")
             case Refusal():
                 raise JobRefused(_REFUSALS[found], code=found.value, retry_after_s=30)
         if found.id == id:
             log.debug("job %s: accepted, %s, %s", id, job.lane, job.priority.value)
+        self._recorder.finished(_record(incoming, decision, decided_at, self._clock.now()))
         return found, found.id != id
 
     async def get(self, key: str | None, id: str) -> Job | None:
         """Return a job of this API key, or None."""
         job = await self._jobs.get(id)
-        return None if job is None or job.new.key != key else job
+        is_theirs = job is not None and job.new.key == key and not job.new.batch  # lines are their batch's
+        return job if is_theirs else None
 
     async def cancel(self, key: str | None, id: str) -> Job | None:
         """Cancel a job of this API key unless it is over; return it as it is then, or None."""
@@ -131,27 +165,50 @@ class Background:
         return await self.get(key, id) is not None and await self._jobs.delete(id)
 
     async def finished(self, job: Job, wait_s: float) -> Job:
-        """Return a job once it is over, or as it is after `wait_s`."""
+        """Return a job once it is over, or as it was last known after `wait_s`."""
         with anyio.move_on_after(wait_s):
             while not job.status.is_final:
-                await self._jobs.changed(job.id, job.chunks, FOLLOW_S)
-                job = await self._again(job)
+                try:
+                    job = await self.over(job, FOLLOW_S)
+                except StoreUnavailable:
+                    await anyio.sleep(AGAIN_S)
         return job
+
+    async def over(self, job: Job, wait_s: float) -> Job:
+        """Return a job as it is now, once its status has changed or after `wait_s`."""
+        await self._jobs.changed(job.id, _NEVER, wait_s, job.status)
+        return await self._again(job)
+
+    async def news(self, job: Job, start: int, wait_s: float) -> tuple[Job, Sequence[Chunk]]:
+        """Return the chunks of a job from number `start` on, once there is news or after `wait_s`.
+
+        The job with them is as it is now where there are none, else as it was: it brings its body along.
+        """
+        await self._jobs.changed(job.id, start, wait_s, job.status)
+        chunks = await self._jobs.chunks(job.id, start)
+        return (job if chunks else await self._again(job)), chunks
+
+    async def answer(self, job: Job) -> bytes:
+        """Return the chat completion that a job has become, which has one."""
+        return whole(job, await self._chunks_of_final(job))
 
     async def response(self, job: Job) -> dict[str, Any]:
         """Return the response that a job is, or will be."""
         replay = Replay(JobFacts.of(job), msgspec.json.decode)
-        chunks = await _all_chunks(self._jobs, job) if job.status.is_final else []
+        chunks = await self._chunks_of_final(job) if job.status.is_final else []
         replay.tell(job, chunks)
-        response = {**replay.response, "created_at": int(job.created_at)}
+        response = dict(replay.response)
         if not job.status.is_final:
             response["status"] = job.status.value
-            response["queue"] = await self._place(job)
+            response["queue"] = await self.place(job)
         return response
 
     async def record(self, job: Job) -> bytes:
         """Return a finished job as it would be kept if it had been answered in place."""
         facts = JobFacts.of(job)
+        if facts.is_chat:
+            message = "That was a chat, and is no response to go on from: send its messages as `input`."
+            raise InvalidRequest(message, code="unsupported_parameter", param="previous_response_id")
         context, said = (facts.conversation.get(name, []) for name in ("context", "input"))
         response = await self.response(job)
         return msgspec.json.encode({"response": response, "context": context, "input": said})
@@ -183,14 +240,25 @@ class Background:
     async def _again(self, job: Job) -> Job:
         found = await self._jobs.get(job.id)
         if found is None:
-            raise ResponseNotFound("The response was deleted.")
+            raise gone(job.id)
         return found
 
-    async def _place(self, job: Job) -> Mapping[str, Any]:
+    async def _chunks_of_final(self, job: Job) -> list[Chunk]:
+        chunks = await _all_chunks(self._jobs, job)
+        if len(chunks) < job.chunks:  # its time was over just now
+            raise gone(job.id)
+        return chunks
+
+    async def place(self, job: Job) -> Mapping[str, Any]:
+        """Return a job's place in the queue, and in how many seconds it starts, each None where not known."""
         now = self._clock.now()
         if now - self._lanes[0] > LANES_FOR_S:
-            self._lanes = now, {lane.name: lane for lane in await self._jobs.lanes()}
-        start_s = expected_start_s(job.position, self._lanes[1].get(job.new.lane))
+            try:
+                self._lanes = now, {lane.name: lane for lane in await self._jobs.lanes()}
+            except StoreUnavailable:
+                self._lanes = now, {}
+        lane = job.new.lane
+        start_s = expected_start_s(job.position, self._lanes[1].get(lane), self._away_s(lane))
         return {"position": job.position, "expected_start_s": None if start_s is None else round(start_s, 1)}
 
     def _priority(self, key: str | None, headers: Mapping[str, str]) -> JobPriority:
@@ -206,6 +274,33 @@ class Background:
         return max(most, JobPriority(asked), key=order.index)
 
 
+def gone(id: str, param: str | None = None) -> ResponseNotFound:
+    """Return what is said of an id under which this caller finds nothing."""
+    message = f"No response {id[:64]!r} is kept here for this key: it is unknown, deleted or expired."
+    return ResponseNotFound(message, param=param)
+
+
+def _record(incoming: Incoming, decision: Decision, decided_at: float, now: float) -> RequestRecord:
+    """Return what is kept of a request that has become a job."""
+    request, arrival = incoming.request, incoming.arrival
+    return RequestRecord(
+        id=arrival.id,
+        model=request.model,
+        stream=request.stream,
+        ending=Ending.HANDED_OVER,
+        status=200,
+        error_code="",
+        key=request.key,
+        wall_at=arrival.wall_at,
+        received_at=arrival.received_at,
+        estimated_at=decided_at,
+        ended_at=now,
+        decision=decision,
+        trace=arrival.trace,
+        route=arrival.route,
+    )
+
+
 def headers_kept(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers that are kept with a job: those that sites make up for themselves."""
     own = {
@@ -216,14 +311,14 @@ def headers_kept(headers: Mapping[str, str]) -> dict[str, str]:
     return dict(list(own.items())[:_HEADERS_KEPT])
 
 
-async def _all_chunks(jobs: JobStore, job: Job) -> list[Any]:
-    chunks: list[Any] = []
+async def _all_chunks(jobs: JobStore, job: Job) -> list[Chunk]:
+    chunks: list[Chunk] = []
     while more := await jobs.chunks(job.id, len(chunks)):
         chunks += more
     return chunks
 
 
-def _streamed(body: bytes) -> bytes:
+def streamed(body: bytes) -> bytes:
     """Return a chat body that asks for a stream with usage."""
     members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     members["stream"] = msgspec.Raw(b"true")

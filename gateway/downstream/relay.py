@@ -26,17 +26,21 @@ class AsgiDownstream:
 
     def __init__(self, send: Send) -> None:
         """Answer through `send`."""
-        self._send = send
+        self.asgi_send = send
         self.is_started = False
 
     async def start(self, status: int, headers: Headers) -> None:
         """See `ports.Downstream.start`."""
         self.is_started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        await self.asgi_send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
     async def send(self, data: bytes) -> None:
         """See `ports.Downstream.send`."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self.asgi_send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def send_last(self, data: bytes, *, is_good: bool) -> None:
+        """Send the last bytes of a stream that has no `[DONE]`; `is_good`: it is whole, and no failure."""
+        await self.send(data)
 
     async def fail(self, error: GatewayError, code: str) -> None:
         """See `ports.Downstream.fail`. In the way that every SDK raises on."""
@@ -45,7 +49,7 @@ class AsgiDownstream:
     async def finish(self) -> None:
         """End the body."""
         with anyio.move_on_after(FINISH_S):
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self.asgi_send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,13 @@ async def send_json(
     value: object, downstream: AsgiDownstream, status: int = 200, headers: Headers = ()
 ) -> None:
     """Answer with a JSON value."""
-    body = msgspec.json.encode(value)
+    await send_body(msgspec.json.encode(value), downstream, status, headers)
+
+
+async def send_body(
+    body: bytes, downstream: AsgiDownstream, status: int = 200, headers: Headers = ()
+) -> None:
+    """Answer with JSON that is written by now."""
     length = (b"content-length", str(len(body)).encode())
     await downstream.start(status, [(b"content-type", b"application/json"), length, *headers])
     await downstream.send(body)

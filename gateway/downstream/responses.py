@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
@@ -20,7 +21,6 @@ from litestar.response import Stream
 from gateway.core.errors import (
     GatewayError,
     InvalidRequest,
-    ResponseNotFound,
     StoreUnavailable,
     UpstreamFailed,
 )
@@ -41,13 +41,14 @@ from gateway.core.responses.request import (
 )
 from gateway.core.values import Endpoint
 from gateway.downstream import wire
-from gateway.downstream.background import Background, headers_kept
+from gateway.downstream.background import Background, gone, headers_kept
 from gateway.downstream.keys import KeyRing
+from gateway.downstream.promises import Promises
 from gateway.downstream.reading import Readers, Received, Work
 from gateway.downstream.relay import AsgiDownstream, send_json
 from gateway.pipeline import CallerStalled, Pipeline
 from gateway.pipeline.caller import CALLER_STALL_S, KEEP_ALIVE, SSE_HEADERS
-from gateway.ports import Clock, Headers, ResponseStore
+from gateway.ports import Clock, Headers, Incoming, ResponseStore
 
 PATH = "/v1/responses"
 REFERENCES_MAX = 64
@@ -113,6 +114,7 @@ class Responses:
         rules: wire.WireRules,
         readers: Readers,
         keeping: Keeping,
+        promises: Promises,
         background: Background | None,
         clock: Clock,
     ) -> None:
@@ -122,21 +124,29 @@ class Responses:
         self._rules = rules
         self._readers = readers
         self._keeping = keeping
+        self._promises = promises
         self._background = background
         self._clock = clock
 
     async def read(self, received: Received) -> Work:
         """Return what answers a request to create a response. See `reading.Read`."""
-        size, key = len(received.body), received.key
-        raws, members = await self._readers.run(size, lambda: _members(received.body))
+        raws, members = await self._readers.run(len(received.body), lambda: _members(received.body))
         background = self._background_of(members)
-        wanted = needs(members, self._rules.messages_max)
-        found = await self._look_up(key, wanted)
-        token = secrets.token_hex(16)
-        asked = await self._readers.run(
-            size + found.size_bytes,
-            lambda: _translated(received, self._rules, raws, members, token, found),
-        )
+        read_on = partial(self._read_on, raws=raws, members=members, background=background)
+        if background is not None:
+            return await read_on(received)
+        return await self._promises.read(received, read_on)
+
+    async def _read_on(
+        self,
+        received: Received,
+        *,
+        raws: Mapping[str, msgspec.Raw],
+        members: Mapping[str, Any],
+        background: Background | None,
+    ) -> Work:
+        key, token = received.key, secrets.token_hex(16)
+        asked = await self._asked(received, raws, members, token)
         if background is not None:
             return await self._handed_over(background, asked, received, token)
 
@@ -150,6 +160,25 @@ class Responses:
             await answer.finish()
 
         return work
+
+    async def line(self, received: Received, token: str) -> tuple[Incoming, JobFacts]:
+        """Return the chat request that a batch's line is, and what its response needs beside the answer."""
+        raws, members = await self._readers.run(len(received.body), lambda: _members(received.body))
+        asked = await self._asked(received, raws, members, token)
+        return asked.incoming, asked.facts(received, token, {"store": False})
+
+    async def _asked(
+        self,
+        received: Received,
+        raws: Mapping[str, msgspec.Raw],
+        members: Mapping[str, Any],
+        token: str,
+    ) -> "Asked":
+        found = await self._look_up(received.key, needs(members, self._rules.messages_max))
+        return await self._readers.run(
+            len(received.body) + found.size_bytes,
+            lambda: _translated(received, self._rules, raws, members, token, found),
+        )
 
     # -------------------------------------------------------------- in the background
 
@@ -167,13 +196,7 @@ class Responses:
         self, background: Background, asked: "Asked", received: Received, token: str
     ) -> Work:
         store = asked.conversation is not None
-        facts = JobFacts(
-            response={**asked.draft.response, "background": True, "store": store},
-            token=token,
-            first_index=asked.draft.first_index,
-            headers=headers_kept(received.headers),
-            conversation=msgspec.json.decode(b"{%b}" % (asked.conversation or b"")),
-        )
+        facts = asked.facts(received, token, {"background": True, "store": store})
         try:
             job, _ = await background.submit(
                 asked.incoming,
@@ -236,7 +259,7 @@ class Responses:
             message = "That response has not come to its end yet."
             raise InvalidRequest(message, code="response_not_finished", param=param)
         if record is None:
-            raise _not_found(id, param)
+            raise gone(id, param)
         return record
 
     async def _opened(self, record: bytes) -> Kept:
@@ -271,7 +294,7 @@ class Responses:
             key = self._keys.name_of(request.headers.get("authorization"))
             is_job = self._background is not None and await self._background.delete(key, response_id)
             if not is_job and not await self._keeping.store.delete(key, response_id):
-                raise _not_found(response_id)
+                raise gone(response_id)
             return {"id": response_id, "object": "response", "deleted": True}
 
         @post(PATH + "/{response_id:str}/cancel", status_code=200)
@@ -309,11 +332,6 @@ class Responses:
 
         headers = {name.decode(): value.decode() for name, value in SSE_HEADERS}
         return Stream(frames(), headers=headers, media_type="text/event-stream; charset=utf-8")
-
-
-def _not_found(id: str, param: str | None = None) -> ResponseNotFound:
-    message = f"No response {id[:64]!r} is kept here for this key: it is unknown, deleted or expired."
-    return ResponseNotFound(message, param=param)
 
 
 def _page(items: Sequence[Item], query: Mapping[str, Any]) -> dict[str, Any]:
@@ -356,6 +374,16 @@ class Asked:
     draft: Draft
     conversation: bytes | None
 
+    def facts(self, received: Received, token: str, says: Mapping[str, Any]) -> JobFacts:
+        """Return what is kept with the job that it becomes; `says`: of its response."""
+        return JobFacts(
+            response={**self.draft.response, **says},
+            token=token,
+            first_index=self.draft.first_index,
+            headers=headers_kept(received.headers),
+            conversation=msgspec.json.decode(b"{%b}" % (self.conversation or b"")),
+        )
+
 
 def _members(body: bytes) -> tuple[dict[str, msgspec.Raw], dict[str, Any]]:
     """Return the members of a body, all of them as sent, and decoded those that are read."""
@@ -373,7 +401,7 @@ def _translated(
 ) -> Asked:
     translated = read(members, token=token, context=found.context, stored=found.stored)
     response = new_response(translated.echo, token, int(received.arrival.wall_at))
-    _check_depth(response)
+    check_depth(response)
     conversation = _conversation(translated) if translated.store else None
     # Copies: what is taken as it is would keep the whole body in memory.
     chat = {name: raw.copy() for name, raw in raws.items() if travels(name)}
@@ -403,7 +431,7 @@ def _conversation(translated: Translated) -> bytes:
     )
 
 
-def _check_depth(response: Mapping[str, Any]) -> None:
+def check_depth(response: Mapping[str, Any]) -> None:
     """Refuse a request whose echo could not be written later, inside an event and deeper down the stack."""
     nested: object = response
     for _ in range(_DEPTH_SPARE):
@@ -485,9 +513,12 @@ class Answer:
             raise CallerStalled
 
     async def _send(self, events: Sequence[Event]) -> None:
-        if self.asked.draft.is_over:
-            await self._keep()  # before the last event, which says whether it is kept
-        await self.downstream.send(_frames(events))
+        draft = self.asked.draft
+        if not draft.is_over:
+            await self.downstream.send(_frames(events))
+            return
+        await self._keep()  # before the last event, which says whether it is kept
+        await self.downstream.send_last(_frames(events), is_good=draft.response["status"] != "failed")
 
     async def _send_whole(self) -> None:
         draft = self.asked.draft

@@ -21,9 +21,13 @@ from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import Endpoint, Policy
 from gateway.downstream import wire
 from gateway.downstream.background import Background
+from gateway.downstream.batches import Batches, Batching, BatchLines
+from gateway.downstream.chat_jobs import ChatJobs
 from gateway.downstream.errors import envelope, headers_of
+from gateway.downstream.files import Files
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.operator_guard import OperatorGuard
+from gateway.downstream.promises import PromiseKeeping, Promises
 from gateway.downstream.reading import Read, Readers, Received, Work
 from gateway.downstream.relay import (
     AsgiDownstream,
@@ -70,7 +74,9 @@ class Applications:
         rules: wire.WireRules,
         limits: BodyLimits,
         keeping: Keeping,
+        promises: PromiseKeeping,
         background: Background | None,
+        batching: Batching | None = None,
         readiness: Callable[[], Mapping[str, bool]],
         recorder: Recorder,
         clock: Clock,
@@ -92,18 +98,48 @@ class Applications:
         self._started_at = int(clock.wall())
         self._uploads = Uploads()
         self._readers = Readers()
+        self._promises = Promises(promises, self._readers, recorder, clock)
         self._responses = Responses(
             pipeline=pipeline,
             keys=keys,
             rules=rules,
             readers=self._readers,
             keeping=keeping,
+            promises=self._promises,
             background=background,
             clock=clock,
         )
+        self.batch_lines = BatchLines(
+            pipeline=pipeline,
+            responses=self._responses,
+            rules=rules,
+            readers=self._readers,
+            body_bytes_max=limits.bytes_max,
+            clock=clock,
+        )
+        self._batching: list[BaseRouteHandler] = []
+        if batching is not None:
+            files = Files(batching.files, keys, batching.rules)
+            self._batching += files.handlers()
+            self._batching += Batches(batching.batches, keys, batching.rules).handlers()
+        self._chat_jobs = None
+        if background is not None:
+            self._chat_jobs = ChatJobs(
+                background=background,
+                pipeline=pipeline,
+                keys=keys,
+                clock=clock,
+                refused=self._refused,
+                is_stopping=lambda: self.is_draining,
+            )
         self.is_draining = False
         self.in_flight = 0
         self._idle = anyio.Event()
+
+    @property
+    def waiting_in_place(self) -> int:
+        """Callers whose answer is a job's."""
+        return 0 if self._chat_jobs is None else self._chat_jobs.waiting
 
     async def drain(self) -> None:
         """Refuse new work from now on, and return when everything that runs has ended."""
@@ -157,6 +193,8 @@ class Applications:
                 completions,
                 responses,
                 *self._responses.handlers(),
+                *self._batching,
+                *([] if self._chat_jobs is None else self._chat_jobs.handlers()),
                 models,
                 model,
                 embeddings,
@@ -171,20 +209,11 @@ class Applications:
 
     def _relayed(self, endpoint: Endpoint) -> Read:
         """Return what reads the requests of an endpoint whose answers are relayed as they are."""
+        if endpoint is Endpoint.CHAT and self._chat_jobs is not None:
+            return partial(self._read_chat, self._chat_jobs)
 
         async def read(received: Received) -> Work:
-            def incoming() -> wire.WireRequest:
-                return wire.read(
-                    endpoint,
-                    received.body,
-                    self._rules,
-                    arrival=received.arrival,
-                    key=received.key,
-                    headers=received.headers,
-                    forwarded=received.forwarded,
-                )
-
-            request = await self._readers.run(len(received.body), incoming)
+            request = await self._read_request(endpoint, received)
 
             async def work(downstream: AsgiDownstream) -> None:
                 await self._pipeline.run(request, downstream)
@@ -192,7 +221,32 @@ class Applications:
 
             return work
 
-        return read
+        return partial(self._promises.read, read=read)
+
+    async def _read_chat(self, chat_jobs: ChatJobs, received: Received) -> Work:
+        """Return what answers a chat where there are jobs. One that is handed over is found as one again."""
+        request = await self._read_request(Endpoint.CHAT, received)
+        if chat_jobs.is_handed_over(request):
+            return chat_jobs.answering(request, received)
+
+        async def read(received: Received) -> Work:
+            return chat_jobs.answering(request, received)
+
+        return await self._promises.read(received, read)
+
+    async def _read_request(self, endpoint: Endpoint, received: Received) -> wire.WireRequest:
+        def read() -> wire.WireRequest:
+            return wire.read(
+                endpoint,
+                received.body,
+                self._rules,
+                arrival=received.arrival,
+                key=received.key,
+                headers=received.headers,
+                forwarded=received.forwarded,
+            )
+
+        return await self._readers.run(len(received.body), read)
 
     async def _generate(self, route: str, read: Read, scope: Scope, receive: Receive, send: Send) -> None:
         traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), None)
@@ -208,6 +262,9 @@ class Applications:
         try:
             await self._serve(arrival, read, scope, receive, downstream)
         except GatewayError as error:
+            if downstream.is_started:  # its status is spent: without an end, the server drops the connection
+                log.warning("request %s was cut off: %s", arrival.id, error.message)
+                return
             error.headers = error.headers or ((b"x-request-id", arrival.id.encode()),)
             await send_error(error, downstream)
         except Exception:
@@ -356,7 +413,12 @@ def _with_id(response: Response[Any]) -> Response[Any]:
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    headers: dict[str, str] = {}
+    for raw_name, raw_value in scope["headers"]:
+        name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
+        # A list may come in several headers; of any other the last one counts.
+        headers[name] = f"{headers[name]}, {value}" if name == "prefer" and name in headers else value
+    return headers
 
 
 def _internal(request_id: str) -> GatewayError:

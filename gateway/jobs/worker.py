@@ -18,7 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from gateway.core.errors import BackendRejected, CallerError, GatewayError, ShedError, StoreUnavailable
-from gateway.core.job_answers import AnswerSoFar, answer_so_far, continuation
+from gateway.core.job_answers import AnswerSoFar, answer_so_far, choices, continuation
 from gateway.core.jobs import (
     AttemptEnd,
     AttemptOutcome,
@@ -111,6 +111,7 @@ class Worker:
         self._scope = anyio.CancelScope()
         self._ended = anyio.Event()
         self.is_draining = False
+        self._is_needed: Callable[[], bool] = lambda: False
 
     @property
     def running(self) -> int:
@@ -135,17 +136,25 @@ class Worker:
         self._scope.cancel()
         await self._ended.wait()
 
-    def drain(self) -> None:
-        """Take no more jobs, and give those back whose answers have not begun."""
+    def drain(self, is_needed: Callable[[], bool] = lambda: False) -> None:
+        """Take no more jobs, except while `is_needed()`: somebody waits here for one.
+
+        Those whose answers have not begun are given back.
+        """
         self.is_draining = True
-        for ahead in self._ahead.values():
-            for job_id in ahead:
-                self._return(self._claims[job_id])
+        self._is_needed = is_needed
+        if not is_needed():
+            self._return_unbegun()
         self._room.set()
 
     async def wait_idle(self) -> None:
         """Return once it has no jobs, after `drain`; `run` must have been started."""
         await self._idle.wait()
+
+    def _return_unbegun(self) -> None:
+        for ahead in self._ahead.values():
+            for job_id in ahead:
+                self._return(self._claims[job_id])
 
     def _return(self, claim: _Claim) -> None:
         claim.is_returned = True
@@ -155,9 +164,12 @@ class Worker:
 
     async def _next(self) -> Job | None:
         """Return the next job, or None after a while in which there was none."""
-        if self.is_draining and not self._claims:
-            self._idle.set()
-        if self.is_draining or len(self._claims) >= self._rules.running_max:
+        is_leaving = self.is_draining and not self._is_needed()
+        if is_leaving:
+            self._return_unbegun()
+            if not self._claims:
+                self._idle.set()
+        if is_leaving or len(self._claims) >= self._rules.running_max:
             await self._changed()
             return None
         try:
@@ -190,10 +202,12 @@ class Worker:
             tasks.cancel_scope.cancel()
 
     def _start(self, job: Job, tasks: TaskGroup) -> None:
+        if (former := self._claims.get(job.id)) is not None:
+            former.scope.cancel()  # it was lost meanwhile, and has come back before anybody said so
         claim = self._claims[job.id] = _Claim(job, anyio.current_time())
         self._ahead.setdefault(job.new.lane, set()).add(job.id)
         tasks.start_soon(self._work, claim)
-        if self.is_draining:  # it was asked for before that
+        if self.is_draining and not self._is_needed():  # it was asked for before that
             self._return(claim)
 
     # ------------------------------------------------------------ staying
@@ -240,8 +254,9 @@ class Worker:
             log.exception("job %s failed inside the gateway", job.id)
             await self._give_back(job, after_s=self._rules.retry_s, failed=True)
         finally:
-            self._ahead[job.new.lane].discard(job.id)
-            del self._claims[job.id]
+            if self._claims.get(job.id) is claim:  # else this worker has the job again
+                self._ahead[job.new.lane].discard(job.id)
+                del self._claims[job.id]
             self._room.set()
 
     async def _attempt(self, job: Job) -> None:
@@ -318,7 +333,8 @@ class Worker:
     # ------------------------------------------------------------ what must reach the store
 
     async def _answer_so_far(self, job: Job) -> AnswerSoFar:
-        return answer_so_far(await _until_answered(lambda: stored_chunks(self._store, job.id)))
+        chunks = await _until_answered(lambda: stored_chunks(self._store, job.id))
+        return answer_so_far(chunks, choices(job.new.body))
 
     async def _finish(self, job: Job, status: JobStatus, error: JobError | None = None) -> None:
         has_ended = await _until_answered(lambda: self._store.finish(job.id, job.attempt, status, error))

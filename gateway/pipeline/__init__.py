@@ -6,7 +6,7 @@ Only this package knows the order of the steps. It sees ports and pure functions
 from gateway.pipeline.caller import CallerStalled
 from gateway.pipeline.passage import LEFT_STATUS
 from gateway.pipeline.peers import Peers
-from gateway.pipeline.pipeline import Pipeline
+from gateway.pipeline.pipeline import Pipeline, patience_s
 from gateway.pipeline.watch import BackendWatch, Sight
 
-__all__ = ["LEFT_STATUS", "BackendWatch", "CallerStalled", "Peers", "Pipeline", "Sight"]
+__all__ = ["LEFT_STATUS", "BackendWatch", "CallerStalled", "Peers", "Pipeline", "Sight", "patience_s"]

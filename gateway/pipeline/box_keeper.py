@@ -4,6 +4,10 @@ core/box.py decides and never waits. Here one loop per box looks about once a se
 order ended. Only the owner of a box advances it and gives orders; everybody else reads what the owner has
 written, a second late at most. While the store is away nobody is sure to be the owner, so nothing is
 swapped: the model that is in goes on serving.
+
+What waits for a model is counted in two places: in the lines of all processes, which tell each other by
+notes, and in the store of jobs, where every process reads the same. A line is looked at before the store is,
+so that a job on its way from there to here is counted nowhere for a moment rather than twice.
 """
 
 import logging
@@ -29,17 +33,21 @@ from gateway.core.box import (
     TookOver,
     advance,
     back_at,
+    comes_at,
     is_out,
     left_alone,
     outlook,
     standing,
     unowned,
 )
+from gateway.core.box_demand import class_of, servers, stored_wants
 from gateway.core.box_report import note, read, read_note, written
+from gateway.core.errors import StoreUnavailable
+from gateway.core.jobs import Lane
 from gateway.core.swap_policy import Plan, Wants
-from gateway.core.values import Backend, Exclusion
+from gateway.core.values import Backend, Exclusion, Policy
 from gateway.core.waiting import WaitingLine
-from gateway.ports import BoxBoard, BoxFleet, Clock, Ledger, Switch
+from gateway.ports import BoxBoard, BoxFleet, Clock, JobStore, Ledger, Switch
 
 log = logging.getLogger("gateway.boxes")
 
@@ -55,6 +63,9 @@ SETTLE_S = 4.0
 """What processes that share a store need to learn that a box drains, and to be seen to have learned it:
 two looks, one refresh of the ledger's snapshot, one command."""
 
+JOBS_SETTLE_S = 1.0
+"""What a job that was just claimed needs to come to the line, and to be seen there. A generous guess."""
+
 _AT_WORK = frozenset({State.DRAINING, State.STOPPING, State.BOOTING, State.CHECKING})
 _LOST = frozenset({health.State.BOOTING, health.State.DOWN})
 
@@ -66,7 +77,8 @@ class BoxSight:
     Attributes:
         box: Its state.
         plan: What it does next.
-        wants: What waits for each of its backends, everywhere.
+        wants: What waits for each of its backends, in the lines of all gateways.
+        stored: What waits for each of them in the store of jobs.
         is_owner: Whether this process switches it.
         fence: The number of that ownership; 0 where it is not.
         at: When this was seen, monotonic seconds.
@@ -75,6 +87,7 @@ class BoxSight:
     box: Box
     plan: Plan
     wants: Mapping[str, Wants]
+    stored: Mapping[str, Wants]
     is_owner: bool
     fence: int
     at: float
@@ -93,7 +106,10 @@ class _Kept:
     has_heard: bool = False  # from the board
     heard_at: float = 0.0  # monotonic seconds of the last time
     reports: list[Event] = field(default_factory=list)
+    own: Mapping[str, Wants] = field(default_factory=dict)
     others: Mapping[str, Wants] = field(default_factory=dict)
+    lanes: Sequence[Lane] = ()
+    lanes_at: float = 0.0  # monotonic seconds
     standings: Mapping[str, Standing | None] = field(default_factory=dict)
     out: frozenset[str] = frozenset()
     booting_since: float | None = None
@@ -114,6 +130,8 @@ class BoxKeeper:
         fleet: BoxFleet,
         ledger: Ledger,
         line: WaitingLine,
+        jobs: JobStore | None,
+        policy: Callable[[], Policy],
         clock: Clock,
         on_change: Callable[[], None],
     ) -> None:
@@ -128,11 +146,14 @@ class BoxKeeper:
             fleet: Who watches the backends' health.
             ledger: Who counts what is in flight.
             line: Where requests wait.
+            jobs: Where jobs wait, or None where there are none.
+            policy: Which backends may serve them.
             clock: Where times come from.
             on_change: Called when a backend may be sent something that may not be before, or the reverse.
         """
         self._switch, self._board, self._fleet = switch, board, fleet
         self._ledger, self._line, self._clock = ledger, line, clock
+        self._jobs, self._policy = jobs, policy
         self._on_change = on_change
         self._started_at = clock.now()
         self._ended = anyio.Event()
@@ -168,10 +189,28 @@ class BoxKeeper:
         now = self._clock.now()
         found = {}
         for name, kept in self._kept.items():
-            wants = self._wants(kept)
-            plan = outlook(kept.rules, kept.box, wants, now)
-            found[name] = BoxSight(kept.box, plan, wants, kept.fence > 0, kept.fence, now)
+            wants, stored = self._in_lines(kept), self._stored(kept)
+            plan = outlook(kept.rules, kept.box, _both(wants, stored), now)
+            found[name] = BoxSight(kept.box, plan, wants, stored, kept.fence > 0, kept.fence, now)
         return found
+
+    def away_s(self, lane: str) -> float | None:
+        """Return in how many seconds somebody who could serve a lane of jobs can be there; 0 where one is.
+
+        None where all of them are out, and nothing brings one in.
+        """
+        policy, now = self._policy(), self._clock.now()
+        traffic_class = class_of(policy, lane)
+        times = []
+        for name in () if traffic_class is None else servers(policy, traffic_class):
+            kept = self._home.get(name)
+            if kept is None or kept.standings[name] is None:
+                return 0.0
+            plan = outlook(kept.rules, kept.box, self._wants(kept), now)
+            at = comes_at(kept.box, plan, name, kept.boot_s, now)
+            if at is not None:
+                times.append(max(0.0, at - now))
+        return min(times, default=None)
 
     # -------------------------------------------------------------- the loop
 
@@ -207,13 +246,14 @@ class BoxKeeper:
     async def _round(self, kept: _Kept) -> Sequence[Order]:
         """Agree with the others on who owns the box, and advance it if this process does."""
         now = self._clock.now()
-        own = self._line.wants(kept.backends)
+        kept.own = self._line.wants(kept.backends)
         reply = await self._board.sync(
             kept.name,
             fence=kept.fence,
             state=written(kept.box, now) if kept.fence else "",
-            note=note(own, now),
+            note=note(kept.own, now),
         )
+        await self._read_store(kept)
         now = self._clock.now()
         if reply is None:
             if kept.box.state is State.UNKNOWN and not kept.has_heard:
@@ -268,9 +308,26 @@ class BoxKeeper:
         statuses = self._fleet.statuses()
         return frozenset(name for name in kept.backends if _is_ready(statuses[name]))
 
+    async def _read_store(self, kept: _Kept) -> None:
+        if self._jobs is None:
+            return
+        try:
+            is_drained = await self._jobs.drain() is not None  # then nobody may take what waits there
+            kept.lanes = () if is_drained else await self._jobs.lanes()
+            kept.lanes_at = self._clock.now()
+        except StoreUnavailable:
+            if self._clock.now() - kept.lanes_at > ALONE_S:
+                kept.lanes = ()  # nobody can get at them, so no swap is worth it
+
     def _wants(self, kept: _Kept) -> Mapping[str, Wants]:
-        own = self._line.wants(kept.backends)
-        return {name: one + kept.others.get(name, Wants()) for name, one in own.items()}
+        """Return what waits for each backend of a box, everywhere, as of the last look."""
+        return _both(self._in_lines(kept), self._stored(kept))
+
+    def _in_lines(self, kept: _Kept) -> Mapping[str, Wants]:
+        return {name: kept.own.get(name, Wants()) + kept.others.get(name, Wants()) for name in kept.backends}
+
+    def _stored(self, kept: _Kept) -> Mapping[str, Wants]:
+        return stored_wants(kept.lanes, self._policy(), kept.box, kept.backends, kept.lanes_at)
 
     # -------------------------------------------------------------- what a box orders
 
@@ -337,6 +394,10 @@ class BoxKeeper:
 
 def _is_ready(status: health.BackendStatus) -> bool:
     return bool(status.served_models) and status.down_since is None and status.state not in _LOST
+
+
+def _both(wants: Mapping[str, Wants], more: Mapping[str, Wants]) -> Mapping[str, Wants]:
+    return {name: one + more[name] for name, one in wants.items()}
 
 
 def _summed(notes: Any) -> Mapping[str, Wants]:

@@ -475,6 +475,13 @@ class WaitingSection(Section):
     """How many smaller requests may pass one that does not fit yet."""
 
 
+class QueueSection(Section):
+    """The class's chats are jobs, served in place: they wait in the store, for as long as it takes."""
+
+    on_disconnect: Literal["cancel", "finish"] = "cancel"
+    """What becomes of one whose caller leaves before its answer is complete."""
+
+
 class ClassSection(Section):
     """One kind of work and where it goes. Classes are tried top to bottom; the first that matches wins."""
 
@@ -495,6 +502,9 @@ class ClassSection(Section):
 
     waiting: WaitingSection = WaitingSection()
     """How its requests wait when every backend is full."""
+
+    queue: QueueSection | None = None
+    """Serve its chats as jobs, in place (docs/jobs.md). Needs `jobs`. Left out: they wait in the line."""
 
 
 class PromptSection(Section):
@@ -628,6 +638,19 @@ class ResponsesSection(Section):
     """Bytes of responses, with their conversations, that one key may have; the oldest go first. 0: none."""
 
 
+class IdempotencySection(Section):
+    """Answers kept for `Idempotency-Key` (docs/idempotency.md): in a store if there is one, or in memory."""
+
+    keep_s: Seconds = 86_400.0
+    """Seconds in which the same key gets the same answer again."""
+
+    max_answer_bytes: Positive = 8 * 1024 * 1024
+    """Bytes an answer may have to be kept; a stream has up to 300 per token."""
+
+    max_bytes_per_key: Count = 64 * 1024 * 1024
+    """Bytes of answers that one API key may have; the oldest go first. 0: none."""
+
+
 class HealthSection(Section):
     """When a backend counts as healthy."""
 
@@ -667,6 +690,19 @@ def _store(written: Any) -> Any:
     return {"url": written} if isinstance(written, str) else written
 
 
+class BatchesSection(Section):
+    """Files of requests that are worked off within a day (docs/batches.md)."""
+
+    file_bytes_max_per_key: Positive = 1024 * 1024 * 1024
+    """Bytes that the files of one API key may hold together, those that batches leave included."""
+
+    file_keep_s: int = Field(default=2_592_000, ge=3_600, le=2_592_000)
+    """Seconds that a file is kept, unless its caller says otherwise."""
+
+    queued_max_per_key: Positive = 1_000
+    """Lines of one API key's batches that may wait or run as jobs; the others follow as these end."""
+
+
 class JobsSection(Section):
     """Requests that are handed over, and whose answers are fetched later. Without it there are none."""
 
@@ -699,6 +735,9 @@ class JobsSection(Section):
 
     resume: Literal["continue", "restart"] = "continue"
     """How a job goes on whose backend or worker died: from the text it has, if it can, or from the start."""
+
+    batches: BatchesSection = Field(default_factory=BatchesSection)
+    """Files of requests that are worked off within a day (docs/batches.md)."""
 
 
 class WebhookSection(Section):
@@ -797,6 +836,9 @@ class Document(Section):
 
     responses: ResponsesSection = ResponsesSection()
     """What is kept of /v1/responses."""
+
+    idempotency: IdempotencySection = IdempotencySection()
+    """Answers kept for `Idempotency-Key`."""
 
     health: HealthSection = HealthSection()
     """When a backend counts as healthy."""

@@ -18,6 +18,7 @@ from gateway.core.values import (
     Gates,
     Modalities,
     ModelPolicy,
+    OnDisconnect,
     Policy,
     Pool,
     ReasoningField,
@@ -39,6 +40,7 @@ from gateway.settings.document import (
     Document,
     GatesSection,
     HealthSection,
+    IdempotencySection,
     JobsSection,
     ModelSection,
     PoolSection,
@@ -124,6 +126,11 @@ class Settings:
     def responses(self) -> ResponsesSection:
         """What is kept of /v1/responses."""
         return self.document.responses
+
+    @property
+    def idempotency(self) -> IdempotencySection:
+        """What is kept for idempotency keys."""
+        return self.document.idempotency
 
     @property
     def store(self) -> StoreSection | None:
@@ -546,6 +553,7 @@ def _class(section: ClassSection) -> TrafficClass:
         output_reserve_tokens=section.output_reserve_tokens,
         priority=section.priority,
         waiting=_waiting(section),
+        queue=None if section.queue is None else OnDisconnect(section.queue.on_disconnect),
     )
 
 
@@ -590,6 +598,9 @@ def findings(document: Document) -> Iterator[Finding]:
             if waiting.demoted_wait_s is not None and waiting.demoted_wait_s < waiting.max_wait_s:
                 message = f"this is the wait in all, and not below max_wait_s, {waiting.max_wait_s:g} here"
                 yield Finding(("models", model, "classes", index, "waiting", "demoted_wait_s"), message)
+            if section.queue is not None and document.jobs is None:
+                message = "its chats would be jobs, and there are none: add `jobs: {}`"
+                yield Finding(("models", model, "classes", index, "queue"), message, at_key=True)
 
 
 def _chat_pools(document: Document) -> frozenset[str]:

@@ -100,6 +100,17 @@ class Box:
             self._tasks.start_soon(self._end, model, model.scope)
         return model
 
+    def kill(self, name: str) -> Model:
+        """End a model as on SIGKILL: connections are reset, and its memory is free.
+
+        Raises:
+            KeyError: there is no such model.
+        """
+        model = self.models[name]
+        if model.state not in (State.STOPPED, State.FAILED):
+            self._kill(model, "killed by an order")
+        return model
+
     # -------------------------------------------------------------- inside
 
     async def open(self) -> None:
@@ -185,14 +196,17 @@ class Box:
         self.violations += 1
         held_by = tuple(holder.name for holder in holders)
         self.violation_log.append(Violation(model.name, held_by, self._clock.wall(), by))
+        reason = f"out of memory: {model.name} needed it while {' and '.join(held_by)} held it"
         for killed in (*holders, model):
-            killed.kills += 1
-            if killed.server is not None:
-                killed.server.halt()
-            killed.scope.cancel()
-            reason = f"out of memory: {model.name} needed it while {' and '.join(held_by)} held it"
-            self.to(killed, State.FAILED, reason)
+            self._kill(killed, reason)
         return True
+
+    def _kill(self, model: Model, reason: str) -> None:
+        model.kills += 1
+        if model.server is not None:
+            model.server.halt()
+        model.scope.cancel()
+        self.to(model, State.FAILED, reason)
 
     def to(self, model: Model, state: State, reason: str = "") -> None:
         """Note what has become of a model."""

@@ -4,6 +4,7 @@ GET  /models              the state of each model
 GET  /models/NAME         of one
 POST /models/NAME/start   202 once the order is taken; ?wait=true answers when it is carried out
 POST /models/NAME/stop    the same
+POST /models/NAME/kill    end it at once, as on SIGKILL
 POST /models/NAME/boots   {"boots": ["fail", "ok"]}: how the next ones end
 GET  /box                 what the box has counted
 """
@@ -21,7 +22,11 @@ from gateway.simulator.exchange import Exchange, Left, Receive, Scope, Send, as_
 from gateway.simulator.reading import read_json
 from gateway.simulator.refusals import Refusal
 
-_DONE = {"start": (State.RUNNING, State.SLEEPING), "stop": (State.STOPPED,)}
+_DONE = {
+    "start": (State.RUNNING, State.SLEEPING),
+    "stop": (State.STOPPED,),
+    "kill": (State.STOPPED, State.FAILED),
+}
 
 
 class Switch(Protocol):
@@ -55,6 +60,9 @@ class Switch(Protocol):
     def stop(self, name: str) -> Model:
         """Take the order to stop a model."""
 
+    def kill(self, name: str) -> Model:
+        """End a model at once."""
+
 
 class Control:
     """The ASGI application."""
@@ -82,7 +90,7 @@ class Control:
                 return 200, _described(self._model(name))
             case ("GET", "box"):
                 return 200, _counted(self._box)
-            case ("POST", "models", name, ("start" | "stop") as order):
+            case ("POST", "models", name, ("start" | "stop" | "kill") as order):
                 return await self._switch(exchange, self._model(name), order)
             case ("POST", "models", name, "boots"):
                 return await self._plan(exchange, self._model(name))
@@ -99,7 +107,7 @@ class Control:
     async def _switch(self, exchange: Exchange, model: Model, order: str) -> tuple[int, object]:
         await exchange.body()  # says nothing, but a client that sends one has to get rid of it
         try:
-            (self._box.start if order == "start" else self._box.stop)(model.name)
+            {"start": self._box.start, "stop": self._box.stop, "kill": self._box.kill}[order](model.name)
         except Busy as busy:
             raise refusals.detail(409, str(busy)) from busy
         if exchange.query().get("wait", "false").lower() in ("true", "1"):

@@ -97,7 +97,7 @@ class Model:
         reason: Why it failed; "" if it has not.
         starts: Orders to start that were carried out.
         failed_boots: Boots that ended in failure.
-        kills: Times it was killed because memory ran out.
+        kills: Times it was killed: because memory ran out, or by an order.
         boots: How its next boots end; empty for chance.
         server: Its process; None if there is none.
         scope: To be cancelled when that shall end.

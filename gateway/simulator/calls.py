@@ -13,7 +13,7 @@ from typing import Any
 from gateway.simulator import pieces
 from gateway.simulator.options import Quirk, SimulatorOptions
 from gateway.simulator.reading import Members
-from gateway.simulator.recall import asked_for
+from gateway.simulator.recall import asked_for, continued
 from gateway.simulator.refusals import (
     bad_request,
     error,
@@ -230,7 +230,7 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> Asked:
         (rendered,),
         max_tokens,
         common,
-        thinking=thinking,
+        thinking=thinking and not continue_final,  # what is continued is the answer
         tool=_tool(data, messages, tools, options),
         fixed_text=_fixed_text(data, messages),
     )
@@ -457,13 +457,19 @@ def _tool(
 
 
 def _fixed_text(data: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the answer where prose will not do: JSON of a given form, a word to repeat, a sum."""
+    """Return the answer where prose will not do: JSON of a given form, or something that can be checked."""
     text = _json_text(data)
-    last = messages[-1]
-    content = last.get("content")
-    if text is None and last.get("role") == "user" and isinstance(content, str):
-        return asked_for(content)
+    if text is None and (asked := _said_by("user", messages[-1])) is not None:
+        return asked_for(asked)
+    if text is None and len(messages) > 1 and data.get("continue_final_message"):
+        asked, so_far = _said_by("user", messages[-2]), _said_by("assistant", messages[-1])
+        return None if asked is None or so_far is None else continued(asked, so_far)
     return text
+
+
+def _said_by(role: str, message: Mapping[str, Any]) -> str | None:
+    content = message.get("content")
+    return content if message.get("role") == role and isinstance(content, str) else None
 
 
 def _json_text(data: Mapping[str, Any]) -> str | None:

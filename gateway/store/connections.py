@@ -21,6 +21,10 @@ from redis.exceptions import RedisError
 READ_S = 2.0
 """How long one read of a channel lasts before the next: no limit, only a chance to be cancelled."""
 
+UNREACHABLE = (RedisError, OSError, RuntimeError)
+"""What a client raises whose server is gone. RuntimeError is uvloop's, for a write to a connection that was
+reset before anybody has read so."""
+
 _FOLDER = resources.files("gateway.store")
 
 
@@ -80,7 +84,7 @@ class Connections:
         """
         try:
             message: dict[str, Any] | None = await channel.get_message(timeout=READ_S)
-        except (RedisError, OSError) as error:
+        except UNREACHABLE as error:
             raise StoreAway(f"{type(error).__name__}: {error}") from error
         return message
 
@@ -110,7 +114,7 @@ class Connections:
         except TimeoutError as error:
             self._failures += 1
             raise StoreAway(f"no answer within {self._command_s:g} s") from error
-        except (RedisError, OSError) as error:
+        except UNREACHABLE as error:
             self._failures += 1
             raise StoreAway(f"{type(error).__name__}: {error}") from error
 

@@ -1,5 +1,5 @@
 -- Returns of every lane: name, how many are queued, how many in progress, when the oldest that waits was
--- accepted, how many ended lately, and how many ms that is.
+-- accepted, how many ended lately, how many ms that is, and how many ms ago that oldest was accepted.
 
 local found = {}
 for i, lane in ipairs(redis.call('SMEMBERS', key('lanes'))) do
@@ -11,13 +11,15 @@ for i, lane in ipairs(redis.call('SMEMBERS', key('lanes'))) do
             ended, since = ended + ends[j + 1], math.min(since, at)
         end
     end
+    local oldest = redis.call('ZRANGE', key('ages', lane), 0, 0, 'WITHSCORES')[2] or false
     found[i] = {
         lane,
         redis.call('ZCARD', key('ages', lane)),
         tonumber(redis.call('HGET', key('running'), lane) or 0),
-        redis.call('ZRANGE', key('ages', lane), 0, 0, 'WITHSCORES')[2] or false,
+        oldest,
         ended,
-        math.max(BUCKET_MS, now - since)
+        math.max(BUCKET_MS, now - since),
+        oldest and math.max(0, now - oldest)
     }
 end
 return found

@@ -14,7 +14,7 @@ if digest ~= '' then
     local promise = redis.call('GET', key('submitted', digest))
     local seen, first = string.match(promise or '', '^(%S+) (%S+)$')
     if seen and seen ~= fingerprint then
-        return 'idempotency_mismatch'
+        return 'idempotency_key_reused'
     end
     before = first and show(first, true)
     if before then
@@ -29,21 +29,10 @@ end
 if tonumber(has[2] or 0) + bytes > tonumber(bytes_max) then
     return 'too_many_bytes'
 end
-charge(owner, 1, bytes)
 if digest ~= '' then
     redis.call('SET', key('submitted', digest), fingerprint .. ' ' .. id, 'PX', promise_ms)
 end
-local job = {id = id}
-set(job, {
-    owner = owner, lane = lane, priority = priority, body = body, facts = facts, keep = keep, batch = batch,
-    attempt = 0, failures = 0, chunks = 0, bytes = bytes, created = now
-})
-if expires ~= '' then
-    set(job, {expires = expires})
-    redis.call('ZADD', key('expiring'), now + expires, id)
-end
-local arrival = redis.call('INCR', key('arrivals'))
-redis.call('ZADD', key('jobs'), arrival, id)
-redis.call('ZADD', key('jobs', owner), arrival, id)
-queue(job, 'new', 0)
+accept({
+    id = id, owner = owner, lane = lane, priority = priority, body = body, facts = facts, keep = keep, batch = batch
+}, expires)
 return show(id, true)

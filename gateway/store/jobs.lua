@@ -23,6 +23,7 @@
 -- clock              HASH    when the store was last asked, since when without a break, and when it was swept
 -- claimed:<worker>   STRING  "token id" of its last claim
 -- submitted:<digest> STRING  "fingerprint id" of the job accepted under an idempotency key
+-- lines:<batch>, done:<batch>: see batches.lua. The owner of a job that is a line of a batch is "batch:<owner>".
 --
 -- Of each stream the group `workers` has a pending entry exactly for every job that is in progress. An entry
 -- is deleted once its job leaves the stream.
@@ -149,6 +150,24 @@ local function queue(job, kind, retry_at)
     tell(job)
 end
 
+-- Accepts a job: names and values as in `STATE`, and body, facts, keep; expires in ms or ''.
+local function accept(job, expires)
+    local bytes = #job.body + #job.facts
+    charge(job.owner, 1, bytes)
+    set(job, {
+        owner = job.owner, lane = job.lane, priority = job.priority, body = job.body, facts = job.facts,
+        keep = job.keep, batch = job.batch, attempt = 0, failures = 0, chunks = 0, bytes = bytes, created = now
+    })
+    if expires ~= '' then
+        set(job, {expires = expires})
+        redis.call('ZADD', key('expiring'), now + expires, job.id)
+    end
+    local arrival = redis.call('INCR', key('arrivals'))
+    redis.call('ZADD', key('jobs'), arrival, job.id)
+    redis.call('ZADD', key('jobs', job.owner), arrival, job.id)
+    queue(job, 'new', 0)
+end
+
 local function drop_entry(stream, entry)
     redis.call('XACK', stream, GROUP, entry)
     redis.call('XDEL', stream, entry)
@@ -217,8 +236,10 @@ local function end_job(job, status, code, message)
     charge(job.owner, -1, 0)
     close_if_empty(job.lane)
     tell(job)
-    if job.batch == '' then -- a batch is told of as a whole
+    if job.batch == '' then
         announce(TAG, 'response.' .. status, job.id, job.owner)
+    elseif redis.call('HEXISTS', key('lines', job.batch), job.id) == 1 then -- it is told of as a whole
+        redis.call('RPUSH', key('done', job.batch), job.id)
     end
 end
 

@@ -57,6 +57,7 @@ PROMISE_S = 86_400.0
 STOPS_MAX = 1000
 """Claims that have ended by another hand and that nobody has asked for yet."""
 
+_LINES = "batch:"
 _SCRIPTS = (
     *("submit", "get", "cancel", "delete", "retry", "find", "lanes"),
     *("claim", "beat", "append", "finish", "give_back", "drain"),
@@ -130,24 +131,24 @@ class RedisJobs:
         """See `ports.JobStore.submit`."""
         digest, fingerprint = "", ""
         if idempotency is not None:
-            digest = _digest(_owner(job.key), idempotency.route, idempotency.key)
+            digest = _digest(owner_of(job.key), idempotency.route, idempotency.key)
             fingerprint = _digest(idempotency.fingerprint)
         reply = await self._run(
             "submit",
             job.id,
-            _owner(job.key),
+            owner_of(job.key, job.batch),
             job.lane,
             job.priority,
             job.body,
             job.facts,
-            _ms(job.keep_s),
-            "" if job.expires_s is None else _ms(job.expires_s),
+            milliseconds(job.keep_s),
+            "" if job.expires_s is None else milliseconds(job.expires_s),
             job.batch,
             quota.queued_max,
             quota.bytes_max,
             digest,
             fingerprint,
-            _ms(PROMISE_S),
+            milliseconds(PROMISE_S),
         )
         if isinstance(reply, bytes):
             return Refusal(reply.decode())
@@ -201,7 +202,7 @@ class RedisJobs:
         limit: int = 100,
     ) -> Sequence[Job]:
         """See `ports.JobStore.find`."""
-        index = "jobs" if key is None else f"jobs:{_owner(key)}"
+        index = "jobs" if key is None else f"jobs:{owner_of(key)}"
         found: list[Job] = []
         before = "+inf"
         while before and len(found) < limit:  # a page at a time: no script may hold up the store
@@ -401,12 +402,20 @@ class RedisJobs:
 # ------------------------------------------------------------------ words
 
 
-def _owner(key: str | None) -> str:
-    """Return what stands for an API key; for none, what no key can be."""
-    return "-" if key is None else f"={key}"
+def owner_of(key: str | None, batch: str = "") -> str:
+    """Return what stands for an API key; for none, what no key can be. Lines of batches are counted apart."""
+    owner = "-" if key is None else f"={key}"
+    return f"{_LINES}{owner}" if batch else owner
 
 
-def _ms(seconds: float) -> int:
+def key_of(owner: str) -> str | None:
+    """Return the API key that stands behind an owner."""
+    owner = owner.removeprefix(_LINES)
+    return None if owner == "-" else owner[1:]
+
+
+def milliseconds(seconds: float) -> int:
+    """Return a time as scripts take it: at least 1."""
     return max(1, round(seconds * 1000))
 
 
@@ -430,7 +439,7 @@ def _job(reply: Sequence[Any]) -> Job:
     owner, code = text("owner"), text("error_code")
     new = NewJob(
         id=job_id.decode(),
-        key=None if owner == "-" else owner[1:],
+        key=key_of(owner),
         lane=text("lane"),
         body=given.get("body", b""),
         facts=given.get("facts", b""),
@@ -466,11 +475,12 @@ def _chunk(entry: bytes, values: dict[bytes, bytes]) -> Chunk:
 
 
 def _lane(values: Iterable[Any]) -> Lane:
-    name, queued, in_progress, oldest, ended, lately_ms = values
+    name, queued, in_progress, oldest, ended, lately_ms, oldest_ms = values
     return Lane(
         name=name.decode(),
         queued=queued,
         in_progress=in_progress,
         oldest_at=None if oldest is None else int(oldest) / 1000,
         drain_per_s=ended * 1000 / lately_ms if ended else None,
+        oldest_s=None if oldest_ms is None else oldest_ms / 1000,
     )

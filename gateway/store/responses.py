@@ -4,9 +4,7 @@ Both bound what one owner has in bytes, and forget first what would expire first
 """
 
 import asyncio
-import heapq
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -14,55 +12,20 @@ import anyio
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
 from gateway.core.errors import StoreUnavailable
 from gateway.ports import Clock
+from gateway.store.connections import UNREACHABLE
+from gateway.store.shelf import Shelf
 
 COMMAND_S = 2.0
 """The longest a command may take, connecting included: a record may be megabytes long."""
 
 CONNECTIONS_MAX = 8
-_SPARE = 64
-_SCRIPT = resources.files("gateway.store").joinpath("responses.lua").read_text(encoding="utf-8")
-
-
-@dataclass(slots=True)
-class _Shelf:
-    """What one owner has: records with the time they expire, and who expires first."""
-
-    records: dict[str, tuple[bytes, float]] = field(default_factory=dict)
-    order: list[tuple[float, str]] = field(default_factory=list)  # a heap; may name what is gone
-    size: int = 0
-
-    def add(self, id: str, record: bytes, expires: float) -> None:
-        self.records[id] = (record, expires)
-        self.size += len(record)
-        heapq.heappush(self.order, (expires, id))
-        if len(self.order) > 2 * len(self.records) + _SPARE:
-            self.order = [(expires, id) for id, (_, expires) in self.records.items()]
-            heapq.heapify(self.order)
-
-    def drop(self, id: str) -> bool:
-        found = self.records.pop(id, None)
-        if found is None:
-            return False
-        self.size -= len(found[0])
-        return True
-
-    def drop_until(self, now: float) -> None:
-        """Forget what has expired by `now`."""
-        while self.order and self.order[0][0] <= now:
-            self._drop_first()
-
-    def shrink(self, bytes_max: int) -> None:
-        while self.size > bytes_max:
-            self._drop_first()
-
-    def _drop_first(self) -> None:
-        expires, id = heapq.heappop(self.order)
-        if id in self.records and self.records[id][1] == expires:
-            self.drop(id)
+_FOLDER = resources.files("gateway.store")
+_SCRIPT = "\n".join(
+    _FOLDER.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in ("shelf", "responses")
+)
 
 
 class MemoryResponseStore:
@@ -72,22 +35,15 @@ class MemoryResponseStore:
         """Keep at most `bytes_max` bytes for each owner."""
         self._clock = clock
         self._bytes_max = bytes_max
-        self._shelves: dict[str | None, _Shelf] = {}
+        self._shelves: dict[str | None, Shelf] = {}
 
     async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
         """See `ports.ResponseStore.put`."""
-        if len(record) > self._bytes_max:
-            return False
-        shelf = self._shelf(owner)
-        shelf.drop(id)
-        shelf.shrink(self._bytes_max - len(record))
-        shelf.add(id, record, self._clock.now() + ttl_s)
-        return True
+        return self._shelf(owner).put(id, record, self._clock.now() + ttl_s, self._bytes_max)
 
     async def get(self, owner: str | None, id: str) -> bytes | None:
         """See `ports.ResponseStore.get`."""
-        found = self._shelf(owner).records.get(id)
-        return None if found is None else found[0]
+        return self._shelf(owner).get(id)
 
     async def delete(self, owner: str | None, id: str) -> bool:
         """See `ports.ResponseStore.delete`."""
@@ -96,8 +52,8 @@ class MemoryResponseStore:
     async def aclose(self) -> None:
         """Nothing has to be closed."""
 
-    def _shelf(self, owner: str | None) -> _Shelf:
-        shelf = self._shelves.setdefault(owner, _Shelf())
+    def _shelf(self, owner: str | None) -> Shelf:
+        shelf = self._shelves.setdefault(owner, Shelf())
         shelf.drop_until(self._clock.now())
         return shelf
 
@@ -156,6 +112,6 @@ class RedisResponseStore:
             with anyio.CancelScope(shield=True):
                 async with asyncio.timeout(self._command_s):
                     return await self._script(keys=keys, args=list(arguments))
-        except (TimeoutError, RedisError, OSError) as error:
+        except (TimeoutError, *UNREACHABLE) as error:
             message = "The store of responses does not answer. Please retry."
             raise StoreUnavailable(message, retry_after_s=5) from error

@@ -16,7 +16,7 @@ from gateway.core.box import State as BoxState
 from gateway.core.count_check import CountDrift
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, State
-from gateway.core.usage import AttemptRecord, RequestRecord
+from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.values import Backend, Load
 from gateway.core.webhooks import WebhookAttempt
 from gateway.pipeline import Sight
@@ -189,6 +189,8 @@ class Metrics:
         decision = record.decision
         name = decision.traffic_class if decision else ""
         self.requests.labels(name, record.pool, record.backend, record.ending.value, record.error_code).inc()
+        if record.ending is Ending.HANDED_OVER:
+            return  # it is counted as a request when it runs
         if record.estimated_at is not None:
             self.estimating.observe(record.estimated_at - record.received_at)
         if decision is None:
@@ -379,9 +381,14 @@ class _Boxes(Collector):
         waiting = GaugeMetricFamily(
             "gateway_box_waiting", "Requests that wait for a backend of a box.", labels=["box", "backend"]
         )
+        stored = GaugeMetricFamily(
+            "gateway_box_stored_jobs",
+            "Jobs that wait for a backend of a box in the store.",
+            labels=["box", "backend"],
+        )
         oldest = GaugeMetricFamily(
             "gateway_box_oldest_wait_seconds",
-            "How long the oldest of them has waited; absent where none does.",
+            "How long the oldest of these has waited; absent where none does.",
             labels=["box", "backend"],
         )
         quarantined = GaugeMetricFamily(
@@ -406,14 +413,16 @@ class _Boxes(Collector):
                 is_in = box.state is BoxState.RESIDENT and box.backend == backend
                 serving.add_metric([name, backend], float(is_in))
                 waiting.add_metric([name, backend], wants.count)
+                stored.add_metric([name, backend], sight.stored[backend].count)
+                oldest_at = (wants + sight.stored[backend]).oldest_at
                 quarantined.add_metric([name, backend], float(backend in box.quarantine))
-                if wants.oldest_at is not None:
-                    oldest.add_metric([name, backend], max(0.0, sight.at - wants.oldest_at))
+                if oldest_at is not None:
+                    oldest.add_metric([name, backend], max(0.0, sight.at - oldest_at))
             if sight.plan.target:
                 planned.add_metric([name, sight.plan.target, sight.plan.cause.value], 1.0)
             owner.add_metric([name], float(sight.is_owner))
             boots.add_metric([name], box.swaps)
-        yield from (state, serving, waiting, oldest, quarantined, planned, owner, boots)
+        yield from (state, serving, waiting, stored, oldest, quarantined, planned, owner, boots)
 
 
 class _Store(Collector):

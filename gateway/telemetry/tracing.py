@@ -203,6 +203,7 @@ class _Spans:
         if record.estimated_at is not None:
             span = self._trace.child(_ESTIMATE)
             yield self._span("gateway.estimate", span, own, record.received_at, record.estimated_at)
+        if record.estimated_at is not None and record.ending is not Ending.HANDED_OVER:
             until = record.admitted_at or record.ended_at
             wait = {"gateway.spill": record.is_spill}
             span = self._trace.child(_ADMISSION)

@@ -1,4 +1,4 @@
-"""Opens a backend's answer, over httpx.
+"""Opens a backend's answer, over httpx: the reference that direct.py, which serves, is held to by tests.
 
 One client, with a connection pool of its own, per backend: pools do not compete, TLS settings and keys do
 not mix, and httpx's pool stays small enough to be quick. None of httpx's defaults is in force: they would
@@ -9,7 +9,6 @@ import errno
 import ssl
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import anyio
 import httpx
@@ -24,9 +23,9 @@ from gateway.core.errors import (
 )
 from gateway.core.values import Backend, Timeouts
 from gateway.ports import Headers, Target, UpstreamResponse
-
-KEEPALIVE_S = 4.0
-"""vLLM closes an idle connection after 5.0 s (measured); one given up earlier is never written into."""
+from gateway.upstream import ways
+from gateway.upstream.transport import Transport
+from gateway.upstream.ways import Way, Ways
 
 WRITE_S = 60.0
 """A backend that takes no byte of the body for this long is not reading it."""
@@ -52,9 +51,7 @@ class HttpxUpstream:
             secrets: Per backend id, the API key to present.
             tls: Per backend id, how to verify its certificate; True where absent.
         """
-        self._ways: dict[str, _Way] = {}
-        self._retired: list[_Way] = []
-        self._ways.update({backend.id: _way(backend, secrets, tls) for backend in backends})
+        self._ways: Ways[_HttpxWay] = Ways(_HttpxWay, backends, secrets=secrets, tls=tls)
 
     def update(
         self,
@@ -63,44 +60,31 @@ class HttpxUpstream:
         secrets: Mapping[str, str],
         tls: Mapping[str, ssl.SSLContext | bool],
     ) -> None:
-        """Call these from now on; arguments as at the start. What runs elsewhere is run to its end."""
-        before, self._ways = self._ways, {}
-        for backend in backends:
-            kept = before.get(backend.id)
-            asked = (backend.url, secrets.get(backend.id), tls.get(backend.id, True))
-            if kept is not None and (kept.url, kept.secret, kept.verify) == asked:
-                self._ways[backend.id] = before.pop(backend.id)
-            else:
-                self._ways[backend.id] = _way(backend, secrets, tls)
-        self._retired += before.values()
+        """Call these from now on. What runs elsewhere is run to its end."""
+        self._ways.update(backends, secrets=secrets, tls=tls)
+
+    @property
+    def retired(self) -> int:
+        """Backends that are called no more and on which something still runs."""
+        return len(self._ways.retired)
 
     async def close_retired(self) -> None:
         """Close what is called no more and has nothing under way; the rest is closed when it has ended."""
-        idle = [way for way in self._retired if not way.in_flight]
-        self._retired = [way for way in self._retired if way.in_flight]
-        for way in idle:
-            await way.client.aclose()
+        await self._ways.close_retired()
 
     async def aclose(self) -> None:
         """Close every connection."""
-        for way in (*self._ways.values(), *self._retired):
-            await way.client.aclose()
+        await self._ways.aclose()
 
     @asynccontextmanager
     async def open(self, target: Target, timeouts: Timeouts) -> AsyncIterator[UpstreamResponse]:
         """See `ports.Upstream.open`."""
-        way = self._ways.get(target.backend.id)
-        if way is None or way.url != target.backend.url:
-            raise UpstreamUnreachable("The backend is not configured any more.")
-        way.in_flight += 1
-        try:
+        with self._ways.to(target.backend) as way:
             async with self._exchange(way.client, target, timeouts) as response:
                 yield response
-        finally:
-            way.in_flight -= 1
-            if way in self._retired:
-                with anyio.move_on_after(CLOSE_S, shield=True):
-                    await self.close_retired()
+        if way in self._ways.retired:
+            with anyio.move_on_after(CLOSE_S, shield=True):
+                await self._ways.close_retired()
 
     @asynccontextmanager
     async def _exchange(
@@ -122,35 +106,33 @@ class HttpxUpstream:
                 await response.aclose()
 
 
-@dataclass(slots=True, eq=False)
-class _Way:
-    """How a backend is called, and how many calls are under way."""
+class _HttpxWay(Way):
+    """A client, with a pool of its own, per backend."""
 
-    url: str
-    secret: str | None
-    verify: ssl.SSLContext | bool
-    client: httpx.AsyncClient
-    in_flight: int = 0
+    def __init__(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> None:
+        super().__init__(url, secret, verify)
+        headers = {"user-agent": _USER_AGENT, "accept-encoding": "identity"}
+        if secret is not None:
+            headers["authorization"] = f"Bearer {secret}"
+        self.client = httpx.AsyncClient(
+            base_url=url,
+            headers=headers,
+            transport=Transport(
+                # A context of certificates takes 20 ms to load: only where there is something to verify.
+                verify=verify if url.startswith("https:") else False,
+                limits=httpx.Limits(
+                    max_connections=None, max_keepalive_connections=None, keepalive_expiry=ways.KEEPALIVE_S
+                ),
+                trust_env=False,
+            ),
+            timeout=httpx.Timeout(None),
+            follow_redirects=False,
+            trust_env=False,
+        )
 
-
-def _way(backend: Backend, secrets: Mapping[str, str], tls: Mapping[str, ssl.SSLContext | bool]) -> _Way:
-    headers = {"user-agent": _USER_AGENT, "accept-encoding": "identity"}
-    secret, verify = secrets.get(backend.id), tls.get(backend.id, True)
-    if secret is not None:
-        headers["authorization"] = f"Bearer {secret}"
-    client = httpx.AsyncClient(
-        base_url=backend.url,
-        headers=headers,
-        # A context of certificates takes 20 ms to load: only where there is something to verify.
-        verify=verify if backend.url.startswith("https:") else False,
-        limits=httpx.Limits(
-            max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
-        ),
-        timeout=httpx.Timeout(None),
-        follow_redirects=False,
-        trust_env=False,
-    )
-    return _Way(backend.url, secret, verify, client)
+    async def aclose(self) -> None:
+        """See `Way.aclose`."""
+        await self.client.aclose()
 
 
 class _Response:

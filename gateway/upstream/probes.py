@@ -55,6 +55,7 @@ from gateway.core.health import (
 from gateway.core.values import Backend
 from gateway.ports import Clock
 from gateway.upstream import exposition
+from gateway.upstream.transport import Transport
 
 PAGE_BYTES_MAX = 4_000_000
 """No answer to a probe is read further. A metrics page of vLLM 0.32 has 72 KB."""
@@ -303,9 +304,12 @@ def _client(watched: _Watched) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         base_url=watched.url,
         headers=headers,
-        # Reading the system's certificates takes 20 ms, for nothing where the address says http.
-        verify=watched.verify if watched.url.startswith("https:") else False,
-        limits=httpx.Limits(max_connections=4, max_keepalive_connections=0),
+        transport=Transport(
+            # Reading the system's certificates takes 20 ms, for nothing where the address says http.
+            verify=watched.verify if watched.url.startswith("https:") else False,
+            limits=httpx.Limits(max_connections=4, max_keepalive_connections=0),
+            trust_env=False,
+        ),
         timeout=httpx.Timeout(None),  # each probe bounds its whole exchange: `_Asker.get`
         follow_redirects=False,
         trust_env=False,

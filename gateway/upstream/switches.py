@@ -24,6 +24,7 @@ from gateway.core.canary import Canary
 from gateway.core.values import Backend
 from gateway.upstream import commands
 from gateway.upstream.commands import Command
+from gateway.upstream.transport import Transport
 
 log = logging.getLogger("gateway.boxes")
 
@@ -265,7 +266,9 @@ async def _exchange(
         try:
             async with (
                 httpx.AsyncClient(
-                    verify=verify if url.startswith("https:") else False,
+                    transport=Transport(
+                        verify=verify if url.startswith("https:") else False, trust_env=False
+                    ),
                     timeout=None,  # the whole exchange is bounded
                     follow_redirects=False,
                     trust_env=False,

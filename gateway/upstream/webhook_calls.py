@@ -29,6 +29,7 @@ from gateway.core.webhooks import (
     signed_headers,
 )
 from gateway.ports import Clock
+from gateway.upstream.transport import Transport
 
 ATTEMPT_S = 20.0
 """The longest an attempt may take, resolving and connecting included. Standard Webhooks: 15 to 30 s."""
@@ -84,7 +85,7 @@ class WebhookCaller:
         self._attempt_s = attempt_s
         needs_tls = any(endpoint.url.startswith("https:") for endpoint in endpoints)
         # A transport, not a client: it keeps no cookie and follows nothing.
-        self._transport = httpx.AsyncHTTPTransport(
+        self._transport = Transport(
             verify=(tls or ssl.create_default_context()) if needs_tls else False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,

@@ -19,6 +19,8 @@ INTENDED = {
         "class reasoning admits prompts of any length",
         "class long_document admits images and audio",
         "class short_chat admits audio",
+        "class qwen admits images and audio",
+        "class qwen admits prompts of any length",
     ],
     "gateway.example.yaml": [
         "environment variable PUSH_KEY is not set",
@@ -42,7 +44,10 @@ DEPLOYMENTS = {
     "2x-spark.yaml": ["spark2-fp8"],
     "spark-swapped-with-qwen.yaml": ["spark-nvfp4", "qwen-on-spark"],
     "tpu-v6e-4.yaml": ["tpu-v6e4-moe"],
-    "demo.yaml": ["h100-tp1-light", "h100-tp1-light", "h100-tp2-push", "spark-nvfp4", "tpu-v6e4-moe"],
+    "demo.yaml": [
+        *("h100-tp1-light", "h100-tp1-light", "h100-tp2-push", "spark-nvfp4", "tpu-v6e4-moe"),
+        "spark-nvfp4",  # for the Qwen that shares its Spark
+    ],
 }
 
 
@@ -84,10 +89,10 @@ def test_a_ready_file_names_its_launch_flags_and_the_sources_of_its_figures(name
     assert re.search(r"\((OPR|LDI|DSF|DSN|TPU)", text)
 
 
-def test_the_demo_fleet_is_on_its_five_ports() -> None:
+def test_the_demo_fleet_is_on_its_six_ports() -> None:
     policy = load(CONFIG / "demo.yaml", {}).policy()
     urls = [backend.url for backend in policy.backends.values()]
-    assert urls == [f"http://127.0.0.1:{port}" for port in range(9001, 9006)]
+    assert urls == [f"http://127.0.0.1:{port}" for port in range(9001, 9007)]
 
 
 def test_every_key_appears_in_the_documented_example() -> None:

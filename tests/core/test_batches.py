@@ -1,6 +1,7 @@
 """Batches: what is read of a file, what is wrong with one, how a batch goes on, and what it leaves."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,8 @@ from gateway.core.batches import (
     BatchLine,
     BatchLineError,
     BatchStatus,
+    InputReader,
+    LineSplitter,
     advanced,
     answered_line,
     batch_object,
@@ -236,3 +239,40 @@ def test_the_line_of_a_failure() -> None:
         "response": None,
         "error": {"code": "batch_expired", "message": "The batch's time was over."},
     }
+
+
+# ------------------------------------------------------------------ files that come in pieces
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_lines_are_the_same_however_a_file_is_cut(size: int) -> None:
+    content = b"one\n\ntwo\r\nthree \xe2\x80\xa8 still three\nlast"
+    splitter = LineSplitter()
+    lines = [line for at in range(0, len(content), size) for line in splitter.feed(content[at : at + size])]
+    lines += splitter.end()
+
+    assert [line.data for line in lines] == content.splitlines(keepends=True)
+    assert [line.number for line in lines] == [1, 2, 3, 4, 5]
+    assert [content[line.end :] for line in lines[:2]] == [content[4:], content[5:]]
+    assert lines[-1].end == len(content)
+    for line in lines:  # whoever goes on behind a line finds the next ones
+        again = LineSplitter(line.number, line.end)
+        assert [*again.feed(content[line.end :]), *again.end()] == lines[line.number :]
+
+
+def test_a_line_that_is_too_long_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "LINE_BYTES_MAX", 1000)
+    splitter, reader = LineSplitter(), InputReader(CHAT)
+    lines = [*splitter.feed(b"x" * 700), *splitter.feed(b"x" * 700 + b"\n" + line()), *splitter.end()]
+    assert [one.data for one in lines] == [None, line()]
+    found = [reader.read(one) for one in lines]
+    assert found[0] == BatchLineError("line_too_long", "The line has more than 1,000 bytes.", 1)
+    assert found[1] == BatchLine(2, "a", b'{"model":"m"}')
+
+
+def test_names_of_a_line_and_of_files_come_of_the_batch() -> None:
+    other = replace(BATCH, id="batch_2")
+    tokens = {batch.line_token(number) for batch in (BATCH, other) for number in (1, 2)}
+    files = {batch.file_id(kind) for batch in (BATCH, other) for kind in ("output", "error")}
+    assert (len(tokens), len(files)) == (4, 4)
+    assert BATCH.line_id(1) == f"batch_req_{BATCH.line_token(1)}"

@@ -23,13 +23,14 @@ from gateway.core.box import (
     TookOver,
     advance,
     back_at,
+    comes_at,
     is_out,
     left_alone,
     outlook,
     standing,
     unowned,
 )
-from gateway.core.swap_policy import Cause, SwapRules, Trigger, Wants
+from gateway.core.swap_policy import Cause, Plan, SwapRules, Trigger, Wants
 from gateway.core.values import Exclusion
 
 RULES = BoxRules(
@@ -153,6 +154,14 @@ def test_a_swap_is_called_off_for_those_that_wait_here_and_goes_on_when_they_hav
     assert box.look(1, wants=both, in_flight={"gemma": 1}).at[0] is State.RESIDENT
     later = {**QWEN_WANTED, "gemma": Wants(1, box.now)}
     assert box.look(1, wants=later, in_flight={"gemma": 4}).at[0] is State.DRAINING
+
+
+def test_a_job_of_the_batch_that_turns_up_late_calls_the_swap_off() -> None:
+    box = gemma_resident(batch_at=900.0).look(wants=QWEN_WANTED, in_flight={"gemma": 1})
+    newer = {**QWEN_WANTED, "gemma": Wants(1, 901.0)}
+    assert box.look(1, wants=newer, in_flight={"gemma": 1}).at[0] is State.DRAINING
+    of_the_batch = {**QWEN_WANTED, "gemma": Wants(1, 899.0)}
+    assert box.look(1, wants=of_the_batch, in_flight={"gemma": 1}).at == (State.RESIDENT, "gemma", "")
 
 
 def test_an_idle_box_goes_home_unless_somebody_comes() -> None:
@@ -408,6 +417,41 @@ def test_restarts_that_another_process_counted_are_not_compared_with_ones_own() 
 )
 def test_when_a_model_can_be_back_at_the_earliest(box: Box, backend: str, expected: float) -> None:
     assert back_at(box, backend, {"gemma": 300.0, "qwen": 200.0}, 1000.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("box", "plan", "expected"),
+    [
+        pytest.param(Box(State.RESIDENT, backend="gemma"), Plan(), None, id="no-swap-is-planned"),
+        pytest.param(
+            Box(State.RESIDENT, backend="gemma"), Plan(Cause.AGE, "qwen", 1500.0), 1700.0, id="one-is-planned"
+        ),
+        pytest.param(
+            Box(State.RESIDENT, backend="gemma"), Plan(Cause.JOBS, "qwen", 900.0), 1200.0, id="one-is-due"
+        ),
+        pytest.param(
+            Box(State.RESIDENT, backend="gemma"),
+            Plan(Cause.JOBS, "qwen", None, held_by_batch=True),
+            None,
+            id="held-by-a-batch-of-unknown-length",
+        ),
+        pytest.param(
+            Box(State.RESIDENT, backend="phi"), Plan(Cause.AGE, "gemma", 1500.0), None, id="to-a-third"
+        ),
+        pytest.param(Box(State.DRAINING, backend="gemma", target="qwen"), Plan(), 1200.0, id="under-way"),
+        pytest.param(Box(State.DRAINING, backend="qwen", target="gemma"), Plan(), None, id="going-out"),
+        pytest.param(Box(State.BOOTING, 950.0, backend="qwen"), Plan(), 1150.0, id="booting"),
+        pytest.param(
+            Box(State.DRAINING, backend="gemma", target="qwen", quarantine={"qwen": Quarantine("wrong")}),
+            Plan(),
+            None,
+            id="in-quarantine",
+        ),
+        pytest.param(Box(State.FAILED), Plan(), None, id="failed"),
+    ],
+)
+def test_when_something_brings_a_model_in(box: Box, plan: Plan, expected: float | None) -> None:
+    assert comes_at(box, plan, "qwen", {"gemma": 300.0, "qwen": 200.0}, 1000.0) == expected
 
 
 def test_the_outlook_is_what_is_under_way_or_what_the_policy_plans() -> None:

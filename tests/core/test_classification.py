@@ -51,6 +51,20 @@ def estimate(tokens: int) -> Estimate:
             "reasoning is true (model name gemma-4-thinking)",
             id="by-alias",
         ),
+        pytest.param(
+            replace(REQUEST, handed_over_as="long_document"),
+            100,
+            "long_document",
+            "was handed over as one",
+            id="a-job-keeps-its-class",
+        ),
+        pytest.param(
+            replace(REQUEST, handed_over_as="gone"),
+            100,
+            "short_chat",
+            "takes everything else",
+            id="class-gone",
+        ),
     ],
 )
 def test_the_first_class_that_matches_wins(request_: Request, tokens: int, name: str, reason: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.core.job_answers import answer_so_far, continuation, current
+from gateway.core.job_answers import answer_so_far, choices, continuation, current
 from gateway.core.jobs import Chunk, JobStatus
 
 
@@ -119,3 +119,20 @@ def test_what_cannot_be_continued_starts_anew(request_: dict[str, Any], data: by
 
 def test_plain_text_may_be_asked_for_by_name() -> None:
     assert went_on({**REQUEST, "response_format": {"type": "text"}}, event(content="a")) is not None
+
+
+def test_an_answer_with_several_choices_is_over_when_all_of_them_are() -> None:
+    def ended(index: int, finish_reason: str) -> bytes:
+        choice = {"index": index, "delta": {}, "finish_reason": finish_reason}
+        return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+    some, rest = ended(1, "length"), ended(0, "stop")
+
+    assert answer_so_far(chunks(some), choices=2).finish_reason is None
+    assert answer_so_far(chunks(some, rest), choices=2).status is JobStatus.INCOMPLETE
+    assert answer_so_far(chunks(rest, rest), choices=2).finish_reason is None
+
+
+@pytest.mark.parametrize(("n", "expected"), [(None, 1), (1, 1), (3, 3), (2.0, 2), (0, 1), ("2", 1)])
+def test_how_many_choices_a_request_has(n: object, expected: int) -> None:
+    assert choices(json.dumps({"n": n}).encode()) == expected

@@ -130,6 +130,22 @@ def test_when_a_swap_that_drains_is_called_off(
     assert is_called_off(RULES, Residency(here, 0, 0, NOW, wants), Plan(cause, target, NOW), NOW) is expected
 
 
+@pytest.mark.parametrize(
+    ("gemma_at", "qwen_at", "expected"),
+    [
+        pytest.param(NOW - 501, NOW - 100, True, id="one-of-the-batch"),
+        pytest.param(NOW - 499, NOW - 100, False, id="one-that-came-later"),
+        pytest.param(NOW - 501, NOW - 1200, False, id="the-other-has-waited-twice-its-time"),
+    ],
+)
+def test_what_of_the_batch_turns_up_late_calls_a_swap_off(
+    gemma_at: float, qwen_at: float, expected: bool
+) -> None:
+    wants = {"qwen": Wants(6, qwen_at), "gemma": Wants(1, gemma_at)}
+    here = Residency("gemma", 0, NOW - 500, NOW, wants)
+    assert is_called_off(RULES, here, Plan(Cause.JOBS, "qwen", NOW), NOW) is expected
+
+
 def test_what_waits_in_two_places_adds_up() -> None:
     assert Wants(2, 5.0) + Wants(1, 3.0) == Wants(3, 3.0)
     assert Wants() + Wants(1, 3.0) == Wants(1, 3.0)

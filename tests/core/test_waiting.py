@@ -1114,6 +1114,14 @@ def test_what_waits_is_counted_for_each_backend_of_the_first_pool_that_could_tak
     assert site.line.wants({"light", "push"}) == {"light": Wants(2, 1.0), "push": Wants()}
 
 
+def test_what_waited_in_the_store_or_on_another_try_is_as_old_as_that() -> None:
+    site = Site()
+    site.enter("a-job", 1000.0, traffic_class=CHAT, waited_s=400.0)
+    site.enter("b", 900.0, traffic_class=CHAT)
+
+    assert site.line.wants({"light"}) == {"light": Wants(2, 600.0)}
+
+
 @pytest.mark.parametrize(
     ("back_at", "traffic_class", "refused"),
     [

@@ -9,7 +9,7 @@ import pytest
 from gateway.demo import prompts
 from gateway.demo.prompts import Ask, Kind
 from gateway.demo.reasons import Why
-from gateway.demo.story import Exchange, Gauge, Stage, Story
+from gateway.demo.story import BoxGauge, Exchange, Gauge, HandedOver, Stage, Story
 
 ANYTHING = Why("no other class wants it", "light-0 as good as light-1, and listed first", "no other class")
 
@@ -53,6 +53,8 @@ def _busy() -> Story:
         "spark": Gauge("spark", "ejected", "3 requests failed, the last with status 500: " + "x" * 300),
         "tpu": Gauge("tpu", "booting", "connection refused; it has 600 s to boot", running=6, waiting=0),
     }
+    story.box = BoxGauge("booting", "qwen", for_s=1.0, reason="3 wait" * 99, waiting={"spark": 0, "qwen": 3})
+    story.jobs = [HandedOver("resp_1"), HandedOver("resp_2", "completed")]
     document = Ask(Kind.DOCUMENT, {}, title="docstrings, 129 files of Python", about_tokens=190_000)
     too_long = Ask(Kind.TOO_LONG, {}, title="47 files", refusal="context_length_exceeded")
     _add(
@@ -103,6 +105,7 @@ def _unpronounceable() -> Story:
     story = Story(speed=2.5, url="http://127.0.0.1:1")
     story.caption = "漢字 [bold]not markup[/] 🙂 \x1b[31m"
     name = "a-backend-with-a-name-that-is-far-too-long-for-its-column"
+    story.box = BoxGauge("a-state-of-some-future-version", name, name, waiting={"漢字": 10**9})
     story.fleet = {name: Gauge(name, "a-state-of-some-future-version", "漢字" * 100, 12_345, 7.5, 999_999, 9)}
     _add(
         story,

@@ -71,7 +71,10 @@ class Serving:
 def serving() -> Iterator[Serving]:
     """A whole run of `demo --serve`."""
     process = subprocess.Popen(
-        [*DEMO, "--plain", "--serve"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*DEMO, "--plain", "--serve", "--speed", "15"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert process.stdout is not None
     try:
@@ -116,6 +119,14 @@ def test_a_backend_fails_traffic_moves_on_and_it_comes_back(serving: Serving) ->
     assert "light-0 failed under it, so it moved on" in serving.said
     assert re.search(r"light-0: booting → probation", serving.said)
     assert re.search(r"light-0: probation → up", serving.said)
+
+
+def test_the_box_changes_models_for_jobs_and_back_for_a_request(serving: Serving) -> None:
+    # A busy machine may miss what lasts a second: the boots it sees.
+    assert re.findall(r"spark-box: booting (\w+):", serving.said) == ["qwen", "spark"]
+    assert "spark-box: resident spark: answers rightly" in serving.said
+    assert "6 jobs for qwen have ended" in serving.said
+    assert "6 jobs handed over, 6 ended. The box changed models 2 times." in serving.said
 
 
 def test_the_reasons_of_the_routing_are_told(serving: Serving) -> None:
@@ -186,6 +197,17 @@ def test_ctrl_c_ends_the_serving_with_0_and_leaves_nothing(serving: Serving) -> 
     assert serving.process.wait(timeout=GONE_S) == 0
     assert all(is_gone(child) for child in serving.children)
     assert not Path(config.group(1)).parent.exists()
+
+
+def test_where_no_jobs_can_be_kept_the_box_changes_models_for_chats(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 90)  # no socket has such a path
+    folder.mkdir()
+    environ = {**os.environ, "TMPDIR": str(folder)}
+    ended = subprocess.run([*DEMO, "--plain"], capture_output=True, text=True, timeout=180, env=environ)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"200 chat, .* qwen -> qwen ", ended.stdout)
+    summary = " ".join(ended.stdout.split())
+    assert "The box changed models 2 times, for chats: jobs are left out here (the path of " in summary
 
 
 @pytest.mark.parametrize(

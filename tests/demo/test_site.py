@@ -1,19 +1,42 @@
 from pathlib import Path
 
+import pytest
+
 from gateway import profiles, settings
 from gateway.demo.scenario import SIZES
-from gateway.demo.site import MODEL, PROFILES, config_text
+from gateway.demo.site import BOX, BOXED, JOBS, MODEL, PROFILES, config_text, keeps_jobs
 
 URLS = {name: f"http://127.0.0.1:{9001 + number}" for number, name in enumerate(PROFILES)}
+URLS[BOX] = "http://127.0.0.1:9010"
 SHIPPED = Path(__file__).parents[2] / "config" / "demo.yaml"
 
 
 def test_the_configuration_is_valid_and_routes_as_the_shipped_demo_file(tmp_path: Path) -> None:
     (tmp_path / "demo.yaml").write_text(config_text(URLS))
-    mine = settings.load(tmp_path / "demo.yaml").policy()
-    shipped = settings.load(SHIPPED).policy()
-    assert (mine.models, mine.pools, mine.backends) == (shipped.models, shipped.pools, shipped.backends)
-    assert mine.model(MODEL) is not None
+    mine, shipped = settings.load(tmp_path / "demo.yaml"), settings.load(SHIPPED)
+    ours, theirs = mine.policy(), shipped.policy()
+    assert (ours.models, ours.pools, ours.backends) == (theirs.models, theirs.pools, theirs.backends)
+    assert mine.boxes == shipped.boxes
+    assert ours.model(MODEL) is not None
+
+
+def test_the_jobs_of_the_demo_are_just_enough_to_bring_their_model_in(tmp_path: Path) -> None:
+    (tmp_path / "demo.yaml").write_text(config_text(URLS, data=tmp_path / "a folder: {with}"))
+    mine = settings.load(tmp_path / "demo.yaml")
+    assert mine.jobs_folder == tmp_path / "a folder: {with}"
+    triggers = mine.box_rules(BOX).swaps.triggers
+    assert list(triggers) == list(BOXED)
+    assert triggers["qwen"].jobs == JOBS
+
+
+def test_where_no_jobs_can_be_kept_the_demo_knows_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert keeps_jobs(Path("/tmp/x")) == ""
+    assert "too long for a socket" in keeps_jobs(tmp_path / ("x" * 100))
+    monkeypatch.setattr("gateway.store.embedded.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "install gemma-gateway[workers]" in keeps_jobs(Path("/tmp/x"))
 
 
 def test_the_rush_fills_both_replicas_and_the_long_document_fits() -> None:

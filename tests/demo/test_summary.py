@@ -1,3 +1,4 @@
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -54,3 +55,15 @@ def test_what_is_to_be_pasted_fits_into_a_small_terminal() -> None:
     texts = summary.snippets("http://127.0.0.1:65535", "http://127.0.0.1:65535", "/tmp/x/demo.yaml")
 
     assert max(len(line) for text in texts.values() for line in text.splitlines()) < 80
+
+
+def test_it_says_how_often_the_box_changed_models_and_what_became_of_the_jobs(busy_story: Story) -> None:
+    def told(width: int = 200) -> str:
+        console = Console(file=StringIO(), width=width, record=True)
+        console.print(summary.render(busy_story))
+        return console.export_text()
+
+    busy_story.box = replace(busy_story.box, boots=2)
+    assert "2 jobs handed over, 1 ended. The box changed models 2 times." in told()
+    busy_story.left_out = "no valkey-server found"
+    assert "for chats: jobs are left out here (no valkey-server found)." in told()

@@ -4,7 +4,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from gateway.demo.story import Gauge, Story
+from gateway.demo.story import BoxGauge, Gauge, Story
 from gateway.demo.view import View, lines
 
 SIZES = [(80, 24), (100, 30), (160, 50), (40, 12), (20, 5), (200, 60), (79, 100), (120, 9)]
@@ -82,3 +82,38 @@ def test_the_bar_shows_the_share_of_the_knee(share: float, bar: str) -> None:
 def test_an_engine_that_is_gone_has_no_gauges(busy_story: Story) -> None:
     row = next(line.plain for line in lines(busy_story, 8.25, 80, 24) if line.plain.startswith(" tpu"))
     assert row.split() == ["tpu", "booting", row.split()[2], "0", "0%"]
+
+
+@pytest.mark.parametrize(
+    ("box", "doing"),
+    [
+        pytest.param(BoxGauge(), "starting", id="before-the-start"),
+        pytest.param(BoxGauge("resident", "spark"), "resident  spark is in", id="in"),
+        pytest.param(
+            BoxGauge("resident", "qwen", "spark", held=True),
+            "resident  qwen is in; spark is next, after its batch",
+            id="held",
+        ),
+        pytest.param(
+            BoxGauge("draining", "spark", "qwen"),
+            "draining  spark finishes, then qwen",
+            id="drains",
+        ),
+        pytest.param(BoxGauge("stopping", "spark", "qwen"), "stopping  spark goes, qwen comes", id="stops"),
+        pytest.param(BoxGauge("booting", "qwen", for_s=2.0), "booting   qwen boots: 25 s to go", id="boots"),
+        pytest.param(BoxGauge("booting", "qwen", for_s=9.0), "booting   qwen boots: 0 s to go", id="is-late"),
+        pytest.param(BoxGauge("checking", "qwen"), "checking  qwen is asked something first", id="asked"),
+        pytest.param(BoxGauge("failed", reason="two of two"), "failed    two of two", id="failed"),
+    ],
+)
+def test_the_box_shows_what_it_does(box: BoxGauge, doing: str) -> None:
+    story = Story(speed=10.0, box=box)
+    row = next(line.plain for line in lines(story, 0.0, 80, 24) if line.plain.startswith(" box "))
+    assert row.rstrip() == f" box      {doing}"
+
+
+def test_what_waits_for_the_box_and_the_jobs_that_ended_are_counted(busy_story: Story) -> None:
+    row = next(line.plain for line in lines(busy_story, 8.25, 80, 24) if line.plain.startswith(" box "))
+    assert row.rstrip().endswith("waiting: 3 qwen  1/2 jobs")
+    row = next(line.plain for line in lines(busy_story, 8.25, 60, 24) if line.plain.startswith(" box "))
+    assert row.rstrip().endswith("qwen boots: 35 s to go         1/2 jobs")

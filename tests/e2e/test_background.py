@@ -113,6 +113,30 @@ async def test_a_stream_is_followed_left_and_taken_up_again(gateway: Site) -> No
     assert text == whole[-1].response.output_text
 
 
+async def test_a_stream_whose_store_goes_away_is_cut_off_and_taken_up_again(
+    gateway: Site, store: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = gateway.openai(api_key="a")
+    seen = []
+    with pytest.raises((openai.APIError, httpx.HTTPError)):
+        async for event in await client.responses.create(
+            **ASK, background=True, stream=True, max_output_tokens=1_500, extra_body={"ignore_eos": True}
+        ):
+            seen.append(event)
+            if len(seen) == 5:
+                store.stall()
+    store.resume()
+    id = seen[0].response.id
+    assert (await ended(client, id)).status == "incomplete"
+    after = seen[-1].sequence_number
+    rest = [event async for event in await client.responses.retrieve(id, stream=True, starting_after=after)]
+
+    assert [event.sequence_number for event in (*seen, *rest)] == list(range(len(seen) + len(rest)))
+    assert rest[-1].type == "response.incomplete"
+    assert "was cut off: The store of jobs does not answer" in caplog.text
+    assert "Exception in ASGI application" not in caplog.text
+
+
 async def test_a_cancelled_job_stays_cancelled_and_frees_its_backend(gateway: Site) -> None:
     client = gateway.openai(api_key="a")
     job = await client.responses.create(
@@ -171,7 +195,7 @@ async def test_the_same_idempotency_key_is_the_same_job(gateway: Site) -> None:
     assert one.id == other.id
     with pytest.raises(openai.UnprocessableEntityError) as caught:
         await client.responses.create(model="gemma-4", input="Something else", **fields)
-    assert caught.value.code == "idempotency_mismatch"
+    assert caught.value.code == "idempotency_key_reused"
 
 
 @pytest.mark.parametrize(

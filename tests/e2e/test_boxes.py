@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import anyio.abc
 import httpx
+import openai
 import pytest
 import yaml
 from support.redis_server import own_server
@@ -367,3 +368,89 @@ async def test_a_box_serves_on_without_its_store_and_swaps_when_it_is_back(tmp_p
             store.start()
         assert [answer.status_code for answer in answers] == [200]
         assert site.is_unharmed()
+
+
+async def ended(client: openai.AsyncOpenAI, id: str) -> str | None:
+    with anyio.fail_after(60):
+        while True:
+            job = await client.responses.retrieve(id)
+            if job.status not in ("queued", "in_progress"):
+                return job.status
+            await anyio.sleep(0.05)
+
+
+async def test_jobs_that_wait_in_the_store_are_one_batch_and_one_swap(tmp_path: Path) -> None:
+    """Two gateways, each with two of twelve jobs in its line, and a caller who wants the other model."""
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(own_server("valkey-9", tmp_path))
+        machine = await stack.enter_async_context(
+            simulated_box(BoxOptions(spark_pair(speed=SPEED / 3), resident="gemma"))
+        )
+        ways = by_request(machine)
+        box = {
+            "residency_s": 0.5,
+            "backends": {
+                "gemma": {**ways["gemma"], "jobs": 1, "max_wait_s": 0.1},
+                "qwen": {**ways["qwen"], "jobs": 12, "max_wait_s": 900},
+            },
+        }
+        sites = [
+            await stack.enter_async_context(
+                gateway_at(machine, tmp_path / name, ways, box=box, store=store.url, jobs={})
+            )
+            for name in ("one", "two")
+        ]
+        one = sites[0]
+        for site in sites:
+            await site.resident("gemma")
+        client = await stack.enter_async_context(
+            openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="-", max_retries=0)
+        )
+        admin = await stack.enter_async_context(httpx.AsyncClient(base_url=one.admin_url, trust_env=False))
+
+        async def hand_over() -> str:
+            job = await client.responses.create(
+                model="qwen",
+                input="Think it over.",
+                background=True,
+                max_output_tokens=1_200,
+                extra_body={"ignore_eos": True},
+            )
+            return job.id
+
+        ids = [await hand_over() for _ in range(11)]
+        for site in sites:  # eleven in all, wherever one looks
+            await site.until(
+                lambda site=site: (
+                    (  # type: ignore[misc]
+                        site.gateway.boxes.sights()["spark"].wants["qwen"].count,
+                        site.gateway.boxes.sights()["spark"].stored["qwen"].count,
+                    )
+                    == (4, 7)
+                )
+            )
+        spark = (await admin.get("/admin/boxes")).json()["spark"]
+        assert (spark["waiting"]["qwen"]["requests"], spark["waiting"]["qwen"]["stored_jobs"]) == (4, 7)
+        assert (spark["state"], spark["next"]["cause"]) == ("resident", "age")
+        assert 'gateway_box_stored_jobs{backend="qwen",box="spark"} 7.0' in (await admin.get("/metrics")).text
+        last = await client.responses.retrieve(ids[-1])
+        assert 306 < (last.model_extra or {})["queue"]["expected_start_s"] <= 900 + 306
+        ids.append(await hand_over())
+        await one.resident("qwen")
+
+        async with anyio.create_task_group() as tasks:
+            chats: list[httpx.Response] = []
+
+            async def chat() -> None:
+                chats.append(await one.ask("gemma"))
+
+            tasks.start_soon(chat)
+            for id in ids:
+                assert await ended(client, id) == "incomplete"  # it is as long as it may be
+            assert len(machine.swaps) == 1
+            assert not chats
+        assert [answer.status_code for answer in chats] == [200]
+        assert [(swap.left, swap.came) for swap in machine.swaps] == [("gemma", "qwen"), ("qwen", "gemma")]
+        stays = [stay.engine_s / (SPEED / 3) for stay in machine.residencies if stay.engine_s is not None]
+        assert min(stays) >= 0.5
+        assert one.is_unharmed()

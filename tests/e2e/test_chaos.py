@@ -11,11 +11,10 @@ import json
 import logging
 import os
 import random
-import socket
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import pairwise
@@ -28,7 +27,7 @@ import httpx
 import pytest
 from anyio.abc import TaskGroup, TaskStatus
 from redis.asyncio import Redis
-from support.processes import Process, config, running
+from support.processes import Process, config, reserved_port, running
 from support.redis_server import RedisServer, binary
 
 from gateway.clock import SystemClock
@@ -100,15 +99,6 @@ class History:
 
 
 # ------------------------------------------------------------------ the site
-
-
-@contextmanager
-def reserved_port() -> Iterator[int]:
-    """Keep a port for servers that come and go: nobody else gets it, and connecting to it is refused."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
 
 
 @dataclass
@@ -489,7 +479,8 @@ async def test_two_gateways_keep_every_limit_whatever_happens(site: Site) -> Non
     assert min(crowd.endings[ending] for ending in ("left", "cut off")) > 0
     for member in (one, other):
         errors = [line for line in member.output.splitlines() if '"level": "error"' in line]
-        assert len(errors) == 2, errors
+        # Said once each time, by two: a machine that stands still for a moment sees it away once more.
+        assert len(errors) == 2 * member.output.count("the store is away (") > 0, errors
         assert "counting alone, under every limit divided by 2" in errors[0]
 
 

@@ -12,7 +12,7 @@ import anyio
 import httpx
 import openai
 import pytest
-from support.processes import Process, config, running
+from support.processes import LOOK_S, Process, config, running, until
 
 FLEET = {
     "light-0": "h100-tp1-light",
@@ -56,14 +56,14 @@ async def addresses(gateway: Process) -> tuple[str, str]:
     url = (await gateway.wait_for(r"serves (http://\S+)/v1"))[1]
     admin = (await gateway.wait_for(r"operators: (http://[^/\s]+)"))[1]
     async with httpx.AsyncClient(trust_env=False) as client:
-        with anyio.fail_after(30):
-            while (await client.get(f"{url}/readyz")).status_code != 200:
-                pass
-            while any(
-                backend["state"] != "up"
-                for backend in (await client.get(f"{admin}/admin/backends")).json().values()
-            ):
-                pass
+
+        async def knows_every_backend() -> bool:
+            if (await client.get(f"{url}/readyz")).status_code != 200:
+                return False
+            backends = (await client.get(f"{admin}/admin/backends")).json()
+            return all(backend["state"] == "up" for backend in backends.values())
+
+        await until(knows_every_backend)
     return url, admin
 
 
@@ -142,6 +142,7 @@ async def in_flight_returns_to_zero(admin: str) -> None:
                 ]
                 if not any(ours) and not any(theirs):
                     break
+                await anyio.sleep(LOOK_S)
     assert backends["light-0"]["state"] not in {"up", "probation"}
 
 

@@ -6,12 +6,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import openai
 import pytest
 from anyio.abc import SocketStream
 from support.otlp_receiver import Receiver, Span, receiver
 from support.raw_server import raw_server
+from support.redis_server import RedisServer, binary
 from support.site import Site, simulated, site
 
 SECRET = "a sentence that nobody else may read"
@@ -220,3 +222,42 @@ async def test_metrics_are_pushed_as_they_are_shown(tmp_path: Path, otlp: Receiv
     assert found["gateway_time_to_first_token_seconds"]["unit"] == "s"
     shown = set(re.findall(r"^# TYPE (\w+) ", page, re.M))
     assert set(found) <= shown
+
+
+async def test_a_job_is_a_trace_of_its_own_linked_to_who_handed_it_over(
+    tmp_path: Path, otlp: Receiver
+) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    store = RedisServer(binary("valkey-9"), folder)
+    store.start()
+    try:
+        async with site(
+            tmp_path,
+            fleet=simulated({"light-0": "h100-tp1-light"}),
+            pools={"light": ["light-0"]},
+            models={"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
+            telemetry={"otlp": {"endpoint": otlp.url}, "traces": {"share": 1}},
+            store={"url": store.url},
+            jobs={},
+        ) as gateway:
+            client = gateway.openai()
+            job = await client.responses.create(
+                model="gemma-4", input=SECRET, background=True, extra_headers=FOLLOWED
+            )
+            with anyio.fail_after(60):
+                while job.status in ("queued", "in_progress"):
+                    job = await client.responses.retrieve(job.id)
+    finally:
+        store.kill()
+    spans = await otlp.spans()
+    handed_over = one(spans, "POST /v1/responses")
+    assert (handed_over.trace_id, handed_over.parent_id) == (TRACE, CALLER)
+    assert handed_over.attributes["gateway.ending"] == "handed_over"
+    assert handed_over.attributes["gateway.class"] == "short_chat"
+    run = one(spans, "gateway.job")
+    assert run.trace_id != TRACE
+    assert run.links == [(TRACE, handed_over.span_id)]
+    assert run.attributes["gateway.backend"] == "light-0"
+    assert one(spans, "chat gemma-4").parent_id == run.span_id
+    assert SECRET not in repr(spans)

@@ -15,11 +15,12 @@ import httpx
 import openai
 import pytest
 import yaml
-from support.processes import Process, descendants, parent_of, running, wait_gone
+from support.processes import Process, descendants, parent_of, running, until, wait_gone
 
 WORKERS = 2
 KNEE = 2
 LEASE_S = 15.0
+LASTING = 300  # tokens, some six seconds: longer than a busy machine takes to signal
 CHAT: Any = [{"role": "user", "content": "Tell me of the river."}]
 
 
@@ -54,11 +55,12 @@ class Gateway:
     async def knows_its_backend(self, number: int) -> None:
         """Return once a worker has seen that the backend is up."""
         async with httpx.AsyncClient(trust_env=False) as client:
-            with anyio.fail_after(30):
-                while (await client.get(f"{self.admin[number]}/admin/backends")).json()["light-0"][
-                    "state"
-                ] != "up":
-                    pass
+
+            async def is_up() -> bool:
+                backends = (await client.get(f"{self.admin[number]}/admin/backends")).json()
+                return bool(backends["light-0"]["state"] == "up")
+
+            await until(is_up)
 
     def pid(self, number: int) -> int:
         """Return the process that is this worker now."""
@@ -275,8 +277,11 @@ def to_everyone(pid: int) -> None:
 async def test_a_signal_drains_every_worker(gateway: Gateway, stop: Callable[[int], None]) -> None:
     pid = gateway.process.process.pid
     everything = descendants(pid)
-    async with gateway.client_of(0) as one, gateway.client_of(1) as other:
-        streams = [await stream(client, 100) for client in (one, other)]
+    async with AsyncExitStack() as stack:
+        streams = []
+        for number in range(WORKERS):  # used at once: a connection that idles for seconds is closed
+            client = await stack.enter_async_context(gateway.client_of(number))
+            streams.append(await stream(client, LASTING))
         stop(pid)
         for number in range(WORKERS):
             await gateway.process.wait_for(rf'"worker": {number}, "message": "draining: 1 requests')
@@ -305,7 +310,7 @@ async def test_workers_drain_when_their_parent_is_killed_and_nothing_is_left(gat
     everything = descendants(gateway.process.process.pid)
     assert len(everything) == WORKERS + 2  # the store, and what watches it
     async with gateway.client_of(0) as client:
-        chunks = await stream(client, 100)
+        chunks = await stream(client, LASTING)
         gateway.process.process.kill()
         await gateway.process.process.wait()
         assert await finish(chunks) == "length"

@@ -208,6 +208,32 @@ async def test_a_worker_that_lives_keeps_its_job_for_as_long_as_it_takes(world: 
     assert (job.status, job.attempt, job.worker) == (JobStatus.COMPLETED, 1, "first")
 
 
+async def test_a_worker_may_get_a_job_again_that_it_has_lost_without_knowing(world: JobWorld) -> None:
+    """It was stalled, or alone, for so long that its job went back, and is told of nothing."""
+    store, other = world.open(), world.open()
+
+    async def held(asked: Asked, number: int) -> None:
+        if (asked.job.id, asked.job.attempt, number) == ("a", 1, 3):
+            await anyio.sleep_forever()
+
+    backend = Backend(held)
+    worker = Worker(store, "w", read, backend.run, replace(RULES, beat_s=1000.0))
+    await submit(other, "a")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(worker.run)
+        await until_stored(other, "a", "".join(WORDS[:3]))
+        await world.lose_worker_of("a")
+        job = await ended(other, "a")
+        await submit(other, "b")
+        await ended(other, "b")
+        with anyio.fail_after(WITHIN_S):
+            while worker.running:
+                await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    assert (job.status, job.attempt, job.failures) == (JobStatus.COMPLETED, 2, 1)
+    assert (await content(other, "a"), backend.stopped["a"]) == (ANSWER, 1)
+
+
 @pytest.mark.parametrize("how", ["cancelled", "deleted"])
 async def test_a_job_that_is_cancelled_stops_its_worker(world: JobWorld, how: str) -> None:
     here, there = world.open(), world.open()

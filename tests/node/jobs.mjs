@@ -166,7 +166,7 @@ export async function theSameIdempotencyKeyIsTheSameJob({ client, other, sdk }) 
   assert.equal(same.id, one.id);
   assert.notEqual(theirs.id, one.id);
   await refused(() => client.responses.create({ ...short, input: "Something else" }, { headers }),
-    sdk.UnprocessableEntityError, { status: 422, code: "idempotency_mismatch", type: "invalid_request_error" });
+    sdk.UnprocessableEntityError, { status: 422, code: "idempotency_key_reused", type: "invalid_request_error" });
 }
 
 export async function whatCanNeverRunIsRefusedAtOnce({ client, sdk }) {

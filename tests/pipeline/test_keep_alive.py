@@ -87,6 +87,24 @@ async def test_a_stream_that_waits_in_line_gets_comments(world: World) -> None:
     assert b"hello" in waiting.body
 
 
+async def test_a_stream_whose_time_is_over_before_it_is_decided_on_gets_comments_too(world: World) -> None:
+    gate = anyio.Event()
+    world.policy = talking(0.01)
+    world.answers(light_0=Script([ROLE, gate, HELLO, STOP, DONE]))
+    caller = Caller()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_run_since, world, world.clock.now() - 1.0, caller)
+        await commented(caller)
+        gate.set()
+
+    assert caller.parts[-1] == DONE
+
+
+async def _run_since(world: World, arrived_at: float, caller: Caller) -> None:
+    await world.run(world.request(), caller, arrival=Arrival("late", 1_000_000.0, arrived_at))
+
+
 async def test_before_its_time_there_is_silence_and_a_real_status(world: World) -> None:
     world.policy = talking(20.0)
     for name in POLICY.backends:

@@ -125,6 +125,14 @@ def test_load_raises_with_every_problem_on_its_line(tmp_path: Path) -> None:
             "not below max_wait_s, 600 here",
             id="demoted-for-less-than-by-default",
         ),
+        pytest.param(
+            ("[light, push]}", "[light, push], queue: {}}"), "add `jobs: {}`", id="a-queue-without-jobs"
+        ),
+        pytest.param(
+            ("[light, push]}", "[light, push], queue: {on_disconnect: stop}}"),
+            "queue.on_disconnect",
+            id="another-thing-to-do-with-those-who-leave",
+        ),
         pytest.param(("class: image,", "class: short_chat,"), "is there twice", id="class-twice"),
         pytest.param(
             ("    classes:", "    aliases: [gemma-4]\n    classes:"), "already names", id="alias-twice"

@@ -301,6 +301,33 @@ async def test_a_stop_cuts_off_what_runs_and_counts_it(
     assert box.cut == 3
 
 
+async def test_a_killed_model_is_gone_at_once_and_its_memory_free(
+    box: Box, control: httpx.AsyncClient, chat: Chat, until: Until
+) -> None:
+    await order(control, "start", "gemma")
+
+    async def asking() -> None:
+        with pytest.raises(httpx.HTTPError):
+            await ask(box, "gemma", chat(max_tokens=4_000, ignore_eos=True))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(asking)
+        await until(lambda: box.models["gemma"].server.generated_tokens > 5)  # type: ignore[union-attr]
+        killed = await order(control, "kill", "gemma")
+
+    assert (killed.status_code, killed.json()["state"], killed.json()["cut_requests"]) == (200, "failed", 1)
+    assert await is_refused(box.models["gemma"].url)
+    assert (await order(control, "start", "qwen")).json()["state"] == "running"
+    counted = (await control.get("/box")).json()
+    assert (counted["violations"], counted["cut_requests"]) == (0, 1)
+
+
+async def test_killing_what_is_stopped_changes_nothing(control: httpx.AsyncClient) -> None:
+    killed = (await order(control, "kill", "gemma")).json()
+
+    assert (killed["state"], killed["kills"]) == ("stopped", 0)
+
+
 # ------------------------------------------------------------------ boots that go wrong
 
 

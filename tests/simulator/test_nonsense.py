@@ -32,6 +32,8 @@ CALL = Script(["", "", "", ""], tool=("f", "{}"), finish_reason="tool_calls", st
         pytest.param("What is 2 + 2? Answer with the number only.", "4", id="sum"),
         pytest.param("what is 17 times 3", "51", id="product"),
         pytest.param("Calculate 3-10.", "-7", id="difference"),
+        pytest.param("Count from 8 to 11.", "8, 9, 10, 11", id="count"),
+        pytest.param("Count from 2 to 1", "", id="count-nothing"),
         pytest.param("Name a river.", None, id="neither"),
         pytest.param("Say it first in one line, then at length.", None, id="says-no-word"),
         pytest.param('Reply with "OK".\nThen tell me about "rivers".', None, id="asks-for-more"),
@@ -48,6 +50,40 @@ async def test_it_repeats_a_word_word_for_word(client: httpx.AsyncClient, chat: 
 
     assert answer["choices"][0]["message"]["content"] == "heron"
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("so_far", "left"),
+    [
+        pytest.param("8, 9", ", 10, 11", id="between-numbers"),
+        pytest.param("8, 9, 1", "0, 11", id="within-one"),
+        pytest.param("8, 9, 10, ", "11", id="behind-a-space"),
+        pytest.param("8, 9, 10, 11", "", id="all-there"),
+    ],
+)
+async def test_it_counts_on_where_an_answer_was_cut(
+    client: httpx.AsyncClient, chat: Chat, so_far: str, left: str
+) -> None:
+    begun = chat(
+        "Count from 8 to 11.",
+        continue_final_message=True,
+        add_generation_prompt=False,
+        reasoning_effort="low",
+    )
+    begun["messages"].append({"role": "assistant", "content": so_far})
+    message = (await client.post(URL, json=begun)).json()["choices"][0]["message"]
+
+    assert (message["content"] or "") == left
+    assert message["reasoning"] is None
+
+
+async def test_what_was_begun_otherwise_is_no_count(client: httpx.AsyncClient, chat: Chat) -> None:
+    begun = chat("Count from 8 to 11.", continue_final_message=True, add_generation_prompt=False)
+    begun["messages"].append({"role": "assistant", "content": "8, 10"})
+    content = (await client.post(URL, json=begun)).json()["choices"][0]["message"]["content"]
+
+    assert not content.startswith(", 9")
+    assert any(char.isalpha() for char in content)
 
 
 @pytest.mark.parametrize(

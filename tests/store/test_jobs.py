@@ -108,7 +108,7 @@ async def test_an_idempotency_key_returns_the_job_accepted_first(world: JobWorld
     first = await jobs.submit(new_job("a"), QUOTA, PROMISE)
     assert await jobs.submit(new_job("b"), QUOTA, PROMISE) == first
     other = Idempotency("k", "/v1/responses", "another body")
-    assert await jobs.submit(new_job("b"), QUOTA, other) is Refusal.IDEMPOTENCY_MISMATCH
+    assert await jobs.submit(new_job("b"), QUOTA, other) is Refusal.IDEMPOTENCY_KEY_REUSED
     assert await world.quota() == (1, SIZE)
     digests = [key async for key in world.redis.scan_iter(match=f"{world.key('submitted')}:*")]
     assert [86_000 < await world.redis.ttl(key) <= 86_400 for key in digests] == [True]
@@ -648,6 +648,9 @@ async def test_lanes_say_what_waits_and_how_fast_it_goes(world: JobWorld, jobs: 
     light, push = lanes[LANE], lanes["m/push"]
     assert (light.queued, light.in_progress, light.drain_per_s) == (3, 1, None)
     assert light.oldest_at == (await get(jobs, "a")).created_at
+    await world.redis.zincrby(world.key("ages", LANE), -60_000, "a")  # a minute goes by
+    (light,) = [lane for lane in await jobs.lanes() if lane.name == LANE]
+    assert light.oldest_s is not None and 60 <= light.oldest_s < 120
     assert (push.queued, push.in_progress) == (1, 0)
 
     await jobs.finish("b", 1, JobStatus.COMPLETED)

@@ -3,10 +3,11 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -14,6 +15,8 @@ import anyio.abc
 from anyio.streams.text import TextReceiveStream
 
 READY_S = 60.0
+STARTED_S = 300.0  # where many start at once
+LOOK_S = 0.02  # between two looks at another process: a busy loop would slow what it waits for
 COMMAND = [sys.executable, "-m", "gateway"]
 
 
@@ -85,11 +88,22 @@ def is_there(pid: int) -> bool:
         return False
 
 
+async def until(holds: Callable[[], Awaitable[bool]], within_s: float = 30.0) -> None:
+    """Return once `holds()`; what it asks belongs to other processes, so it is asked again and again."""
+    with anyio.fail_after(within_s):
+        while True:
+            if await holds():
+                return
+            await anyio.sleep(LOOK_S)
+
+
 async def wait_gone(*pids: int, within_s: float = 20.0) -> None:
     """Return once none of these processes runs."""
-    with anyio.fail_after(within_s):
-        while any(is_there(pid) for pid in pids):
-            await anyio.lowlevel.checkpoint()
+
+    async def are_gone() -> bool:
+        return not any(is_there(pid) for pid in pids)
+
+    await until(are_gone, within_s)
 
 
 def _state(pid: int) -> list[str]:
@@ -125,6 +139,55 @@ async def running(
                 await process.wait()
             tasks.cancel_scope.cancel()
             await process.aclose()
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Keep a port for servers that come and go: nobody else gets it, and connecting to it is refused."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+class Mortal:
+    """A `gemma-gateway` command that is killed and started again: the same one, each time."""
+
+    def __init__(self, arguments: Sequence[str], ready: str, tasks: anyio.abc.TaskGroup) -> None:
+        """Run `gemma-gateway ARGUMENTS` in `tasks`; it is up once it has written what matches `ready`."""
+        self._arguments, self._ready, self._tasks = arguments, ready, tasks
+        self._lives: list[Process] = []
+
+    async def start(self) -> None:
+        """Start it, and return once it is up."""
+        await self._tasks.start(self._live)
+        await self._lives[-1].wait_for(self._ready, within_s=STARTED_S)
+
+    async def kill(self) -> None:
+        """End it with SIGKILL."""
+        process = self._lives[-1].process
+        assert process.returncode is None, f"it has ended by itself:\n{self._lives[-1].output}"
+        process.kill()
+        await process.wait()
+
+    def stall(self) -> None:
+        """Have it do nothing, with every connection open."""
+        self._lives[-1].process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """End a stall."""
+        self._lives[-1].process.send_signal(signal.SIGCONT)
+
+    @property
+    def output(self) -> str:
+        """What it has written in all its lives."""
+        return "".join(life.output for life in self._lives)
+
+    async def _live(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        async with running(*self._arguments) as process:
+            self._lives.append(process)
+            task_status.started()
+            await process.process.wait()
 
 
 def config(

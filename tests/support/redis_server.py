@@ -83,10 +83,17 @@ class RedisServer:
 
         Its data are in the folder too, if it `keeps` them.
         """
-        self._command = server_command(binary, folder, port=port, keeps=keeps)
+        # Its title would overwrite the environment that it is found by: support/leftovers.py.
+        self._command = [*server_command(binary, folder, port=port, keeps=keeps), "--set-proc-title", "no"]
         self.url = f"unix://{socket_path(folder)}"
         self.tcp_url = f"redis://127.0.0.1:{port}"
         self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        assert self._process is not None
+        return self._process.pid
 
     def start(self) -> None:
         """Start it, with what it has kept, and return when it answers."""

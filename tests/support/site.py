@@ -41,6 +41,7 @@ POLICY: Mapping[str, Any] = {
         }
     },
     "health": {"interval_s": 0.2},
+    "timeouts": {"connect_s": 20},  # an engine of this very event loop is slow when the machine is
 }
 
 

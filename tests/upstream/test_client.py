@@ -1,27 +1,61 @@
-"""The upstream client over real sockets: what it sends, what it relays, what it makes of failures."""
+"""The upstream clients over real sockets: what they send, what they relay, what they make of failures.
+
+Both pass the same tests: the one that serves, and the reference over httpx.
+"""
 
 import socket
+import ssl
+import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
 
 import anyio
 import pytest
-from anyio.abc import SocketStream
+from anyio.abc import ByteStream, SocketStream
+from anyio.streams.tls import TLSStream
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, Answer, RawServer, answer_of, chunk, raw_server
 
 from gateway.core.errors import UpstreamFailed, UpstreamLost, UpstreamUnreachable
 from gateway.core.values import Backend, Capacity, Endpoint, KneeStep, Timeouts
-from gateway.ports import Target, UpstreamResponse
-from gateway.upstream import client
+from gateway.ports import Target, Upstream, UpstreamResponse
+from gateway.upstream import ways
 from gateway.upstream.client import HttpxUpstream
+from gateway.upstream.direct import DirectUpstream
 
 CAPACITY = Capacity(context_tokens=100, knee=(KneeStep(None, 4),))
 
 
+Kind = type[HttpxUpstream] | type[DirectUpstream]
+KIND: ContextVar[Kind] = ContextVar("KIND")
+
+
+@pytest.fixture(params=[DirectUpstream, HttpxUpstream], autouse=True)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
+    KIND.set(found)
+    return found
+
+
+@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """Tests of pytest run on asyncio's own loop, the gateway on uvloop: its transports are others."""
+    return "asyncio", {"use_uvloop": request.param}
+
+
+@pytest.fixture
+def only_direct(kind: Kind) -> None:
+    """Leave the reference out of what httpx does not do."""
+    if kind is not DirectUpstream:
+        pytest.skip("httpx does not")
+
+
 @asynccontextmanager
-async def client_of(url: str, **secrets: str) -> AsyncIterator[tuple[HttpxUpstream, Target]]:
+async def client_of(url: str, **secrets: str) -> AsyncIterator[tuple[Upstream, Target]]:
     backend = Backend("b", url, CAPACITY)
-    upstream = HttpxUpstream([backend], secrets=secrets, tls={})
+    upstream = KIND.get()([backend], secrets=secrets, tls={})
     target = Target(
         backend=backend,
         endpoint=Endpoint.CHAT,
@@ -35,7 +69,7 @@ async def client_of(url: str, **secrets: str) -> AsyncIterator[tuple[HttpxUpstre
 
 
 @asynccontextmanager
-async def serving(answer: Answer) -> AsyncIterator[tuple[RawServer, HttpxUpstream, Target]]:
+async def serving(answer: Answer) -> AsyncIterator[tuple[RawServer, Upstream, Target]]:
     async with raw_server(answer) as server, client_of(server.url) as (upstream, target):
         yield server, upstream, target
 
@@ -105,8 +139,8 @@ async def test_a_finished_connection_is_used_again() -> None:
 
 
 async def test_a_connection_that_was_idle_too_long_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert client.KEEPALIVE_S < 5.0  # when vLLM closes it
-    monkeypatch.setattr(client, "KEEPALIVE_S", 0.0)
+    assert ways.KEEPALIVE_S < 5.0  # when vLLM closes it
+    monkeypatch.setattr(ways, "KEEPALIVE_S", 0.0)
 
     async def answer(stream: SocketStream, _: int) -> None:
         await stream.send(answer_of(b"{}"))
@@ -220,3 +254,210 @@ async def test_a_redirect_is_not_followed() -> None:
             assert response.status == 307
 
     assert len(server.requests) == 1
+
+
+async def test_an_answer_in_many_small_pieces_is_one_answer() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        for byte in STREAM_HEAD + chunk(b"data: 1\n\n") + chunk(b"data: 2\n\n") + LAST_CHUNK:
+            await stream.send(bytes([byte]))
+
+    async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
+        assert dict(response.headers)[b"content-type"] == b"text/event-stream"
+        assert await whole(response) == b"data: 1\n\ndata: 2\n\n"
+
+
+async def test_an_answer_may_end_where_the_connection_does() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(b"HTTP/1.1 200 OK\r\n\r\nall of it")
+        await stream.aclose()
+
+    async with serving(answer) as (server, upstream, target):
+        for _ in range(2):
+            async with upstream.open(target, Timeouts()) as response:
+                assert await whole(response) == b"all of it"
+    assert server.connections == 2
+
+
+async def test_a_connection_that_is_announced_to_close_is_not_used_again() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(answer_of(b"{}", headers="connection: close\r\n"))
+
+    async with serving(answer) as (server, upstream, target):
+        for _ in range(2):
+            async with upstream.open(target, Timeouts()) as response:
+                await whole(response)
+    assert server.connections == 2
+
+
+async def test_an_early_hint_is_no_answer() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(b"HTTP/1.1 103 Early Hints\r\nlink: a\r\n\r\n" + answer_of(b"{}"))
+
+    async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
+        assert response.status == 200
+        assert await whole(response) == b"{}"
+
+
+async def test_a_long_body_arrives_whole_and_a_long_answer_is_not_piled_up() -> None:
+    pieces, read = 400, anyio.Event()
+    sent = 0
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        nonlocal sent
+        await stream.send(STREAM_HEAD)
+        for _ in range(pieces):
+            await stream.send(chunk(b"x" * 65_536))
+            sent += 1
+        await stream.send(LAST_CHUNK)
+
+    async with raw_server(answer) as server, client_of(server.url) as (upstream, target):
+        body = bytes(range(256)) * 20_000
+        async with upstream.open(replace(target, body=body), Timeouts()) as response:
+            await response.read()
+            with anyio.move_on_after(0.5):  # it has all the time it needs to send everything, and cannot
+                await read.wait()
+            assert sent < pieces
+            left = len(await whole(response))
+    assert server.requests[0][1] == body
+    assert left > 0
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_an_answer_that_comes_before_the_body_was_read_is_an_answer() -> None:
+    async def serve(stream: SocketStream) -> None:
+        async with stream:
+            await stream.receive(10)
+            await stream.send(answer_of(b"no", "413 Too Much"))
+            await anyio.sleep_forever()
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    url = f"http://127.0.0.1:{listener.extra(anyio.abc.SocketAttribute.local_port)}"
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, serve)
+        async with client_of(url) as (upstream, target):
+            with anyio.fail_after(10):
+                big = replace(target, body=bytes(30_000_000))
+                async with upstream.open(big, Timeouts()) as response:
+                    assert response.status == 413
+                    assert await whole(response) == b"no"
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_a_head_without_an_end_is_given_up() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(b"HTTP/1.1 200 OK\r\n")
+        with suppress(anyio.BrokenResourceError):
+            while True:
+                await stream.send(b"x-more: " + b"y" * 1000 + b"\r\n")
+
+    async with serving(answer) as (_, upstream, target):
+        with pytest.raises(UpstreamFailed):
+            async with upstream.open(target, Timeouts()):
+                pass
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_what_nobody_asked_for_ends_a_kept_connection() -> None:
+    async def answer(stream: SocketStream, number: int) -> None:
+        await stream.send(answer_of(b"{}") + (b"HTTP/1.1 200 OK\r\n\r\nmore" if number == 0 else b""))
+
+    async with serving(answer) as (_, upstream, target):
+        for _ in range(2):
+            async with upstream.open(target, Timeouts()) as response:
+                assert await whole(response) == b"{}"
+
+
+async def test_a_way_that_is_configured_no_more_is_run_to_its_end() -> None:
+    gate = anyio.Event()
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
+        await gate.wait()
+        await stream.send(chunk(b"data: 2\n\n") + LAST_CHUNK)
+
+    async with serving(answer) as (_, upstream, target):
+        assert isinstance(upstream, HttpxUpstream | DirectUpstream)
+        async with upstream.open(target, Timeouts()) as response:
+            await response.read()
+            upstream.update([], secrets={}, tls={})
+            await upstream.close_retired()
+            assert upstream.retired == 1
+            with pytest.raises(UpstreamUnreachable):
+                async with upstream.open(target, Timeouts()):
+                    pass
+            gate.set()
+            assert await whole(response) == b"data: 2\n\n"
+        assert upstream.retired == 0
+
+
+async def test_a_header_with_a_line_break_never_leaves() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(answer_of(b"{}"))
+
+    async with serving(answer) as (server, upstream, target):
+        with pytest.raises(Exception):  # noqa: B017 - each client has its own
+            async with upstream.open(replace(target, headers=((b"a", b"b\r\nc: d"),)), Timeouts()):
+                pass
+    assert server.requests == []
+
+
+# ------------------------------------------------------------------ TLS
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for localhost, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+            *("-nodes", "-days", "2", "-subj", "/CN=engine", "-addext", "subjectAltName=DNS:localhost"),
+            *("-keyout", str(key), "-out", str(cert)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return cert, key
+
+
+@pytest.mark.parametrize("trust", ["pinned", "system", "none"])
+async def test_the_certificate_of_a_backend_is_checked(
+    certificate: tuple[Path, Path], kind: Kind, trust: str
+) -> None:
+    cert, key = certificate
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    serving.load_cert_chain(cert, key)
+    verify: dict[str, ssl.SSLContext | bool] = {
+        "pinned": ssl.create_default_context(cafile=cert),
+        "system": True,  # which does not know it
+        "none": False,
+    }
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = listener.extra(anyio.abc.SocketAttribute.local_port)
+
+    async def serve(stream: ByteStream) -> None:
+        async with stream:
+            with suppress(ssl.SSLError, anyio.BrokenResourceError, anyio.EndOfStream):
+                tls = await TLSStream.wrap(
+                    stream, server_side=True, ssl_context=serving, standard_compatible=False
+                )
+                await tls.receive()
+                await tls.send(answer_of(b"{}"))
+                await tls.receive()
+
+    backend = Backend("b", f"https://localhost:{port}", CAPACITY)
+    upstream = kind([backend], secrets={}, tls={"b": verify[trust]})
+    target = Target(backend, Endpoint.CHAT, (), b"{}")
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, serve)
+        if trust == "system":
+            with pytest.raises(UpstreamUnreachable):
+                async with upstream.open(target, Timeouts()):
+                    pass
+        else:
+            async with upstream.open(target, Timeouts()) as response:
+                assert await whole(response) == b"{}"
+        await upstream.aclose()
+        tasks.cancel_scope.cancel()

@@ -126,8 +126,8 @@ class Draft:
         self.usage = usage_of(chunk.get("usage")) or self.usage
         choices = chunk.get("choices")
         for choice in choices if isinstance(choices, list) else ():
-            if not isinstance(choice, Mapping):
-                continue
+            if not isinstance(choice, Mapping) or choice.get("index"):
+                continue  # a response has one answer; a chat may have asked for several
             said = choice.get("delta") or choice.get("message")
             if isinstance(said, Mapping):
                 self._said(said, events)

@@ -5,8 +5,8 @@ and the same ids for every reader, on every gateway, before and after a restart.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.core.jobs import Chunk, Job, JobStatus
@@ -26,6 +26,8 @@ class JobFacts:
         first_index: Items of its input.
         headers: The request's headers that policy may match on.
         conversation: What was said before and asked now, for responses that go on from this one.
+        is_chat: Whether it was handed over as a chat, so that it can be shown as one.
+        trace: The span of the request that handed it over, as a `traceparent`; "" where there is none.
     """
 
     response: Mapping[str, Any]
@@ -33,6 +35,8 @@ class JobFacts:
     first_index: int
     headers: Mapping[str, str]
     conversation: Mapping[str, Any]
+    is_chat: bool = False
+    trace: str = ""
 
     def encoded(self) -> bytes:
         """Return them as JSON."""
@@ -43,14 +47,17 @@ class JobFacts:
                 "first_index": self.first_index,
                 "headers": self.headers,
                 "conversation": self.conversation,
+                "is_chat": self.is_chat,
+                "trace": self.trace,
             },
             separators=(",", ":"),
         ).encode()
 
     @classmethod
     def of(cls, job: Job) -> "JobFacts":
-        """Return those of a job."""
-        return cls(**json.loads(job.new.facts))
+        """Return those of a job. It was created when the store accepted it, whichever gateway was told so."""
+        facts = cls(**json.loads(job.new.facts))
+        return replace(facts, response={**facts.response, "created_at": int(job.created_at)})
 
 
 class Replay:
@@ -73,15 +80,18 @@ class Replay:
         """The response as of the last event."""
         return self._draft.response
 
-    def tell(self, job: Job, chunks: Iterable[Chunk]) -> list[Event]:
-        """Return the events that are new, now that the job stands there and has these chunks more."""
+    def tell(self, job: Job, chunks: Sequence[Chunk]) -> list[Event]:
+        """Return the events that are new, now that the job stands there and has these chunks more.
+
+        The chunks may have been read after the job: what they show to have happened has happened.
+        """
         events: list[Event] = []
         if self.is_over:
             return events
         if not self._is_begun:
             self._is_begun = True
             events += self._draft.queue()
-        if job.attempt and not self._is_started:
+        if (job.attempt or chunks) and not self._is_started:
             self._is_started = True
             events += self._draft.start()
         for chunk in chunks:

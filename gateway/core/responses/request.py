@@ -192,7 +192,7 @@ def read(
         "instructions": members.get("instructions"),
         "max_output_tokens": most,
         "max_tool_calls": _count(members, "max_tool_calls"),
-        "metadata": _metadata(members.get("metadata")),
+        "metadata": metadata_of(members.get("metadata")),
         "model": members.get("model"),
         "parallel_tool_calls": _flag(members, "parallel_tool_calls") is not False,
         "previous_response_id": members.get("previous_response_id"),
@@ -293,7 +293,12 @@ def _object(members: Mapping[str, Any], name: str, where: str = "") -> Mapping[s
     return value or {}
 
 
-def _metadata(written: object) -> Mapping[str, str]:
+def metadata_of(written: object) -> Mapping[str, str]:
+    """Return a request's `metadata`.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
     if written is None:
         return {}
     if (

@@ -1,0 +1,194 @@
+"""A job as a chat completion: whole, as a stream, or as the error it has become. Pure.
+
+What is stored is what backends said, of several attempts perhaps. Here it becomes the one answer that an
+engine would have given, under the job's own id and time, the same for everybody who asks.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from gateway.core.errors import (
+    CallerError,
+    ContextExceeded,
+    GatewayError,
+    JobCancelled,
+    JobExpired,
+    JobPoisoned,
+    ModelNotFound,
+)
+from gateway.core.job_answers import choices, current, events
+from gateway.core.jobs import Chunk, Job, JobStatus
+from gateway.core.naming import ModelNames
+from gateway.core.quirks import AssemblingReader
+from gateway.core.quirks.mending import encode
+
+NOT_IN_STREAMS = ("prompt_logprobs", "use_beam_search")
+"""Members with which an engine refuses to stream. What a job's answer is made of is a stream."""
+
+NOT_AGAIN = ((b"x-should-retry", b"false"),)
+"""What keeps SDKs from sending a request again by themselves whose job has been tried several times."""
+
+_JOB, _CHAT = "resp_", "chatcmpl-"
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_FAILURES: Mapping[str, type[GatewayError]] = {
+    kind.code: kind for kind in (ContextExceeded, ModelNotFound, JobExpired, JobPoisoned)
+}
+"""Kinds of the errors that a job can end with, by their codes; any other is the caller's."""
+
+
+def chat_id(job_id: str) -> str:
+    """Return the id of the chat completion that a job becomes."""
+    return _CHAT + job_id.removeprefix(_JOB)
+
+
+def job_id(chat_id: str) -> str | None:
+    """Return the id of the job that becomes that chat completion, or None where no job has such an id."""
+    return _JOB + chat_id.removeprefix(_CHAT) if chat_id.startswith(_CHAT) else None
+
+
+# ------------------------------------------------------------------ the answer
+
+
+def whole(job: Job, chunks: Iterable[Chunk]) -> bytes:
+    """Return the body of the chat completion that a job has become."""
+    model = json.loads(job.new.body)["model"]
+    reader = AssemblingReader((), choices=choices(job.new.body), names=ModelNames(model, model))
+    for chunk in current(chunks):
+        reader.feed(chunk.data)
+    answer = json.loads(reader.whole())
+    return encode({**answer, "id": chat_id(job.id), "created": int(job.created_at)})
+
+
+def failure(job: Job) -> GatewayError | None:
+    """Return why a job that is over has no answer, as whoever waits for it is told; None: it has one."""
+    if job.status is JobStatus.CANCELLED:
+        return JobCancelled("The request was cancelled.")
+    if job.status is not JobStatus.FAILED:
+        return None
+    if job.error is None:
+        return GatewayError("The job failed.")
+    error = _FAILURES.get(job.error.code, CallerError)(job.error.message)
+    error.code = job.error.code
+    if not isinstance(error, CallerError):
+        error.headers = NOT_AGAIN
+    return error
+
+
+class ChatReplay:
+    """The stream of one job, from its first event on. What is stored is handed in; what to send comes out.
+
+    What has been sent cannot be taken back. So an answer that begins anew breaks its stream, unless nothing
+    was sent of what is void now.
+
+    Attributes:
+        chunks: How many chunks were handed in.
+        has_spoken: Whether anything was sent.
+        is_broken: Whether the answer began anew after something was sent: nothing more comes out.
+    """
+
+    def __init__(self, job: Job, *, include_usage: bool, decode: Callable[[bytes], Any] = json.loads) -> None:
+        """Begin with nothing told; `include_usage`: the caller asked for the event with the usage."""
+        self._id, self._created = chat_id(job.id), int(job.created_at)
+        self._include_usage = include_usage
+        self._decode = decode
+        self._roles: set[int] = set()  # choices whose role was said; the answer that goes on says it again
+        self.chunks = 0
+        self.has_spoken = False
+        self.is_broken = False
+
+    def tell(self, chunks: Sequence[Chunk]) -> bytes:
+        """Return what is new, now that the job has these chunks more; without the end, `[DONE]`."""
+        self.chunks += len(chunks)
+        if self.has_spoken and any(chunk.restarts for chunk in chunks):
+            self.is_broken = True
+        if self.is_broken:
+            return b""
+        data = b"".join(self._shown(event) for event in events(current(chunks), self._decode))
+        self.has_spoken = self.has_spoken or bool(data)
+        return data
+
+    def _shown(self, event: Mapping[str, Any]) -> bytes:
+        listed = event.get("choices") or []
+        if not listed and event.get("usage") and not self._include_usage:
+            return b""
+        kept = [choice for choice in listed if self._says_something(choice)]
+        if listed and not kept:
+            return b""
+        shown = {**event, "id": self._id, "created": self._created, "choices": kept}
+        return b"data: " + encode(shown) + b"\n\n"
+
+    def _says_something(self, choice: dict[str, Any]) -> bool:
+        """Return whether a choice has anything to say, without the role if that was said before."""
+        index, delta = choice.get("index") or 0, choice.get("delta")
+        if index not in self._roles or not isinstance(delta, dict):
+            self._roles.add(index)
+            return True
+        delta.pop("role", None)
+        return any(delta.values()) or any(
+            value is not None for name, value in choice.items() if name not in ("index", "delta")
+        )
+
+
+# ------------------------------------------------------------------ the response it is shown as
+
+
+def response_echo(member: Callable[[str], Any], model: str, *, store: bool) -> dict[str, Any]:
+    """Return the members of a response that repeat a chat request, whose members `member` returns.
+
+    What has no place in a response, or is not of the type it should have, is left out; it is for a backend
+    to refuse.
+    """
+
+    def given(name: str, *kinds: type) -> Any:
+        value = member(name)
+        return (
+            value
+            if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds)
+            else None
+        )
+
+    metadata = given("metadata", dict) or {}
+    effort = given("reasoning_effort", str)
+    tools = [_tool(tool) for tool in given("tools", list) or () if isinstance(tool, dict)]
+    return {
+        "instructions": None,
+        "max_output_tokens": given("max_completion_tokens", int) or given("max_tokens", int),
+        "max_tool_calls": None,
+        "metadata": {name: value for name, value in metadata.items() if isinstance(value, str)},
+        "model": model,
+        "parallel_tool_calls": member("parallel_tool_calls") is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": given("prompt_cache_key", str),
+        "reasoning": {"effort": effort if effort in _EFFORTS else None, "summary": None},
+        "safety_identifier": given("safety_identifier", str),
+        "store": store,
+        "temperature": given("temperature", int, float),
+        "text": {"format": _format(given("response_format", dict) or {})},
+        "tool_choice": _tool_choice(member("tool_choice")),
+        "tools": tools,
+        "top_p": given("top_p", int, float),
+        "truncation": "disabled",
+        "user": given("user", str),
+    }
+
+
+def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    function = function if isinstance(function, dict) else {}
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", **{name: function.get(name) for name in names}}
+
+
+def _format(written: Mapping[str, Any]) -> Mapping[str, Any]:
+    schema = written.get("json_schema")
+    if written.get("type") == "json_schema" and isinstance(schema, dict):
+        return {**schema, "type": "json_schema"}
+    return {"type": "json_object" if written.get("type") == "json_object" else "text"}
+
+
+def _tool_choice(written: object) -> Any:
+    if isinstance(written, str):
+        return written
+    function = written.get("function") if isinstance(written, dict) else None
+    return {"type": "function", "name": function.get("name")} if isinstance(function, dict) else "auto"

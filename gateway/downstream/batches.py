@@ -1,0 +1,220 @@
+"""The routes under `/v1/batches`, and how a line of one becomes a job."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from litestar import Request, get, post
+from litestar.handlers import BaseRouteHandler
+from litestar.params import FromPath
+
+from gateway.core.batches import ENDPOINTS, Batch, BatchLine, BatchRefusal, batch_object
+from gateway.core.chat_jobs import NOT_IN_STREAMS
+from gateway.core.errors import (
+    BatchNotFound,
+    BodyTooLarge,
+    FileNotFound,
+    GatewayError,
+    InvalidRequest,
+    JobRefused,
+)
+from gateway.core.jobs import JobPriority, NewJob
+from gateway.core.responses.items import response_id
+from gateway.core.responses.replay import JobFacts
+from gateway.core.responses.request import chat_param_here, metadata_of
+from gateway.core.values import Endpoint
+from gateway.downstream import wire
+from gateway.downstream.background import headers_kept, streamed
+from gateway.downstream.files import FileRules, expiry_of, limit_of, page_of
+from gateway.downstream.keys import KeyRing
+from gateway.downstream.reading import Readers, Received
+from gateway.downstream.relay import BodyLimits, CallerGone, Uploads, read_body
+from gateway.downstream.responses import Responses
+from gateway.pipeline import Pipeline
+from gateway.ports import Arrival, BatchStore, Clock, FileStore, Incoming
+
+PATH = "/v1/batches"
+BODY_BYTES_MAX = 1024 * 1024
+_PAGE, _PAGE_MAX = 20, 100
+_SECRET = frozenset({"authorization", "cookie", "proxy-authorization"})
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """Where batches and their files are kept, and what files are allowed."""
+
+    batches: BatchStore
+    files: FileStore
+    rules: FileRules
+
+
+class Batches:
+    """Takes batches in and shows them; one per process."""
+
+    def __init__(self, store: BatchStore, keys: KeyRing, rules: FileRules) -> None:
+        """Keep batches in `store`, each for its API key; `rules` hold for the files they leave."""
+        self._store = store
+        self._keys = keys
+        self._output_keep_s = rules.keep_s
+        self._limits = BodyLimits(BODY_BYTES_MAX, rules.within_s)
+        self._uploads = Uploads()
+
+    def handlers(self) -> Sequence[BaseRouteHandler]:
+        """Return the handlers."""
+
+        @post(PATH, status_code=200)
+        async def create(request: Request[Any, Any, Any]) -> Mapping[str, Any]:
+            key = self._keys.name_of(request.headers.get("authorization"))
+            return batch_object(await self._create(key, request))
+
+        @get(PATH)
+        async def list_(request: Request[Any, Any, Any]) -> Mapping[str, Any]:
+            key = self._keys.name_of(request.headers.get("authorization"))
+            limit = limit_of(request.query_params, _PAGE, _PAGE_MAX)
+            found = await self._store.page(key, after=request.query_params.get("after"), limit=limit + 1)
+            if found is None:
+                raise InvalidRequest("There is no such batch.", param="after")
+            return page_of([batch_object(batch) for batch in found], limit)
+
+        @get(PATH + "/{batch_id:str}")
+        async def retrieve(request: Request[Any, Any, Any], batch_id: FromPath[str]) -> Mapping[str, Any]:
+            key = self._keys.name_of(request.headers.get("authorization"))
+            return batch_object(await self._find(key, batch_id))
+
+        @post(PATH + "/{batch_id:str}/cancel", status_code=200)
+        async def cancel(request: Request[Any, Any, Any], batch_id: FromPath[str]) -> Mapping[str, Any]:
+            key = self._keys.name_of(request.headers.get("authorization"))
+            batch = await self._find(key, batch_id)
+            return batch_object(await self._store.cancel(batch.id) or batch)
+
+        return [create, list_, retrieve, cancel]
+
+    async def _find(self, key: str | None, id: str) -> Batch:
+        batch = await self._store.get(id)
+        if batch is None or batch.key != key:
+            raise BatchNotFound(f"No batch {id[:64]!r} is kept here for this key.")
+        return batch
+
+    async def _create(self, key: str | None, request: Request[Any, Any, Any]) -> Batch:
+        try:
+            body = await read_body(request.scope, request.receive, self._limits, self._uploads)
+        except CallerGone:
+            raise InvalidRequest("The request broke off.") from None  # nobody hears it
+        members = _members(body)
+        endpoint = members.get("endpoint")
+        if endpoint not in ENDPOINTS:
+            raise InvalidRequest(f"`endpoint` must be {' or '.join(ENDPOINTS)}.", param="endpoint")
+        if members.get("completion_window") != "24h":
+            raise InvalidRequest('`completion_window` must be "24h".', param="completion_window")
+        input_file_id = members.get("input_file_id")
+        if not isinstance(input_file_id, str) or not input_file_id.isascii():
+            raise InvalidRequest("`input_file_id` must be the id of a file.", param="input_file_id")
+        keep_s, metadata = self._output_keep_s, members.get("metadata")
+        if members.get("output_expires_after") is not None:
+            keep_s = expiry_of(members["output_expires_after"], "output_expires_after")
+        headers = {name: value for name, value in request.headers.items() if name not in _SECRET}
+        found = await self._store.create(
+            Batch(
+                id=f"batch_{secrets.token_hex(16)}",
+                key=key,
+                endpoint=endpoint,
+                input_file_id=input_file_id,
+                created_at=0,
+                metadata=None if metadata is None else metadata_of(metadata),
+                headers=headers_kept(headers),
+                output_keep_s=keep_s,
+            )
+        )
+        match found:
+            case BatchRefusal.FILE_NOT_FOUND:
+                message = "No such file is kept here for this key: it is unknown, deleted or expired."
+                raise FileNotFound(message, param="input_file_id")
+            case BatchRefusal.INVALID_PURPOSE:
+                raise InvalidRequest("The file's purpose must be `batch`.", param="input_file_id")
+            case BatchRefusal.TOO_MANY_BATCHES:
+                message = "This key has as many batches as it may."
+                raise JobRefused(message, code="too_many_batches", retry_after_s=30)
+        return found
+
+
+def _members(body: bytes) -> Mapping[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest("The request body is not a JSON object.", code="invalid_json") from error
+
+
+class BatchLines:
+    """Makes jobs of lines; one per process."""
+
+    def __init__(
+        self,
+        *,
+        pipeline: Pipeline,
+        responses: Responses,
+        rules: wire.WireRules,
+        readers: Readers,
+        body_bytes_max: int,
+        clock: Clock,
+    ) -> None:
+        """Make jobs that `pipeline` will serve, as it would serve a request with the line's body."""
+        self._pipeline = pipeline
+        self._responses = responses
+        self._rules = rules
+        self._readers = readers
+        self._body_bytes_max = body_bytes_max
+        self._clock = clock
+
+    async def job(self, batch: Batch, line: BatchLine) -> NewJob:
+        """Return the job that a line is.
+
+        Raises:
+            CallerError: it is no request, or no backend could ever take it.
+            GatewayError: that cannot be said now.
+        """
+        if len(line.body) > self._body_bytes_max:
+            raise BodyTooLarge(f"The request body is larger than {self._body_bytes_max} bytes.")
+        token = batch.line_token(line.number)
+        received = Received(
+            arrival=Arrival(batch.line_id(line.number), self._clock.wall(), self._clock.now()),
+            body=line.body,
+            key=batch.key,
+            headers=batch.headers,
+            forwarded=(),
+        )
+        is_chat = batch.endpoint == Endpoint.CHAT.value
+        try:
+            incoming, facts = await (self._chat if is_chat else self._responses.line)(received, token)
+            decision = await self._pipeline.place_of(incoming)
+        except GatewayError as error:
+            error.param = error.param if is_chat else chat_param_here(error.param)
+            raise
+        return NewJob(
+            id=response_id(token),
+            key=batch.key,
+            lane=f"{decision.model}/{decision.traffic_class}",
+            body=streamed(incoming.body_for(incoming.request.model)),
+            facts=facts.encoded(),
+            priority=JobPriority.BATCH,
+            batch=batch.id,
+        )
+
+    async def _chat(self, received: Received, token: str) -> tuple[Incoming, JobFacts]:
+        def read() -> Incoming:
+            return wire.read(
+                Endpoint.CHAT,
+                received.body,
+                self._rules,
+                arrival=received.arrival,
+                key=received.key,
+                headers=received.headers,
+            )
+
+        incoming = await self._readers.run(len(received.body), read)
+        for name in NOT_IN_STREAMS:
+            if incoming.member(name):
+                message = f"`{name}` is not offered in batches: no engine streams such an answer."
+                raise InvalidRequest(message, code="unsupported_parameter", param=name)
+        return incoming, JobFacts({}, token, 0, headers_kept(received.headers), {}, is_chat=True)

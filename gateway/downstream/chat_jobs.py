@@ -1,0 +1,284 @@
+"""Chats that go through the queue: handed over with `Prefer: respond-async`, or served in place as jobs.
+
+Which is which is decided before anything is sent, and costs nothing where no class of the model uses the
+queue: a prompt is counted once, here or in the pipeline.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import anyio
+from litestar import MediaType, Request, Response, get
+from litestar.handlers import BaseRouteHandler
+from litestar.params import FromPath
+
+from gateway.core.chat_jobs import NOT_IN_STREAMS, failure, job_id, response_echo
+from gateway.core.errors import GatewayError, JobNotFinished, ResponseNotFound, ShedError, StoreUnavailable
+from gateway.core.jobs import Job
+from gateway.core.prefer import Preference, preference
+from gateway.core.responses.replay import JobFacts
+from gateway.core.responses.request import new_response
+from gateway.core.values import Endpoint, Estimate, OnDisconnect, TrafficClass, Waiting
+from gateway.downstream.background import Background, headers_kept
+from gateway.downstream.in_place import InPlace, Waiter
+from gateway.downstream.keys import KeyRing
+from gateway.downstream.reading import Received, Work
+from gateway.downstream.relay import AsgiDownstream, send_body, send_json
+from gateway.downstream.responses import PATH as RESPONSES
+from gateway.downstream.responses import check_depth
+from gateway.downstream.wire import WireRequest
+from gateway.pipeline import CallerStalled, Pipeline, patience_s
+from gateway.pipeline.caller import KEEP_ALIVE_S
+from gateway.ports import Arrival, Clock, Headers
+
+log = logging.getLogger("gateway.downstream")
+
+PLACE_HEADER = "x-gateway-queue-position"
+_TRUE = frozenset({"true", "1", "yes"})
+
+
+class ChatJobs:
+    """Answers chats, through the queue where that is wanted; one per process."""
+
+    def __init__(
+        self,
+        *,
+        background: Background,
+        pipeline: Pipeline,
+        keys: KeyRing,
+        clock: Clock,
+        refused: Callable[[Arrival, GatewayError], None],
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        """Hand jobs to `background`, and everything else to `pipeline`.
+
+        Args:
+            background: Where jobs are handed over.
+            pipeline: What serves the rest.
+            keys: Who is who.
+            clock: The time.
+            refused: Takes note of a request that ended before it was a job.
+            is_stopping: Whether this process is being stopped: then nobody who is cut off has left.
+        """
+        self._background = background
+        self._pipeline = pipeline
+        self._keys = keys
+        self._clock = clock
+        self._refused = refused
+        self._is_stopping = is_stopping
+        self.waiting = 0  # callers that are served in place
+
+    @staticmethod
+    def is_handed_over(request: WireRequest) -> bool:
+        """Return whether the caller of a chat wants to be told where its answer will be."""
+        prefers = preference(request.request.headers.get("prefer"))
+        return prefers.respond_async and not request.request.stream and _can_be_a_job(request)
+
+    def answering(self, request: WireRequest, received: Received) -> Work:
+        """Return what answers a chat."""
+        held = [(request, received)]  # taken out, and let go once it is a job: the store has its body then
+
+        async def work(downstream: AsgiDownstream) -> None:
+            await self._answer(held, downstream)
+
+        return work
+
+    async def _answer(self, held: list[tuple[WireRequest, Received]], downstream: AsgiDownstream) -> None:
+        request, received = held.pop()
+        is_async = self.is_handed_over(request)
+        traffic_class, estimate = await self._classified(request, is_async=is_async)
+        queue = None if is_async or traffic_class is None else traffic_class.queue
+        job = None
+        if is_async or queue is not None:
+            job = await self._handed_over(request, received, estimate, queue)
+        if job is None:
+            await self._pipeline.run(request, downstream, estimate)
+            await downstream.finish()
+            return
+        headers, prefers = _headers(request, job, estimate), preference(received.headers.get("prefer"))
+        if traffic_class is None or queue is None:
+            del request, received
+            await self._told_where(job, prefers, headers, downstream)
+            return
+        waiter = _waiter(request, traffic_class.waiting, queue, headers)
+        del request, received
+        await self._served(job, waiter, downstream)
+
+    # -------------------------------------------------------------- handing over
+
+    async def _classified(
+        self, request: WireRequest, *, is_async: bool
+    ) -> tuple[TrafficClass, Estimate] | tuple[None, None]:
+        """Return the class of a request and its prompt's length, where it makes a difference."""
+        if not is_async and not (self._pipeline.may_queue(request.request.model) and _can_be_a_job(request)):
+            return None, None
+        try:
+            found = await self._pipeline.classified(request)
+        except ShedError:
+            found = None  # whoever it is handed to says so
+        return found or (None, None)
+
+    async def _handed_over(
+        self,
+        request: WireRequest,
+        received: Received,
+        estimate: Estimate | None,
+        queue: OnDisconnect | None,
+    ) -> Job | None:
+        """Return the job that the request is now; None: the store is away, and it need not be one.
+
+        Args:
+            request: The chat.
+            received: The same as it arrived.
+            estimate: Its prompt's length, where it is known.
+            queue: What becomes of it if its caller leaves; None: nobody waits for it.
+
+        Raises:
+            GatewayError: it is refused.
+        """
+        is_in_place = queue is not None
+        wants_store = request.member("store")
+        is_kept = wants_store is True if is_in_place else wants_store is not False
+        # One that is cancelled when its caller leaves must not be what the caller finds when it comes again.
+        is_found_again = queue is not OnDisconnect.CANCEL
+        token = secrets.token_hex(16)
+        echo = response_echo(request.member, request.request.model, store=is_kept)
+        response = new_response(echo, token, int(request.arrival.wall_at)) | {"background": True}
+        try:
+            check_depth(response)
+            facts = JobFacts(
+                response=response,
+                token=token,
+                first_index=0,
+                headers=headers_kept(received.headers),
+                conversation={},
+                is_chat=True,
+            )
+            submit = partial(
+                self._background.submit,
+                request,
+                facts,
+                id=response["id"],
+                store=is_kept,
+                route=Endpoint.CHAT.value,
+                body=received.body,
+                estimate=estimate,
+            )
+            key = received.headers.get("idempotency-key") if is_found_again else None
+            job, _ = await submit(idempotency_key=key)
+            if is_in_place and failure(job) is not None:  # what is found has failed: it is asked for anew
+                job, _ = await submit(idempotency_key=None)
+        except StoreUnavailable as error:
+            if not is_in_place:
+                self._refused(request.arrival, error)
+                raise
+            log.warning("request %s is served without the queue: %s", request.arrival.id, error)
+            return None
+        except GatewayError as error:
+            self._refused(request.arrival, error)
+            raise
+        log.info("request %s is job %s", request.arrival.id, job.id)
+        return job
+
+    async def _told_where(
+        self, job: Job, prefers: Preference, headers: Headers, downstream: AsgiDownstream
+    ) -> None:
+        """Answer with the chat completion if it comes in time, else with where it will be."""
+        headers = (*headers, (b"preference-applied", prefers.applied.encode()))
+        try:
+            job = await self._background.finished(job, prefers.waited_s)
+            if job.status.is_final:
+                if (failed := failure(job)) is not None:
+                    raise failed
+                await send_body(await self._background.answer(job), downstream, headers=headers)
+                return
+            response = await self._background.response(job)
+        except GatewayError as error:
+            error.headers = (*headers, *error.headers)
+            raise
+        retry_after_s = str(self._background.retry_after_s(response)).encode()
+        where = ((b"location", f"{RESPONSES}/{job.id}".encode()), (b"retry-after", retry_after_s))
+        await send_json(response, downstream, 202, (*headers, *where))
+
+    async def _served(self, job: Job, waiter: Waiter, downstream: AsgiDownstream) -> None:
+        in_place = InPlace(waiter, self._background, downstream, self._clock)
+        self.waiting += 1
+        try:
+            await in_place.serve(job)
+        except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
+            if not self._is_stopping():
+                await in_place.left(job)
+            raise
+        finally:
+            self.waiting -= 1
+
+    # -------------------------------------------------------------- fetching
+
+    def handlers(self) -> Sequence[BaseRouteHandler]:
+        """Return the handlers of chat completions that were jobs."""
+
+        @get(Endpoint.CHAT.value + "/{completion_id:str}")
+        async def retrieve(request: Request[Any, Any, Any], completion_id: FromPath[str]) -> Response[bytes]:
+            key = self._keys.name_of(request.headers.get("authorization"))
+            found = job_id(completion_id)
+            job = None if found is None else await self._background.get(key, found)
+            if job is None or not JobFacts.of(job).is_chat:
+                raise _gone(completion_id)
+            if not job.status.is_final:
+                place = await self._background.place(job)
+                message = f"The chat completion {completion_id!r} is not finished: it is {job.status}."
+                retry_after_s = self._background.retry_after_s({"queue": place})
+                raise JobNotFinished(message, retry_after_s=retry_after_s)
+            if (failed := failure(job)) is not None:
+                raise failed
+            try:
+                body = await self._background.answer(job)
+            except ResponseNotFound:
+                raise _gone(completion_id) from None
+            headers = {name.decode(): value.decode() for name, value in _job_headers(job)}
+            return Response(body, media_type=MediaType.JSON, headers=headers)
+
+        return [retrieve]
+
+
+def _can_be_a_job(request: WireRequest) -> bool:
+    """Return whether an engine streams the answer: of that a job's answer is made."""
+    return not any(request.member(name) for name in NOT_IN_STREAMS)
+
+
+def _gone(id: str) -> ResponseNotFound:
+    message = f"No chat completion {id[:64]!r} is kept here for this key: it is unknown, deleted or expired."
+    return ResponseNotFound(message)
+
+
+def _waiter(request: WireRequest, waiting: Waiting, queue: OnDisconnect, headers: Headers) -> Waiter:
+    asked, arrived_at = request.request, request.arrival.received_at
+    wait_s, silent_s = patience_s(asked.headers), waiting.keep_alive_after_s
+    return Waiter(
+        key=asked.key,
+        headers=headers,
+        stream=asked.stream,
+        include_usage=asked.include_usage,
+        silent_until=arrived_at + (KEEP_ALIVE_S if silent_s is None else silent_s),
+        deadline=None if wait_s is None else arrived_at + wait_s,
+        wants_place=asked.headers.get(PLACE_HEADER, "").lower() in _TRUE,
+        on_disconnect=queue,
+    )
+
+
+def _headers(request: WireRequest, job: Job, estimate: Estimate | None) -> Headers:
+    """Return the headers of an answer that say what was decided."""
+    headers = [(b"x-request-id", request.arrival.id.encode()), *_job_headers(job)]
+    if estimate is not None:
+        headers.append((b"x-gateway-prompt-tokens", str(estimate.tokens).encode()))
+    if request.dropped:
+        headers.append((b"x-gateway-dropped", ", ".join(request.dropped).encode()))
+    return headers
+
+
+def _job_headers(job: Job) -> Headers:
+    traffic_class = job.new.lane.rpartition("/")[2]
+    return [(b"x-gateway-class", traffic_class.encode()), (b"x-gateway-job", job.id.encode())]

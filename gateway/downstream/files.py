@@ -1,0 +1,272 @@
+"""The routes under `/v1/files`: what batches read and leave. Uploads go to the store as they come."""
+
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+from litestar import Request, delete, get, post
+from litestar.handlers import BaseRouteHandler
+from litestar.params import FromPath
+from litestar.response import Stream
+
+from gateway.core.batches import FILE_BYTES_MAX
+from gateway.core.errors import BodyTooLarge, FileNotFound, FilesFull, InvalidRequest, StoreUnavailable
+from gateway.core.files import (
+    EXPIRES_MAX_S,
+    EXPIRES_MIN_S,
+    FILENAME_MAX,
+    PURPOSE_INPUT,
+    FileRefusal,
+    NewFile,
+    StoredFile,
+    file_object,
+)
+from gateway.downstream.keys import KeyRing
+from gateway.downstream.multipart import Field, FileBegins, parts_of
+from gateway.downstream.relay import CallerGone
+from gateway.ports import FileStore
+
+PATH = "/v1/files"
+PIECE_BYTES = 1024 * 1024
+"""Bytes of an upload that are written at once: what one keeps in memory."""
+
+UPLOADS_MAX = 16
+"""Uploads that are taken in at once; the others wait."""
+
+UPLOADS_OVERHEAD = 64 * 1024
+"""What a form may have beside its file."""
+
+CLEAN_UP_S = 5.0
+_PAGE_MAX = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class FileRules:
+    """What files are allowed.
+
+    Attributes:
+        bytes_max: Of all files of an API key together.
+        keep_s: How long one is kept.
+        within_s: How long a piece of an upload may take.
+    """
+
+    bytes_max: int = 1024 * 1024 * 1024
+    keep_s: int = EXPIRES_MAX_S
+    within_s: float = 60.0
+
+
+class Files:
+    """Takes files in and gives them out; one per process."""
+
+    def __init__(self, store: FileStore, keys: KeyRing, rules: FileRules) -> None:
+        """Keep files in `store`, each for the API key it came with."""
+        self._store = store
+        self._keys = keys
+        self._rules = rules
+        self._turns = anyio.CapacityLimiter(UPLOADS_MAX)
+
+    async def find(self, key: str | None, id: str, param: str | None = None) -> StoredFile:
+        """Return a file of this API key.
+
+        Raises:
+            FileNotFound: there is none.
+        """
+        file = await self._store.get(id)
+        if file is None or file.new.key != key:
+            message = f"No file {id[:64]!r} is kept here for this key: it is unknown, deleted or expired."
+            raise FileNotFound(message, param=param)
+        return file
+
+    def handlers(self) -> Sequence[BaseRouteHandler]:
+        """Return the handlers."""
+
+        @post(PATH, status_code=200, request_max_body_size=None)
+        async def upload(request: Request[Any, Any, Any]) -> Mapping[str, Any]:
+            key = self._keys.name_of(request.headers.get("authorization"))
+            return file_object(await self._upload(key, request))
+
+        @get(PATH)
+        async def list_(request: Request[Any, Any, Any]) -> Mapping[str, Any]:
+            key = self._keys.name_of(request.headers.get("authorization"))
+            query = request.query_params
+            limit = limit_of(query, _PAGE_MAX, _PAGE_MAX)
+            if (order := query.get("order", "desc")) not in ("asc", "desc"):
+                raise InvalidRequest("`order` must be asc or desc.", param="order")
+            found = await self._store.page(
+                key,
+                after=query.get("after"),
+                ascending=order == "asc",
+                purpose=query.get("purpose"),
+                limit=limit + 1,
+            )
+            if found is None:
+                raise InvalidRequest("There is no such file.", param="after")
+            return page_of([file_object(file) for file in found], limit)
+
+        @get(PATH + "/{file_id:str}")
+        async def retrieve(request: Request[Any, Any, Any], file_id: FromPath[str]) -> Mapping[str, Any]:
+            key = self._keys.name_of(request.headers.get("authorization"))
+            return file_object(await self.find(key, file_id))
+
+        @get(PATH + "/{file_id:str}/content")
+        async def content(request: Request[Any, Any, Any], file_id: FromPath[str]) -> Stream:
+            key = self._keys.name_of(request.headers.get("authorization"))
+            file = await self.find(key, file_id)
+            headers = {"content-length": str(file.size_bytes)}
+            return Stream(self._content(file), headers=headers, media_type="application/octet-stream")
+
+        @delete(PATH + "/{file_id:str}", status_code=200)
+        async def forget(request: Request[Any, Any, Any], file_id: FromPath[str]) -> Mapping[str, Any]:
+            key = self._keys.name_of(request.headers.get("authorization"))
+            file = await self.find(key, file_id)
+            if await self._store.delete(file.id) is FileRefusal.IN_USE:
+                message = "A batch that has not ended reads this file: cancel it, or wait for its end."
+                raise InvalidRequest(message, code="file_in_use")
+            return {"id": file.id, "object": "file", "deleted": True}
+
+        return [upload, list_, retrieve, content, forget]
+
+    async def _content(self, file: StoredFile) -> AsyncIterator[bytes]:
+        offset = 0
+        while offset < file.size_bytes:
+            piece = await self._store.read(file.id, offset)
+            if not piece:  # deleted meanwhile: the connection is dropped, so nobody takes it for whole
+                raise ConnectionResetError("the file was deleted while it was read")
+            offset += len(piece)
+            yield piece
+
+    # -------------------------------------------------------------- uploads
+
+    async def _upload(self, key: str | None, request: Request[Any, Any, Any]) -> StoredFile:
+        announced = request.headers.get("content-length", "0")
+        if announced.isdigit() and int(announced) > FILE_BYTES_MAX + UPLOADS_OVERHEAD:
+            raise _too_large()
+        upload = _Upload(self._store, self._rules, key)
+        is_whole = False
+        try:
+            async with self._turns:
+                content_type = request.headers.get("content-type", "")
+                async for part in parts_of(content_type, request.receive, self._rules.within_s):
+                    match part:
+                        case Field():
+                            upload.fields[part.name] = part.value
+                        case FileBegins():
+                            upload.begin(part)
+                        case _:
+                            await upload.take(part)
+                file = await upload.end()
+                is_whole = True
+                return file
+        except CallerGone:
+            raise InvalidRequest("The upload broke off.") from None  # nobody hears it
+        finally:
+            if not is_whole:
+                with anyio.move_on_after(CLEAN_UP_S, shield=True), suppress(StoreUnavailable):
+                    await self._store.delete(upload.id)
+
+
+@dataclass(slots=True)
+class _Upload:
+    """An upload as far as it has come.
+
+    Attributes:
+        fields: The form's other fields.
+        file: Once it has begun.
+        gathered: What is not written yet, less than a piece.
+        written: Bytes that are.
+    """
+
+    store: FileStore
+    rules: FileRules
+    key: str | None
+    id: str = field(default_factory=lambda: f"file-{secrets.token_hex(16)}")
+    fields: dict[str, str] = field(default_factory=dict)
+    file: NewFile | None = None
+    gathered: bytearray = field(default_factory=bytearray)
+    written: int = 0
+
+    def begin(self, part: FileBegins) -> None:
+        if part.name != "file" or self.file is not None:
+            raise InvalidRequest("Send one file, as `file`.", param="file")
+        self.file = NewFile(self.id, self.key, part.filename[:FILENAME_MAX] or "file")
+
+    async def take(self, data: bytes) -> None:
+        self.gathered += data
+        if self.written + len(self.gathered) > FILE_BYTES_MAX:
+            raise _too_large()
+        while len(self.gathered) >= PIECE_BYTES:
+            await self._write(PIECE_BYTES)
+
+    async def end(self) -> StoredFile:
+        if self.file is None:
+            raise InvalidRequest("`file` is required.", param="file")
+        if self.fields.get("purpose") != PURPOSE_INPUT:
+            raise InvalidRequest(f'`purpose` must be "{PURPOSE_INPUT}".', param="purpose")
+        keep_s = self.rules.keep_s
+        if (written := self.fields.get("expires_after[seconds]")) is not None:
+            keep_s = expiry_of(
+                {
+                    "anchor": self.fields.get("expires_after[anchor]"),
+                    "seconds": int(written) if written.isascii() and written.isdigit() else None,
+                },
+                "expires_after",
+            )
+        if self.gathered or not self.written:
+            await self._write(len(self.gathered))
+        return await self.store.close(self.file, keep_s)
+
+    async def _write(self, size: int) -> None:
+        assert self.file is not None
+        data = bytes(self.gathered[:size])
+        if await self.store.write(self.file, self.written, data, self.rules.bytes_max) is not None:
+            message = f"The files of this key may hold {self.rules.bytes_max:,} bytes together. Delete some."
+            raise FilesFull(message)
+        del self.gathered[:size]
+        self.written += size
+
+
+def expiry_of(written: object, name: str) -> int:
+    """Return after how many seconds a file is to expire.
+
+    Raises:
+        InvalidRequest: it is nothing that is offered.
+    """
+    members = written if isinstance(written, Mapping) else {}
+    seconds = members.get("seconds")
+    if members.get("anchor") != "created_at":
+        raise InvalidRequest('`anchor` must be "created_at".', param=f"{name}.anchor")
+    if not isinstance(seconds, int) or not EXPIRES_MIN_S <= seconds <= EXPIRES_MAX_S:
+        message = f"`seconds` must be an integer from {EXPIRES_MIN_S} to {EXPIRES_MAX_S}."
+        raise InvalidRequest(message, param=f"{name}.seconds")
+    return seconds
+
+
+def limit_of(query: Mapping[str, Any], default: int, most: int) -> int:
+    """Return how many objects a query asks for.
+
+    Raises:
+        InvalidRequest: it is no such number.
+    """
+    written = str(query.get("limit", default))
+    if not written.isascii() or not written.isdigit() or not 1 <= int(written) <= most:
+        raise InvalidRequest(f"`limit` must be an integer from 1 to {most}.", param="limit")
+    return int(written)
+
+
+def page_of(objects: Sequence[Mapping[str, Any]], limit: int) -> Mapping[str, Any]:
+    """Return a page of objects, of which one more than `limit` were looked up."""
+    shown = objects[:limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(objects) > limit,
+    }
+
+
+def _too_large() -> BodyTooLarge:
+    return BodyTooLarge(f"A file may have {FILE_BYTES_MAX:,} bytes.", code="file_too_large")

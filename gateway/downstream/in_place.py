@@ -1,0 +1,239 @@
+"""A caller that waits for its job: comments while it waits, then the answer as it is stored.
+
+The job does not need the caller, nor this process. The caller has a connection open, and gets what it would
+have got without the queue: a status while that is possible, else an event that says what went wrong.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import msgspec
+
+from gateway.core.chat_jobs import ChatReplay, chat_id, failure
+from gateway.core.errors import AtCapacity, GatewayError, StoreUnavailable, StreamBroken
+from gateway.core.jobs import Job, JobStatus
+from gateway.core.sse import DONE
+from gateway.core.values import OnDisconnect
+from gateway.downstream.background import AGAIN_S, Background
+from gateway.downstream.relay import AsgiDownstream, send_body
+from gateway.pipeline import CallerStalled
+from gateway.pipeline.caller import CALLER_STALL_S, KEEP_ALIVE, KEEP_ALIVE_S, SSE_HEADERS
+from gateway.ports import Clock, Headers
+
+log = logging.getLogger("gateway.downstream")
+
+PLACE_S = 2.0
+"""Time between two looks at the place of a caller that wants to know it."""
+
+AWAY_S = 60.0
+"""How long a caller is kept waiting for a store that is away."""
+
+LEAVE_S = 5.0
+"""How long the job of a caller that has left may take to be cancelled."""
+
+_LOOK_S = 60.0
+"""The longest time between two looks where nothing else is due."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """What is kept of a request while its job is waited for; the request itself is in the store.
+
+    Attributes:
+        key: Name of its API key, or None.
+        headers: Of the answer, and of an error: what was decided.
+        stream: Whether it wants a stream; `include_usage`: with the usage event.
+        silent_until: When a stream gets its headers, and from then on comments. Monotonic seconds.
+        deadline: When it wants the first token at the latest, or None. Monotonic seconds.
+        wants_place: Whether it wants to be told its place.
+        on_disconnect: What becomes of the job if it leaves.
+    """
+
+    key: str | None
+    headers: Headers
+    stream: bool
+    include_usage: bool
+    silent_until: float
+    deadline: float | None
+    wants_place: bool
+    on_disconnect: OnDisconnect
+
+
+class InPlace:
+    """Serves one waiter."""
+
+    def __init__(
+        self, waiter: Waiter, background: Background, downstream: AsgiDownstream, clock: Clock
+    ) -> None:
+        """Serve `waiter` through `downstream`."""
+        self._waiter = waiter
+        self._background = background
+        self._downstream = downstream
+        self._clock = clock
+        self._comment_at = waiter.silent_until
+        self._is_open = False
+        self._place_said = b""
+        self._away_since: float | None = None
+
+    async def serve(self, job: Job) -> None:
+        """Answer with what becomes of a job, to the end.
+
+        Raises:
+            GatewayError: nothing has been sent yet.
+            CallerStalled, OSError: the caller is gone, or as good as.
+        """
+        try:
+            if self._waiter.stream:
+                await self._stream(job)
+            else:
+                await self._whole(job)
+        except GatewayError as error:
+            error.headers = (*self._waiter.headers, *error.headers)
+            if not self._is_open:
+                raise
+            await self._bounded(error)
+
+    # -------------------------------------------------------------- a whole answer
+
+    async def _whole(self, job: Job) -> None:
+        body = b""
+        while not body:
+            if (failed := failure(job)) is not None:
+                raise failed
+            try:
+                if job.status.is_final:
+                    body = await self._background.answer(job)
+                else:
+                    job = await self._background.over(job, self._wait_s(job, has_begun=job.chunks > 0))
+                self._away_since = None
+            except StoreUnavailable as error:
+                await self._away(error)
+            job = await self._in_time(job, has_begun=job.chunks > 0)
+        await send_body(body, self._downstream, headers=self._waiter.headers)
+
+    # -------------------------------------------------------------- a stream
+
+    async def _stream(self, job: Job) -> None:
+        include_usage = self._waiter.include_usage
+        replay = ChatReplay(job, include_usage=include_usage, decode=msgspec.json.decode)
+        await self._comment(job, has_begun=False)
+        while not (job.status.is_final and replay.chunks >= job.chunks):
+            wait_s = self._wait_s(job, has_begun=replay.chunks > 0)
+            try:
+                job, chunks = await self._background.news(job, replay.chunks, wait_s)
+                self._away_since = None
+            except StoreUnavailable as error:
+                await self._away(error)
+                chunks = ()
+            if data := replay.tell(chunks):
+                await self._send(data)
+            if replay.is_broken:
+                raise StreamBroken(
+                    "The backend failed, and the answer was begun anew: what came before is void. "
+                    f"The new answer will be at /v1/chat/completions/{chat_id(job.id)}."
+                )
+            job = await self._in_time(job, has_begun=replay.chunks > 0)
+            await self._comment(job, has_begun=replay.chunks > 0)
+        if (failed := failure(job)) is not None:
+            raise failed
+        await self._send(DONE)
+        await self._downstream.finish()
+
+    async def _comment(self, job: Job, *, has_begun: bool) -> None:
+        """Send a comment, if one is due."""
+        if self._waiter.wants_place and not has_begun:
+            place = await self._background.place(job) if job.status is JobStatus.QUEUED else None
+            said = _place_comment(place)
+            if said != self._place_said:
+                self._place_said = said
+                await self._send(said)
+        if self._clock.now() >= self._comment_at:
+            await self._send(KEEP_ALIVE)
+
+    async def _send(self, data: bytes) -> None:
+        """Send a piece of the stream, with its headers where it is the first."""
+        await self._bounded(data)
+        self._comment_at = self._clock.now() + KEEP_ALIVE_S
+
+    async def _bounded(self, sent: bytes | GatewayError) -> None:
+        with anyio.move_on_after(CALLER_STALL_S) as patience:
+            if not self._is_open:
+                self._is_open = True
+                await self._downstream.start(200, (*SSE_HEADERS, *self._waiter.headers))
+            if isinstance(sent, bytes):
+                await self._downstream.send(sent)
+            else:
+                await self._downstream.fail(sent, sent.code)
+                await self._downstream.finish()
+        if patience.cancelled_caught:
+            raise CallerStalled
+
+    # -------------------------------------------------------------- time
+
+    def _wait_s(self, job: Job, *, has_begun: bool) -> float:
+        """Return how long to wait for news until something else is due."""
+        due = [self._clock.now() + _LOOK_S]
+        if self._waiter.stream:
+            due.append(self._comment_at)
+        if self._waiter.deadline is not None and not has_begun:
+            due.append(self._waiter.deadline)
+        if self._waiter.stream and self._waiter.wants_place and job.status is JobStatus.QUEUED:
+            due.append(self._clock.now() + PLACE_S)
+        return max(0.0, min(due) - self._clock.now())
+
+    async def _in_time(self, job: Job, *, has_begun: bool) -> Job:
+        """Return the job, unless its first token is late for its caller: then it is cancelled.
+
+        Raises:
+            AtCapacity: it is.
+        """
+        deadline = self._waiter.deadline
+        if has_begun or deadline is None or self._clock.now() < deadline or job.status.is_final:
+            return job
+        try:
+            job = await self._background.cancel(self._waiter.key, job.id) or job
+        except StoreUnavailable as error:
+            log.warning("job %s: its caller waits no more, and it could not be cancelled: %s", job.id, error)
+        if job.status.is_final and job.status is not JobStatus.CANCELLED:
+            return job
+        raise AtCapacity(
+            "The request's own deadline has passed without an answer.", code="deadline", retry_after_s=5
+        )
+
+    async def _away(self, error: StoreUnavailable) -> None:
+        """Let some time pass for a store that is away.
+
+        Raises:
+            StoreUnavailable: it has been away for too long.
+        """
+        now = self._clock.now()
+        self._away_since = self._away_since or now
+        if now - self._away_since > AWAY_S:
+            raise error
+        await anyio.sleep(AGAIN_S)
+
+    # -------------------------------------------------------------- leaving
+
+    async def left(self, job: Job) -> None:
+        """Do with a job what is to be done with it now that its caller has left."""
+        if self._waiter.on_disconnect is OnDisconnect.FINISH:
+            return
+        with anyio.move_on_after(LEAVE_S, shield=True) as patience:
+            try:
+                await self._background.cancel(self._waiter.key, job.id)
+            except StoreUnavailable as error:
+                log.warning("job %s: its caller has left, and it could not be cancelled: %s", job.id, error)
+        if patience.cancelled_caught:
+            log.warning("job %s: its caller has left, and it could not be cancelled in time", job.id)
+
+
+def _place_comment(place: Mapping[str, Any] | None) -> bytes:
+    """Return the comment that says where a job stands; None: it waits no more."""
+    if place is None:
+        return b": queue position=0 expected_start_s=0\n\n"
+    start_s = place["expected_start_s"]
+    expected = "unknown" if start_s is None else f"{start_s:g}"
+    return f": queue position={place['position']} expected_start_s={expected}\n\n".encode()

@@ -1,0 +1,123 @@
+"""A form that is uploaded, part by part: none of it is kept but its short fields."""
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+import anyio
+from litestar.types import Receive
+from multipart import (  # type: ignore[import-untyped]
+    MultipartError,
+    MultipartSegment,
+    PushMultipartParser,
+    parse_options_header,
+)
+
+from gateway.core.errors import InvalidRequest, RequestTimeout
+from gateway.downstream.relay import CallerGone
+
+FIELDS_MAX = 16
+FIELD_BYTES_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a form, whole.
+
+    Attributes:
+        name: Its name.
+        value: What it says.
+    """
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileBegins:
+    """A file of a form begins.
+
+    Attributes:
+        name: Of the field.
+        filename: As its sender names it.
+    """
+
+    name: str
+    filename: str
+
+
+Part = Field | FileBegins | bytes
+"""What comes of a form; bytes are of the file that has begun last."""
+
+
+async def parts_of(content_type: str, receive: Receive, within_s: float) -> AsyncIterator[Part]:
+    """Yield the parts of a form as they arrive.
+
+    Args:
+        content_type: The request's header.
+        receive: Where it arrives.
+        within_s: How long each piece of it may take.
+
+    Raises:
+        InvalidRequest: it is no form.
+        RequestTimeout: nothing more of it came.
+        CallerGone: the caller left.
+    """
+    kind, options = parse_options_header(content_type)
+    if kind != "multipart/form-data" or not options.get("boundary"):
+        raise InvalidRequest("Send a form (`multipart/form-data`).", code="invalid_multipart")
+    reader = _Reader(options["boundary"])
+    more = True
+    while more:
+        with anyio.move_on_after(within_s) as limit:
+            message = await receive()
+        if limit.cancelled_caught:
+            raise RequestTimeout(f"Nothing more of the upload came for {within_s:g} s.")
+        if message["type"] != "http.request":
+            raise CallerGone
+        more = message["more_body"]
+        for part in reader.feed(message["body"], is_last=not more):
+            yield part
+
+
+class _Reader:
+    """Reads a form; a field that is no file is put together."""
+
+    def __init__(self, boundary: str) -> None:
+        try:
+            self._parser = PushMultipartParser(boundary, max_segment_count=FIELDS_MAX)
+        except MultipartError as error:
+            raise _no_form(error) from error
+        self._name = ""
+        self._value: bytearray | None = None  # None: a file
+
+    def feed(self, data: bytes, *, is_last: bool) -> Iterator[Part]:
+        try:
+            if data:
+                for event in self._parser.parse(data):
+                    if (part := self._read(event)) is not None:
+                        yield part
+            if is_last:
+                self._parser.close()
+        except (MultipartError, UnicodeDecodeError) as error:
+            raise _no_form(error) from error
+
+    def _read(self, event: MultipartSegment | bytes | bytearray | None) -> Part | None:
+        if event is None:
+            value, self._value = self._value, None
+            return None if value is None else Field(self._name, value.decode())
+        if isinstance(event, MultipartSegment):
+            self._name = event.name
+            if event.filename is None:
+                self._value = bytearray()
+                return None
+            return FileBegins(event.name, event.filename)
+        if self._value is None:
+            return bytes(event)
+        self._value += event
+        if len(self._value) > FIELD_BYTES_MAX:
+            raise InvalidRequest(f"`{self._name[:64]}` is too long.", param=self._name[:64])
+        return None
+
+
+def _no_form(error: Exception) -> InvalidRequest:
+    return InvalidRequest(f"The form cannot be read: {error}.", code="invalid_multipart")

@@ -1,0 +1,269 @@
+"""`Idempotency-Key` where a request is answered in place: run once, and answered again with the same bytes.
+
+An answer is written down while it is passed on. It is kept before its last bytes are sent, so that a caller
+who has all of it, and asks again at once, gets it again. Whatever does not end well frees the key.
+
+A job has idempotency of its own (background.py): whoever hands a request over does not come here.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+import anyio
+
+from gateway.core.errors import (
+    GatewayError,
+    IdempotencyInProgress,
+    IdempotencyKeyReused,
+    StoreUnavailable,
+)
+from gateway.core.idempotency import HEADER, KeptAnswer, Promise, Standing, fingerprint, read_key
+from gateway.core.sse import DONE
+from gateway.core.usage import Ending, RequestRecord
+from gateway.downstream.reading import Read, Readers, Received, Work
+from gateway.downstream.relay import AsgiDownstream
+from gateway.pipeline import LEFT_STATUS, CallerStalled
+from gateway.pipeline.caller import CALLER_STALL_S
+from gateway.ports import Clock, Headers, PromiseStore, Recorder
+
+RETRY_AFTER_S = 2
+"""When to ask again for an answer that is being given: every OpenAI client does, for a 409."""
+
+LEASE_S = 30.0
+"""How long the mark of a gateway that was killed keeps its request from being run again."""
+
+RECORDED_BYTES_MAX = 256 * 1024 * 1024
+"""What all answers that are being written down may hold together; those beyond it are not kept."""
+
+PIECE_BYTES = 64 * 1024
+"""Bytes of a kept answer that are sent at a time: the server buffers as much for a slow caller."""
+
+REPLAYED_HEADERS: Headers = ((b"x-gateway-replayed", b"true"),)
+_REQUEST_ID = b"x-request-id"
+_FIRST_REQUEST_ID = b"x-gateway-original-request-id"
+
+
+@dataclass(frozen=True, slots=True)
+class PromiseKeeping:
+    """Where answers are kept, for how many seconds, how many bytes of one, and the lease of what runs."""
+
+    store: PromiseStore
+    ttl_s: float
+    answer_bytes_max: int
+    lease_s: float = LEASE_S
+
+
+class Promises:
+    """Serves requests that carry an idempotency key; one per process."""
+
+    def __init__(self, keeping: PromiseKeeping, readers: Readers, recorder: Recorder, clock: Clock) -> None:
+        """Keep answers as `keeping` says; tell `recorder` of requests that were answered from there."""
+        self.keeping = keeping
+        self.recorded_bytes = 0  # of the answers that are being written down
+        self._readers = readers
+        self._recorder = recorder
+        self._clock = clock
+
+    async def read(self, received: Received, read: Read) -> Work:
+        """Return what answers a request: what `read` returns, or what was answered before.
+
+        Raises:
+            GatewayError: as `read` does; or the key is none, is in use, or stands for another request.
+            StoreUnavailable: whether it was answered before is not known.
+        """
+        written = received.headers.get(HEADER)
+        if written is None:
+            return await read(received)
+        arrival, key, body = received.arrival, read_key(written), received.body
+        found = await self._readers.run(len(body), lambda: fingerprint(body))
+        promise = Promise(received.key, arrival.route, key, found, arrival.id)
+        before = await self.keeping.store.begin(promise, self.keeping.lease_s)
+        if isinstance(before, bytes):
+            return partial(self._replay, received, KeptAnswer.decoded(before))
+        if before is not Standing.BEGUN:
+            _refuse(before)
+        try:
+            work = await read(received)
+        except BaseException:
+            await Mark(self.keeping, promise).free()
+            raise
+        return partial(self._run, work, promise)
+
+    async def _run(self, work: Work, promise: Promise, downstream: AsgiDownstream) -> None:
+        """Run a request, write its answer down, and keep it if it ends well."""
+        mark = Mark(self.keeping, promise)
+        recording = Recording(downstream, mark, self)
+        failure: Exception | None = None
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(mark.renew)
+                try:
+                    await work(recording)
+                except (GatewayError, CallerStalled, OSError) as error:
+                    failure = error  # carried out by value: the group would wrap it
+                tasks.cancel_scope.cancel()
+        finally:
+            recording.forget()
+            await mark.free()
+        if failure is not None:
+            raise failure
+
+    async def _replay(self, received: Received, answer: KeptAnswer, downstream: AsgiDownstream) -> None:
+        """Give an answer that was kept."""
+        arrival, ending = received.arrival, Ending.LEFT
+        try:
+            await downstream.start(answer.status, _headers_again(answer, arrival.id))
+            for start in range(0, len(answer.body), PIECE_BYTES):
+                with anyio.move_on_after(CALLER_STALL_S) as patience:
+                    await downstream.send(answer.body[start : start + PIECE_BYTES])
+                if patience.cancelled_caught:
+                    raise CallerStalled
+            await downstream.finish()
+            ending = Ending.REPLAYED
+        finally:
+            self._recorder.finished(
+                RequestRecord(
+                    id=arrival.id,
+                    model="",  # its body was not read
+                    stream=False,
+                    ending=ending,
+                    status=answer.status if downstream.is_started else LEFT_STATUS,
+                    error_code="",
+                    key=received.key,
+                    wall_at=arrival.wall_at,
+                    received_at=arrival.received_at,
+                    ended_at=self._clock.now(),
+                    trace=arrival.trace,
+                    route=arrival.route,
+                )
+            )
+
+
+class Mark:
+    """A runner's hold on an idempotency key, until the answer is kept or the key is free again."""
+
+    def __init__(self, keeping: PromiseKeeping, promise: Promise) -> None:
+        """Hold `promise`, which has begun."""
+        self._keeping = keeping
+        self._promise = promise
+        self._is_over = False
+        self._turn = anyio.Lock()  # no renewal may come after the end
+
+    async def renew(self) -> None:
+        """Renew it until it is over or another runner has it."""
+        while True:
+            await anyio.sleep(self._keeping.lease_s / 3)
+            async with self._turn:
+                if self._is_over:
+                    return
+                try:
+                    if not await self._keeping.store.renew(self._promise, self._keeping.lease_s):
+                        return
+                except StoreUnavailable:
+                    pass  # the store says so in the log; the next renewal may be in time
+
+    async def keep(self, answer: KeptAnswer) -> None:
+        """Keep the answer, if that is possible: the caller gets it anyway."""
+        await self._end(answer)
+
+    async def free(self) -> None:
+        """Let the next request with the key be run, unless the answer is kept."""
+        await self._end(None)
+
+    async def _end(self, answer: KeptAnswer | None) -> None:
+        store, promise = self._keeping.store, self._promise
+        with anyio.CancelScope(shield=True):  # bounded by the store
+            async with self._turn:
+                if self._is_over:
+                    return
+                self._is_over = True
+                try:
+                    if answer is None:
+                        await store.free(promise)
+                    else:
+                        await store.keep(promise, answer.encoded(), self._keeping.ttl_s)
+                except StoreUnavailable:
+                    pass  # the mark ends with its lease
+
+
+class Recording(AsgiDownstream):
+    """A caller whose answer is written down while it is passed on, and kept before its last bytes are."""
+
+    def __init__(self, caller: AsgiDownstream, mark: Mark, promises: Promises) -> None:
+        """Pass on to `caller`."""
+        super().__init__(caller.asgi_send)
+        self._caller = caller
+        self._mark = mark
+        self._promises = promises
+        self._status = 0
+        self._headers: Headers = ()
+        self._length = -1  # of the body, where the headers say it
+        self._seen_bytes = 0
+        self._parts: list[bytes] | None = []  # None: it cannot be kept
+        self._held_bytes = 0
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """See `ports.Downstream.start`."""
+        self._status, self._headers = status, tuple(headers)
+        self._length = next((int(value) for name, value in headers if name == b"content-length"), -1)
+        await self._caller.start(status, headers)
+
+    async def send(self, data: bytes) -> None:
+        """See `ports.Downstream.send`."""
+        self._write_down(data)
+        if self._seen_bytes == self._length or data.endswith(DONE):
+            await self._end()
+        await self._caller.send(data)
+
+    async def send_last(self, data: bytes, *, is_good: bool) -> None:
+        """See `AsgiDownstream.send_last`."""
+        self._write_down(data)
+        if not is_good:
+            self.forget()
+        await self._end()
+        await self._caller.send(data)
+
+    async def fail(self, error: GatewayError, code: str) -> None:
+        """See `ports.Downstream.fail`."""
+        self.forget()
+        await super().fail(error, code)
+
+    def forget(self) -> None:
+        """Write nothing down, and give back what that took."""
+        self._promises.recorded_bytes -= self._held_bytes
+        self._parts, self._held_bytes = None, 0
+
+    def _write_down(self, data: bytes) -> None:
+        self._seen_bytes += len(data)
+        if self._parts is None:
+            return
+        self._parts.append(data)
+        self._held_bytes += len(data)
+        self._promises.recorded_bytes += len(data)
+        is_too_long = self._held_bytes > self._promises.keeping.answer_bytes_max
+        if is_too_long or self._promises.recorded_bytes > RECORDED_BYTES_MAX:
+            self.forget()
+
+    async def _end(self) -> None:
+        """Keep the answer, which is complete, or free the key where it cannot be kept."""
+        if self._parts is None or not 200 <= self._status < 300:
+            await self._mark.free()
+        else:
+            await self._mark.keep(KeptAnswer(self._status, self._headers, b"".join(self._parts)))
+        self.forget()
+
+
+def _refuse(standing: Standing) -> NoReturn:
+    if standing is Standing.REUSED:
+        raise IdempotencyKeyReused("This Idempotency-Key was used with another request.")
+    raise IdempotencyInProgress(
+        "The first request with this Idempotency-Key has not ended. Retry to get its answer.",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def _headers_again(answer: KeptAnswer, request_id: str) -> Headers:
+    """Return the headers of an answer that is given again: the first request's, but with an id of its own."""
+    first = [(_FIRST_REQUEST_ID if name == _REQUEST_ID else name, value) for name, value in answer.headers]
+    return [(_REQUEST_ID, request_id.encode()), *first, *REPLAYED_HEADERS]

@@ -1,0 +1,375 @@
+"""Works batches off: reads their input files, hands lines over as jobs, and writes down what becomes of them.
+
+Every gateway process runs one of these. A batch is worked at by one of them at a time, that has taken it;
+where it stands is in the store alone, so that another goes on wherever the first was when it died.
+
+Of a batch only some lines are jobs at once, the next ones follow as these end: a batch of 50,000 lines fills
+neither the queue nor the store. A line's job is of the lowest priority.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
+
+from gateway.core.batch_answers import answer_of, refusal, unreadable
+from gateway.core.batches import (
+    Batch,
+    BatchClaim,
+    BatchLine,
+    BatchLineError,
+    BatchLost,
+    BatchSight,
+    BatchStatus,
+    InputReader,
+    LineSplitter,
+    RawLine,
+    RunningLine,
+    answered_line,
+    unanswered_line,
+)
+from gateway.core.errors import CallerError, GatewayError, StoreUnavailable
+from gateway.core.jobs import Job, NewJob, Quota
+from gateway.jobs.worker import stored_chunks
+from gateway.ports import BatchStore, FileStore, JobStore
+
+log = logging.getLogger("gateway.jobs")
+T = TypeVar("T")
+
+AGAIN_S = 1.0
+"""Time between two tries while the store is away."""
+
+RELEASE_S = 5.0
+"""How long a runner that is stopped may take to let its batches go."""
+
+WRITTEN_MAX = 262_144
+"""Bytes of lines that are written down at once."""
+
+SUBMITTED_MAX = 32
+"""Lines that are handed over between two looks at a batch."""
+
+INLINE_BYTES = 262_144
+"""An answer up to this is rendered where it is, a longer one in a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRules:
+    """How batches are worked off.
+
+    Attributes:
+        queued_max: Lines of one API key that may be jobs at once.
+        bytes_max: Bytes that these may hold.
+        taken_max: Batches that one process works at.
+        look_s: The longest time between two looks at a batch, or for one.
+        keep_s: How long the result of a line is kept for whoever writes it down, beyond the batch's own time.
+    """
+
+    queued_max: int = 1000
+    bytes_max: int = 256 * 1024 * 1024
+    taken_max: int = 32
+    look_s: float = 0.5
+    keep_s: float = 7 * 86_400.0
+
+
+ReadLine = Callable[[Batch, BatchLine], Awaitable[NewJob]]
+"""Returns the job that a line is. Raises GatewayError: a CallerError where the line itself is at fault."""
+
+
+class BatchRunner:
+    """One process's share of the work."""
+
+    def __init__(
+        self,
+        batches: BatchStore,
+        files: FileStore,
+        jobs: JobStore,
+        name: str,
+        read_line: ReadLine,
+        rules: BatchRules,
+    ) -> None:
+        """Work batches off, as `name`, which no other runner has."""
+        self._batches, self._files, self._jobs = batches, files, jobs
+        self._name = name
+        self._read_line = read_line
+        self._rules = rules
+        self._quota = Quota(rules.queued_max, rules.bytes_max)
+        self._taken = 0
+        self._scope = anyio.CancelScope()
+        self._ended = anyio.Event()
+
+    async def run(self) -> None:
+        """Work until stopped or cancelled."""
+        try:
+            with self._scope:
+                async with anyio.create_task_group() as tasks:
+                    while True:
+                        claim = await self._next()
+                        if claim is None:
+                            await anyio.sleep(self._rules.look_s)
+                        else:
+                            self._taken += 1
+                            tasks.start_soon(self._work, claim)
+        finally:
+            self._ended.set()
+
+    async def stop(self) -> None:
+        """End `run`, which must have been started, and return when every batch has been let go."""
+        self._scope.cancel()
+        await self._ended.wait()
+
+    async def _next(self) -> BatchClaim | None:
+        if self._taken >= self._rules.taken_max:
+            return None
+        try:
+            return await self._batches.take(self._name)
+        except StoreUnavailable:
+            await anyio.sleep(AGAIN_S)
+            return None
+
+    # ------------------------------------------------------------ one batch
+
+    async def _work(self, claim: BatchClaim) -> None:
+        try:
+            await self._work_off(claim)
+        except BatchLost:
+            log.info("batch %s: no longer this process's", claim.batch.id)
+        except StoreUnavailable:
+            await self._let_go(claim)  # whoever takes it next goes on from what is stored
+            await anyio.sleep(AGAIN_S)
+        except anyio.get_cancelled_exc_class():
+            with anyio.move_on_after(RELEASE_S, shield=True):
+                await self._let_go(claim)
+            raise
+        except Exception:
+            log.exception("batch %s failed inside the gateway; it is taken up again", claim.batch.id)
+        finally:
+            self._taken -= 1
+
+    async def _let_go(self, claim: BatchClaim) -> None:
+        with suppress(StoreUnavailable):  # its lease ends by itself
+            await self._batches.release(claim)
+
+    async def _work_off(self, claim: BatchClaim) -> None:
+        if BatchStatus.IN_PROGRESS not in claim.batch.times and not await self._validate(claim):
+            return
+        lines = _Lines(self._files, claim)
+        is_stopped = False
+        while True:
+            sight = await self._batches.look(claim)
+            for line in sight.ended:
+                await self._collect(claim, sight, line)
+            is_moving = bool(sight.ended)
+            if sight.status is BatchStatus.FINALIZING:
+                await self._batches.move(claim, BatchStatus.FINALIZING, BatchStatus.COMPLETED)
+                log.info("batch %s: completed", claim.batch.id)
+                return
+            if sight.is_given_up:
+                if not is_stopped:
+                    await self._stop_jobs(claim, sight)
+                    is_stopped = True
+                is_moving = await self._write_rest(claim, sight, lines) or is_moving
+            else:
+                is_moving = await self._submit_some(claim, sight, lines) or is_moving
+            if lines.is_over and not is_moving and not sight.running:
+                new = _end_of(sight)
+                if await self._batches.move(claim, sight.status, new) and new.is_final:
+                    log.info("batch %s: %s", claim.batch.id, new)
+                    return
+            elif not is_moving:
+                await anyio.sleep(self._rules.look_s)
+
+    async def _validate(self, claim: BatchClaim) -> bool:
+        """Read the whole file: nothing of it runs unless all of it can. Returns whether it does."""
+        reader, splitter = InputReader(claim.batch.endpoint), LineSplitter()
+        errors: list[BatchLineError] = []
+
+        def read(raws: Iterable[RawLine]) -> None:
+            for raw in raws:
+                found = reader.read(raw)
+                if isinstance(found, BatchLineError):
+                    errors.append(found)
+                if reader.is_over:
+                    return
+
+        offset = 0
+        while not reader.is_over:
+            sight = await self._batches.look(claim)
+            if sight.is_given_up:
+                await self._batches.move(claim, sight.status, _end_of(sight))
+                return False
+            piece = await self._files.read(claim.batch.input_file_id, offset)
+            offset += len(piece)
+            await anyio.to_thread.run_sync(read, splitter.feed(piece) if piece else splitter.end())
+            if not piece:
+                break
+        if not reader.is_over and (error := reader.end()) is not None:
+            errors.append(error)
+        new = BatchStatus.FAILED if errors else BatchStatus.IN_PROGRESS
+        log.info("batch %s: %d requests, %d errors", claim.batch.id, reader.count, len(errors))
+        total = 0 if errors else reader.count
+        moved = await self._batches.move(claim, BatchStatus.VALIDATING, new, total=total, errors=errors)
+        if not moved:  # it was cancelled meanwhile
+            await self._batches.move(claim, BatchStatus.CANCELLING, BatchStatus.CANCELLED)
+        return moved and not errors
+
+    # ------------------------------------------------------------ lines become jobs
+
+    async def _submit_some(self, claim: BatchClaim, sight: BatchSight, lines: "_Lines") -> bool:
+        """Hand over the next lines, as far as there is room. Returns whether there was."""
+        for count in range(SUBMITTED_MAX):
+            line = await lines.peek()
+            if line is None:
+                return count > 0
+            try:
+                lines.job = lines.job or await self._read_line(claim.batch, line)
+            except CallerError as error:
+                written = _refused(claim.batch, line, error)
+                await self._batches.write(claim, line.number, lines.end, 1, written)
+            except StoreUnavailable:
+                raise
+            except GatewayError as error:
+                log.info("batch %s waits: %s", claim.batch.id, error.message)
+                return count > 0
+            else:
+                left_s = max(1.0, sight.left_s)
+                job = replace(lines.job, expires_s=left_s, keep_s=left_s + self._rules.keep_s)
+                running = RunningLine(job.id, line.number, line.custom_id)
+                if not await self._batches.submit(claim, running, lines.end, job, self._quota):
+                    return count > 0
+            lines.go_on()
+        return True
+
+    # ------------------------------------------------------------ jobs become lines
+
+    async def _collect(self, claim: BatchClaim, sight: BatchSight, line: RunningLine) -> None:
+        job = await self._jobs.get(line.job_id)
+        if job is not None and not job.status.is_final:  # an operator has started it again
+            await self._batches.collect(claim, line.job_id, b"", is_answer=False)
+            return
+        written, is_answer = _unanswered(claim.batch, sight, line, job), False
+        if job is not None:
+            chunks = await stored_chunks(self._jobs, job.id)
+            render = partial(answer_of, claim.batch.endpoint, job, chunks)
+            size = sum(len(chunk.data) for chunk in chunks)
+            try:
+                answer = await _in_thread_if(size > INLINE_BYTES, render)
+            except (ValueError, TypeError, KeyError, RecursionError):
+                log.exception("job %s: its answer cannot be read", job.id)
+                answer = unreadable()
+            if answer is not None:
+                status, body = answer
+                line_id = claim.batch.line_id(line.number)
+                written = answered_line(line_id, line.custom_id, status, job.id, body)
+                is_answer = status < 400
+        await self._batches.collect(claim, line.job_id, written, is_answer=is_answer)
+
+    # ------------------------------------------------------------ giving up
+
+    async def _stop_jobs(self, claim: BatchClaim, sight: BatchSight) -> None:
+        """Cancel what runs; it is collected like anything that has ended."""
+        for number, line in enumerate(await self._batches.running(claim.batch.id)):
+            if number % SUBMITTED_MAX == 0:
+                await self._batches.look(claim)  # still there
+            if await self._jobs.cancel(line.job_id) is None:
+                written = _unanswered(claim.batch, sight, line, None)
+                await self._batches.collect(claim, line.job_id, written, is_answer=False)
+
+    async def _write_rest(self, claim: BatchClaim, sight: BatchSight, lines: "_Lines") -> bool:
+        """Write down that the next lines will not run. Returns whether there were any."""
+        written: list[bytes] = []
+        size, number, end = 0, 0, 0
+        while size < WRITTEN_MAX and (line := await lines.peek()) is not None:
+            number, end = line.number, lines.end
+            running = RunningLine("", line.number, line.custom_id)
+            written.append(_unanswered(claim.batch, sight, running, None))
+            size += len(written[-1])
+            lines.go_on()
+        if written:
+            await self._batches.write(claim, number, end, len(written), b"".join(written))
+        return bool(written)
+
+
+class _Lines:
+    """The lines of a batch's input file behind those that are dealt with.
+
+    Attributes:
+        end: Where the line behind the next one begins.
+        job: What the next line is, where that is known.
+        is_over: Whether there is none.
+    """
+
+    def __init__(self, files: FileStore, claim: BatchClaim) -> None:
+        self._files, self._file_id = files, claim.batch.input_file_id
+        self._offset = claim.offset
+        self._splitter = LineSplitter(claim.number, claim.offset)
+        self._reader = InputReader(claim.batch.endpoint)
+        self._raws: deque[RawLine] = deque()
+        self._is_read = False
+        self._next: BatchLine | None = None
+        self.end = claim.offset
+        self.job: NewJob | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_read and not self._raws and self._next is None
+
+    async def peek(self) -> BatchLine | None:
+        """Return the next line, or None at the end."""
+        while self._next is None and not self.is_over:
+            if not self._raws:
+                await self._read_on()
+                continue
+            raw = self._raws.popleft()
+            size = 0 if raw.data is None else len(raw.data)
+            found = await _in_thread_if(size > INLINE_BYTES, partial(self._reader.read, raw))
+            if isinstance(found, BatchLine):  # the file was found to be in order
+                self._next, self.end = found, raw.end
+        return self._next
+
+    def go_on(self) -> None:
+        """Leave the next line behind."""
+        self._next = self.job = None
+
+    async def _read_on(self) -> None:
+        piece = await self._files.read(self._file_id, self._offset)
+        self._offset += len(piece)
+        self._is_read = not piece
+        self._raws.extend(self._splitter.feed(piece) if piece else self._splitter.end())
+
+
+async def _in_thread_if(is_long: bool, function: Callable[[], T]) -> T:
+    return await anyio.to_thread.run_sync(function) if is_long else function()
+
+
+def _end_of(sight: BatchSight) -> BatchStatus:
+    """Return what follows on the status of a batch of which nothing is left to run."""
+    if sight.status is BatchStatus.CANCELLING:
+        return BatchStatus.CANCELLED
+    return BatchStatus.EXPIRED if sight.is_due else BatchStatus.FINALIZING
+
+
+def _refused(batch: Batch, line: BatchLine, error: CallerError) -> bytes:
+    """Return the error file's line of a request that no backend could ever take."""
+    status, body = refusal(error)
+    line_id = batch.line_id(line.number)
+    return answered_line(line_id, line.custom_id, status, line_id, body)
+
+
+def _unanswered(batch: Batch, sight: BatchSight, line: RunningLine, job: Job | None) -> bytes:
+    """Return the error file's line of a request that got no answer."""
+    has_expired = job is not None and job.error is not None and job.error.code == "job_expired"
+    if sight.status is BatchStatus.CANCELLING:
+        code, message = "batch_cancelled", "The batch was cancelled before this request had ended."
+    elif sight.is_due or has_expired:
+        code, message = "batch_expired", "This request had not ended when the time of the batch was over."
+    elif job is None:
+        code, message = "request_lost", "The result of this request was lost."
+    else:
+        code, message = "request_cancelled", "This request was cancelled by an operator."
+    return unanswered_line(batch.line_id(line.number), line.custom_id, code, message)

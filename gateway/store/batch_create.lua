@@ -1,0 +1,39 @@
+-- ARGV  id, owner, endpoint, input file, metadata, headers, how long the files it leaves are kept in ms, ms until it
+--       expires, how many of the owner may be open, how many there may be.
+-- Returns the batch, or why it is refused.
+
+local id, owner, endpoint, input, metadata, headers, keep, expires, open_max, most = unpack(ARGV, OWN_ARGUMENTS)
+
+local before = show_batch(id)
+if before then
+    return before
+end
+local file = show_file(input)
+if not file or file[2] ~= owner then
+    return 'file_not_found'
+end
+if file[4] ~= 'batch' then
+    return 'invalid_purpose'
+end
+local first = redis.call('ZRANGE', key('batches', owner), 0, 0)[1]
+if redis.call('ZCARD', key('batches', owner)) >= tonumber(most) then
+    if not FINAL[redis.call('HGET', key('batch', first), 'status') or 'failed'] then
+        return 'too_many_batches'
+    end
+    forget_batch(first)
+end
+if tonumber(redis.call('HGET', key('batches_counts'), owner) or 0) >= tonumber(open_max) then
+    return 'too_many_batches'
+end
+redis.call(
+    'HSET', key('batch', id), 'owner', owner, 'endpoint', endpoint, 'input', input, 'metadata', metadata,
+    'headers', headers, 'output_keep', keep, 'created', now, 'expires', now + expires, 'status', 'validating',
+    'times', '', 'total', 0, 'completed', 0, 'failed', 0, 'errors', '', 'output', '', 'error', '',
+    'runner', '', 'until', 0, 'fence', 0, 'cursor', 0, 'offset', 0
+)
+redis.call('HINCRBY', key('file', input), 'uses', 1)
+redis.call('HINCRBY', key('batches_counts'), owner, 1)
+local arrival = redis.call('INCR', key('arrivals'))
+redis.call('ZADD', key('batches', owner), arrival, id)
+redis.call('ZADD', key('batches_open'), arrival, id)
+return show_batch(id)

@@ -1,0 +1,250 @@
+"""`ports.BatchStore` over Redis: each step is one script, so that whoever dies leaves nothing half done.
+
+Batches, their lines and their jobs are in one slot. Whoever works at a batch has taken it for `lease_s`, and
+everything it does renews that; another one takes it when it was not heard of for so long. Time is the
+server's alone.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from gateway.core.batches import (
+    KEEP_S,
+    KEPT_MAX,
+    OPEN_MAX,
+    WINDOW_S,
+    Batch,
+    BatchClaim,
+    BatchLineError,
+    BatchLost,
+    BatchRefusal,
+    BatchSight,
+    BatchStatus,
+    RunningLine,
+)
+from gateway.core.errors import StoreUnavailable
+from gateway.core.jobs import NewJob, Quota
+from gateway.store.connections import Connections, StoreAway
+from gateway.store.jobs import LOST_S, key_of, milliseconds, owner_of
+
+COMMAND_S = 5.0
+"""The longest a command may take, and the longest it may wait for its turn: a line may be megabytes long."""
+
+LEASE_S = 10.0
+"""Whoever was not heard of for so long works at its batches no more."""
+
+EACH_MAX = 4
+"""Batches of one API key that are worked at: the others wait, so that no key takes all runners."""
+
+CONNECTIONS_MAX = 8
+RETRY_AFTER_S = 5.0
+_ENDED_MAX = 32
+_LOST_MS = milliseconds(LOST_S)
+_SCRIPTS = (
+    *("create", "get", "cancel", "take", "look", "running", "move", "submit", "write", "collect"),
+    "release",
+)
+
+
+class RedisBatches:
+    """`ports.BatchStore` over Redis. Close it with `aclose`."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        prefix: str = "gw",
+        lease_s: float = LEASE_S,
+        command_s: float = COMMAND_S,
+        each_max: int = EACH_MAX,
+    ) -> None:
+        """Prepare to keep batches in the Redis at `url`; connects when first used.
+
+        Args:
+            url: `redis://`, `rediss://` or `unix://`.
+            prefix: What keys start with.
+            lease_s: After so long without a word from its runner a batch is anybody's.
+            command_s: The longest a command may take, and the longest it may wait for its turn.
+            each_max: Batches of one API key that are worked at.
+        """
+        self._tag = f"{{{prefix}:jobs}}"
+        self._lease_ms, self._each_max = milliseconds(lease_s), each_max
+        self._connections = Connections(
+            url, name="gateway-batches", command_s=command_s, connections_max=CONNECTIONS_MAX, decodes=False
+        )
+        before = ("webhooks", "jobs", "files", "batches")
+        self._scripts = {name: self._connections.script(*before, f"batch_{name}") for name in _SCRIPTS}
+        self._page = self._connections.script(*before[:3], "file_page")
+
+    # ------------------------------------------------------------ callers
+
+    async def create(self, batch: Batch) -> Batch | BatchRefusal:
+        """See `ports.BatchStore.create`."""
+        reply = await self._run(
+            "create",
+            batch.id,
+            owner_of(batch.key),
+            batch.endpoint,
+            batch.input_file_id,
+            "" if batch.metadata is None else json.dumps(batch.metadata),
+            json.dumps(dict(batch.headers)),
+            milliseconds(batch.output_keep_s),
+            milliseconds(WINDOW_S),
+            OPEN_MAX,
+            KEPT_MAX,
+        )
+        return BatchRefusal(reply.decode()) if isinstance(reply, bytes) else _batch(reply)
+
+    async def get(self, batch_id: str) -> Batch | None:
+        """See `ports.BatchStore.get`."""
+        found = await self._run("get", batch_id)
+        return _batch(found[0]) if found else None
+
+    async def page(self, key: str | None, *, after: str | None, limit: int) -> Sequence[Batch] | None:
+        """See `ports.BatchStore.page`."""
+        arguments = ("batches", owner_of(key), after or "", "desc", limit)
+        ids = await self._ask(lambda: self._page(keys=[self._tag], args=[_LOST_MS, *arguments]))
+        if ids is None:
+            return None
+        return [_batch(values) for values in await self._run("get", *ids)] if ids else []
+
+    async def cancel(self, batch_id: str) -> Batch | None:
+        """See `ports.BatchStore.cancel`."""
+        found = await self._run("cancel", batch_id)
+        return None if found is None else _batch(found)
+
+    # ------------------------------------------------------------ runners
+
+    async def take(self, runner: str) -> BatchClaim | None:
+        """See `ports.BatchStore.take`."""
+        found = await self._run("take", runner, self._lease_ms, self._each_max)
+        if found is None:
+            return None
+        batch, fence, number, offset = found
+        return BatchClaim(_batch(batch), fence.decode(), int(number), int(offset))
+
+    async def look(self, claim: BatchClaim) -> BatchSight:
+        """See `ports.BatchStore.look`."""
+        status, is_due, left_ms, running, *ended = await self._held("look", claim, _ENDED_MAX)
+        return BatchSight(
+            BatchStatus(status.decode()), bool(is_due), int(left_ms) / 1000, running, tuple(_lines(ended))
+        )
+
+    async def running(self, batch_id: str) -> Sequence[RunningLine]:
+        """See `ports.BatchStore.running`."""
+        return _lines(await self._run("running", batch_id))
+
+    async def move(
+        self,
+        claim: BatchClaim,
+        old: BatchStatus,
+        new: BatchStatus,
+        *,
+        total: int | None = None,
+        errors: Sequence[BatchLineError] = (),
+    ) -> bool:
+        """See `ports.BatchStore.move`."""
+        more: tuple[int | str, ...] = ()
+        if total is not None:
+            more = (total, json.dumps([asdict(error) for error in errors]) if errors else "")
+        return bool(await self._held("move", claim, old, new, milliseconds(KEEP_S), *more))
+
+    async def submit(
+        self, claim: BatchClaim, line: RunningLine, offset: int, job: NewJob, quota: Quota
+    ) -> bool:
+        """See `ports.BatchStore.submit`."""
+        return bool(
+            await self._held(
+                "submit",
+                claim,
+                line.number,
+                offset,
+                line.custom_id.encode(),
+                quota.queued_max,
+                quota.bytes_max,
+                job.id,
+                owner_of(job.key, job.batch),
+                job.lane,
+                job.priority,
+                job.body,
+                job.facts,
+                milliseconds(job.keep_s),
+                "" if job.expires_s is None else milliseconds(job.expires_s),
+            )
+        )
+
+    async def write(self, claim: BatchClaim, number: int, offset: int, count: int, lines: bytes) -> None:
+        """See `ports.BatchStore.write`."""
+        await self._held("write", claim, number, offset, claim.batch.file_id("error"), count, lines)
+
+    async def collect(self, claim: BatchClaim, job_id: str, line: bytes, *, is_answer: bool) -> None:
+        """See `ports.BatchStore.collect`."""
+        kind = "output" if is_answer else "error"
+        await self._held("collect", claim, job_id, kind, claim.batch.file_id(kind), line)
+
+    async def release(self, claim: BatchClaim) -> None:
+        """See `ports.BatchStore.release`."""
+        await self._run("release", claim.batch.id, claim.fence)
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        await self._connections.aclose()
+
+    # ------------------------------------------------------------ asking
+
+    async def _held(self, name: str, claim: BatchClaim, *arguments: str | bytes | int) -> Any:
+        """Return what a script says that only whoever has the batch may run."""
+        reply = await self._run(name, claim.batch.id, claim.fence, self._lease_ms, *arguments)
+        if reply is None:
+            raise BatchLost(claim.batch.id)
+        return reply
+
+    async def _run(self, name: str, *arguments: str | bytes | int) -> Any:
+        script = self._scripts[name]
+        return await self._ask(lambda: script(keys=[self._tag], args=[_LOST_MS, *arguments]))
+
+    async def _ask(self, command: Any) -> Any:
+        try:
+            return await self._connections.bounded(command)
+        except StoreAway as error:
+            message = "The store of batches does not answer. Please retry."
+            raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
+
+
+def _lines(pairs: Sequence[bytes]) -> list[RunningLine]:
+    found = []
+    for job_id, written in zip(pairs[::2], pairs[1::2], strict=True):
+        number, _, custom_id = written.decode().partition(" ")
+        if number:  # it was written down already
+            found.append(RunningLine(job_id.decode(), int(number), custom_id))
+    return found
+
+
+def _batch(values: Sequence[bytes]) -> Batch:
+    id_, owner, endpoint, input_, created, status, times, *rest = (value.decode() for value in values)
+    total, completed, failed, errors, output, error, metadata, headers, keep = rest
+    written = times.split()
+    reached: Mapping[BatchStatus, int] = {
+        BatchStatus(name): int(at) for name, at in zip(written[::2], written[1::2], strict=True)
+    }
+    is_final = BatchStatus(status).is_final
+    return Batch(
+        id=id_,
+        key=key_of(owner),
+        endpoint=endpoint,
+        input_file_id=input_,
+        created_at=int(created) // 1000,
+        status=BatchStatus(status),
+        times=reached,
+        total=int(total),
+        completed=int(completed),
+        failed=int(failed),
+        errors=tuple(BatchLineError(**members) for members in json.loads(errors or "[]")),
+        output_file_id=output if output and is_final else None,
+        error_file_id=error if error and is_final else None,
+        metadata=json.loads(metadata) if metadata else None,
+        headers=json.loads(headers),
+        output_keep_s=int(keep) // 1000,
+    )

@@ -1,0 +1,85 @@
+-- What the scripts of files and batches share; it is put before each of them, behind webhooks.lua and jobs.lua.
+-- Redis 6.2 commands only.
+--
+-- file:<id>        HASH    a file: owner, filename, purpose, bytes, created, expires, order, state, uses
+-- piece:<id>:<n>   STRING  its bytes from n * PIECE on; all but the last have PIECE
+-- files:<owner>    ZSET    ids of whole files in the order in which they were begun
+-- filed:<owner>    STRING  bytes of all files of an owner, FILE_COSTS for each of them included
+-- files_expiring   ZSET    ids by the time at which they are forgotten
+--
+-- A file is `open` while it is written, and nobody sees it; one that is left open is forgotten after OPEN_MS.
+-- `uses` counts the batches that read it: it is neither forgotten nor deleted meanwhile.
+
+local PIECE = 1048576
+local FILE_COSTS = 1024
+local OPEN_MS = 600000
+local FORGOTTEN_MAX = 4 -- files at once: each may have hundreds of pieces
+local FILE_SHOWN = {'owner', 'filename', 'purpose', 'bytes', 'created', 'expires'}
+
+local function spend(owner, bytes)
+    if redis.call('INCRBY', key('filed', owner), string.format('%.0f', bytes)) <= 0 then
+        redis.call('DEL', key('filed', owner))
+    end
+end
+
+local function begin_file(id, owner, filename, purpose)
+    redis.call(
+        'HSET', key('file', id), 'owner', owner, 'filename', filename, 'purpose', purpose, 'bytes', 0,
+        'created', now, 'order', redis.call('INCR', key('arrivals')), 'state', 'open', 'uses', 0
+    )
+    spend(owner, FILE_COSTS)
+end
+
+-- Puts data behind what there is of a file.
+local function append_to_file(id, owner, data)
+    local bytes = tonumber(redis.call('HGET', key('file', id), 'bytes'))
+    local at = 1
+    while at <= #data do
+        local room = PIECE - bytes % PIECE
+        local part = string.sub(data, at, at + room - 1)
+        redis.call('APPEND', key('piece', id, string.format('%.0f', math.floor(bytes / PIECE))), part)
+        at, bytes = at + #part, bytes + #part
+    end
+    redis.call('HSET', key('file', id), 'bytes', string.format('%.0f', bytes))
+    spend(owner, #data)
+end
+
+-- Makes a file whole: from now on it is seen, for so long.
+local function close_file(id, owner, keep)
+    redis.call('HSET', key('file', id), 'state', 'whole', 'created', now, 'expires', now + keep)
+    redis.call('ZADD', key('files', owner), redis.call('HGET', key('file', id), 'order'), id)
+    redis.call('ZADD', key('files_expiring'), now + keep, id)
+end
+
+local function show_file(id)
+    local file = redis.call('HMGET', key('file', id), 'state', unpack(FILE_SHOWN))
+    if file[1] ~= 'whole' or tonumber(file[7]) <= now then
+        return false
+    end
+    return {id, unpack(file, 2)}
+end
+
+local function forget_file(id)
+    local file = redis.call('HMGET', key('file', id), 'owner', 'bytes')
+    redis.call('ZREM', key('files_expiring'), id)
+    if file[1] then
+        for n = 0, math.floor(file[2] / PIECE) do
+            redis.call('UNLINK', key('piece', id, n))
+        end
+        redis.call('ZREM', key('files', file[1]), id)
+        redis.call('DEL', key('file', id))
+        spend(file[1], -file[2] - FILE_COSTS)
+    end
+end
+
+-- Forgets what has expired, as far as nobody reads it.
+local function sweep_files()
+    local due = redis.call('ZRANGEBYSCORE', key('files_expiring'), '-inf', now, 'LIMIT', 0, FORGOTTEN_MAX)
+    for _, id in ipairs(due) do
+        if tonumber(redis.call('HGET', key('file', id), 'uses') or 0) > 0 then
+            redis.call('ZADD', key('files_expiring'), now + OPEN_MS, id)
+        else
+            forget_file(id)
+        end
+    end
+end

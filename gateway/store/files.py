@@ -1,0 +1,112 @@
+"""`ports.FileStore` over Redis: files in pieces of 1 MiB, so that no step takes or holds much more.
+
+A file belongs to an API key, whose files together are bounded in bytes. It is seen once it is whole; an
+upload that breaks off is forgotten after a while, as is what has expired and no batch reads any more.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.core.errors import StoreUnavailable
+from gateway.core.files import FileRefusal, NewFile, StoredFile
+from gateway.store.connections import Connections, StoreAway
+from gateway.store.jobs import key_of, milliseconds, owner_of
+
+COMMAND_S = 5.0
+"""The longest a command may take, and the longest it may wait for its turn: a piece is a megabyte."""
+
+PIECE_BYTES = 1024 * 1024  # as in files.lua
+CONNECTIONS_MAX = 8
+RETRY_AFTER_S = 5.0
+_PAGE = 500
+_SCRIPTS = ("write", "close", "get", "page", "delete")
+
+
+class RedisFiles:
+    """`ports.FileStore` over Redis. Close it with `aclose`."""
+
+    def __init__(self, url: str, *, prefix: str = "gw", command_s: float = COMMAND_S) -> None:
+        """Prepare to keep files in the Redis at `url`; connects when first used.
+
+        Args:
+            url: `redis://`, `rediss://` or `unix://`.
+            prefix: What keys start with.
+            command_s: The longest a command may take, and the longest it may wait for its turn.
+        """
+        self._tag = f"{{{prefix}:jobs}}"
+        self._connections = Connections(
+            url, name="gateway-files", command_s=command_s, connections_max=CONNECTIONS_MAX, decodes=False
+        )
+        self._scripts = {
+            name: self._connections.script("webhooks", "jobs", "files", f"file_{name}") for name in _SCRIPTS
+        }
+
+    async def write(self, file: NewFile, at: int, data: bytes, bytes_max: int) -> FileRefusal | None:
+        """See `ports.FileStore.write`."""
+        owner = owner_of(file.key)
+        written = await self._run("write", file.id, owner, file.filename, file.purpose, at, bytes_max, data)
+        if written < 0:
+            raise StoreUnavailable("The store has lost the upload. Please retry.")
+        return None if written else FileRefusal.TOO_MANY_BYTES
+
+    async def close(self, file: NewFile, keep_s: float) -> StoredFile:
+        """See `ports.FileStore.close`."""
+        found = await self._run("close", file.id, owner_of(file.key), file.purpose, milliseconds(keep_s))
+        if found is None:
+            raise StoreUnavailable("The store has lost the upload. Please retry.")
+        return _file(found)
+
+    async def get(self, file_id: str) -> StoredFile | None:
+        """See `ports.FileStore.get`."""
+        found = await self._run("get", file_id)
+        return _file(found[0]) if found else None
+
+    async def page(
+        self, key: str | None, *, after: str | None, ascending: bool, purpose: str | None, limit: int
+    ) -> Sequence[StoredFile] | None:
+        """See `ports.FileStore.page`."""
+        found: list[StoredFile] = []
+        order = "asc" if ascending else "desc"
+        while len(found) < limit:  # a page at a time: no script may hold up the store
+            ids = await self._run("page", "files", owner_of(key), after or "", order, _PAGE)
+            if ids is None:
+                return None
+            files = [_file(values) for values in await self._run("get", *ids)] if ids else []
+            found += [file for file in files if purpose in (None, file.new.purpose)]
+            if len(ids) < _PAGE:
+                break
+            after = ids[-1].decode()
+        return found[:limit]
+
+    async def read(self, file_id: str, offset: int) -> bytes:
+        """See `ports.FileStore.read`."""
+        piece, start = divmod(offset, PIECE_BYTES)
+        name = f"{self._tag}:piece:{file_id}:{piece}"
+        data: bytes = await self._ask(lambda: self._connections.redis.getrange(name, start, -1))
+        return data
+
+    async def delete(self, file_id: str) -> bool | FileRefusal:
+        """See `ports.FileStore.delete`."""
+        deleted = await self._run("delete", file_id)
+        return FileRefusal.IN_USE if deleted < 0 else bool(deleted)
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        await self._connections.aclose()
+
+    async def _run(self, name: str, *arguments: str | bytes | int) -> Any:
+        script = self._scripts[name]
+        return await self._ask(lambda: script(keys=[self._tag], args=[1, *arguments]))
+
+    async def _ask(self, command: Any) -> Any:
+        try:
+            return await self._connections.bounded(command)
+        except StoreAway as error:
+            message = "The store of files does not answer. Please retry."
+            raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
+
+
+def _file(values: Sequence[bytes]) -> StoredFile:
+    id_, owner, filename, purpose, size, created, expires = (value.decode() for value in values)
+    new = NewFile(id_, key_of(owner), filename, purpose)
+    return StoredFile(new, int(size), int(created) // 1000, int(expires) // 1000)

@@ -1,0 +1,43 @@
+-- One idempotency key; after shelf.lua, which keeps the answers: each is a fingerprint and what it answered.
+-- KEYS  4  running  STRING  who runs it: fingerprint, space, runner. Expires with the runner's lease.
+-- ARGV  what to do, id, fingerprint, runner; begin, renew: the lease in ms; keep: the answer's life in ms, the
+--       most bytes, the record.
+
+local what, id, fingerprint, runner = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local RUNNING, own = KEYS[4], fingerprint .. ' ' .. runner
+local mark = redis.call('GET', RUNNING)
+
+local function is_of(text)
+    return string.sub(text, 1, #fingerprint) == fingerprint
+end
+
+if what == 'begin' then
+    local record = redis.call('HGET', KEYS[1], id)
+    if record then
+        return is_of(record) and {record} or 'reused'
+    end
+    if mark and mark ~= own then
+        return is_of(mark) and 'running' or 'reused'
+    end
+    redis.call('SET', RUNNING, own, 'PX', ARGV[5])
+    return 'begun'
+end
+
+if mark and mark ~= own then
+    return 0
+end
+if what == 'free' then
+    return redis.call('DEL', RUNNING)
+end
+if redis.call('HEXISTS', KEYS[1], id) == 1 then
+    redis.call('DEL', RUNNING)
+    return 0
+end
+if what == 'renew' then  -- also a mark that the server has lost, if nobody has used the key meanwhile
+    redis.call('SET', RUNNING, own, 'PX', ARGV[5])
+    return 1
+end
+put(id, ARGV[7], ARGV[5], ARGV[6])
+settle()
+redis.call('DEL', RUNNING)
+return 1

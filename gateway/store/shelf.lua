@@ -1,0 +1,51 @@
+-- What is kept for one owner, bounded in bytes; put before the scripts that use it. Redis 6.2 commands only.
+-- KEYS  1  records   HASH    id -> record
+--       2  expiries  ZSET    id -> when it expires, in ms of this server's clock
+--       3  bytes     STRING  of all records together
+-- Everything is forgotten once the last record has expired; what has expired by now is gone already here.
+
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local bytes = tonumber(redis.call('GET', KEYS[3]) or '0')
+
+local function drop(id)
+    bytes = bytes - redis.call('HSTRLEN', KEYS[1], id)
+    redis.call('ZREM', KEYS[2], id)
+    return redis.call('HDEL', KEYS[1], id)
+end
+
+-- Writes down what was changed; to be called after each change.
+local function settle()
+    local last = redis.call('ZREVRANGE', KEYS[2], 0, 0, 'WITHSCORES')[2]
+    if not last then
+        redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
+        return
+    end
+    redis.call('SET', KEYS[3], bytes)
+    for i = 1, 3 do
+        redis.call('PEXPIREAT', KEYS[i], last)
+    end
+end
+
+-- Keeps a record that is no longer than `bytes_max`; what would expire first makes room for it.
+local function put(id, record, life_ms, bytes_max)
+    bytes = bytes + #record
+    while bytes > tonumber(bytes_max) do
+        local first = redis.call('ZRANGE', KEYS[2], 0, 0)[1]
+        if not first then
+            bytes = #record  -- the sum was wrong: a server under pressure may drop single keys
+            break
+        end
+        drop(first)
+    end
+    redis.call('HSET', KEYS[1], id, record)
+    redis.call('ZADD', KEYS[2], now + tonumber(life_ms), id)
+end
+
+local expired = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)
+if #expired > 0 then
+    for _, id in ipairs(expired) do
+        drop(id)
+    end
+    settle()
+end

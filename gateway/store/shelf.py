@@ -1,0 +1,59 @@
+"""Records of one owner in this process: bounded in bytes, and what would expire first is forgotten first."""
+
+import heapq
+from dataclasses import dataclass, field
+
+_SPARE = 64
+
+
+@dataclass(slots=True)
+class Shelf:
+    """What one owner has: records with the time they expire, and who expires first.
+
+    Attributes:
+        records: By id, with when each expires.
+        order: A heap of (expires, id); it may name what is gone.
+        size: Bytes of all records.
+    """
+
+    records: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+    order: list[tuple[float, str]] = field(default_factory=list)
+    size: int = 0
+
+    def get(self, id: str) -> bytes | None:
+        """Return a record, or None."""
+        found = self.records.get(id)
+        return None if found is None else found[0]
+
+    def put(self, id: str, record: bytes, expires: float, bytes_max: int) -> bool:
+        """Keep a record in place of what was there. False: it is larger than all that may be kept."""
+        if len(record) > bytes_max:
+            return False
+        self.drop(id)
+        while self.size > bytes_max - len(record):
+            self._drop_first()
+        self.records[id] = (record, expires)
+        self.size += len(record)
+        heapq.heappush(self.order, (expires, id))
+        if len(self.order) > 2 * len(self.records) + _SPARE:
+            self.order = [(expires, id) for id, (_, expires) in self.records.items()]
+            heapq.heapify(self.order)
+        return True
+
+    def drop(self, id: str) -> bool:
+        """Forget a record. Returns whether there was one."""
+        found = self.records.pop(id, None)
+        if found is None:
+            return False
+        self.size -= len(found[0])
+        return True
+
+    def drop_until(self, now: float) -> None:
+        """Forget what has expired by `now`."""
+        while self.order and self.order[0][0] <= now:
+            self._drop_first()
+
+    def _drop_first(self) -> None:
+        expires, id = heapq.heappop(self.order)
+        if id in self.records and self.records[id][1] == expires:
+            self.drop(id)

@@ -1,0 +1,461 @@
+"""Opens a backend's answer: a small HTTP/1.1 client on httptools, for the one kind of call there is.
+
+A general client costs more than everything else that a gateway does with a request: it builds a request, a
+URL and headers as objects, and asks a pool that looks at each of its connections. Here a call is a head made
+of bytes that are the same each time, a connection from the end of a list, and a parser. httpx serves as the
+reference (client.py): both pass the same tests.
+
+What a call needs, and no more: one POST, a body in one piece, an answer that is read as it comes. Redirects
+are answers. Nothing is decompressed: nothing compressed is asked for.
+"""
+
+import asyncio
+import errno
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import cast
+from urllib.parse import urlsplit
+
+import anyio
+import httptools
+
+from gateway import __version__
+from gateway.core.errors import (
+    OutOfResources,
+    UpstreamFailed,
+    UpstreamLost,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
+from gateway.core.values import Backend, Timeouts
+from gateway.ports import Headers, Target, UpstreamResponse
+from gateway.upstream import ways
+from gateway.upstream.ways import Way, Ways
+
+WRITE_S = 60.0
+"""A backend that takes no byte of the body for this long is not reading it."""
+
+HEAD_BYTES_MAX = 64 * 1024
+"""A longer response head is none of an engine's."""
+
+BUFFERED_BYTES_MAX = 256 * 1024
+"""Bytes of an answer that may wait to be read; above it the backend waits."""
+
+APART_BYTES = 64 * 1024
+"""A body from this size on is not copied behind its head."""
+
+_USER_AGENT = f"gemma-gateway/{__version__}".encode()
+
+
+class DirectUpstream:
+    """`ports.Upstream`. Close it with `aclose`."""
+
+    def __init__(
+        self,
+        backends: Iterable[Backend],
+        *,
+        secrets: Mapping[str, str],
+        tls: Mapping[str, ssl.SSLContext | bool],
+    ) -> None:
+        """Prepare to call these; arguments as for `Ways`."""
+        self._ways: Ways[_DirectWay] = Ways(_DirectWay, backends, secrets=secrets, tls=tls)
+
+    def update(
+        self,
+        backends: Iterable[Backend],
+        *,
+        secrets: Mapping[str, str],
+        tls: Mapping[str, ssl.SSLContext | bool],
+    ) -> None:
+        """Call these from now on. What runs elsewhere is run to its end."""
+        self._ways.update(backends, secrets=secrets, tls=tls)
+
+    @property
+    def retired(self) -> int:
+        """Backends that are called no more and on which something still runs."""
+        return len(self._ways.retired)
+
+    async def close_retired(self) -> None:
+        """Close what is called no more and has nothing under way; the rest is closed when it has ended."""
+        await self._ways.close_retired()
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        await self._ways.aclose()
+
+    @asynccontextmanager
+    async def open(self, target: Target, timeouts: Timeouts) -> AsyncIterator[UpstreamResponse]:
+        """See `ports.Upstream.open`."""
+        with self._ways.to(target.backend) as way:
+            connection = await way.ask(way.head_of(target), target.body, timeouts.connect_s)
+            try:
+                yield connection
+            finally:
+                # Leaving early closes the connection, which stops the engine's work.
+                way.take_back(connection)
+        if way in self._ways.retired:
+            await self._ways.close_retired()
+
+
+class _DirectWay(Way):
+    """The connections to one backend."""
+
+    def __init__(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> None:
+        super().__init__(url, secret, verify)
+        address = urlsplit(url)
+        self._is_tls = address.scheme == "https"
+        self._host = address.hostname or ""
+        self._port = address.port or (443 if self._is_tls else 80)
+        self._path = address.path.rstrip("/").encode()
+        self._idle: list[_Connection] = []
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._context: ssl.SSLContext | None = None
+        lines = [b"host: " + address.netloc.rpartition("@")[2].encode()]
+        lines += [b"user-agent: " + _USER_AGENT, b"accept: */*", b"accept-encoding: identity"]
+        lines += [b"connection: keep-alive", b"content-type: application/json"]
+        if secret is not None:
+            lines.append(b"authorization: Bearer " + secret.encode())
+        self._fields = b"".join(line + b"\r\n" for line in lines)
+
+    def head_of(self, target: Target) -> bytes:
+        """Return the head of a request."""
+        fields = b"".join([b"%b: %b\r\n" % pair for pair in target.headers])
+        if fields.count(b"\n") != len(target.headers) or fields.count(b"\r") != len(target.headers):
+            raise ValueError("a header holds a line break")
+        return b"POST %b%b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % (
+            self._path,
+            target.endpoint.value.encode(),
+            self._fields,
+            fields,
+            len(target.body),
+        )
+
+    async def ask(self, head: bytes, body: bytes, connect_s: float) -> "_Connection":
+        """Send a request, and return its connection once the status is known. Raises as `Upstream.open`."""
+        if (kept := self._kept()) is not None:
+            try:
+                return await self._ask_on(kept, head, body)
+            except _Stale:
+                pass  # the backend closed it at this very moment, before it read the request
+        return await self._ask_on(await self._connected(connect_s), head, body)
+
+    async def _ask_on(self, connection: "_Connection", head: bytes, body: bytes) -> "_Connection":
+        try:
+            await connection.ask(head, body)
+        except BaseException:
+            connection.abort()
+            raise
+        return connection
+
+    def take_back(self, connection: "_Connection") -> None:
+        """Keep a connection whose answer is complete for the next call; close any other."""
+        if not connection.is_reusable:
+            connection.abort()
+            return
+        loop = asyncio.get_running_loop()
+        connection.rest_from(loop.time(), self._forget)
+        self._idle.append(connection)
+        if self._sweeping is None:
+            self._sweeping = loop.call_later(ways.KEEPALIVE_S, self._sweep)
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            self._sweeping = None
+        for connection in self._idle:
+            connection.abort()
+        self._idle.clear()
+
+    def _kept(self) -> "_Connection | None":
+        """Return the connection used last, if there is one that rests and has not done so for too long."""
+        if not self._idle:
+            return None
+        connection = self._idle.pop()
+        if asyncio.get_running_loop().time() - connection.resting_since < ways.KEEPALIVE_S:
+            return connection
+        connection.abort()
+        return self._kept()
+
+    def _forget(self, connection: "_Connection") -> None:
+        """Note that a connection that rests is gone."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def _sweep(self) -> None:
+        """Close what has rested for too long, before the backend does."""
+        loop = asyncio.get_running_loop()
+        self._sweeping = None
+        while self._idle and loop.time() - self._idle[0].resting_since >= ways.KEEPALIVE_S:
+            self._idle.pop(0).abort()
+        if self._idle:
+            self._sweeping = loop.call_at(self._idle[0].resting_since + ways.KEEPALIVE_S, self._sweep)
+
+    async def _connected(self, connect_s: float) -> "_Connection":
+        """Return a new connection."""
+        loop = asyncio.get_running_loop()
+        try:
+            with anyio.fail_after(connect_s):
+                _, connection = await loop.create_connection(
+                    _Connection,
+                    self._host,
+                    self._port,
+                    ssl=self._tls(),
+                    server_hostname=self._host if self._is_tls else None,
+                )
+        except TimeoutError as error:
+            raise UpstreamUnreachable("The backend cannot be reached.") from error
+        except OSError as error:  # ssl.SSLError and socket.gaierror are among these
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise OutOfResources("This gateway has no connections left.", retry_after_s=1) from error
+            raise UpstreamUnreachable("The backend cannot be reached.") from error
+        return connection
+
+    def _tls(self) -> ssl.SSLContext | None:
+        if not self._is_tls:
+            return None
+        if isinstance(self.verify, ssl.SSLContext):
+            return self.verify
+        if self._context is None:  # reading the system's certificates takes 20 ms
+            self._context = ssl.create_default_context()
+            if not self.verify:
+                self._context.check_hostname = False
+                self._context.verify_mode = ssl.CERT_NONE
+        return self._context
+
+
+class _Stale(Exception):
+    """A kept connection turned out to be closed."""
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, and the answer that comes on it: `ports.UpstreamResponse`."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport
+        self._parser = httptools.HttpResponseParser(self)
+        self._parts: list[bytes] = []
+        self._buffered = 0
+        self._awaited: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+        self._is_lost = False
+        self._is_asked = False  # a request is under way
+        self._has_answer = False  # bytes of its answer have come
+        self._head_bytes = 0
+        self._is_headed = False
+        self._is_complete = False
+        self._is_framed = False  # the answer says where it ends
+        self._keeps_alive = False
+        self._is_spoiled = False  # more came than the answer
+        self._is_paused = False
+        self._is_used = False  # a request was answered on it before
+        self._unwritten: asyncio.Future[None] | None = None
+        self._on_gone: Callable[[_Connection], None] | None = None
+        self.resting_since = 0.0
+        self.status = 0
+        self.headers: Headers = ()
+        self._fields: list[tuple[bytes, bytes]] = []
+
+    # ------------------------------------------------------------ what the way does with it
+
+    async def ask(self, head: bytes, body: bytes) -> None:
+        """Send a request, and return when the head of its answer is there.
+
+        Raises:
+            _Stale: it was kept, and was closed before anything of an answer came.
+            UpstreamLost, UpstreamFailed, UpstreamTimeout: as `ports.Upstream.open`.
+        """
+        if self._is_lost:
+            raise _Stale
+        self._begin()
+        if len(body) < APART_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+        while not self._is_headed:
+            if self._error is not None:
+                raise self._error
+            if self._unwritten is not None:
+                await self._written()
+            else:
+                await self._news()
+
+    def rest_from(self, now: float, on_gone: "Callable[[_Connection], None]") -> None:
+        """Wait for the next request from now on; `on_gone` is called if the backend closes it meanwhile."""
+        self.resting_since, self._on_gone = now, on_gone
+        self._is_used = True
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether the answer is complete, and another request may follow."""
+        is_over = self._is_complete and self._keeps_alive and not self._is_spoiled
+        return (
+            is_over and not self._is_lost and not self._parts and not self._transport.get_write_buffer_size()
+        )
+
+    def abort(self) -> None:
+        """Close it at once."""
+        self._on_gone = None
+        if not self._is_lost:
+            self._transport.abort()
+
+    async def read(self) -> bytes:
+        """See `ports.UpstreamResponse.read`."""
+        while not self._parts:
+            if self._is_complete:
+                return b""
+            if self._error is not None:
+                raise UpstreamFailed("The connection to the backend broke.") from self._error
+            await self._news()
+        parts = self._parts
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        self._buffered = 0
+        if self._is_paused:
+            self._is_paused = False
+            if not self._is_lost:
+                self._transport.resume_reading()
+        return data
+
+    # ------------------------------------------------------------ what the event loop tells
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by name
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_asked:  # nobody has asked for anything
+            self._fail(UpstreamFailed("The backend sent something that nobody asked for."))
+            return
+        self._has_answer = True
+        if not self._is_headed:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._fail(UpstreamFailed("The backend sent something that is not HTTP."))
+        if not self._is_headed and self._head_bytes > HEAD_BYTES_MAX:
+            self._fail(UpstreamFailed("The backend sent a head without an end."))
+        if self._buffered > BUFFERED_BYTES_MAX and not self._is_paused and not self._is_lost:
+            self._is_paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def eof_received(self) -> None:
+        if self._is_headed and not self._is_complete and not self._is_framed:
+            self._is_complete = True  # an answer that ends where the connection does
+            self._keeps_alive = False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
+        if self._error is None:
+            self._error = self._loss()
+        if self._on_gone is not None:
+            self._on_gone(self)
+        self._resume_writing()
+        self._wake()
+
+    def pause_writing(self) -> None:
+        self._unwritten = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        self._resume_writing()
+
+    # ------------------------------------------------------------ what the parser tells
+
+    def on_message_begin(self) -> None:
+        if self._is_complete:  # something behind the answer, which nobody asked for
+            self._is_spoiled = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_spoiled:
+            return
+        name = name.lower()
+        self._fields.append((name, value))
+        if name in (b"content-length", b"transfer-encoding"):
+            self._is_framed = True
+
+    def on_headers_complete(self) -> None:
+        if self._is_spoiled:
+            return
+        self.status = self._parser.get_status_code()
+        if self.status >= 200:
+            self.headers = tuple(self._fields)
+            self._is_headed = True
+        else:  # the real answer follows
+            self._is_framed = False
+        self._fields = []
+
+    def on_body(self, body: bytes) -> None:
+        if self._is_spoiled:
+            return
+        self._parts.append(body)
+        self._buffered += len(body)
+
+    def on_message_complete(self) -> None:
+        if self._is_headed and not self._is_spoiled:
+            self._is_complete = True
+            # Read here: afterwards the parser has forgotten it.
+            self._keeps_alive = self._parser.should_keep_alive()
+            self._is_asked = False
+
+    # ------------------------------------------------------------ within
+
+    def _begin(self) -> None:
+        """Forget the answer before."""
+        self._on_gone = None
+        self._is_asked = True
+        self._has_answer = self._is_headed = self._is_complete = self._is_framed = False
+        self._head_bytes = self._buffered = 0
+        self._parts.clear()
+
+    def _loss(self) -> Exception:
+        if self._is_headed:
+            return UpstreamFailed("The connection to the backend broke.")
+        if self._has_answer:
+            return UpstreamFailed("The backend sent something that is not HTTP.")
+        if self._is_used:
+            return _Stale()
+        return UpstreamLost("The connection to the backend broke before it answered.")
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._transport.abort()
+
+    async def _news(self) -> None:
+        """Return when something has come, or the connection has gone."""
+        self._awaited = asyncio.get_running_loop().create_future()
+        try:
+            await self._awaited
+        finally:
+            self._awaited = None
+
+    def _wake(self) -> None:
+        if self._awaited is not None and not self._awaited.done():
+            self._awaited.set_result(None)
+
+    async def _written(self) -> None:
+        """Return when the body has been taken, or an answer has come before that.
+
+        Raises:
+            UpstreamTimeout: the backend takes nothing of it.
+        """
+        assert self._unwritten is not None
+        left = self._transport.get_write_buffer_size()
+        self._awaited = self._unwritten  # an answer wakes as well: it may come before the body was read
+        try:
+            with anyio.move_on_after(WRITE_S) as patience:
+                await asyncio.shield(self._unwritten)
+        finally:
+            self._awaited = None
+        if patience.cancelled_caught and self._transport.get_write_buffer_size() >= left:
+            raise UpstreamTimeout("The backend did not read the request in time.")
+        if self._unwritten is not None and self._unwritten.done():
+            self._unwritten = None
+
+    def _resume_writing(self) -> None:
+        if self._unwritten is not None:
+            if not self._unwritten.done():
+                self._unwritten.set_result(None)
+            self._unwritten = None

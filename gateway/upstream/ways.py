@@ -1,0 +1,111 @@
+"""The ways to backends: one per backend, with connections of its own, kept while anything runs on it.
+
+A configuration may change while requests run. A way that is not configured any more is called no more, and
+closed when what runs on it has ended.
+"""
+
+import ssl
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from gateway.core.errors import UpstreamUnreachable
+from gateway.core.values import Backend
+
+
+class Way(ABC):
+    """How one backend is called.
+
+    Attributes:
+        url: Its base URL.
+        secret: The API key to present, or None.
+        verify: How to verify its certificate.
+        in_flight: Calls under way.
+    """
+
+    def __init__(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> None:
+        """Prepare; nothing is opened."""
+        self.url, self.secret, self.verify = url, secret, verify
+        self.in_flight = 0
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Close every connection."""
+
+
+KEEPALIVE_S = 4.0
+"""vLLM closes an idle connection after 5.0 s (measured); one given up earlier is never written into."""
+
+W = TypeVar("W", bound=Way)
+
+
+class Ways(Generic[W]):
+    """The ways to all backends."""
+
+    def __init__(
+        self,
+        make: Callable[[str, str | None, ssl.SSLContext | bool], W],
+        backends: Iterable[Backend],
+        *,
+        secrets: Mapping[str, str],
+        tls: Mapping[str, ssl.SSLContext | bool],
+    ) -> None:
+        """Prepare a way per backend, as `make` makes one of URL, API key and verification.
+
+        Args:
+            make: Makes a way.
+            backends: Those that may be called.
+            secrets: Per backend id, the API key to present.
+            tls: Per backend id, how to verify its certificate; True where absent.
+        """
+        self._make = make
+        self._ways: dict[str, W] = {}
+        self.retired: list[W] = []
+        self.update(backends, secrets=secrets, tls=tls)
+
+    def update(
+        self,
+        backends: Iterable[Backend],
+        *,
+        secrets: Mapping[str, str],
+        tls: Mapping[str, ssl.SSLContext | bool],
+    ) -> None:
+        """Have these ways from now on; arguments as at the start."""
+        before, self._ways = self._ways, {}
+        for backend in backends:
+            kept = before.get(backend.id)
+            wanted = (backend.url, secrets.get(backend.id), tls.get(backend.id, True))
+            if kept is not None and (kept.url, kept.secret, kept.verify) == wanted:
+                self._ways[backend.id] = before.pop(backend.id)
+            else:
+                self._ways[backend.id] = self._make(*wanted)
+        self.retired += before.values()
+
+    @contextmanager
+    def to(self, backend: Backend) -> Iterator[W]:
+        """Yield the way to a backend, in use while the block runs.
+
+        Raises:
+            UpstreamUnreachable: it is not configured any more.
+        """
+        way = self._ways.get(backend.id)
+        if way is None or way.url != backend.url:
+            raise UpstreamUnreachable("The backend is not configured any more.")
+        way.in_flight += 1
+        try:
+            yield way
+        finally:
+            way.in_flight -= 1
+
+    async def close_retired(self) -> None:
+        """Close what is called no more and has nothing under way."""
+        idle = [way for way in self.retired if not way.in_flight]
+        self.retired = [way for way in self.retired if way.in_flight]
+        for way in idle:
+            await way.aclose()
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        for way in (*self._ways.values(), *self.retired):
+            await way.aclose()

@@ -1,0 +1,219 @@
+"""A job as a chat completion: what is stored, and what its caller is shown of it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.core.chat_jobs import ChatReplay, chat_id, failure, job_id, response_echo, whole
+from gateway.core.errors import GatewayError
+from gateway.core.jobs import Chunk, Job, JobError, JobStatus, NewJob
+
+BODY: dict[str, Any] = {"model": "gemma-4", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+DONE = b"data: [DONE]\n\n"
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+
+def job(status: JobStatus = JobStatus.COMPLETED, error: JobError | None = None, **body: Any) -> Job:
+    new = NewJob("resp_0a", None, "gemma-4/reasoning", json.dumps(BODY | body).encode())
+    return Job(new, status, created_at=1_700_000_000.9, chunks=2, error=error)
+
+
+def event(index: int = 0, finish_reason: str | None = None, id: str = "cmpl-x", **delta: Any) -> bytes:
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    return frame(id=id, created=1, model="gemma-4", object="chat.completion.chunk", choices=[choice])
+
+
+def usage() -> bytes:
+    return frame(
+        id="cmpl-x", created=1, model="gemma-4", object="chat.completion.chunk", choices=[], usage=USAGE
+    )
+
+
+def frame(**members: Any) -> bytes:
+    return b"data: " + json.dumps(members).encode() + b"\n\n"
+
+
+def chunks(*data: bytes, restarts: int = -1) -> list[Chunk]:
+    return [Chunk(number, 1, one, restarts=number == restarts) for number, one in enumerate(data)]
+
+
+def deltas(data: bytes) -> list[Any]:
+    """Return the deltas of a stream's events; usage where an event is that."""
+    shown = []
+    for block in data.decode().split("\n\n")[:-1]:
+        told = json.loads(block.removeprefix("data: "))
+        assert (told["id"], told["created"]) == ("chatcmpl-0a", 1_700_000_000)
+        shown += [choice["delta"] for choice in told["choices"]] or [told["usage"]]
+    return shown
+
+
+def test_ids_go_both_ways() -> None:
+    assert chat_id("resp_0a") == "chatcmpl-0a"
+    assert job_id("chatcmpl-0a") == "resp_0a"
+    assert job_id("resp_0a") is None
+    assert job_id("0a") is None
+
+
+# ------------------------------------------------------------------ whole
+
+
+def test_an_answer_of_two_attempts_is_one() -> None:
+    first = event(role="assistant", content="") + event(reasoning="Let me see. ") + event(content="The sky ")
+    then = event(role="assistant", content="", id="cmpl-y") + event(content="is blue.", id="cmpl-y")
+    stored = chunks(first, then + event(finish_reason="stop", id="cmpl-y") + usage() + DONE)
+
+    answer = json.loads(whole(job(), stored))
+
+    assert (answer["id"], answer["object"]) == ("chatcmpl-0a", "chat.completion")
+    assert (answer["created"], answer["model"], answer["usage"]) == (1_700_000_000, "gemma-4", USAGE)
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["role"] == "assistant"
+    assert choice["message"]["reasoning"] == "Let me see. "
+    assert choice["message"]["content"] == "The sky is blue."
+
+
+def test_what_is_void_is_not_in_it() -> None:
+    stored = chunks(event(content="It is 41"), event(content="42") + event(finish_reason="stop"), restarts=1)
+
+    [choice] = json.loads(whole(job(), stored))["choices"]
+
+    assert choice["message"]["content"] == "42"
+
+
+def test_every_choice_is_in_it() -> None:
+    said = event(1, content="B") + event(0, content="A") + event(1, "length") + event(0, "stop") + DONE
+
+    answer = json.loads(whole(job(n=2), chunks(said)))
+
+    assert [(one["index"], one["message"]["content"], one["finish_reason"]) for one in answer["choices"]] == [
+        (0, "A", "stop"),
+        (1, "B", "length"),
+    ]
+
+
+# ------------------------------------------------------------------ a stream
+
+
+def test_a_stream_says_its_role_once_and_its_usage_only_if_asked() -> None:
+    first = event(role="assistant", content="") + event(content="The ")
+    then = event(role="assistant", content="") + event(role="assistant", content="sky") + event()
+    stored = chunks(first, b": keep-alive\n\n" + then + event(finish_reason="stop") + usage() + DONE)
+
+    told = [ChatReplay(job(), include_usage=wanted).tell(stored) for wanted in (False, True)]
+
+    assert deltas(told[0]) == [
+        {"role": "assistant", "content": ""},
+        {"content": "The "},
+        {"content": "sky"},
+        {},
+    ]
+    assert deltas(told[1]) == [*deltas(told[0]), USAGE]
+
+
+def test_of_several_choices_each_says_its_role() -> None:
+    said = event(0, role="assistant") + event(1, role="assistant") + event(1, role="assistant", content="B")
+
+    assert deltas(ChatReplay(job(n=2), include_usage=False).tell(chunks(said))) == [
+        {"role": "assistant"},
+        {"role": "assistant"},
+        {"content": "B"},
+    ]
+
+
+def test_an_answer_that_begins_anew_breaks_a_stream_that_has_spoken() -> None:
+    replay = ChatReplay(job(), include_usage=False)
+
+    told = [
+        (replay.tell(chunks(*more, restarts=1)) != b"", replay.is_broken, replay.chunks)
+        for more in (
+            [event(content="It is 41")],
+            [event(content=", or"), event(content="42")],
+            [event(content="!")],
+        )
+    ]
+
+    assert told == [(True, False, 1), (False, True, 3), (False, True, 4)]
+
+
+def test_what_was_void_before_anything_was_sent_is_not_shown() -> None:
+    replay = ChatReplay(job(), include_usage=False)
+
+    assert replay.tell([]) == b""
+    told = replay.tell(chunks(event(content="It is 41"), event(content="42"), restarts=1))
+
+    assert deltas(told) == [{"content": "42"}]
+    assert not replay.is_broken
+
+
+# ------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "type", "comes_again"),
+    [
+        ("context_length_exceeded", 400, "invalid_request_error", True),
+        ("invalid_request", 400, "invalid_request_error", True),
+        ("no_class", 400, "invalid_request_error", True),
+        ("model_not_found", 404, "invalid_request_error", True),
+        ("job_expired", 504, "server_error", False),
+        ("job_poisoned", 502, "server_error", False),
+    ],
+)
+def test_a_failed_job_is_the_error_that_its_caller_would_have_got(
+    code: str, status: int, type: str, comes_again: bool
+) -> None:
+    error = failure(job(JobStatus.FAILED, JobError(code, "Why.")))
+
+    assert isinstance(error, GatewayError)
+    assert (error.http_status, error.type, error.code, error.message) == (status, type, code, "Why.")
+    assert ((b"x-should-retry", b"false") not in error.headers) is comes_again
+
+
+def test_other_ends() -> None:
+    cancelled = failure(job(JobStatus.CANCELLED))
+
+    assert isinstance(cancelled, GatewayError)
+    assert (cancelled.http_status, cancelled.code) == (410, "job_cancelled")
+    for status in (JobStatus.COMPLETED, JobStatus.INCOMPLETE, JobStatus.QUEUED, JobStatus.IN_PROGRESS):
+        assert failure(job(status)) is None
+
+
+# ------------------------------------------------------------------ as a response
+
+
+def test_a_chat_request_is_echoed_as_a_response_has_it() -> None:
+    function = {"name": "look", "parameters": {"type": "object"}}
+    members = {
+        "max_completion_tokens": 9,
+        "metadata": {"a": "b", "c": 1},
+        "reasoning_effort": "high",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {}}},
+        "temperature": 0.5,
+        "tool_choice": {"type": "function", "function": {"name": "look"}},
+        "tools": [{"type": "function", "function": function}],
+        "user": "u",
+    }
+
+    echo = response_echo(members.get, "gemma-4", store=True)
+
+    assert echo["max_output_tokens"] == 9
+    assert echo["metadata"] == {"a": "b"}
+    assert echo["reasoning"] == {"effort": "high", "summary": None}
+    assert echo["text"] == {"format": {"type": "json_schema", "name": "s", "schema": {}}}
+    assert echo["temperature"] == 0.5
+    assert echo["tool_choice"] == {"type": "function", "name": "look"}
+    assert echo["tools"] == [{"type": "function", "description": None, "strict": None, **function}]
+    assert (echo["user"], echo["store"], echo["model"]) == ("u", True, "gemma-4")
+
+
+@pytest.mark.parametrize("wrong", [True, [1], {"a": {"b": 1}}, "x", 1.5, None])
+def test_what_is_of_another_type_is_left_to_the_backend(wrong: object) -> None:
+    echo = response_echo(lambda _: wrong, "gemma-4", store=False)
+
+    assert echo["max_output_tokens"] is None
+    assert echo["metadata"] == {}
+    assert echo["text"] == {"format": {"type": "text"}}
+    assert echo["tools"] == []
+    assert echo["reasoning"] == {"effort": None, "summary": None}

@@ -1,0 +1,425 @@
+"""A batch runner over a real store: every line is written down once, whatever dies or does not answer."""
+
+import json
+import random
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from redis.asyncio import Redis
+from support.batch_world import CHAT, BatchWorld, jsonl
+from support.redis_server import legs, own_server
+
+from gateway.core.batches import Batch, BatchLine, BatchStatus
+from gateway.core.errors import AtCapacity, ModelNotFound, StoreUnavailable
+from gateway.core.jobs import Chunk, JobError, JobPriority, JobStatus, NewJob
+from gateway.jobs import BatchRules, BatchRunner
+from gateway.store.jobs import RedisJobs
+
+WITHIN_S = 60.0
+RULES = BatchRules(queued_max=8, look_s=0.01)
+LANE = "m/light"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.jobs.batches.AGAIN_S", 0.01)
+    monkeypatch.setattr("gateway.jobs.batches.RELEASE_S", 0.1)  # the dead let nothing go
+
+
+@pytest.fixture(params=legs(own=True))
+async def world(request: pytest.FixtureRequest, tmp_path_factory: Any) -> AsyncIterator[BatchWorld]:
+    with own_server(request.param, tmp_path_factory.mktemp("s")) as server:
+        async with Redis.from_url(server.url, decode_responses=True) as redis:
+            world = BatchWorld(server.url, f"test-{secrets.token_hex(4)}", redis)
+            yield world
+            await world.aclose()
+
+
+async def read_line(batch: Batch, line: BatchLine) -> NewJob:
+    """Make a job of a line as the gateway does, of a fleet that knows one model."""
+    body = json.loads(line.body)
+    if body["model"] != "m":
+        raise ModelNotFound("The model does not exist.", param="model")
+    return NewJob(
+        id=f"resp_{batch.line_token(line.number)}",
+        key=batch.key,
+        lane=LANE,
+        body=line.body,
+        facts=json.dumps({"custom_id": line.custom_id}).encode(),
+        priority=JobPriority.BATCH,
+        batch=batch.id,
+    )
+
+
+def answer_to(text: str) -> bytes:
+    choice = {"index": 0, "delta": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+    event = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
+    return b"data: " + json.dumps(event).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+class Workers:
+    """Gives every job that is queued its answer: its own custom_id.
+
+    Attributes:
+        most: The most jobs there were at once.
+        begun: How often each job was.
+        ends: How a job ends, by its custom_id, where it is not completed.
+    """
+
+    def __init__(self, store: RedisJobs) -> None:
+        self._store = store
+        self.most = 0
+        self.begun: Counter[str] = Counter()
+        self.ends: dict[str, tuple[JobStatus, JobError | None]] = {}
+
+    async def run(self) -> None:
+        while True:
+            lanes = await self._store.lanes()
+            self.most = max(self.most, sum(lane.queued for lane in lanes))
+            job = await self._store.claim("w", None, 3)
+            if job is None:
+                await anyio.sleep(0.005)
+                continue
+            custom_id = json.loads(job.new.facts)["custom_id"]
+            self.begun[custom_id] += 1
+            status, error = self.ends.get(custom_id, (JobStatus.COMPLETED, None))
+            await self._store.append(job.id, job.attempt, Chunk(0, job.attempt, answer_to(custom_id)))
+            await self._store.finish(job.id, job.attempt, status, error)
+
+
+@asynccontextmanager
+async def running(
+    world: BatchWorld, read: Any = read_line, rules: BatchRules = RULES, batches: Any = None
+) -> AsyncIterator[BatchRunner]:
+    """Run a runner while the block runs."""
+    runner = BatchRunner(batches or world.open(), world.files, world.jobs, "r", read, rules)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(runner.run)
+        yield runner
+        await runner.stop()
+
+
+@asynccontextmanager
+async def working(world: BatchWorld) -> AsyncIterator[Workers]:
+    workers = Workers(world.jobs)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(workers.run)
+        yield workers
+        tasks.cancel_scope.cancel()
+
+
+async def until(world: BatchWorld, holds: Callable[[Batch], bool], id: str = "batch_1") -> Batch:
+    """Return a batch once something holds of it."""
+    batches = world.open()
+    with anyio.fail_after(WITHIN_S):
+        while True:
+            batch = await batches.get(id)
+            if batch is not None and holds(batch):
+                return batch
+            await anyio.sleep(0.01)
+
+
+async def ended(world: BatchWorld, id: str = "batch_1") -> Batch:
+    return await until(world, lambda batch: batch.status.is_final, id)
+
+
+async def make(world: BatchWorld, content: bytes, id: str = "batch_1", key: str = "alice") -> Batch:
+    batches = world.open()
+    await world.upload(content, f"file-{id}", key)
+    made = await batches.create(Batch(id, key, CHAT, f"file-{id}", 0))
+    assert isinstance(made, Batch)
+    return made
+
+
+def names(lines: list[dict[str, Any]]) -> list[str]:
+    return sorted(line["custom_id"] for line in lines)
+
+
+def wanted(count: int) -> list[str]:
+    return sorted(f"r{number}" for number in range(1, count + 1))
+
+
+# ------------------------------------------------------------------ worked off
+
+
+async def test_every_line_gets_its_own_answer_and_few_are_jobs_at_once(world: BatchWorld) -> None:
+    await make(world, jsonl(60))
+    async with working(world) as workers, running(world):
+        batch = await ended(world)
+
+    assert (batch.status, batch.total, batch.completed, batch.failed) == (BatchStatus.COMPLETED, 60, 60, 0)
+    lines = await world.lines(batch.output_file_id)
+    assert names(lines) == wanted(60)
+    for line in lines:
+        body = line["response"]["body"]
+        assert body["choices"][0]["message"]["content"] == line["custom_id"]
+        assert line["id"] == batch.line_id(int(line["custom_id"][1:]))
+        assert body["id"] == f"chatcmpl-{line['id'].removeprefix('batch_req_')}"
+    assert 0 < workers.most <= RULES.queued_max
+    assert set(workers.begun.values()) == {1}
+    assert await world.jobs.find() == []
+
+
+async def test_what_a_job_has_become_decides_where_its_line_stands(world: BatchWorld) -> None:
+    await make(world, jsonl(5) + jsonl(6, model="other").splitlines(keepends=True)[5])
+    async with working(world) as workers, running(world):
+        workers.ends = {
+            "r1": (JobStatus.FAILED, JobError("context_length_exceeded", "Too long.")),
+            "r2": (JobStatus.FAILED, JobError("job_poisoned", "It was given up.")),
+            "r3": (JobStatus.FAILED, JobError("job_expired", "Its time was over.")),
+            "r4": (JobStatus.INCOMPLETE, None),
+        }
+        batch = await ended(world)
+
+    failures = {line["custom_id"]: line for line in await world.lines(batch.error_file_id)}
+    told = {
+        name: (line["response"]["status_code"], line["response"]["body"]["error"]["code"])
+        for name, line in failures.items()
+        if line["response"]
+    }
+    assert told == {
+        "r1": (400, "context_length_exceeded"),
+        "r2": (502, "job_poisoned"),
+        "r6": (404, "model_not_found"),
+    }
+    assert failures["r3"]["error"]["code"] == "batch_expired"
+    assert names(await world.lines(batch.output_file_id)) == ["r4", "r5"]
+    assert (batch.completed, batch.failed) == (2, 4)
+
+
+async def test_a_fleet_that_cannot_say_now_is_asked_again(world: BatchWorld) -> None:
+    refused = 0
+
+    async def read(batch: Batch, line: BatchLine) -> NewJob:
+        nonlocal refused
+        if refused < 5:
+            refused += 1
+            raise AtCapacity("Too many long prompts wait to be counted.")
+        return await read_line(batch, line)
+
+    await make(world, jsonl(10))
+    async with working(world), running(world, read):
+        batch = await ended(world)
+    assert (batch.completed, batch.failed) == (10, 0)
+
+
+async def test_a_bad_file_of_many_pieces_fails_with_its_lines(world: BatchWorld) -> None:
+    content = jsonl(2000, pad="x" * 1000)
+    assert len(content) > 2_000_000
+    await make(world, content + b"{}\n" + content.splitlines()[1999])
+    async with running(world):
+        batch = await ended(world)
+    assert batch.status is BatchStatus.FAILED
+    assert [(error.line, error.code) for error in batch.errors] == [
+        (2001, "invalid_custom_id"), (2002, "duplicate_custom_id"),
+    ]  # fmt: skip
+    assert await world.jobs.find() == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+async def test_a_file_without_requests_fails(world: BatchWorld, content: bytes) -> None:
+    await make(world, content)
+    async with running(world):
+        batch = await ended(world)
+    assert [error.code for error in batch.errors] == ["empty_file"]
+
+
+# ------------------------------------------------------------------ given up
+
+
+@pytest.mark.parametrize("after", [0, 7])
+async def test_a_cancelled_batch_says_of_every_line_what_became_of_it(world: BatchWorld, after: int) -> None:
+    await make(world, jsonl(40))
+    async with running(world):
+        async with working(world):
+            await until(world, lambda batch: batch.completed >= after and batch.total > 0)
+        await world.open().cancel("batch_1")
+        batch = await ended(world)
+
+    assert batch.status is BatchStatus.CANCELLED
+    answers, failures = await _both(world, batch)
+    assert names(answers + failures) == wanted(40)
+    assert {line["error"]["code"] for line in failures} == {"batch_cancelled"}
+    assert len(answers) == batch.completed >= after
+    assert await world.jobs.find() == []
+
+
+async def test_a_batch_whose_time_is_over_says_so_of_every_line_that_has_not_ended(world: BatchWorld) -> None:
+    await make(world, jsonl(40))
+    async with running(world):
+        async with working(world):
+            await until(world, lambda batch: batch.completed >= 5)
+        await world.is_due("batch_1")
+        batch = await ended(world)
+
+    assert batch.status is BatchStatus.EXPIRED
+    answers, failures = await _both(world, batch)
+    assert names(answers + failures) == wanted(40)
+    assert {line["error"]["code"] for line in failures} == {"batch_expired"}
+
+
+@pytest.mark.parametrize("is_due", [True, False])
+async def test_one_that_was_never_read_ends_at_once(world: BatchWorld, is_due: bool) -> None:
+    await make(world, jsonl(3))
+    await (world.is_due("batch_1") if is_due else world.open().cancel("batch_1"))
+    async with running(world):
+        batch = await ended(world)
+    assert batch.status is (BatchStatus.EXPIRED if is_due else BatchStatus.CANCELLED)
+    assert (batch.total, batch.output_file_id, batch.error_file_id) == (0, None, None)
+
+
+async def test_a_result_that_is_gone_is_told_of_when_the_time_is_over(world: BatchWorld) -> None:
+    await make(world, jsonl(2))
+    async with running(world):
+        await until(world, lambda batch: batch.total == 2)
+        batches = world.open()
+        with anyio.fail_after(WITHIN_S):
+            while True:
+                if len(await batches.running("batch_1")) == 2:
+                    break
+                await anyio.sleep(0.01)
+        for line in await batches.running("batch_1"):
+            await world.redis.delete(world.key("job", line.job_id))
+        await world.is_due("batch_1")
+        batch = await ended(world)
+    assert (batch.status, batch.failed) == (BatchStatus.EXPIRED, 2)
+
+
+# ------------------------------------------------------------------ whatever dies
+
+
+class Unreliable:
+    """A store some of whose replies are lost: before the command was carried out, or after."""
+
+    def __init__(self, store: Any, dice: random.Random) -> None:
+        self._store, self._dice = store, dice
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        async def ask(*arguments: Any, **named: Any) -> Any:
+            fate = self._dice.random()
+            if fate < 0.03:
+                raise StoreUnavailable("before")
+            reply = await getattr(self._store, name)(*arguments, **named)
+            if fate < 0.06:
+                raise StoreUnavailable("after")
+            return reply
+
+        return ask
+
+
+def runner_on(stores: list[Any], name: str) -> BatchRunner:
+    batches, files, jobs = stores
+    return BatchRunner(batches, files, jobs, name, read_line, RULES)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_replies_that_are_lost_cost_no_line_and_double_none(world: BatchWorld, seed: int) -> None:
+    dice = random.Random(seed)
+    for id in ("batch_1", "batch_2"):
+        await make(world, jsonl(60), id)
+    # Whoever does not hear that it has taken a batch leaves it until the lease is over.
+    stores = (world.open(lease_s=0.5), world.files, world.jobs)
+    runners = [runner_on([Unreliable(store, dice) for store in stores], f"r{n}") for n in range(2)]
+    async with working(world) as workers, anyio.create_task_group() as tasks:
+        for runner in runners:
+            tasks.start_soon(runner.run)
+        found = [await ended(world, id) for id in ("batch_1", "batch_2")]
+        tasks.cancel_scope.cancel()
+
+    for batch in found:
+        assert (batch.status, batch.completed, batch.failed) == (BatchStatus.COMPLETED, 60, 0)
+        assert names(await world.lines(batch.output_file_id)) == wanted(60)
+    assert set(workers.begun.values()) == {2}  # once in each batch
+    assert await world.jobs.find() == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_runners_that_are_thought_dead_double_nothing(world: BatchWorld, seed: int) -> None:
+    """Leases are over all the time: whoever believes to have the batch does not."""
+    dice = random.Random(seed)
+    await make(world, jsonl(80))
+
+    async def lose() -> None:
+        while True:
+            await anyio.sleep(dice.random() * 0.05)
+            await world.lose_runner_of("batch_1")
+
+    async with working(world) as workers, anyio.create_task_group() as tasks:
+        for number in range(3):
+            runner = BatchRunner(world.open(), world.files, world.jobs, f"r{number}", read_line, RULES)
+            tasks.start_soon(runner.run)
+        tasks.start_soon(lose)
+        batch = await ended(world)
+        tasks.cancel_scope.cancel()
+
+    assert (batch.status, batch.completed, batch.failed) == (BatchStatus.COMPLETED, 80, 0)
+    assert names(await world.lines(batch.output_file_id)) == wanted(80)
+    assert set(workers.begun.values()) == {1}
+
+
+async def test_a_runner_that_is_stopped_lets_its_batches_go(world: BatchWorld) -> None:
+    await make(world, jsonl(20))
+    async with running(world):
+        await until(world, lambda batch: batch.total == 20)
+    claim = await world.open().take("another")
+    assert claim is not None
+    assert claim.number == RULES.queued_max
+
+
+async def test_a_batch_goes_on_from_whatever_step_its_runner_died_in(world: BatchWorld) -> None:
+    """It dies after every command in turn, for good; another goes on."""
+
+    class Dies(Exception):
+        pass
+
+    class Mortal(Unreliable):
+        def __init__(self, store: Any, left: list[int]) -> None:
+            super().__init__(store, random.Random(0))
+            self._left = left
+
+        def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+            async def ask(*arguments: Any, **named: Any) -> Any:
+                if self._left[0] > 0:
+                    reply = await getattr(self._store, name)(*arguments, **named)
+                    self._left[0] -= 1
+                if self._left[0] <= 0:
+                    await anyio.sleep_forever()
+                return reply
+
+            return ask
+
+    batches = world.open()
+    async with working(world) as workers:
+        for steps in range(1, 40, 3):
+            id = f"batch_{steps}"
+            await make(world, jsonl(6), id)
+            left = [steps]
+            # A command that is under way when it dies may take the batch yet.
+            mortal = world.open(lease_s=0.5)
+            stores = (mortal, world.files, world.jobs)
+            first = runner_on([Mortal(store, left) for store in stores], "first")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(first.run)
+                with anyio.fail_after(WITHIN_S):
+                    while True:
+                        batch = await batches.get(id)
+                        if left[0] <= 0 or (batch is not None and batch.status.is_final):
+                            break
+                        await anyio.sleep(0.005)
+                if batch is not None and not batch.status.is_final:
+                    await world.lose_runner_of(id)
+                    async with running(world):
+                        await ended(world, id)
+                tasks.cancel_scope.cancel()
+            batch = await ended(world, id)
+            assert names(await world.lines(batch.output_file_id)) == wanted(6)
+    assert set(workers.begun.values()) == {len(range(1, 40, 3))}
+
+
+async def _both(world: BatchWorld, batch: Batch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    return await world.lines(batch.output_file_id), await world.lines(batch.error_file_id)

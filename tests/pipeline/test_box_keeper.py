@@ -1,0 +1,283 @@
+"""The keeper of a box and the jobs that wait in the store: counted once, and served in whole batches."""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from gateway.core.box import BoxRules, State
+from gateway.core.errors import StoreUnavailable
+from gateway.core.health import BackendStatus
+from gateway.core.health import State as Health
+from gateway.core.jobs import Lane
+from gateway.core.swap_policy import Cause, SwapRules, Trigger, Wants
+from gateway.core.values import (
+    Backend,
+    Capacity,
+    Demand,
+    KneeStep,
+    ModelPolicy,
+    Policy,
+    Pool,
+    TrafficClass,
+    Waiting,
+)
+from gateway.core.waiting import Ticket, WaitingLine
+from gateway.pipeline import box_keeper
+from gateway.pipeline.box_keeper import ALONE_S, BoxKeeper, BoxSight
+from gateway.ports import JobStore
+from gateway.store.boards import MemoryBoard
+from gateway.store.memory import MemoryLedger
+
+PATIENT = Waiting(max_wait_s=36_000, ttft_target_s=2_700)
+POLICY = Policy(
+    models=tuple(
+        ModelPolicy(name, (TrafficClass("work", (name,), waiting=PATIENT),)) for name in ("gemma", "qwen")
+    ),
+    pools={name: Pool(name, (name,)) for name in ("gemma", "qwen")},
+    backends={
+        name: Backend(name, f"http://{name}", Capacity(32_768, (KneeStep(None, 4),)))
+        for name in ("gemma", "qwen")
+    },
+)
+RULES = BoxRules(SwapRules("qwen", {"gemma": Trigger(4, 1500.0), "qwen": Trigger(4, 600.0)}, 300.0))
+BOOT_S = {"gemma": 306.0, "qwen": 306.0}
+
+
+@dataclass
+class Machine:
+    """The box itself, its health as everybody sees it, and the store of jobs: all obey at once."""
+
+    now: float = 10_000.0
+    inside: set[str] = field(default_factory=lambda: {"qwen"})
+    orders: list[str] = field(default_factory=list)
+    lanes_there: Sequence[Lane] = ()
+    drained_at: float | None = None
+    is_away: bool = False
+    looked: anyio.Event = field(default_factory=anyio.Event)
+    shared: dict[str, Any] = field(default_factory=dict)
+
+    # ports.Switch
+    async def is_in(self, backend_id: str) -> bool:
+        return backend_id in self.inside
+
+    async def start(self, backend_id: str, fence: int) -> str:
+        self.inside.add(backend_id)
+        self.orders.append(f"start {backend_id}")
+        return ""
+
+    async def stop(self, backend_id: str, fence: int) -> str:
+        self.inside.discard(backend_id)
+        self.orders.append(f"stop {backend_id}")
+        return ""
+
+    async def ask(self, backend_id: str) -> str:
+        return ""
+
+    # ports.BoxFleet
+    def statuses(self) -> Mapping[str, BackendStatus]:
+        up = BackendStatus(state=Health.UP, served_models=("m",))
+        return {name: up if name in self.inside else BackendStatus() for name in ("gemma", "qwen")}
+
+    async def wait_for(self, predicate: Callable[[Mapping[str, BackendStatus]], bool]) -> None:
+        assert predicate(self.statuses())
+
+    def put_out(self, backend_id: str, reason: str) -> None:
+        pass
+
+    def await_boot(self, backend_id: str, reason: str) -> None:
+        pass
+
+    def _note_look(self) -> None:
+        self.looked.set()
+        self.looked = anyio.Event()
+
+    # what a keeper asks of ports.JobStore
+    async def lanes(self) -> Sequence[Lane]:
+        self._note_look()
+        if self.is_away:
+            raise StoreUnavailable("away")
+        return self.lanes_there
+
+    async def drain(self, is_drained: bool | None = None) -> float | None:
+        if self.drained_at is not None:
+            self._note_look()
+        return self.drained_at
+
+
+class Clock:
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def now(self) -> float:
+        return self._machine.now
+
+    def wall(self) -> float:
+        return self._machine.now
+
+
+@dataclass
+class Process:
+    """A gateway process as far as boxes go."""
+
+    machine: Machine
+    name: str = "one"
+    line: WaitingLine = field(default_factory=WaitingLine)
+
+    def __post_init__(self) -> None:
+        self.keeper = BoxKeeper(
+            {"spark": RULES},
+            POLICY.backends,
+            boot_s=BOOT_S,
+            switch=self.machine,
+            board=MemoryBoard(
+                lambda: self.machine.now, process=self.name, ttl_s=1e9, shared=self.machine.shared
+            ),
+            fleet=self.machine,
+            ledger=MemoryLedger(),
+            line=self.line,
+            jobs=cast(JobStore, self.machine),
+            policy=lambda: POLICY,
+            clock=Clock(self.machine),
+            on_change=lambda: None,
+        )
+
+    @property
+    def sight(self) -> BoxSight:
+        return self.keeper.sights()["spark"]
+
+    @property
+    def at(self) -> tuple[State, str]:
+        return self.sight.box.state, self.sight.box.backend
+
+    def brings(self, name: str, model: int, waited_s: float) -> None:
+        """Have a worker bring a job for the first or the second model to the line."""
+        policy, now = POLICY.models[model], self.machine.now
+        demand = Demand(seqs=1, prompt_tokens=100, total_tokens=200)
+        ticket = Ticket(name, policy.id, POLICY, policy.classes[0], demand, None, now, waited_s=waited_s)
+        assert self.line.enter(ticket, now) is None
+
+    async def is_at(self, state: State, backend: str) -> None:
+        await self.until(lambda: self.at == (state, backend))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        with anyio.fail_after(10):
+            while not condition():
+                await self.another_look()
+
+    async def another_look(self) -> None:
+        await self.machine.looked.wait()
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(box_keeper, "LOOK_S", 0.005)
+
+
+@asynccontextmanager
+async def at_work(*processes: Process) -> AsyncIterator[None]:
+    async with anyio.create_task_group() as tasks:
+        for process in processes:
+            tasks.start_soon(process.keeper.run)
+            await process.is_at(State.RESIDENT, "qwen")
+        yield
+        tasks.cancel_scope.cancel()
+
+
+def stored(count: int, oldest_s: float) -> Lane:
+    return Lane("gemma/work", count, 0, oldest_s=oldest_s)
+
+
+async def test_jobs_that_nobody_has_brought_to_a_line_start_a_swap() -> None:
+    one = Process(Machine())
+    async with at_work(one):
+        one.machine.lanes_there = [stored(3, 10.0)]
+        await one.until(lambda: one.sight.plan.cause is Cause.AGE)
+        assert one.sight.stored["gemma"] == Wants(3, one.machine.now - 10)
+        # Nothing but the residency holds it from here on.
+        one.machine.lanes_there = [stored(4, 10.0)]
+        await one.until(lambda: one.sight.plan.cause is Cause.JOBS)
+        came_in = one.sight.box.resident_since
+        assert one.sight.plan.at == came_in + 300
+        one.machine.now = came_in + 299
+        await one.another_look()
+        assert (one.at, one.machine.orders) == ((State.RESIDENT, "qwen"), [])
+        one.machine.now = came_in + 301
+        await one.is_at(State.RESIDENT, "gemma")
+        assert one.machine.orders == ["stop qwen", "start gemma"]
+
+
+async def test_what_the_store_holds_is_counted_once_however_many_gateways_see_it() -> None:
+    machine = Machine()
+    one, two = Process(machine, "one"), Process(machine, "two")
+    async with at_work(one, two):
+        one.brings("a", 0, waited_s=50.0)
+        two.brings("b", 0, waited_s=60.0)
+        machine.lanes_there = [stored(1, 40.0)]
+        await one.until(lambda: [each.sight.wants["gemma"].count for each in (one, two)] == [2, 2])
+        for process in (one, two):
+            assert process.sight.stored["gemma"].count == 1
+            assert process.sight.wants["gemma"].oldest_at == machine.now - 60
+            # Three of four: counted twice, the store's would make it enough.
+            assert process.sight.plan.cause is Cause.AGE
+
+
+async def test_jobs_that_nobody_may_take_are_no_reason_to_swap() -> None:
+    machine = Machine(drained_at=1.0)
+    one = Process(machine)
+    async with at_work(one):
+        machine.now += 1000
+        machine.lanes_there = [stored(50, 900.0)]
+        await one.another_look()
+        assert one.sight.stored["gemma"].count == 0
+        assert one.sight.plan.target == ""
+        machine.drained_at = None
+        await one.is_at(State.RESIDENT, "gemma")
+
+
+async def test_the_batch_is_what_waited_in_the_store_when_the_model_came_in() -> None:
+    machine = Machine()
+    one = Process(machine)
+    async with at_work(one):
+        machine.now += 1000
+        machine.lanes_there = [Lane("qwen/work", 9, 0, oldest_s=1100.0), stored(50, 900.0)]
+        await one.until(lambda: one.sight.plan.held_by_batch)
+        # Its last one has left the store for the line: of the batch it is, though it has just entered.
+        machine.lanes_there = [stored(50, 900.0)]
+        one.brings("last", 1, waited_s=1100.0)
+        await one.another_look()
+        assert one.sight.plan.held_by_batch
+        assert one.at == (State.RESIDENT, "qwen")
+        one.line.leave("last")
+        await one.is_at(State.RESIDENT, "gemma")
+
+
+async def test_a_store_that_is_away_for_long_holds_nothing_up() -> None:
+    machine = Machine()
+    one = Process(machine)
+    async with at_work(one):
+        machine.lanes_there = [stored(12, 10.0)]
+        await one.until(lambda: one.sight.stored["gemma"].count == 12)
+        machine.is_away = True
+        machine.now += ALONE_S
+        await one.another_look()
+        assert one.sight.stored["gemma"].count == 12
+        machine.now += 1
+        await one.until(lambda: one.sight.stored["gemma"].count == 0)
+        machine.is_away = False
+        await one.until(lambda: one.sight.stored["gemma"].count == 12)
+
+
+async def test_callers_are_told_when_their_jobs_can_start() -> None:
+    machine = Machine()
+    one = Process(machine)
+    async with at_work(one):
+        assert one.keeper.away_s("qwen/work") == 0.0
+        assert one.keeper.away_s("no-such/class") is None
+        assert one.keeper.away_s("gemma/work") is None  # nothing brings it in
+        machine.lanes_there = [stored(1, 100.0)]
+        await one.until(lambda: one.sight.plan.cause is Cause.AGE)
+        assert one.keeper.away_s("gemma/work") == 1400.0 + 306.0

@@ -1,0 +1,315 @@
+"""Batches in a real store: one runner at a time, every line written down once, whatever is repeated."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from support.batch_world import BatchWorld, new_batch
+from support.job_world import LANE
+
+from gateway.core.batches import (
+    OPEN_MAX,
+    Batch,
+    BatchClaim,
+    BatchLineError,
+    BatchLost,
+    BatchRefusal,
+    BatchStatus,
+    RunningLine,
+)
+from gateway.core.jobs import JobPriority, JobStatus, NewJob, Quota
+from gateway.store.batches import RedisBatches
+
+QUOTA = Quota(10, 1_000_000)
+S = BatchStatus
+
+
+@pytest.fixture
+async def world(store: Any) -> AsyncIterator[BatchWorld]:
+    world = BatchWorld(store.url, store.prefix, store.redis)
+    yield world
+    await world.aclose()
+
+
+async def running(world: BatchWorld, batches: RedisBatches, count: int = 3, **changes: Any) -> BatchClaim:
+    """Return a batch whose lines may become jobs."""
+    await world.batch(batches, count, **changes)
+    claim = await world.take(batches)
+    assert await batches.move(claim, S.VALIDATING, S.IN_PROGRESS, total=count)
+    return claim
+
+
+def job_of(claim: BatchClaim, number: int, **changes: Any) -> NewJob:
+    batch = claim.batch
+    fields: dict[str, Any] = {"body": b"{}", "priority": JobPriority.BATCH, **changes}
+    return NewJob(id=f"resp_{batch.id}_{number}", key=batch.key, lane=LANE, batch=batch.id, **fields)
+
+
+async def submit(batches: RedisBatches, claim: BatchClaim, number: int, **changes: Any) -> str:
+    job = job_of(claim, number, **changes)
+    line = RunningLine(job.id, number, f"r {number}")
+    assert await batches.submit(claim, line, number * 100, job, QUOTA)
+    return job.id
+
+
+async def end(world: BatchWorld, id: str) -> None:
+    """Let a job, which is next, have its answer."""
+    job = await world.jobs.claim("w", None, 3)
+    assert job is not None and job.id == id
+    assert await world.jobs.finish(id, job.attempt, JobStatus.COMPLETED)
+
+
+# ------------------------------------------------------------------ callers
+
+
+async def test_a_batch_is_accepted_and_shown(world: BatchWorld) -> None:
+    batches = world.open()
+    made = await world.batch(batches, metadata={"a": "ü"}, headers={"x-team": "t"}, output_keep_s=7200)
+    assert made.created_at > 0
+    assert await batches.get(made.id) == made
+    assert made == new_batch(
+        created_at=made.created_at, metadata={"a": "ü"}, headers={"x-team": "t"}, output_keep_s=7200
+    )
+    assert await batches.create(new_batch(metadata={"b": "c"})) == made  # the reply was lost
+    assert await batches.get("batch_2") is None
+
+
+async def test_what_is_no_input_file_is_refused(world: BatchWorld) -> None:
+    batches = world.open()
+    await world.upload(b"", "file-1", "bob")
+    assert await batches.create(new_batch()) is BatchRefusal.FILE_NOT_FOUND
+    assert await batches.create(new_batch(input_file_id="file-2")) is BatchRefusal.FILE_NOT_FOUND
+    claim = await running(world, batches, id="batch_b", input_file_id="file-3")
+    await batches.write(claim, 3, 300, 3, b"x\n")
+    await batches.move(claim, S.IN_PROGRESS, S.FINALIZING)
+    await batches.move(claim, S.FINALIZING, S.COMPLETED)
+    output = claim.batch.file_id("error")
+    assert await batches.create(new_batch(input_file_id=output)) is BatchRefusal.INVALID_PURPOSE
+
+
+async def test_a_key_has_only_so_many_open(world: BatchWorld) -> None:
+    batches = world.open()
+    await world.upload(b"")
+    for number in range(OPEN_MAX):
+        assert isinstance(await batches.create(new_batch(id=f"batch_{number}")), Batch)
+    assert await batches.create(new_batch(id="batch_more")) is BatchRefusal.TOO_MANY_BATCHES
+    claim = await world.take(batches)
+    await batches.cancel(claim.batch.id)
+    await batches.move(claim, S.CANCELLING, S.CANCELLED)
+    assert isinstance(await batches.create(new_batch(id="batch_more")), Batch)
+    found = await batches.page("alice", after="batch_3", limit=10)
+    assert [batch.id for batch in found or ()] == ["batch_2", "batch_1", "batch_0"]
+    assert await batches.page("bob", after="batch_3", limit=10) is None
+    assert await batches.page("bob", after=None, limit=10) == []
+
+
+async def test_a_batch_is_cancelled_while_it_can_be(world: BatchWorld) -> None:
+    batches = world.open()
+    claim = await running(world, batches)
+    first = await batches.cancel(claim.batch.id)
+    again = await batches.cancel(claim.batch.id)
+    assert first == again and first is not None and first.status is S.CANCELLING
+    assert not await batches.move(claim, S.IN_PROGRESS, S.FINALIZING)
+    assert await batches.move(claim, S.CANCELLING, S.CANCELLED)
+    over = await batches.cancel(claim.batch.id)
+    assert over is not None and over.status is S.CANCELLED
+    assert list(over.times) == [S.IN_PROGRESS, S.CANCELLING, S.CANCELLED]
+    assert await batches.cancel("batch_2") is None
+
+
+# ------------------------------------------------------------------ one runner at a time
+
+
+async def test_a_batch_has_one_runner_and_another_once_that_is_lost(world: BatchWorld) -> None:
+    one, two = world.open(), world.open()
+    made = await world.batch(one)
+    first = await world.take(one, "one")
+    assert await two.take("two") is None
+
+    await world.lose_runner_of(made.id)
+    second = await world.take(two, "two")
+    assert second.batch.id == made.id
+    assert second.fence != first.fence
+
+    job = job_of(first, 1)
+    asks: list[Callable[[], Awaitable[Any]]] = [
+        lambda: one.look(first),
+        lambda: one.move(first, S.VALIDATING, S.FAILED),
+        lambda: one.submit(first, RunningLine(job.id, 1, "r1"), 100, job, QUOTA),
+        lambda: one.write(first, 3, 300, 3, b"lines\n"),
+        lambda: one.collect(first, job.id, b"line\n", is_answer=True),
+    ]
+    for ask in asks:
+        with pytest.raises(BatchLost):
+            await ask()
+    await one.release(first)
+    assert await one.take("one") is None
+    found = await one.get(made.id)
+    assert found == made
+    assert await world.jobs.find() == []
+    await two.release(second)
+    assert (await world.take(one, "one")).batch.id == made.id
+
+
+async def test_whatever_a_runner_does_keeps_the_batch_its_own(world: BatchWorld) -> None:
+    batches = world.open()
+    claim = await running(world, batches)
+    for ask in (
+        lambda: batches.look(claim),
+        lambda: batches.write(claim, 1, 100, 1, b"x\n"),
+        lambda: batches.collect(claim, "none", b"x\n", is_answer=True),
+    ):
+        await world.lose_runner_of(claim.batch.id)
+        await ask()
+        assert await batches.take("two") is None
+
+
+async def test_no_key_takes_all_runners(world: BatchWorld) -> None:
+    batches = world.open(each_max=2)
+    for number in range(4):
+        await world.batch(batches, id=f"batch_a{number}", input_file_id=f"file-{number}")
+    await world.batch(batches, id="batch_b", input_file_id="file-b", key="bob")
+    taken = [await batches.take("w") for _ in range(4)]
+    assert [claim and claim.batch.id for claim in taken] == ["batch_a0", "batch_a1", "batch_b", None]
+
+
+# ------------------------------------------------------------------ lines
+
+
+async def test_a_line_becomes_a_job_once_and_is_written_down_once(world: BatchWorld) -> None:
+    batches = world.open()
+    claim = await running(world, batches)
+    for _ in range(2):
+        id = await submit(batches, claim, 1)
+    job = await world.jobs.get(id)
+    assert job is not None
+    assert (job.new.key, job.new.batch, job.new.priority) == ("alice", "batch_1", JobPriority.BATCH)
+    assert (await batches.look(claim)).ended == ()
+    assert await batches.running("batch_1") == [RunningLine(id, 1, "r 1")]
+
+    await batches.collect(claim, id, b"too soon\n", is_answer=True)
+    await end(world, id)
+    sight = await batches.look(claim)
+    assert (sight.running, sight.ended) == (1, (RunningLine(id, 1, "r 1"),))
+    for _ in range(2):
+        await batches.collect(claim, id, b"answer\n", is_answer=True)
+        assert (await batches.look(claim)).running == 0
+    assert await world.jobs.get(id) is None
+    await submit(batches, claim, 1)  # a reply that was lost long ago
+    assert (await batches.look(claim)).running == 0
+    assert await world.read(claim.batch.file_id("output")) == b"answer\n"
+
+
+async def test_lines_that_never_run_are_written_down_once(world: BatchWorld) -> None:
+    batches = world.open()
+    claim = await running(world, batches)
+    for _ in range(2):
+        await batches.write(claim, 2, 200, 2, b"one\ntwo\n")
+    await submit(batches, claim, 1)  # already behind
+    await batches.release(claim)
+    again = await world.take(batches)
+    assert (again.number, again.offset) == (2, 200)
+    assert (again.batch.completed, again.batch.failed, again.batch.total) == (0, 2, 3)
+    assert await world.read(claim.batch.file_id("error")) == b"one\ntwo\n"
+    assert await world.jobs.find() == []
+
+
+async def test_only_so_many_lines_of_a_key_are_jobs_and_its_own_jobs_do_not_count(world: BatchWorld) -> None:
+    batches = world.open()
+    claim = await running(world, batches, 20)
+    for number in range(20):
+        job = NewJob(id=f"mine-{number}", key="alice", lane=LANE, body=b"{}", priority=JobPriority.HIGH)
+        assert not isinstance(await world.jobs.submit(job, Quota(20)), str)
+    for number in range(1, 11):
+        await submit(batches, claim, number)
+    eleventh = job_of(claim, 11)
+    line = RunningLine(eleventh.id, 11, "r11")
+    assert not await batches.submit(claim, line, 1100, eleventh, QUOTA)
+    assert not await batches.submit(claim, line, 1100, eleventh, Quota(100, 10))
+    assert await batches.submit(claim, line, 1100, eleventh, Quota(11))
+    listed = await world.jobs.find(key="alice")
+    assert {job.id for job in listed} == {f"mine-{number}" for number in range(20)}
+
+
+async def test_a_line_larger_than_all_may_hold_is_a_job_by_itself(world: BatchWorld) -> None:
+    batches = world.open()
+    claim = await running(world, batches)
+    job = job_of(claim, 1, body=b"x" * 100)
+    assert await batches.submit(claim, RunningLine(job.id, 1, "r1"), 100, job, Quota(10, 50))
+    second = job_of(claim, 2)
+    assert not await batches.submit(claim, RunningLine(second.id, 2, "r2"), 200, second, Quota(10, 50))
+
+
+async def test_long_lines_are_cut_into_pieces_and_read_whole(world: BatchWorld) -> None:
+    batches = world.open()
+    claim = await running(world, batches, 5)
+    lines = [bytes([97 + number]) * 700_000 + b"\n" for number in range(4)] + [b"z" * 3_000_000 + b"\n"]
+    for number, line in enumerate(lines, start=1):
+        await batches.write(claim, number, number * 100, 1, line)
+    await batches.move(claim, S.IN_PROGRESS, S.FINALIZING)
+    await batches.move(claim, S.FINALIZING, S.COMPLETED)
+    assert await world.read(claim.batch.file_id("error")) == b"".join(lines)
+
+
+# ------------------------------------------------------------------ ends
+
+
+async def test_a_batch_ends_once_and_says_so(world: BatchWorld) -> None:
+    batches = world.open()
+    claim = await running(world, batches, output_keep_s=7200)
+    await world.redis.set(world.key("webhooks", "wanted"), 1)
+    id = await submit(batches, claim, 1)
+    await batches.write(claim, 3, 300, 2, b"failure\n")
+    assert not await batches.move(claim, S.IN_PROGRESS, S.EXPIRED)  # a line is a job yet
+    assert await world.files.get(claim.batch.file_id("error")) is None
+    await end(world, id)
+    await batches.collect(claim, id, b"answer\n", is_answer=True)
+    for _ in range(2):
+        assert await batches.move(claim, S.IN_PROGRESS, S.FINALIZING)
+    for _ in range(2):
+        assert await batches.move(claim, S.FINALIZING, S.COMPLETED)
+
+    done = await batches.get("batch_1")
+    assert done is not None and done.status is S.COMPLETED
+    assert (done.completed, done.failed) == (1, 2)
+    for file_id, kind in ((done.output_file_id, "output"), (done.error_file_id, "error")):
+        assert file_id == claim.batch.file_id(kind)
+        file = await world.files.get(file_id)
+        assert file is not None
+        assert (file.new.purpose, file.new.filename) == ("batch_output", f"batch_1_{kind}.jsonl")
+        assert file.expires_at - file.created_at == 7200
+    events: Any = await world.redis.xrange(world.key("webhooks", "events"))
+    assert [fields for _, fields in events] == [
+        {"type": "batch.completed", "subject": "batch_1", "owner": "=alice"}
+    ]
+    assert await batches.take("w") is None
+    with pytest.raises(BatchLost):
+        await batches.look(claim)
+
+
+async def test_a_failed_batch_keeps_its_errors(world: BatchWorld) -> None:
+    batches = world.open()
+    await world.batch(batches)
+    claim = await world.take(batches)
+    errors = [BatchLineError("invalid_method", "method must be", 7, "method"), BatchLineError("x", "y")]
+    assert await batches.move(claim, S.VALIDATING, S.FAILED, total=0, errors=errors)
+    found = await batches.get("batch_1")
+    assert found is not None
+    assert (found.status, found.errors) == (S.FAILED, tuple(errors))
+
+
+async def test_nothing_is_left_of_what_is_over_and_forgotten(world: BatchWorld) -> None:
+    batches = world.open()
+    claim = await running(world, batches)
+    id = await submit(batches, claim, 1)
+    await end(world, id)
+    await batches.collect(claim, id, b"answer\n", is_answer=True)
+    await batches.write(claim, 3, 300, 2, b"failure\n")
+    await batches.cancel("batch_1")
+    await batches.move(claim, S.CANCELLING, S.CANCELLED)
+    await world.redis.zadd(world.key("batches_ended"), {"batch_1": 1}, xx=True)
+    for file in ("file-1", claim.batch.file_id("output"), claim.batch.file_id("error")):
+        await world.expire_file(file)
+    await batches.take("w")
+    assert await batches.get("batch_1") is None
+    assert await world.names() <= {"arrivals", "clock", "claimed", "ends"}
