@@ -210,9 +210,9 @@ def _points(held: Mapping[int, _Slice], number: int) -> Mapping[str, _Point]:
 
 def _lines(points: Sequence[_Point]) -> Lines:
     return Lines(
-        ttft_p50=tuple(point.ttft and point.ttft[0] for point in points),
-        ttft_p95=tuple(point.ttft and point.ttft[1] for point in points),
-        tpot_p50=tuple(point.tpot and point.tpot[0] for point in points),
-        tpot_p95=tuple(point.tpot and point.tpot[1] for point in points),
+        ttft_p50=tuple(None if point.ttft is None else point.ttft[0] for point in points),
+        ttft_p95=tuple(None if point.ttft is None else point.ttft[1] for point in points),
+        tpot_p50=tuple(None if point.tpot is None else point.tpot[0] for point in points),
+        tpot_p95=tuple(None if point.tpot is None else point.tpot[1] for point in points),
         count=points[-1].count,
     )
