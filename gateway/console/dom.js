@@ -98,6 +98,9 @@ export async function ask(path, options = {}) {
   throw Object.assign(new Error(message), { status: answer.status });
 }
 
+/** Endings that are nobody's failure. */
+export const FINE = new Set(["completed", "replayed", "handed_over", "left"]);
+
 const COLOURS = 6;
 const classes = [];
 

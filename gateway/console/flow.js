@@ -1,6 +1,6 @@
 // What went where: classes at the left, backends at the right, as wide as there were requests.
 
-import { at, colourOf, number, s, words } from "./dom.js";
+import { FINE, at, colourOf, number, s, words } from "./dom.js";
 
 const WIDTH = 620;
 const LEFT = 150;
@@ -9,7 +9,7 @@ const NODE = 8;
 const GAP = 10;
 const LABEL = 26; // what a name with its figure needs
 const NOWHERE = "not served";
-const FINE = new Set(["completed", "left"]);
+const WITHOUT_BACKEND = { replayed: "replayed", handed_over: "to the jobs", left: "left" };
 
 export function showFlow(history) {
   const place = at("flow-chart");
@@ -40,7 +40,7 @@ function joined(flows) {
   const found = new Map();
   for (const [flow, count] of flows) {
     const from = flow.traffic_class ? (models.size > 1 ? `${flow.model} ${flow.traffic_class}` : flow.traffic_class) : "not decided";
-    const to = flow.backend || NOWHERE;
+    const to = flow.backend || (WITHOUT_BACKEND[flow.ending] ?? NOWHERE);
     const isBad = !FINE.has(flow.ending);
     const key = JSON.stringify([from, to, isBad]);
     const link = found.get(key) ?? { from, to, isBad, of: flow.traffic_class, count: 0, endings: new Map() };

@@ -1,6 +1,6 @@
 // The last requests. One that is opened shows where its time went, and why it went where it went.
 
-import { ask, at, h, keyed, number, round, say, seconds, timeOfDay, words } from "./dom.js";
+import { FINE, ask, at, h, keyed, number, round, say, seconds, timeOfDay, words } from "./dom.js";
 import { candidateTable, demandLine, nobodyWords } from "./decision.js";
 import { swatch } from "./waiting.js";
 
@@ -80,7 +80,7 @@ function body(row) {
       h("td", {}, button),
       h("td", {}, swatch(row.class), row.class || "–"),
       h("td", {}, row.backend || "–", row.is_spill ? h("span", { class: "tag", text: "spill" }) : null, row.tries > 1 ? h("span", { class: "tag bad", text: `${row.tries} tries` }) : null),
-      h("td", { class: `ending ${row.ending}`, text: row.code ? `${row.status} ${words(row.code)}` : row.ending }),
+      h("td", { class: `ending ${row.ending}`, text: row.code ? `${row.status} ${words(row.code)}` : words(row.ending) }),
       h("td", { class: "n", text: number(row.prompt_tokens) }),
       h("td", { class: "n", text: number(row.completion_tokens) }),
       h("td", { class: "n", text: row.waited_s !== null && row.waited_s < 0.005 ? "0" : seconds(row.waited_s) }),
@@ -99,7 +99,7 @@ function refresh(element, row, longest) {
   const first = row.ttft_s === null ? (row.total_s - waited) : Math.max(0, row.ttft_s - waited);
   const rest = Math.max(0, row.total_s - waited - first);
   const [wait, start, decode] = element.querySelectorAll(".phases i");
-  const isBad = !["completed", "left"].includes(row.ending);
+  const isBad = !FINE.has(row.ending);
   start.className = isBad && row.ttft_s === null ? "k-bad" : row.stream ? "k-first" : "k-decode";
   for (const [part, value] of [[wait, waited], [start, first], [decode, rest]]) part.style.width = `${(100 * value) / longest}%`;
 }
@@ -197,7 +197,7 @@ function phasesOf(record) {
     }
     from = over;
   }
-  if (record.decision && end - from > 0.001 && !["completed"].includes(record.ending)) {
+  if (record.decision && end - from > 0.001 && !["completed", "replayed", "handed_over"].includes(record.ending)) {
     found.push({ name: record.attempts.length ? "wait again" : "wait for a place", kind: "wait", from, to: end });
   }
   return found;
@@ -206,7 +206,7 @@ function phasesOf(record) {
 function verdict(record, phases) {
   const total = record.ended_at - record.received_at;
   const went = record.backend ? `on ${record.backend}${record.is_spill ? ", as a spill" : ""}` : "nowhere";
-  const how = record.error_code ? `${record.ending} with ${record.status} ${record.error_code}` : record.ending;
+  const how = record.error_code ? `${words(record.ending)} with ${record.status} ${record.error_code}` : words(record.ending);
   const longest = phases.reduce((one, other) => (other.to - other.from > one.to - one.from ? other : one));
   const share = (longest.to - longest.from) / Math.max(total, 1e-9);
   const most = share > 0.4 ? ` Most of it: ${longest.name}, ${seconds(longest.to - longest.from)}.` : "";

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from gateway.core.recent import History, Recent
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 
-_IN_ORDER = frozenset({Ending.COMPLETED, Ending.LEFT})
+_IN_ORDER = frozenset({Ending.COMPLETED, Ending.REPLAYED, Ending.HANDED_OVER, Ending.LEFT})
 
 
 class Journal:
