@@ -197,16 +197,17 @@ function phasesOf(record) {
     }
     from = over;
   }
-  if (record.decision && end - from > 0.001 && !["completed", "replayed", "handed_over"].includes(record.ending)) {
-    found.push({ name: record.attempts.length ? "wait again" : "wait for a place", kind: "wait", from, to: end });
-  }
+  const last = record.attempts.at(-1);
+  const isOver = last ? ["ok", "cancelled"].includes(last.outcome) : FINE.has(record.ending) && record.ending !== "left";
+  if (isOver && end - from > 0.01 * end) found.push({ name: "end", kind: "estimate", from, to: end });
+  else if (!isOver && record.decision && end - from > 0.001) found.push({ name: last ? "wait again" : "wait for a place", kind: "wait", from, to: end });
   return found;
 }
 
 function verdict(record, phases) {
   const total = record.ended_at - record.received_at;
   const went = record.backend ? `on ${record.backend}${record.is_spill ? ", as a spill" : ""}` : "nowhere";
-  const how = record.error_code ? `${words(record.ending)} with ${record.status} ${record.error_code}` : words(record.ending);
+  const how = record.error_code ? `${words(record.ending)} with ${record.status} ${record.error_code}` : record.ending === "left" ? "the caller left" : words(record.ending);
   const longest = phases.reduce((one, other) => (other.to - other.from > one.to - one.from ? other : one));
   const share = (longest.to - longest.from) / Math.max(total, 1e-9);
   const most = share > 0.4 ? ` Most of it: ${longest.name}, ${seconds(longest.to - longest.from)}.` : "";
