@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from heapq import heappop, heappush
 from statistics import fmean
 
-from benchmarks.routers import ESTIMATE_BAND, at_once
+from benchmarks.routers import ESTIMATE_BAND
 from benchmarks.routing import machine
 from benchmarks.scoring import quantile
 from benchmarks.traffic import clipped, lognormal
@@ -52,6 +52,7 @@ from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s
 from gateway.jobs import WorkerRules
 from gateway.ports import Slot
 from gateway.profiles import library
+from gateway.replay.router import at_once
 from gateway.store.memory import MemoryLedger
 
 SWAP_S = 306.0

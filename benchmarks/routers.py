@@ -1,21 +1,18 @@
 """The policies that the routing benchmark compares: the gateway's own code, and four that others use."""
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from benchmarks.traffic import Arrival, Kind
 from benchmarks.virtual_fleet import Fate, Fleet, fleet_profiles
-from gateway.core import classification
-from gateway.core.health import BackendStatus, State
-from gateway.core.selection import BackendView
+from gateway.core.asked import Asked
 from gateway.core.values import (
     Backend,
     Bound,
     Comparison,
     CountMode,
-    Demand,
     Endpoint,
     Estimate,
     Gates,
@@ -23,31 +20,17 @@ from gateway.core.values import (
     ModelPolicy,
     Policy,
     Pool,
-    Prompt,
-    Request,
     Spill,
     TrafficClass,
     Waiting,
     When,
 )
-from gateway.core.waiting import Refused, Ticket, WaitingLine, fastest_prefill_s
-from gateway.ports import Slot
-from gateway.store.memory import MemoryLedger
+from gateway.replay.router import PolicyRouter
 
 T = TypeVar("T")
 
 ESTIMATE_BAND = 0.15
 """How far above the estimate the gateway plans: three times the estimate's error."""
-
-
-def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return what a coroutine that never waits returns."""
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
-    raise RuntimeError("it waited")
 
 
 # ------------------------------------------------------------------ the gateway
@@ -93,7 +76,7 @@ def site(knee_seqs: int | None = None, long_seqs: int | None = None) -> Policy:
     )
 
 
-class GatewayRouter:
+class GatewayRouter(PolicyRouter[Arrival]):
     """The product's own classify, select, admit, queue and shed code; only time and servers are models."""
 
     is_patient = True
@@ -103,97 +86,29 @@ class GatewayRouter:
 
         `band`: how far above the estimate it plans. `is_told_output`: callers give `max_tokens`.
         """
-        self._policy = policy
+        super().__init__(policy, self._asked)
         self._band = band
         self._is_told_output = is_told_output
-        self._ledger = MemoryLedger()
-        self._line = WaitingLine()
-        self._slots: dict[int, Slot] = {}
-        self._arrivals: dict[str, Arrival] = {}
-        self._status = BackendStatus(state=State.UP, served_models=("gemma",))
         self.above_cap = 0
 
-    def arrive(self, fleet: Fleet, arrival: Arrival) -> None:
-        """Estimate, classify, enter the line."""
-        model = self._policy.models[0]
-        request = Request(
-            Endpoint.CHAT,
-            "gemma",
-            Prompt(),
+    def _asked(self, arrival: Arrival) -> tuple[Asked, None]:
+        tokens = arrival.estimate_tokens
+        asked = Asked(
+            policy="",
+            model="gemma",
+            endpoint=Endpoint.CHAT,
+            estimate=Estimate(tokens, round(tokens * (1 + self._band)), CountMode.APPROXIMATE),
             stream=True,
             max_tokens=arrival.output_tokens if self._is_told_output else None,
             reasoning=arrival.kind is Kind.REASONING,
         )
-        tokens = arrival.estimate_tokens
-        estimate = Estimate(tokens, round(tokens * (1 + self._band)), CountMode.APPROXIMATE)
-        matched = classification.classify(model, request, estimate)
-        assert matched is not None
-        traffic_class = matched[0]
-        demand = Demand.of(request, estimate, classification.output_tokens(traffic_class, request))
-        ticket = Ticket(
-            id=str(arrival.id),
-            model=model.id,
-            policy=self._policy,
-            traffic_class=traffic_class,
-            demand=demand,
-            key=None,
-            arrived_at=fleet.now,
-            prefill_s=fastest_prefill_s(self._policy, traffic_class, demand),
-        )
-        self._arrivals[ticket.id] = arrival
-        refused = self._line.enter(ticket, fleet.now)
-        if refused is not None:
-            self._refuse(fleet, refused)
-            return
-        self.look(fleet)
+        return asked, None
 
-    def answered(self, fleet: Fleet, fate: Fate) -> None:
-        """Its prompt is work outstanding no more."""
-        at_once(self._ledger.answered(self._slots[fate.arrival.id]))
-        self.look(fleet)
-
-    def ended(self, fleet: Fleet, fate: Fate) -> None:
-        """Give its place back, and to the next."""
-        at_once(self._ledger.release(self._slots.pop(fate.arrival.id)))
-        self._line.released(str(fate.arrival.id), fate.backend, fleet.now)
-        self.look(fleet)
-
-    def left(self, fleet: Fleet, fate: Fate) -> None:
-        """Forget it."""
-        self._line.leave(str(fate.arrival.id))
-
-    def look(self, fleet: Fleet) -> None:
-        """Take a turn of the line, and do what it says."""
-        views = {
-            name: BackendView(backend, self._ledger.load(name), self._status)
-            for name, backend in self._policy.backends.items()
-        }
-        turn = self._line.turn(fleet.now, views)
-        for offer in turn.offers:
-            candidate = offer.candidates[0]
-            slot = at_once(self._ledger.acquire(candidate.backend, candidate.claim, candidate.limits))
-            if not isinstance(slot, Slot):
-                self._line.missed(offer.ticket.id, [candidate.backend], fleet.now)
-                fleet.look_at(fleet.now)
-                continue
-            arrival = self._arrivals.pop(offer.ticket.id)
-            self._slots[arrival.id] = slot
-            self._line.started(offer.ticket.id, fleet.now)
-            fleet.send(arrival, candidate.backend)
-            self._check_cap(fleet, candidate.backend)
-        for refused in turn.refused:
-            self._refuse(fleet, refused)
-        if turn.look_again_at is not None:
-            fleet.look_at(turn.look_again_at)
-
-    def _check_cap(self, fleet: Fleet, name: str) -> None:
+    def sent(self, fleet: Fleet, name: str) -> None:
         """Compare what the server really holds with what policy allows: the ledger has no say in this."""
         capacity, box = self._policy.backends[name].capacity, fleet.boxes[name]
         is_over_kv = capacity.kv_blocks is not None and box.engine.kv_usage > capacity.kv_budget
         self.above_cap += is_over_kv or box.in_flight > max(step.seqs for step in capacity.knee)
-
-    def _refuse(self, fleet: Fleet, refused: Refused) -> None:
-        fleet.refuse(self._arrivals.pop(refused.id), refused.reason.value)
 
 
 # ------------------------------------------------------------------ the others

@@ -35,7 +35,7 @@ from benchmarks.routers import (
 )
 from benchmarks.scoring import HEAD, WARM_UP_S, Score, averaged, row, score
 from benchmarks.traffic import MIXES, arrivals
-from benchmarks.virtual_fleet import Fleet, Router
+from benchmarks.virtual_fleet import Router, fleet_of
 from gateway.core.estimation import APPROXIMATE_BAND
 
 DURATION_S = 2400.0
@@ -78,7 +78,7 @@ def run(
     began = time.perf_counter()
     rate = {} if reasoning else {"reasoning_per_s": 0.0}
     chosen = router(policy)
-    fleet = Fleet(
+    fleet = fleet_of(
         chosen, arrivals(MIXES[mix], load, seed, duration_s=duration_s, **rate), WARM_UP_S, duration_s
     )
     fleet.run()

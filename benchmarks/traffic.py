@@ -34,6 +34,11 @@ class Arrival:
     output_tokens: int
     estimate_tokens: int
 
+    @property
+    def seqs(self) -> int:
+        """Sequences it occupies: nobody asks for several answers."""
+        return 1
+
 
 @dataclass(frozen=True, slots=True)
 class Mix:

@@ -155,8 +155,10 @@ class Gateway:
         self.webhooks = parts.webhooks(settings, environ, self.clock, self.metrics)
         self.tracing = parts.tracing(settings, environ, lambda: self.policy.backends, self.metrics)
         self.metrics_push = parts.metrics_push(settings, environ, self.metrics, self.clock)
-        recorders: list[Recorder] = [self.metrics, self.journal, RequestLog()]
-        recorder = Recorders(recorders if self.tracing is None else [*recorders, self.tracing])
+        self.decisions = parts.decision_log(settings, self.metrics, self.clock)
+        recorders: list[Recorder | None] = [self.metrics, self.journal, RequestLog()]
+        recorders += [self.tracing, self.decisions]
+        recorder = Recorders([one for one in recorders if one is not None])
         self.pipeline = Pipeline(
             policy=lambda: self.policy,
             estimator=self.estimator,
@@ -268,6 +270,7 @@ class Gateway:
         for name in set(self.policy.backends) - set(policy.backends):
             self.counts.forget(name)
         self.settings, self.policy = settings, policy
+        parts.tell_policy(self.decisions, settings)
         self.keys.replace(digests)
         self.peers.know_keys(digests)
         self.upstream.update(policy.backends.values(), secrets=secrets, tls=tls)
@@ -391,6 +394,7 @@ class Gateway:
                 tasks.start_soon(self.reloader.watch)
             if self.metrics_push is not None:
                 tasks.start_soon(self.metrics_push.run)
+            self._open_telemetry()
             for listener in self._listeners:
                 tasks.start_soon(listener.run_until_stopped)
                 await listener.wait_started()
@@ -429,12 +433,18 @@ class Gateway:
         self.estimator.close()
         await anyio.to_thread.run_sync(self._close_telemetry)
 
+    def _open_telemetry(self) -> None:
+        if self.decisions is not None:
+            self.decisions.start()
+
     def _close_telemetry(self) -> None:
         """Send what is left; a receiver that is away holds that up for some seconds."""
         if self.tracing is not None:
             self.tracing.close()
         if self.metrics_push is not None:
             self.metrics_push.close()
+        if self.decisions is not None:
+            self.decisions.close()
 
 
 async def serve(

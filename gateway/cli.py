@@ -40,6 +40,7 @@ class Commands(click.RichGroup):
         "box-switch": "gateway.simulator.box_command",
         "demo": "gateway.demo.command",
         "jobs": "gateway.job_commands",
+        "replay": "gateway.replay.command",
         "simulate": "gateway.simulator.command",
         "simulate-box": "gateway.simulator.box_command",
     }

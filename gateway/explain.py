@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gateway import what_if
+from gateway.core import deciding
 from gateway.core.errors import GatewayError
 from gateway.downstream import wire
 from gateway.settings import Settings
@@ -38,13 +39,13 @@ async def explain(
     """
     policy = settings.policy()
     incoming = what_if.read(settings, body, completions=completions, key=key, headers=headers)
-    model = what_if.model_of(policy, incoming.request.model)
+    model = deciding.model_of(policy, incoming.request.model)
     estimator = open_estimator(settings.vocab)
     try:
         estimate = await estimator.estimate(incoming.request.prompt, model.template, policy.window_tokens)
     finally:
         estimator.close()
-    found = what_if.decided(policy, incoming.request, estimate, what_if.idle(policy, model))
+    found = what_if.decided(policy, incoming.request, estimate, deciding.idle(policy))
     return Explanation(found.classes, found.decision, tuple(incoming.dropped), policy.version)
 
 

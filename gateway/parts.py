@@ -45,6 +45,7 @@ from gateway.store.redis import RedisLedger
 from gateway.store.responses import MemoryResponseStore, RedisResponseStore
 from gateway.store.webhooks import RedisWebhooks
 from gateway.telemetry import logs
+from gateway.telemetry.decision_log import DecisionLog
 from gateway.telemetry.job_metrics import JobMetrics
 from gateway.telemetry.metrics import Metrics
 from gateway.tokenizer import PromptEstimator
@@ -311,6 +312,34 @@ def metrics_push(
 
     headers = settings.otlp_headers(environ)
     return MetricsPush(metrics.registry, otlp.endpoint, headers, otlp.service_name, section.interval_s, clock)
+
+
+def decision_log(settings: Settings, metrics: Metrics, clock: SystemClock) -> DecisionLog | None:
+    """Return what writes decisions to a file, or None where nothing is written.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    section, file = settings.decisions, settings.decisions_file
+    if section is None or file is None:
+        return None
+    found = DecisionLog(
+        file,
+        max_bytes=section.max_bytes,
+        files=section.files,
+        has_keys=section.key_names,
+        clock=clock,
+        on_lines=lambda outcome, count: metrics.decisions.labels(outcome).inc(count),
+    )
+    tell_policy(found, settings)
+    return found
+
+
+def tell_policy(log: DecisionLog | None, settings: Settings) -> None:
+    """Have the policy of these settings written before what is decided under it."""
+    if log is not None:
+        boxes = {name: tuple(box.backends) for name, box in settings.boxes.items()}
+        log.policy_in_force(settings.policy(), settings.engines(), boxes)
 
 
 def store_changed(mode: Mode) -> None:

@@ -8,16 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from gateway.core import admission, classification, deciding
-from gateway.core.errors import CallerError, ModelNotFound
-from gateway.core.health import BackendStatus, State
+from gateway.core.asked import matched_headers
+from gateway.core.errors import CallerError
 from gateway.core.selection import BackendView
 from gateway.core.values import (
-    Backend,
     Decision,
     Endpoint,
     Estimate,
-    Load,
-    ModelPolicy,
     Policy,
     Request,
 )
@@ -115,31 +112,6 @@ def read(
     return wire.read(endpoint, body, wire_rules(settings), arrival=_NOW, key=key, headers=headers)
 
 
-def model_of(policy: Policy, name: str) -> ModelPolicy:
-    """Return the model of that name.
-
-    Raises:
-        ModelNotFound: there is none.
-    """
-    model = policy.model(name)
-    if model is None:
-        raise ModelNotFound(f"The model `{name}` does not exist.", param="model")
-    return model
-
-
-def idle(policy: Policy, model: ModelPolicy) -> Mapping[str, BackendView]:
-    """Return the backends of a policy as if all were healthy, and nothing ran."""
-    return {name: _idle(backend, model) for name, backend in policy.backends.items()}
-
-
-def _idle(backend: Backend, model: ModelPolicy) -> BackendView:
-    return BackendView(
-        backend=replace(backend, versions=()),  # an engine that nobody has asked has the right one
-        load=Load(),
-        status=BackendStatus(state=State.UP, served_models=(backend.model or model.id,)),
-    )
-
-
 def decided(
     policy: Policy, request: Request, estimate: Estimate, views: Mapping[str, BackendView]
 ) -> Explanation:
@@ -148,7 +120,7 @@ def decided(
     Raises:
         CallerError: the gateway would refuse it before looking at backends.
     """
-    model = model_of(policy, request.model)
+    model = deciding.model_of(policy, request.model)
     traffic_class, decision = deciding.decide(policy, model, request, estimate, lambda _: views)
     verdicts = [
         ClassVerdict(one.name, matched=True, why=decision.class_reason)
@@ -224,32 +196,32 @@ class WhatIf:
             headers=question.headers,
         )
         request = incoming.request
-        model = model_of(policy, request.model)
+        model = deciding.model_of(policy, request.model)
         estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
-        views, notes = self._views(policy, model, self._pipeline.prefix_shares(request.prefixes))
+        views, notes = self._views(policy, self._pipeline.prefix_shares(request.prefixes))
         found = decided(policy, request, estimate, views)
         return replace(found, dropped=tuple(incoming.dropped), notes=notes)
 
     def _again(self, policy: Policy, request_id: str) -> Explanation:
         record = self._journal.find(request_id)
-        request = None if record is None else record.as_request()
-        if record is None or request is None or record.decision is None:
+        if record is None or record.asked is None or record.decision is None:
             raise RequestForgotten("Nothing is kept of that request that could be decided again.")
-        views, notes = self._views(policy, model_of(policy, request.model), _held(record.decision))
-        found = decided(policy, request, record.decision.estimate, views)
+        request = record.asked.request(record.key)
+        views, notes = self._views(policy, _held(record.decision))
+        found = decided(policy, request, record.asked.estimate, views)
         return replace(found, notes=(*self._unkept(policy, request), *notes))
 
     def _views(
-        self, policy: Policy, model: ModelPolicy, held: Mapping[str, float]
+        self, policy: Policy, held: Mapping[str, float]
     ) -> tuple[Mapping[str, BackendView], tuple[str, ...]]:
         """Return the backends of a policy as they stand, and what is not known of them."""
-        known = self._pipeline.sights(held)
+        known, idle = self._pipeline.sights(held), deciding.idle(policy)
         views, unknown = {}, []
         for name, backend in policy.backends.items():
             view = known.get(name)
             if view is None or (view.backend.url, view.backend.model) != (backend.url, backend.model):
                 unknown.append(name)
-                views[name] = _idle(backend, model)
+                views[name] = idle[name]
                 continue
             share_max = admission.WHOLE if policy.tpot_target_s(name) is None else view.share_max
             views[name] = replace(view, backend=backend, share_max=share_max)
@@ -263,7 +235,9 @@ class WhatIf:
             "Decided again from what is kept of the request: its length as it was estimated, its key and its "
             "features. The text is not kept, so the length is not counted anew. The fleet is as it is now."
         ]
-        missing = _headers_asked(policy, request.model) - _headers_asked(self._policy(), request.model)
+        missing = set(matched_headers(policy, request.model)) - set(
+            matched_headers(self._policy(), request.model)
+        )
         if missing:
             names = ", ".join(sorted(missing))
             notes.append(f"Headers that the policy in force does not ask for are not kept: {names}.")
@@ -281,8 +255,3 @@ class WhatIf:
 def _held(decision: Decision) -> Mapping[str, float]:
     """Return what a decision saw of the conversation on each backend: of those that it scored."""
     return {one.backend: one.scores.get("prefix_affinity", 0.0) for one in decision.candidates}
-
-
-def _headers_asked(policy: Policy, name: str) -> set[str]:
-    model = policy.model(name)
-    return set() if model is None else {header for one in model.classes for header, _ in one.when.headers}

@@ -33,6 +33,7 @@ def run(*arguments: str, stdin: str | None = None) -> Result:
         "box-switch",
         "check",
         "explain",
+        "replay",
         "schema",
         "version",
         "tokens",

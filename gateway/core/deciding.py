@@ -1,14 +1,27 @@
 """The whole decision for one request: classify, say what it needs, rank the backends. Pure.
 
-The gateway and `explain` both decide here, so that what is explained is what happens.
+The gateway, `explain` and `replay` all decide here, so that what is explained is what happens.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from gateway.core import classification, selection
-from gateway.core.errors import InvalidRequest
+from gateway.core.errors import CallerError, ContextExceeded, InvalidRequest, ModelNotFound
+from gateway.core.health import BackendStatus, State
 from gateway.core.selection import BackendView
-from gateway.core.values import Decision, Demand, Estimate, ModelPolicy, Policy, Request, TrafficClass
+from gateway.core.values import (
+    CountMode,
+    Decision,
+    Demand,
+    Estimate,
+    Exclusion,
+    Load,
+    ModelPolicy,
+    Policy,
+    Request,
+    TrafficClass,
+)
 
 Views = Callable[[TrafficClass], Mapping[str, BackendView]]
 """Returns how the backends of a class's pools stand at this moment."""
@@ -29,3 +42,73 @@ def decide(
     demand = Demand.of(request, estimate, classification.output_tokens(traffic_class, request))
     seen = views(traffic_class)
     return traffic_class, selection.decide(policy, model.id, traffic_class, reason, estimate, demand, seen)
+
+
+def model_of(policy: Policy, name: str) -> ModelPolicy:
+    """Return the model that answers to a name.
+
+    Raises:
+        ModelNotFound: none does.
+    """
+    model = policy.model(name)
+    if model is None:
+        known = ", ".join(sorted(known.id for known in policy.models))
+        raise ModelNotFound(f"The model `{name}` does not exist. Known: {known}.", param="model")
+    return model
+
+
+def idle(policy: Policy) -> Mapping[str, BackendView]:
+    """Return the backends of a fleet that is up, as configured, and has nothing to do."""
+    return {
+        name: BackendView(
+            backend=replace(backend, versions=()),  # an engine that nobody has asked has the right one
+            load=Load(),
+            status=BackendStatus(state=State.UP, served_models=(backend.model or "served",)),
+        )
+        for name, backend in policy.backends.items()
+    }
+
+
+def refusal(
+    policy: Policy,
+    traffic_class: TrafficClass,
+    decision: Decision,
+    views: Mapping[str, BackendView],
+    failed: frozenset[str] = frozenset(),
+) -> CallerError | None:
+    """Return why no backend of a request's class could ever take it, or None: it must not wait for nothing.
+
+    `failed`: backends that it has been tried on.
+    """
+    candidates = selection.rank(policy, traffic_class, decision.demand, views, failed=failed)
+    reasons = {candidate.excluded for candidate in candidates if candidate.backend not in failed}
+    if not reasons or not all(reason is not None and reason.is_permanent for reason in reasons):
+        return None
+    if failed:
+        return None  # others could take it, and have failed: the line says so
+    if Exclusion.MODALITY in reasons:
+        name = traffic_class.name
+        return InvalidRequest(
+            f"No backend for {name} requests takes this combination of images, audio and length.",
+            code="unsupported_modality",
+            param="messages",
+        )
+    if Exclusion.SEQS_EXCEEDED in reasons:
+        message = "No backend runs that many choices at once."
+        return InvalidRequest(message, code="too_many_choices", param="n")
+    window = max(views[candidate.backend].capacity.context_tokens for candidate in candidates)
+    return _overlong(decision, window, is_kv=Exclusion.CONTEXT_EXCEEDED not in reasons)
+
+
+def _overlong(decision: Decision, window: int, *, is_kv: bool) -> ContextExceeded:
+    """Return the refusal in the words by which clients recognise an overflow."""
+    demand, estimate = decision.demand, decision.estimate
+    output = demand.total_tokens - estimate.tokens_max
+    about = "at least " if estimate.mode is CountMode.BOUND else ""
+    cache = " and fits into no backend's cache" if is_kv else ""
+    return ContextExceeded(
+        f"This model's maximum context length is {window} tokens, but the request needs {about}"
+        f"{demand.total_tokens} ({estimate.tokens_max} input + {output} output){cache}. "
+        "Input tokens exceed the configured limit [context_length_exceeded].",
+        param="messages",
+    )

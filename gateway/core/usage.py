@@ -1,13 +1,13 @@
 """What a request was and how it went: the record that metrics, logs and the operator's views share."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from gateway.core.asked import Asked
 from gateway.core.errors import GatewayError, ShedError
 from gateway.core.health import Outcome
 from gateway.core.trace import Trace
-from gateway.core.values import Candidate, Decision, Endpoint, Policy, Prompt, Request
+from gateway.core.values import Candidate, Decision
 
 
 class Ending(StrEnum):
@@ -38,46 +38,6 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Features:
-    """What a request asked, beside its demand, as far as a class may ask for it. Never text.
-
-    Attributes:
-        endpoint: The route it came in on, or that a job or response was translated to.
-        max_tokens: Output that the caller allowed, or None.
-        reasoning: Whether it asked for reasoning by its body.
-        tools: Tools that it brought.
-        headers: Of the headers that a class of its model asks for, those it had. A value that no class asks
-            for is not kept: "".
-    """
-
-    endpoint: Endpoint
-    max_tokens: int | None
-    reasoning: bool
-    tools: int
-    headers: Mapping[str, str]
-
-    @classmethod
-    def of(cls, request: Request, policy: Policy) -> "Features":
-        """Return those of a request that came in under a policy."""
-        model = policy.model(request.model)
-        asked: dict[str, set[str]] = {}
-        for one in () if model is None else model.classes:
-            for name, accepted in one.when.headers:
-                asked.setdefault(name, set()).update(accepted)
-        return cls(
-            endpoint=request.endpoint,
-            max_tokens=request.max_tokens,
-            reasoning=request.reasoning,
-            tools=request.tools,
-            headers={
-                name: request.headers[name] if request.headers[name] in accepted else ""
-                for name, accepted in asked.items()
-                if name in request.headers
-            },
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +78,7 @@ class RequestRecord:
         ttft_target_s: How soon after its arrival its class wants the first token; None where it has no class.
         trace: Where it belongs among traces; its attempts are the children 1, 2, ... of its own span.
         route: The path it came to, as its template; "" for a job.
-        features: What else it asked; None where it could not be read.
+        asked: What it asked; None when it failed before its prompt was counted.
     """
 
     id: str
@@ -145,7 +105,7 @@ class RequestRecord:
     ttft_target_s: float | None = None
     trace: Trace | None = None
     route: str = ""
-    features: Features | None = None
+    asked: Asked | None = None
 
     @property
     def tpot_s(self) -> float | None:
@@ -153,25 +113,3 @@ class RequestRecord:
         if self.usage is None or self.first_byte_at is None or self.usage.completion_tokens < 2:
             return None
         return (self.ended_at - self.first_byte_at) / (self.usage.completion_tokens - 1)
-
-    def as_request(self) -> Request | None:
-        """Return the request again, without its text: enough to decide anew; None where none was decided."""
-        if self.decision is None or self.features is None:
-            return None
-        demand, features = self.decision.demand, self.features
-        return Request(
-            endpoint=features.endpoint,
-            model=self.model,
-            prompt=Prompt(),
-            stream=self.stream,
-            max_tokens=features.max_tokens,
-            seqs=demand.seqs,
-            choices=demand.seqs,
-            prompts=demand.prompts,
-            reasoning=features.reasoning,
-            images=demand.images,
-            audios=demand.audios,
-            tools=features.tools,
-            key=self.key,
-            headers=features.headers,
-        )

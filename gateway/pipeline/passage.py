@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from gateway.core.usage import AttemptRecord, Ending, Features, RequestRecord, Usage
+from gateway.core.asked import Asked
+from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
 from gateway.core.values import Candidate, Decision, Policy
 from gateway.pipeline.caller import KeepAlive
 from gateway.ports import Downstream, Headers, Incoming
@@ -22,6 +23,7 @@ class Passage:
         downstream: Where the answer goes.
         policy: The policy it started with and keeps.
         estimated_at, admitted_at: As in `RequestRecord`.
+        asked: What it asked, once its prompt is counted.
         decision: Where it may go and why, once decided.
         served_by: The candidate being asked, or that answered.
         attempts: Every try that ended, in order.
@@ -42,6 +44,7 @@ class Passage:
     policy: Policy
     estimated_at: float | None = None
     admitted_at: float | None = None
+    asked: Asked | None = None
     decision: Decision | None = None
     served_by: Candidate | None = None
     attempts: list[AttemptRecord] = field(default_factory=list)
@@ -105,6 +108,7 @@ class Passage:
             estimated_at=self.estimated_at,
             admitted_at=self.admitted_at,
             first_byte_at=self.first_byte_at,
+            asked=self.asked,
             decision=self.decision,
             placed=self.served_by,
             is_spill=self.served_by is not None and self.served_by.is_spill,
@@ -116,7 +120,6 @@ class Passage:
             ttft_target_s=self._ttft_target_s(),
             trace=arrival.trace,
             route=arrival.route,
-            features=Features.of(request, self.policy),
         )
 
     def _ttft_target_s(self) -> float | None:

@@ -12,17 +12,15 @@ from types import MappingProxyType
 import anyio
 from anyio.abc import TaskGroup
 
-from gateway.core import classification, deciding, retry, selection
+from gateway.core import classification, deciding, retry
+from gateway.core.asked import Asked
 from gateway.core.box import Standing
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
     AnswerUnfit,
     AtCapacity,
-    ContextExceeded,
     GatewayError,
-    InvalidRequest,
-    ModelNotFound,
     ShedError,
     StreamBroken,
     UpstreamError,
@@ -33,11 +31,9 @@ from gateway.core.usage import Ending
 from gateway.core.values import (
     Backend,
     Candidate,
-    CountMode,
     Decision,
     Endpoint,
     Estimate,
-    Exclusion,
     ModelPolicy,
     Policy,
     Prefixes,
@@ -177,7 +173,7 @@ class Pipeline:
             CallerError: no backend could ever take it.
         """
         policy = self._policy()
-        model = _model(policy, incoming.request.model)
+        model = deciding.model_of(policy, incoming.request.model)
         estimate = estimate or await self._estimator.estimate(
             incoming.request.prompt, model.template, policy.window_tokens
         )
@@ -298,12 +294,13 @@ class Pipeline:
     async def _decide(self, passage: Passage, estimate: Estimate | None) -> Ticket:
         """Return the ticket with which the request stands in line, once it is known where it may go."""
         policy, request = passage.policy, passage.incoming.request
-        model = _model(policy, request.model)
+        model = deciding.model_of(policy, request.model)
         if estimate is None:
             estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
         passage.estimated_at = self._clock.now()
         passage.policy = policy = self._policy()  # it may have changed while the prompt was counted
-        model = _model(policy, request.model)
+        model = deciding.model_of(policy, request.model)
+        passage.asked = _asked(policy, passage.incoming, estimate)
         passage.decision, ticket = self._ticket(policy, model, passage.incoming, estimate)
         return ticket
 
@@ -316,12 +313,13 @@ class Pipeline:
         if policy is ticket.policy or decision is None:
             return ticket
         try:
-            model = _model(policy, passage.incoming.request.model)
+            model = deciding.model_of(policy, passage.incoming.request.model)
             decision, anew = self._ticket(policy, model, passage.incoming, decision.estimate)
             self._check_fit(decision, anew)
         except GatewayError:
             return ticket
         passage.policy, passage.decision = policy, decision
+        passage.asked = _asked(policy, passage.incoming, decision.estimate)
         return replace(anew, failed=ticket.failed, waited_s=ticket.waited_s, deadline=ticket.deadline)
 
     def _ticket(
@@ -382,26 +380,9 @@ class Pipeline:
             CallerError: which says what to change.
         """
         views = self._views(ticket.policy.backends)
-        candidates = selection.rank(
-            ticket.policy, ticket.traffic_class, ticket.demand, views, failed=ticket.failed
-        )
-        reasons = {candidate.excluded for candidate in candidates if candidate.backend not in ticket.failed}
-        if not reasons or not all(reason is not None and reason.is_permanent for reason in reasons):
-            return
-        if ticket.failed:
-            return  # others could take it, and have failed: the line says so
-        name = ticket.traffic_class.name
-        if Exclusion.MODALITY in reasons:
-            raise InvalidRequest(
-                f"No backend for {name} requests takes this combination of images, audio and length.",
-                code="unsupported_modality",
-                param="messages",
-            )
-        if Exclusion.SEQS_EXCEEDED in reasons:
-            message = "No backend runs that many choices at once."
-            raise InvalidRequest(message, code="too_many_choices", param="n")
-        window = max(views[candidate.backend].capacity.context_tokens for candidate in candidates)
-        raise _overlong(decision, window, is_kv=Exclusion.CONTEXT_EXCEEDED not in reasons)
+        refusal = deciding.refusal(ticket.policy, ticket.traffic_class, decision, views, ticket.failed)
+        if refusal is not None:
+            raise refusal
 
     # -------------------------------------------------------------- relay, account
 
@@ -485,23 +466,7 @@ def patience_s(headers: Mapping[str, str]) -> float | None:
     return wait_s if 0 < wait_s < float("inf") else None
 
 
-def _model(policy: Policy, name: str) -> ModelPolicy:
-    model = policy.model(name)
-    if model is None:
-        known = ", ".join(sorted(known.id for known in policy.models))
-        raise ModelNotFound(f"The model `{name}` does not exist. Known: {known}.", param="model")
-    return model
-
-
-def _overlong(decision: Decision, window: int, *, is_kv: bool) -> ContextExceeded:
-    """Return the refusal in the words by which clients recognise an overflow."""
-    demand, estimate = decision.demand, decision.estimate
-    output = demand.total_tokens - estimate.tokens_max
-    about = "at least " if estimate.mode is CountMode.BOUND else ""
-    cache = " and fits into no backend's cache" if is_kv else ""
-    return ContextExceeded(
-        f"This model's maximum context length is {window} tokens, but the request needs {about}"
-        f"{demand.total_tokens} ({estimate.tokens_max} input + {output} output){cache}. "
-        "Input tokens exceed the configured limit [context_length_exceeded].",
-        param="messages",
-    )
+def _asked(policy: Policy, incoming: Incoming, estimate: Estimate) -> Asked:
+    request = incoming.request
+    wait_s = patience_s(request.headers)
+    return Asked.of(policy, request, estimate, size_bytes=incoming.size_bytes, patience_s=wait_s)

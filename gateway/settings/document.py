@@ -21,6 +21,7 @@ from gateway.core.values import (
     Waiting,
     Weights,
 )
+from gateway.settings.decisions import DecisionsSection
 from gateway.settings.fields import (
     AddressText,
     Attempts,
@@ -854,6 +855,9 @@ class Document(Section):
 
     telemetry: TelemetrySection = TelemetrySection()
     """What is sent to an OpenTelemetry receiver."""
+
+    decisions: DecisionsSection | None = None
+    """A log of decisions, to try another policy on. Left out, none is written."""
 
     reload: ReloadSection = ReloadSection()
     """Another configuration while the gateway runs."""

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from gateway.core.box import BoxRules
 from gateway.core.errors import ConfigError
-from gateway.core.profile import Profile
+from gateway.core.profile import EngineFlags, Profile
 from gateway.core.swap_policy import SwapRules, Trigger
 from gateway.core.values import (
     Backend,
@@ -33,6 +33,7 @@ from gateway.core.values import (
     WhenLate,
 )
 from gateway.core.webhooks import WebhookEndpoint, read_secret
+from gateway.settings.decisions import DecisionsSection
 from gateway.settings.document import (
     BackendSection,
     BoxSection,
@@ -251,6 +252,10 @@ class Settings:
         """Return the profile of a backend, the site's own figures in it, its `limits` not."""
         return resolve(self.document.profiles, self.document.backends[backend_id].profile)
 
+    def engines(self) -> Mapping[str, EngineFlags]:
+        """Return the launch flags of each backend's engine, as its profile says."""
+        return {name: self.profile(name).flags for name in self.document.backends}
+
     def _pool(self, name: str, section: PoolSection) -> Pool:
         own = {key: value for key, value in section.timeouts.model_dump().items() if value is not None}
         return Pool(
@@ -365,6 +370,16 @@ class Settings:
     def telemetry(self) -> TelemetrySection:
         """What is sent to an OpenTelemetry receiver."""
         return self.document.telemetry
+
+    @property
+    def decisions(self) -> DecisionsSection | None:
+        """What is written of decisions, or None for nothing."""
+        return self.document.decisions
+
+    @property
+    def decisions_file(self) -> Path | None:
+        """The file that they are appended to, or None where there is none."""
+        return None if self.decisions is None else self._file(self.decisions.file)
 
     def otlp_headers(self, environ: Mapping[str, str]) -> Mapping[str, str]:
         """Return the headers that the OpenTelemetry receiver wants.

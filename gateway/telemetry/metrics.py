@@ -162,6 +162,12 @@ class Metrics:
         self.traces = Counter(
             "gateway_traces", "Requests that were kept as a trace, by why.", ("reason",), registry=registry
         )
+        self.decisions = Counter(
+            "gateway_decisions",
+            "Requests for the log of decisions, by whether they are in it.",
+            ("outcome",),
+            registry=registry,
+        )
         self.webhooks = Counter(
             "gateway_webhooks",
             "Attempts to deliver a webhook, by outcome.",

@@ -130,7 +130,7 @@ async def test_of_a_past_request_its_text_and_what_nobody_asked_for_are_not_kept
     models["gemma-4"]["classes"].append({"class": "rest", "pools": ["light"]})
     found = (await asked(fleet, request_id=request_id, config=config(fleet, models=models))).json()
 
-    assert json.loads(kept)["features"]["headers"] == {"x-tier": ""}  # it had one, of another value
+    assert json.loads(kept)["asked"]["headers"] == {"x-tier": True}  # it had one, of another value
     assert SECRET_TEXT not in kept
     assert found["decision"]["traffic_class"] == "rest"
     assert "Headers that the policy in force does not ask for are not kept: x-other." in found["notes"]
@@ -142,7 +142,7 @@ async def test_what_would_be_refused_is_an_answer(fleet: Site) -> None:
     assert found.json()["refused"] == {
         "status": 404,
         "code": "model_not_found",
-        "message": "The model `gpt-5` does not exist.",
+        "message": "The model `gpt-5` does not exist. Known: gemma-4.",
     }
 
 

@@ -1,0 +1,300 @@
+"""A fleet in virtual time: engine models behind a policy, from the first arrival to the last token. Pure.
+
+The servers are `core.engine`'s model of vLLM. What is not in it is not here either: there is no prefix
+cache, no failure, no network; every server is up from the beginning to the end.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+from typing import Generic, Protocol, TypeVar
+
+from gateway.core.engine import Engine
+from gateway.core.perf import PerfModel
+from gateway.core.profile import EngineFlags
+from gateway.core.values import Capacity
+
+
+class Deployment(Protocol):
+    """What a server's engine is made of; a `Profile` is one."""
+
+    @property
+    def capacity(self) -> Capacity:
+        """What it can hold."""
+
+    @property
+    def perf(self) -> PerfModel:
+        """Its latency model."""
+
+    @property
+    def flags(self) -> EngineFlags:
+        """Its launch flags."""
+
+
+class Arriving(Protocol):
+    """One request of the outside world."""
+
+    @property
+    def id(self) -> int:
+        """Its place among all arrivals, from 0."""
+
+    @property
+    def at(self) -> float:
+        """Seconds at which it arrives."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The true length of its prompt."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens after which each of its answers ends."""
+
+    @property
+    def seqs(self) -> int:
+        """Sequences it occupies."""
+
+
+A = TypeVar("A", bound=Arriving)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a caller waits, in seconds: for the first token, or for the whole answer."""
+
+    seconds: float = inf
+    is_for_all: bool = False
+
+
+@dataclass(slots=True)
+class Fate(Generic[A]):
+    """What became of one request. Times in virtual seconds; None where that point was not reached.
+
+    `is_undecided`: it was still running when the run ended, and nothing that it had promised was broken.
+    """
+
+    arrival: A
+    backend: str = ""
+    sent_at: float | None = None
+    first_at: float | None = None
+    done_at: float | None = None
+    refused: str = ""
+    left: bool = False
+    output_tokens: int = 0
+    is_undecided: bool = False
+    running: set[int] = field(default_factory=set)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds to the first token."""
+        return None if self.first_at is None else self.first_at - self.arrival.at
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean seconds per token after the first."""
+        if self.first_at is None or self.done_at is None:
+            return inf
+        return (self.done_at - self.first_at) / max(1, self.output_tokens - 1)
+
+
+class Router(Protocol[A]):
+    """A policy. It hears what happens and calls `Fleet.send` and `Fleet.refuse`."""
+
+    def arrive(self, fleet: "Fleet[A]", arrival: A) -> None:
+        """A request came in."""
+
+    def answered(self, fleet: "Fleet[A]", fate: Fate[A]) -> None:
+        """A request had its first token."""
+
+    def ended(self, fleet: "Fleet[A]", fate: Fate[A]) -> None:
+        """A request that was sent has finished, or its caller has left."""
+
+    def left(self, fleet: "Fleet[A]", fate: Fate[A]) -> None:
+        """A caller left before its request was sent anywhere."""
+
+    def look(self, fleet: "Fleet[A]") -> None:
+        """The time asked for with `Fleet.look_at` has come."""
+
+
+@dataclass(slots=True)
+class Box:
+    """One server.
+
+    Attributes:
+        name: Its backend's.
+        profile: What it is.
+        engine: Its engine.
+        in_flight: Requests it has.
+        kv_usage_max: The largest share of its KV pool that was ever in use.
+        tokens: Tokens it made in the time that counts.
+        is_running: Whether a step is under way.
+        misfits: Requests that it could not hold at all.
+    """
+
+    name: str
+    profile: Deployment
+    engine: Engine
+    in_flight: int = 0
+    kv_usage_max: float = 0.0
+    tokens: int = 0
+    is_running: bool = False
+    misfits: int = 0
+
+    @classmethod
+    def of(cls, name: str, profile: Deployment) -> "Box":
+        """Return an idle server."""
+        capacity = profile.capacity
+        return cls(name, profile, Engine(profile.perf, profile.flags, capacity.kv, capacity.kv_blocks))
+
+
+@dataclass(slots=True)
+class Fleet(Generic[A]):
+    """The event loop. `run` it once.
+
+    Attributes:
+        router: What decides.
+        arrivals: What comes, numbered from 0 in this order.
+        profiles: The servers, by name.
+        patience: How long the caller of a request waits.
+        counted_from_s, counted_until_s: The time in which tokens count.
+        now: Virtual seconds.
+        boxes: The servers as they are.
+        fates: What became of each arrival, in their order.
+    """
+
+    router: Router[A]
+    arrivals: Sequence[A]
+    profiles: Mapping[str, Deployment]
+    patience: Callable[[A], Patience]
+    counted_from_s: float = 0.0
+    counted_until_s: float = inf
+    now: float = 0.0
+    boxes: dict[str, Box] = field(default_factory=dict)
+    fates: list[Fate[A]] = field(default_factory=list)
+    _events: list[tuple[float, int, str, object]] = field(default_factory=list)
+    _owners: dict[int, Fate[A]] = field(default_factory=dict)  # of the sequences that run
+    _seqs: int = 0
+    _count: int = 0
+    _looks: float = inf
+
+    def run(self) -> None:
+        """Live through all arrivals and until everything has ended."""
+        self.boxes = {name: Box.of(name, profile) for name, profile in self.profiles.items()}
+        self.fates = [Fate(one) for one in self.arrivals]
+        for one in self.arrivals:
+            self._at(one.at, "arrive", one.id)
+            patience_s = self.patience(one).seconds
+            if patience_s < inf:
+                self._at(one.at + patience_s, "patience", one.id)
+        while self._events:
+            self.now, _, what, subject = heappop(self._events)
+            match what:
+                case "step":
+                    self._stepped(self.boxes[str(subject)])
+                case "arrive":
+                    self.router.arrive(self, self.arrivals[int(str(subject))])
+                case "patience":
+                    self._patience(self.fates[int(str(subject))])
+                case _ if self._looks <= self.now:
+                    self._looks = inf
+                    self.router.look(self)
+
+    # ------------------------------------------------------------ what a router does
+
+    def send(self, arrival: A, name: str) -> None:
+        """Send a request to a server; one that its window does not hold comes back as a 400."""
+        box, fate = self.boxes[name], self.fates[arrival.id]
+        fate.backend, fate.sent_at = name, self.now
+        if not holds(box.profile, arrival):
+            box.misfits += 1
+            fate.refused = "400"
+            self.router.ended(self, fate)
+            return
+        # A caller that sets no limit gets what the window holds, as with vLLM.
+        room = box.profile.capacity.context_tokens - arrival.prompt_tokens
+        fate.output_tokens = min(arrival.output_tokens, room)
+        box.in_flight += 1
+        for _ in range(arrival.seqs):
+            self._seqs += 1
+            self._owners[self._seqs] = fate
+            fate.running.add(self._seqs)
+            box.engine.submit(self._seqs, arrival.prompt_tokens, fate.output_tokens)
+        if not box.is_running:
+            self._step(box)
+
+    def refuse(self, arrival: A, reason: str) -> None:
+        """Turn a request away."""
+        self.fates[arrival.id].refused = reason
+
+    def look_at(self, at: float) -> None:
+        """Have `Router.look` called at a time; the earliest wish counts."""
+        if at < self._looks:
+            self._looks = at
+            self._at(max(at, self.now), "look", None)
+
+    # ------------------------------------------------------------ events
+
+    def _at(self, when: float, what: str, subject: object) -> None:
+        self._count += 1
+        heappush(self._events, (when, self._count, what, subject))
+
+    def _step(self, box: Box) -> None:
+        batch = box.engine.schedule()
+        box.is_running = batch is not None
+        box.kv_usage_max = max(box.kv_usage_max, box.engine.kv_usage)
+        if batch is not None:
+            self._at(self.now + batch.duration_s, "step", box.name)
+
+    def _stepped(self, box: Box) -> None:
+        result = box.engine.complete()
+        if self.counted_from_s <= self.now < self.counted_until_s:
+            box.tokens += sum(gained for _, gained in result.emitted)
+        seen_at = self.now + box.profile.perf.overhead_s
+        answered: list[Fate[A]] = []
+        for seq in result.first:
+            fate = self._owners[seq]
+            if fate.first_at is None:
+                fate.first_at = seen_at
+                answered.append(fate)
+        ended: list[Fate[A]] = []
+        for seq in result.finished:
+            fate = self._owners.pop(seq)
+            fate.running.discard(seq)
+            if not fate.running:
+                fate.done_at = seen_at
+                box.in_flight -= 1
+                ended.append(fate)
+        for fate in answered:
+            if fate.done_at is None:
+                self.router.answered(self, fate)
+        for fate in ended:
+            self.router.ended(self, fate)
+        self._step(box)
+
+    def _patience(self, fate: Fate[A]) -> None:
+        is_over = fate.first_at is not None and not self.patience(fate.arrival).is_for_all
+        if is_over or fate.done_at is not None or fate.refused or fate.left:
+            return
+        fate.left = True
+        if fate.sent_at is None:
+            self.router.left(self, fate)
+            return
+        box = self.boxes[fate.backend]
+        for seq in fate.running:
+            box.engine.abort(seq)
+            del self._owners[seq]
+        fate.running.clear()
+        box.in_flight -= 1
+        self.router.ended(self, fate)
+
+
+def holds(profile: Deployment, arrival: Arriving) -> bool:
+    """Return whether a server's window and KV pool can hold the prompt and any answer at all."""
+    capacity = profile.capacity
+    if arrival.prompt_tokens >= capacity.context_tokens:
+        return False
+    total = min(arrival.prompt_tokens + arrival.output_tokens, capacity.context_tokens)
+    return (
+        capacity.kv is None or capacity.kv_blocks is None or capacity.kv.blocks(total) <= capacity.kv_blocks
+    )

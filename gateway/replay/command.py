@@ -1,0 +1,206 @@
+"""`gemma-gateway replay`: for people and for programs."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import rich_click as click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gateway import settings
+from gateway.core.errors import ConfigError
+from gateway.replay import reading
+from gateway.replay.comparing import Report, compare
+from gateway.replay.figures import Figures
+from gateway.replay.moving import Move
+from gateway.replay.reading import Unusable
+from gateway.replay.tried import Tried
+
+CONFIG_ENV = "GEMMA_GATEWAY_CONFIG"
+FAILURE, USAGE = 1, 2
+PIPED_WIDTH = 160
+BROKEN_SHOWN = 10
+
+
+@click.command()
+@click.argument(
+    "files",
+    metavar="DECISIONS...",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+)
+@click.option(
+    "--config",
+    "-c",
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar=CONFIG_ENV,
+    show_envvar=True,
+    required=True,
+    help="The configuration that is tried.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def replay(files: tuple[Path, ...], config: Path, as_json: bool) -> None:
+    """Show what another configuration would have done with the requests of a log of decisions.
+
+    Takes all files of a log, and of all gateways before the same fleet; sends nothing. docs/replay.md says
+    what the figures are worth.
+    """
+    try:
+        tried = Tried.of(settings.load(config))
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            click.echo(f"{click.style('error', fg='red')}: {line}", err=True)
+        sys.exit(USAGE)
+    try:
+        report = compare(reading.read(files), tried)
+    except Unusable as error:
+        click.echo(str(error), err=True)
+        sys.exit(FAILURE)
+    if as_json:
+        click.echo(json.dumps(asdict(report), indent=2))
+    else:
+        show(report)
+
+
+def show(report: Report, console: Console | None = None) -> None:
+    """Print a report for a person."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPED_WIDTH)
+    for line in _head(report):
+        console.print(line)
+    for line in report.notes:
+        console.print(f"[yellow]note[/]: {escape(line)}", soft_wrap=True)
+    console.print()
+    if not report.moved:
+        console.print("no request moves")
+    else:
+        console.print(f"[bold]{report.moved}[/] of {report.decided} requests move:")
+        for what, moves in report.moves.items():
+            for move in moves:
+                console.print(f"  {what} {escape(_sentence(move))}", soft_wrap=True)
+    for refusal in report.refusals:
+        words = escape(f"{refusal.example}: {refusal.words}")
+        console.print(
+            f"[bold red]{refusal.requests}[/] would be refused ({refusal.code}), {refusal.new} of them were "
+            f"not; {words}",
+            soft_wrap=True,
+        )
+    if report.accepted:
+        console.print(f"[green]{report.accepted}[/] that were refused would be let in")
+    console.print()
+    console.print(_table(report))
+    for line in _distance(report):
+        console.print(line, soft_wrap=True)
+    console.print(_served(report))
+
+
+def _head(report: Report) -> Iterator[str]:
+    first, last = _time(report.first_at), _time(report.last_at)
+    yield f"[bold]{report.requests}[/] requests, {first} to {last} UTC"
+    yield f"recorded under {report.recorded_policy or 'an unknown policy'}, tried: {report.other_policy}"
+    if report.undecided:
+        ends = ", ".join(f"{count} {ending}" for ending, count in sorted(report.undecided.items()))
+        yield f"not decided again, for their prompts were never counted: {ends}"
+    if report.broken:
+        yield f"[yellow]{len(report.broken)} lines could not be read[/]:"
+        yield from (f"  {escape(line)}" for line in report.broken[:BROKEN_SHOWN])
+        if len(report.broken) > BROKEN_SHOWN:
+            yield f"  and {len(report.broken) - BROKEN_SHOWN} more (--json has them all)"
+
+
+def _time(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _sentence(move: Move) -> str:
+    return f"{move.before} -> {move.after}: {move.requests} (such as {move.example})"
+
+
+_COLUMNS = (
+    *("class", "", "requests", "shed", "wait p50", "p95", "TTFT p50", "p95", "late", "total p50"),
+    "tokens/s",
+)
+
+
+def _table(report: Report) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column in {"class", ""} else "right")
+    sides = [("recorded", report.recorded), ("simulated", report.simulated), ("predicted", report.predicted)]
+    known = [(name, side) for name, side in sides if side is not None]
+    for traffic_class in dict.fromkeys(name for _, side in known for name in side.classes):
+        label = traffic_class
+        for name, side in known:
+            if traffic_class in side.classes:
+                style = "bold" if name == "predicted" else None
+                table.add_row(label, name, *_cells(side.classes[traffic_class]), style=style)
+                label = ""
+    return table
+
+
+def _cells(figures: Figures) -> Sequence[str]:
+    return (
+        str(figures.requests),
+        _percent(figures.shed_share),
+        _seconds(figures.wait_p50_s),
+        _seconds(figures.wait_p95_s),
+        _seconds(figures.ttft_p50_s),
+        _seconds(figures.ttft_p95_s),
+        _percent(figures.late_share),
+        _seconds(figures.total_p50_s),
+        f"{figures.tokens_per_s:.1f}",
+    )
+
+
+def _distance(report: Report) -> Iterator[str]:
+    """Yield how far the simulation of the recorded policy is from what was recorded."""
+    if report.simulated is None:
+        return
+    yield "how far the simulation of the recorded policy is from what was recorded:"
+    for name, own in report.recorded.classes.items():
+        other = report.simulated.classes.get(name)
+        if other is None:
+            continue
+        parts = [
+            f"{what} {two / one - 1:+.0%}"
+            for what, one, two in (
+                ("TTFT p50", own.ttft_p50_s, other.ttft_p50_s),
+                ("p95", own.ttft_p95_s, other.ttft_p95_s),
+                ("total p50", own.total_p50_s, other.total_p50_s),
+                ("p95", own.total_p95_s, other.total_p95_s),
+            )
+            if one and two is not None
+        ]
+        if own.wait_p95_s is not None and other.wait_p95_s is not None:
+            parts.append(f"wait p95 {other.wait_p95_s - own.wait_p95_s:+.2f} s")
+        parts.append(f"shed {100 * (other.shed_share - own.shed_share):+.1f} points")
+        yield f"  {name}: {', '.join(parts)}"
+    if report.same_pool_share is not None:
+        yield f"  {_percent(report.same_pool_share)} of what was served is served in the pool that served it"
+
+
+def _served(report: Report) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("served by")
+    sides = {"recorded": report.recorded, "simulated": report.simulated, "predicted": report.predicted}
+    known = {name: side.served for name, side in sides.items() if side is not None}
+    for name in known:
+        table.add_column(name, justify="right")
+    for backend in sorted({one for served in known.values() for one in served}):
+        table.add_row(backend, *(str(served.get(backend, 0)) for served in known.values()))
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

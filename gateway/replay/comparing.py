@@ -1,0 +1,104 @@
+"""What another policy would have done: what moves, what would be refused, how long requests would wait.
+
+A decision is compared as `explain` makes it, on an idle fleet: it depends on nothing but the request, so
+that what moves moves because of the policy. What load makes of it is simulated, for the recorded policy and
+for the other one alike: both figures have the same error, and how large it is shows where the recorded
+policy's are compared with what was recorded.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gateway.replay import figures, simulating
+from gateway.replay.figures import Side
+from gateway.replay.moving import Move, Moves, Refusal
+from gateway.replay.notes import notes
+from gateway.replay.reading import Entry, Log
+from gateway.replay.tried import Tried
+from gateway.telemetry.decision_lines import PolicyLine
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `gemma-gateway replay` says.
+
+    Attributes:
+        files: What was read.
+        requests: Requests in it; `decided`: those that could be decided again.
+        undecided: The others, by how they ended.
+        first_at, last_at: Epoch seconds of the first and last arrival.
+        recorded_policy, other_policy: Versions of the policies that are compared.
+        broken: Places of the lines that could not be read, with why.
+        notes: What has to be known to read the figures.
+        moved: Requests whose class, first pool or first backend is another.
+        moves: The same by what changes (`class`, `pool`, `backend`), from where to where.
+        refusals: What the other policy refuses at once.
+        accepted: Requests that were refused at once, and would not be.
+        recorded: What happened.
+        simulated: What the simulation makes of the recorded policy; None where that is not in the log.
+        predicted: What it makes of the other one.
+        same_pool_share: Share of the requests which were served that the first simulation serves in the
+            pool in which they were.
+    """
+
+    files: tuple[str, ...]
+    requests: int
+    decided: int
+    undecided: Mapping[str, int]
+    first_at: float
+    last_at: float
+    recorded_policy: str
+    other_policy: str
+    broken: Sequence[str]
+    notes: Sequence[str]
+    moved: int
+    moves: Mapping[str, Sequence[Move]]
+    refusals: Sequence[Refusal]
+    accepted: int
+    recorded: Side
+    simulated: Side | None
+    predicted: Side
+    same_pool_share: float | None
+
+
+def compare(log: Log, other: Tried) -> Report:
+    """Return what another policy would have done with the requests of a log."""
+    decided = [entry for entry in log.entries if entry.asked is not None]
+    undecided = Counter(entry.past.ending.value for entry in log.entries if entry.asked is None)
+    base = _base(log, decided)
+    moves = Moves(log, other.policy)
+    for entry in decided:
+        moves.add(entry)
+    pasts = simulating.arrivals(log.entries)
+    before = None if base is None else simulating.run(base.policy, base.engines, pasts)
+    after = simulating.run(other.policy, other.engines, pasts)
+    targets = figures.targets(base.policy) if base is not None else figures.targets(other.policy)
+    return Report(
+        files=log.files,
+        requests=len(log.entries),
+        decided=len(decided),
+        undecided=undecided,
+        first_at=log.entries[0].past.at,
+        last_at=log.entries[-1].past.at,
+        recorded_policy="" if base is None else base.version,
+        other_policy=other.policy.version,
+        broken=[
+            f"{one.file}:{one.line}: {'it has no end' if one.is_torn else one.why}" for one in log.broken
+        ],
+        notes=[*notes(decided, base, other, pasts), *moves.notes()],
+        moved=moves.moved,
+        moves=moves.moves(),
+        refusals=moves.refusals(),
+        accepted=moves.accepted,
+        recorded=figures.recorded(decided, targets),
+        simulated=None if before is None else figures.simulated(before),
+        predicted=figures.simulated(after),
+        same_pool_share=None if before is None else figures.same_pool_share(before),
+    )
+
+
+def _base(log: Log, decided: Sequence[Entry]) -> PolicyLine | None:
+    """Return the policy under which most requests were decided, of those that are in the log."""
+    counted = Counter(entry.past.policy for entry in decided if entry.past.policy in log.policies)
+    return log.policies[counted.most_common(1)[0][0]] if counted else None

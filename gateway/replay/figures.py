@@ -1,0 +1,205 @@
+"""How requests fared, in figures: those of a log, and those of a simulated run."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf
+
+from gateway.core.usage import Ending
+from gateway.core.values import Policy
+from gateway.core.virtual_fleet import Fate
+from gateway.replay.reading import Entry
+from gateway.replay.simulating import Past, Run
+
+ALL = "(all)"
+"""The row of every class together; no class can be called that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """How requests of a class fare. Seconds; None where there is nothing to measure.
+
+    Attributes:
+        requests: How many there are.
+        shed_share: Share that was refused for load.
+        wait_p50_s, wait_p95_s: From the decision to a place, of those that got one.
+        ttft_p50_s, ttft_p95_s: From arrival to the first token, of streamed answers.
+        late_share: Share of the streamed ones which were let in whose first token came after the class's
+            `ttft_target_s`, or never.
+        total_p50_s, total_p95_s: From arrival to the end, of completed requests.
+        tokens_per_s: Output tokens over the time from the first arrival to the last end.
+    """
+
+    requests: int
+    shed_share: float
+    wait_p50_s: float | None
+    wait_p95_s: float | None
+    ttft_p50_s: float | None
+    ttft_p95_s: float | None
+    late_share: float | None
+    total_p50_s: float | None
+    total_p95_s: float | None
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One column of the comparison: figures by class, and requests served by backend."""
+
+    classes: Mapping[str, Figures]
+    served: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What is known of the requests of a class so far."""
+
+    requests: int = 0
+    shed: int = 0
+    streamed: int = 0
+    late: int = 0
+    tokens: int = 0
+    waits: list[float] = field(default_factory=list)
+    firsts: list[float] = field(default_factory=list)
+    totals: list[float] = field(default_factory=list)
+
+    def figures(self, span_s: float) -> Figures:
+        return Figures(
+            requests=self.requests,
+            shed_share=round(self.shed / self.requests, 4) if self.requests else 0.0,
+            wait_p50_s=quantile(self.waits, 0.5),
+            wait_p95_s=quantile(self.waits, 0.95),
+            ttft_p50_s=quantile(self.firsts, 0.5),
+            ttft_p95_s=quantile(self.firsts, 0.95),
+            late_share=round(self.late / self.streamed, 4) if self.streamed else None,
+            total_p50_s=quantile(self.totals, 0.5),
+            total_p95_s=quantile(self.totals, 0.95),
+            tokens_per_s=round(self.tokens / span_s, 2) if span_s > 0 else 0.0,
+        )
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """Return the value below which that share of the others lies, to the millisecond; None of none."""
+    ordered = sorted(values)
+    return round(ordered[ceil(share * len(ordered)) - 1], 3) if ordered else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """One request, recorded or simulated, as it counts."""
+
+    traffic_class: str
+    is_shed: bool
+    is_streamed: bool
+    wait_s: float | None
+    ttft_s: float | None
+    total_s: float | None
+    tokens: int
+    ended_at: float
+    backend: str
+
+
+def _side(outcomes: Iterable[_Outcome], targets: Callable[[str], float], first_at: float) -> Side:
+    tallies: dict[str, _Tally] = defaultdict(_Tally)
+    served: Counter[str] = Counter()
+    last_at = first_at
+    for one in outcomes:
+        last_at = max(last_at, one.ended_at)
+        if one.backend:
+            served[one.backend] += 1
+        for name in (ALL, one.traffic_class):
+            _count(tallies[name], one, targets(one.traffic_class))
+    ordered = sorted(tallies, key=lambda name: (name == ALL, name))
+    figures = {name: tallies[name].figures(last_at - first_at) for name in ordered}
+    return Side(figures, dict(sorted(served.items())))
+
+
+def _count(tally: _Tally, one: _Outcome, target_s: float) -> None:
+    tally.requests += 1
+    tally.shed += one.is_shed
+    tally.tokens += one.tokens
+    if one.wait_s is not None:
+        tally.waits.append(one.wait_s)
+    if one.total_s is not None:
+        tally.totals.append(one.total_s)
+    if not one.is_streamed or one.is_shed:
+        return
+    tally.streamed += 1
+    tally.late += one.ttft_s is None or one.ttft_s > target_s
+    if one.ttft_s is not None:
+        tally.firsts.append(one.ttft_s)
+
+
+def targets(policy: Policy) -> Callable[[str], float]:
+    """Return how soon each class wants its first token, by its name, in seconds."""
+    found = {one.name: one.waiting.ttft_target_s for model in policy.models for one in model.classes}
+    return lambda name: found.get(name, inf)
+
+
+def recorded(decided: Sequence[Entry], targets: Callable[[str], float]) -> Side:
+    """Return how the requests of a log fared that were not refused for what they are."""
+
+    def outcome(entry: Entry) -> _Outcome:
+        past = entry.past
+        is_complete = past.ending is Ending.COMPLETED
+        return _Outcome(
+            traffic_class=past.traffic_class,
+            is_shed=past.ending is Ending.SHED,
+            is_streamed=past.stream,
+            wait_s=past.wait_s if past.backend else None,
+            ttft_s=past.ttft_s,
+            total_s=past.total_s if is_complete else None,
+            tokens=past.tokens_out or 0,
+            ended_at=past.at + past.total_s,
+            backend=past.backend,
+        )
+
+    own = [entry for entry in decided if entry.past.traffic_class and not _is_refused(entry)]
+    return _side(map(outcome, own), targets, decided[0].past.at if decided else 0.0)
+
+
+def _is_refused(entry: Entry) -> bool:
+    return entry.past.ending is Ending.REJECTED
+
+
+def simulated(run: Run) -> Side:
+    """Return how those of a simulated run fare; see `recorded`."""
+
+    def outcome(fate: Fate[Past]) -> _Outcome:
+        past, is_done = fate.arrival, fate.done_at is not None
+        ended_at = fate.done_at if fate.done_at is not None else past.at
+        return _Outcome(
+            traffic_class=run.classes[past.id],
+            is_shed=bool(fate.refused),
+            is_streamed=past.asked.stream,
+            wait_s=None if fate.sent_at is None else fate.sent_at - past.at,
+            ttft_s=fate.ttft_s,
+            total_s=ended_at - past.at if is_done else None,
+            tokens=fate.output_tokens * past.seqs if is_done else 0,
+            ended_at=ended_at,
+            backend=fate.backend,
+        )
+
+    let_in = [fate for fate in run.fates if fate.arrival.id in run.classes and not _is_misfit(fate)]
+    first_at = run.fates[0].arrival.at if run.fates else 0.0
+    return _side(map(outcome, let_in), targets(run.policy), first_at)
+
+
+def _is_misfit(fate: Fate[Past]) -> bool:
+    return fate.refused in _MISFITS
+
+
+_MISFITS = frozenset({"400", "context_length_exceeded", "unsupported_modality", "too_many_choices"})
+"""Refusals that no load has to do with."""
+
+
+def same_pool_share(run: Run) -> float | None:
+    """Return the share of what was served that a run serves in the same pool; None where nothing was."""
+    pools = run.policy.pools
+    both = [
+        past.pool in pools and fate.backend in pools[past.pool].backends
+        for fate in run.fates
+        for past in [fate.arrival.entry.past]
+        if fate.backend and past.pool
+    ]
+    return round(sum(both) / len(both), 4) if both else None

@@ -1,0 +1,144 @@
+"""Which requests go elsewhere under another policy, and which it would refuse, whatever the load."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gateway.core import deciding
+from gateway.core.asked import Asked
+from gateway.core.errors import GatewayError
+from gateway.core.selection import BackendView
+from gateway.core.values import CountMode, Policy
+from gateway.replay.reading import Entry, Log
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """How many requests go from one place to another; `example` is where the first of them stands."""
+
+    before: str
+    after: str
+    requests: int
+    example: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Requests that the other policy refuses at once, and those of them that it alone refuses.
+
+    `words`: what the first of them would be told; `example` is where it stands.
+    """
+
+    code: str
+    requests: int
+    new: int
+    words: str
+    example: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A decision on an idle fleet. What is refused has no pool; `code` and `words` say why."""
+
+    traffic_class: str = ""
+    pool: str = ""
+    backend: str = ""
+    code: str = ""
+    words: str = ""
+
+
+def verdict(policy: Policy, idle: Mapping[str, BackendView], asked: Asked, key: str | None) -> Verdict:
+    """Return what a policy decides about a request when its fleet has nothing else to do."""
+    request, name = asked.request(key), ""
+    try:
+        model = deciding.model_of(policy, request.model)
+        traffic_class, decision = deciding.decide(policy, model, request, asked.estimate, lambda _: idle)
+        name = traffic_class.name
+        refusal = deciding.refusal(policy, traffic_class, decision, idle)
+        if refusal is not None:
+            raise refusal
+    except GatewayError as error:
+        return Verdict(name, code=error.code, words=error.message)
+    if not decision.ranked:
+        return Verdict(name)  # it would wait for what the operator has drained
+    first = decision.ranked[0]
+    return Verdict(name, first.pool, first.backend)
+
+
+class Moves:
+    """Decides about each request under the policy it was recorded under, and under the other one."""
+
+    def __init__(self, log: Log, policy: Policy) -> None:
+        self._policy = policy
+        self._idle = deciding.idle(policy)
+        self._recorded = {
+            name: (line.policy, deciding.idle(line.policy)) for name, line in log.policies.items()
+        }
+        self._moves: dict[str, dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
+        self._refused: dict[str, list[tuple[Verdict, bool, str]]] = defaultdict(list)
+        self._otherwise = 0
+        self._bounds = 0
+        self.moved = self.accepted = 0
+
+    def add(self, entry: Entry) -> None:
+        """Decide about a request that has something to decide by."""
+        assert entry.asked is not None
+        place, past = f"{entry.file}:{entry.line}", entry.past
+        after = verdict(self._policy, self._idle, entry.asked, past.key)
+        before = after
+        if entry.asked.policy in self._recorded:
+            before = verdict(*self._recorded[entry.asked.policy], entry.asked, past.key)
+            self._otherwise += bool(past.traffic_class) and past.traffic_class != before.traffic_class
+        is_bound = entry.asked.estimate.mode is CountMode.BOUND
+        self._bounds += is_bound and entry.asked.estimate.tokens < self._policy.window_tokens
+        if after.code:
+            self._refused[after.code].append((after, not before.code, place))
+        self.accepted += bool(before.code) and not after.code
+        changed = [
+            (what, one, two)
+            for what, one, two in (
+                ("class", before.traffic_class, after.traffic_class),
+                ("pool", before.pool, after.pool),
+                ("backend", before.backend, after.backend),
+            )
+            if one != two
+        ]
+        self.moved += bool(changed)
+        for what, one, two in changed:
+            self._moves[what][one or _nowhere(before), two or _nowhere(after)].append(place)
+
+    def moves(self) -> Mapping[str, Sequence[Move]]:
+        """Return what changes, from where to where, the most first."""
+        return {
+            what: [
+                Move(one, two, len(places), places[0])
+                for (one, two), places in sorted(found.items(), key=lambda item: -len(item[1]))
+            ]
+            for what in ("class", "pool", "backend")
+            for found in [self._moves.get(what, {})]
+        }
+
+    def refusals(self) -> Sequence[Refusal]:
+        """Return what the other policy refuses, by code."""
+        return [
+            Refusal(code, len(found), sum(is_new for _, is_new, _ in found), first.words, place)
+            for code, found in sorted(self._refused.items())
+            for first, _, place in [next((one for one in found if one[1]), found[0])]
+        ]
+
+    def notes(self) -> Iterator[str]:
+        """Yield what is doubtful about that."""
+        if self._otherwise:
+            yield (
+                f"{self._otherwise} requests are of another class when the recorded policy decides about "
+                "them again: the log does not hold what it went by"
+            )
+        if self._bounds:
+            yield (
+                f"{self._bounds} prompts were only counted up to the recorded fleet's largest window; "
+                "whether they fit the other one is not known"
+            )
+
+
+def _nowhere(found: Verdict) -> str:
+    return f"refused ({found.code})" if found.code else "nowhere"

@@ -1,0 +1,92 @@
+"""What has to be known to read the figures of a replay."""
+
+from collections.abc import Iterator, Sequence
+
+from gateway.core.asked import OTHER, matched_headers
+from gateway.core.usage import Ending
+from gateway.core.values import Policy
+from gateway.replay.reading import Entry
+from gateway.replay.simulating import Past
+from gateway.replay.tried import Tried
+from gateway.telemetry.decision_lines import PolicyLine
+
+
+def notes(
+    decided: Sequence[Entry], base: PolicyLine | None, other: Tried, pasts: Sequence[Past]
+) -> Iterator[str]:
+    """Yield one sentence each. `base`: the recorded policy, if it is in the log."""
+    if base is None:
+        yield "the recorded policy is not in the log: there is nothing to compare the other one with"
+    else:
+        yield from _policies(decided, base)
+        yield from _fleets(base.policy, other.policy)
+    yield from _unknown_features(decided, other.policy)
+    guessed = sum(past.is_guessed and past.entry.past.ending is not Ending.REJECTED for past in pasts)
+    if guessed:
+        yield (
+            f"{guessed} of {len(pasts)} requests were not completed: their answers are taken to be as long "
+            "as the median of their class"
+        )
+    out = sum(any(why in _OUT for why in entry.past.out.values()) for entry in decided)
+    if out:
+        yield (
+            f"{out} requests came while a backend was out (down, drained, or with another model); the "
+            "simulation has all of them up"
+        )
+    boxes = {*other.boxes, *(() if base is None else base.boxes)}
+    if boxes:
+        yield f"box {', '.join(sorted(boxes))}: the simulation has all its models in at once"
+    pools = [pool.id for pool in other.policy.pools.values() if pool.tpot_target_s is not None]
+    if pools:
+        yield f"pool {', '.join(pools)}: the simulation does not follow tpot_target_ms"
+
+
+_OUT = frozenset({"unhealthy", "draining", "swapped_out", "wrong_model", "wrong_version", "not_asked"})
+
+
+def _policies(decided: Sequence[Entry], base: PolicyLine) -> Iterator[str]:
+    own = sum(entry.past.policy == base.version for entry in decided)
+    if own < len(decided):
+        versions = len({entry.past.policy for entry in decided})
+        yield (
+            f"{versions} configurations were in force; {base.version} is simulated, under which {own} of "
+            f"{len(decided)} requests were decided"
+        )
+
+
+def _fleets(old: Policy, new: Policy) -> Iterator[str]:
+    gone, added = sorted({*old.backends} - {*new.backends}), sorted({*new.backends} - {*old.backends})
+    if gone or added:
+        said = [f"without {', '.join(gone)}"] if gone else []
+        said += [f"with {', '.join(added)} added"] if added else []
+        yield (
+            f"the log was recorded with {len(old.backends)} backends, the other policy has "
+            f"{len(new.backends)}: {' and '.join(said)}"
+        )
+    kept = [name for name in old.backends if name in new.backends]
+    other = [name for name in kept if old.backends[name].capacity != new.backends[name].capacity]
+    if other:
+        yield f"another capacity than recorded: {', '.join(sorted(other))}"
+
+
+def _unknown_features(decided: Sequence[Entry], policy: Policy) -> Iterator[str]:
+    """Yield what the other policy goes by that the log does not hold."""
+    conditions = [one.when for model in policy.models for one in model.classes]
+    if any(when.keys for when in conditions) and all(entry.past.key is None for entry in decided):
+        yield "the other policy goes by the names of API keys, and none is in the log"
+    for name in sorted({name for when in conditions for name, _ in when.headers}):
+        having = [
+            entry.asked.headers[name] for entry in decided if entry.asked and name in entry.asked.headers
+        ]
+        if not having:
+            yield (
+                f"the other policy goes by header {name}, and no line has it: the log holds only headers "
+                "that the recorded policy went by"
+            )
+        named = any(matched_headers(policy, model.id).get(name) for model in policy.models)
+        unnamed = sum(value is OTHER for value in having)
+        if named and unnamed:
+            yield (
+                f"{unnamed} requests had a value in header {name} that no recorded condition named: it is "
+                "taken for one that the other policy does not name either"
+            )

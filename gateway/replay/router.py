@@ -1,0 +1,144 @@
+"""The gateway's own classify, select, admit, queue and shed code, before a fleet in virtual time.
+
+Every backend is up. Nothing is known of earlier conversations, no target for TPOT lowers a limit, and the
+models of a box are all in at once: docs/replay.md says what that means for the figures.
+"""
+
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+from gateway.core import deciding, selection
+from gateway.core.asked import Asked
+from gateway.core.errors import GatewayError
+from gateway.core.selection import BackendView
+from gateway.core.values import Policy
+from gateway.core.virtual_fleet import Arriving, Fate, Fleet
+from gateway.core.waiting import Refused, Ticket, WaitingLine, fastest_prefill_s, patient
+from gateway.ports import Slot
+from gateway.store.memory import MemoryLedger
+
+T = TypeVar("T")
+A = TypeVar("A", bound=Arriving)
+
+Read = Callable[[A], tuple[Asked, str | None]]
+"""Returns what an arrival asks, and the name of its caller's API key."""
+
+
+def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return what a coroutine that never waits returns."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise RuntimeError("it waited")
+
+
+class PolicyRouter(Generic[A]):
+    """A gateway with this policy; only time and servers are models.
+
+    Attributes:
+        classes: The class of each arrival that has one, by its id.
+    """
+
+    def __init__(self, policy: Policy, read: Read[A]) -> None:
+        """Start with an idle fleet and an empty line."""
+        self._policy = policy
+        self._read = read
+        self._idle = deciding.idle(policy)
+        self._ledger = MemoryLedger()
+        self._line = WaitingLine()
+        self._slots: dict[int, Slot] = {}
+        self._arrivals: dict[str, A] = {}
+        self.classes: dict[int, str] = {}
+
+    def arrive(self, fleet: Fleet[A], arrival: A) -> None:
+        """Classify, enter the line; refuse what fits nowhere."""
+        try:
+            ticket = self._ticket(fleet, arrival)
+        except GatewayError as error:
+            fleet.refuse(arrival, error.code)
+            return
+        self._arrivals[ticket.id] = arrival
+        refused = self._line.enter(ticket, fleet.now)
+        if refused is not None:
+            self._refuse(fleet, refused)
+            return
+        self.look(fleet)
+
+    def answered(self, fleet: Fleet[A], fate: Fate[A]) -> None:
+        """Its prompt is work outstanding no more."""
+        at_once(self._ledger.answered(self._slots[fate.arrival.id]))
+        self.look(fleet)
+
+    def ended(self, fleet: Fleet[A], fate: Fate[A]) -> None:
+        """Give its place back, and to the next."""
+        at_once(self._ledger.release(self._slots.pop(fate.arrival.id)))
+        self._line.released(str(fate.arrival.id), fate.backend, fleet.now)
+        self.look(fleet)
+
+    def left(self, fleet: Fleet[A], fate: Fate[A]) -> None:
+        """Forget it."""
+        self._line.leave(str(fate.arrival.id))
+
+    def look(self, fleet: Fleet[A]) -> None:
+        """Take a turn of the line, and do what it says."""
+        turn = self._line.turn(fleet.now, self._views())
+        for offer in turn.offers:
+            candidate = offer.candidates[0]
+            slot = at_once(self._ledger.acquire(candidate.backend, candidate.claim, candidate.limits))
+            if not isinstance(slot, Slot):
+                self._line.missed(offer.ticket.id, [candidate.backend], fleet.now)
+                fleet.look_at(fleet.now)
+                continue
+            arrival = self._arrivals.pop(offer.ticket.id)
+            self._slots[arrival.id] = slot
+            self._line.started(offer.ticket.id, fleet.now)
+            fleet.send(arrival, candidate.backend)
+            self.sent(fleet, candidate.backend)
+        for refused in turn.refused:
+            self._refuse(fleet, refused)
+        if turn.look_again_at is not None:
+            fleet.look_at(turn.look_again_at)
+
+    def sent(self, fleet: Fleet[A], name: str) -> None:
+        """Note that a backend has been given a request."""
+
+    def _ticket(self, fleet: Fleet[A], arrival: A) -> Ticket:
+        """Return the ticket of an arrival, or raise GatewayError where it is refused at once."""
+        policy = self._policy
+        asked, key = self._read(arrival)
+        request = asked.request(key)
+        model = deciding.model_of(policy, request.model)
+        views = self._views()
+        traffic_class, decision = deciding.decide(policy, model, request, asked.estimate, lambda _: views)
+        self.classes[arrival.id] = traffic_class.name
+        demand = decision.demand
+        pools = (policy.pools[name] for name in traffic_class.pools)
+        members = {name for pool in pools for name in pool.backends}
+        if not any(selection.could_take(policy.backends[name], demand) for name in members):
+            refusal = deciding.refusal(policy, traffic_class, decision, self._idle)
+            if refusal is not None:
+                raise refusal
+        patience_s = asked.patience_s
+        if request.is_job or traffic_class.queue is not None:
+            traffic_class, patience_s = replace(traffic_class, waiting=patient(traffic_class.waiting)), None
+        return Ticket(
+            id=str(arrival.id),
+            model=model.id,
+            policy=policy,
+            traffic_class=traffic_class,
+            demand=demand,
+            key=key,
+            arrived_at=fleet.now,
+            prefill_s=fastest_prefill_s(policy, traffic_class, demand),
+            size_bytes=asked.size_bytes,
+            deadline=None if patience_s is None else fleet.now + patience_s,
+        )
+
+    def _views(self) -> Mapping[str, BackendView]:
+        return {name: replace(view, load=self._ledger.load(name)) for name, view in self._idle.items()}
+
+    def _refuse(self, fleet: Fleet[A], refused: Refused) -> None:
+        fleet.refuse(self._arrivals.pop(refused.id), refused.reason.value)

@@ -1,0 +1,26 @@
+"""The policy that is tried on a log."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gateway.core.profile import EngineFlags
+from gateway.core.values import Policy
+from gateway.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A policy, with the launch flags of its engines, and the boxes of its fleet."""
+
+    policy: Policy
+    engines: Mapping[str, EngineFlags]
+    boxes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Tried":
+        """Return the policy of a configuration."""
+        return cls(
+            settings.policy(),
+            settings.engines(),
+            {name: tuple(box.backends) for name, box in settings.boxes.items()},
+        )

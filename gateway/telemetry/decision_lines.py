@@ -1,0 +1,188 @@
+"""The lines of a log of decisions: what is written of a request and of a policy. docs/replay.md lists them.
+
+Every line is a JSON object with the version of the format (`v`) and its kind. Members may be added within
+a version; where one changes its meaning, the version does.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from gateway.core.asked import HeaderValue
+from gateway.core.profile import EngineFlags
+from gateway.core.usage import Ending, RequestRecord
+from gateway.core.values import CountMode, Endpoint, Policy
+
+VERSION = 1
+
+
+class NewerFormat(Exception):
+    """The line is of a version that this program does not know."""
+
+
+class PromptLength(msgspec.Struct, frozen=True):
+    """See `core.values.Estimate`."""
+
+    tokens: int
+    tokens_max: int
+    mode: CountMode
+
+
+class PolicyLine(msgspec.Struct, frozen=True, tag="policy", tag_field="kind", omit_defaults=True):
+    """A policy, once in every file before the first request that was decided under it.
+
+    Attributes:
+        v: Version of the format.
+        version: Short hash of the configuration it came from.
+        policy: The policy itself; backends without their URLs.
+        engines: Launch flags of the engines, by backend.
+        boxes: Backends that take turns on one machine, by the machine's name.
+    """
+
+    v: int
+    version: str
+    policy: Policy
+    engines: dict[str, EngineFlags]
+    boxes: dict[str, tuple[str, ...]] = {}
+
+
+class RequestLine(msgspec.Struct, frozen=True, tag="request", tag_field="kind", omit_defaults=True):
+    """A request that ended. Times in seconds; what is not known, or did not happen, is left out.
+
+    Attributes:
+        v: Version of the format.
+        at: Epoch seconds of its arrival.
+        ending, code, status: How it ended, with `error.code` and the HTTP status.
+        total_s: From arrival to the end.
+        key: Name of its caller's API key.
+        policy, model, endpoint, stream, max_tokens, seqs, choices, prompts, reasoning, images, audios, tools,
+            is_job, handed_over_as, size_bytes, patience_s, headers: See `core.asked.Asked`. Without `prompt`,
+            none is there.
+        prompt: Its prompt's length, as it was estimated.
+        traffic_class: Its class.
+        out: Why backends were left out of the decision as it came in, by backend.
+        pool, backend, is_spill: Where it was served, and whether that was a later pool of its class.
+        tries: Backends that were tried.
+        wait_s: From the decision to a place on a backend; of one that got none, to its end.
+        ttft_s: From arrival to the first token; of an answer that was not streamed, to the whole of it.
+        tokens_in, tokens_cached, tokens_out: As the backend reported them.
+        chunks: Reads relayed after the first byte.
+    """
+
+    v: int
+    at: float
+    ending: Ending
+    total_s: float
+    status: int
+    code: str = ""
+    key: str | None = None
+    policy: str = ""
+    model: str = ""
+    endpoint: Endpoint = Endpoint.CHAT
+    prompt: PromptLength | None = None
+    stream: bool = False
+    max_tokens: int | None = None
+    seqs: int = 1
+    choices: int = 1
+    prompts: int = 1
+    reasoning: bool = False
+    images: int = 0
+    audios: int = 0
+    tools: int = 0
+    is_job: bool = False
+    handed_over_as: str = ""
+    size_bytes: int = 0
+    patience_s: float | None = None
+    headers: Mapping[str, HeaderValue] = {}
+    traffic_class: str = ""
+    out: Mapping[str, str] = {}
+    pool: str = ""
+    backend: str = ""
+    is_spill: bool = False
+    tries: int = 0
+    wait_s: float | None = None
+    ttft_s: float | None = None
+    tokens_in: int | None = None
+    tokens_cached: int = 0
+    tokens_out: int | None = None
+    chunks: int = 0
+
+
+Line = PolicyLine | RequestLine
+
+ASKED = (
+    *("policy", "model", "endpoint", "stream", "max_tokens", "seqs", "choices", "prompts", "reasoning"),
+    *("images", "audios", "tools", "is_job", "handed_over_as", "size_bytes", "patience_s", "headers"),
+)
+"""The members of `core.asked.Asked` that stand in a line as they are."""
+
+
+class _Head(msgspec.Struct):
+    v: int
+
+
+_encoder = msgspec.json.Encoder()
+_lines: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+_heads = msgspec.json.Decoder(_Head)
+
+
+def policy_line(
+    policy: Policy, engines: Mapping[str, EngineFlags], boxes: Mapping[str, tuple[str, ...]]
+) -> bytes:
+    """Return the line of a policy, its end included."""
+    backends = {name: replace(backend, url="") for name, backend in policy.backends.items()}
+    plain = replace(policy, backends=backends)
+    return _encoder.encode(PolicyLine(VERSION, policy.version, plain, dict(engines), dict(boxes))) + b"\n"
+
+
+def request_line(record: RequestRecord, *, has_key: bool) -> bytes:
+    """Return the line of a request, its end included. `has_key`: with the name of the API key."""
+    facts: dict[str, Any] = {}
+    asked, decision, usage = record.asked, record.decision, record.usage
+    if asked is not None:
+        facts |= {name: getattr(asked, name) for name in ASKED}
+        estimate = asked.estimate
+        facts["prompt"] = PromptLength(estimate.tokens, estimate.tokens_max, estimate.mode)
+    if decision is not None:
+        facts["traffic_class"] = decision.traffic_class
+        facts["out"] = {one.backend: one.excluded.value for one in decision.candidates if one.excluded}
+    if asked is not None and record.estimated_at is not None:
+        facts["wait_s"] = round((record.admitted_at or record.ended_at) - record.estimated_at, 6)
+    if record.first_byte_at is not None:
+        facts["ttft_s"] = round(record.first_byte_at - record.received_at, 6)
+    if usage is not None:
+        facts |= {"tokens_in": usage.prompt_tokens, "tokens_out": usage.completion_tokens}
+        facts["tokens_cached"] = usage.cached_tokens
+    line = RequestLine(
+        v=VERSION,
+        at=round(record.wall_at, 6),
+        ending=record.ending,
+        total_s=round(record.ended_at - record.received_at, 6),
+        status=record.status,
+        code=record.error_code,
+        key=record.key if has_key else None,
+        pool=record.pool,
+        backend=record.backend,
+        is_spill=record.is_spill,
+        tries=len(record.attempts),
+        chunks=record.chunks,
+        **facts,
+    )
+    return _encoder.encode(line) + b"\n"
+
+
+def read(line: bytes) -> Line:
+    """Return what a line says.
+
+    Raises:
+        ValueError: it is not a line of such a log, or not a whole one.
+        NewerFormat: it is of a version to come.
+    """
+    try:
+        if _heads.decode(line).v > VERSION:
+            raise NewerFormat
+        return _lines.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
