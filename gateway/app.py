@@ -31,6 +31,8 @@ from gateway.core.health import (
 from gateway.core.trace import passed_on
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.config_routes import config_handlers
+from gateway.downstream.console_routes import Console
+from gateway.downstream.explain_routes import explain_handlers
 from gateway.downstream.job_admin import job_handlers
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
@@ -39,6 +41,7 @@ from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
 from gateway.events import about
 from gateway.jobs import QueueWatch
+from gateway.live import Live
 from gateway.pipeline import BackendWatch, Peers, Pipeline
 from gateway.pipeline.box_keeper import BoxKeeper
 from gateway.ports import Recorder
@@ -60,6 +63,7 @@ from gateway.upstream.direct import DirectUpstream
 from gateway.upstream.probes import Prober
 from gateway.upstream.switches import BoxSwitch
 from gateway.views import Views
+from gateway.what_if import WhatIf
 
 log = logging.getLogger("gateway.process")
 
@@ -230,20 +234,39 @@ class Gateway:
             self.clock,
             on_reload=self._reloaded,
         )
+        views = Views(
+            policy=lambda: self.policy,
+            ledger=self.ledger,
+            fleet=self.fleet,
+            counts=self.counts,
+            watch=watch,
+            boxes=self.boxes,
+            journal=self.journal,
+            store=self._store,
+            peers=self.peers,
+            clock=self.clock,
+        ).by_name()
+        live = Live(
+            views=views, policy=lambda: self.policy, line=line, journal=self.journal, clock=self.clock
+        )
+        self.console = Console(live)
+        what_if = WhatIf(
+            settings=lambda: self.settings,
+            policy=lambda: self.policy,
+            reloader=self.reloader,
+            pipeline=self.pipeline,
+            estimator=self.estimator,
+            journal=self.journal,
+            clock=self.clock,
+        )
         self.operators = Operators(
-            handlers=[*config_handlers(self.reloader), *job_handlers(self.jobs, self.clock)],
-            views=Views(
-                policy=lambda: self.policy,
-                ledger=self.ledger,
-                fleet=self.fleet,
-                counts=self.counts,
-                watch=watch,
-                boxes=self.boxes,
-                journal=self.journal,
-                store=self._store,
-                peers=self.peers,
-                clock=self.clock,
-            ).by_name(),
+            handlers=[
+                *config_handlers(self.reloader),
+                *job_handlers(self.jobs, self.clock),
+                *self.console.handlers(),
+                *explain_handlers(what_if),
+            ],
+            views=views,
             metrics=self.metrics.exposition,
             readiness=self._readiness_for_operators,
             names=settings.document.admin_names,
@@ -401,6 +424,7 @@ class Gateway:
             await self.batch_runner.stop()
         if self.worker is not None:
             await self.worker.stop()
+        await self.console.stop()
         for listener in self._listeners:
             listener.cut()
         with anyio.move_on_after(STOP_S):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, ClassVar, NoReturn, TypeVar
 
 import rich_click as click
+from click.core import ParameterSource
 
 from gateway import __version__
 from gateway.core.errors import ConfigError, GatewayError
@@ -125,43 +126,65 @@ def check(config: Path, as_json: bool) -> None:
 
 
 @main.command()
-@config_option
+@click.option(
+    "--config",
+    "-c",
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar=CONFIG_ENV,
+    help="The configuration file. With --live: decide under this one, in place of the one in force.",
+)
 @click.argument("request_file", type=click.File("rb"), metavar="REQUEST.json")
 @click.option("--completions", is_flag=True, help="The request is one for /v1/completions.")
 @click.option("--key", help="Decide as if the caller had the API key of this name.")
 @click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="Add a request header.")
+@click.option("--live", metavar="ADMIN_URL", help="Ask a running gateway, by its admin port.")
 @json_option
+@click.pass_context
 def explain(
-    config: Path,
+    context: click.Context,
+    config: Path | None,
     request_file: BinaryIO,
     completions: bool,
     key: str | None,
     headers: tuple[str, ...],
+    live: str | None,
     as_json: bool,
 ) -> None:
     """Show where a request would go, and why. Sends nothing. `-` reads the request from standard input.
 
-    The fleet is taken to be idle and healthy, as configured.
+    The fleet is taken to be idle and healthy, as configured; with --live it is as it stands.
     """
     from gateway import explain as explaining
     from gateway import process, settings
 
-    loaded = _usable(lambda: settings.load(config))
     fields = dict(_header(header) for header in headers)
     body = request_file.read()
     try:
-        explanation = _usable(
-            lambda: process.run(
-                explaining.explain, loaded, body, completions=completions, key=key, headers=fields
+        if live is not None:
+            is_named = context.get_parameter_source("config") is ParameterSource.COMMANDLINE
+            source = config.read_bytes() if config is not None and is_named else None
+            found = explaining.ask(
+                live, body, completions=completions, key=key, headers=fields, config=source
             )
-        )
+        elif config is None:
+            raise click.UsageError(f"Say which configuration: --config FILE, or {CONFIG_ENV}.")
+        else:
+            loaded = _usable(lambda: settings.load(config))
+            explanation = _usable(
+                lambda: process.run(
+                    explaining.explain, loaded, body, completions=completions, key=key, headers=fields
+                )
+            )
+            found = json.loads(explanation.as_json())
     except GatewayError as error:
         _fail(f"the gateway would answer {error.http_status} {error.code}: {error.message}")
+    except (explaining.NotAnswered, OSError) as error:
+        _fail(str(error))
     if as_json:
-        click.echo(explanation.as_json())
+        click.echo(json.dumps(found, indent=2))
     else:
-        explaining.show(explanation)
-    sys.exit(0 if explanation.is_served else 1)
+        explaining.show(found)
+    sys.exit(0 if explaining.is_served(found) else 1)
 
 
 @main.command()

@@ -1,48 +1,26 @@
-"""Why a request would go where it would go: the gateway's own decision, without sending anything."""
+"""Why a request would go where it would go, for a person at a terminal: worked out here, or by a gateway."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from typing import Any
 
+import httpx
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from gateway.core import classification, deciding
-from gateway.core.values import Decision, Endpoint
+from gateway import what_if
+from gateway.core import deciding
+from gateway.core.errors import GatewayError
 from gateway.downstream import wire
-from gateway.parts import wire_rules
-from gateway.ports import Arrival
 from gateway.settings import Settings
 from gateway.tokenizer import open_estimator
+from gateway.what_if import Explanation
 
-_NOW = Arrival("req-explained", 0.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class ClassVerdict:
-    """One class of the model: whether it matched, and why or why not."""
-
-    name: str
-    matched: bool
-    why: str
+TIMEOUT_S = 15.0
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """A decision with what led to it."""
-
-    classes: tuple[ClassVerdict, ...]
-    decision: Decision
-    dropped: tuple[str, ...]
-
-    @property
-    def is_served(self) -> bool:
-        """Whether any backend could take the request."""
-        return bool(self.decision.ranked)
-
-    def as_json(self) -> str:
-        """Return everything as JSON."""
-        return json.dumps(asdict(self), indent=2)
+class NotAnswered(Exception):
+    """The admin port did not explain anything. The message says why."""
 
 
 async def explain(
@@ -60,67 +38,124 @@ async def explain(
         CallerError: the gateway would refuse the request before looking at backends.
     """
     policy = settings.policy()
-    endpoint = Endpoint.COMPLETIONS if completions else Endpoint.CHAT
-    incoming = wire.read(endpoint, body, wire_rules(settings), arrival=_NOW, key=key, headers=headers)
-    request = incoming.request
-    model = deciding.model_of(policy, request.model)
+    incoming = what_if.read(settings, body, completions=completions, key=key, headers=headers)
+    model = deciding.model_of(policy, incoming.request.model)
     estimator = open_estimator(settings.vocab)
     try:
-        estimate = await estimator.estimate(request.prompt, model.template, policy.window_tokens)
+        estimate = await estimator.estimate(incoming.request.prompt, model.template, policy.window_tokens)
     finally:
         estimator.close()
-    traffic_class, decision = deciding.decide(
-        policy, model, request, estimate, lambda _: deciding.idle(policy)
-    )
-    verdicts = [
-        ClassVerdict(one.name, matched=True, why=decision.class_reason)
-        if one is traffic_class
-        else ClassVerdict(
-            one.name,
-            matched=False,
-            why=classification.mismatch(model, one, request, estimate) or "would match, but stands below",
-        )
-        for one in model.classes
-    ]
-    return Explanation(tuple(verdicts), decision, tuple(incoming.dropped))
+    found = what_if.decided(policy, incoming.request, estimate, deciding.idle(policy))
+    return Explanation(found.classes, found.decision, tuple(incoming.dropped), policy.version)
+
+
+def ask(
+    admin_url: str,
+    body: bytes,
+    *,
+    completions: bool = False,
+    key: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    config: bytes | None = None,
+) -> Mapping[str, Any]:
+    """Return the decision of a running gateway for a request body, on its fleet as it stands.
+
+    Raises:
+        NotAnswered: it cannot be reached, or does not answer this.
+        GatewayError: what it would answer to such a request instead.
+    """
+    question: dict[str, Any] = {
+        "request": wire.members_of(body),
+        "completions": completions,
+        "key": key,
+        "headers": headers or {},
+    }
+    if config is not None:
+        question["config"] = config.decode("utf-8", "replace")
+    url = f"{admin_url.rstrip('/')}/admin/explain"
+    try:
+        answer = httpx.post(url, content=msgspec.json.encode(question), timeout=TIMEOUT_S, trust_env=False)
+        found = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise NotAnswered(f"{url}: {error}") from error
+    if answer.status_code != 200 or not isinstance(found, dict):
+        raise NotAnswered(f"{url}: {_message(found) or answer.status_code}")
+    if refused := found.get("refused"):
+        raise _Refused(refused)
+    return found
+
+
+class _Refused(GatewayError):
+    """What a running gateway would answer."""
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        super().__init__(told["message"], code=told["code"])
+        self._status = int(told["status"])
+
+    @property
+    def http_status(self) -> int:
+        """See `GatewayError.http_status`."""
+        return self._status
+
+
+def _message(found: object) -> str:
+    error = found.get("error") if isinstance(found, dict) else None
+    return str(error.get("message", "")) if isinstance(error, dict) else ""
+
+
+def is_served(found: Mapping[str, Any]) -> bool:
+    """Return whether any backend could take the request."""
+    return any(candidate["excluded"] is None for candidate in found["decision"]["candidates"])
 
 
 _SCORES = {"spare knee": "spare_knee", "speed": "speed", "affinity": "prefix_affinity"}
 
 
-def show(explanation: Explanation, console: Console | None = None) -> None:
-    """Print an explanation for a person."""
+def show(found: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print an explanation, as its JSON, for a person."""
     console = console or Console(highlight=False)
-    decision = explanation.decision
-    estimate, demand = decision.estimate, decision.demand
+    decision = found["decision"]
+    estimate, demand = decision["estimate"], decision["demand"]
     console.print(
-        f"[bold]{estimate.tokens}[/] prompt tokens ({estimate.mode.value}, at most {estimate.tokens_max}), "
-        f"{demand.total_tokens} with output"
+        f"[bold]{estimate['tokens']}[/] prompt tokens ({estimate['mode']}, at most {estimate['tokens_max']})"
+        f", {demand['total_tokens']} with output"
     )
-    if explanation.dropped:
-        console.print(f"dropped members: {', '.join(explanation.dropped)}")
-    for verdict in explanation.classes:
-        mark = "[green]✓[/]" if verdict.matched else "[dim]·[/]"
-        console.print(f"{mark} class {verdict.name}: {verdict.why}")
+    if found["dropped"]:
+        console.print(f"dropped members: {', '.join(found['dropped'])}")
+    for change in found["changes"]:
+        console.print(f"[dim]changed:[/] {change}", markup=True)
+    for verdict in found["classes"]:
+        mark = "[green]✓[/]" if verdict["matched"] else "[dim]·[/]"
+        console.print(f"{mark} class {verdict['name']}: {verdict['why']}")
+    console.print(_table(decision["candidates"]))
+    if is_served(found):
+        first = decision["candidates"][0]
+        console.print(f"goes to [bold green]{first['backend']}[/] (pool {first['pool']})")
+    else:
+        console.print("[bold red]nowhere[/]: no backend of its class can take it")
+    outlook = found["outlook"]
+    if outlook is not None and outlook["waiting"]:
+        wait_s = outlook["expected_wait_s"]
+        about = "" if wait_s is None else f", about {wait_s:.1f} s"
+        console.print(f"behind {outlook['waiting']} of its class that wait{about}")
+    for note in found["notes"]:
+        console.print(f"[dim]{note}[/]")
+
+
+def _table(candidates: list[Mapping[str, Any]]) -> Table:
     shown = dict(_SCORES)
-    if any(candidate.scores.get("slow_context") for candidate in decision.candidates):
+    if any(candidate["scores"].get("slow_context") for candidate in candidates):
         shown["slow context"] = "slow_context"
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "backend", "pool", "score", *shown, "why not"):
         table.add_column(column)
-    for position, candidate in enumerate(decision.candidates, 1):
-        if candidate.excluded is not None:
-            cells = ("-", *("" for _ in shown), f"{candidate.excluded.value}: {candidate.detail}")
-            table.add_row("", candidate.backend, candidate.pool, *cells, style="dim")
+    for position, candidate in enumerate(candidates, 1):
+        backend, pool = candidate["backend"], candidate["pool"]
+        if candidate["excluded"] is not None:
+            cells = ("-", *("" for _ in shown), f"{candidate['excluded']}: {candidate['detail']}")
+            table.add_row("", backend, pool, *cells, style="dim")
             continue
-        scores = [f"{candidate.scores[name]:.2f}" for name in shown.values()]
+        scores = [f"{candidate['scores'][name]:.2f}" for name in shown.values()]
         style = "green" if position == 1 else None
-        table.add_row(
-            str(position), candidate.backend, candidate.pool, f"{candidate.score:.2f}", *scores, style=style
-        )
-    console.print(table)
-    if explanation.is_served:
-        first = decision.ranked[0]
-        console.print(f"goes to [bold green]{first.backend}[/] (pool {first.pool})")
-    else:
-        console.print("[bold red]nowhere[/]: no backend of its class can take it")
+        table.add_row(str(position), backend, pool, f"{candidate['score']:.2f}", *scores, style=style)
+    return table

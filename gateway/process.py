@@ -69,12 +69,14 @@ def _announce(running: app.Running) -> None:
     _say(f"gemma-gateway {__version__} {does}")
     if running.admin_url:
         _say(f"operators: {running.admin_url}/admin/backends")
+        _say(f"console: {running.admin_url}/")
 
 
 def _announce_workers(serving: supervisor.Serving) -> None:
     _say(f"gemma-gateway {__version__} serves {serving.url}/v1 with {serving.workers} workers")
     for number, url in enumerate(serving.admin_urls):
         _say(f"operators: {url}/admin/backends (worker {number})")
+        _say(f"console: {url}/ (worker {number})")
 
 
 def _say(line: str) -> None:

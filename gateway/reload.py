@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -114,6 +115,15 @@ class Reloader:
         except ConfigError as error:
             return Reload(error=str(error))
 
+    async def preview(self, source: bytes) -> tuple[Settings, Reload]:
+        """Return what would be in force with another configuration, and what that changes. Changes nothing.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        new = await anyio.to_thread.run_sync(partial(settings.load, self.path, self._environ, source=source))
+        return self._beside(new)
+
     async def apply(self, source: bytes, by: str) -> Reload:
         """Put a configuration in force, if it can be used. Returns what came of it."""
         async with self._turn:
@@ -171,7 +181,9 @@ class Reloader:
                 before = source
 
     def _planned(self, source: bytes) -> tuple[Settings, Reload]:
-        new = settings.load(self.path, self._environ, source=source)
+        return self._beside(settings.load(self.path, self._environ, source=source))
+
+    def _beside(self, new: Settings) -> tuple[Settings, Reload]:
         wanted = settings.beside(self._started, self.running, new)
         wanted.require(self._environ)
         own = {name: getattr(self.running.document, name) for name in settings.LIVE}

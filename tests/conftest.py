@@ -5,7 +5,7 @@ import re
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support import leftovers, node_sdk, prometheus
+from support import browser, leftovers, node_sdk, prometheus
 from support.redis_server import LEGS, legs
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -32,6 +32,8 @@ class OneHeavyAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith("tests/node/"):
             return "node"  # its checks share a gateway and a process per group
+        if nodeid.startswith("tests/browser/"):
+            return "browser"  # likewise, with a page
         return "heavy" if HEAVY.match(nodeid) else nodeid
 
 
@@ -54,7 +56,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneHeav
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Say how many tests run at once, and against which servers and with which Node SDKs."""
+    """Say how many tests run at once, and against which servers and with which Node SDKs and browser."""
     workers = config.getoption("numprocesses")
     missing = [leg for leg in LEGS if leg not in legs()]
     note = f"; no build of {', '.join(missing)} for this Python" if missing else ""
@@ -65,6 +67,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         f"store: {', '.join(legs())}{note}",
         node_sdk.described(),
         prometheus.described(),
+        browser.described(),
     ]
 
 

@@ -11,12 +11,13 @@ from gateway.core import errors
 from gateway.core.errors import GatewayError
 from gateway.core.quirks import WORKAROUNDS
 from gateway.core.waiting import Reason
-from gateway.downstream import config_routes, guard, routes
+from gateway.downstream import config_routes, console_routes, explain_routes, guard, routes
 from gateway.telemetry.job_metrics import JobMetrics
 from gateway.telemetry.loop_watch import LoopWatch
 from gateway.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
+MODULES = (errors, guard, routes, config_routes, console_routes, explain_routes)
 SOURCES = sorted((ROOT / "gateway").rglob("*.py"))
 
 
@@ -37,7 +38,7 @@ def raised_codes() -> Iterator[str]:
                 for keyword in node.keywords:
                     if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
                         yield str(keyword.value.value)
-    for module in (errors, guard, routes, config_routes):
+    for module in MODULES:
         for kind in vars(module).values():
             if isinstance(kind, type) and issubclass(kind, GatewayError):
                 yield kind.code
@@ -54,7 +55,7 @@ def test_every_error_code_is_documented_and_no_other() -> None:
 def test_documented_statuses_are_those_of_the_code() -> None:
     kinds = [
         kind
-        for module in (errors, guard, routes, config_routes)
+        for module in MODULES
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, GatewayError)
     ]

@@ -252,7 +252,10 @@ def test_no_vocabulary_is_in_the_repository() -> None:
     assert [name for name in names if (ROOT / name).stat().st_size > 1_000_000] == []
 
 
-@pytest.mark.parametrize("script", [".ci/run", ".ci/check", ".ci/lock", ".ci/node-sdk", ".ci/prometheus"])
+SCRIPTS = [".ci/run", ".ci/check", ".ci/lock", ".ci/node-sdk", ".ci/prometheus", ".ci/browser"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_can_be_run_and_parses(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
     subprocess.run(["bash", "-n", ROOT / script], check=True)

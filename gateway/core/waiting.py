@@ -192,6 +192,34 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiter:
+    """A request that waits, for an operator.
+
+    Attributes:
+        id, model, traffic_class, key: See `Ticket`.
+        pool: Id of its first pool.
+        position: Its place among those that want the same first pool, 1 being next.
+        prompt_tokens: Of its prompt.
+        waited_s: How long it has waited, for the places of earlier tries too.
+        due_in_s: When its first token is due, from now; negative where that has passed.
+        is_behind: Whether it was sent behind the others.
+        tries: Backends it was tried on.
+    """
+
+    id: str
+    model: str
+    traffic_class: str
+    key: str | None
+    pool: str
+    position: int
+    prompt_tokens: int
+    waited_s: float
+    due_in_s: float
+    is_behind: bool
+    tries: int
+
+
+@dataclass(frozen=True, slots=True)
 class Offer:
     """A request that may start: take a place on the first of these that still has one."""
 
@@ -719,6 +747,22 @@ class WaitingLine:
         lane = self._lanes.get((model, traffic_class))
         return None if lane is None else self._per_s(lane, now)
 
+    def waiters(self, now: float, most: int = LOOKAHEAD) -> Sequence[Waiter]:
+        """Return who waits, in the order in which they would start if all backends were free at once.
+
+        Of each class `LOOKAHEAD` at most, `most` in all.
+        """
+        found: list[Waiter] = []
+        ahead: dict[tuple[str, ...], int] = {}
+        for shared in self._by_priority():
+            for entry in _merged(shared):
+                ticket = entry.ticket
+                position = ahead[ticket.first_pool] = ahead.get(ticket.first_pool, 0) + 1
+                found.append(_waiter(entry, position, now))
+                if len(found) >= most:
+                    return found
+        return found
+
     def position(self, ticket_id: str) -> int | None:
         """Return a request's place, 1 being next; None if it is not waiting.
 
@@ -1117,6 +1161,23 @@ def _merged(shared: Sequence[_Shares]) -> Iterator[_Entry]:
         following = next(walk, None)
         if following is not None:
             heappush(heads, (following.due_at, following.number, following, walk))
+
+
+def _waiter(entry: _Entry, position: int, now: float) -> Waiter:
+    ticket = entry.ticket
+    return Waiter(
+        id=ticket.id,
+        model=ticket.model,
+        traffic_class=ticket.traffic_class.name,
+        key=ticket.key,
+        pool=ticket.traffic_class.pools[0],
+        position=position,
+        prompt_tokens=ticket.demand.prompt_tokens,
+        waited_s=entry.waited_s(now),
+        due_in_s=entry.due_at - now,
+        is_behind=entry.standing is _Standing.BEHIND,
+        tries=len(ticket.failed),
+    )
 
 
 def _is_waited_for(candidate: Candidate) -> bool:

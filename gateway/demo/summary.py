@@ -209,6 +209,7 @@ def snippets(url: str, admin_url: str, config: str) -> Mapping[str, str]:
         "print(answer.choices[0].message.content)"
     )
     look = (
+        f"{admin_url}/     # the console, for a browser\n"
         f"curl {admin_url}/admin/backends     # the fleet\n"
         f"curl {admin_url}/admin/requests     # the last decisions\n"
         f"curl {admin_url}/metrics            # for Prometheus"

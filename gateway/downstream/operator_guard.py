@@ -1,13 +1,13 @@
 """Keeps web pages away from the admin port, which has no keys, and which an operator's browser can reach.
 
 A page can send requests to any address, under its own name (DNS rebinding) or across sites. So what shows
-or changes the gateway is answered only under names that no stranger can own, and nothing is changed for a
-browser.
+or changes the gateway is answered only under names that no stranger can own, and nothing is changed for any
+page but the console, which comes from this very port.
 """
 
 import ipaddress
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 
 from litestar.enums import ScopeType
 from litestar.types import ASGIApp, Receive, Scope, Send
@@ -18,7 +18,7 @@ from gateway.downstream.relay import AsgiDownstream, send_error
 _OPEN = frozenset({"/metrics", "/livez", "/healthz", "/readyz"})  # for machines, under any name
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]*)?")
-_OF_BROWSERS = frozenset({b"origin", b"sec-fetch-site"})
+_ELSEWHERE = frozenset({b"cross-site", b"same-site"})
 
 
 class OperatorGuard:
@@ -45,8 +45,11 @@ class OperatorGuard:
                 "The admin port is not called by this name: use its address, localhost, a name without a "
                 "dot, or one of `admin_names` in the configuration."
             )
-        if scope.get("method") not in _SAFE and any(name in _OF_BROWSERS for name, _ in headers):
-            return "Nothing is changed here for a web page."
+        if scope.get("method") not in _SAFE:
+            own = _is_own(headers, hosts[0] if hosts else "")
+            return None if own else "Nothing is changed here for a web page, but for the console."
+        if _is_from_elsewhere(dict(headers)):
+            return "Nothing is shown here to a web page, but to the console."
         return None
 
     def _is_trusted(self, host: str) -> bool:
@@ -56,6 +59,24 @@ class OperatorGuard:
             return False
         name = match[1]
         return "." not in name or name in self._names or name.endswith(".localhost") or _is_address(name)
+
+
+def _is_own(headers: Iterable[tuple[bytes, bytes]], host: str) -> bool:
+    """Return whether no page asks, or the console does: what a browser says of that, no page can choose."""
+    for name, value in headers:
+        if name == b"sec-fetch-site" and value != b"same-origin":
+            return False
+        if name == b"origin" and value.decode("latin-1").lower() not in (
+            f"http://{host.lower()}",
+            f"https://{host.lower()}",
+        ):
+            return False
+    return True
+
+
+def _is_from_elsewhere(headers: Mapping[bytes, bytes]) -> bool:
+    """Return whether a page of another origin reads; following a link is no reading."""
+    return headers.get(b"sec-fetch-site") in _ELSEWHERE and headers.get(b"sec-fetch-mode") != b"navigate"
 
 
 def _is_address(name: str) -> bool:

@@ -36,6 +36,7 @@ from gateway.core.values import (
     Estimate,
     ModelPolicy,
     Policy,
+    Prefixes,
     TrafficClass,
 )
 from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s, patient
@@ -179,6 +180,17 @@ class Pipeline:
         decision, ticket = self._ticket(policy, model, incoming, estimate)
         self._check_fit(decision, ticket)
         return decision
+
+    def sights(self, prefix_shares: Mapping[str, float] = _NOBODY) -> Mapping[str, BackendView]:
+        """Return the backends of the policy in force as a decision would see them at this moment.
+
+        `prefix_shares`: per backend, the share of the conversation that was seen there.
+        """
+        return self._views(self._policy().backends, prefix_shares, self.room.line.long_waiting())
+
+    def prefix_shares(self, prefixes: Prefixes) -> Mapping[str, float]:
+        """Return, per backend, the share (0..1) of a conversation that was seen there."""
+        return self._prefixes.held(prefixes)
 
     def abandon(self, backend_id: str, reason: str) -> None:
         """Give up the tries on a backend that have not been answered yet, so that they move on.

@@ -24,7 +24,16 @@ from gateway.core.values import (
     Waiting,
     WhenLate,
 )
-from gateway.core.waiting import PUT_BACK_TOKENS, Reason, Refused, Ticket, Turn, WaitingLine, patient
+from gateway.core.waiting import (
+    LOOKAHEAD,
+    PUT_BACK_TOKENS,
+    Reason,
+    Refused,
+    Ticket,
+    Turn,
+    WaitingLine,
+    patient,
+)
 
 UP = BackendStatus(state=State.UP, served_models=("gemma",))
 PLAIN = TrafficClass("chat", ("light",))
@@ -1155,3 +1164,43 @@ def test_who_waited_in_vain_for_a_model_is_not_told_to_come_back_at_once() -> No
 
     (refused,) = site.line.turn(400.0, out(site, "light")).refused
     assert (refused.reason, refused.retry_after_s) == (Reason.WAITED_TOO_LONG, 30.0)
+
+
+# ------------------------------------------------------------------ what operators see
+
+
+def test_waiters_are_shown_in_the_order_in_which_they_start() -> None:
+    site = Site(knee=1)
+    site.enter("runs")
+    site.start()
+    for name, key in (("a-1", "a"), ("a-2", "a"), ("b-1", "b"), ("a-3", "a")):
+        site.enter(name, 1.0, key=key, traffic_class=PATIENT)
+    shown = site.line.waiters(3.5)
+    started = []
+    for _ in shown:
+        (running,) = [name for name, (backend, _) in site.taken.items() if backend == "light"]
+        site.end(running, 4.0)
+        started += site.start(4.0)
+
+    assert [one.id for one in shown] == started
+    assert [one.position for one in shown] == [1, 2, 3, 4]
+    assert [one.key for one in shown[:2]] == ["a", "b"]  # each key in turn
+    assert {one.waited_s for one in shown} == {2.5}
+    assert {(one.traffic_class, one.pool, one.is_behind, one.tries) for one in shown} == {
+        ("chat", "light", False, 0)
+    }
+    assert shown[0].due_in_s == pytest.approx(1.0 + PATIENT.waiting.ttft_target_s - 3.5)
+
+
+def test_looking_at_waiters_changes_nothing_and_is_bounded() -> None:
+    site = Site(knee=1)
+    site.enter("runs")
+    site.start()
+    for number in range(200):
+        site.enter(f"w-{number}", 1.0, traffic_class=PATIENT)
+
+    assert len(site.line.waiters(2.0)) == LOOKAHEAD
+    assert len(site.line.waiters(2.0, most=7)) == 7
+    assert site.line.waiters(2.0) == site.line.waiters(2.0)
+    assert len(site.line) == 200
+    assert WaitingLine().waiters(0.0) == []

@@ -95,20 +95,54 @@ async def test_a_name_that_a_stranger_may_own_is_refused(
 
 
 @pytest.mark.parametrize(
-    "header",
+    "headers",
     [
-        "Origin: https://attacker.example",
-        "Origin: null",
-        "origin: http://127.0.0.1:9090",
-        "Sec-Fetch-Site: cross-site",
-        "Sec-Fetch-Site: same-origin",
+        ("Origin: https://attacker.example",),
+        ("Origin: null",),
+        ("origin: http://127.0.0.1:9090",),  # by another name than it was called
+        ("Origin: http://localhost:3000",),
+        ("Origin: http://localhost",),
+        ("Sec-Fetch-Site: cross-site",),
+        ("Sec-Fetch-Site: same-site",),
+        ("Sec-Fetch-Site: none",),
+        ("Sec-Fetch-Site: same-origin", "Origin: https://attacker.example"),
+        ("Sec-Fetch-Site: cross-site", "Origin: http://localhost:9090"),
     ],
 )
-async def test_nothing_is_changed_for_a_web_page(port: int, header: str) -> None:
+async def test_nothing_is_changed_for_a_web_page(port: int, headers: tuple[str, ...]) -> None:
     for method in ("POST", "PUT", "DELETE"):
-        status, body = await answer(port, f"{method} /admin/thing", "Host: localhost:9090", header)
+        status, body = await answer(port, f"{method} /admin/thing", "Host: localhost:9090", *headers)
         assert (status, "altered" in body) == (403, False)
-    assert await answer(port, "GET /admin/thing", "Host: localhost:9090", header) == (200, "shown")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ("Sec-Fetch-Site: same-origin", "Origin: http://localhost:9090"),
+        ("Sec-Fetch-Site: same-origin",),
+        ("Origin: http://LOCALHOST:9090",),  # a browser says no more of a page that came by plain HTTP
+        ("Origin: https://localhost:9090",),  # behind something that speaks TLS
+    ],
+)
+async def test_the_console_may_change_what_operators_may(port: int, headers: tuple[str, ...]) -> None:
+    found = await answer(port, "POST /admin/thing", "Host: localhost:9090", *headers)
+    assert found == (200, "altered")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (("Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: cors"), 403),
+        (("Sec-Fetch-Site: same-site", "Sec-Fetch-Mode: no-cors"), 403),
+        (("Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate"), 200),  # a link in somebody's notes
+        (("Sec-Fetch-Site: none", "Sec-Fetch-Mode: navigate"), 200),
+        (("Sec-Fetch-Site: same-origin", "Sec-Fetch-Mode: cors"), 200),
+        ((), 200),
+    ],
+)
+async def test_no_other_page_reads_along(port: int, headers: tuple[str, ...], status: int) -> None:
+    found = await answer(port, "GET /admin/thing", "Host: localhost:9090", *headers)
+    assert found[0] == status
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/livez", "/readyz"])

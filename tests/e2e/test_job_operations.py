@@ -14,7 +14,7 @@ import anyio
 import httpx
 import openai
 import pytest
-from support.processes import COMMAND, Process, config, running
+from support.processes import COMMAND, Process, config, running, until
 from support.redis_server import RedisServer, binary
 
 WITHIN_S = 60.0
@@ -153,7 +153,11 @@ async def test_a_gateway_takes_jobs_in_and_a_worker_works_them_off(
         assert (await serving.until(job.id, "completed", "incomplete")).output_text
         assert limits["mode"] == "shared"
         assert (await working.get("/admin/replicas")).json()["mode"] == "shared"
-        assert (await working.get("/readyz")).json()["ready"]
+
+        async def is_ready() -> bool:  # it looks at the queue now and then
+            return bool((await working.get("/readyz")).json()["ready"])
+
+        await until(is_ready)
         for process in (working.process, serving.process):
             assert await process.end(signal.SIGTERM) == 0
 

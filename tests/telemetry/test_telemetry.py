@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ from gateway.core.values import (
 )
 from gateway.core.webhooks import Delivery, WebhookAttempt, WebhookOutcome, failed, judge
 from gateway.telemetry import logs
-from gateway.telemetry.journal import Journal
+from gateway.telemetry.journal import Journal, is_notable
 from gateway.telemetry.logs import RequestLog
 from gateway.telemetry.metrics import DURATION_BUCKETS_S, TTFT_BUCKETS_S, Metrics
 from gateway.telemetry.recorder import Recorders
@@ -212,6 +213,42 @@ def test_the_journal_keeps_the_newest() -> None:
         journal.finished(replace(RECORD, id=f"req-{number}"))
 
     assert [record.id for record in journal.recent()] == ["req-2", "req-1"]
+
+
+def test_the_journal_keeps_what_went_wrong_or_was_late_beside_the_rest() -> None:
+    journal = Journal(entries_max=2, notable_max=2)
+    late = replace(RECORD, id="late", ttft_target_s=0.4)
+
+    for record in (late, *(replace(RECORD, id=f"req-{number}") for number in range(5))):
+        journal.finished(record)
+
+    assert [(number, record.id) for number, record in journal.since(0)] == [
+        (6, "req-4"),
+        (5, "req-3"),
+        (1, "late"),
+    ]
+    assert [record.id for _, record in journal.since(5)] == ["req-4"]
+    assert journal.count == 6
+    assert journal.find("late") is late
+    assert journal.find("req-0") is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_so"),
+    [
+        ({}, False),
+        ({"ttft_target_s": 0.6}, False),
+        ({"ttft_target_s": 0.4}, True),
+        ({"ttft_target_s": 0.4, "stream": False}, False),  # it had its place in time
+        ({"ttft_target_s": 0.1, "stream": False}, True),
+        ({"ending": Ending.LEFT}, False),
+        ({"ending": Ending.SHED}, True),
+        ({"ending": Ending.REJECTED}, True),
+        ({"attempts": (ATTEMPT, ATTEMPT)}, True),
+    ],
+)
+def test_what_is_notable(fields: dict[str, Any], is_so: bool) -> None:
+    assert is_notable(replace(RECORD, **fields)) is is_so
 
 
 def test_a_recorder_hands_everything_on() -> None:

@@ -1,0 +1,62 @@
+// Follows the gateway, and hands what it says to the parts of the page.
+
+import { at, h, number, say } from "./dom.js";
+import { showFleet } from "./fleet.js";
+import { showFlow } from "./flow.js";
+import { startJobs } from "./jobs.js";
+import { showLatency } from "./latency.js";
+import { forgetRequests, startRequests, takeRequests } from "./requests.js";
+import { showWaiting } from "./waiting.js";
+import { askAbout, startWhatIf } from "./whatif.js";
+
+const AGAIN_MS = 3000;
+const STALE_MS = 4000;
+
+let heardAt = 0;
+
+function link(state, text) {
+  at("link").dataset.state = state;
+  say(at("link"), text);
+}
+
+function showFacts(snapshot) {
+  const facts = [
+    ["policy", snapshot.policy],
+    ["version", snapshot.gateway],
+    ["ended", number(snapshot.ended)],
+  ];
+  if (snapshot.replicas > 1) facts.push(["gateways", `1 of ${snapshot.replicas}`]);
+  at("facts").replaceChildren(...facts.map(([name, value]) => h("div", {}, h("dt", { text: name }), h("dd", { text: value }))));
+}
+
+function follow() {
+  const events = new EventSource("admin/live");
+  events.addEventListener("open", () => forgetRequests());
+  events.addEventListener("snapshot", (event) => {
+    const snapshot = JSON.parse(event.data);
+    heardAt = performance.now();
+    link("live", "live");
+    showFacts(snapshot);
+    showFleet(snapshot);
+    showWaiting(snapshot.waiting);
+  });
+  events.addEventListener("history", (event) => {
+    const history = JSON.parse(event.data);
+    showFlow(history);
+    showLatency(history);
+  });
+  events.addEventListener("ended", (event) => takeRequests(JSON.parse(event.data).requests));
+  events.addEventListener("error", () => {
+    link("away", "no answer");
+    if (events.readyState === EventSource.CLOSED) setTimeout(follow, AGAIN_MS);
+  });
+}
+
+setInterval(() => {
+  if (heardAt && performance.now() - heardAt > STALE_MS) link("away", "no answer");
+}, 1000);
+
+startRequests({ onWhatIf: askAbout });
+startWhatIf();
+startJobs();
+follow();

@@ -1,0 +1,256 @@
+// The last requests. One that is opened shows where its time went, and why it went where it went.
+
+import { FINE, ask, at, h, keyed, number, round, say, seconds, timeOfDay, words } from "./dom.js";
+import { candidateTable, demandLine, nobodyWords } from "./decision.js";
+import { swatch } from "./waiting.js";
+
+const SHOWN = 30;
+const KEPT = 400;
+const COLUMNS = 11;
+
+let rows = [];
+let shown = [];
+let open = null;
+let isHeld = false;
+let current = 0;
+let onWhatIf = () => {};
+
+export function startRequests(options) {
+  onWhatIf = options.onWhatIf;
+  at("only-notable").addEventListener("change", () => show(true));
+  at("find").addEventListener("input", () => show(true));
+  at("request-filter").addEventListener("submit", (event) => event.preventDefault());
+  at("hold").addEventListener("click", () => hold(!isHeld));
+  at("request-table").addEventListener("keydown", moved);
+}
+
+/** The gateway tells all it keeps when a console connects: what is known from before may be another's. */
+export function forgetRequests() {
+  rows = [];
+}
+
+export function takeRequests(more) {
+  rows = [...more, ...rows].sort((one, other) => other.number - one.number).slice(0, KEPT);
+  show(false);
+}
+
+function hold(wanted) {
+  isHeld = wanted;
+  at("hold").setAttribute("aria-pressed", String(isHeld));
+  show(true);
+}
+
+function fits(row, text) {
+  if (at("only-notable").checked && !row.is_notable) return false;
+  return !text || [row.class, row.backend, row.key, row.id, row.code, row.ending].some((part) => part?.toLowerCase().includes(text));
+}
+
+/** Draws the list. Held, or with a request open, it stays as it is until it is asked for anew. */
+function show(isAsked) {
+  const text = at("find").value.trim().toLowerCase();
+  const found = rows.filter((row) => fits(row, text));
+  if (isAsked || !(isHeld || open)) {
+    shown = found.slice(0, SHOWN);
+    if (open && !shown.some((row) => row.id === open)) {
+      const kept = rows.find((row) => row.id === open);
+      if (kept) shown = [...shown, kept];
+      else open = null;
+    }
+  }
+  const newest = shown[0]?.number ?? 0;
+  const newer = found.filter((row) => row.number > newest).length;
+  say(at("hold"), isHeld || open ? `${isHeld ? "Held" : "Held while one is open"}${newer ? `, ${number(newer)} newer` : ""}` : "Hold");
+  at("no-requests").hidden = shown.length > 0;
+  say(at("no-requests"), rows.length ? "None of the last requests is like that." : "Nothing has ended yet.");
+  current = Math.min(current, Math.max(0, shown.length - 1));
+  const longest = Math.max(...shown.map((row) => row.total_s), 0.001);
+  keyed(at("request-table"), ["head", ...shown], (item) => (item === "head" ? "head" : item.id), body, (element, item) => {
+    if (item !== "head") refresh(element, item, longest);
+  });
+}
+
+function body(row) {
+  const button = h("button", { type: "button", class: "opener", "aria-expanded": "false", text: timeOfDay(row.at + row.total_s), onclick: () => toggle(row.id) });
+  return h(
+    "tbody",
+    { "data-request": row.id, "data-ending": row.ending },
+    h(
+      "tr",
+      { onclick: (event) => event.target.closest("button") || toggle(row.id) },
+      h("td", {}, button),
+      h("td", {}, swatch(row.class), row.class || "–"),
+      h("td", {}, row.backend || "–", row.is_spill ? h("span", { class: "tag", text: "spill" }) : null, row.tries > 1 ? h("span", { class: "tag bad", text: `${row.tries} tries` }) : null),
+      h("td", { class: `ending ${row.ending}`, text: row.code ? `${row.status} ${words(row.code)}` : words(row.ending) }),
+      h("td", { class: "n", text: number(row.prompt_tokens) }),
+      h("td", { class: "n", text: number(row.completion_tokens) }),
+      h("td", { class: "n", text: row.waited_s !== null && row.waited_s < 0.005 ? "0" : seconds(row.waited_s) }),
+      h("td", { class: row.ttft_target_s !== null && row.ttft_s > row.ttft_target_s ? "n attention" : "n", text: seconds(row.ttft_s) }),
+      h("td", { class: "n", text: seconds(row.tpot_s) }),
+      h("td", { class: "n", text: seconds(row.total_s) }),
+      h("td", { class: "where" }, h("span", { class: "phases" }, h("i", { class: "k-wait" }), h("i", { class: "k-first" }), h("i", { class: "k-decode" }))),
+    ),
+  );
+}
+
+function refresh(element, row, longest) {
+  const index = shown.indexOf(row);
+  element.querySelector(".opener").tabIndex = index === current ? 0 : -1;
+  const waited = row.waited_s ?? 0;
+  const first = row.ttft_s === null ? (row.total_s - waited) : Math.max(0, row.ttft_s - waited);
+  const rest = Math.max(0, row.total_s - waited - first);
+  const [wait, start, decode] = element.querySelectorAll(".phases i");
+  const isBad = !FINE.has(row.ending);
+  start.className = isBad && row.ttft_s === null ? "k-bad" : row.stream ? "k-first" : "k-decode";
+  for (const [part, value] of [[wait, waited], [start, first], [decode, rest]]) part.style.width = `${(100 * value) / longest}%`;
+}
+
+function moved(event) {
+  const steps = { ArrowDown: 1, ArrowUp: -1, Home: -Infinity, End: Infinity };
+  if (event.key === "Escape" && open) {
+    event.preventDefault();
+    toggle(open);
+  } else if (event.key in steps && event.target.classList.contains("opener")) {
+    event.preventDefault();
+    current = Math.max(0, Math.min(shown.length - 1, shown.findIndex((row) => row.id === event.target.closest("tbody").dataset.request) + steps[event.key]));
+    const openers = [...at("request-table").querySelectorAll(".opener")];
+    openers.forEach((opener, index) => (opener.tabIndex = index === current ? 0 : -1));
+    openers[current]?.focus();
+  }
+}
+
+const bodyOf = (id) => at("request-table").querySelector(`tbody[data-request="${CSS.escape(id)}"]`);
+
+function close() {
+  if (!open) return;
+  const element = bodyOf(open);
+  element?.querySelector(".detail")?.remove();
+  element?.querySelector(".opener").setAttribute("aria-expanded", "false");
+  open = null;
+}
+
+async function toggle(id) {
+  const wasOpen = open === id;
+  close();
+  current = Math.max(0, shown.findIndex((row) => row.id === id));
+  const element = bodyOf(id);
+  element.querySelector(".opener").focus();
+  if (wasOpen) {
+    show(false);
+    return;
+  }
+  open = id;
+  element.querySelector(".opener").setAttribute("aria-expanded", "true");
+  const cell = h("td", { colspan: COLUMNS }, h("p", { class: "note", text: "…" }));
+  element.append(h("tr", { class: "detail" }, cell));
+  show(false);
+  try {
+    cell.replaceChildren(detail(await ask(`admin/request/${encodeURIComponent(id)}`)));
+  } catch (error) {
+    cell.replaceChildren(h("p", { class: "note", text: error.message }));
+  }
+}
+
+// ------------------------------------------------------------------ one request
+
+function detail(record) {
+  const phases = phasesOf(record);
+  const decision = record.decision;
+  return h(
+    "div",
+    { class: "opened" },
+    h("p", { class: "verdict", text: verdict(record, phases) }),
+    waterfall(record, phases),
+    decision ? h("p", { class: "demand" }, h("b", { text: decision.traffic_class }), `: ${decision.class_reason}. ${demandLine(decision)}.`) : null,
+    decision ? h("h3", { text: "Candidates, as it came in" }) : null,
+    decision ? candidateTable(decision.candidates, record.backend) : null,
+    placedWords(record),
+    h(
+      "p",
+      { class: "row" },
+      h("code", { text: record.id }),
+      h("span", { class: "note", text: `arrived ${timeOfDay(record.wall_at)}${record.key ? `, key ${record.key}` : ""}` }),
+      decision ? h("button", { type: "button", text: "What if…", onclick: () => onWhatIf(record.id) }) : null,
+    ),
+  );
+}
+
+/** What happened when, in seconds since its arrival. */
+function phasesOf(record) {
+  const since = (time) => (time === null ? null : time - record.received_at);
+  const end = since(record.ended_at);
+  const found = [{ name: "read and count", kind: "estimate", from: 0, to: since(record.estimated_at) ?? end }];
+  let from = found[0].to;
+  for (const [index, attempt] of record.attempts.entries()) {
+    const started = since(attempt.started_at);
+    found.push({ name: index ? "wait again" : "wait for a place", kind: "wait", from, to: started });
+    const first = since(attempt.first_byte_at);
+    const over = since(attempt.ended_at);
+    const isGood = ["ok", "cancelled"].includes(attempt.outcome);
+    const where = record.attempts.length > 1 ? `${attempt.backend}, try ${index + 1}` : attempt.backend;
+    if (first === null) {
+      found.push({ name: isGood ? `no token yet from ${where}` : `${words(attempt.outcome)} on ${where}`, kind: isGood ? "first" : "bad", from: started, to: over, detail: attempt.detail });
+    } else if (!record.stream) {
+      found.push({ name: `whole answer from ${where}`, kind: isGood ? "decode" : "bad", from: started, to: over, detail: attempt.detail });
+    } else {
+      found.push({ name: `first token from ${where}`, kind: "first", from: started, to: first });
+      found.push({ name: `${isGood ? "decode" : words(attempt.outcome)} on ${where}`, kind: isGood ? "decode" : "bad", from: first, to: over, detail: attempt.detail });
+    }
+    from = over;
+  }
+  const last = record.attempts.at(-1);
+  const isOver = last ? ["ok", "cancelled"].includes(last.outcome) : FINE.has(record.ending) && record.ending !== "left";
+  if (isOver && end - from > 0.01 * end) found.push({ name: "end", kind: "estimate", from, to: end });
+  else if (!isOver && record.decision && end - from > 0.001) found.push({ name: last ? "wait again" : "wait for a place", kind: "wait", from, to: end });
+  return found;
+}
+
+function verdict(record, phases) {
+  const total = record.ended_at - record.received_at;
+  const went = record.backend ? `on ${record.backend}${record.is_spill ? ", as a spill" : ""}` : "nowhere";
+  const how = record.error_code ? `${words(record.ending)} with ${record.status} ${record.error_code}` : record.ending === "left" ? "the caller left" : words(record.ending);
+  const longest = phases.reduce((one, other) => (other.to - other.from > one.to - one.from ? other : one));
+  const share = (longest.to - longest.from) / Math.max(total, 1e-9);
+  const most = share > 0.4 ? ` Most of it: ${longest.name}, ${seconds(longest.to - longest.from)}.` : "";
+  const nobody = longest.kind === "wait" && record.decision ? nobodyWords(record.decision.candidates) : "";
+  return `${how[0].toUpperCase()}${how.slice(1)}, ${went}, in ${seconds(total)}.${most}${nobody ? ` Nobody had room (${nobody}).` : ""}${lateWords(record, phases)}`;
+}
+
+/** Where the time to a late first token went. */
+function lateWords(record, phases) {
+  const first = record.stream && record.first_byte_at !== null ? record.first_byte_at - record.received_at : null;
+  if (first === null || !record.ttft_target_s || first <= record.ttft_target_s) return "";
+  const before = phases.filter((phase) => phase.from < first - 1e-6 && phase.to - phase.from > 0.05 * first);
+  const told = before.map((phase) => `${seconds(phase.to - phase.from)} ${phase.name}`).join(", ");
+  return ` First token after ${seconds(first)}, where its class wants it within ${round(record.ttft_target_s)}: ${told}.`;
+}
+
+function waterfall(record, phases) {
+  const total = Math.max(record.ended_at - record.received_at, 1e-6);
+  const target = record.ttft_target_s && record.ttft_target_s <= total ? record.ttft_target_s : null;
+  return h(
+    "ol",
+    { class: "waterfall", "aria-label": "Where the time went" },
+    ...phases.map((phase) => {
+      const bar = h("i", { class: `k-${phase.kind}` });
+      bar.style.left = `${(100 * phase.from) / total}%`;
+      bar.style.width = `${(100 * (phase.to - phase.from)) / total}%`;
+      const mark = target === null ? null : h("u", { title: `its class wants the first token within ${round(target)}` });
+      if (mark) mark.style.left = `${(100 * target) / total}%`;
+      return h(
+        "li",
+        { "data-phase": phase.kind, title: phase.detail || null },
+        h("span", { class: "name", text: phase.name }),
+        h("span", { class: "lane" }, mark, bar),
+        h("span", { class: "n", text: seconds(phase.to - phase.from) }),
+      );
+    }),
+    target === null ? null : h("li", { class: "axis" }, h("span", { class: "name" }), h("span", { class: "note", text: `dashed: first token wanted by ${round(target)}` })),
+  );
+}
+
+function placedWords(record) {
+  const placed = record.placed;
+  const had = record.decision?.candidates.find((one) => one.backend === placed?.backend);
+  if (!placed || !had || had.excluded === null) return null;
+  return h("p", { class: "note", text: `When its turn came, ${placed.backend} held ${number(placed.load.seqs)} of ${number(placed.knee_seqs)}.` });
+}

@@ -1,0 +1,218 @@
+"""What the last minutes looked like: latency per backend as percentiles, and what went where. Pure.
+
+Time is cut into slices. Of a slice only counts are kept, per backend and class, so that memory is bounded by
+the policy and never by the traffic: a latency is counted in one of a few hundred bins that grow by a
+twelfth, so that a percentile is off by 4.5 % at most.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import floor, log2
+
+from gateway.core.usage import Ending, RequestRecord
+
+SLICE_S = 10.0
+SLICES = 60
+"""Slices that are kept: ten minutes."""
+
+SPAN_SLICES = 3
+"""Slices that one point of a line speaks for, itself the last: half a minute."""
+
+FLOW_SLICES = 30
+"""Slices whose flows are added up: five minutes."""
+
+BINS_PER_DOUBLING = 8
+_LEAST_S, _MOST_S = 1e-4, 1e5
+
+
+class Spread:
+    """How durations spread, as counts. Bounded: 240 bins between 0.1 ms and a day."""
+
+    __slots__ = ("_bins", "count")
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._bins: dict[int, int] = {}
+        self.count = 0
+
+    def add(self, seconds: float) -> None:
+        """Count one duration."""
+        held = min(max(seconds, _LEAST_S), _MOST_S)
+        bin_number = floor(BINS_PER_DOUBLING * log2(held))
+        self._bins[bin_number] = self._bins.get(bin_number, 0) + 1
+        self.count += 1
+
+    def quantiles(self, shares: Sequence[float]) -> tuple[float, ...] | None:
+        """Return the duration below which each share (0..1) of them lies, or None where there are none."""
+        return _quantiles((self,), shares)
+
+
+def _quantiles(spreads: Iterable[Spread], shares: Sequence[float]) -> tuple[float, ...] | None:
+    bins: dict[int, int] = {}
+    for spread in spreads:
+        for number, count in spread._bins.items():
+            bins[number] = bins.get(number, 0) + count
+    if not bins:
+        return None
+    in_order, total = sorted(bins), sum(bins.values())
+    found = []
+    for share in shares:
+        below = 0
+        for number in in_order:
+            below += bins[number]
+            if below >= share * total:
+                break
+        found.append(2 ** ((number + 0.5) / BINS_PER_DOUBLING))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Flow:
+    """Requests of one kind.
+
+    Attributes:
+        model, traffic_class: Of the decision; "" where none was made.
+        backend: Where they were served; "" for nowhere.
+        ending: How they ended.
+    """
+
+    model: str
+    traffic_class: str
+    backend: str
+    ending: Ending
+
+
+@dataclass(slots=True)
+class _Slice:
+    number: int
+    ttft: dict[str, Spread] = field(default_factory=dict)
+    tpot: dict[str, Spread] = field(default_factory=dict)
+    flows: dict[Flow, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """Of one backend: p50 and p95, where there were any, and how many requests are behind them."""
+
+    ttft: tuple[float, ...] | None = None
+    tpot: tuple[float, ...] | None = None
+    count: int = 0
+
+
+_NO_POINT = _Point()
+_SHARES = (0.5, 0.95)
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """The percentiles of one backend, in seconds, per slice, the oldest first; None where nothing ended.
+
+    Attributes:
+        ttft_p50, ttft_p95: From a request's arrival to its first token, as its caller sees it.
+        tpot_p50, tpot_p95: Per output token after the first, of streams.
+        count: Requests behind the last point.
+    """
+
+    ttft_p50: tuple[float | None, ...]
+    ttft_p95: tuple[float | None, ...]
+    tpot_p50: tuple[float | None, ...]
+    tpot_p95: tuple[float | None, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What the last minutes looked like.
+
+    Attributes:
+        slice_s: Seconds of a slice.
+        lines: Per backend that has answered anything.
+        flows: How many requests of each kind ended, in the last `flow_s` seconds.
+        flow_s: See `flows`.
+    """
+
+    slice_s: float
+    lines: Mapping[str, Lines]
+    flows: Sequence[tuple[Flow, int]]
+    flow_s: float
+
+
+class Recent:
+    """The last minutes of one process."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self._slices: deque[_Slice] = deque(maxlen=SLICES)
+        self._points: dict[int, Mapping[str, _Point]] = {}  # of slices that are over
+
+    def note(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        current = self._slice_at(record.ended_at)
+        decision, backend = record.decision, record.backend
+        model, name = ("", "") if decision is None else (decision.model, decision.traffic_class)
+        flow = Flow(model, name, backend, record.ending)
+        current.flows[flow] = current.flows.get(flow, 0) + 1
+        if not backend or record.first_byte_at is None or not record.stream:
+            return  # an answer in one piece has no first token before its last
+        current.ttft.setdefault(backend, Spread()).add(record.first_byte_at - record.received_at)
+        if record.tpot_s is not None:
+            current.tpot.setdefault(backend, Spread()).add(record.tpot_s)
+
+    def history(self, now: float) -> History:
+        """Return the last minutes, up to `now` (monotonic seconds)."""
+        newest = int(now // SLICE_S)
+        held = {one.number: one for one in self._slices if one.number > newest - SLICES}
+        numbers = range(newest - SLICES + 1, newest + 1)
+        points = {number: self._points.get(number) or _points(held, number) for number in numbers}
+        self._points = {number: found for number, found in points.items() if number < newest}
+        names = sorted({name for one in held.values() for name in one.ttft})
+        flows: dict[Flow, int] = {}
+        for one in held.values():
+            if one.number > newest - FLOW_SLICES:
+                for flow, count in one.flows.items():
+                    flows[flow] = flows.get(flow, 0) + count
+        return History(
+            slice_s=SLICE_S,
+            lines={
+                name: _lines([points[number].get(name, _NO_POINT) for number in numbers]) for name in names
+            },
+            flows=sorted(flows.items()),
+            flow_s=FLOW_SLICES * SLICE_S,
+        )
+
+    def _close(self, number: int) -> None:
+        """Work out the points of a slice that is over, so that whoever looks first need not wait for all."""
+        held = {one.number: one for one in self._slices}
+        self._points = {one: found for one, found in self._points.items() if one > number - SLICES}
+        self._points[number] = _points(held, number)
+
+    def _slice_at(self, at: float) -> _Slice:
+        number = int(at // SLICE_S)
+        if not self._slices or number > self._slices[-1].number:
+            if self._slices:
+                self._close(self._slices[-1].number)
+            self._slices.append(_Slice(number))
+        return self._slices[-1]
+
+
+def _points(held: Mapping[int, _Slice], number: int) -> Mapping[str, _Point]:
+    """Return the point of every backend at a slice."""
+    span = [held[one] for one in range(number - SPAN_SLICES + 1, number + 1) if one in held]
+    found = {}
+    for name in {name for one in span for name in one.ttft}:
+        ttft = [one.ttft[name] for one in span if name in one.ttft]
+        tpot = [one.tpot[name] for one in span if name in one.tpot]
+        count = sum(one.count for one in ttft)
+        found[name] = _Point(_quantiles(ttft, _SHARES), _quantiles(tpot, _SHARES), count)
+    return found
+
+
+def _lines(points: Sequence[_Point]) -> Lines:
+    return Lines(
+        ttft_p50=tuple(None if point.ttft is None else point.ttft[0] for point in points),
+        ttft_p95=tuple(None if point.ttft is None else point.ttft[1] for point in points),
+        tpot_p50=tuple(None if point.tpot is None else point.tpot[0] for point in points),
+        tpot_p95=tuple(None if point.tpot is None else point.tpot[1] for point in points),
+        count=points[-1].count,
+    )

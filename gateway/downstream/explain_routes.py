@@ -1,0 +1,107 @@
+"""`POST /admin/explain`: what would be decided about a request, on the fleet as it stands."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from litestar import MediaType, Request, Response, post
+from litestar.handlers import BaseRouteHandler
+
+from gateway.core.errors import CallerError, ConfigError, InvalidRequest
+from gateway.downstream.config_routes import InvalidConfiguration
+
+BODY_BYTES_MAX = 32 * 1024 * 1024
+"""As large as a request may be by default."""
+
+CONFIG_CHARS_MAX = 1_000_000
+
+
+class RequestForgotten(CallerError):
+    """Nothing is kept of a request that was to be decided again."""
+
+    status = 404
+    code = "request_not_found"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        request: The body of a request, as bytes; b"" where a past one is meant.
+        request_id: Of a past request; "" where one is given.
+        completions: Whether the body is one for /v1/completions.
+        key: Name of the caller's API key, or None.
+        headers: Of the request, names in lower case.
+        config: Another configuration to decide under, or None for the one in force.
+    """
+
+    request: bytes = b""
+    request_id: str = ""
+    completions: bool = False
+    key: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    config: bytes | None = None
+
+
+class _Answer(Protocol):
+    def as_json(self) -> str: ...
+
+
+class Explainer(Protocol):
+    """Who knows what would be decided."""
+
+    async def explain(self, question: Question) -> _Answer:
+        """Return what would be decided.
+
+        Raises:
+            ConfigError: the configuration in question cannot be used.
+            RequestForgotten: nothing is kept of the request in question.
+        """
+
+
+class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /admin/explain`."""
+
+    request: msgspec.Raw = msgspec.Raw()
+    request_id: str = ""
+    completions: bool = False
+    key: str | None = None
+    headers: dict[str, str] = {}
+    config: str | None = None
+
+
+def explain_handlers(explainer: Explainer) -> list[BaseRouteHandler]:
+    """Return the handler of `POST /admin/explain`."""
+
+    @post("/admin/explain", status_code=200, request_max_body_size=BODY_BYTES_MAX)
+    async def explain(request: Request[Any, Any, Any]) -> Response[str]:
+        question = _question(await request.body())
+        try:
+            answer = await explainer.explain(question)
+        except ConfigError as error:
+            raise InvalidConfiguration(str(error)) from error
+        return Response(answer.as_json(), media_type=MediaType.JSON)
+
+    return [explain]
+
+
+def _question(source: bytes) -> Question:
+    try:
+        asked = msgspec.json.decode(source, type=_Asked)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"This is not a question for `explain`: {error}.") from error
+    body = bytes(asked.request)
+    if bool(body) == bool(asked.request_id):
+        raise InvalidRequest("Give either `request`, the body of a request, or `request_id`, of a past one.")
+    if asked.config is not None and len(asked.config) > CONFIG_CHARS_MAX:
+        raise InvalidRequest(f"`config` is longer than {CONFIG_CHARS_MAX} characters.", param="config")
+    return Question(
+        request=body,
+        request_id=asked.request_id,
+        completions=asked.completions,
+        key=asked.key or None,
+        headers={name.lower(): value for name, value in asked.headers.items()},
+        config=None if asked.config is None else asked.config.encode("utf-8", "replace"),
+    )

@@ -1,0 +1,111 @@
+"""What the console follows: the fleet as it stands, who waits, what has ended, and the last minutes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gateway import __version__
+from gateway.core.recent import History
+from gateway.core.usage import RequestRecord
+from gateway.core.values import Policy
+from gateway.core.waiting import WaitingLine
+from gateway.ports import Clock
+from gateway.telemetry.journal import Journal, is_notable
+
+WAITERS_MAX = 50
+
+
+class Live:
+    """The console's side of one gateway process. Figures only: no text is kept that could be shown."""
+
+    def __init__(
+        self,
+        *,
+        views: Mapping[str, Callable[[], Any]],
+        policy: Callable[[], Policy],
+        line: WaitingLine,
+        journal: Journal,
+        clock: Clock,
+    ) -> None:
+        """Show these parts; `views` are those of `gateway.views`."""
+        self._views = views
+        self._policy = policy
+        self._line = line
+        self._journal = journal
+        self._clock = clock
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """Return what is true at this moment."""
+        policy = self._policy()
+        return {
+            "at": round(self._clock.wall(), 3),
+            "gateway": __version__,
+            "policy": policy.version,
+            "replicas": self._views["replicas"]()["replicas"],
+            "backends": self._views["backends"](),
+            "boxes": self._views["boxes"](),
+            "waiting": self._waiting(policy),
+            "ended": self._journal.count,
+        }
+
+    def history(self) -> History:
+        """Return the last minutes."""
+        return self._journal.history(self._clock.now())
+
+    def ended(self, since: int) -> tuple[int, Sequence[Mapping[str, Any]]]:
+        """Return how many requests have ended by now, and those kept of them after the first `since`,
+        the newest first."""
+        rows = [_row(number, record) for number, record in self._journal.since(since)]
+        return self._journal.count, rows
+
+    def request(self, request_id: str) -> RequestRecord | None:
+        """Return all that is kept of a request, or None."""
+        return self._journal.find(request_id)
+
+    def _waiting(self, policy: Policy) -> Mapping[str, Any]:
+        now, counts = self._clock.now(), self._line.waiting()
+        return {
+            "total": len(self._line),
+            "classes": [
+                {
+                    "model": model.id,
+                    "class": one.name,
+                    "waiting": counts.get((model.id, one.name), 0),
+                    "max_wait_s": one.waiting.max_wait_s,
+                    "drain_per_s": self._line.drain_per_s(model.id, one.name, now),
+                }
+                for model in policy.models
+                for one in model.classes
+            ],
+            "line": self._line.waiters(now, WAITERS_MAX),
+        }
+
+
+def _row(number: int, record: RequestRecord) -> Mapping[str, Any]:
+    decision, usage = record.decision, record.usage
+    return {
+        "number": number,
+        "id": record.id,
+        "at": record.wall_at,
+        "model": "" if decision is None else decision.model,
+        "class": "" if decision is None else decision.traffic_class,
+        "key": record.key,
+        "backend": record.backend,
+        "is_spill": record.is_spill,
+        "ending": record.ending.value,
+        "status": record.status,
+        "code": record.error_code,
+        "stream": record.stream,
+        "tries": len(record.attempts),
+        "is_notable": is_notable(record),
+        "prompt_tokens": None if decision is None else decision.estimate.tokens,
+        "completion_tokens": None if usage is None else usage.completion_tokens,
+        "waited_s": _between(record.estimated_at, record.admitted_at),
+        "ttft_s": _between(record.received_at, record.first_byte_at) if record.stream else None,
+        "tpot_s": record.tpot_s if record.stream else None,
+        "total_s": record.ended_at - record.received_at,
+        "ttft_target_s": record.ttft_target_s,
+    }
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start

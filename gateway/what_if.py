@@ -1,0 +1,257 @@
+"""What would be decided about a request: under this policy or another, on the fleet as it stands or idle.
+
+The gateway's own decision, without sending anything.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from gateway.core import admission, classification, deciding
+from gateway.core.asked import matched_headers
+from gateway.core.errors import CallerError
+from gateway.core.selection import BackendView
+from gateway.core.values import (
+    Decision,
+    Endpoint,
+    Estimate,
+    Policy,
+    Request,
+)
+from gateway.downstream import wire
+from gateway.downstream.explain_routes import Question, RequestForgotten
+from gateway.parts import wire_rules
+from gateway.pipeline import Pipeline
+from gateway.ports import Arrival, Clock, Estimator
+from gateway.reload import Reloader
+from gateway.settings import Settings
+from gateway.telemetry.journal import Journal
+
+_NOW = Arrival("req-explained", 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassVerdict:
+    """One class of the model: whether it matched, and why or why not."""
+
+    name: str
+    matched: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Who stands before it.
+
+    Attributes:
+        waiting: Requests of its class that wait.
+        expected_wait_s: How long it would wait at the rate measured, 0 where nobody waits; None while that is
+            not known.
+    """
+
+    waiting: int
+    expected_wait_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A decision with what led to it.
+
+    Attributes:
+        classes: Every class of the model, in order.
+        decision: Where it may go and why.
+        dropped: Members of the body that are not passed on.
+        policy: Version of the configuration it was decided under.
+        fleet: "idle": as configured, healthy and empty; "live": as it stands.
+        outlook: Who stands before it; None on an idle fleet.
+        changes: What that configuration changes in the one in force.
+        notes: What this does not know, in sentences.
+    """
+
+    classes: tuple[ClassVerdict, ...]
+    decision: Decision
+    dropped: tuple[str, ...] = ()
+    policy: str = ""
+    fleet: str = "idle"
+    outlook: Outlook | None = None
+    changes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> str:
+        """Return everything as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What the gateway would answer at once, before looking at any backend."""
+
+    status: int
+    code: str
+    message: str
+
+    def as_json(self) -> str:
+        """Return everything as JSON."""
+        return json.dumps({"refused": asdict(self)}, indent=2)
+
+
+def read(
+    settings: Settings,
+    body: bytes,
+    *,
+    completions: bool = False,
+    key: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> wire.WireRequest:
+    """Return a request as the gateway would read it.
+
+    Raises:
+        CallerError: it would be refused.
+    """
+    endpoint = Endpoint.COMPLETIONS if completions else Endpoint.CHAT
+    return wire.read(endpoint, body, wire_rules(settings), arrival=_NOW, key=key, headers=headers)
+
+
+def decided(
+    policy: Policy, request: Request, estimate: Estimate, views: Mapping[str, BackendView]
+) -> Explanation:
+    """Return the decision for a request, with the verdict on every class.
+
+    Raises:
+        CallerError: the gateway would refuse it before looking at backends.
+    """
+    model = deciding.model_of(policy, request.model)
+    traffic_class, decision = deciding.decide(policy, model, request, estimate, lambda _: views)
+    verdicts = [
+        ClassVerdict(one.name, matched=True, why=decision.class_reason)
+        if one is traffic_class
+        else ClassVerdict(
+            one.name,
+            matched=False,
+            why=classification.mismatch(model, one, request, estimate) or "would match, but stands below",
+        )
+        for one in model.classes
+    ]
+    return Explanation(tuple(verdicts), decision, policy=policy.version)
+
+
+class WhatIf:
+    """Answers `POST /admin/explain` on the fleet as it stands."""
+
+    def __init__(
+        self,
+        *,
+        settings: Callable[[], Settings],
+        policy: Callable[[], Policy],
+        reloader: Reloader,
+        pipeline: Pipeline,
+        estimator: Estimator,
+        journal: Journal,
+        clock: Clock,
+    ) -> None:
+        """Join the parts of a running gateway; `settings` and `policy` return what is in force."""
+        self._settings = settings
+        self._policy = policy
+        self._reloader = reloader
+        self._pipeline = pipeline
+        self._estimator = estimator
+        self._journal = journal
+        self._clock = clock
+
+    async def explain(self, question: Question) -> Explanation | Refusal:
+        """Return what would be decided, or what would be answered instead.
+
+        Raises:
+            ConfigError: the configuration in question cannot be used.
+            RequestForgotten: nothing is kept of the request in question.
+        """
+        settings, policy, changes = self._settings(), self._policy(), tuple[str, ...]()
+        if question.config is not None:
+            settings, reload = await self._reloader.preview(question.config)
+            policy = settings.policy()
+            changes = (*reload.changes.now, *(f"{name}: needs a restart" for name in reload.changes.at_start))
+        try:
+            if question.request_id:
+                found = self._again(policy, question.request_id)
+            else:
+                found = await self._anew(settings, policy, question)
+        except CallerError as error:
+            if isinstance(error, RequestForgotten):
+                raise
+            return Refusal(error.http_status, error.code, error.message)
+        decision = found.decision
+        return replace(
+            found,
+            fleet="live",
+            changes=changes,
+            outlook=self._outlook(decision.model, decision.traffic_class),
+        )
+
+    async def _anew(self, settings: Settings, policy: Policy, question: Question) -> Explanation:
+        incoming = read(
+            settings,
+            question.request,
+            completions=question.completions,
+            key=question.key,
+            headers=question.headers,
+        )
+        request = incoming.request
+        model = deciding.model_of(policy, request.model)
+        estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
+        views, notes = self._views(policy, self._pipeline.prefix_shares(request.prefixes))
+        found = decided(policy, request, estimate, views)
+        return replace(found, dropped=tuple(incoming.dropped), notes=notes)
+
+    def _again(self, policy: Policy, request_id: str) -> Explanation:
+        record = self._journal.find(request_id)
+        if record is None or record.asked is None or record.decision is None:
+            raise RequestForgotten("Nothing is kept of that request that could be decided again.")
+        request = record.asked.request(record.key)
+        views, notes = self._views(policy, _held(record.decision))
+        found = decided(policy, request, record.asked.estimate, views)
+        return replace(found, notes=(*self._unkept(policy, request), *notes))
+
+    def _views(
+        self, policy: Policy, held: Mapping[str, float]
+    ) -> tuple[Mapping[str, BackendView], tuple[str, ...]]:
+        """Return the backends of a policy as they stand, and what is not known of them."""
+        known, idle = self._pipeline.sights(held), deciding.idle(policy)
+        views, unknown = {}, []
+        for name, backend in policy.backends.items():
+            view = known.get(name)
+            if view is None or (view.backend.url, view.backend.model) != (backend.url, backend.model):
+                unknown.append(name)
+                views[name] = idle[name]
+                continue
+            share_max = admission.WHOLE if policy.tpot_target_s(name) is None else view.share_max
+            views[name] = replace(view, backend=backend, share_max=share_max)
+        if not unknown:
+            return views, ()
+        return views, (f"Not in the running fleet, and taken to be idle and healthy: {', '.join(unknown)}.",)
+
+    def _unkept(self, policy: Policy, request: Request) -> Sequence[str]:
+        """Return what is not known of a past request."""
+        notes = [
+            "Decided again from what is kept of the request: its length as it was estimated, its key and its "
+            "features. The text is not kept, so the length is not counted anew. The fleet is as it is now."
+        ]
+        missing = set(matched_headers(policy, request.model)) - set(
+            matched_headers(self._policy(), request.model)
+        )
+        if missing:
+            names = ", ".join(sorted(missing))
+            notes.append(f"Headers that the policy in force does not ask for are not kept: {names}.")
+        return notes
+
+    def _outlook(self, model: str, traffic_class: str) -> Outlook:
+        line = self._pipeline.room.line
+        waiting = line.waiting().get((model, traffic_class), 0)
+        if not waiting:
+            return Outlook(0, 0.0)
+        per_s = line.drain_per_s(model, traffic_class, self._clock.now())
+        return Outlook(waiting, None if per_s is None else round((waiting + 1) / per_s, 2))
+
+
+def _held(decision: Decision) -> Mapping[str, float]:
+    """Return what a decision saw of the conversation on each backend: of those that it scored."""
+    return {one.backend: one.scores.get("prefix_affinity", 0.0) for one in decision.candidates}

@@ -1,0 +1,365 @@
+"""The operator's console in a real browser, in front of a real gateway with jobs and simulated backends.
+
+The light backends are quick. The slow one has two places and is at work for as long as a test likes.
+"""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import pairwise
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from support.browser import Page, browser
+from support.redis_server import own_server
+from support.site import Site, simulated, site
+
+FLEET = simulated({"light": "h100-tp1-light", "push": "h100-tp2-push"}) | simulated(
+    {"slow": "h100-tp1-light"}, speed=0.2
+)
+KEYS = {name: {"sha256": sha256(name.encode()).hexdigest()} for name in ("web", "batch")}
+MODELS: dict[str, Any] = {
+    "gemma-4": {
+        "classes": [
+            {"class": "long_document", "when": {"prompt_tokens": ">= 16000"}, "pools": ["push"]},
+            {"class": "short_chat", "pools": ["light"]},
+        ]
+    },
+    "patient": {"classes": [{"class": "patient", "pools": ["slow"], "waiting": {"max_wait_s": 86_400}}]},
+}
+HELLO = [{"role": "user", "content": "Why is the sky blue, Rumpelstiltskin?"}]
+
+
+@dataclass
+class Bench:
+    """A console that is open in a browser, and the gateway that it shows."""
+
+    site: Site
+    page: Page
+
+    async def chat(self, model: str = "gemma-4", key: str = "web", **fields: Any) -> str:
+        """Have a chat answered, and return its request id."""
+        body = {"model": model, "messages": HELLO, "max_tokens": 8, "stream": True, **fields}
+        async with self.site.http() as http:
+            answer = await http.post("/v1/chat/completions", json=body, headers=authorization(key))
+        return answer.headers["x-request-id"]
+
+    @asynccontextmanager
+    async def busy(self, streams: int, key: str = "web") -> AsyncIterator[None]:
+        """Have so many streams run, or wait, on the slow backend."""
+        body = {"model": "patient", "messages": HELLO, "max_tokens": 5000, "stream": True}
+
+        async def one() -> None:
+            async with self.site.http() as http:
+                await http.post("/v1/chat/completions", json=body, headers=authorization(key))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(streams):
+                tasks.start_soon(one)
+            try:
+                yield
+            finally:
+                tasks.cancel_scope.cancel()
+
+    async def shown(self, selector: str) -> str:
+        """Return the text of an element, once it has some."""
+        found: str = await self.page.until(f"document.querySelector({json.dumps(selector)})?.innerText")
+        return found
+
+
+def authorization(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    """As everywhere, and for the whole module: the site outlives each test."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    async with AsyncExitStack() as stack:
+        page = await stack.enter_async_context(browser(tmp_path_factory.mktemp("browser")))
+        store = stack.enter_context(own_server("valkey-9", tmp_path_factory.mktemp("store"), keeps=True))
+        running = await stack.enter_async_context(
+            site(
+                tmp_path_factory.mktemp("site"),
+                fleet=FLEET,
+                backend={"limits": {"knee_seqs": 2}},
+                pools={name: [name] for name in FLEET},
+                models=MODELS,
+                keys=KEYS,
+                store={"url": store.url},
+                jobs={},
+            )
+        )
+        yield Bench(running, page)
+        await running.eventually(running.idle)
+
+
+@pytest.fixture
+async def bench(opened: Bench) -> AsyncIterator[Bench]:
+    """The console, freshly loaded; whatever it did not like, or asked of others, fails the test."""
+    opened.page.requested.clear()
+    opened.page.complaints.clear()
+    await opened.page.look_like("light")
+    await opened.page.go(f"{opened.site.admin_url}/")
+    await opened.page.until("document.querySelector('#link')?.dataset.state === 'live'")
+    yield opened
+    assert opened.page.complaints == []
+    elsewhere = [url for url in opened.page.requested if not url.startswith(f"{opened.site.admin_url}/")]
+    assert elsewhere == []
+
+
+def place(backend: str) -> str:
+    return f'[data-backend="{backend}"]'
+
+
+async def test_a_gauge_moves_under_load_and_whoever_waits_is_seen(bench: Bench) -> None:
+    assert await bench.shown(f"{place('slow')} .state") == "up"
+    async with bench.busy(3, key="batch"):
+        await bench.page.until(
+            f"document.querySelector('{place('slow')} .gauge').getAttribute('aria-valuenow') === '100'"
+        )
+        gauge = await bench.page.js(
+            f"document.querySelector('{place('slow')} .gauge').getAttribute('aria-label')"
+        )
+        waits = await bench.shown("#waiting-line tbody tr")
+
+        assert gauge == "slow: 2 in flight, 100 % of its knee"
+        arc = f"document.querySelector('{place('slow')} .arc').getAttribute('stroke-dasharray')"
+        assert await bench.page.js(arc) == "100 100"
+        assert await bench.page.js(f"document.querySelector('{place('slow')}').dataset.level") == "full"
+        assert await bench.page.js(f"document.querySelector('{place('light')}').dataset.level") == "calm"
+        assert waits.split("\t")[:3] == ["1", "patient", "batch"]
+    await bench.page.until(
+        f"document.querySelector('{place('slow')} .gauge').getAttribute('aria-valuenow') === '0'"
+    )
+    assert await bench.shown("#waiting-line") == "Nobody waits."
+
+
+async def test_a_request_opens_into_a_waterfall_with_every_candidate(bench: Bench) -> None:
+    request_id = await bench.chat()
+    await bench.page.click(f'tbody[data-request="{request_id}"] .opener')
+
+    verdict = await bench.shown(".opened .verdict")
+    phases = await bench.page.js(
+        "[...document.querySelectorAll('.waterfall [data-phase]')].map((one) => one.dataset.phase)"
+    )
+    candidate = await bench.shown('.detail [data-candidate="light"]')
+
+    assert verdict.startswith("Completed, on light, in ")
+    assert phases[:4] == ["estimate", "wait", "first", "decode"]
+    assert "wait" not in phases[4:]
+    assert "served it" in candidate
+    assert "spare knee" in candidate
+    assert request_id in await bench.shown(".opened code")
+    bars = await bench.page.js(
+        "[...document.querySelectorAll('.lane i')]"
+        ".map(({style}) => [style.left, style.width].map(parseFloat))"
+    )
+    for (left, width), (following, _) in pairwise(bars):
+        assert left + width <= following + 0.1
+    assert bars[-1][0] + bars[-1][1] <= 100.1
+
+
+async def test_a_request_that_waited_says_for_whom(bench: Bench) -> None:
+    async with anyio.create_task_group() as tasks:
+        async with bench.busy(2):
+            await bench.page.until(f"document.querySelector('{place('slow')} .count').textContent === '2'")
+            tasks.start_soon(lambda: bench.chat("patient", max_tokens=1))
+            await bench.shown("#waiting-line tbody tr")
+    row = await bench.page.until(
+        "[...document.querySelectorAll('tbody[data-ending=completed]')]"
+        ".find((one) => one.innerText.includes('patient'))?.dataset.request"
+    )
+    await bench.page.click(f'tbody[data-request="{row}"] .opener')
+
+    assert "slow: at knee" in await bench.shown(".opened .verdict")
+    assert "at knee" in await bench.shown('.detail [data-candidate="slow"][data-excluded="at_knee"]')
+
+
+async def test_all_of_it_works_by_keyboard(bench: Bench) -> None:
+    first, second = (
+        await bench.chat(),
+        await bench.chat(messages=[{"role": "user", "content": "river " * 20_000}]),
+    )
+    await bench.page.until(f"document.querySelector('tbody[data-request=\"{second}\"]')")
+    focused = "document.activeElement.closest('tbody')?.dataset.request"
+
+    for _ in range(40):
+        await bench.page.key("Tab")
+        if await bench.page.js(focused):
+            break
+    assert await bench.page.js(focused) == second  # the newest
+    await bench.page.key("ArrowDown")
+    assert await bench.page.js(focused) == first
+    await bench.page.key("Enter")
+    assert "on light" in await bench.shown(".opened .verdict")
+    assert await bench.page.js("document.activeElement.getAttribute('aria-expanded')") == "true"
+    await bench.page.key("Tab")
+    assert await bench.page.js("document.activeElement.innerText") == "What if…"
+    await bench.page.key("Enter")
+    await bench.page.until("document.querySelector('#answers [data-winner]')?.dataset.winner === 'light'")
+    assert await bench.page.js("document.activeElement.id") == "past-id"
+    assert await bench.page.js("document.activeElement.value") == first
+
+    await bench.page.js(f"document.querySelector('tbody[data-request=\"{first}\"] .opener').focus()")
+    await bench.page.key("Escape")
+    await bench.page.until("!document.querySelector('.detail')")
+    assert await bench.page.js(focused) == first
+
+
+async def test_another_policy_has_another_winner(bench: Bench) -> None:
+    before = await config(bench)
+    request_id = await bench.chat()
+    await bench.page.click(f'tbody[data-request="{request_id}"] .opener')
+    await bench.shown(".opened .verdict")
+    await bench.page.click(".opened button")
+    await bench.page.until("document.querySelector('#answers [data-winner]')")
+    await bench.page.click("#edit")
+    await bench.page.until("document.querySelector('#policy').value.includes('16000')")
+    await edit(bench, ".replace('>= 16000', '>= 1')")
+    await bench.page.key("Enter", modifiers=2)
+
+    assert await bench.shown(".difference") == "light → push"
+    assert "would match, but stands below" in await bench.shown('[data-answer="edited"] .verdicts')
+    assert "[>= 16000] -> [>= 1]" in await bench.shown('[data-answer="edited"] .changes')
+    assert "text is not kept" in await bench.shown('[data-answer="edited"]')
+    assert await config(bench) == before  # nothing has changed
+
+
+async def test_a_new_request_is_decided_on_the_fleet_as_it_is(bench: Bench) -> None:
+    body = {"model": "patient", "messages": HELLO}
+    async with bench.busy(2):
+        await bench.page.until(f"document.querySelector('{place('slow')} .count').textContent === '2'")
+        await bench.page.js(f"document.querySelector('#body').value = {json.dumps(json.dumps(body))}")
+        await bench.page.click('#question [type="submit"]')
+
+        assert "nobody at once" in await bench.shown('[data-answer="in-force"] .winner')
+        assert "2 in flight, 100% of its knee" in await bench.shown('#answers [data-candidate="slow"]')
+    assert not any("Rumpelstiltskin" in json.dumps(one) for one in await kept(bench))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (".replace('>= 16000', '>= many')", "gateway.yaml:"),
+        (" + '\\nnonsense: 1'", 'unknown key "nonsense"'),
+    ],
+)
+async def test_a_policy_that_cannot_be_used_is_answered_with_its_line(
+    bench: Bench, change: str, says: str
+) -> None:
+    await bench.page.until("document.querySelector('#body').value")
+    await bench.page.click("#edit")
+    await bench.page.until("document.querySelector('#policy').value.includes('16000')")
+    await edit(bench, change)
+    await bench.page.key("Enter", modifiers=2)
+
+    assert says in await bench.shown('[data-answer="edited"] .problem')
+    assert (
+        await bench.page.js("document.querySelector('[data-answer=\"in-force\"]').dataset.winner") == "light"
+    )
+    refused = [one for one in bench.page.complaints if "400" in one and "/admin/explain" in one]
+    assert bench.page.complaints == refused  # the browser notes that by itself
+    bench.page.complaints.clear()
+
+
+async def test_a_job_is_cancelled_and_tried_again(bench: Bench) -> None:
+    client = bench.site.openai(api_key="web")
+    job = await client.responses.create(model="patient", input="x", background=True, max_output_tokens=5000)
+    row = f'[data-job="{job.id}"]'
+    await bench.page.until(f"document.querySelector('{row}')?.dataset.status === 'in_progress'")
+
+    await bench.page.click(f'{row} [data-action="cancel"]')
+    await bench.page.until(f"document.querySelector('{row}').dataset.status === 'cancelled'")
+    assert await bench.shown("#job-message") == f"{job.id} is cancelled."
+    assert (await client.responses.retrieve(job.id)).status == "cancelled"
+
+    await bench.page.click(f'{row} [data-action="retry"]')
+    await bench.page.until(f"document.querySelector('{row}').dataset.status === 'in_progress'")
+    await bench.page.click(f'{row} [data-action="cancel"]')
+    await bench.page.until(f"document.querySelector('{row}').dataset.status === 'cancelled'")
+
+
+async def test_what_went_wrong_is_found_among_the_rest(bench: Bench) -> None:
+    hostile = "<img src=x onerror=alert(1)>"
+    good, bad = await bench.chat(), await bench.chat(hostile)
+    await bench.page.until(f"document.querySelector('tbody[data-request=\"{bad}\"]')")
+    await bench.page.click("#only-notable")
+
+    await bench.page.until(f"!document.querySelector('tbody[data-request=\"{good}\"]')")
+    assert "404 model not found" in await bench.shown(f'tbody[data-request="{bad}"]')
+    await bench.page.js("document.querySelector('#find').focus()")
+    await bench.page.write("no such thing")
+    assert await bench.shown("#no-requests") == "None of the last requests is like that."
+
+
+async def test_flow_and_latency_are_drawn_from_what_has_ended(bench: Bench) -> None:
+    await bench.chat()
+    await bench.page.go(f"{bench.site.admin_url}/")
+
+    label = await bench.page.until("document.querySelector('#flow-chart svg')?.getAttribute('aria-label')")
+    assert "from gemma-4 short_chat to light" in label
+    assert await bench.page.until(
+        "document.querySelector('[data-lines=\"light\"] .half')?.getAttribute('points')"
+    )
+    assert await bench.shown('[data-lines="light"] .ttft .p50')
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [(1280, 800), (1920, 1080)])
+async def test_it_can_be_read_in_light_and_dark(bench: Bench, scheme: str, size: tuple[int, int]) -> None:
+    await bench.page.look_like(scheme, *size)
+    ground = await bench.page.js(f"{LUMINANCE}; luminance(getComputedStyle(document.body).backgroundColor)")
+    contrasts = await bench.page.js(f"{LUMINANCE}; {CONTRASTS}")
+
+    assert (ground > 0.5) == (scheme == "light")
+    assert len(contrasts) > 20
+    assert {text: ratio for text, ratio in contrasts.items() if ratio < 4.5} == {}
+    assert await bench.page.js("document.documentElement.scrollWidth <= innerWidth")
+
+
+LUMINANCE = """
+var luminance = (colour) => {
+  const [red, green, blue] = colour.match(/[0-9.]+/g).map((part) => part / 255)
+    .map((part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+}
+"""
+CONTRASTS = """
+var isSeen = (one) => one.checkVisibility() && !one.closest("svg")
+  && [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+var groundOf = (one) => {
+  while (one && /, 0\\)$|transparent/.test(getComputedStyle(one).backgroundColor)) one = one.parentElement;
+  return getComputedStyle(one ?? document.body).backgroundColor;
+};
+Object.fromEntries([...document.querySelectorAll("main *")].filter(isSeen).map((one) => {
+  const pair = [getComputedStyle(one).color, groundOf(one)].map(luminance);
+  return [one.textContent.trim().slice(0, 40), (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05)];
+}))
+"""
+
+
+async def config(bench: Bench) -> str:
+    async with httpx.AsyncClient(base_url=bench.site.admin_url, trust_env=False) as http:
+        return (await http.get("/admin/config")).text
+
+
+async def kept(bench: Bench) -> list[Any]:
+    async with httpx.AsyncClient(base_url=bench.site.admin_url, trust_env=False) as http:
+        found: list[Any] = (await http.get("/admin/requests")).json()
+        return found
+
+
+async def edit(bench: Bench, change: str) -> None:
+    """Change the policy in the box, which is focused then."""
+    await bench.page.js(
+        f"{{ const box = document.querySelector('#policy'); box.value = box.value{change}; box.focus() }}"
+    )

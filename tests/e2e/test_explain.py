@@ -1,0 +1,219 @@
+"""What would be decided, asked of a running gateway: over HTTP, and by `gemma-gateway explain --live`."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import httpx
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from support.site import Site, simulated, site
+
+from gateway.cli import main
+from gateway.core.values import Load
+
+SECRET_TEXT = "Rumpelstiltskin is my name"
+CHAT = {"model": "gemma-4", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+MODELS = {
+    "gemma-4": {
+        "classes": [
+            {"class": "gold", "when": {"header": {"x-tier": "gold"}}, "pools": ["push"]},
+            {"class": "thinking", "when": {"reasoning": True}, "pools": ["push"]},
+            {"class": "short_chat", "pools": ["light", "push"]},
+        ]
+    }
+}
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Site]:
+    simulators = simulated({"light": "h100-tp1-light", "push": "h100-tp2-push"})
+    pools = {"light": ["light"], "push": ["push"]}
+    async with site(tmp_path, fleet=simulators, pools=pools, models=MODELS) as running:
+        yield running
+        await running.eventually(running.idle)
+
+
+async def asked(fleet: Site, **question: Any) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=fleet.admin_url, trust_env=False) as http:
+        return await http.post("/admin/explain", json=question)
+
+
+async def sent(fleet: Site, headers: dict[str, str] | None = None, **fields: Any) -> str:
+    async with fleet.http() as http:
+        body = {**CHAT, "max_tokens": 3, **fields}
+        answer = await http.post("/v1/chat/completions", json=body, headers=headers)
+        return answer.headers["x-request-id"]
+
+
+def config(fleet: Site, **changes: Any) -> str:
+    document = yaml.safe_load(fleet.gateway.settings.source)
+    return yaml.safe_dump({**document, **changes})
+
+
+def candidate(found: dict[str, Any], name: str) -> dict[str, Any]:
+    (one,) = [one for one in found["decision"]["candidates"] if one["backend"] == name]
+    return dict(one)
+
+
+async def test_the_fleet_is_taken_as_it_stands(fleet: Site) -> None:
+    idle = (await asked(fleet, request=CHAT)).json()
+    load = Load(seqs=3, share=900_000)
+    slot = await fleet.gateway.ledger.acquire("light", load, Load(99, 10**6, 10**6, 99, 99, 10**6))
+    busy = (await asked(fleet, request=CHAT)).json()
+    await fleet.gateway.ledger.release(slot)  # type: ignore[arg-type]
+
+    assert idle["fleet"] == "live"
+    assert idle["outlook"] == {"waiting": 0, "expected_wait_s": 0.0}
+    assert candidate(idle, "light")["scores"]["spare_knee"] > 0.9
+    assert candidate(busy, "light")["scores"]["spare_knee"] < 0.1
+    assert candidate(busy, "light")["load"]["seqs"] == 3
+
+
+async def test_a_backend_that_has_gone_is_out(fleet: Site) -> None:
+    await fleet.backends["light"].stop()
+    await fleet.eventually(lambda: fleet.gateway.fleet.statuses()["light"].state.value != "up")
+    found = (await asked(fleet, request=CHAT)).json()
+
+    assert candidate(found, "light")["excluded"] == "unhealthy"
+    assert found["decision"]["candidates"][0]["backend"] == "push"
+
+
+async def test_another_policy_is_tried_and_nothing_changes(fleet: Site) -> None:
+    before = fleet.gateway.policy
+    pools = {"light": ["light", "new"], "push": ["push"]}
+    backends = yaml.safe_load(fleet.gateway.settings.source)["backends"]
+    backends["new"] = {"url": "http://127.0.0.1:9", "profile": "h100-tp1-light"}
+    found = (await asked(fleet, request=CHAT, config=config(fleet, pools=pools, backends=backends))).json()
+
+    assert candidate(found, "new")["excluded"] is None
+    assert found["notes"] == ["Not in the running fleet, and taken to be idle and healthy: new."]
+    assert "backend new is new" in " ".join(found["changes"])
+    assert found["policy"] != before.version
+    assert fleet.gateway.policy is before
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "name"),
+    [
+        ({"x-tier": "gold"}, {}, "gold"),
+        ({"x-tier": "silver"}, {}, "short_chat"),
+        (None, {"reasoning_effort": "high"}, "thinking"),
+        (None, {}, "short_chat"),
+    ],
+)
+async def test_a_past_request_is_of_the_same_class_again(
+    fleet: Site, headers: dict[str, str] | None, fields: dict[str, Any], name: str
+) -> None:
+    request_id = await sent(fleet, headers, **fields)
+    found = (await asked(fleet, request_id=request_id)).json()
+
+    assert found["decision"]["traffic_class"] == name
+    (record,) = [one for one in fleet.gateway.journal.recent() if one.id == request_id]
+    assert record.decision is not None
+    assert found["decision"]["demand"]["prompt_tokens"] == record.decision.demand.prompt_tokens
+    assert found["decision"]["demand"]["total_tokens"] == record.decision.demand.total_tokens
+
+
+async def test_of_a_past_request_its_text_and_what_nobody_asked_for_are_not_kept(fleet: Site) -> None:
+    headers = {"x-tier": SECRET_TEXT, "x-other": SECRET_TEXT}
+    request_id = await sent(fleet, headers, messages=[{"role": "user", "content": SECRET_TEXT}])
+    async with httpx.AsyncClient(base_url=fleet.admin_url, trust_env=False) as http:
+        kept = (await http.get(f"/admin/request/{request_id}")).text
+    models = {
+        "gemma-4": {"classes": [{"class": "all", "when": {"header": {"x-other": True}}, "pools": ["push"]}]}
+    }
+    models["gemma-4"]["classes"].append({"class": "rest", "pools": ["light"]})
+    found = (await asked(fleet, request_id=request_id, config=config(fleet, models=models))).json()
+
+    assert json.loads(kept)["asked"]["headers"] == {"x-tier": True}  # it had one, of another value
+    assert SECRET_TEXT not in kept
+    assert found["decision"]["traffic_class"] == "rest"
+    assert "Headers that the policy in force does not ask for are not kept: x-other." in found["notes"]
+
+
+async def test_what_would_be_refused_is_an_answer(fleet: Site) -> None:
+    found = await asked(fleet, request={**CHAT, "model": "gpt-5"})
+    assert found.status_code == 200
+    assert found.json()["refused"] == {
+        "status": 404,
+        "code": "model_not_found",
+        "message": "The model `gpt-5` does not exist. Known: gemma-4.",
+    }
+
+
+@pytest.mark.parametrize(
+    ("question", "status", "says"),
+    [
+        ({}, 400, "Give either"),
+        ({"request": CHAT, "request_id": "req-1"}, 400, "Give either"),
+        ({"request_id": "req-none"}, 404, "Nothing is kept"),
+        ({"request": CHAT, "model": "x"}, 400, "unknown field"),
+        ({"request": CHAT, "headers": {"a": 1}}, 400, "Expected `str`"),
+        ({"request": CHAT, "config": "pools: {"}, 400, "gateway.yaml:1"),
+        ({"request": CHAT, "config": "x" * 1_000_001}, 400, "longer than 1000000"),
+    ],
+)
+async def test_a_question_that_makes_no_sense_is_answered_so(
+    fleet: Site, question: dict[str, Any], status: int, says: str
+) -> None:
+    found = await asked(fleet, **question)
+    assert found.status_code == status
+    assert says in found.json()["error"]["message"]
+
+
+# ------------------------------------------------------------------ the command
+
+
+async def run(*arguments: str, stdin: str = json.dumps(CHAT)) -> Result:
+    """Run the command in a thread: what it asks is served by this one."""
+    return await anyio.to_thread.run_sync(lambda: CliRunner().invoke(main, arguments, input=stdin))
+
+
+async def test_the_command_asks_a_running_gateway(fleet: Site) -> None:
+    said = await run("explain", "--live", fleet.admin_url, "-")
+    as_json = await run("explain", "--live", f"{fleet.admin_url}/", "--json", "--header", "X-Tier: gold", "-")
+
+    assert said.exit_code == 0, said.output
+    assert "goes to light (pool light)" in said.output
+    found = json.loads(as_json.stdout)
+    assert found["decision"]["traffic_class"] == "gold"
+    assert found["fleet"] == "live"
+
+
+async def test_the_command_tries_a_file_only_where_it_is_named(fleet: Site, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(config(fleet, models={"gemma-4": {"classes": [{"class": "all", "pools": ["push"]}]}}))
+    named = await run("explain", "--live", fleet.admin_url, "--config", str(other), "-")
+    runner = CliRunner(env={"GEMMA_GATEWAY_CONFIG": str(other)})
+    arguments = ["explain", "--live", fleet.admin_url, "-"]
+    unnamed = await anyio.to_thread.run_sync(lambda: runner.invoke(main, arguments, input=json.dumps(CHAT)))
+
+    assert "goes to push (pool push)" in named.output
+    assert "class short_chat is gone" in named.output
+    assert "goes to light (pool light)" in unnamed.output
+
+
+@pytest.mark.parametrize(
+    ("stdin", "says"),
+    [
+        ("{", "the gateway would answer 400 invalid_json"),
+        (json.dumps({**CHAT, "model": "gpt-5"}), "the gateway would answer 404 model_not_found"),
+    ],
+)
+async def test_the_command_says_what_would_be_refused(fleet: Site, stdin: str, says: str) -> None:
+    found = await run("explain", "--live", fleet.admin_url, "-", stdin=stdin)
+    assert found.exit_code == 1
+    assert says in found.output
+
+
+async def test_the_command_says_when_nobody_answers(fleet: Site) -> None:
+    nobody = await run("explain", "--live", "http://127.0.0.1:9", "-")
+    another = await run("explain", "--live", fleet.url, "-")
+    assert (nobody.exit_code, another.exit_code) == (1, 1)
+    assert "http://127.0.0.1:9/admin/explain: " in nobody.output
+    assert "There is nothing at /admin/explain." in another.output
