@@ -22,6 +22,7 @@ from litestar.types import Receive, Scope, Send
 from gateway.core.errors import GatewayError, RouteNotFound
 from gateway.downstream.explain_routes import RequestForgotten
 from gateway.downstream.relay import AsgiDownstream, run_for_caller, send_error
+from gateway.events import about
 from gateway.pipeline import CallerStalled
 
 log = logging.getLogger("gateway.console")
@@ -179,7 +180,7 @@ class _Feed:
             with anyio.move_on_after(self._stall_s) as patience:
                 await downstream.send(b"".join(events))
             if patience.cancelled_caught:
-                log.info("a console does not read, and is dropped")
+                log.info("a console does not read, and is dropped", extra=about("console_dropped"))
                 raise CallerStalled
             with anyio.move_on_after(self._tick_s):
                 await self._stopped.wait()

@@ -159,8 +159,10 @@ def test_the_python_snippet_works(serving: Serving) -> None:
 
 def test_the_operators_addresses_work(serving: Serving) -> None:
     urls = re.findall(r"http://\S+", serving.snippet("operators"))
-    assert [httpx.get(url, trust_env=False).status_code for url in urls] == [200, 200, 200]
-    backends = httpx.get(urls[0], trust_env=False).json()
+    console, *answers = [httpx.get(url, trust_env=False) for url in urls]
+    assert [answer.status_code for answer in (console, *answers)] == [200] * 4
+    assert "<title>" in console.text
+    backends = answers[0].json()
     assert {name: seen["in_flight"] for name, seen in backends.items()} == dict.fromkeys(backends, 0)
 
 
@@ -182,7 +184,7 @@ def test_the_served_gateway_refuses_as_it_says(serving: Serving) -> None:
 
 
 def test_a_port_that_is_taken_is_told(serving: Serving) -> None:
-    taken = str(httpx.URL(serving.snippet("operators").split()[1]).port)
+    taken = str(httpx.URL(serving.snippet("operators").split()[0]).port)
     ended = subprocess.run([*DEMO, "--plain", "--port", taken], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert f"cannot listen on 127.0.0.1:{taken}" in ended.stderr
