@@ -72,7 +72,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             for path, answer in ((b"/v1/models", MODELS), (b"/metrics", SAMPLE), (b"/chat/", ANSWER)):
                 body = answer if path in head.split(b"\r\n", 1)[0] else body
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
-    except (asyncio.IncompleteReadError, ConnectionError):
+    except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
         writer.close()
 
 
@@ -83,8 +83,12 @@ def start(folder: Path, name: str, engine: str, share: float | None) -> Gateway:
         "admin": "off",
         "tokenizer": "approximate",
         "backends": {"light": {"url": engine, "profile": "h100-tp1-light"}},
-        "pools": {"light": ["light"]},
-        "models": {"gemma-4": {"classes": [{"class": "chat", "pools": ["light"]}]}},
+        "pools": {
+            "light": {"backends": ["light"], "gates": {"prefill_s": 3600}}
+        },  # this engine reads at once
+        "models": {
+            "gemma-4": {"classes": [{"class": "chat", "pools": ["light"], "waiting": {"max_wait_s": 60}}]}
+        },
     }
     if share is not None:
         document["telemetry"] = {"otlp": {"endpoint": engine}, "traces": {"share": share}}
