@@ -187,6 +187,10 @@ class UpstreamResponse(Protocol):
     def headers(self) -> Headers:
         """Response headers, names in lower case."""
 
+    @property
+    def connect_s(self) -> float:
+        """Seconds until there was a connection; 0 where one was kept."""
+
     async def read(self) -> bytes:
         """Return the next bytes as they arrived, or b"" at the end of the body.
 

@@ -183,6 +183,8 @@ function phasesOf(record) {
   for (const [index, attempt] of record.attempts.entries()) {
     const started = since(attempt.started_at);
     found.push({ name: index ? "wait again" : "wait for a place", kind: "wait", from, to: started });
+    const connected = since(attempt.connected_at);
+    if (connected !== null && connected > started) found.push({ name: `connect to ${attempt.backend}`, kind: "connect", from: started, to: connected });
     const first = since(attempt.first_byte_at);
     const over = since(attempt.ended_at);
     const isGood = ["ok", "cancelled"].includes(attempt.outcome);
@@ -190,9 +192,10 @@ function phasesOf(record) {
     if (first === null) {
       found.push({ name: isGood ? `no token yet from ${where}` : `${words(attempt.outcome)} on ${where}`, kind: isGood ? "first" : "bad", from: started, to: over, detail: attempt.detail });
     } else if (!record.stream) {
-      found.push({ name: `whole answer from ${where}`, kind: isGood ? "decode" : "bad", from: started, to: over, detail: attempt.detail });
+      found.push({ name: `whole answer from ${where}`, kind: isGood ? "decode" : "bad", from: connected ?? started, to: over, detail: attempt.detail });
     } else {
-      found.push({ name: `first token from ${where}`, kind: "first", from: started, to: first });
+      const asked = connected ?? started;
+      found.push({ name: `first token from ${where}`, kind: "first", from: asked, to: first });
       found.push({ name: `${isGood ? "decode" : words(attempt.outcome)} on ${where}`, kind: isGood ? "decode" : "bad", from: first, to: over, detail: attempt.detail });
     }
     from = over;

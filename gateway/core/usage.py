@@ -52,6 +52,7 @@ class AttemptRecord:
     started_at: float
     first_byte_at: float | None
     ended_at: float
+    connected_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

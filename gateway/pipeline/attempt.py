@@ -103,6 +103,8 @@ class Attempt:
         self._on_answer = on_answer
         self._on_chunk = on_chunk
         self._scope = anyio.CancelScope()
+        self._started_at = 0.0
+        self._connected_at: float | None = None
         self._first_byte_at: float | None = None
         self._is_answered = False
         self._outcome: Outcome | None = None
@@ -134,7 +136,7 @@ class Attempt:
         """
         passage = self._passage
         passage.served_by = self._candidate
-        started_at = self._clock.now()
+        started_at = self._started_at = self._clock.now()
         # Until more is known, whatever ends this says nothing of the backend.
         outcome, detail = Outcome.CANCELLED, "the gateway failed"
         try:
@@ -159,6 +161,7 @@ class Attempt:
                     started_at=started_at,
                     first_byte_at=self._first_byte_at,
                     ended_at=self._clock.now(),
+                    connected_at=self._connected_at,
                 )
             )
 
@@ -203,6 +206,7 @@ class Attempt:
             body=incoming.body_for(self._served_model, self._plan.changes),
         )
         async with upstream.open(target, self._timeouts) as response:
+            self._connected_at = self._started_at + response.connect_s
             if response.status != 200:
                 raise await self._refused(response)
             if self._plan.assembles:

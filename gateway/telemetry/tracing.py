@@ -4,6 +4,7 @@
       gateway.estimate                   reading and counting the prompt
       gateway.admission                  waiting for a place
       chat gemma-4                       (client; one per try)
+        gateway.connect                  until there is a connection, where none was kept
         gateway.first_token              until the backend's first token; its own spans are beside this
         gateway.decode                   from the first token to the last
 
@@ -43,7 +44,7 @@ _SCOPE = InstrumentationScope("gemma-gateway", __version__)
 _ESTIMATE, _ADMISSION = 1001, 1002
 """Numbers of child spans; tries have 1, 2, ..., their parts the numbers below within each."""
 
-_FIRST_TOKEN, _DECODE = 1, 2
+_FIRST_TOKEN, _DECODE, _CONNECT = 1, 2, 3
 _FAILURES = frozenset({Ending.FAILED, Ending.BROKEN, Ending.SHED})
 
 
@@ -220,15 +221,18 @@ class _Spans:
             kind=SpanKind.SERVER if record.route else SpanKind.CONSUMER,
             error=record.error_code if record.ending in _FAILURES else "",
             links=[] if self._trace.link is None else [Link(_context(self._trace.link))],
+            events=self._classified(),
         )
 
     def _attempt(self, number: int, attempt: AttemptRecord) -> Iterator[ReadableSpan]:
         ref = self._trace.child(number)
         within = Trace(ref)
-        first = attempt.first_byte_at
+        first, asked_at = attempt.first_byte_at, attempt.connected_at or attempt.started_at
+        if asked_at > attempt.started_at:
+            yield self._span("gateway.connect", within.child(_CONNECT), ref, attempt.started_at, asked_at)
         if first is not None:
             part = within.child(_FIRST_TOKEN)
-            yield self._span("gateway.first_token", part, ref, attempt.started_at, first)
+            yield self._span("gateway.first_token", part, ref, asked_at, first)
             yield self._span("gateway.decode", within.child(_DECODE), ref, first, attempt.ended_at)
         yield self._span(
             f"chat {self._model()}",
@@ -242,6 +246,13 @@ class _Spans:
             detail=attempt.detail,
             events=[] if first is None else [Event("first_token", timestamp=self._ns(first))],
         )
+
+    def _classified(self) -> list[Event]:
+        record, decision = self._record, self._record.decision
+        if decision is None or record.estimated_at is None:
+            return []
+        facts = {"gateway.class": decision.traffic_class, "gateway.class_reason": decision.class_reason}
+        return [Event("classified", facts, timestamp=self._ns(record.estimated_at))]
 
     # ------------------------------------------------------------ attributes
 

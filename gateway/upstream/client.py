@@ -152,6 +152,11 @@ class _Response:
         """See `ports.UpstreamResponse.headers`."""
         return self._response.headers.raw
 
+    @property
+    def connect_s(self) -> float:
+        """See `ports.UpstreamResponse.connect_s`. httpx does not tell."""
+        return 0.0
+
     async def read(self) -> bytes:
         """See `ports.UpstreamResponse.read`."""
         try:

@@ -14,6 +14,7 @@ import errno
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from time import monotonic
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -138,7 +139,10 @@ class _DirectWay(Way):
                 return await self._ask_on(kept, head, body)
             except _Stale:
                 pass  # the backend closed it at this very moment, before it read the request
-        return await self._ask_on(await self._connected(connect_s), head, body)
+        since = monotonic()
+        connection = await self._connected(connect_s)
+        connection.connect_s = monotonic() - since
+        return await self._ask_on(connection, head, body)
 
     async def _ask_on(self, connection: "_Connection", head: bytes, body: bytes) -> "_Connection":
         try:
@@ -253,6 +257,7 @@ class _Connection(asyncio.Protocol):
         self._unwritten: asyncio.Future[None] | None = None
         self._on_gone: Callable[[_Connection], None] | None = None
         self.resting_since = 0.0
+        self.connect_s = 0.0
         self.status = 0
         self.headers: Headers = ()
         self._fields: list[tuple[bytes, bytes]] = []
@@ -285,6 +290,7 @@ class _Connection(asyncio.Protocol):
     def rest_from(self, now: float, on_gone: "Callable[[_Connection], None]") -> None:
         """Wait for the next request from now on; `on_gone` is called if the backend closes it meanwhile."""
         self.resting_since, self._on_gone = now, on_gone
+        self.connect_s = 0.0
         self._is_used = True
 
     @property

@@ -154,8 +154,12 @@ async def test_a_request_opens_into_a_waterfall_with_every_candidate(bench: Benc
     candidate = await bench.shown('.detail [data-candidate="light"]')
 
     assert verdict.startswith("Completed, on light, in ")
-    assert phases[:4] == ["estimate", "wait", "first", "decode"]
-    assert "wait" not in phases[4:]
+    # The first request of all connects; later ones find a connection that was kept.
+    assert phases[:5] in (
+        ["estimate", "wait", "connect", "first", "decode"],
+        ["estimate", "wait", "first", "decode", *phases[4:5]],
+    )
+    assert "wait" not in phases[2:]
     assert "served it" in candidate
     assert "spare knee" in candidate
     assert request_id in await bench.shown(".opened code")

@@ -67,12 +67,15 @@ async def test_a_request_is_a_trace(tmp_path: Path, otlp: Receiver) -> None:
     parts = [one(spans, name) for name in ("gateway.estimate", "gateway.admission", "chat gemma-4")]
     assert {part.parent_id for part in parts} == {server.span_id}
     first, decode = one(spans, "gateway.first_token"), one(spans, "gateway.decode")
-    assert {first.parent_id, decode.parent_id} == {attempt.span_id}
+    connect = one(spans, "gateway.connect")  # the first one: no connection was kept
+    assert {connect.parent_id, first.parent_id, decode.parent_id} == {attempt.span_id}
+    assert connect.started_ns == attempt.started_ns
+    assert connect.ended_ns == first.started_ns
     order = [server.started_ns, *(part.started_ns for part in parts), first.ended_ns, decode.ended_ns]
     assert order == sorted(order)
     assert first.ended_ns == decode.started_ns
     assert decode.ended_ns <= attempt.ended_ns <= server.ended_ns
-    assert len({span.span_id for span in spans}) == len(spans) == 6
+    assert len({span.span_id for span in spans}) == len(spans) == 7
 
     facts = server.attributes
     assert facts["http.route"] == "/v1/chat/completions"

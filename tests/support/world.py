@@ -79,6 +79,10 @@ class ScriptedResponse:
         self.headers: Headers = ()
         self._steps = list(script.steps)
 
+    @property
+    def connect_s(self) -> float:
+        return 0.0
+
     async def read(self) -> bytes:
         while self._steps:
             step = self._steps.pop(0)
