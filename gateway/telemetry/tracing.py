@@ -45,7 +45,10 @@ _ESTIMATE, _ADMISSION = 1001, 1002
 """Numbers of child spans; tries have 1, 2, ..., their parts the numbers below within each."""
 
 _FIRST_TOKEN, _DECODE, _CONNECT = 1, 2, 3
-_FAILURES = frozenset({Ending.FAILED, Ending.BROKEN, Ending.SHED})
+_FAULTS = frozenset({Ending.FAILED, Ending.BROKEN, Ending.SHED})
+"""Endings that are ours: by OpenTelemetry's rules a server's span is no error where its caller was wrong."""
+
+_ERRORS = _FAULTS | {Ending.REJECTED}
 
 
 END_S = 2.0
@@ -166,7 +169,7 @@ class Tracing:
 
     def _why_kept(self, record: RequestRecord) -> Kept | None:
         assert record.trace is not None
-        if record.ending in _FAILURES:
+        if record.ending in _ERRORS:
             return Kept.FAILED
         if self._is_slow(record):
             return Kept.SLOW
@@ -219,7 +222,7 @@ class _Spans:
             record.ended_at,
             self._facts(),
             kind=SpanKind.SERVER if record.route else SpanKind.CONSUMER,
-            error=record.error_code if record.ending in _FAILURES else "",
+            error=record.error_code if record.ending in _FAULTS else "",
             links=[] if self._trace.link is None else [Link(_context(self._trace.link))],
             events=self._classified(),
         )
@@ -264,6 +267,7 @@ class _Spans:
             "http.response.status_code": record.status if record.route else None,
             "gateway.request_id": record.id,
             "gateway.ending": record.ending.value,
+            "error.type": record.error_code or None,
             "gateway.key": record.key,
             "gateway.stream": record.stream,
             "gateway.backend": record.backend or None,

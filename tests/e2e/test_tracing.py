@@ -118,11 +118,13 @@ async def test_only_what_is_worth_it_is_kept(tmp_path: Path, otlp: Receiver) -> 
         async with gateway.http() as http:
             page = (await http.get(f"{gateway.admin_url}/metrics")).text
     spans = await otlp.spans()
-    server = one(spans, "POST /v1/chat/completions")  # of the three, the one that failed
+    refused, server = (span for span in spans if span.name == "POST /v1/chat/completions")  # of the three
+    assert refused.attributes["error.type"] == "model_not_found"
+    assert refused.status == ""  # it was the caller's mistake
     assert server.status == "STATUS_CODE_ERROR"
     assert server.attributes["error.type"]
     assert server.attributes["http.response.status_code"] >= 500
-    assert 'gateway_traces_total{reason="failed"} 1.0' in page
+    assert 'gateway_traces_total{reason="failed"} 2.0' in page
 
 
 async def test_a_slow_first_token_is_kept(tmp_path: Path, otlp: Receiver) -> None:
