@@ -19,6 +19,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 import anyio
+import anyio.lowlevel
 import httptools
 
 from gateway import __version__
@@ -94,7 +95,10 @@ class DirectUpstream:
                 yield connection
             finally:
                 # Leaving early closes the connection, which stops the engine's work.
-                way.take_back(connection)
+                if not way.take_back(connection):
+                    # The event loop closes it in its next round: before its place is free.
+                    with anyio.CancelScope(shield=True):
+                        await anyio.lowlevel.checkpoint()
         if way in self._ways.retired:
             await self._ways.close_retired()
 
@@ -152,16 +156,17 @@ class _DirectWay(Way):
             raise
         return connection
 
-    def take_back(self, connection: "_Connection") -> None:
-        """Keep a connection whose answer is complete for the next call; close any other."""
+    def take_back(self, connection: "_Connection") -> bool:
+        """Keep a connection whose answer is complete for the next call; close any other. Returns which."""
         if not connection.is_reusable:
             connection.abort()
-            return
+            return False
         loop = asyncio.get_running_loop()
         connection.rest_from(loop.time(), self._forget)
         self._idle.append(connection)
         if self._sweeping is None:
             self._sweeping = loop.call_later(ways.KEEPALIVE_S, self._sweep)
+        return True
 
     async def aclose(self) -> None:
         """Close every connection."""
