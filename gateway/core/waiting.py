@@ -827,6 +827,10 @@ class WaitingLine:
         if offered is not None:
             offered.uncharge()
 
+    def is_offered(self, ticket_id: str) -> bool:
+        """Return whether a request has been offered a place, and has neither taken it nor left since."""
+        return ticket_id in self._offered
+
     def started(self, ticket_id: str, now: float) -> None:
         """Note that an offered request has taken its place."""
         offered = self._offered.pop(ticket_id)

@@ -138,16 +138,15 @@ class WaitingRoom:
     async def _take(self, offer: Offer) -> bool:
         """Take the first place of an offer that is still free. Returns whether there was one."""
         ticket = offer.ticket
-        offered = self._waiters.get(ticket.id)
         for candidate in offer.candidates:
             slot = await self._ledger.acquire(candidate.backend, candidate.claim, candidate.limits)
             if not isinstance(slot, Slot):
                 continue
-            waiter = self._waiters.get(ticket.id)
-            if waiter is None or waiter is not offered:  # it left meanwhile; it may have come back
+            if not self.line.is_offered(ticket.id):  # it left meanwhile; it may stand in the line again
                 await self._ledger.release(slot)
                 return True
             self.line.started(ticket.id, self._clock.now())
+            waiter = self._waiters[ticket.id]
             waiter.place = (candidate, slot)
             waiter.woken.set()
             return True

@@ -8,6 +8,7 @@ import pytest
 from support.world import DONE, HELLO, POLICY, ROLE, STOP, Caller, Script, World
 
 from gateway.core.errors import AtCapacity
+from gateway.core.usage import Ending
 from gateway.core.values import Exclusion, Load, Waiting
 from gateway.ports import Arrival, Slot
 from gateway.store.memory import MemoryLedger
@@ -79,3 +80,21 @@ async def test_places_are_taken_at_once() -> None:
         tasks.cancel_scope.cancel()
 
     assert {record.backend for record in world.notes.requests} == {"light-0", "light-1"}
+
+
+async def test_whoever_is_sent_on_between_an_offer_and_its_place_comes_back_for_another() -> None:
+    world = World()
+    for name in ("light_0", "light_1"):
+        world.answers(**{name: Script([ROLE + HELLO, STOP, DONE])})
+
+    async with anyio.create_task_group() as tasks:
+        async with anyio.create_task_group() as asking:
+            for number in range(2):
+                asking.start_soon(arrive, world, number)
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(world.pipeline.room.run)  # offers both a place, to be taken later
+            world.pipeline.policy_changed()  # before that, both are back in the line
+        tasks.cancel_scope.cancel()
+
+    assert [record.ending for record in world.notes.requests] == [Ending.COMPLETED] * 2
+    assert not any(load.seqs for load in world.ledger.loads().values())
