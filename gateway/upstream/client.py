@@ -7,7 +7,7 @@ time out a read after 5 s and hold 100 connections at most.
 
 import errno
 import ssl
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
@@ -21,7 +21,7 @@ from gateway.core.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from gateway.core.values import Backend, Timeouts
+from gateway.core.values import Timeouts
 from gateway.ports import Headers, Target, UpstreamResponse
 from gateway.upstream import ways
 from gateway.upstream.transport import Transport
@@ -30,61 +30,20 @@ from gateway.upstream.ways import Way, Ways
 WRITE_S = 60.0
 """A backend that takes no byte of the body for this long is not reading it."""
 
-CLOSE_S = 1.0
 _USER_AGENT = f"gemma-gateway/{__version__}"
 
 
-class HttpxUpstream:
-    """`ports.Upstream` over httpx. Close it with `aclose`."""
+class HttpxUpstream(Ways["_HttpxWay"]):
+    """`ports.Upstream` over httpx."""
 
-    def __init__(
-        self,
-        backends: Iterable[Backend],
-        *,
-        secrets: Mapping[str, str],
-        tls: Mapping[str, ssl.SSLContext | bool],
-    ) -> None:
-        """Prepare a client per backend.
-
-        Args:
-            backends: Those that may be called; a call to any other is a programming error.
-            secrets: Per backend id, the API key to present.
-            tls: Per backend id, how to verify its certificate; True where absent.
-        """
-        self._ways: Ways[_HttpxWay] = Ways(_HttpxWay, backends, secrets=secrets, tls=tls)
-
-    def update(
-        self,
-        backends: Iterable[Backend],
-        *,
-        secrets: Mapping[str, str],
-        tls: Mapping[str, ssl.SSLContext | bool],
-    ) -> None:
-        """Call these from now on. What runs elsewhere is run to its end."""
-        self._ways.update(backends, secrets=secrets, tls=tls)
-
-    @property
-    def retired(self) -> int:
-        """Backends that are called no more and on which something still runs."""
-        return len(self._ways.retired)
-
-    async def close_retired(self) -> None:
-        """Close what is called no more and has nothing under way; the rest is closed when it has ended."""
-        await self._ways.close_retired()
-
-    async def aclose(self) -> None:
-        """Close every connection."""
-        await self._ways.aclose()
+    def _way(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> "_HttpxWay":
+        return _HttpxWay(url, secret, verify)
 
     @asynccontextmanager
     async def open(self, target: Target, timeouts: Timeouts) -> AsyncIterator[UpstreamResponse]:
         """See `ports.Upstream.open`."""
-        with self._ways.to(target.backend) as way:
-            async with self._exchange(way.client, target, timeouts) as response:
-                yield response
-        if way in self._ways.retired:
-            with anyio.move_on_after(CLOSE_S, shield=True):
-                await self._ways.close_retired()
+        async with self._to(target.backend) as way, self._exchange(way.client, target, timeouts) as response:
+            yield response
 
     @asynccontextmanager
     async def _exchange(
@@ -102,7 +61,7 @@ class HttpxUpstream:
             yield _Response(response)
         finally:
             # Leaving early closes the connection, which stops the engine's work.
-            with anyio.move_on_after(CLOSE_S, shield=True):
+            with anyio.move_on_after(ways.CLOSE_S, shield=True):
                 await response.aclose()
 
 

@@ -12,7 +12,7 @@ are answers. Nothing is decompressed: nothing compressed is asked for.
 import asyncio
 import errno
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from time import monotonic
 from typing import cast
@@ -30,7 +30,7 @@ from gateway.core.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from gateway.core.values import Backend, Timeouts
+from gateway.core.values import Timeouts
 from gateway.ports import Headers, Target, UpstreamResponse
 from gateway.upstream import ways
 from gateway.upstream.ways import Way, Ways
@@ -50,46 +50,16 @@ APART_BYTES = 64 * 1024
 _USER_AGENT = f"gemma-gateway/{__version__}".encode()
 
 
-class DirectUpstream:
-    """`ports.Upstream`. Close it with `aclose`."""
+class DirectUpstream(Ways["_DirectWay"]):
+    """`ports.Upstream`."""
 
-    def __init__(
-        self,
-        backends: Iterable[Backend],
-        *,
-        secrets: Mapping[str, str],
-        tls: Mapping[str, ssl.SSLContext | bool],
-    ) -> None:
-        """Prepare to call these; arguments as for `Ways`."""
-        self._ways: Ways[_DirectWay] = Ways(_DirectWay, backends, secrets=secrets, tls=tls)
-
-    def update(
-        self,
-        backends: Iterable[Backend],
-        *,
-        secrets: Mapping[str, str],
-        tls: Mapping[str, ssl.SSLContext | bool],
-    ) -> None:
-        """Call these from now on. What runs elsewhere is run to its end."""
-        self._ways.update(backends, secrets=secrets, tls=tls)
-
-    @property
-    def retired(self) -> int:
-        """Backends that are called no more and on which something still runs."""
-        return len(self._ways.retired)
-
-    async def close_retired(self) -> None:
-        """Close what is called no more and has nothing under way; the rest is closed when it has ended."""
-        await self._ways.close_retired()
-
-    async def aclose(self) -> None:
-        """Close every connection."""
-        await self._ways.aclose()
+    def _way(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> "_DirectWay":
+        return _DirectWay(url, secret, verify)
 
     @asynccontextmanager
     async def open(self, target: Target, timeouts: Timeouts) -> AsyncIterator[UpstreamResponse]:
         """See `ports.Upstream.open`."""
-        with self._ways.to(target.backend) as way:
+        async with self._to(target.backend) as way:
             connection = await way.ask(way.head_of(target), target.body, timeouts.connect_s)
             try:
                 yield connection
@@ -99,8 +69,6 @@ class DirectUpstream:
                     # The event loop closes it in its next round: before its place is free.
                     with anyio.CancelScope(shield=True):
                         await anyio.lowlevel.checkpoint()
-        if way in self._ways.retired:
-            await self._ways.close_retired()
 
 
 class _DirectWay(Way):

@@ -6,9 +6,11 @@ closed when what runs on it has ended.
 
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
+
+import anyio
 
 from gateway.core.errors import UpstreamUnreachable
 from gateway.core.values import Backend
@@ -37,32 +39,36 @@ class Way(ABC):
 KEEPALIVE_S = 4.0
 """vLLM closes an idle connection after 5.0 s (measured); one given up earlier is never written into."""
 
+CLOSE_S = 1.0
+"""How long closing may take: whoever waits for it has its answer."""
+
 W = TypeVar("W", bound=Way)
 
 
-class Ways(Generic[W]):
-    """The ways to all backends."""
+class Ways(ABC, Generic[W]):
+    """The ways to all backends: what every `ports.Upstream` keeps. Close it with `aclose`."""
 
     def __init__(
         self,
-        make: Callable[[str, str | None, ssl.SSLContext | bool], W],
         backends: Iterable[Backend],
         *,
         secrets: Mapping[str, str],
         tls: Mapping[str, ssl.SSLContext | bool],
     ) -> None:
-        """Prepare a way per backend, as `make` makes one of URL, API key and verification.
+        """Prepare a way per backend.
 
         Args:
-            make: Makes a way.
             backends: Those that may be called.
             secrets: Per backend id, the API key to present.
             tls: Per backend id, how to verify its certificate; True where absent.
         """
-        self._make = make
         self._ways: dict[str, W] = {}
-        self.retired: list[W] = []
+        self._retired: list[W] = []
         self.update(backends, secrets=secrets, tls=tls)
+
+    @abstractmethod
+    def _way(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> W:
+        """Return a new way."""
 
     def update(
         self,
@@ -71,7 +77,7 @@ class Ways(Generic[W]):
         secrets: Mapping[str, str],
         tls: Mapping[str, ssl.SSLContext | bool],
     ) -> None:
-        """Have these ways from now on; arguments as at the start."""
+        """Call these from now on; arguments as at the start. What runs elsewhere is run to its end."""
         before, self._ways = self._ways, {}
         for backend in backends:
             kept = before.get(backend.id)
@@ -79,11 +85,28 @@ class Ways(Generic[W]):
             if kept is not None and (kept.url, kept.secret, kept.verify) == wanted:
                 self._ways[backend.id] = before.pop(backend.id)
             else:
-                self._ways[backend.id] = self._make(*wanted)
-        self.retired += before.values()
+                self._ways[backend.id] = self._way(*wanted)
+        self._retired += before.values()
 
-    @contextmanager
-    def to(self, backend: Backend) -> Iterator[W]:
+    @property
+    def retired(self) -> int:
+        """How many ways are called no more, and not closed because something still runs on them."""
+        return len(self._retired)
+
+    async def close_retired(self) -> None:
+        """Close what is called no more and has nothing under way; the rest is closed when it has ended."""
+        idle = [way for way in self._retired if not way.in_flight]
+        self._retired = [way for way in self._retired if way.in_flight]
+        for way in idle:
+            await way.aclose()
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        for way in (*self._ways.values(), *self._retired):
+            await way.aclose()
+
+    @asynccontextmanager
+    async def _to(self, backend: Backend) -> AsyncIterator[W]:
         """Yield the way to a backend, in use while the block runs.
 
         Raises:
@@ -97,15 +120,6 @@ class Ways(Generic[W]):
             yield way
         finally:
             way.in_flight -= 1
-
-    async def close_retired(self) -> None:
-        """Close what is called no more and has nothing under way."""
-        idle = [way for way in self.retired if not way.in_flight]
-        self.retired = [way for way in self.retired if way.in_flight]
-        for way in idle:
-            await way.aclose()
-
-    async def aclose(self) -> None:
-        """Close every connection."""
-        for way in (*self._ways.values(), *self.retired):
-            await way.aclose()
+            if way in self._retired:
+                with anyio.move_on_after(CLOSE_S, shield=True):
+                    await self.close_retired()

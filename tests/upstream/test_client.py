@@ -391,6 +391,23 @@ async def test_a_way_that_is_configured_no_more_is_run_to_its_end() -> None:
         assert upstream.retired == 0
 
 
+async def test_a_way_that_is_configured_no_more_is_closed_however_its_last_call_ends() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
+
+    class Left(Exception):
+        pass
+
+    async with serving(answer) as (_, upstream, target):
+        assert isinstance(upstream, HttpxUpstream | DirectUpstream)
+        with pytest.raises(Left):
+            async with upstream.open(target, Timeouts()) as response:
+                await response.read()
+                upstream.update([], secrets={}, tls={})
+                raise Left
+        assert upstream.retired == 0
+
+
 async def test_a_header_with_a_line_break_never_leaves() -> None:
     async def answer(stream: SocketStream, _: int) -> None:
         await stream.send(answer_of(b"{}"))
