@@ -210,7 +210,7 @@ class Prober:
 
     async def _learn(self, name: str, event: Event) -> None:
         """Take in what a probe found, unless its backend is watched no more, or elsewhere, by now."""
-        await anyio.lowlevel.checkpoint_if_cancelled()
+        await _unless_over()
         self._observe(name, event)
 
     def _observe(self, name: str, event: Event) -> None:
@@ -248,10 +248,12 @@ class Prober:
         await self._paced(name, "metrics", scrape)
 
     async def _watch_models(self, name: str, asker: "_Asker") -> None:
+        await _unless_over()
         wait_s = self._rules[name].models_every_s
         while True:
             with anyio.move_on_after(wait_s):
                 await self._looks[name].wait()
+            await _unless_over()
             self._looks[name] = anyio.Event()
             status, rules = self._statuses[name], self._rules[name]
             if status.was_up and status.down_since is None:
@@ -263,11 +265,20 @@ class Prober:
         """Take a step once per interval, or as often as its steps allow."""
         round_ = 0
         while True:
+            await _unless_over()
             started = self._clock.now()
-            await step()
             pause_s = self._rules[name].interval_s * spread(f"{name} {what}", round_)
+            await step()
             await anyio.sleep(max(pause_s - (self._clock.now() - started), pause_s / 10))
             round_ += 1
+
+
+async def _unless_over() -> None:
+    """End here if the backend is watched no more: nothing is known of it then.
+
+    A task whose sleep has just ended runs once more before a cancellation reaches it.
+    """
+    await anyio.lowlevel.checkpoint_if_cancelled()
 
 
 def spread(key: str, round_: int) -> float:

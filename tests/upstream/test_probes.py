@@ -366,6 +366,25 @@ async def test_a_probe_that_dies_takes_all_of_them_down(clock: Clock, fake_engin
     assert caught.group_contains(AssertionError, match="must not raise")
 
 
+async def test_one_that_leaves_while_a_probe_wakes_is_asked_no_more(clock: Clock, fake_engine: Engines) -> None:
+    """A task that is about to run when its backend leaves is not cancelled before it runs."""
+    left: list[str] = []
+
+    def listener(name: str, old: BackendStatus, new: BackendStatus) -> None:
+        if new.was_up and not left:  # whoever reads its models has just been woken
+            left.append(name)
+            prober.update({}, QUICK, secrets={}, tls={})
+
+    async with fake_engine() as engine:
+        prober = watch(clock, engine, on_change=listener)
+        async with probing(prober):
+            await prober.wait_for(lambda seen: not seen)
+            for _ in range(5):
+                await anyio.wait_all_tasks_blocked()
+        assert left == ["a"]
+        assert not prober._looks
+
+
 async def test_a_hang_may_take_longer_on_one_backend(clock: Clock, fake_engine: Engines) -> None:
     async with fake_engine() as engine, probing(watch(clock, engine, hang_s={"a": 3600.0})) as fleet:
         engine.running = 1
