@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -21,7 +21,7 @@ from gateway import settings
 from gateway.core.errors import ConfigError
 from gateway.events import about
 from gateway.ports import Clock
-from gateway.settings import Changes, Settings
+from gateway.settings import Changes, Document, Settings
 
 log = logging.getLogger("gateway.config")
 
@@ -95,7 +95,6 @@ class Reloader:
         self._turn = anyio.Lock()
         self._versions = deque([Version(started.version, started.source, clock.wall(), "start")])
         self._refused = b""  # what the file says, if it cannot be used
-        self._file = settings.load(started.path, environ, source=started.source).document
         self.running = started
 
     @property
@@ -108,10 +107,10 @@ class Reloader:
         """The configuration file."""
         return self.running.path
 
-    def plan(self, source: bytes) -> Reload:
+    async def plan(self, source: bytes) -> Reload:
         """Return what another configuration would change. Nothing is changed."""
         try:
-            return self._planned(source)[1]
+            return (await self.preview(source))[1]
         except ConfigError as error:
             return Reload(error=str(error))
 
@@ -121,29 +120,12 @@ class Reloader:
         Raises:
             ConfigError: it cannot be used.
         """
-        new = await anyio.to_thread.run_sync(partial(settings.load, self.path, self._environ, source=source))
-        return self._beside(new)
+        in_flight = self._in_flight()
+        return await anyio.to_thread.run_sync(self._beside, source, in_flight)  # it may take 50 ms
 
     async def apply(self, source: bytes, by: str) -> Reload:
         """Put a configuration in force, if it can be used. Returns what came of it."""
-        async with self._turn:
-            try:
-                wanted, found = self._planned(source)
-                await self._put_in_force(wanted)
-            except ConfigError as error:
-                self._refused = source
-                found = Reload(error=str(error))
-                _refuse(str(error), by)
-            else:
-                self._refused = b""
-                self.running = wanted
-                if wanted.version != self._versions[0].id:
-                    self._versions.appendleft(Version(wanted.version, source, self._clock.wall(), by))
-                    while len(self._versions) > VERSIONS_KEPT + 1:
-                        self._versions.pop()
-                    _say(found, by)
-            self._on_reload(found)
-            return found
+        return await self._replace(source, by, writes=False)
 
     async def put(self, source: bytes, by: str = "put") -> Reload:
         """Put a configuration in force and into the file, for the next start and for other processes.
@@ -151,12 +133,7 @@ class Reloader:
         Raises:
             OSError: the file cannot be written. Nothing has changed then.
         """
-        planned = self.plan(source)
-        if planned.error:
-            self._on_reload(planned)
-            return planned
-        await anyio.to_thread.run_sync(_write, self.path, source)
-        return await self.apply(source, by)
+        return await self._replace(source, by, writes=True)
 
     async def reread(self, by: str) -> Reload:
         """Put in force what the file says now."""
@@ -180,17 +157,41 @@ class Reloader:
                     await self.apply(source, "file")
                 before = source
 
-    def _planned(self, source: bytes) -> tuple[Settings, Reload]:
-        return self._beside(settings.load(self.path, self._environ, source=source))
+    async def _replace(self, source: bytes, by: str, *, writes: bool) -> Reload:
+        async with self._turn:
+            try:
+                wanted, found = await self.preview(source)
+                if writes:
+                    await anyio.to_thread.run_sync(_write, self.path, source)
+                await self._put_in_force(wanted)
+            except ConfigError as error:
+                self._refused = source
+                found = Reload(error=str(error))
+                _refuse(str(error), by)
+            else:
+                self._refused = b""
+                self.running = wanted
+                if wanted.version != self._versions[0].id:
+                    self._versions.appendleft(Version(wanted.version, source, self._clock.wall(), by))
+                    while len(self._versions) > VERSIONS_KEPT + 1:
+                        self._versions.pop()
+                    _say(found, by)
+            self._on_reload(found)
+            return found
 
-    def _beside(self, new: Settings) -> tuple[Settings, Reload]:
+    def _beside(self, source: bytes, in_flight: Mapping[str, int]) -> tuple[Settings, Reload]:
+        new = settings.load(self.path, self._environ, source=source)
         wanted = settings.beside(self._started, self.running, new)
         wanted.require(self._environ)
         own = {name: getattr(self.running.document, name) for name in settings.LIVE}
-        changes = settings.changes(
-            self._file.model_copy(update=own), new.document, self._in_flight()
-        )  # what one of several processes has of its own, such as a port, is no change
+        # What one of several processes has of its own, such as a port, is no change.
+        changes = settings.changes(self._written.model_copy(update=own), new.document, in_flight)
         return wanted, Reload(new.version, changes, tuple(str(one) for one in new.warnings))
+
+    @cached_property
+    def _written(self) -> Document:
+        """What the file said at the start; needed at the first reload only."""
+        return settings.load(self.path, self._environ, source=self._started.source).document
 
 
 def _refuse(reason: str, by: str) -> None:

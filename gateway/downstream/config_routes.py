@@ -61,7 +61,7 @@ class Configurations(Protocol):
     def versions(self) -> Sequence[_Version]:
         """The last ones that were in force, the current one first."""
 
-    def plan(self, source: bytes) -> _Reload:
+    async def plan(self, source: bytes) -> _Reload:
         """Return what another one would change."""
 
     async def put(self, source: bytes, by: str = "put") -> _Reload:
@@ -102,7 +102,7 @@ def config_handlers(configurations: Configurations) -> Sequence[BaseRouteHandler
 
     @post("/admin/config/check", status_code=200)
     async def check(request: Request[Any, Any, Any]) -> Response[Any]:
-        return desk.tagged(_shown(configurations.plan(await request.body())))
+        return desk.tagged(_shown(await configurations.plan(await request.body())))
 
     @put("/admin/config", status_code=200)
     async def replace(request: Request[Any, Any, Any]) -> Response[Any]:
