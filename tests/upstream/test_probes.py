@@ -366,7 +366,9 @@ async def test_a_probe_that_dies_takes_all_of_them_down(clock: Clock, fake_engin
     assert caught.group_contains(AssertionError, match="must not raise")
 
 
-async def test_one_that_leaves_while_a_probe_wakes_is_asked_no_more(clock: Clock, fake_engine: Engines) -> None:
+async def test_one_that_leaves_while_a_probe_wakes_is_asked_no_more(
+    clock: Clock, fake_engine: Engines
+) -> None:
     """A task that is about to run when its backend leaves is not cancelled before it runs."""
     left: list[str] = []
 
