@@ -35,6 +35,7 @@ from gateway.core.jobs import (
 )
 from gateway.core.trace import Trace
 from gateway.core.usage import AttemptRecord, RequestRecord
+from gateway.core.value import valueclass
 from gateway.core.values import (
     NO_CHANGES,
     Backend,
@@ -54,7 +55,7 @@ from gateway.core.webhooks import Delivery, WebhookEndpoint, WebhookEvent
 Headers = Sequence[tuple[bytes, bytes]]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Arrival:
     """The first byte of a request.
 
@@ -132,7 +133,7 @@ class Estimator(Protocol):
         """Learn from a backend's own `usage.prompt_tokens` for a prompt estimated earlier."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Slot:
     """A place on a backend, taken by `Ledger.acquire` and given back by `Ledger.release`."""
 
@@ -166,7 +167,7 @@ class Ledger(Protocol):
         """Have `callback` called with a backend's id whenever something became free there, by anybody."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Target:
     """Where an attempt goes: a backend, and the bytes its call is made of."""
 

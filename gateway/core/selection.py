@@ -6,11 +6,12 @@ in which the pool lists its backends: no dice, so a decision can be explained an
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gateway.core import admission, versions
 from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
 from gateway.core.quirks.context_buckets import stalls
+from gateway.core.value import valueclass
 from gateway.core.values import (
     Backend,
     Candidate,
@@ -27,7 +28,7 @@ from gateway.core.values import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BackendView:
     """A backend as it stands at the moment of a decision.
 
@@ -60,7 +61,7 @@ class BackendView:
         return replace(self.backend.capacity, context_tokens=reported)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Case:
     """One request before one backend: what a filter judges.
 

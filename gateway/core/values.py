@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
+from gateway.core.value import valueclass
 from gateway.core.versions import VersionBound
 
 # ------------------------------------------------------------------ what the caller sent
@@ -24,7 +25,7 @@ class Endpoint(StrEnum):
     COMPLETIONS = "/v1/completions"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Turn:
     """One message of a chat, reduced to what its length depends on.
 
@@ -43,7 +44,7 @@ class Turn:
     audios: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Prompt:
     """What has to be counted to know a prompt's length.
 
@@ -75,7 +76,7 @@ Changes = Mapping[tuple[str, ...], object]
 NO_CHANGES: Changes = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Request:
     """What the gateway reads of a request. The body itself travels on as bytes.
 
@@ -129,7 +130,7 @@ class CountMode(StrEnum):
     BOUND = "bound"  # counting stopped early: the prompt is longer than any window
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Estimate:
     """A prompt's length in tokens, template included.
 
@@ -514,7 +515,7 @@ class Policy:
 # ------------------------------------------------------------------ what it takes, what was decided
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Demand:
     """What a request asks of a backend.
 
@@ -546,7 +547,7 @@ class Demand:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Load:
     """Counters of a backend: what is in flight there, what one request takes of it, or what it may hold.
 
@@ -652,7 +653,7 @@ _BUSY = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Candidate:
     """One backend as a decision saw it.
 
@@ -683,7 +684,7 @@ class Candidate:
     is_spill: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Decision:
     """Where a request may go, in order, and why each other backend is out.
 

@@ -41,6 +41,7 @@ from gateway.core.facts import Flow, StartedTokens, summed
 from gateway.core.health import State
 from gateway.core.selection import BackendView
 from gateway.core.swap_policy import Wants
+from gateway.core.value import valueclass
 from gateway.core.values import (
     UNLIMITED,
     Candidate,
@@ -85,7 +86,7 @@ class Reason(StrEnum):
     NO_BACKEND = "no_backend"  # none that could take it is up
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Ticket:
     """A request that wants a place.
 
@@ -219,7 +220,7 @@ class Waiter:
     tries: int
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Offer:
     """A request that may start: take a place on the first of these that still has one."""
 
@@ -227,7 +228,7 @@ class Offer:
     candidates: tuple[Candidate, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Turn:
     """What is to be done now.
 
@@ -658,7 +659,7 @@ class _Walk:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class _Offered:
     """An offer that was made and not answered yet, where it was charged, and the tag of its key before."""
 

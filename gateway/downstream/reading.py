@@ -1,12 +1,12 @@
 """A request whose body has arrived and is to be read, and where it is read."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 import anyio
 import anyio.to_thread
 
+from gateway.core.value import valueclass
 from gateway.downstream.relay import AsgiDownstream
 from gateway.ports import Arrival, Headers
 
@@ -18,7 +18,7 @@ READERS = 2
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Received:
     """A request as it arrived.
 
