@@ -157,11 +157,17 @@ class Ledger(Protocol):
         Compared counter by counter; the check and the taking are one. Never raises for load.
         """
 
+    def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
+        """Do as `acquire` where nobody else has to be asked. None: somebody has, or the backend is full."""
+
     async def answered(self, slot: Slot) -> None:
         """Note that a slot's request has had its first token: its prompt is work outstanding no more."""
 
     async def release(self, slot: Slot) -> None:
         """Give a place back. Releasing the same slot twice changes nothing."""
+
+    def release_at_once(self, slot: Slot) -> bool:
+        """Do as `release` where nobody else has to be told. Returns whether that is so."""
 
     def on_freed(self, callback: Callable[[str], None]) -> None:
         """Have `callback` called with a backend's id whenever something became free there, by anybody."""

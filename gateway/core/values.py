@@ -590,6 +590,17 @@ class Load:
             self.prefill_ms - other.prefill_ms,
         )
 
+    def is_within(self, most: "Load") -> bool:
+        """Return whether no counter is above its limit."""
+        return (
+            self.seqs <= most.seqs
+            and self.share <= most.share
+            and self.kv_blocks <= most.kv_blocks
+            and self.long_seqs <= most.long_seqs
+            and self.long_unanswered <= most.long_unanswered
+            and self.prefill_ms <= most.prefill_ms
+        )
+
     @property
     def after_first_token(self) -> "Load":
         """The same once the prompt has been answered."""
