@@ -162,18 +162,23 @@ def test_where_nobody_waits_a_place_is_offered_without_a_turn() -> None:
 
 def test_what_started_without_a_turn_is_charged_as_after_one() -> None:
     """One key has had a lot, by either way: whoever has had less goes first."""
-    for way in (at_once, lambda site, name, key: site.enter(name, key=key) or site.start()):
+    patient_class = replace(PLAIN, waiting=Waiting(max_wait_s=900))
+
+    def in_turn(site: Site, name: str, **fields: object) -> None:
+        assert site.enter(name, **fields) is None
+        assert site.start() == [name]
+
+    for way in (at_once, in_turn):
         site = Site(knee=1)
         for number in range(3):
-            way(site, f"{number}", key="noisy")
+            way(site, f"{number}", key="noisy", traffic_class=patient_class)
             site.end(f"{number}", 0.1)
         assert site.line.tokens_started(1.0) == {("gemma", "chat", "noisy"): 600}
-        site.enter("busy", key="other")
-        site.start()
-        site.enter("noisy", key="noisy")
-        site.enter("quiet", key="quiet")
+        assert site.line.drain_per_s("gemma", "chat", 0.1) is not None  # both ways count as starts
+        in_turn(site, "busy", key="other", traffic_class=patient_class)
+        for name in ("noisy", "quiet"):
+            assert site.enter(name, key=name, traffic_class=patient_class) is None
         assert site.served(["noisy", "quiet"]) == ["quiet", "noisy"]
-        assert site.line.drain_per_s("gemma", "chat", 1.0) is not None  # both ways count as starts
 
 
 def test_a_place_is_offered_without_a_turn_only_where_nothing_is_under_way() -> None:
