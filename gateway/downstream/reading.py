@@ -7,7 +7,7 @@ import anyio
 import anyio.to_thread
 
 from gateway.core.value import valueclass
-from gateway.downstream.relay import AsgiDownstream
+from gateway.downstream.relay import HttpDownstream
 from gateway.ports import Arrival, Headers
 
 INLINE_BYTES = 262_144
@@ -37,7 +37,7 @@ class Received:
     forwarded: Headers
 
 
-Work = Callable[[AsgiDownstream], Awaitable[None]]
+Work = Callable[[HttpDownstream], Awaitable[None]]
 """Answers a request that has been read, to its end."""
 
 Read = Callable[[Received], Awaitable[Work]]
