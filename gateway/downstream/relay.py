@@ -116,7 +116,7 @@ class AsgiCall:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Take what the server hands over."""
-        self.method: str = scope.get("method", "")  # a socket has none
+        self.method = str(scope.get("method", ""))  # a socket has none
         self.headers: Headers = list(scope["headers"])
         self.downstream: HttpDownstream = AsgiDownstream(send)
         self._scope = scope

@@ -15,7 +15,14 @@ from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from gateway.core.errors import Draining, GatewayError, InvalidRequest, ModelNotFound, RouteNotFound
+from gateway.core.errors import (
+    Draining,
+    GatewayError,
+    InvalidRequest,
+    ModelNotFound,
+    RouteNotFound,
+    Unauthorized,
+)
 from gateway.core.trace import Trace, passed_on
 from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import Endpoint, Policy
@@ -92,13 +99,13 @@ class Applications:
         self._policy = policy
         self._keys = keys
         self._rules = rules
-        self._limits = limits
+        self.limits = limits
         self._readiness = readiness
         self._recorder = recorder
         self._clock = clock
         self._trace_of = trace_of
         self._started_at = int(clock.wall())
-        self._uploads = Uploads()
+        self.uploads = Uploads()
         self._readers = Readers()
         self._promises = Promises(promises, self._readers, recorder, clock)
         self._responses = Responses(
@@ -210,6 +217,17 @@ class Applications:
             after_request=_with_id,
         )
 
+    def may_come(self, headers: Headers) -> bool:
+        """Return whether nothing in a request's head speaks against it."""
+        if self.is_draining:
+            return False
+        authorization = next((value for name, value in headers if name == b"authorization"), b"")
+        try:
+            self._keys.name_of(authorization.decode("latin-1"))
+        except Unauthorized:
+            return False
+        return True
+
     async def chat(self, call: Call) -> None:
         """Answer a chat, whichever way it came."""
         await self._generate(Endpoint.CHAT.value, self._chats, call)
@@ -315,7 +333,7 @@ class Applications:
         key = self._keys.name_of(headers.get("authorization"))
         return Received(
             arrival=arrival,
-            body=await call.body(self._limits, self._uploads),
+            body=await call.body(self.limits, self.uploads),
             key=key,
             headers={name: value for name, value in headers.items() if name not in _SECRET},
             forwarded=[pair for pair in call.headers if pair[0] in _FORWARDED],
