@@ -183,6 +183,23 @@ class Target:
     body: bytes
 
 
+class Pouring(Protocol):
+    """What makes of a backend's answer what its caller gets, while the one is poured into the other."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is wanted of the answer."""
+
+    def take(self, data: bytes) -> bytes:
+        """Return what is to be passed on of some bytes as they arrived, possibly b""."""
+
+    def stalled(self) -> None:
+        """Note that the caller takes no more at the moment: from now on, the time is the caller's."""
+
+    def resumed(self) -> None:
+        """Note that it does again."""
+
+
 class UpstreamResponse(Protocol):
     """A backend's answer whose body is read piece by piece."""
 
@@ -204,6 +221,20 @@ class UpstreamResponse(Protocol):
         Raises:
             UpstreamFailed: the connection broke before the body was complete.
         """
+
+    async def pour(self, take: Callable[[bytes], bool]) -> None:
+        """Have `take` called with all bytes as they arrive; return when it wants no more, or at the end.
+
+        Raises:
+            UpstreamFailed: as `read`.
+            Exception: whatever `take` raises.
+        """
+
+    def hold(self) -> None:
+        """Call `take` no more until `go_on`, and let the backend wait."""
+
+    def go_on(self) -> None:
+        """Go on after `hold`."""
 
 
 class Upstream(Protocol):
@@ -235,6 +266,21 @@ class Downstream(Protocol):
 
     async def fail(self, error: GatewayError, code: str) -> None:
         """End a stream that has started with an error, under `code`; nothing is sent after it."""
+
+    async def relay(self, response: UpstreamResponse, pouring: Pouring) -> None:
+        """Send what `pouring` makes of an answer, until it is over or the answer is.
+
+        This is how whoever has nothing but `send` does it: one read after the other.
+
+        Raises:
+            UpstreamFailed: as `UpstreamResponse.read`.
+        """
+        while not pouring.is_over and (data := await response.read()):
+            passed_on = pouring.take(data)
+            if passed_on:
+                pouring.stalled()
+                await self.send(passed_on)
+                pouring.resumed()
 
 
 class Fleet(Protocol):

@@ -32,7 +32,7 @@ from gateway.downstream.relay import (
     Uploads,
 )
 from gateway.events import about
-from gateway.ports import Headers
+from gateway.ports import Headers, Pouring, UpstreamResponse
 
 log = logging.getLogger("gateway.downstream")
 
@@ -113,6 +113,12 @@ class DirectProtocol(GuardedProtocol):
         if call is not None:
             call.caller_left()
 
+    def resume_writing(self) -> None:
+        """Go on with an answer whose caller has read enough of it."""
+        super().resume_writing()
+        if self._call is not None:
+            self._call.resumed()
+
     def answer(self, call: "DirectCall") -> None:
         """Answer a call in a task of its own, which ends with the server at the latest."""
         task = self.loop.create_task(call.answer())
@@ -188,6 +194,7 @@ class DirectCall(HttpDownstream):
         self._scope = anyio.CancelScope()
         self._is_chunked = False
         self._left = 0  # bytes of an answer whose length was announced
+        self._on_resumed: Callable[[], None] | None = None
 
     # ------------------------------------------------------------ receiving
 
@@ -287,6 +294,35 @@ class DirectCall(HttpDownstream):
             if self._left < 0:
                 raise RuntimeError("the answer is longer than was announced")
         await self._write(data)
+
+    async def relay(self, response: UpstreamResponse, pouring: Pouring) -> None:
+        """See `ports.Downstream.relay`. Bytes are written as they arrive; no task runs for them."""
+
+        def take(data: bytes) -> bool:
+            passed_on = pouring.take(data)
+            if passed_on and not self.disconnected:
+                if self._is_chunked:
+                    passed_on = b"%x\r\n%b\r\n" % (len(passed_on), passed_on)
+                self._transport.write(passed_on)
+                if self._flow.write_paused:
+                    pouring.stalled()
+                    response.hold()
+            return not pouring.is_over
+
+        def caller_reads() -> None:
+            pouring.resumed()
+            response.go_on()
+
+        self._on_resumed = caller_reads
+        try:
+            await response.pour(take)
+        finally:
+            self._on_resumed = None
+
+    def resumed(self) -> None:
+        """Note that the caller has read enough of what was written."""
+        if self._on_resumed is not None:
+            self._on_resumed()
 
     async def finish(self) -> None:
         """See `HttpDownstream.finish`."""

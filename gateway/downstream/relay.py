@@ -13,7 +13,7 @@ from gateway.core.errors import BodyTooLarge, GatewayError, OutOfResources, Requ
 from gateway.core.sse import DONE
 from gateway.downstream.errors import envelope, headers_of
 from gateway.pipeline import CallerStalled
-from gateway.ports import Headers
+from gateway.ports import Downstream, Headers
 
 FINISH_S = 30.0
 """How long the end of a body may wait for a caller that does not read."""
@@ -23,7 +23,7 @@ class CallerGone(Exception):
     """The caller left before it had sent its body."""
 
 
-class HttpDownstream(ABC):
+class HttpDownstream(Downstream, ABC):
     """`ports.Downstream` over HTTP: what the routes for applications answer through.
 
     Attributes:

@@ -48,7 +48,7 @@ from gateway.downstream.reading import Readers, Received, Work
 from gateway.downstream.relay import HttpDownstream, send_json
 from gateway.pipeline import CallerStalled, Pipeline
 from gateway.pipeline.caller import CALLER_STALL_S, KEEP_ALIVE, SSE_HEADERS
-from gateway.ports import Clock, Headers, Incoming, ResponseStore
+from gateway.ports import Clock, Downstream, Headers, Incoming, ResponseStore
 
 PATH = "/v1/responses"
 REFERENCES_MAX = 64
@@ -446,7 +446,7 @@ def check_depth(response: Mapping[str, Any]) -> None:
 
 
 @dataclass(slots=True)
-class Answer:
+class Answer(Downstream):
     """`ports.Downstream` for the caller of a response: takes a chat answer, gives a response.
 
     Attributes:
