@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gateway.core.quick import quick
 from gateway.core.values import Endpoint, Estimate, Policy, Prompt, Request
 
 OTHER = True
@@ -11,6 +12,7 @@ OTHER = True
 HeaderValue = str | bool
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One request's features and figures. Nothing of it is a caller's own words.

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
+from gateway.core.quick import quick
 from gateway.core.versions import VersionBound
 
 # ------------------------------------------------------------------ what the caller sent
@@ -24,6 +25,7 @@ class Endpoint(StrEnum):
     COMPLETIONS = "/v1/completions"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One message of a chat, reduced to what its length depends on.
@@ -43,6 +45,7 @@ class Turn:
     audios: int = 0
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What has to be counted to know a prompt's length.
@@ -75,6 +78,7 @@ Changes = Mapping[tuple[str, ...], object]
 NO_CHANGES: Changes = MappingProxyType({})
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Request:
     """What the gateway reads of a request. The body itself travels on as bytes.
@@ -96,8 +100,8 @@ class Request:
         is_job: It waits for as long as it takes, and nobody holds a connection open that it depends on.
         queued_s: How long it has waited, as a job, before it came here.
         handed_over_as: Name of the class that it was given when it became a job, and keeps; "" otherwise.
-        prefixes: Per message boundary, shortest first: a hash of everything up to it, and the share
-            (0..1) of the conversation's bytes that is.
+        prefixes: Per message boundary, shortest first: a hash of everything up to it, which means something
+            in this process alone, and the share (0..1) of the conversation that is, by its length.
     """
 
     endpoint: Endpoint
@@ -129,6 +133,7 @@ class CountMode(StrEnum):
     BOUND = "bound"  # counting stopped early: the prompt is longer than any window
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """A prompt's length in tokens, template included.
@@ -514,6 +519,7 @@ class Policy:
 # ------------------------------------------------------------------ what it takes, what was decided
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What a request asks of a backend.
@@ -546,6 +552,7 @@ class Demand:
         )
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Load:
     """Counters of a backend: what is in flight there, what one request takes of it, or what it may hold.
@@ -652,6 +659,7 @@ _BUSY = frozenset(
 )
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One backend as a decision saw it.
@@ -683,6 +691,7 @@ class Candidate:
     is_spill: bool = False
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Where a request may go, in order, and why each other backend is out.
