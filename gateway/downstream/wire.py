@@ -42,8 +42,6 @@ _PARTS = frozenset(
 )
 MENDED_BYTES_MAX = 1_048_576
 _BOM = b"\xef\xbb\xbf"
-_BOUND_FROM_BYTES = 262_144
-"""A shorter body cannot hold more messages than are decoded in 3 ms; a longer one could, in `_Chat`."""
 _ASIDE = frozenset(
     {"tools", "stream_options", "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs"}
 )
@@ -141,7 +139,7 @@ def read(
         key=key,
         headers=headers,
         forwarded=forwarded,
-        seen=_seen(body, rules) if endpoint is Endpoint.CHAT else None,
+        seen=_seen(body) if endpoint is Endpoint.CHAT else None,
     )
 
 
@@ -383,13 +381,8 @@ class _Chat(msgspec.Struct, gc=False):
 _CHAT = msgspec.json.Decoder(_Chat)
 
 
-def _seen(body: bytes, rules: WireRules) -> _Chat | None:
-    """Return what is read of a chat, decoded at once; None where it is to be read member by member.
-
-    It is where it might hold more messages than allowed: their number is to be known before one is decoded.
-    """
-    if len(body) > _BOUND_FROM_BYTES and body.count(b"{") > rules.messages_max:
-        return None
+def _seen(body: bytes) -> _Chat | None:
+    """Return what is read of a chat, decoded at once; None where it is to be read member by member."""
     try:
         return _CHAT.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
