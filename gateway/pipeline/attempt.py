@@ -89,8 +89,9 @@ class Attempt:
         clock: Clock,
         on_answer: Callable[[], Awaitable[None]],
         on_chunk: Callable[[], None],
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Prepare a try of `passage` on `backend`, which serves the model as `served_model`.
+        """Prepare a try of `passage` on `backend`, which serves the model as `served_model`, in `loop`.
 
         `on_answer` is awaited when the first token has come, before it is passed on; `on_chunk` is called
         for every read of a stream after that.
@@ -105,7 +106,8 @@ class Attempt:
         self._clock = clock
         self._on_answer = on_answer
         self._on_chunk = on_chunk
-        self._deadline = Deadline(inf)
+        self._now = loop.time
+        self._deadline = Deadline(loop, inf)
         self._reader: StreamReader
         self._started_at = 0.0
         self._connected_at: float | None = None
@@ -118,7 +120,6 @@ class Attempt:
         self._is_stalled = False  # waiting for the caller to read
         self._last_moment = 0.0
         self._held: list[bytes] = []  # comments and empty first events: they wait for content
-        self._now = asyncio.get_running_loop().time
 
     @property
     def is_answered(self) -> bool:
@@ -172,7 +173,7 @@ class Attempt:
             )
 
     async def _within_limits(self, upstream: Upstream) -> None:
-        started = anyio.current_time()
+        started = self._now()
         self._last_moment = started + self._timeouts.total_s
         first = self._timeouts.first_byte_s if self._plan.is_streamed else self._timeouts.total_s
         if not self._lost:
@@ -189,7 +190,7 @@ class Attempt:
     def _overdue(self) -> GatewayError:
         limits = self._timeouts
         if self._first_byte_at is not None:
-            late = anyio.current_time() >= self._last_moment
+            late = self._now() >= self._last_moment
             what = f"finish within {limits.total_s:g} s" if late else f"send anything for {limits.idle_s:g} s"
             kind = StreamBroken if self.is_answered else UpstreamTimeout
             return kind(f"The backend did not {what}.")
@@ -353,7 +354,7 @@ class Attempt:
                 break
             if reader.has_content and not self._is_relayed:
                 await self._note_first_token()
-                self._deadline.at = min(self._last_moment, anyio.current_time() + self._timeouts.idle_s)
+                self._deadline.at = min(self._last_moment, self._now() + self._timeouts.idle_s)
             if reader.is_done and not self._is_relayed:
                 await self._send_assembled(reader)
         reader.end()
@@ -366,7 +367,7 @@ class Attempt:
         self._passage.usage = reader.usage
         await self._send_whole(reader.whole())
         self._is_relayed = True
-        self._deadline.at = min(self._last_moment, anyio.current_time() + END_OF_BODY_S)
+        self._deadline.at = min(self._last_moment, self._now() + END_OF_BODY_S)
 
     async def _send_whole(self, body: bytes) -> None:
         await self._answer(

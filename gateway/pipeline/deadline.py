@@ -27,11 +27,11 @@ class Deadline:
         "has_passed",
     )
 
-    def __init__(self, at: float) -> None:
-        """End the block at `at`, in seconds of the event loop's clock (`anyio.current_time()`)."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, at: float) -> None:
+        """End the block at `at`, in seconds of the clock of `loop`, in which the block runs."""
         self.has_passed = False
         self._at = at
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._task: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -51,7 +51,7 @@ class Deadline:
             self._set_timer()
 
     def __enter__(self) -> "Deadline":
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()
         self._set_timer()

@@ -25,11 +25,13 @@ def mend_whole(
 
     One that nothing changes keeps its bytes.
     """
+    mending = Remedies(remedies)
+    if not mending.concern_whole(body):
+        return body, None
     try:
         answer = decode(body)
     except (ValueError, RecursionError):
         return body, _NO_ANSWER
-    mending = Remedies(remedies)
     changed = isinstance(answer, dict) and mending.mend(answer)
     return (encode(answer) if changed else body), mending.fault
 
