@@ -201,6 +201,7 @@ class DirectCall(HttpDownstream):
         self._received = 0
         self._failure: Exception | None = None
         self._scope = anyio.CancelScope()
+        self._unwritten_head = b""
         self._is_chunked = False
         self._left = 0  # bytes of an answer whose length was announced
         self._on_resumed: Callable[[], None] | None = None
@@ -290,7 +291,9 @@ class DirectCall(HttpDownstream):
         head = b"".join(lines)
         if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines):
             raise ValueError("a header holds a line break")
-        await self._write(head + b"\r\n")
+        # It is written with what follows: the first bytes of the body, as a rule in this very moment.
+        self._unwritten_head = head + b"\r\n"
+        self._protocol.loop.call_soon(self._write_head)
 
     async def send(self, data: bytes) -> None:
         """See `ports.Downstream.send`."""
@@ -306,6 +309,8 @@ class DirectCall(HttpDownstream):
 
     async def relay(self, response: UpstreamResponse, pouring: Pouring) -> None:
         """See `ports.Downstream.relay`. Bytes are written as they arrive; no task runs for them."""
+
+        self._write_head()
 
         def take(data: bytes) -> bool:
             passed_on = pouring.take(data)
@@ -340,6 +345,7 @@ class DirectCall(HttpDownstream):
         if self._flow.write_paused:
             with anyio.move_on_after(FINISH_S):
                 await self._flow.drain()
+        self._write_head()
         if self._is_chunked and not self.disconnected:
             self._transport.write(b"0\r\n\r\n")
         self.response_complete = True
@@ -352,4 +358,10 @@ class DirectCall(HttpDownstream):
         if self._flow.write_paused and not self.disconnected:
             await self._flow.drain()
         if not self.disconnected:
-            self._transport.write(data)
+            self._transport.write(self._unwritten_head + data)
+            self._unwritten_head = b""
+
+    def _write_head(self) -> None:
+        if self._unwritten_head and not self.disconnected:
+            self._transport.write(self._unwritten_head)
+            self._unwritten_head = b""
