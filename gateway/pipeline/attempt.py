@@ -100,6 +100,7 @@ class Attempt:
         self._candidate = candidate
         self._backend = backend
         self._timeouts: Timeouts = passage.policy.pools[candidate.pool].timeouts
+        self._idle_s = self._timeouts.idle_s
         self._served_model = served_model
         self._names = ModelNames(served_model, passage.incoming.request.model)
         self._plan = quirks.plan(backend.quirks, passage.incoming, passage.policy.reasoning_field)
@@ -177,7 +178,8 @@ class Attempt:
         self._last_moment = started + self._timeouts.total_s
         first = self._timeouts.first_byte_s if self._plan.is_streamed else self._timeouts.total_s
         if not self._lost:
-            self._deadline.at = min(self._last_moment, started + first)
+            self._deadline.latest = self._last_moment
+            self._deadline.at = started + first
         with self._deadline:
             await self._exchange(upstream)
         if not self._deadline.has_passed or self._is_relayed:
@@ -203,6 +205,7 @@ class Attempt:
         self.stalled()
         await self._passage.downstream.send(data)
         self._is_stalled = False
+        self._deadline.latest = self._last_moment
 
     async def _exchange(self, upstream: Upstream) -> None:
         incoming = self._passage.incoming
@@ -294,8 +297,7 @@ class Attempt:
         """Give the backend its time for the next read."""
         reader = self._reader
         self._is_relayed = reader.is_done
-        idle_s = END_OF_BODY_S if reader.is_done else self._timeouts.idle_s
-        self._deadline.at = min(self._last_moment, self._now() + idle_s)
+        self._deadline.at = self._now() + (END_OF_BODY_S if reader.is_done else self._idle_s)
 
     # -------------------------------------------------------------- `ports.Pouring`
 
@@ -305,22 +307,28 @@ class Attempt:
         return self._reader.fault is not None
 
     def take(self, data: bytes) -> bytes:
-        """See `ports.Pouring.take`."""
+        """See `ports.Pouring.take`. Called for every read of a stream: there is nothing in it to spare."""
         self._on_chunk()
-        ready = self._reader.feed(data)
+        reader = self._reader
+        ready = reader.feed(data)
         if ready:
             self._passage.chunks += 1
-        self._await_more()
+        if reader.is_done:
+            self._await_more()
+        else:
+            self._deadline.put_off(self._now() + self._idle_s)
         return ready
 
     def stalled(self) -> None:
         """See `ports.Pouring.stalled`. The time the caller takes to read is not the backend's."""
         self._is_stalled = True
+        self._deadline.latest = inf
         self._deadline.at = self._now() + caller.CALLER_STALL_S
 
     def resumed(self) -> None:
         """See `ports.Pouring.resumed`."""
         self._is_stalled = False
+        self._deadline.latest = self._last_moment
         self._await_more()
 
     async def _relay_whole(self, response: UpstreamResponse) -> None:
@@ -354,7 +362,7 @@ class Attempt:
                 break
             if reader.has_content and not self._is_relayed:
                 await self._note_first_token()
-                self._deadline.at = min(self._last_moment, self._now() + self._timeouts.idle_s)
+                self._deadline.at = self._now() + self._idle_s
             if reader.is_done and not self._is_relayed:
                 await self._send_assembled(reader)
         reader.end()
@@ -367,7 +375,7 @@ class Attempt:
         self._passage.usage = reader.usage
         await self._send_whole(reader.whole())
         self._is_relayed = True
-        self._deadline.at = min(self._last_moment, self._now() + END_OF_BODY_S)
+        self._deadline.at = self._now() + END_OF_BODY_S
 
     async def _send_whole(self, body: bytes) -> None:
         await self._answer(

@@ -58,7 +58,7 @@ class MendingReader(StreamReader):
         return self.has_content and not self._remedies.holds
 
     def _says_nothing(self, event: bytes) -> bool:
-        return not self._remedies.concern(event) and super()._says_nothing(event)
+        return (self._remedies.are_idle or not self._remedies.concern(event)) and super()._says_nothing(event)
 
     def _inspect(self, block: bytes, *, parse: bool = False) -> Iterator[bytes]:
         return super()._inspect(block, parse=parse or self._remedies.concern(block))

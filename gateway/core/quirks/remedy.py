@@ -47,7 +47,12 @@ class Remedies:
 
     def concern(self, events: bytes) -> bool:
         """Return whether these events have to be looked into."""
-        return bool(self._active) and any(remedy.marks in events for remedy in self._active)
+        return any(remedy.marks in events for remedy in self._active)
+
+    @property
+    def are_idle(self) -> bool:
+        """Whether none of them has anything left to do."""
+        return not self._active
 
     def concern_whole(self, answer: bytes) -> bool:
         """Return whether a whole answer has to be looked into."""
