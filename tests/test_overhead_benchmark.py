@@ -188,6 +188,43 @@ def test_what_went_wrong_is_said() -> None:
     assert found["gateway"].unclean() == ["short: 3 bad", "gap: 2 left behind"]
 
 
+def test_what_a_unit_costs_with_several_processes_and_who_did_it() -> None:
+    from benchmarks.overhead.verdict import Measured, Run, workers_table
+
+    processes = [
+        ["gateway.worker 0", 0.6],
+        ["gateway.worker 1", 0.5],
+        ["valkey-server", 0.1],
+        ["gateway", 0.0],
+    ]
+    other = [["gateway.worker 0", 0.4], ["gateway.worker 1", 0.5], ["valkey-server", 0.1]]
+    runs = [
+        Run("gateway", 0, {"paced": result(1.2, good=1000, processes=processes)}),
+        Run("gateway", 1, {"paced": result(1.0, good=1000, processes=other)}),
+    ]
+
+    assert workers_table({2: Measured(runs, "gateway")})[2] == (
+        "| 2 | short request | 1,000 us | gateway.worker 0 45 %, gateway.worker 1 45 %, valkey-server 9 % |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["/x/bin/python", "-m", "gateway.worker", "1", ""], "gateway.worker 1"),
+        (["/x/bin/python3", "-m", "gateway", "serve", "-c", "gateway.yaml"], "gateway"),
+        (["/x/bin/python", "-I", "-S", "/x/store/embedded_watch.py", "/tmp/1"], "embedded_watch"),
+        (["/x/valkey-server unixsocket:/tmp/valkey.sock", ""], "valkey-server"),
+        (["nginx: worker process"], "nginx"),
+        ([], ""),
+    ],
+)
+def test_a_process_is_known_by_what_it_runs(words: list[str], name: str) -> None:
+    from benchmarks.overhead.machine import named
+
+    assert named(words) == name
+
+
 def test_cpu_of_threads_that_ended_is_not_lost() -> None:
     from benchmarks.overhead.machine import Used, between
 

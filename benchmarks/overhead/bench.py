@@ -79,7 +79,10 @@ class Bench:
     ) -> dict[str, Result]:
         running = targets.start(target, around, cores, short())
         try:
-            return {name: self._play(running, scenario) for name, scenario in wanted.items()}
+            found = {name: self._play(running, scenario) for name, scenario in wanted.items()}
+            if running.process is not None and running.process.poll() is not None:
+                raise targets.NotRunning(f"{target.name} has ended:\n{running.last_words()}")
+            return found
         finally:
             running.stop()
 
@@ -116,7 +119,7 @@ class Bench:
             result = _report(callers)
         used = machine.between(before, after)
         result["cpu_s"] = sum(used.values())
-        result["shares"] = sorted((one / (result["cpu_s"] or 1) for one in used.values()), reverse=True)
+        result["processes"] = [[after[pid].name, cpu_s] for pid, cpu_s in used.items()]
         result["resident_mb"] = resident_mb
         result["left_behind"] = self._left_behind()
         if disturbance is not None:

@@ -23,7 +23,7 @@ class Used:
     Attributes:
         exact_s: CPU seconds, of the threads that still live.
         ticks_s: The same of all threads that ever were and of children that have ended, in steps of 10 ms.
-        name: What the kernel calls it.
+        name: What it is, in a word or two.
     """
 
     exact_s: float
@@ -45,10 +45,20 @@ def on_cores(cores: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _fields(pid: int) -> tuple[str, list[str]]:
-    """Return a process's name, and what /proc/PID/stat says after it."""
-    head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-    return head.partition("(")[2], tail.split()
+def _fields(pid: int) -> list[str]:
+    """Return what /proc/PID/stat says after a process's name."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def named(words: Sequence[str]) -> str:
+    """Return what a command line runs: a program, or a Python module or script with its number."""
+    program = Path(" ".join(words[:1]).partition(" ")[0]).name  # some write their title there
+    if not program.startswith("python"):
+        return program.rstrip(":")
+    if "-m" in words[:-1]:
+        at = words.index("-m") + 1
+        return " ".join([words[at], *(word for word in words[at + 1 : at + 2] if word.isdigit())])
+    return next((Path(word).stem for word in words[1:] if not word.startswith("-")), program)
 
 
 def tree(root: int) -> set[int]:
@@ -57,7 +67,7 @@ def tree(root: int) -> set[int]:
     found = set()
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
-            _, fields = _fields(int(entry))
+            fields = _fields(int(entry))
             children.setdefault(int(fields[1]), []).append(int(entry))
             if int(fields[3]) == root:
                 found.add(int(entry))
@@ -74,12 +84,13 @@ def snapshot(pids: set[int]) -> Snapshot:
     used = {}
     for pid in pids:
         with suppress(OSError):
-            name, fields = _fields(pid)
+            fields = _fields(pid)
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
             exact_ns = 0
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with suppress(OSError):  # one that has just ended
                     exact_ns += int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0])
-            used[pid] = Used(exact_ns / 1e9, sum(map(int, fields[11:15])) / TICKS_PER_S, name)
+            used[pid] = Used(exact_ns / 1e9, sum(map(int, fields[11:15])) / TICKS_PER_S, named(words))
     return used
 
 

@@ -16,13 +16,15 @@ from pathlib import Path
 import yaml
 
 from benchmarks.overhead import machine
+from benchmarks.overhead.verdict import DIRECT, GATEWAY, NGINX
 
 API_KEY = "sk-benchmark"
 KEYS = 32
 STARTS_IN_S = 60
 
-GATEWAY, NGINX, DIRECT = "gateway", "nginx", "direct"
-LATENCY_ONLY = (DIRECT,)
+
+class NotRunning(Exception):
+    """A target did not start, or has ended."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ def _answers(port: int, body: bytes) -> bool:
 def start(target: Target, around: Surroundings, cores: set[int], body: bytes) -> Running:
     """Start a target on those cores, and return when it has answered `body` well.
 
-    Raises RuntimeError where it does not within a minute.
+    Raises NotRunning where it does not within a minute.
     """
     if target.command is None:
         return Running(around.engines[0], None, None)
@@ -295,7 +297,7 @@ def start(target: Target, around: Surroundings, cores: set[int], body: bytes) ->
     while not _answers(port, body):
         if process.poll() is not None or time.monotonic() > until:
             running.stop()
-            raise RuntimeError(f"{target.name} did not start:\n{running.last_words()}")
+            raise NotRunning(f"{target.name} did not start:\n{running.last_words()}")
         time.sleep(0.1)
     return running
 

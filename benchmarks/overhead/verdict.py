@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.overhead.scenarios import RATE_HZ
+
 GATEWAY, NGINX, VLLM_ROUTER, DIRECT = "gateway", "nginx", "vllm-router", "direct"
 DELIVERED_MIN = 0.98
-RATE_HZ = 40
 
 GATE: Mapping[str, tuple[str, float]] = {
     "short": ("a short request", 10.0),
@@ -27,8 +28,8 @@ class Run:
     Attributes:
         target: Its name.
         round: From 0.
-        results: By scenario: what load.c printed, with `cpu_s`, `shares` and `resident_mb`; where there is a
-            disturbance, `disturbed` has the same again.
+        results: By scenario: what load.c printed, with `cpu_s`, `processes` (name and CPU seconds of each),
+            `resident_mb`, `left_behind`; where there is a disturbance, `disturbed` has the same again.
     """
 
     target: str
@@ -128,6 +129,16 @@ class Measured:
         """Return the resident memory with 1,024 streams open, the vocabulary left out."""
         whole = self._best("streams-1024", lambda result: result["resident_mb"])
         return whole if whole is None or self._count is None else whole - self._count.vocabulary_mb
+
+    def shares(self, scenario: str) -> dict[str, float]:
+        """Return each process's share of the CPU over all rounds, by name; those without any are left out."""
+        used_s: dict[str, float] = {}
+        for results in self._runs:
+            for name, cpu_s in results.get(scenario, {}).get("processes", ()):
+                used_s[name] = used_s.get(name, 0) + cpu_s
+        whole_s = sum(used_s.values()) or 1
+        found = {name: cpu_s / whole_s for name, cpu_s in used_s.items() if cpu_s / whole_s >= 0.005}
+        return dict(sorted(found.items(), key=lambda one: -one[1]))
 
     def unclean(self) -> list[str]:
         """Return what went wrong in any round: then its figures say little."""
@@ -355,13 +366,14 @@ def throughput_table(measured: Mapping[str, Measured]) -> list[str]:
     return table(head, lines)
 
 
-def workers_table(runs: Mapping[int, Measured], shares: Mapping[int, Mapping[str, list[float]]]) -> list[str]:
+def workers_table(runs: Mapping[int, Measured]) -> list[str]:
     """Return what a unit of work costs with so many processes, and how they have shared it."""
     lines = []
     for workers, one in runs.items():
         for scenario, unit in (("paced", "short request"), ("streams-256", "chunk, 256 streams")):
-            split = shares.get(workers, {}).get(scenario, [])
-            shown = " ".join(f"{share:.0%}".replace("%", " %") for share in split)
+            shown = ", ".join(
+                f"{name} {share:.0%}".replace("%", " %") for name, share in one.shares(scenario).items()
+            )
             lines.append([str(workers), unit, _text(one.cpu_us(scenario), "us"), shown])
     return table(["workers", "per", "CPU of all processes", "share of each process"], lines)
 
