@@ -32,6 +32,7 @@ from gateway.core.trace import passed_on
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.config_routes import config_handlers
 from gateway.downstream.console_routes import Console
+from gateway.downstream.direct import Chats
 from gateway.downstream.explain_routes import explain_handlers
 from gateway.downstream.job_admin import job_handlers
 from gateway.downstream.keys import KeyRing
@@ -223,6 +224,7 @@ class Gateway:
             clock=self.clock,
             trace_of=passed_on if self.tracing is None else self.tracing.begin,
         )
+        self.chats: Chats | None = self.applications  # None: all of them take the ASGI way
         self.batch_runner = parts.batch_runner(
             settings, self.batching, self.jobs, self.applications.batch_lines
         )
@@ -377,7 +379,7 @@ class Gateway:
         self._listeners = []
         if not self.settings.is_job_worker:
             listen = listen or bind(*self.settings.listen)
-            self._listeners.append(Listener(self.applications.asgi_app(), listen))
+            self._listeners.append(Listener(self.applications.asgi_app(), listen, self.chats))
         admin = None if self.settings.admin is None else bind(*self.settings.admin)
         if admin is not None:
             self._listeners.append(Listener(self.operators.asgi_app(), admin))

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
+from gateway.core.value import valueclass
 from gateway.core.versions import VersionBound
 
 # ------------------------------------------------------------------ what the caller sent
@@ -24,7 +25,7 @@ class Endpoint(StrEnum):
     COMPLETIONS = "/v1/completions"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Turn:
     """One message of a chat, reduced to what its length depends on.
 
@@ -43,7 +44,7 @@ class Turn:
     audios: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Prompt:
     """What has to be counted to know a prompt's length.
 
@@ -75,7 +76,7 @@ Changes = Mapping[tuple[str, ...], object]
 NO_CHANGES: Changes = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Request:
     """What the gateway reads of a request. The body itself travels on as bytes.
 
@@ -129,7 +130,7 @@ class CountMode(StrEnum):
     BOUND = "bound"  # counting stopped early: the prompt is longer than any window
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Estimate:
     """A prompt's length in tokens, template included.
 
@@ -514,7 +515,7 @@ class Policy:
 # ------------------------------------------------------------------ what it takes, what was decided
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Demand:
     """What a request asks of a backend.
 
@@ -546,7 +547,7 @@ class Demand:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Load:
     """Counters of a backend: what is in flight there, what one request takes of it, or what it may hold.
 
@@ -587,6 +588,17 @@ class Load:
             self.long_seqs - other.long_seqs,
             self.long_unanswered - other.long_unanswered,
             self.prefill_ms - other.prefill_ms,
+        )
+
+    def is_within(self, most: "Load") -> bool:
+        """Return whether no counter is above its limit."""
+        return (
+            self.seqs <= most.seqs
+            and self.share <= most.share
+            and self.kv_blocks <= most.kv_blocks
+            and self.long_seqs <= most.long_seqs
+            and self.long_unanswered <= most.long_unanswered
+            and self.prefill_ms <= most.prefill_ms
         )
 
     @property
@@ -652,7 +664,7 @@ _BUSY = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Candidate:
     """One backend as a decision saw it.
 
@@ -683,7 +695,7 @@ class Candidate:
     is_spill: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Decision:
     """Where a request may go, in order, and why each other backend is out.
 

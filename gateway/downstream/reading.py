@@ -1,13 +1,13 @@
 """A request whose body has arrived and is to be read, and where it is read."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 import anyio
 import anyio.to_thread
 
-from gateway.downstream.relay import AsgiDownstream
+from gateway.core.value import valueclass
+from gateway.downstream.relay import HttpDownstream
 from gateway.ports import Arrival, Headers
 
 INLINE_BYTES = 262_144
@@ -18,7 +18,7 @@ READERS = 2
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Received:
     """A request as it arrived.
 
@@ -37,7 +37,7 @@ class Received:
     forwarded: Headers
 
 
-Work = Callable[[AsgiDownstream], Awaitable[None]]
+Work = Callable[[HttpDownstream], Awaitable[None]]
 """Answers a request that has been read, to its end."""
 
 Read = Callable[[Received], Awaitable[Work]]

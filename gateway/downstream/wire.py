@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from gateway.core.errors import InvalidRequest
+from gateway.core.value import valueclass
 from gateway.core.values import NO_CHANGES, Changes, Endpoint, Prefixes, Prompt, Request, Turn
 from gateway.ports import Arrival, Headers
 
@@ -64,7 +65,7 @@ class WireRules:
     usage_in_streams: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class WireRequest:
     """`ports.Incoming` for a decoded body."""
 

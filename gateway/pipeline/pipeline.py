@@ -110,7 +110,8 @@ class Pipeline:
         self._clock = clock
         self._away = away
         self._running: dict[str, set[Attempt]] = {}
-        self._backends = dict(policy().backends)  # and those that were, which are given nothing more
+        self._newest = policy()
+        self._backends = dict(self._newest.backends)  # and those that were, which are given nothing more
         self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
         watch.on_more(self.room.look)
@@ -249,11 +250,15 @@ class Pipeline:
         may_ask_again, has_waited = True, False
         while True:
             ticket = self._under_this_policy(passage, ticket)
-            assert passage.decision is not None
-            self._check_fit(passage.decision, ticket)
+            decision = passage.decision
+            assert decision is not None
+            # What was ranked for the first try has just been ranked; later the backends stand otherwise.
+            ranked = () if passage.attempts or has_waited else decision.ranked
+            if not ranked:
+                self._check_fit(decision, ticket)
             entered_at = self._clock.now()
             try:
-                candidate, slot = await self.room.admit(ticket, has_waited=has_waited)
+                candidate, slot = await self.room.admit(ticket, ranked, has_waited=has_waited)
             except PolicyChanged:
                 ticket = replace(ticket, waited_s=ticket.waited_s + self._clock.now() - entered_at)
                 has_waited = True
@@ -327,7 +332,9 @@ class Pipeline:
     ) -> tuple[Decision, Ticket]:
         request, arrival = incoming.request, incoming.arrival
         held = self._prefixes.held(request.prefixes)
-        self._backends.update(policy.backends)
+        if policy is not self._newest:
+            self._newest = policy
+            self._backends.update(policy.backends)
         views = self._views(policy.backends, held, self.room.line.long_waiting())
         traffic_class, decision = deciding.decide(policy, model, request, estimate, lambda _: views)
         demand = decision.demand

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 import anyio
+import msgspec
 
+from gateway.clock import SystemClock
 from gateway.core.count_check import Cause, CountDrift
 from gateway.core.health import BackendStatus, State
 from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobStatus
@@ -42,23 +44,46 @@ class _JsonFormatter(logging.Formatter):
     def __init__(self, worker: int | None) -> None:
         super().__init__()
         self._who = {} if worker is None else {"worker": worker}
+        self._second = 0
+        self._openings: dict[tuple[str, str], str] = {}  # of requests' lines, by logger and level
 
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", {})
-        if fields.get("event") != "request":  # that one is all fields
-            fields = {**fields, "message": record.getMessage()}
-        line: dict[str, Any] = {
-            "at": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname.lower(),
-            "log": record.name,
-            **self._who,
-            **fields,
-        }
+        if fields.get("event") == "request":  # that one is all fields
+            return self._opening(record) + _plain_json(fields)[1:]
+        line = {**self._origin(record), **fields, "message": record.getMessage()}
         if hasattr(record, "kept_back"):
             line["kept_back"] = record.kept_back
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+    def _origin(self, record: logging.LogRecord) -> dict[str, Any]:
+        return {
+            "at": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "log": record.name,
+            **self._who,
+        }
+
+    def _opening(self, record: logging.LogRecord) -> str:
+        """Return what a line begins with, which is made once a second."""
+        if int(record.created) != self._second:
+            self._second = int(record.created)
+            self._openings.clear()
+        kind = (record.name, record.levelname)
+        if kind not in self._openings:
+            self._openings[kind] = json.dumps(self._origin(record)).removesuffix("}") + ", "
+        return self._openings[kind]
+
+
+def _plain_json(line: dict[str, Any]) -> str:
+    """Return what `json.dumps` makes of strings, counts and short decimals; in a third of its time."""
+    try:
+        text = msgspec.json.format(msgspec.json.encode(line), indent=0).decode()
+    except UnicodeEncodeError:  # half of a surrogate pair, in the name of a model
+        return json.dumps(line)
+    return text if text.isascii() and "\x7f" not in text else json.dumps(line)  # which escapes these
 
 
 class _HumanFormatter(logging.Formatter):
@@ -161,6 +186,15 @@ def set_up(level: str = "info", stream: TextIO | None = None, *, worker: int | N
 class RequestLog:
     """`ports.Recorder` that writes a line per request."""
 
+    def __init__(self) -> None:
+        """Work out what all lines have in common, which is most of what `logging` notes of one."""
+        alike = requests_log.makeRecord(
+            requests_log.name, logging.INFO, __file__, 0, "", (), None, "finished"
+        )
+        self._alike = vars(alike)
+        self._started_at = alike.created - alike.relativeCreated / 1000
+        self._wall = SystemClock().wall
+
     def attempt(self, record: AttemptRecord) -> None:
         """See `ports.Recorder.attempt`. A failed one is worth a line even where another backend saved it."""
         if record.outcome.is_fault:
@@ -175,8 +209,21 @@ class RequestLog:
         """See `ports.Recorder.finished`."""
         level = _LEVELS.get(record.ending, logging.INFO)
         if requests_log.isEnabledFor(level):
-            fields = request_fields(record)
-            requests_log.log(level, "%s", _sentence(fields), extra={"fields": fields})
+            requests_log.handle(self._line(level, request_fields(record)))
+
+    def _line(self, level: int, fields: dict[str, Any]) -> logging.LogRecord:
+        line, now = logging.LogRecord.__new__(logging.LogRecord), self._wall()
+        vars(line).update(
+            self._alike,
+            levelno=level,
+            levelname=logging.getLevelName(level),
+            created=now,
+            msecs=now % 1 * 1000,
+            relativeCreated=(now - self._started_at) * 1000,
+            msg=_Sentence(fields),
+            fields=fields,
+        )
+        return line
 
 
 def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
@@ -314,9 +361,17 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value not in (None, "")}
 
 
-def _sentence(fields: dict[str, Any]) -> str:
-    where = f"{fields.get('class', '-')} -> {fields.get('backend', '-')}"
-    first = f", first token {fields['first_token_s']:.2f} s" if "first_token_s" in fields else ""
-    tokens = f", {fields['estimate']} tokens" if "estimate" in fields else ""
-    error = f" {fields['code']}" if "code" in fields else ""
-    return f"{fields['status']}{error} {where}{tokens}{first}, {fields['total_s']:.2f} s, {fields['ending']}"
+@dataclass(frozen=True, slots=True)
+class _Sentence:
+    """A request's line for people, made when one reads it."""
+
+    fields: dict[str, Any]
+
+    def __str__(self) -> str:
+        fields = self.fields
+        where = f"{fields.get('class', '-')} -> {fields.get('backend', '-')}"
+        first = f", first token {fields['first_token_s']:.2f} s" if "first_token_s" in fields else ""
+        tokens = f", {fields['estimate']} tokens" if "estimate" in fields else ""
+        error = f" {fields['code']}" if "code" in fields else ""
+        took = f"{fields['total_s']:.2f} s, {fields['ending']}"
+        return f"{fields['status']}{error} {where}{tokens}{first}, {took}"

@@ -6,7 +6,6 @@ loop goes on serving. What is refused for its sheer size is refused before any o
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -19,6 +18,7 @@ from gateway.core.class_counts import TextKind, kind_of
 from gateway.core.errors import AtCapacity
 from gateway.core.estimation import Pieces, bound, is_plain, margin_tokens, pieces
 from gateway.core.facts import Learned
+from gateway.core.value import valueclass
 from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts
 from gateway.tokenizer.counting import chars_per_token_max, count
 from gateway.tokenizer.exact import Counted
@@ -37,7 +37,7 @@ REMEMBERED_MAX = 16_384
 _HASH_CHARS = 65_536
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class TextEstimate(Estimate):
     """An estimate that remembers how its texts were counted, so that the answer can teach something.
 
@@ -195,7 +195,7 @@ def open_estimator(vocab: Path | None) -> PromptEstimator:
     return PromptEstimator(None if vocab is None else load(vocab))
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class _Size:
     """How much there is to count, as far as a quick look tells.
 

@@ -226,6 +226,9 @@ class _Connection(asyncio.Protocol):
         self._keeps_alive = False
         self._is_spoiled = False  # more came than the answer
         self._is_paused = False
+        self._is_held = False  # by whoever pours
+        self._take: Callable[[bytes], bool] | None = None
+        self._take_error: Exception | None = None
         self._is_used = False  # a request was answered on it before
         self._unwritten: asyncio.Future[None] | None = None
         self._on_gone: Callable[[_Connection], None] | None = None
@@ -292,11 +295,36 @@ class _Connection(asyncio.Protocol):
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()
         self._buffered = 0
-        if self._is_paused:
-            self._is_paused = False
-            if not self._is_lost:
-                self._transport.resume_reading()
+        self._read_on()
         return data
+
+    async def pour(self, take: Callable[[bytes], bool]) -> None:
+        """See `ports.UpstreamResponse.pour`. No task runs for a read: `take` is called as it arrives."""
+        self._take = take
+        try:
+            self._pour_out()
+            while self._take is not None and (self._parts or not self._is_complete):
+                if self._error is not None and not self._parts:
+                    raise UpstreamFailed("The connection to the backend broke.") from self._error
+                await self._news()
+            if self._take_error is not None:
+                raise self._take_error
+        finally:
+            self._take, self._take_error, self._is_held = None, None, False
+            self._read_on()
+
+    def hold(self) -> None:
+        """See `ports.UpstreamResponse.hold`."""
+        self._is_held = True
+        if not self._is_paused and not self._is_lost:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def go_on(self) -> None:
+        """See `ports.UpstreamResponse.go_on`."""
+        self._is_held = False
+        self._pour_out()
+        self._read_on()
 
     # ------------------------------------------------------------ what the event loop tells
 
@@ -316,6 +344,9 @@ class _Connection(asyncio.Protocol):
             self._fail(UpstreamFailed("The backend sent something that is not HTTP."))
         if not self._is_headed and self._head_bytes > HEAD_BYTES_MAX:
             self._fail(UpstreamFailed("The backend sent a head without an end."))
+        if self._take is not None:
+            self._pour_out()
+            return
         if self._buffered > BUFFERED_BYTES_MAX and not self._is_paused and not self._is_lost:
             self._is_paused = True
             self._transport.pause_reading()
@@ -388,6 +419,32 @@ class _Connection(asyncio.Protocol):
         self._has_answer = self._is_headed = self._is_complete = self._is_framed = False
         self._head_bytes = self._buffered = 0
         self._parts.clear()
+
+    def _pour_out(self) -> None:
+        """Hand over what has come, and wake whoever pours where that was the last of it."""
+        take, parts = self._take, self._parts
+        if take is None or self._is_held:
+            return
+        if parts:
+            data = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
+            self._buffered = 0
+            try:
+                goes_on = take(data)
+            except Exception as error:  # noqa: BLE001 - raised where it is poured
+                self._take_error, goes_on = error, False
+            if not goes_on:
+                self._take = None
+                self._wake()
+                return
+        if self._is_complete or self._error is not None:
+            self._wake()
+
+    def _read_on(self) -> None:
+        if self._is_paused and not self._is_held:
+            self._is_paused = False
+            if not self._is_lost:
+                self._transport.resume_reading()
 
     def _loss(self) -> Exception:
         if self._is_headed:
