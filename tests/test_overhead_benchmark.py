@@ -19,8 +19,11 @@ def result(cpu_s: float = 0.0, good: int = 1000, chunks: int = 0, **more: Any) -
     return {"seconds": 2.0, "cpu_s": cpu_s, "good": good, "chunks": chunks, "resident_mb": 100.0, **more}
 
 
-def streams(cpu_s: float, count: int, delivered: float, p99_ms: float, **more: Any) -> dict[str, Any]:
-    return result(cpu_s, chunks=round(80 * count * delivered), delay_us={"p99": p99_ms * 1000}, **more)
+def streams(
+    cpu_s: float, count: int, delivered: float, p99_ms: float, p50_ms: float = 0.1, **more: Any
+) -> dict[str, Any]:
+    delay_us = {"p50": p50_ms * 1000, "p99": p99_ms * 1000}
+    return result(cpu_s, chunks=round(80 * count * delivered), delay_us=delay_us, **more)
 
 
 def latency(p50_us: float) -> dict[str, Any]:
@@ -123,12 +126,24 @@ def test_the_best_round_counts() -> None:
 
     slow, fast = good_gateway(), good_gateway() | {"short": result(0.040)}
     slow["streams-512"] = streams(0.8, 512, 0.97, 1.0)
+    slow["gap"], fast["gap"] = gap(40.0, 32.0), gap(25.0, 60.0)
     one = Measured([Run("gateway", 0, slow), Run("gateway", 1, fast), Run("nginx", 0, nginx())], "gateway")
 
     assert one.cpu_us("short") == pytest.approx(40)
     held = one.streams(512)
+    assert one.gap_above_idle_ms() == pytest.approx(7)
     assert held is not None
     assert held.delay_p99_ms == 4.0  # the shorter delay was of a round that lost chunks
+
+
+def test_chunks_are_cheap_where_they_come_in_heaps_so_the_calmest_round_counts_for_their_cpu() -> None:
+    from benchmarks.overhead.verdict import Measured, Run
+
+    held_up = {"streams-256": streams(0.2, 256, 1.0, 90.0, p50_ms=25.0)}
+    calm = {"streams-256": streams(0.4096, 256, 1.0, 3.0, p50_ms=0.07)}
+    one = Measured([Run("nginx", 0, held_up), Run("nginx", 1, calm)], "nginx")
+
+    assert one.cpu_us("streams-256") == pytest.approx(20)
 
 
 def test_the_table_has_what_was_measured_and_no_more() -> None:

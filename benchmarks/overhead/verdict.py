@@ -71,22 +71,32 @@ class Streams:
 
 
 class Measured:
-    """All runs of one target; every figure is that of its best round, since neighbours only ever add."""
+    """All runs of one target. Every figure is that of its best round: neighbours only ever add.
+
+    All but the CPU of a chunk: whoever is kept from running finds several chunks when it runs again, and
+    handles them for less. There the calmest round counts, the one with the shortest median delay.
+    """
 
     def __init__(self, runs: Sequence[Run], target: str, count: Count | None = None) -> None:
         """Take those of `target`; `count` is what counting costs it, where it does."""
         self._runs = [run.results for run in runs if run.target == target]
         self._count = count
 
+    def _of(self, scenario: str) -> list[Mapping[str, Any]]:
+        return [results[scenario] for results in self._runs if scenario in results]
+
     def _best(self, scenario: str, figure: Callable[[Mapping[str, Any]], float | None]) -> float | None:
-        found = [figure(results[scenario]) for results in self._runs if scenario in results]
+        found = map(figure, self._of(scenario))
         return min((one for one in found if one is not None), default=None)
 
     def cpu_us(self, scenario: str) -> float | None:
         """Return the CPU per chunk of streams, per request of everything else."""
-        unit = "chunks" if scenario.startswith("streams") else "good"
+        if scenario.startswith("streams"):
+            rounds = [one for one in self._of(scenario) if one["chunks"]]
+            calmest = min(rounds, key=lambda one: float(one["delay_us"]["p50"]), default=None)
+            return None if calmest is None else 1e6 * calmest["cpu_s"] / calmest["chunks"]
         return self._best(
-            scenario, lambda result: 1e6 * result["cpu_s"] / result[unit] if result[unit] else None
+            scenario, lambda result: 1e6 * result["cpu_s"] / result["good"] if result["good"] else None
         )
 
     def beyond_count_us(self) -> float | None:
@@ -107,16 +117,15 @@ class Measured:
         """Return how that many streams fared, in the round that held them with the shortest delay."""
         rounds = [
             Streams(one["chunks"] / (one["seconds"] * count * RATE_HZ), one["delay_us"]["p99"] / 1000)
-            for one in (results.get(f"streams-{count}") for results in self._runs)
-            if one
+            for one in self._of(f"streams-{count}")
         ]
         return min(rounds, key=lambda one: (not one.held, one.delay_p99_ms), default=None)
 
     def gap_above_idle_ms(self) -> float | None:
         """Return by how much the p99 of the distance between two chunks grows while 1 MB bodies arrive."""
-        return self._best(
-            "gap", lambda result: (result["disturbed"]["gap_us"]["p99"] - result["gap_us"]["p99"]) / 1000
-        )
+        idle_us = self._best("gap", lambda result: result["gap_us"]["p99"])
+        disturbed_us = self._best("gap", lambda result: result["disturbed"]["gap_us"]["p99"])
+        return None if idle_us is None or disturbed_us is None else (disturbed_us - idle_us) / 1000
 
     def single_reads(self) -> float | None:
         """Return the share of reads that brought exactly one chunk."""
@@ -133,8 +142,8 @@ class Measured:
     def shares(self, scenario: str) -> dict[str, float]:
         """Return each process's share of the CPU over all rounds, by name; those without any are left out."""
         used_s: dict[str, float] = {}
-        for results in self._runs:
-            for name, cpu_s in results.get(scenario, {}).get("processes", ()):
+        for result in self._of(scenario):
+            for name, cpu_s in result["processes"]:
                 used_s[name] = used_s.get(name, 0) + cpu_s
         whole_s = sum(used_s.values()) or 1
         found = {name: cpu_s / whole_s for name, cpu_s in used_s.items() if cpu_s / whole_s >= 0.005}
