@@ -197,6 +197,25 @@ def test_the_gate_says_what_exceeds_it(changed: Any, said: list[str]) -> None:
     assert gate(measured(**changed)) == said
 
 
+def test_who_answers_nothing_has_no_figures() -> None:
+    from benchmarks.overhead.verdict import goals_table, throughput_table
+
+    nothing = {
+        "short": result(0.5, good=0),
+        "latency": latency(-1.0),
+        "each": result(reads=0, single_reads=0),
+        "streams-256": streams(0.5, 256, 0.0, -0.001, -0.001),
+        "streams-512": streams(0.5, 512, 0.0, -0.001, -0.001),
+        "streams-1024": streams(0.5, 1024, 0.0, -0.001, -0.001),
+        "large": result(0.5, good=0),
+        "gap": gap(-0.001, -0.001),
+    }
+    lines = goals_table(measured(**nothing))[2:]
+
+    assert {line.split("|")[4].strip() for line in lines} == {"", "0.00 MB"}
+    assert throughput_table(measured(**nothing))[2] == "| gateway |  |  |  |  |  |  |"
+
+
 def test_what_went_wrong_is_said() -> None:
     found = measured(short=result(0.05, bad=3, broken=0), gap=gap(25, 26) | {"left_behind": 2})
 

@@ -106,25 +106,27 @@ class Measured:
 
     def latency_p50_ms(self) -> float | None:
         """Return the median latency in open loop."""
-        return self._best("latency", lambda result: result["latency_us"]["p50"] / 1000)
+        p50_us = self._best("latency", lambda result: _quantile(result["latency_us"]["p50"]))
+        return None if p50_us is None else p50_us / 1000
 
     def per_second(self, scenario: str) -> float | None:
         """Return answers a second, of the round with the most."""
         least = self._best(scenario, lambda result: -result["good"] / result["seconds"])
-        return None if least is None else -least
+        return -least if least else None
 
     def streams(self, count: int) -> Streams | None:
         """Return how that many streams fared, in the round that held them with the shortest delay."""
         rounds = [
             Streams(one["chunks"] / (one["seconds"] * count * RATE_HZ), one["delay_us"]["p99"] / 1000)
             for one in self._of(f"streams-{count}")
+            if one["chunks"]
         ]
         return min(rounds, key=lambda one: (not one.held, one.delay_p99_ms), default=None)
 
     def gap_above_idle_ms(self) -> float | None:
         """Return by how much the p99 of the distance between two chunks grows while 1 MB bodies arrive."""
-        idle_us = self._best("gap", lambda result: result["gap_us"]["p99"])
-        disturbed_us = self._best("gap", lambda result: result["disturbed"]["gap_us"]["p99"])
+        idle_us = self._best("gap", lambda result: _quantile(result["gap_us"]["p99"]))
+        disturbed_us = self._best("gap", lambda result: _quantile(result["disturbed"]["gap_us"]["p99"]))
         return None if idle_us is None or disturbed_us is None else (disturbed_us - idle_us) / 1000
 
     def single_reads(self) -> float | None:
@@ -159,6 +161,11 @@ class Measured:
                     wrong |= {"left behind": part["left_behind"]} if part.get("left_behind") else {}
                     found += [f"{scenario}: {count} {name}" for name, count in wrong.items()]
         return found
+
+
+def _quantile(us: float) -> float | None:
+    """Return what load.c says of a quantile: of nothing it is -1."""
+    return None if us == -1 else us
 
 
 # ------------------------------------------------------------------ against the goals
