@@ -2,8 +2,14 @@
 
 import json
 import re
+from functools import lru_cache
 
 _MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*"')
+
+
+@lru_cache(maxsize=256)
+def _member(name: str) -> bytes:
+    return b'"model":' + json.dumps(name).encode()
 
 
 class ModelNames:
@@ -14,14 +20,15 @@ class ModelNames:
     def __init__(self, served: str, public: str) -> None:
         """Show `public`, where the backend says `served` or, as one with several names may, another."""
         self._served, self._public = served, public
-        self._member = b'"model":' + json.dumps(public).encode()
+        self._member = _member(public)
 
     def in_event(self, data: bytes) -> bytes:
         """Return one JSON object with its first `model` member renamed.
 
         No parsing: inside JSON text every quotation mark is escaped, so these bytes cannot be content.
         """
-        return _MODEL.sub(lambda _: self._member, data, count=1)
+        found = _MODEL.search(data)
+        return data if found is None else data[: found.start()] + self._member + data[found.end() :]
 
     def in_text(self, text: str) -> str:
         """Return a message for people with the name replaced, as a whole word."""
