@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from gateway import parts
+from gateway import memory, parts
 from gateway.clock import SystemClock
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
@@ -510,6 +510,7 @@ async def serve_until(
         ConfigError: an address cannot be bound.
     """
     async with gateway.running(listen) as running:
+        memory.settle()
         ready(running)
         await anext(stops)
         what = "jobs" if gateway.settings.is_job_worker else "requests"

@@ -8,8 +8,8 @@ and tool rounds, is counted at an upper bound. Figures: docs/estimate.md#the-tem
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from gateway.core.value import valueclass
 from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts, Turn
 
 IMAGE_BUDGETS = (70, 140, 280, 560, 1120)
@@ -28,7 +28,7 @@ _ONE_TOKEN_ROLES = frozenset({"system", "developer", "user", "assistant", "model
 _THOUGHT_OPENS, _THOUGHT_CLOSES = "<|channel>", "<channel|>"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Piece:
     """One text to count, and how much each of its tokens weighs in the prompt, in percent."""
 
@@ -40,7 +40,7 @@ class Piece:
         return -(-tokens * self.percent // 100)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Pieces:
     """What a prompt's length is made of.
 
@@ -70,7 +70,8 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
     """
     if not prompt.turns:
         return _completion(prompt, costs)
-    fixed = costs.bos + _media(prompt, costs)
+    fixed = costs.bos
+    images = audios = 0
     texts: list[Piece] = []
     if prompt.thinking:
         fixed += costs.think_marker
@@ -81,18 +82,21 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
     previous: Turn | None = None  # the last one that was not a tool's result
     calls_open = 0  # calls of that turn whose result has not come yet
     for turn in prompt.turns:
-        if turn.role == "tool":
+        role = turn.role
+        images += turn.images
+        audios += turn.audios
+        if role == "tool":
             # A result stands inside the round of its call. One without a call costs a round of its own.
             fixed += 0 if calls_open else costs.tool_round
             calls_open = max(0, calls_open - 1)
             texts.append(Piece("".join(turn.texts)))
             continue
         fixed += costs.per_turn
-        if turn.role == "assistant" and previous is not None and previous.role == "assistant":
+        if role == "assistant" and previous is not None and previous.role == "assistant":
             fixed -= costs.generation_prompt  # it goes on in the same turn, without opening another
-        if turn.role not in _ONE_TOKEN_ROLES:
+        if role not in _ONE_TOKEN_ROLES:
             fixed -= 1
-            texts.append(Piece(turn.role))
+            texts.append(Piece(role))
         texts.append(Piece(_content(turn)))
         for name, arguments in turn.tool_calls:
             fixed += costs.tool_round
@@ -102,7 +106,9 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
     if previous is None or not previous.tool_calls:
         # After a tool's result the model goes on where its call ended; else its turn is opened for it.
         fixed += costs.generation_prompt + (0 if prompt.thinking else costs.empty_thought)
-    return Pieces(fixed, tuple(piece for piece in texts if piece.text))
+    if images or audios:
+        fixed += _media(prompt, costs, images, audios)
+    return Pieces(fixed, tuple([piece for piece in texts if piece.text]))
 
 
 def _completion(prompt: Prompt, costs: TemplateCosts) -> Pieces:
@@ -111,10 +117,8 @@ def _completion(prompt: Prompt, costs: TemplateCosts) -> Pieces:
     return Pieces(costs.bos if prompt.raw_texts else prompt.raw_tokens, texts, alternatives=True)
 
 
-def _media(prompt: Prompt, costs: TemplateCosts) -> int:
+def _media(prompt: Prompt, costs: TemplateCosts, images: int, audios: int) -> int:
     """Return the tokens of images and audio: a budget each, whatever their size and never their base64."""
-    images = sum(turn.images for turn in prompt.turns)
-    audios = sum(turn.audios for turn in prompt.turns)
     audio_tokens = prompt.audio_tokens or audios * costs.audio
     return (
         images * (image_budget(prompt, costs) + costs.image_markers)
@@ -131,7 +135,9 @@ def image_budget(prompt: Prompt, costs: TemplateCosts) -> int:
 def _content(turn: Turn) -> str:
     """Return a turn's text as the template writes it: parts stripped, the model's old thoughts dropped."""
     if turn.role == "assistant":
-        return "".join(_without_thoughts(text) for text in turn.texts)
+        return "".join([_without_thoughts(text) for text in turn.texts])
+    if len(turn.texts) == 1:
+        return turn.texts[0].strip()
     return (" " if turn.role in _SYSTEM_ROLES else "").join(text.strip() for text in turn.texts)
 
 

@@ -97,8 +97,8 @@ class Request:
         is_job: It waits for as long as it takes, and nobody holds a connection open that it depends on.
         queued_s: How long it has waited, as a job, before it came here.
         handed_over_as: Name of the class that it was given when it became a job, and keeps; "" otherwise.
-        prefixes: Per message boundary, shortest first: a hash of everything up to it, and the share
-            (0..1) of the conversation's bytes that is.
+        prefixes: Per message boundary, shortest first: a hash of everything up to it, which means something
+            in this process alone, and the share (0..1) of the conversation that is, by its length.
     """
 
     endpoint: Endpoint

@@ -5,9 +5,7 @@ loop goes on serving. What is refused for its sheer size is refused before any o
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from hashlib import blake2b
-from itertools import islice
+from collections.abc import Hashable
 from pathlib import Path
 from threading import Lock
 
@@ -34,7 +32,10 @@ WAITING_MAX = 256
 REMEMBERED_CHARS_MIN = 2048
 REMEMBERED_MAX = 16_384
 """Texts whose counts are kept, about 2 MB in all: the earlier turns of some thousand conversations."""
-_HASH_CHARS = 65_536
+
+
+TextKey = Hashable
+"""What a text is known by: its length and hash."""
 
 
 @valueclass(frozen=True, slots=True)
@@ -53,24 +54,28 @@ class TextEstimate(Estimate):
 
 
 class RememberedCounts:
-    """Counts of long texts met before, by hash; the least recently used are forgotten. Thread-safe."""
+    """Counts of long texts met before; the least recently used are forgotten. Thread-safe.
+
+    A text is known by its length and by the hash that Python keeps with it: 64 bits under a key of this
+    process's own, so that nobody can make two texts that meet. By chance one in 10^15 meets one that is kept.
+    """
 
     def __init__(self, entries_max: int = REMEMBERED_MAX) -> None:
-        self._counts: OrderedDict[bytes, Counted] = OrderedDict()
+        self._counts: OrderedDict[TextKey, Counted] = OrderedDict()
         self._entries_max = entries_max
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._counts)
 
-    def get(self, key: bytes) -> Counted | None:
+    def get(self, key: TextKey) -> Counted | None:
         """Return the count kept under `key`, or None."""
         with self._lock:
             if key in self._counts:
                 self._counts.move_to_end(key)
             return self._counts.get(key)
 
-    def put(self, key: bytes, counted: Counted) -> None:
+    def put(self, key: TextKey, counted: Counted) -> None:
         """Keep a count."""
         with self._lock:
             self._counts[key] = counted
@@ -94,6 +99,7 @@ class PromptEstimator:
         self._ratios = LearnedRatios()
         self._threads = anyio.CapacityLimiter(THREADS)
         self._waiting = 0
+        self._limit = (0, 0)  # the last one asked for, and where counting stops for it
 
     @property
     def mode(self) -> CountMode:
@@ -123,21 +129,28 @@ class PromptEstimator:
     def estimate_now(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
         """Return what `estimate` does, on the calling thread: for commands that have nothing else to do."""
         parts = pieces(prompt, costs)
-        stop_above = limit_tokens + margin_tokens(limit_tokens, self.mode)
+        stop_above = self._stop_above(limit_tokens)
+        fixed = total = parts.fixed_tokens
         counts, guessed = [], 0
-        total = parts.fixed_tokens
         for piece in parts.texts:
-            used = parts.fixed_tokens if parts.alternatives else total
+            used = fixed if parts.alternatives else total
             counted = self._count(piece.text, (stop_above - used) * 100 // piece.percent)
             counts.append(counted.tokens)
             guessed += counted.guessed_tokens
             total = used + piece.weigh(counted.tokens)
             if total > stop_above:
                 return bound(total, limit_tokens)
-        return self._judge(parts, counts, exact=not guessed)
+        return self._judge(parts, parts.total(counts), exact=not guessed)
 
-    def _judge(self, parts: Pieces, counts: list[int], exact: bool) -> Estimate:
-        total = parts.total(counts)
+    def _stop_above(self, limit_tokens: int) -> int:
+        """Return the tokens above which no window can hold a prompt, margin included."""
+        limit, stop_above = self._limit
+        if limit != limit_tokens:
+            stop_above = limit_tokens + margin_tokens(limit_tokens, self.mode)
+            self._limit = limit_tokens, stop_above
+        return stop_above
+
+    def _judge(self, parts: Pieces, total: int, exact: bool) -> Estimate:
         counted = total - parts.fixed_tokens
         mode = self.mode if exact else CountMode.APPROXIMATE
         kind = None
@@ -151,10 +164,7 @@ class PromptEstimator:
         """Return the tokens of a text, from memory if it is long and was met before."""
         if len(text) < REMEMBERED_CHARS_MIN:
             return count(self.vocabulary, text, stop_above_tokens)
-        digest = blake2b(digest_size=16)
-        for at in range(0, len(text), _HASH_CHARS):
-            digest.update(text[at : at + _HASH_CHARS].encode("utf-8", "surrogatepass"))
-        key = digest.digest()
+        key = len(text), hash(text)
         counted = self.remembered.get(key)
         if counted is None:
             counted = count(self.vocabulary, text, stop_above_tokens)
@@ -212,18 +222,18 @@ class _Size:
 
 def _size(prompt: Prompt) -> _Size:
     """Return the size of a prompt, looking no further than is needed to decide where to count it."""
-    texts = list(islice(_texts(prompt), INLINE_TEXTS + 1))
-    sizes = [len(text) for text in texts]
-    bytes_max = sum(len(text) * (1 if text.isascii() else 4) for text in texts)
-    chars = sum(sizes) if prompt.turns else max(sizes, default=0)
-    return _Size(chars, bytes_max, len(texts))
-
-
-def _texts(prompt: Prompt) -> Iterator[str]:
-    yield prompt.tools_json
-    yield from prompt.raw_texts
+    texts = [prompt.tools_json, *prompt.raw_texts[:INLINE_TEXTS]]
     for turn in prompt.turns:
-        yield turn.role
-        yield from turn.texts
+        texts.append(turn.role)
+        texts += turn.texts
         for call in turn.tool_calls:
-            yield from call
+            texts += call
+        if len(texts) > INLINE_TEXTS:
+            break
+    together = longest = bytes_max = 0
+    for text in texts:
+        chars = len(text)
+        together += chars
+        longest = max(longest, chars)
+        bytes_max += chars if text.isascii() else 4 * chars
+    return _Size(together if prompt.turns else longest, bytes_max, len(texts))

@@ -84,6 +84,7 @@ class Vocabulary:
         encoding: What counts.
         characters: Those that have an entry of their own, ASCII included.
         prefixes: Incomplete UTF-8 sequences that have a rank; see `glued_tokens`.
+        marker_starts: Characters that markers begin with: a text without any of them has no marker.
         chars_per_token_max: Longest entry or marker, in characters.
         warnings: As in `BuildSummary`.
     """
@@ -94,6 +95,7 @@ class Vocabulary:
     encoding: tiktoken.Encoding
     characters: frozenset[str]
     prefixes: frozenset[bytes]
+    marker_starts: frozenset[str]
     chars_per_token_max: int
     warnings: tuple[str, ...] = ()
 
@@ -331,6 +333,7 @@ def _assemble(
         encoding=_encoding(f"gemma-{sha256[:12]}", ranks, specials),
         characters=frozenset(characters),
         prefixes=frozenset(prefixes),
+        marker_starts=frozenset(special[0] for special in specials),
         chars_per_token_max=longest,
         warnings=warnings,
     )

@@ -55,6 +55,9 @@ class MendingReader(StreamReader):
         """See `StreamReader`: a remedy may want to see more first."""
         return self.has_content and not self._remedies.holds
 
+    def _says_nothing(self, event: bytes) -> bool:
+        return not self._remedies.concern(event) and super()._says_nothing(event)
+
     def _inspect(self, block: bytes, *, parse: bool = False) -> Iterator[bytes]:
         return super()._inspect(block, parse=parse or self._remedies.concern(block))
 

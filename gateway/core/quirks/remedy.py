@@ -45,7 +45,7 @@ class Remedies:
 
     def concern(self, events: bytes) -> bool:
         """Return whether these events have to be looked into."""
-        return any(remedy.marks in events for remedy in self._active)
+        return bool(self._active) and any(remedy.marks in events for remedy in self._active)
 
     @property
     def holds(self) -> bool:
