@@ -101,7 +101,7 @@ def scenarios() -> Mapping[str, Scenario]:
     """Return all of them by name, in the order in which they are run."""
     return {
         "short": Scenario(Load(short(), 32), direct=True),
-        "latency": Scenario(Load(short(), 8, rate_hz=OPEN_LOOP_HZ, stretch=1.5), direct=True),
+        "latency": Scenario(Load(short(), 64, rate_hz=OPEN_LOOP_HZ, stretch=1.5), direct=True),
         "each": Scenario(Load(streamed(20_000, 10_000), 1)),
         "streams-256": Scenario(_streams(256)),
         "streams-512": Scenario(_streams(512)),
