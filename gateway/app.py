@@ -3,6 +3,7 @@
 Nothing else constructs an adapter, and nothing here decides anything.
 """
 
+import asyncio
 import logging
 import os
 import signal
@@ -511,6 +512,7 @@ async def serve_until(
     """
     async with gateway.running(listen) as running:
         memory.settle()
+        logs.gather_in(asyncio.get_running_loop())
         ready(running)
         await anext(stops)
         what = "jobs" if gateway.settings.is_job_worker else "requests"

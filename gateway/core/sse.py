@@ -88,7 +88,7 @@ class StreamReader:
         if self.fault is not None or self._done:
             return b""
         is_complete = data.endswith(b"\n\n")  # the common case: what arrived ends with an event's end
-        if is_complete and self.has_content and not self._tail and _is_one(data) and self._says_nothing(data):
+        if is_complete and self.has_content and not self._tail and self._says_nothing(data):
             return self._names.in_event(data)  # nearly every read of a stream
         block = self._taken(data, b"") if is_complete else self._complete_events(data)
         return b"".join(self._inspect(block)) if block else b""
@@ -107,13 +107,15 @@ class StreamReader:
         return owed if self._done else owed + DONE
 
     def _says_nothing(self, event: bytes) -> bool:
-        """Return whether an event after the first content certainly need not be parsed.
+        """Return whether bytes after the first content certainly are one event that need not be parsed.
 
         The same as what `_WORTH_PARSING` looks for, in the form in which engines write it, and five times as
         fast. What is written otherwise is looked into.
         """
         return (
-            b'"error' not in event
+            event.find(b"\n\n") == len(event) - 2
+            and b"\r" not in event
+            and b'"error' not in event
             and b'"detail"' not in event
             and b'"usage"' not in event
             and b"[DONE]" not in event
@@ -206,11 +208,6 @@ class StreamReader:
                 index = choice.get("index")
                 self._finished.add(index if isinstance(index, int) else 0)
             self.has_content = self.has_content or reason is not None or _has_content(choice)
-
-
-def _is_one(data: bytes) -> bool:
-    """Return whether bytes that end with an event's end certainly are one event and no more."""
-    return data.find(b"\n\n") == len(data) - 2 and b"\r" not in data
 
 
 def _split(block: bytes) -> Iterator[bytes]:

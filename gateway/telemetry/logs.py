@@ -5,10 +5,13 @@ What goes wrong again and again says so a few times a minute, and how often besi
 Never in a log: prompts, answers, keys, query strings.
 """
 
+import asyncio
 import json
 import logging
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -171,7 +174,7 @@ def set_up(level: str = "info", stream: TextIO | None = None, *, worker: int | N
     Each says which `worker` wrote it, where several processes write to one stream.
     """
     stream = stream or sys.stderr
-    handler = logging.StreamHandler(stream)
+    handler = _Lines(stream)
     handler.addFilter(Calm())
     handler.setFormatter(_HumanFormatter(worker) if stream.isatty() else _JsonFormatter(worker))
     root = logging.getLogger()
@@ -181,6 +184,58 @@ def set_up(level: str = "info", stream: TextIO | None = None, *, worker: int | N
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # What goes wrong in a request is logged by the gateway itself; uvicorn would only say it again.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+
+
+def gather_in(loop: asyncio.AbstractEventLoop) -> None:
+    """Write the lines of one round of an event loop together from now on, at its end."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Lines):
+            handler.gather_in(loop)
+
+
+class _Lines(logging.StreamHandler[TextIO]):
+    """Writes lines: those of one round of the event loop in one call, which is most of what a line costs.
+
+    Warnings and errors, and what other threads say, are written at once.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+        self._gathered: list[str] = []
+
+    def gather_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Gather the lines that are written in `loop`, which runs in this thread."""
+        self._loop, self._thread = loop, threading.get_ident()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, or gather it."""
+        loop = self._loop
+        is_urgent = record.levelno >= logging.WARNING or threading.get_ident() != self._thread
+        if loop is None or is_urgent or loop.is_closed():
+            self.flush()
+            super().emit(record)
+            return
+        try:
+            line = self.format(record) + self.terminator
+        except Exception:  # noqa: BLE001 - as every handler does
+            self.handleError(record)
+            return
+        if not self._gathered:
+            loop.call_soon(self.flush)
+        self._gathered.append(line)
+
+    def flush(self) -> None:
+        """Write what was gathered."""
+        with self.lock or nullcontext():
+            lines, self._gathered = self._gathered, []
+            try:
+                if lines:
+                    self.stream.write("".join(lines))
+                super().flush()
+            except (OSError, ValueError):
+                pass  # there is nobody left to tell
 
 
 class RequestLog:

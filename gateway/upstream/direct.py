@@ -157,11 +157,10 @@ class _DirectWay(Way):
         if not connection.is_reusable:
             connection.abort()
             return False
-        loop = asyncio.get_running_loop()
-        connection.rest_from(loop.time(), self._forget)
+        connection.rest_from(monotonic(), self._forget)
         self._idle.append(connection)
         if self._sweeping is None:
-            self._sweeping = loop.call_later(ways.KEEPALIVE_S, self._sweep)
+            self._sweeping = asyncio.get_running_loop().call_later(ways.KEEPALIVE_S, self._sweep)
         return True
 
     async def aclose(self) -> None:
@@ -178,7 +177,7 @@ class _DirectWay(Way):
         if not self._idle:
             return None
         connection = self._idle.pop()
-        if asyncio.get_running_loop().time() - connection.resting_since < ways.KEEPALIVE_S:
+        if monotonic() - connection.resting_since < ways.KEEPALIVE_S:
             return connection
         connection.abort()
         return self._kept()
@@ -190,12 +189,12 @@ class _DirectWay(Way):
 
     def _sweep(self) -> None:
         """Close what has rested for too long, before the backend does."""
-        loop = asyncio.get_running_loop()
-        self._sweeping = None
-        while self._idle and loop.time() - self._idle[0].resting_since >= ways.KEEPALIVE_S:
+        now, self._sweeping = monotonic(), None
+        while self._idle and now - self._idle[0].resting_since >= ways.KEEPALIVE_S:
             self._idle.pop(0).abort()
         if self._idle:
-            self._sweeping = loop.call_at(self._idle[0].resting_since + ways.KEEPALIVE_S, self._sweep)
+            wait_s = self._idle[0].resting_since + ways.KEEPALIVE_S - now
+            self._sweeping = asyncio.get_running_loop().call_later(wait_s, self._sweep)
 
     async def _connected(self, connect_s: float) -> "_Connection":
         """Return a new connection."""
@@ -203,7 +202,7 @@ class _DirectWay(Way):
         try:
             with anyio.fail_after(connect_s):
                 _, connection = await loop.create_connection(
-                    _Connection,
+                    lambda: _Connection(loop),
                     self._host,
                     self._port,
                     ssl=self._tls(),
@@ -237,7 +236,8 @@ class _Stale(Exception):
 class _Connection(asyncio.Protocol):
     """One connection, and the answer that comes on it: `ports.UpstreamResponse`."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._transport: asyncio.Transport
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
@@ -395,7 +395,7 @@ class _Connection(asyncio.Protocol):
         self._wake()
 
     def pause_writing(self) -> None:
-        self._unwritten = asyncio.get_running_loop().create_future()
+        self._unwritten = self._loop.create_future()
 
     def resume_writing(self) -> None:
         self._resume_writing()
@@ -489,7 +489,7 @@ class _Connection(asyncio.Protocol):
 
     async def _news(self) -> None:
         """Return when something has come, or the connection has gone."""
-        self._awaited = asyncio.get_running_loop().create_future()
+        self._awaited = self._loop.create_future()
         try:
             await self._awaited
         finally:

@@ -331,7 +331,7 @@ def test_requests_of_one_second_and_of_the_next_say_when_they_ended_and_at_which
 
     for second, level in said:
         facts = {"created": 1_700_000_000 + second, "levelname": level, "fields": {"event": "request"}}
-        handler.handle(logging.makeLogRecord(facts))
+        handler.handle(logging.makeLogRecord({"levelno": logging.INFO, **facts}))
 
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [
