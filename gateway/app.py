@@ -3,6 +3,7 @@
 Nothing else constructs an adapter, and nothing here decides anything.
 """
 
+import asyncio
 import logging
 import os
 import signal
@@ -16,7 +17,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from gateway import parts
+from gateway import memory, parts
 from gateway.clock import SystemClock
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
@@ -32,6 +33,7 @@ from gateway.core.trace import passed_on
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.config_routes import config_handlers
 from gateway.downstream.console_routes import Console
+from gateway.downstream.direct import Chats
 from gateway.downstream.explain_routes import explain_handlers
 from gateway.downstream.job_admin import job_handlers
 from gateway.downstream.keys import KeyRing
@@ -223,6 +225,7 @@ class Gateway:
             clock=self.clock,
             trace_of=passed_on if self.tracing is None else self.tracing.begin,
         )
+        self.chats: Chats | None = self.applications  # None: all of them take the ASGI way
         self.batch_runner = parts.batch_runner(
             settings, self.batching, self.jobs, self.applications.batch_lines
         )
@@ -377,7 +380,7 @@ class Gateway:
         self._listeners = []
         if not self.settings.is_job_worker:
             listen = listen or bind(*self.settings.listen)
-            self._listeners.append(Listener(self.applications.asgi_app(), listen))
+            self._listeners.append(Listener(self.applications.asgi_app(), listen, self.chats))
         admin = None if self.settings.admin is None else bind(*self.settings.admin)
         if admin is not None:
             self._listeners.append(Listener(self.operators.asgi_app(), admin))
@@ -508,6 +511,8 @@ async def serve_until(
         ConfigError: an address cannot be bound.
     """
     async with gateway.running(listen) as running:
+        memory.settle()
+        logs.gather_in(asyncio.get_running_loop())
         ready(running)
         await anext(stops)
         what = "jobs" if gateway.settings.is_job_worker else "requests"

@@ -18,7 +18,7 @@ from gateway.core.batches import (
     RunningLine,
 )
 from gateway.core.errors import GatewayError
-from gateway.core.facts import Learned
+from gateway.core.facts import Attempts, Learned
 from gateway.core.files import FileRefusal, NewFile, StoredFile
 from gateway.core.health import BackendStatus, Elsewhere, Heard, Outcome, Verdict
 from gateway.core.idempotency import Promise, Standing
@@ -35,6 +35,7 @@ from gateway.core.jobs import (
 )
 from gateway.core.trace import Trace
 from gateway.core.usage import AttemptRecord, RequestRecord
+from gateway.core.value import valueclass
 from gateway.core.values import (
     NO_CHANGES,
     Backend,
@@ -54,7 +55,7 @@ from gateway.core.webhooks import Delivery, WebhookEndpoint, WebhookEvent
 Headers = Sequence[tuple[bytes, bytes]]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Arrival:
     """The first byte of a request.
 
@@ -132,7 +133,7 @@ class Estimator(Protocol):
         """Learn from a backend's own `usage.prompt_tokens` for a prompt estimated earlier."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Slot:
     """A place on a backend, taken by `Ledger.acquire` and given back by `Ledger.release`."""
 
@@ -156,17 +157,23 @@ class Ledger(Protocol):
         Compared counter by counter; the check and the taking are one. Never raises for load.
         """
 
+    def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
+        """Do as `acquire` where nobody else has to be asked. None: somebody has, or the backend is full."""
+
     async def answered(self, slot: Slot) -> None:
         """Note that a slot's request has had its first token: its prompt is work outstanding no more."""
 
     async def release(self, slot: Slot) -> None:
         """Give a place back. Releasing the same slot twice changes nothing."""
 
+    def release_at_once(self, slot: Slot) -> bool:
+        """Do as `release` where nobody else has to be told. Returns whether that is so."""
+
     def on_freed(self, callback: Callable[[str], None]) -> None:
         """Have `callback` called with a backend's id whenever something became free there, by anybody."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Target:
     """Where an attempt goes: a backend, and the bytes its call is made of."""
 
@@ -174,6 +181,23 @@ class Target:
     endpoint: Endpoint
     headers: Headers
     body: bytes
+
+
+class Pouring(Protocol):
+    """What makes of a backend's answer what its caller gets, while the one is poured into the other."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is wanted of the answer."""
+
+    def take(self, data: bytes) -> bytes:
+        """Return what is to be passed on of some bytes as they arrived, possibly b""."""
+
+    def stalled(self) -> None:
+        """Note that the caller takes no more at the moment: from now on, the time is the caller's."""
+
+    def resumed(self) -> None:
+        """Note that it does again."""
 
 
 class UpstreamResponse(Protocol):
@@ -197,6 +221,20 @@ class UpstreamResponse(Protocol):
         Raises:
             UpstreamFailed: the connection broke before the body was complete.
         """
+
+    async def pour(self, take: Callable[[bytes], bool]) -> None:
+        """Have `take` called with all bytes as they arrive; return when it wants no more, or at the end.
+
+        Raises:
+            UpstreamFailed: as `read`.
+            Exception: whatever `take` raises.
+        """
+
+    def hold(self) -> None:
+        """Call `take` no more until `go_on`, and let the backend wait."""
+
+    def go_on(self) -> None:
+        """Go on after `hold`."""
 
 
 class Upstream(Protocol):
@@ -228,6 +266,21 @@ class Downstream(Protocol):
 
     async def fail(self, error: GatewayError, code: str) -> None:
         """End a stream that has started with an error, under `code`; nothing is sent after it."""
+
+    async def relay(self, response: UpstreamResponse, pouring: Pouring) -> None:
+        """Send what `pouring` makes of an answer, until it is over or the answer is.
+
+        This is how whoever has nothing but `send` does it: one read after the other.
+
+        Raises:
+            UpstreamFailed: as `UpstreamResponse.read`.
+        """
+        while not pouring.is_over and (data := await response.read()):
+            passed_on = pouring.take(data)
+            if passed_on:
+                pouring.stalled()
+                await self.send(passed_on)
+                pouring.resumed()
 
 
 class Fleet(Protocol):
@@ -307,8 +360,8 @@ class BoxBoard(Protocol):
 class SharedHealth(Protocol):
     """What gateways tell each other of backends; beside `Fleet`, which they all have."""
 
-    def statuses(self) -> Mapping[str, BackendStatus]:
-        """See `Fleet.statuses`."""
+    def attempts(self) -> Mapping[str, Attempts]:
+        """Return, per backend that had any, the requests of this process that spoke for or against it."""
 
     def verdicts(self) -> Mapping[str, Verdict]:
         """Return, per backend that has one, the verdict that this process's own requests led to."""

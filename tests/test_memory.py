@@ -69,3 +69,11 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("gateway.memory.ctypes.CDLL", no_such)
 
     assert keep_freed({}) is False
+
+
+def test_what_is_there_at_the_start_is_not_looked_through_again() -> None:
+    script = "import gc; from gateway.memory import settle; x = [[] for _ in range(1000)]; settle(); "
+    script += "print(gc.get_freeze_count() > 1000, gc.get_threshold()[0])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == ["True", "20000"]

@@ -20,8 +20,9 @@ stores to one table of cases.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import lru_cache
 
+from gateway.core.perf import PerfModel
 from gateway.core.quirks.context_buckets import padded
 from gateway.core.values import (
     OPEN,
@@ -57,7 +58,13 @@ def prefill_s(backend: Backend, demand: Demand) -> float:
     """Return the seconds an idle backend works on the prompt; 0 where no latency model is known."""
     if backend.perf is None:
         return 0.0
-    return backend.perf.prefill_s(padded(backend.quirks, demand.prompt_tokens), backend.batched_tokens)
+    return _prefill_s(backend.perf, padded(backend.quirks, demand.prompt_tokens), backend.batched_tokens)
+
+
+@lru_cache(maxsize=4096)
+def _prefill_s(perf: PerfModel, prompt_tokens: int, batched_tokens: int) -> float:
+    """Asked for one prompt several times: backends of a pool are alike, and a decision may be made anew."""
+    return perf.prefill_s(prompt_tokens, batched_tokens)
 
 
 def is_long(gates: Gates, demand: Demand) -> bool:
@@ -74,13 +81,13 @@ def claim(capacity: Capacity, demand: Demand, gates: Gates = OPEN, prefill_s: fl
     knee = knee_seqs(capacity, demand.prompt_tokens)
     long = is_long(gates, demand)
     return Load(
-        seqs=demand.seqs,
+        demand.seqs,
         # Floor division lets exactly `knee` sequences fit, for every knee below 1,000.
-        share=demand.seqs * (WHOLE // knee),
-        kv_blocks=0 if capacity.kv is None else demand.seqs * capacity.kv.blocks(demand.total_tokens),
-        long_seqs=demand.seqs if long else 0,
-        long_unanswered=demand.prompts if long else 0,
-        prefill_ms=round(1000 * prefill_s * demand.prompts),
+        demand.seqs * (WHOLE // knee),
+        0 if capacity.kv is None else demand.seqs * capacity.kv.blocks(demand.total_tokens),
+        demand.seqs if long else 0,
+        demand.prompts if long else 0,
+        round(1000 * prefill_s * demand.prompts),
     )
 
 
@@ -96,20 +103,18 @@ def limits(
     `share_max` is how much of the knee may be used, `kv_taken` the blocks that others hold there. Where a
     limit is smaller than one request that fits the backend, that request may still run alone.
     """
-    wanted = wanted or Load()
+    wanted = wanted or _NOTHING
     planned = blocks_planned(capacity)
     blocks = UNLIMITED if planned is None else max(planned - kv_taken, min(planned, wanted.kv_blocks))
     # A long prompt where none may be read beside other work: only on a backend that is empty.
     alone = gates.long_prefills == 0 and wanted.long_seqs > 0
     return Load(
-        seqs=wanted.seqs if alone else UNLIMITED,
-        share=max(share_max, min(WHOLE, wanted.share)),
-        kv_blocks=blocks,
-        long_seqs=UNLIMITED if gates.long_seqs is None else max(gates.long_seqs, wanted.long_seqs),
-        long_unanswered=UNLIMITED
-        if gates.long_prefills is None
-        else max(1, gates.long_prefills, wanted.long_unanswered),
-        prefill_ms=_below(gates.prefill_s, wanted),
+        wanted.seqs if alone else UNLIMITED,
+        max(share_max, min(WHOLE, wanted.share)),
+        blocks,
+        UNLIMITED if gates.long_seqs is None else max(gates.long_seqs, wanted.long_seqs),
+        UNLIMITED if gates.long_prefills is None else max(1, gates.long_prefills, wanted.long_unanswered),
+        _below(gates.prefill_s, wanted),
     )
 
 
@@ -123,10 +128,13 @@ def spill_limits(
     """
     own = load.long_seqs * (WHOLE // knee_seqs(capacity, gates.long_prompt_tokens + 1))
     reserved = max(0, round(rules.reserve * WHOLE) - own)
-    return replace(
-        most,
-        share=min(most.share, WHOLE - reserved),
-        prefill_ms=min(most.prefill_ms, _below(rules.prefill_s, wanted)),
+    return Load(
+        most.seqs,
+        min(most.share, WHOLE - reserved),
+        most.kv_blocks,
+        most.long_seqs,
+        most.long_unanswered,
+        min(most.prefill_ms, _below(rules.prefill_s, wanted)),
     )
 
 
@@ -151,6 +159,8 @@ def full(load: Load, wanted: Load, most: Load) -> Exclusion | None:
 
     A counter that `wanted` does not touch is not checked: a chat is not refused for documents that run.
     """
+    if (load + wanted).is_within(most):  # mostly so
+        return None
     for name, reason in COUNTERS.items():
         extra = getattr(wanted, name)
         if extra and getattr(load, name) + extra > getattr(most, name):
@@ -165,13 +175,21 @@ def blocks_planned(capacity: Capacity) -> int | None:
     return int(capacity.kv_blocks * capacity.kv_budget)
 
 
-def misfit(capacity: Capacity, demand: Demand) -> Exclusion | None:
-    """Return why the request could never run here, or None: waiting cannot change this."""
+def misfit(capacity: Capacity, demand: Demand, kv_blocks: int | None = None) -> Exclusion | None:
+    """Return why the request could never run here, or None: waiting cannot change this.
+
+    `kv_blocks`: what it claims, where that is known.
+    """
     if demand.total_tokens > capacity.context_tokens:
         return Exclusion.CONTEXT_EXCEEDED
     if demand.seqs > knee_seqs(capacity, demand.prompt_tokens):
         return Exclusion.SEQS_EXCEEDED
     planned = blocks_planned(capacity)
-    if planned is not None and claim(capacity, demand).kv_blocks > planned:
+    if planned is None:
+        return None
+    if (claim(capacity, demand).kv_blocks if kv_blocks is None else kv_blocks) > planned:
         return Exclusion.KV_EXCEEDED
     return None
+
+
+_NOTHING = Load()

@@ -1,9 +1,9 @@
 """What a request asked, without its text: enough to decide about it again. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
-from gateway.core.quick import quick
+from gateway.core.value import valueclass
 from gateway.core.values import Endpoint, Estimate, Policy, Prompt, Request
 
 OTHER = True
@@ -12,8 +12,7 @@ OTHER = True
 HeaderValue = str | bool
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Asked:
     """One request's features and figures. Nothing of it is a caller's own words.
 

@@ -8,9 +8,8 @@ and tool rounds, is counted at an upper bound. Figures: docs/estimate.md#the-tem
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from gateway.core.quick import quick
+from gateway.core.value import valueclass
 from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateCosts, Turn
 
 IMAGE_BUDGETS = (70, 140, 280, 560, 1120)
@@ -29,8 +28,7 @@ _ONE_TOKEN_ROLES = frozenset({"system", "developer", "user", "assistant", "model
 _THOUGHT_OPENS, _THOUGHT_CLOSES = "<|channel>", "<channel|>"
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Piece:
     """One text to count, and how much each of its tokens weighs in the prompt, in percent.
 
@@ -46,8 +44,7 @@ class Piece:
         return -(-tokens * self.percent // 100)
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Pieces:
     """What a prompt's length is made of.
 

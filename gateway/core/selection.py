@@ -5,12 +5,13 @@ and the first that objects is the reason shown. Scores are weighted and summed; 
 in which the pool lists its backends: no dice, so a decision can be explained and replayed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from gateway.core import admission, versions
 from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
 from gateway.core.quirks.context_buckets import stalls
+from gateway.core.value import valueclass
 from gateway.core.values import (
     Backend,
     Candidate,
@@ -27,7 +28,7 @@ from gateway.core.values import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BackendView:
     """A backend as it stands at the moment of a decision.
 
@@ -60,7 +61,7 @@ class BackendView:
         return replace(self.backend.capacity, context_tokens=reported)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Case:
     """One request before one backend: what a filter judges.
 
@@ -85,7 +86,8 @@ class Case:
 
 Objection = tuple[Exclusion, str]
 Filter = Callable[[Case], Objection | None]
-Score = Callable[[Case, Sequence[BackendView]], float]
+Score = Callable[[Case, float], float]
+"""Judges a case, beside the decode rate of the fastest backend that may be tried (0 where none is known)."""
 
 
 def _drain(case: Case) -> Objection | None:
@@ -98,9 +100,10 @@ def _drain(case: Case) -> Objection | None:
 
 def _fit(case: Case) -> Objection | None:
     demand, capacity = case.demand, case.capacity
-    match admission.misfit(capacity, demand):
-        case None:
-            return None
+    misfit = admission.misfit(capacity, demand, case.claim.kv_blocks)
+    if misfit is None:
+        return None
+    match misfit:
         case Exclusion.CONTEXT_EXCEEDED as reason:
             return reason, f"needs {demand.total_tokens} tokens, holds {capacity.context_tokens}"
         case Exclusion.SEQS_EXCEEDED as reason:
@@ -109,11 +112,12 @@ def _fit(case: Case) -> Objection | None:
                 f"wants {demand.seqs} sequences, knee {admission.knee_seqs(capacity, demand.prompt_tokens)}",
             )
         case reason:
-            blocks = admission.claim(capacity, demand).kv_blocks
-            return reason, f"needs {blocks} KV blocks of {admission.blocks_planned(capacity)}"
+            return reason, f"needs {case.claim.kv_blocks} KV blocks of {admission.blocks_planned(capacity)}"
 
 
 def _modality(case: Case) -> Objection | None:
+    if not case.demand.images and not case.demand.audios:
+        return None
     refused = _refused_parts(case.view.backend, case.demand)
     return (Exclusion.MODALITY, refused) if refused else None
 
@@ -148,7 +152,9 @@ def _model(case: Case) -> Objection | None:
 
 def _version(case: Case) -> Objection | None:
     status, allowed = case.view.status, case.view.backend.versions
-    if allowed and not status.served_models:  # they are asked for together
+    if not allowed:
+        return None
+    if not status.served_models:  # they are asked for together
         return Exclusion.NOT_ASKED, "its engine's version is being asked"
     wrong = versions.misfit(allowed, status.version)
     return (Exclusion.WRONG_VERSION, wrong) if wrong else None
@@ -165,11 +171,12 @@ def _health(case: Case) -> Objection | None:
 
 def _room(case: Case) -> Objection | None:
     load, most = case.view.load, case.limits
-    if case.pool.gates.long_prefills == 0 and case.claim.long_seqs and load.seqs:
+    if case.claim.long_seqs and case.pool.gates.long_prefills == 0 and load.seqs:
         return Exclusion.LONG_PREFILL, f"{load.seqs} in flight; a long prompt starts there only when none are"
-    match admission.full(load, case.claim, most):
-        case None:
-            return None
+    full = admission.full(load, case.claim, most)
+    if full is None:
+        return None
+    match full:
         case Exclusion.KV_FULL as reason:
             detail = f"{load.kv_blocks} of {most.kv_blocks} KV blocks taken"
             if case.view.kv_taken:
@@ -222,21 +229,23 @@ FILTERS: Mapping[str, Filter] = {
 }
 
 
-def _spare_knee(case: Case, _: Sequence[BackendView]) -> float:
+_RULES = tuple(FILTERS.values())
+
+
+def _spare_knee(case: Case, _: float) -> float:
     return max(0.0, 1 - (case.view.load.share + case.claim.share) / admission.WHOLE)
 
 
-def _speed(case: Case, rivals: Sequence[BackendView]) -> float:
+def _speed(case: Case, fastest: float) -> float:
     own = case.view.backend.tokens_per_s
-    best = max((rival.backend.tokens_per_s or 0.0 for rival in rivals), default=0.0)
-    return 1.0 if own is None or best <= 0 else own / best
+    return 1.0 if own is None or fastest <= 0 else own / fastest
 
 
-def _prefix_affinity(case: Case, _: Sequence[BackendView]) -> float:
+def _prefix_affinity(case: Case, _: float) -> float:
     return case.view.prefix_share
 
 
-def _slow_context(case: Case, _: Sequence[BackendView]) -> float:
+def _slow_context(case: Case, _: float) -> float:
     """Return the cost of a prompt of a length at which a busy engine stalls: the share of its knee in use."""
     if not stalls(case.view.backend.quirks, case.demand.prompt_tokens):
         return 0.0
@@ -285,11 +294,11 @@ def rank(
                 fit.append(case)
             else:
                 excluded.append(_candidate(case, *objection))
-        rivals = [case.view for case in fit]
-        scored = [_scored(case, rivals, policy.weights) for case in fit]
-        tiers = {case.view.backend.id: preference(case.view.status) for case in fit}
-        # sorted() is stable: among equals, the pool's own order decides.
-        eligible += sorted(scored, key=lambda candidate: (tiers[candidate.backend], -candidate.score))
+        fastest = max([case.view.backend.tokens_per_s or 0.0 for case in fit], default=0.0)
+        scored = [(preference(case.view.status), _scored(case, fastest, policy.weights)) for case in fit]
+        # Sorting is stable: among equals, the pool's own order decides.
+        scored.sort(key=lambda one: (one[0], -one[1].score))
+        eligible += [candidate for _, candidate in scored]
     return (*eligible, *excluded)
 
 
@@ -329,9 +338,9 @@ def decide(
 
 
 def _objection(case: Case, failed: frozenset[str]) -> Objection | None:
-    if case.view.backend.id in failed:
+    if failed and case.view.backend.id in failed:
         return Exclusion.FAILED, "already tried for this request"
-    for rule in FILTERS.values():
+    for rule in _RULES:
         objection = rule(case)
         if objection is not None:
             return objection
@@ -346,21 +355,21 @@ def _candidate(
     score: float = 0.0,
 ) -> Candidate:
     return Candidate(
-        backend=case.view.backend.id,
-        pool=case.pool.id,
-        excluded=excluded,
-        detail=detail,
-        scores=scores or {},
-        score=score,
-        load=case.view.load,
-        knee_seqs=admission.knee_seqs(case.capacity, case.demand.prompt_tokens),
-        claim=case.claim,
-        limits=case.limits if case.spill_limits is None else case.spill_limits,
-        is_spill=case.spill_limits is not None,
+        case.view.backend.id,
+        case.pool.id,
+        excluded,
+        detail,
+        scores or {},
+        score,
+        case.view.load,
+        admission.knee_seqs(case.capacity, case.demand.prompt_tokens),
+        case.claim,
+        case.limits if case.spill_limits is None else case.spill_limits,
+        case.spill_limits is not None,
     )
 
 
-def _scored(case: Case, rivals: Sequence[BackendView], weights: Weights) -> Candidate:
-    scores = {name: rule(case, rivals) for name, rule in SCORES.items()}
-    total = sum(getattr(weights, name) * value for name, value in scores.items())
+def _scored(case: Case, fastest: float, weights: Weights) -> Candidate:
+    scores = {name: rule(case, fastest) for name, rule in SCORES.items()}
+    total = sum([getattr(weights, name) * value for name, value in scores.items()])
     return _candidate(case, scores=scores, score=total)

@@ -1,12 +1,13 @@
 """What a request was and how it went: the record that metrics, logs and the operator's views share."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 
 from gateway.core.asked import Asked
 from gateway.core.errors import GatewayError, ShedError
 from gateway.core.health import Outcome
 from gateway.core.trace import Trace
+from gateway.core.value import valueclass
 from gateway.core.values import Candidate, Decision
 
 
@@ -30,7 +31,7 @@ class Ending(StrEnum):
         return cls.REJECTED if error.http_status < 500 else cls.FAILED
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Usage:
     """Token counts as a backend reports them in `usage`."""
 
@@ -40,7 +41,7 @@ class Usage:
     reasoning_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class AttemptRecord:
     """One attempt on one backend. Times are monotonic seconds; None where that point was not reached."""
 
@@ -55,7 +56,7 @@ class AttemptRecord:
     connected_at: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class RequestRecord:
     """A request, start to end. Never holds text.
 

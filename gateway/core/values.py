@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
-from gateway.core.quick import quick
+from gateway.core.value import valueclass
 from gateway.core.versions import VersionBound
 
 # ------------------------------------------------------------------ what the caller sent
@@ -25,7 +25,7 @@ class Endpoint(StrEnum):
     COMPLETIONS = "/v1/completions"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class LongText:
     """A text so long that it is not kept in memory beside the body that it came in.
 
@@ -40,8 +40,7 @@ class LongText:
     pieces: Callable[[], Iterator[str]] = field(compare=False, repr=False)
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Turn:
     """One message of a chat, reduced to what its length depends on.
 
@@ -62,8 +61,7 @@ class Turn:
     long: LongText | None = None
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Prompt:
     """What has to be counted to know a prompt's length.
 
@@ -95,8 +93,7 @@ Changes = Mapping[tuple[str, ...], object]
 NO_CHANGES: Changes = MappingProxyType({})
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Request:
     """What the gateway reads of a request. The body itself travels on as bytes.
 
@@ -150,8 +147,7 @@ class CountMode(StrEnum):
     BOUND = "bound"  # counting stopped early: the prompt is longer than any window
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Estimate:
     """A prompt's length in tokens, template included.
 
@@ -536,8 +532,7 @@ class Policy:
 # ------------------------------------------------------------------ what it takes, what was decided
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Demand:
     """What a request asks of a backend.
 
@@ -569,8 +564,7 @@ class Demand:
         )
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Load:
     """Counters of a backend: what is in flight there, what one request takes of it, or what it may hold.
 
@@ -611,6 +605,17 @@ class Load:
             self.long_seqs - other.long_seqs,
             self.long_unanswered - other.long_unanswered,
             self.prefill_ms - other.prefill_ms,
+        )
+
+    def is_within(self, most: "Load") -> bool:
+        """Return whether no counter is above its limit."""
+        return (
+            self.seqs <= most.seqs
+            and self.share <= most.share
+            and self.kv_blocks <= most.kv_blocks
+            and self.long_seqs <= most.long_seqs
+            and self.long_unanswered <= most.long_unanswered
+            and self.prefill_ms <= most.prefill_ms
         )
 
     @property
@@ -676,8 +681,7 @@ _BUSY = frozenset(
 )
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Candidate:
     """One backend as a decision saw it.
 
@@ -708,8 +712,7 @@ class Candidate:
     is_spill: bool = False
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Decision:
     """Where a request may go, in order, and why each other backend is out.
 

@@ -8,6 +8,7 @@ compare as Python's packages do: 0.24.0rc1 comes before 0.24.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import eq, ge, gt, le, lt, ne
 
 _VERSION = re.compile(
@@ -36,6 +37,7 @@ class VersionBound:
     version: Order
 
 
+@lru_cache(maxsize=256)
 def order(version: str) -> Order | None:
     """Return what a version is compared by, or None for one that cannot be read."""
     match = _VERSION.fullmatch(version.strip())

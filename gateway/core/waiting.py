@@ -1,9 +1,10 @@
 """The waiting line: who starts where next, and who is told that waiting will not help. Pure.
 
-One line per gateway process. Every request enters it, also when nothing is full, so that no newcomer
-passes those that wait for the same place:
+One line per gateway process. Every request enters it while anybody waits, also when nothing is full, so that
+no newcomer passes those that wait for the same place:
 
     enter(ticket, now)      -> Refused, or None: it waits
+    offer_at_once(ticket, candidates, now) -> the same as an offer in its turn, where nobody waits
     turn(now, views)        -> offers: who may start where; refused: who waited too long; look_again_at
     started(id, now)           the place was taken; the request runs
     missed(id, backends, now)  it was gone: back to its place in the line
@@ -41,6 +42,7 @@ from gateway.core.facts import Flow, StartedTokens, summed
 from gateway.core.health import State
 from gateway.core.selection import BackendView
 from gateway.core.swap_policy import Wants
+from gateway.core.value import valueclass
 from gateway.core.values import (
     UNLIMITED,
     Candidate,
@@ -85,7 +87,7 @@ class Reason(StrEnum):
     NO_BACKEND = "no_backend"  # none that could take it is up
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Ticket:
     """A request that wants a place.
 
@@ -219,7 +221,7 @@ class Waiter:
     tries: int
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Offer:
     """A request that may start: take a place on the first of these that still has one."""
 
@@ -227,7 +229,7 @@ class Offer:
     candidates: tuple[Candidate, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Turn:
     """What is to be done now.
 
@@ -351,6 +353,7 @@ class _Lane:
         self.size_bytes = 0
         self.drain = _Drain()
         self.home: _Home | None = None  # what it shares places with, once one has entered
+        self.policy: Policy | None = None  # of which that is
         self.shares = _Shares([self])
         self.behind: list[int] = []
         self._flows: dict[str | None, _Flow] = {}
@@ -658,7 +661,7 @@ class _Walk:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class _Offered:
     """An offer that was made and not answered yet, where it was charged, and the tag of its key before."""
 
@@ -782,18 +785,8 @@ class WaitingLine:
 
         `has_waited`: it was let in before, and has left only to be decided anew.
         """
-        lane, rules = self._lane(ticket), ticket.traffic_class.waiting
-        self._settle(lane, (ticket.traffic_class.priority, frozenset(ticket.first_pool)))
-        self._numbers += 1
-        entry = _Entry(
-            ticket=ticket,
-            number=self._numbers,
-            entered_at=now,
-            expires_at=_expiry(ticket, now, rules.max_wait_s),
-            due_at=ticket.due_at,
-            start_by=ticket.due_at - ticket.prefill_s,
-            is_long=ticket.is_long,
-        )
+        lane, rules = self._settled(ticket), ticket.traffic_class.waiting
+        entry = self._entry(ticket, now)
         if now > entry.start_by:
             entry.standing = _Standing.LATE
         if has_waited:
@@ -816,6 +809,20 @@ class WaitingLine:
             return _refused(entry, reason, ahead, wait_s, now)
         self._insert(lane, entry, now)
         return None
+
+    def offer_at_once(self, ticket: Ticket, candidates: tuple[Candidate, ...], now: float) -> Offer | None:
+        """Offer a request its place without a turn, where nobody is passed by that: where nobody waits.
+
+        `candidates`: those that it may be tried on, ranked at this very moment. None: it has to enter.
+        """
+        if not candidates or self._waiting or self._offered or self._gone_until:
+            return None
+        lane, entry = self._settled(ticket), self._entry(ticket, now)
+        if entry.expires_at <= now:
+            return None
+        offer = Offer(ticket, candidates)
+        self._note_offer(entry, offer, lane.shares)
+        return offer
 
     def leave(self, ticket_id: str) -> None:
         """Forget a request that waits or was offered a place; one that is neither changes nothing."""
@@ -917,6 +924,27 @@ class WaitingLine:
             lane = self._lanes[name] = _Lane()
         return lane
 
+    def _entry(self, ticket: Ticket, now: float) -> _Entry:
+        self._numbers += 1
+        due_at = ticket.due_at
+        return _Entry(
+            ticket,
+            self._numbers,
+            entered_at=now,
+            expires_at=_expiry(ticket, now, ticket.traffic_class.waiting.max_wait_s),
+            due_at=due_at,
+            start_by=due_at - ticket.prefill_s,
+            is_long=ticket.is_long,
+        )
+
+    def _settled(self, ticket: Ticket) -> _Lane:
+        """Return the lane of a ticket, where the ticket's policy wants it."""
+        lane = self._lane(ticket)
+        if lane.policy is not ticket.policy:
+            lane.policy = ticket.policy
+            self._settle(lane, (ticket.traffic_class.priority, frozenset(ticket.first_pool)))
+        return lane
+
     def _settle(self, lane: _Lane, home: _Home) -> None:
         """Let a lane share places with those that have the same home. It moves when its policy changes."""
         if lane.home == home:
@@ -956,7 +984,9 @@ class WaitingLine:
     def _offer(self, offer: Offer) -> None:
         entry = self._waiting[offer.ticket.id]
         self._remove(entry)
-        shares = self._lane(entry.ticket).shares
+        self._note_offer(entry, offer, self._lane(entry.ticket).shares)
+
+    def _note_offer(self, entry: _Entry, offer: Offer, shares: _Shares) -> None:
         tag = shares.charge(entry.ticket.key, entry.cost)
         self._offered[offer.ticket.id] = _Offered(entry, offer, shares, tag)
 

@@ -26,7 +26,7 @@ from gateway.downstream.background import Background, headers_kept
 from gateway.downstream.in_place import InPlace, Waiter
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.reading import Received, Work
-from gateway.downstream.relay import AsgiDownstream, send_body, send_json
+from gateway.downstream.relay import HttpDownstream, send_body, send_json
 from gateway.downstream.responses import PATH as RESPONSES
 from gateway.downstream.responses import check_depth
 from gateway.downstream.wire import WireRequest
@@ -82,12 +82,12 @@ class ChatJobs:
         """Return what answers a chat."""
         held = [(request, received)]  # taken out, and let go once it is a job: the store has its body then
 
-        async def work(downstream: AsgiDownstream) -> None:
+        async def work(downstream: HttpDownstream) -> None:
             await self._answer(held, downstream)
 
         return work
 
-    async def _answer(self, held: list[tuple[WireRequest, Received]], downstream: AsgiDownstream) -> None:
+    async def _answer(self, held: list[tuple[WireRequest, Received]], downstream: HttpDownstream) -> None:
         request, received = held.pop()
         is_async = self.is_handed_over(request)
         traffic_class, estimate = await self._classified(request, is_async=is_async)
@@ -195,7 +195,7 @@ class ChatJobs:
         return job
 
     async def _told_where(
-        self, job: Job, prefers: Preference, headers: Headers, downstream: AsgiDownstream
+        self, job: Job, prefers: Preference, headers: Headers, downstream: HttpDownstream
     ) -> None:
         """Answer with the chat completion if it comes in time, else with where it will be."""
         headers = (*headers, (b"preference-applied", prefers.applied.encode()))
@@ -214,7 +214,7 @@ class ChatJobs:
         where = ((b"location", f"{RESPONSES}/{job.id}".encode()), (b"retry-after", retry_after_s))
         await send_json(response, downstream, 202, (*headers, *where))
 
-    async def _served(self, job: Job, waiter: Waiter, downstream: AsgiDownstream) -> None:
+    async def _served(self, job: Job, waiter: Waiter, downstream: HttpDownstream) -> None:
         in_place = InPlace(waiter, self._background, downstream, self._clock)
         self.waiting += 1
         try:

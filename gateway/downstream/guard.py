@@ -67,9 +67,13 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begin its body."""
+        self.head_is_complete()
+        super().on_headers_complete()
+
+    def head_is_complete(self) -> None:
+        """Bound the head no more."""
         self._is_in_head = False
         self._stop_timer()
-        super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP."""

@@ -18,7 +18,7 @@ from gateway.core.jobs import Job, JobStatus
 from gateway.core.sse import DONE
 from gateway.core.values import OnDisconnect
 from gateway.downstream.background import AGAIN_S, Background
-from gateway.downstream.relay import AsgiDownstream, send_body
+from gateway.downstream.relay import HttpDownstream, send_body
 from gateway.events import about
 from gateway.pipeline import CallerStalled
 from gateway.pipeline.caller import CALLER_STALL_S, KEEP_ALIVE, KEEP_ALIVE_S, SSE_HEADERS
@@ -67,7 +67,7 @@ class InPlace:
     """Serves one waiter."""
 
     def __init__(
-        self, waiter: Waiter, background: Background, downstream: AsgiDownstream, clock: Clock
+        self, waiter: Waiter, background: Background, downstream: HttpDownstream, clock: Clock
     ) -> None:
         """Serve `waiter` through `downstream`."""
         self._waiter = waiter

@@ -8,12 +8,14 @@ the process does, because it drains two listeners together.
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import anyio
 import uvicorn
 from litestar.types import ASGIApp
 
 from gateway.core.errors import ConfigError
+from gateway.downstream.direct import Chats, DirectProtocol
 from gateway.downstream.guard import GuardedProtocol
 
 KEEPALIVE_S = 75  # above the idle time after which common load balancers give a connection up
@@ -48,12 +50,13 @@ def url_of(bound: socket.socket) -> str:
 class Listener(uvicorn.Server):
     """One ASGI application on one socket."""
 
-    def __init__(self, app: ASGIApp, bound: socket.socket) -> None:
-        """Serve `app` on `bound`, once `run_until_stopped` is called."""
+    def __init__(self, app: ASGIApp, bound: socket.socket, chats: Chats | None = None) -> None:
+        """Serve `app` on `bound`, once `run_until_stopped` is called; ordinary chats by `chats`."""
+        protocol = GuardedProtocol if chats is None else partial(DirectProtocol, chats=chats)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=GuardedProtocol,
+                http=protocol,  # type: ignore[arg-type]  # whatever makes a protocol does
                 ws="none",
                 lifespan="off",
                 log_config=None,

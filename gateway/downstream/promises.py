@@ -22,7 +22,7 @@ from gateway.core.idempotency import HEADER, KeptAnswer, Promise, Standing, fing
 from gateway.core.sse import DONE
 from gateway.core.usage import Ending, RequestRecord
 from gateway.downstream.reading import Read, Readers, Received, Work
-from gateway.downstream.relay import AsgiDownstream
+from gateway.downstream.relay import HttpDownstream
 from gateway.pipeline import LEFT_STATUS, CallerStalled
 from gateway.pipeline.caller import CALLER_STALL_S
 from gateway.ports import Clock, Headers, PromiseStore, Recorder
@@ -90,7 +90,7 @@ class Promises:
             raise
         return partial(self._run, work, promise)
 
-    async def _run(self, work: Work, promise: Promise, downstream: AsgiDownstream) -> None:
+    async def _run(self, work: Work, promise: Promise, downstream: HttpDownstream) -> None:
         """Run a request, write its answer down, and keep it if it ends well."""
         mark = Mark(self.keeping, promise)
         recording = Recording(downstream, mark, self)
@@ -109,7 +109,7 @@ class Promises:
         if failure is not None:
             raise failure
 
-    async def _replay(self, received: Received, answer: KeptAnswer, downstream: AsgiDownstream) -> None:
+    async def _replay(self, received: Received, answer: KeptAnswer, downstream: HttpDownstream) -> None:
         """Give an answer that was kept."""
         arrival, ending = received.arrival, Ending.LEFT
         try:
@@ -187,12 +187,12 @@ class Mark:
                     pass  # the mark ends with its lease
 
 
-class Recording(AsgiDownstream):
+class Recording(HttpDownstream):
     """A caller whose answer is written down while it is passed on, and kept before its last bytes are."""
 
-    def __init__(self, caller: AsgiDownstream, mark: Mark, promises: Promises) -> None:
+    def __init__(self, caller: HttpDownstream, mark: Mark, promises: Promises) -> None:
         """Pass on to `caller`."""
-        super().__init__(caller.asgi_send)
+        super().__init__()
         self._caller = caller
         self._mark = mark
         self._promises = promises
@@ -217,7 +217,7 @@ class Recording(AsgiDownstream):
         await self._caller.send(data)
 
     async def send_last(self, data: bytes, *, is_good: bool) -> None:
-        """See `AsgiDownstream.send_last`."""
+        """See `HttpDownstream.send_last`."""
         self._write_down(data)
         if not is_good:
             self.forget()
@@ -228,6 +228,10 @@ class Recording(AsgiDownstream):
         """See `ports.Downstream.fail`."""
         self.forget()
         await super().fail(error, code)
+
+    async def finish(self) -> None:
+        """See `HttpDownstream.finish`."""
+        await self._caller.finish()
 
     def forget(self) -> None:
         """Write nothing down, and give back what that took."""

@@ -1,14 +1,14 @@
 """A request whose body has arrived and is to be read, and where it is read."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 import anyio
 import anyio.to_thread
 
+from gateway.core.value import valueclass
 from gateway.downstream.long_texts import SLICE_BYTES
-from gateway.downstream.relay import AsgiDownstream
+from gateway.downstream.relay import HttpDownstream
 from gateway.ports import Arrival, Headers
 
 INLINE_BYTES = SLICE_BYTES
@@ -19,7 +19,7 @@ READERS = 2
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Received:
     """A request as it arrived.
 
@@ -38,7 +38,7 @@ class Received:
     forwarded: Headers
 
 
-Work = Callable[[AsgiDownstream], Awaitable[None]]
+Work = Callable[[HttpDownstream], Awaitable[None]]
 """Answers a request that has been read, to its end."""
 
 Read = Callable[[Received], Awaitable[Work]]

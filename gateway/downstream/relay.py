@@ -1,7 +1,9 @@
 """One request inside one ASGI call: reads the body, runs the work, and cancels it when the caller leaves."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import anyio
 import msgspec
@@ -11,7 +13,7 @@ from gateway.core.errors import BodyTooLarge, GatewayError, OutOfResources, Requ
 from gateway.core.sse import DONE
 from gateway.downstream.errors import envelope, headers_of
 from gateway.pipeline import CallerStalled
-from gateway.ports import Headers
+from gateway.ports import Downstream, Headers
 
 FINISH_S = 30.0
 """How long the end of a body may wait for a caller that does not read."""
@@ -21,22 +23,28 @@ class CallerGone(Exception):
     """The caller left before it had sent its body."""
 
 
-class AsgiDownstream:
-    """`ports.Downstream` over an ASGI `send`."""
+class HttpDownstream(Downstream, ABC):
+    """`ports.Downstream` over HTTP: what the routes for applications answer through.
 
-    def __init__(self, send: Send) -> None:
-        """Answer through `send`."""
-        self.asgi_send = send
+    Attributes:
+        is_started: Whether the status has been sent.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing sent."""
         self.is_started = False
 
+    @abstractmethod
     async def start(self, status: int, headers: Headers) -> None:
         """See `ports.Downstream.start`."""
-        self.is_started = True
-        await self.asgi_send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
+    @abstractmethod
     async def send(self, data: bytes) -> None:
         """See `ports.Downstream.send`."""
-        await self.asgi_send({"type": "http.response.body", "body": data, "more_body": True})
+
+    @abstractmethod
+    async def finish(self) -> None:
+        """End the body."""
 
     async def send_last(self, data: bytes, *, is_good: bool) -> None:
         """Send the last bytes of a stream that has no `[DONE]`; `is_good`: it is whole, and no failure."""
@@ -46,10 +54,100 @@ class AsgiDownstream:
         """See `ports.Downstream.fail`. In the way that every SDK raises on."""
         await self.send(b"data: " + envelope(error, code) + b"\n\n" + DONE)
 
+
+@dataclass(slots=True)
+class Head:
+    """What is read of a request before its body is.
+
+    Attributes:
+        headers: Its headers by name, in lower case.
+        key: Name of the caller's API key, or None where none is configured.
+    """
+
+    headers: dict[str, str]
+    key: str | None
+
+
+class Call(Protocol):
+    """A caller's request over HTTP, whichever way it came, and the way back."""
+
+    @property
+    def head(self) -> Head | None:
+        """What was read of it, if that was necessary to take it."""
+
+    @property
+    def method(self) -> str:
+        """Its method."""
+
+    @property
+    def headers(self) -> Headers:
+        """Its headers, names in lower case."""
+
+    @property
+    def downstream(self) -> HttpDownstream:
+        """What answers it."""
+
+    async def body(self, limits: "BodyLimits", uploads: "Uploads") -> bytes:
+        """Return its body.
+
+        Raises:
+            BodyTooLarge: it is longer than allowed; found by its announced length where it has one.
+            RequestTimeout: it was not complete in time.
+            OutOfResources: the bodies being received hold all the memory they may.
+            CallerGone: the caller left meanwhile.
+        """
+
+    async def run(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run `work`, cancelled as soon as the caller leaves.
+
+        Raises:
+            GatewayError, CallerStalled: as raised by `work`.
+        """
+
+
+class AsgiDownstream(HttpDownstream):
+    """`ports.Downstream` over an ASGI `send`."""
+
+    def __init__(self, send: Send) -> None:
+        """Answer through `send`."""
+        super().__init__()
+        self._send = send
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """See `ports.Downstream.start`."""
+        self.is_started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def send(self, data: bytes) -> None:
+        """See `ports.Downstream.send`."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
     async def finish(self) -> None:
         """End the body."""
         with anyio.move_on_after(FINISH_S):
-            await self.asgi_send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class AsgiCall:
+    """`Call` of an ASGI request."""
+
+    head: Head | None = None
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Take what the server hands over."""
+        self.method = str(scope.get("method", ""))  # a socket has none
+        self.headers: Headers = list(scope["headers"])
+        self.downstream: HttpDownstream = AsgiDownstream(send)
+        self._scope = scope
+        self._receive = receive
+
+    async def body(self, limits: "BodyLimits", uploads: "Uploads") -> bytes:
+        """See `Call.body`."""
+        return await read_body(self._scope, self._receive, limits, uploads)
+
+    async def run(self, work: Callable[[], Awaitable[None]]) -> None:
+        """See `Call.run`."""
+        await run_for_caller(work, self._receive)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +232,14 @@ async def run_for_caller(work: Callable[[], Awaitable[None]], receive: Receive) 
 
 
 async def send_json(
-    value: object, downstream: AsgiDownstream, status: int = 200, headers: Headers = ()
+    value: object, downstream: HttpDownstream, status: int = 200, headers: Headers = ()
 ) -> None:
     """Answer with a JSON value."""
     await send_body(msgspec.json.encode(value), downstream, status, headers)
 
 
 async def send_body(
-    body: bytes, downstream: AsgiDownstream, status: int = 200, headers: Headers = ()
+    body: bytes, downstream: HttpDownstream, status: int = 200, headers: Headers = ()
 ) -> None:
     """Answer with JSON that is written by now."""
     length = (b"content-length", str(len(body)).encode())
@@ -150,7 +248,7 @@ async def send_body(
     await downstream.finish()
 
 
-async def send_error(error: GatewayError, downstream: AsgiDownstream) -> None:
+async def send_error(error: GatewayError, downstream: HttpDownstream) -> None:
     """Answer with an error."""
     body = envelope(error)
     await downstream.start(error.http_status, headers_of(error, body))

@@ -45,10 +45,10 @@ from gateway.downstream.background import Background, gone, headers_kept
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.promises import Promises
 from gateway.downstream.reading import Readers, Received, Work
-from gateway.downstream.relay import AsgiDownstream, send_json
+from gateway.downstream.relay import HttpDownstream, send_json
 from gateway.pipeline import CallerStalled, Pipeline
 from gateway.pipeline.caller import CALLER_STALL_S, KEEP_ALIVE, SSE_HEADERS
-from gateway.ports import Clock, Headers, Incoming, ResponseStore
+from gateway.ports import Clock, Downstream, Headers, Incoming, ResponseStore
 
 PATH = "/v1/responses"
 REFERENCES_MAX = 64
@@ -150,7 +150,7 @@ class Responses:
         if background is not None:
             return await self._handed_over(background, asked, received, token)
 
-        async def work(downstream: AsgiDownstream) -> None:
+        async def work(downstream: HttpDownstream) -> None:
             answer = Answer(downstream, asked, key, self._keeping, self._clock)
             try:
                 await self._pipeline.run(asked.incoming, answer)
@@ -211,7 +211,7 @@ class Responses:
             error.param = chat_param_here(error.param)
             raise
 
-        async def work(downstream: AsgiDownstream) -> None:
+        async def work(downstream: HttpDownstream) -> None:
             if asked.incoming.request.stream:
                 await downstream.start(200, SSE_HEADERS)
                 await self._follow(background, job, -1, downstream.send)
@@ -446,7 +446,7 @@ def check_depth(response: Mapping[str, Any]) -> None:
 
 
 @dataclass(slots=True)
-class Answer:
+class Answer(Downstream):
     """`ports.Downstream` for the caller of a response: takes a chat answer, gives a response.
 
     Attributes:
@@ -460,7 +460,7 @@ class Answer:
         stream: Reads a stream.
     """
 
-    downstream: AsgiDownstream
+    downstream: HttpDownstream
     asked: Asked
     key: str | None
     keeping: Keeping

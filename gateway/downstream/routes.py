@@ -15,7 +15,13 @@ from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from gateway.core.errors import Draining, GatewayError, InvalidRequest, ModelNotFound, RouteNotFound
+from gateway.core.errors import (
+    Draining,
+    GatewayError,
+    InvalidRequest,
+    ModelNotFound,
+    RouteNotFound,
+)
 from gateway.core.trace import Trace, passed_on
 from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import Endpoint, Policy
@@ -30,19 +36,21 @@ from gateway.downstream.operator_guard import OperatorGuard
 from gateway.downstream.promises import PromiseKeeping, Promises
 from gateway.downstream.reading import Read, Readers, Received, Work
 from gateway.downstream.relay import (
+    AsgiCall,
     AsgiDownstream,
     BodyLimits,
+    Call,
     CallerGone,
+    Head,
+    HttpDownstream,
     Uploads,
-    read_body,
-    run_for_caller,
     send_error,
 )
 from gateway.downstream.responses import PATH as RESPONSES
 from gateway.downstream.responses import Keeping, Responses
 from gateway.events import about
 from gateway.pipeline import LEFT_STATUS, CallerStalled, Pipeline
-from gateway.ports import Arrival, Clock, Recorder
+from gateway.ports import Arrival, Clock, Headers, Recorder
 
 log = logging.getLogger("gateway.downstream")
 
@@ -91,13 +99,13 @@ class Applications:
         self._policy = policy
         self._keys = keys
         self._rules = rules
-        self._limits = limits
+        self.limits = limits
         self._readiness = readiness
         self._recorder = recorder
         self._clock = clock
         self._trace_of = trace_of
         self._started_at = int(clock.wall())
-        self._uploads = Uploads()
+        self.uploads = Uploads()
         self._readers = Readers()
         self._promises = Promises(promises, self._readers, recorder, clock)
         self._responses = Responses(
@@ -133,6 +141,7 @@ class Applications:
                 refused=self._refused,
                 is_stopping=lambda: self.is_draining,
             )
+        self._chats = self._relayed(Endpoint.CHAT)
         self.is_draining = False
         self.in_flight = 0
         self._idle = anyio.Event()
@@ -150,19 +159,19 @@ class Applications:
 
     def asgi_app(self) -> Litestar:
         """Return the application that listens to applications."""
+        read_completion = self._relayed(Endpoint.COMPLETIONS)
 
         @asgi(Endpoint.CHAT.value, copy_scope=True)
         async def chat(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._generate(Endpoint.CHAT.value, self._relayed(Endpoint.CHAT), scope, receive, send)
+            await self.chat(AsgiCall(scope, receive, send))
 
         @asgi(Endpoint.COMPLETIONS.value, copy_scope=True)
         async def completions(scope: Scope, receive: Receive, send: Send) -> None:
-            read = self._relayed(Endpoint.COMPLETIONS)
-            await self._generate(Endpoint.COMPLETIONS.value, read, scope, receive, send)
+            await self._generate(Endpoint.COMPLETIONS.value, read_completion, AsgiCall(scope, receive, send))
 
         @asgi(RESPONSES, copy_scope=True)
         async def responses(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._generate(RESPONSES, self._responses.read, scope, receive, send)
+            await self._generate(RESPONSES, self._responses.read, AsgiCall(scope, receive, send))
 
         @get("/v1/models", sync_to_thread=False)
         def models(request: Request[Any, Any, Any]) -> dict[str, Any]:
@@ -208,6 +217,21 @@ class Applications:
             after_request=_with_id,
         )
 
+    def head(self, headers: Headers) -> Head:
+        """Return what is read of a request before its body is.
+
+        Raises:
+            Draining, Unauthorized: its body is not worth reading.
+        """
+        if self.is_draining:
+            raise Draining("This gateway is shutting down. Please retry.", retry_after_s=1)
+        found = _headers(headers)
+        return Head(found, self._keys.name_of(found.get("authorization")))
+
+    async def chat(self, call: Call) -> None:
+        """Answer a chat, whichever way it came."""
+        await self._generate(Endpoint.CHAT.value, self._chats, call)
+
     def _relayed(self, endpoint: Endpoint) -> Read:
         """Return what reads the requests of an endpoint whose answers are relayed as they are."""
         if endpoint is Endpoint.CHAT and self._chat_jobs is not None:
@@ -216,7 +240,7 @@ class Applications:
         async def read(received: Received) -> Work:
             request = await self._read_request(endpoint, received)
 
-            async def work(downstream: AsgiDownstream) -> None:
+            async def work(downstream: HttpDownstream) -> None:
                 await self._pipeline.run(request, downstream)
                 await downstream.finish()
 
@@ -249,8 +273,8 @@ class Applications:
 
         return await self._readers.run(len(received.body), read)
 
-    async def _generate(self, route: str, read: Read, scope: Scope, receive: Receive, send: Send) -> None:
-        traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), None)
+    async def _generate(self, route: str, read: Read, call: Call) -> None:
+        traceparent = next((value for name, value in call.headers if name == b"traceparent"), None)
         arrival = Arrival(
             new_request_id(),
             self._clock.wall(),
@@ -258,10 +282,10 @@ class Applications:
             self._trace_of(None if traceparent is None else traceparent.decode("latin-1")),
             route,
         )
-        downstream = AsgiDownstream(send)
+        downstream = call.downstream
         self.in_flight += 1
         try:
-            await self._serve(arrival, read, scope, receive, downstream)
+            await self._serve(arrival, read, call)
         except GatewayError as error:
             if downstream.is_started:  # its status is spent: without an end, the server drops the connection
                 log.warning(
@@ -287,11 +311,9 @@ class Applications:
             if self.is_draining and not self.in_flight:
                 self._idle.set()
 
-    async def _serve(
-        self, arrival: Arrival, read: Read, scope: Scope, receive: Receive, downstream: AsgiDownstream
-    ) -> None:
+    async def _serve(self, arrival: Arrival, read: Read, call: Call) -> None:
         try:
-            work = await read(await self._receive(arrival, scope, receive))
+            work = await read(await self._receive(arrival, call))
         except GatewayError as error:
             self._refused(arrival, error)
             raise
@@ -300,21 +322,20 @@ class Applications:
             return
         # Without an end, the server drops the connection: nobody takes the answer for whole.
         with suppress(CallerStalled):
-            await run_for_caller(partial(work, downstream), receive)
+            await call.run(partial(work, call.downstream))
 
-    async def _receive(self, arrival: Arrival, scope: Scope, receive: Receive) -> Received:
-        if scope.get("method") != "POST":
+    async def _receive(self, arrival: Arrival, call: Call) -> Received:
+        if call.method != "POST":
             raise MethodNotAllowed("Use POST.")
-        if self.is_draining:
-            raise Draining("This gateway is shutting down. Please retry.", retry_after_s=1)
-        headers = _headers(scope)
-        key = self._keys.name_of(headers.get("authorization"))
+        head = call.head or self.head(call.headers)
+        for secret in _SECRET:
+            head.headers.pop(secret, None)
         return Received(
             arrival=arrival,
-            body=await read_body(scope, receive, self._limits, self._uploads),
-            key=key,
-            headers={name: value for name, value in headers.items() if name not in _SECRET},
-            forwarded=[pair for pair in scope["headers"] if pair[0] in _FORWARDED],
+            body=await call.body(self.limits, self.uploads),
+            key=head.key,
+            headers=head.headers,
+            forwarded=[pair for pair in call.headers if pair[0] in _FORWARDED],
         )
 
     def _refused(self, arrival: Arrival, error: GatewayError | None) -> None:
@@ -413,7 +434,15 @@ def _readiness(checks: Mapping[str, bool]) -> Response[dict[str, Any]]:
 
 def new_request_id() -> str:
     """Return an id that nobody guesses."""
-    return f"req-{secrets.token_hex(16)}"
+    try:
+        return _IDS.pop()
+    except IndexError:  # one call of the kernel for many
+        drawn = secrets.token_hex(16 * 256)
+        _IDS.extend(f"req-{drawn[at : at + 32]}" for at in range(0, len(drawn), 32))
+        return _IDS.pop()
+
+
+_IDS: list[str] = []
 
 
 def _with_id(response: Response[Any]) -> Response[Any]:
@@ -422,9 +451,9 @@ def _with_id(response: Response[Any]) -> Response[Any]:
     return response
 
 
-def _headers(scope: Scope) -> dict[str, str]:
+def _headers(raw: Headers) -> dict[str, str]:
     headers: dict[str, str] = {}
-    for raw_name, raw_value in scope["headers"]:
+    for raw_name, raw_value in raw:
         name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
         # A list may come in several headers; of any other the last one counts.
         headers[name] = f"{headers[name]}, {value}" if name == "prefer" and name in headers else value

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import msgspec
 
 from gateway.core.errors import InvalidRequest
-from gateway.core.quick import quick
+from gateway.core.value import valueclass
 from gateway.core.values import NO_CHANGES, Changes, Endpoint, LongText, Prefixes, Prompt, Request, Turn
 from gateway.downstream.long_texts import LONG_BYTES, long_text, take_a_break
 from gateway.ports import Arrival, Headers
@@ -76,8 +76,7 @@ class WireRules:
     usage_in_streams: bool = True
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class WireRequest:
     """`ports.Incoming` for a decoded body."""
 

@@ -7,7 +7,7 @@ import anyio
 from gateway.core.errors import GatewayError, StoreUnavailable
 from gateway.core.jobs import Chunk, Job
 from gateway.pipeline import CallerStalled
-from gateway.ports import Headers, JobStore
+from gateway.ports import Downstream, Headers, JobStore
 
 CHUNK_S = 0.25
 """How long events are gathered into a chunk: what a reader that follows may be behind."""
@@ -23,7 +23,7 @@ class JobLost(CallerStalled):
     """This attempt no longer has the job: another worker has it, it was cancelled, or it is over."""
 
 
-class JobRecord:
+class JobRecord(Downstream):
     """`ports.Downstream` of one attempt of a job. `run` must run while the answer comes.
 
     Attributes:

@@ -5,8 +5,10 @@ the next backend or become a real status. One cancel scope carries every time li
 moved as the attempt goes from waiting to streaming.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from math import inf
 from typing import Any
 
 import anyio
@@ -33,6 +35,7 @@ from gateway.core.usage import AttemptRecord
 from gateway.core.values import Backend, Candidate, Timeouts
 from gateway.pipeline import caller
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled
+from gateway.pipeline.deadline import Deadline
 from gateway.pipeline.passage import Passage
 from gateway.ports import Clock, Headers, Target, Upstream, UpstreamResponse
 
@@ -86,8 +89,9 @@ class Attempt:
         clock: Clock,
         on_answer: Callable[[], Awaitable[None]],
         on_chunk: Callable[[], None],
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Prepare a try of `passage` on `backend`, which serves the model as `served_model`.
+        """Prepare a try of `passage` on `backend`, which serves the model as `served_model`, in `loop`.
 
         `on_answer` is awaited when the first token has come, before it is passed on; `on_chunk` is called
         for every read of a stream after that.
@@ -102,7 +106,9 @@ class Attempt:
         self._clock = clock
         self._on_answer = on_answer
         self._on_chunk = on_chunk
-        self._scope = anyio.CancelScope()
+        self._now = loop.time
+        self._deadline = Deadline(loop, inf)
+        self._reader: StreamReader
         self._started_at = 0.0
         self._connected_at: float | None = None
         self._first_byte_at: float | None = None
@@ -111,8 +117,9 @@ class Attempt:
         self._detail = ""
         self._lost = ""
         self._is_relayed = False  # up to [DONE]; the body may still be open
-        self._is_sending = False  # waiting for the caller to read
+        self._is_stalled = False  # waiting for the caller to read
         self._last_moment = 0.0
+        self._held: list[bytes] = []  # comments and empty first events: they wait for content
 
     @property
     def is_answered(self) -> bool:
@@ -123,7 +130,7 @@ class Attempt:
         """End the try if it has not been answered yet: its backend is lost."""
         if not self.is_answered:
             self._lost = reason
-            self._scope.cancel()
+            self._deadline.at = -inf
 
     async def run(self, upstream: Upstream) -> None:
         """Relay the answer, to its end. The passage gets the record of the try, however it ends.
@@ -166,15 +173,16 @@ class Attempt:
             )
 
     async def _within_limits(self, upstream: Upstream) -> None:
-        started = anyio.current_time()
+        started = self._now()
         self._last_moment = started + self._timeouts.total_s
         first = self._timeouts.first_byte_s if self._plan.is_streamed else self._timeouts.total_s
-        self._scope.deadline = min(self._last_moment, started + first)
-        with self._scope:
+        if not self._lost:
+            self._deadline.at = min(self._last_moment, started + first)
+        with self._deadline:
             await self._exchange(upstream)
-        if not self._scope.cancelled_caught or self._is_relayed:
+        if not self._deadline.has_passed or self._is_relayed:
             return
-        if self._is_sending:
+        if self._is_stalled:
             raise CallerStalled
         self._outcome = Outcome.TIMEOUT
         raise UpstreamTimeout("The backend stopped responding.") if self._lost else self._overdue()
@@ -182,7 +190,7 @@ class Attempt:
     def _overdue(self) -> GatewayError:
         limits = self._timeouts
         if self._first_byte_at is not None:
-            late = anyio.current_time() >= self._last_moment
+            late = self._now() >= self._last_moment
             what = f"finish within {limits.total_s:g} s" if late else f"send anything for {limits.idle_s:g} s"
             kind = StreamBroken if self.is_answered else UpstreamTimeout
             return kind(f"The backend did not {what}.")
@@ -192,10 +200,9 @@ class Attempt:
     async def _send(self, data: bytes) -> None:
         """Pass bytes on. The time the caller takes to read them is the caller's, not the backend's."""
         self._passage.chunks += 1
-        self._is_sending = True
-        self._scope.deadline = anyio.current_time() + caller.CALLER_STALL_S
+        self.stalled()
         await self._passage.downstream.send(data)
-        self._is_sending = False
+        self._is_stalled = False
 
     async def _exchange(self, upstream: Upstream) -> None:
         incoming = self._passage.incoming
@@ -228,15 +235,18 @@ class Attempt:
     # -------------------------------------------------------------- answers
 
     async def _relay_stream(self, response: UpstreamResponse) -> None:
-        passage, reader = self._passage, self._reader()
+        passage, reader = self._passage, self._new_reader()
+        self._reader = reader
         try:
-            await self._relay_events(response, reader)
+            if await self._relay_beginning(response):
+                await passage.downstream.relay(response, self)
+            await self._relay_end()
         finally:
             passage.usage = reader.usage
         if reader.fault is not None:
             raise self._faulty(reader.fault)
 
-    def _reader(self) -> StreamReader:
+    def _new_reader(self) -> StreamReader:
         remedies, incoming = self._plan.remedies, self._passage.incoming
         kind = partial(MendingReader, remedies) if remedies else StreamReader
         return kind(
@@ -246,37 +256,72 @@ class Attempt:
             decode=msgspec.json.decode,
         )
 
-    async def _relay_events(self, response: UpstreamResponse, reader: StreamReader) -> None:
-        """Relay until the body ends or the reader finds fault with it."""
-        held: list[bytes] = []  # comments and empty first events: they wait for content
+    async def _relay_beginning(self, response: UpstreamResponse) -> bool:
+        """Relay until the caller's answer has begun. Returns whether there may be more of it."""
+        reader = self._reader
         while data := await response.read():
             ready = reader.feed(data)
             if self._first_byte_at is not None:
                 self._on_chunk()
-            if not self.is_answered:
-                held.append(ready)
-                ready = b""
-                if reader.fault is not None:
-                    return
-                if not reader.has_content:
-                    continue
-                await self._note_first_token()
-                if reader.may_begin:
-                    ready = b"".join(held)
-                    await self._answer(SSE_HEADERS)
-            if ready:
-                await self._send(ready)
+            self._held.append(ready)
             if reader.fault is not None:
-                return
-            self._is_relayed = reader.is_done
-            idle_s = END_OF_BODY_S if reader.is_done else self._timeouts.idle_s
-            self._scope.deadline = min(self._last_moment, anyio.current_time() + idle_s)
-        owed = reader.end()
-        if reader.fault is None and owed:
+                return False
+            if not reader.has_content:
+                continue
+            await self._note_first_token()
+            if reader.may_begin:
+                await self._answer(SSE_HEADERS)
+                await self._send(self._let_go())
+                self._await_more()
+                return not self.is_over
+            self._await_more()
+        return False
+
+    async def _relay_end(self) -> None:
+        """Send what is owed to the caller once there is no more to come."""
+        owed = self._reader.end()
+        if self._reader.fault is None and owed:
             if not self.is_answered:
                 await self._answer(SSE_HEADERS)
-                owed = b"".join((*held, owed))
-            await self._send(owed)
+            await self._send(self._let_go() + owed)
+
+    def _let_go(self) -> bytes:
+        held = b"".join(self._held)
+        self._held.clear()
+        return held
+
+    def _await_more(self) -> None:
+        """Give the backend its time for the next read."""
+        reader = self._reader
+        self._is_relayed = reader.is_done
+        idle_s = END_OF_BODY_S if reader.is_done else self._timeouts.idle_s
+        self._deadline.at = min(self._last_moment, self._now() + idle_s)
+
+    # -------------------------------------------------------------- `ports.Pouring`
+
+    @property
+    def is_over(self) -> bool:
+        """See `ports.Pouring.is_over`. What comes after a fault is nobody's answer."""
+        return self._reader.fault is not None
+
+    def take(self, data: bytes) -> bytes:
+        """See `ports.Pouring.take`."""
+        self._on_chunk()
+        ready = self._reader.feed(data)
+        if ready:
+            self._passage.chunks += 1
+        self._await_more()
+        return ready
+
+    def stalled(self) -> None:
+        """See `ports.Pouring.stalled`. The time the caller takes to read is not the backend's."""
+        self._is_stalled = True
+        self._deadline.at = self._now() + caller.CALLER_STALL_S
+
+    def resumed(self) -> None:
+        """See `ports.Pouring.resumed`."""
+        self._is_stalled = False
+        self._await_more()
 
     async def _relay_whole(self, response: UpstreamResponse) -> None:
         body = await _read_all(response, ANSWER_BYTES_MAX)
@@ -309,7 +354,7 @@ class Attempt:
                 break
             if reader.has_content and not self._is_relayed:
                 await self._note_first_token()
-                self._scope.deadline = min(self._last_moment, anyio.current_time() + self._timeouts.idle_s)
+                self._deadline.at = min(self._last_moment, self._now() + self._timeouts.idle_s)
             if reader.is_done and not self._is_relayed:
                 await self._send_assembled(reader)
         reader.end()
@@ -322,7 +367,7 @@ class Attempt:
         self._passage.usage = reader.usage
         await self._send_whole(reader.whole())
         self._is_relayed = True
-        self._scope.deadline = min(self._last_moment, anyio.current_time() + END_OF_BODY_S)
+        self._deadline.at = min(self._last_moment, self._now() + END_OF_BODY_S)
 
     async def _send_whole(self, body: bytes) -> None:
         await self._answer(

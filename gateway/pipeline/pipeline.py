@@ -4,6 +4,7 @@ One coroutine owns the slot, the backend's stream and the caller, opened and clo
 It is cancelled as a whole when the caller leaves, and then everything is given back.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -110,7 +111,9 @@ class Pipeline:
         self._clock = clock
         self._away = away
         self._running: dict[str, set[Attempt]] = {}
-        self._backends = dict(policy().backends)  # and those that were, which are given nothing more
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._newest = policy()
+        self._backends = dict(self._newest.backends)  # and those that were, which are given nothing more
         self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
         watch.on_more(self.room.look)
@@ -249,11 +252,15 @@ class Pipeline:
         may_ask_again, has_waited = True, False
         while True:
             ticket = self._under_this_policy(passage, ticket)
-            assert passage.decision is not None
-            self._check_fit(passage.decision, ticket)
+            decision = passage.decision
+            assert decision is not None
+            # What was ranked for the first try has just been ranked; later the backends stand otherwise.
+            ranked = () if passage.attempts or has_waited else decision.ranked
+            if not ranked:
+                self._check_fit(decision, ticket)
             entered_at = self._clock.now()
             try:
-                candidate, slot = await self.room.admit(ticket, has_waited=has_waited)
+                candidate, slot = await self.room.admit(ticket, ranked, has_waited=has_waited)
             except PolicyChanged:
                 ticket = replace(ticket, waited_s=ticket.waited_s + self._clock.now() - entered_at)
                 has_waited = True
@@ -301,8 +308,8 @@ class Pipeline:
         passage.policy = policy = self._policy()  # it may have changed while the prompt was counted
         model = deciding.model_of(policy, request.model)
         passage.asked = _asked(policy, passage.incoming, estimate)
-        passage.decision, ticket = self._ticket(policy, model, passage.incoming, estimate)
-        return ticket
+        passage.decision, passage.ticket = self._ticket(policy, model, passage.incoming, estimate)
+        return passage.ticket
 
     def _under_this_policy(self, passage: Passage, ticket: Ticket) -> Ticket:
         """Return the ticket of a request that nobody has answered, under the policy in force.
@@ -318,7 +325,7 @@ class Pipeline:
             self._check_fit(decision, anew)
         except GatewayError:
             return ticket
-        passage.policy, passage.decision = policy, decision
+        passage.policy, passage.decision, passage.ticket = policy, decision, anew
         passage.asked = _asked(policy, passage.incoming, decision.estimate)
         return replace(anew, failed=ticket.failed, waited_s=ticket.waited_s, deadline=ticket.deadline)
 
@@ -327,7 +334,9 @@ class Pipeline:
     ) -> tuple[Decision, Ticket]:
         request, arrival = incoming.request, incoming.arrival
         held = self._prefixes.held(request.prefixes)
-        self._backends.update(policy.backends)
+        if policy is not self._newest:
+            self._newest = policy
+            self._backends.update(policy.backends)
         views = self._views(policy.backends, held, self.room.line.long_waiting())
         traffic_class, decision = deciding.decide(policy, model, request, estimate, lambda _: views)
         demand = decision.demand
@@ -404,7 +413,11 @@ class Pipeline:
             if is_seen:
                 await self._ledger.answered(slot)
 
-        attempt = Attempt(passage, candidate, backend, served, self._clock, on_answer, watch.chunk)
+        if self._loop is None:  # asked for once: it takes a call of the kernel (CPython 3.11)
+            self._loop = asyncio.get_running_loop()
+        attempt = Attempt(
+            passage, candidate, backend, served, self._clock, on_answer, watch.chunk, self._loop
+        )
         running = self._running.setdefault(backend.id, set())
         running.add(attempt)
         if not is_seen:
@@ -459,8 +472,11 @@ PATIENCE_HEADER = "x-gateway-timeout-s"
 
 def patience_s(headers: Mapping[str, str]) -> float | None:
     """Return how long the caller says it waits for its first token, or None if it does not say."""
+    written = headers.get(PATIENCE_HEADER)
+    if written is None:
+        return None
     try:
-        wait_s = float(headers.get(PATIENCE_HEADER, ""))
+        wait_s = float(written)
     except ValueError:
         return None
     return wait_s if 0 < wait_s < float("inf") else None

@@ -55,24 +55,33 @@ class WaitingRoom:
         ledger.on_freed(lambda _: self.look())
 
     def look(self) -> None:
-        """Have the line looked at: something has happened that may let somebody start."""
-        self._wake.set()
+        """Have the line looked at, if anybody waits: something has happened that may let somebody start."""
+        if self.line:
+            self._wake.set()
 
     def send_on(self) -> None:
         """Have everybody who waits ask again, under the policy that is in force by now."""
         for waiter in self._waiters.values():
             waiter.woken.set()
 
-    async def admit(self, ticket: Ticket, *, has_waited: bool = False) -> tuple[Candidate, Slot]:
+    async def admit(
+        self, ticket: Ticket, candidates: tuple[Candidate, ...] = (), *, has_waited: bool = False
+    ) -> tuple[Candidate, Slot]:
         """Return a candidate and the slot taken on it, as soon as it is this request's turn.
 
-        `has_waited`: it was in the line before, so that nothing at its door keeps it out.
+        Args:
+            ticket: The request.
+            candidates: Those that may be tried, where they were ranked just now: if nobody waits and one of
+                them has room, it is this request's turn already.
+            has_waited: It was in the line before, so that nothing at its door keeps it out.
 
         Raises:
             AtCapacity: it may not wait, or has waited as long as it may.
             NoBackend: none that could take it is up.
             PolicyChanged: it has to be decided anew.
         """
+        if (place := self._at_once(ticket, candidates)) is not None:
+            return place
         refused = self.line.enter(ticket, self._clock.now(), has_waited=has_waited)
         if refused is not None:
             raise _shed(refused)
@@ -94,8 +103,9 @@ class WaitingRoom:
 
     async def release(self, ticket: Ticket, slot: Slot, *, answered: bool) -> None:
         """Give a place back, and let the next one start; `answered`: whether a token came there."""
-        with anyio.move_on_after(RELEASE_S, shield=True):
-            await self._ledger.release(slot)
+        if not self._ledger.release_at_once(slot):
+            with anyio.move_on_after(RELEASE_S, shield=True):
+                await self._ledger.release(slot)
         self.line.released(ticket.id, slot.backend, self._clock.now(), answered=answered)
         self.look()  # also where the ledger could not say so
 
@@ -117,6 +127,20 @@ class WaitingRoom:
                 patience_s = min(MISS_PAUSE_S, inf if patience_s is None else patience_s)
             with anyio.move_on_after(patience_s):
                 await wake.wait()
+
+    def _at_once(self, ticket: Ticket, candidates: tuple[Candidate, ...]) -> tuple[Candidate, Slot] | None:
+        """Take a place without a turn, where nobody waits and nobody has to be asked for it."""
+        now = self._clock.now()
+        offer = self.line.offer_at_once(ticket, candidates, now)
+        if offer is None:
+            return None
+        for candidate in offer.candidates:
+            slot = self._ledger.acquire_at_once(candidate.backend, candidate.claim, candidate.limits)
+            if slot is not None:
+                self.line.started(ticket.id, now)
+                return candidate, slot
+        self.line.leave(ticket.id)
+        return None
 
     async def _take_all(self, offers: Sequence[Offer]) -> bool:
         """Take the places offered, all at once: one after the other, a slow store would bound how many start.

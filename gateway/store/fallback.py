@@ -106,6 +106,14 @@ class FallbackLedger:
                 self._fall_back(failure, turn)
         return await self._shared.acquire_alone(backend_id, claim, divided(limits, claim, self.replicas))
 
+    def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
+        """See `ports.Ledger.acquire_at_once`. The store has to be asked."""
+        return None
+
+    def release_at_once(self, slot: Slot) -> bool:
+        """See `ports.Ledger.release_at_once`. The store has to be told."""
+        return False
+
     async def answered(self, slot: Slot) -> None:
         """See `ports.Ledger.answered`."""
         if self.mode is Mode.ALONE:

@@ -53,9 +53,15 @@ class MemoryLedger:
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """See `ports.Ledger.acquire`."""
         reason = admission.full(self.load(backend_id), claim, limits)
-        if reason is not None:
-            return reason
-        slot = Slot(id=self.new_id(), backend=backend_id, load=claim)
+        return self._granted(backend_id, claim) if reason is None else reason
+
+    def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
+        """See `ports.Ledger.acquire_at_once`."""
+        reason = admission.full(self.load(backend_id), claim, limits)
+        return self._granted(backend_id, claim) if reason is None else None
+
+    def _granted(self, backend_id: str, claim: Load) -> Slot:
+        slot = Slot(self.new_id(), backend_id, claim)
         self.adopt(slot)
         return slot
 
@@ -71,8 +77,13 @@ class MemoryLedger:
 
     async def release(self, slot: Slot) -> None:
         """See `ports.Ledger.release`."""
+        self.release_at_once(slot)
+
+    def release_at_once(self, slot: Slot) -> bool:
+        """See `ports.Ledger.release_at_once`."""
         if self.forget(slot):
             self._tell(slot.backend)
+        return True
 
     def shrink(self, slot: Slot) -> Load | None:
         """Count a slot as answered. Returns what it takes from now on, or None if nothing changed."""

@@ -138,6 +138,14 @@ class RedisLedger:
         self._own.adopt(slot)
         return slot
 
+    def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
+        """See `ports.Ledger.acquire_at_once`. The store has to be asked."""
+        return None
+
+    def release_at_once(self, slot: Slot) -> bool:
+        """See `ports.Ledger.release_at_once`. The store has to be told."""
+        return False
+
     async def answered(self, slot: Slot) -> None:
         """See `ports.Ledger.answered`."""
         claim = self._own.shrink(slot)

@@ -6,7 +6,6 @@ loop goes on serving. What is refused for its sheer size is refused before any o
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
@@ -17,7 +16,7 @@ from gateway.core.class_counts import TextKind, kind_of
 from gateway.core.errors import AtCapacity
 from gateway.core.estimation import Piece, Pieces, bound, is_plain, margin_tokens, pieces
 from gateway.core.facts import Learned
-from gateway.core.quick import quick
+from gateway.core.value import valueclass
 from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateCosts
 from gateway.tokenizer.counting import chars_per_token_max, count
 from gateway.tokenizer.exact import Counted
@@ -41,8 +40,7 @@ TextKey = Hashable
 """What a text is known by: its length and hash."""
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class TextEstimate(Estimate):
     """An estimate that remembers how its texts were counted, so that the answer can teach something.
 
@@ -254,8 +252,7 @@ def _sample(parts: Pieces) -> str:
     return text if long is None or len(text) > long.size_bytes else next(long.pieces(), "")
 
 
-@quick
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class _Size:
     """How much there is to count, as far as a quick look tells.
 

@@ -84,7 +84,7 @@ class Vocabulary:
         encoding: What counts.
         characters: Those that have an entry of their own, ASCII included.
         prefixes: Incomplete UTF-8 sequences that have a rank; see `glued_tokens`.
-        marker_starts: Characters that markers begin with: a text without any of them has no marker.
+        markers: Markers by the character that they begin with.
         chars_per_token_max: Longest entry or marker, in characters.
         warnings: As in `BuildSummary`.
     """
@@ -95,7 +95,7 @@ class Vocabulary:
     encoding: tiktoken.Encoding
     characters: frozenset[str]
     prefixes: frozenset[bytes]
-    marker_starts: frozenset[str]
+    markers: Mapping[str, tuple[str, ...]]
     chars_per_token_max: int
     warnings: tuple[str, ...] = ()
 
@@ -333,7 +333,10 @@ def _assemble(
         encoding=_encoding(f"gemma-{sha256[:12]}", ranks, specials),
         characters=frozenset(characters),
         prefixes=frozenset(prefixes),
-        marker_starts=frozenset(special[0] for special in specials),
+        markers={
+            start: tuple(special for special in specials if special[0] == start)
+            for start in {special[0] for special in specials}
+        },
         chars_per_token_max=longest,
         warnings=warnings,
     )

@@ -7,7 +7,7 @@ time out a read after 5 s and hold 100 connections at most.
 
 import errno
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
@@ -42,8 +42,12 @@ class HttpxUpstream(Ways["_HttpxWay"]):
     @asynccontextmanager
     async def open(self, target: Target, timeouts: Timeouts) -> AsyncIterator[UpstreamResponse]:
         """See `ports.Upstream.open`."""
-        async with self._to(target.backend) as way, self._exchange(way.client, target, timeouts) as response:
-            yield response
+        way = self._take(target.backend)
+        try:
+            async with self._exchange(way.client, target, timeouts) as response:
+                yield response
+        finally:
+            await self._give_back(way)
 
     @asynccontextmanager
     async def _exchange(
@@ -100,6 +104,7 @@ class _Response:
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
         self._parts = response.aiter_raw()
+        self._held: anyio.Event | None = None
 
     @property
     def status(self) -> int:
@@ -125,6 +130,22 @@ class _Response:
         except httpx.TransportError as error:
             raise UpstreamFailed("The connection to the backend broke.") from error
         return b""
+
+    async def pour(self, take: Callable[[bytes], bool]) -> None:
+        """See `ports.UpstreamResponse.pour`."""
+        while (data := await self.read()) and take(data):
+            if self._held is not None:
+                await self._held.wait()
+
+    def hold(self) -> None:
+        """See `ports.UpstreamResponse.hold`."""
+        self._held = self._held or anyio.Event()
+
+    def go_on(self) -> None:
+        """See `ports.UpstreamResponse.go_on`."""
+        if self._held is not None:
+            self._held.set()
+            self._held = None
 
 
 async def _send(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.core import admission
+from gateway.core import admission, selection
 from gateway.core.health import BackendStatus, State
 from gateway.core.selection import BackendView
 from gateway.core.swap_policy import Wants
@@ -132,6 +132,69 @@ def test_who_comes_to_an_idle_fleet_starts_at_once() -> None:
     assert site.start() == ["a"]
     assert len(site.line) == 0
     assert site.turn().look_again_at is None
+
+
+def at_once(site: Site, name: str, now: float = 0.0, **fields: object) -> bool:
+    """Have a place offered without a turn, and take it. Returns whether there was an offer."""
+    ticket = site.ticket(name, now, **fields)  # type: ignore[arg-type]
+    ranked = selection.rank(ticket.policy, ticket.traffic_class, ticket.demand, site.views())
+    able = tuple(one for one in ranked if one.excluded is None)
+    offer = site.line.offer_at_once(ticket, able, now)
+    if offer is None:
+        return False
+    assert offer.candidates == able
+    site.loads[able[0].backend] += able[0].claim
+    site.taken[name] = (able[0].backend, able[0].claim)
+    site.line.started(name, now)
+    return True
+
+
+def test_where_nobody_waits_a_place_is_offered_without_a_turn() -> None:
+    site = Site(knee=2)
+    assert at_once(site, "a")
+    assert at_once(site, "b")
+    assert not at_once(site, "c")  # full
+    site.enter("c")
+    site.end("a")
+    assert not at_once(site, "d")  # c waits
+    assert site.start() == ["c"]
+
+
+def test_what_started_without_a_turn_is_charged_as_after_one() -> None:
+    """One key has had a lot, by either way: whoever has had less goes first."""
+    patient_class = replace(PLAIN, waiting=Waiting(max_wait_s=900))
+
+    def in_turn(site: Site, name: str, **fields: object) -> None:
+        assert site.enter(name, 0.0, **fields) is None
+        assert site.start() == [name]
+
+    for way in (at_once, in_turn):
+        site = Site(knee=1)
+        for number in range(3):
+            way(site, f"{number}", key="noisy", traffic_class=patient_class)
+            site.end(f"{number}", 0.1)
+        assert site.line.tokens_started(1.0) == {("gemma", "chat", "noisy"): 600}
+        assert site.line.drain_per_s("gemma", "chat", 0.1) is not None  # both ways count as starts
+        in_turn(site, "busy", key="other", traffic_class=patient_class)
+        for name in ("noisy", "quiet"):
+            assert site.enter(name, key=name, traffic_class=patient_class) is None
+        assert site.served(["noisy", "quiet"]) == ["quiet", "noisy"]
+
+
+def test_a_place_is_offered_without_a_turn_only_where_nothing_is_under_way() -> None:
+    site = Site(knee=2)
+    ticket = site.ticket("a", deadline=1.0)
+    ranked = selection.rank(ticket.policy, ticket.traffic_class, ticket.demand, site.views())
+    assert site.line.offer_at_once(ticket, ranked, 2.0) is None  # its caller has given up
+    assert site.line.offer_at_once(ticket, (), 0.0) is None
+    offer = site.line.offer_at_once(ticket, ranked, 0.0)
+    assert offer is not None
+    assert site.line.is_offered("a")
+    assert site.line.offer_at_once(site.ticket("b"), ranked, 0.0) is None  # a has not answered yet
+    site.line.missed("a", ["light"], 0.0)
+    assert site.line.position("a") == 1
+    site.line.leave("a")
+    assert site.line.offer_at_once(site.ticket("b"), ranked, 0.01) is None  # the place was gone a moment ago
 
 
 def test_who_comes_to_a_full_fleet_waits_until_something_ends() -> None:

@@ -13,7 +13,7 @@ from gateway.core.errors import GatewayError, IdempotencyInProgress, InvalidRequ
 from gateway.core.idempotency import KeptAnswer, Promise, Standing, fingerprint
 from gateway.downstream.promises import PromiseKeeping, Promises
 from gateway.downstream.reading import Readers, Received, Work
-from gateway.downstream.relay import AsgiDownstream
+from gateway.downstream.relay import AsgiDownstream, HttpDownstream
 from gateway.pipeline import CallerStalled
 from gateway.ports import Arrival
 from gateway.store.promises import MemoryPromises
@@ -39,7 +39,7 @@ class Desk:
         keeping = PromiseKeeping(self.store, 60.0, self.answer_bytes_max, self.lease_s)
         self.promises = Promises(keeping, Readers(), Notes(), SystemClock())
 
-    async def ask(self, work: Callable[[AsgiDownstream], Awaitable[None]]) -> None:
+    async def ask(self, work: Callable[[HttpDownstream], Awaitable[None]]) -> None:
         """Ask with the one key; `work` is what would answer it."""
         self.asked += 1
         arrival = Arrival(f"req-{self.asked}", 0.0, 0.0, route=ROUTE)
@@ -74,7 +74,7 @@ class Desk:
         return found
 
 
-async def stream(downstream: AsgiDownstream, parts: Sequence[bytes] = (b"data: 1\n\n", DONE)) -> None:
+async def stream(downstream: HttpDownstream, parts: Sequence[bytes] = (b"data: 1\n\n", DONE)) -> None:
     await downstream.start(200, SSE)
     for part in parts:
         await downstream.send(part)
@@ -84,7 +84,7 @@ async def stream(downstream: AsgiDownstream, parts: Sequence[bytes] = (b"data: 1
 async def test_what_is_sent_is_passed_on_unchanged_and_at_once() -> None:
     desk, seen = Desk(), []
 
-    async def work(downstream: AsgiDownstream) -> None:
+    async def work(downstream: HttpDownstream) -> None:
         await downstream.start(200, SSE)
         for part in (b"data: 1\n\n", b": keep-alive\n\n", DONE):
             await downstream.send(part)
@@ -106,7 +106,7 @@ async def test_an_answer_is_kept_before_its_last_bytes_leave() -> None:
             standings.append(await desk.standing())
             await super().send(data)
 
-    async def whole(downstream: AsgiDownstream) -> None:
+    async def whole(downstream: HttpDownstream) -> None:
         await downstream.start(200, [(b"content-length", b"4")])
         await downstream.send(b"ab")
         await downstream.send(b"cd")
@@ -125,39 +125,39 @@ async def test_an_answer_is_kept_before_its_last_bytes_leave() -> None:
     assert isinstance(standings[1], bytes)
 
 
-async def fails(downstream: AsgiDownstream) -> None:
+async def fails(downstream: HttpDownstream) -> None:
     raise UpstreamFailed("no")
 
 
-async def breaks(downstream: AsgiDownstream) -> None:
+async def breaks(downstream: HttpDownstream) -> None:
     await downstream.start(200, SSE)
     await downstream.send(b"data: 1\n\n")
     await downstream.fail(UpstreamFailed("no"), "stream_broken")
     await downstream.finish()
 
 
-async def ends_badly(downstream: AsgiDownstream) -> None:
+async def ends_badly(downstream: HttpDownstream) -> None:
     await downstream.start(200, SSE)
     await downstream.send_last(b"event: response.failed\n\n", is_good=False)
     await downstream.finish()
 
 
-async def stalls(downstream: AsgiDownstream) -> None:
+async def stalls(downstream: HttpDownstream) -> None:
     await downstream.start(200, SSE)
     raise CallerStalled
 
 
-async def breaks_off(downstream: AsgiDownstream) -> None:
+async def breaks_off(downstream: HttpDownstream) -> None:
     await downstream.start(200, SSE)
     await downstream.send(b"data: 1\n\n")
 
 
-async def is_no_success(downstream: AsgiDownstream) -> None:
+async def is_no_success(downstream: HttpDownstream) -> None:
     await downstream.start(404, [(b"content-length", b"2")])
     await downstream.send(b"no")
 
 
-async def is_a_bug(downstream: AsgiDownstream) -> None:
+async def is_a_bug(downstream: HttpDownstream) -> None:
     raise RuntimeError
 
 
@@ -188,7 +188,7 @@ async def test_what_does_not_end_well_frees_the_key(work: Work, error: type[Exce
 async def test_a_caller_that_leaves_frees_the_key() -> None:
     desk, begun = Desk(), anyio.Event()
 
-    async def work(downstream: AsgiDownstream) -> None:
+    async def work(downstream: HttpDownstream) -> None:
         await downstream.start(200, SSE)
         begun.set()
         await anyio.sleep_forever()
@@ -219,7 +219,7 @@ async def test_a_request_that_cannot_be_read_frees_the_key() -> None:
 async def test_what_runs_for_longer_than_its_lease_keeps_its_key() -> None:
     desk, over = Desk(lease_s=0.3), anyio.Event()
 
-    async def work(downstream: AsgiDownstream) -> None:
+    async def work(downstream: HttpDownstream) -> None:
         await over.wait()
         await stream(downstream)
 
@@ -237,7 +237,7 @@ async def test_what_runs_for_longer_than_its_lease_keeps_its_key() -> None:
 async def test_a_key_that_was_freed_is_not_taken_again_by_a_renewal() -> None:
     desk = Desk(lease_s=0.3)
 
-    async def work(downstream: AsgiDownstream) -> None:
+    async def work(downstream: HttpDownstream) -> None:
         await breaks(downstream)
         await desk.lease_passes(1)  # three renewals would have come
         assert await desk.standing() is Standing.BEGUN
@@ -250,7 +250,7 @@ async def test_a_runner_that_lost_its_key_answers_its_caller_and_touches_nothing
     desk = Desk()
     others = KeptAnswer(200, SSE, DONE).encoded()
 
-    async def work(downstream: AsgiDownstream) -> None:
+    async def work(downstream: HttpDownstream) -> None:
         desk.store._marks.clear()
         await desk.store.begin(desk.promise, 60.0)
         await desk.store.keep(desk.promise, others, 60.0)
@@ -291,7 +291,7 @@ async def test_what_is_written_down_together_is_bounded(monkeypatch: pytest.Monk
 async def test_errors_come_out_as_they_were_raised() -> None:
     for kind in (GatewayError, CallerStalled, OSError):
 
-        async def work(downstream: AsgiDownstream, kind: type[Exception] = kind) -> None:
+        async def work(downstream: HttpDownstream, kind: type[Exception] = kind) -> None:
             raise kind("x")
 
         with pytest.raises(kind):

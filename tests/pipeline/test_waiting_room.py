@@ -14,14 +14,24 @@ from gateway.ports import Arrival, Slot
 from gateway.store.memory import MemoryLedger
 
 
-class TakenElsewhere(MemoryLedger):
+class FarAway(MemoryLedger):
+    """A ledger that has to be asked for everything."""
+
+    def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
+        return None
+
+    def release_at_once(self, slot: Slot) -> bool:
+        return False
+
+
+class TakenElsewhere(FarAway):
     """Every place is taken, though it looked free a moment ago."""
 
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         return Exclusion.AT_KNEE
 
 
-class Slow(MemoryLedger):
+class Slow(FarAway):
     """Grants nothing before two have asked: as a store far away, whose answers take their time."""
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ from gateway.core.health import Outcome
 from gateway.core.knee_estimate import Doubt
 from gateway.core.tpot_control import DECIDE_S, WINDOW_S, Move
 from gateway.core.values import Demand, Load, Policy
+from gateway.core.waiting import Ticket
 from gateway.pipeline.watch import JUDGED_S
 from gateway.ports import Slot
 from gateway.store.memory import MemoryLedger
@@ -150,12 +151,16 @@ async def test_a_target_that_is_withdrawn_gives_the_knee_back_and_wakes_who_wait
     async with anyio.create_task_group() as tasks:
         await streams.start(tasks, "light-0", 1)
         world.clock.time += WINDOW_S
-        wake = world.pipeline.room._wake
+        room, (model,) = world.pipeline.room, world.policy.models
+        demand = Demand(seqs=1, prompt_tokens=100, total_tokens=200)
+        room.line.enter(Ticket("waits", model.id, world.policy, model.classes[-1], demand, None, 0.0), 0.0)
+        wake = room._wake
 
         world.pipeline.watch.look()
 
         assert world.pipeline.watch.share_max("light-0") == admission.WHOLE
         assert wake.is_set()
+        room.line.leave("waits")
         await streams.step(0.1)
 
 

@@ -36,7 +36,7 @@ from gateway.core.values import (
 )
 from gateway.core.waiting import WaitingLine
 from gateway.pipeline import BackendWatch, Pipeline
-from gateway.ports import Arrival, Headers, Target
+from gateway.ports import Arrival, Downstream, Headers, Target
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
 
@@ -94,6 +94,16 @@ class ScriptedResponse:
                 return step
         return b""
 
+    async def pour(self, take: Callable[[bytes], bool]) -> None:
+        while (data := await self.read()) and take(data):
+            pass
+
+    def hold(self) -> None:
+        raise NotImplementedError
+
+    def go_on(self) -> None:
+        raise NotImplementedError
+
 
 @dataclass
 class ScriptedUpstream:
@@ -116,7 +126,7 @@ class ScriptedUpstream:
 
 
 @dataclass
-class Caller:
+class Caller(Downstream):
     """`ports.Downstream` that keeps what it gets."""
 
     status: int = 0

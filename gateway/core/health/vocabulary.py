@@ -295,9 +295,12 @@ Event = ProbeOk | ProbeFailed | ModelsFailed | Sample | SampleFailed | Attempt |
 # ------------------------------------------------------------------ questions
 
 
+_USABLE = frozenset({State.UP, State.PROBATION, State.UNKNOWN})
+
+
 def usable(status: BackendStatus) -> bool:
     """Return whether it may be sent anything at all. See `preference` for UNKNOWN."""
-    return status.state in (State.UP, State.PROBATION, State.UNKNOWN)
+    return status.state in _USABLE
 
 
 def accepts(status: BackendStatus, in_flight: int) -> bool:

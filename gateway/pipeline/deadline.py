@@ -1,0 +1,84 @@
+"""A time limit that moves all the while.
+
+A stream moves its deadline with every read, forty times a second for each of a thousand streams. A scope of
+anyio's sets a timer each time. Here a timer that fires too early is set again, so that moving a deadline to
+later costs nothing but its note.
+"""
+
+import asyncio
+from types import TracebackType
+
+
+class Deadline:
+    """Ends a block of code when its time has come, by cancelling the task in which it runs.
+
+    Attributes:
+        has_passed: Whether that has happened; known when the block has ended.
+    """
+
+    __slots__ = (
+        "_at",
+        "_cancelling",
+        "_is_expired",
+        "_loop",
+        "_task",
+        "_timer",
+        "_timer_at",
+        "has_passed",
+    )
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, at: float) -> None:
+        """End the block at `at`, in seconds of the clock of `loop`, in which the block runs."""
+        self.has_passed = False
+        self._at = at
+        self._loop = loop
+        self._task: asyncio.Task[object] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._cancelling = 0
+        self._is_expired = False
+
+    @property
+    def at(self) -> float:
+        """When the block ends; may be moved while it runs."""
+        return self._at
+
+    @at.setter
+    def at(self, at: float) -> None:
+        self._at = at
+        if self._timer is not None and at < self._timer_at:
+            self._timer.cancel()
+            self._set_timer()
+
+    def __enter__(self) -> "Deadline":
+        task = asyncio.current_task(self._loop)
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        self._set_timer()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        assert self._task is not None
+        assert self._timer is not None
+        self._timer.cancel()
+        task, self._task, self._timer = self._task, None, None
+        if not self._is_expired:
+            return False
+        # Whoever else has cancelled the task meanwhile is to see that.
+        self.has_passed = task.uncancel() <= self._cancelling and kind is asyncio.CancelledError
+        return self.has_passed
+
+    def _set_timer(self) -> None:
+        self._timer_at = self._at
+        self._timer = self._loop.call_at(self._at, self._look)
+
+    def _look(self) -> None:
+        if self._task is None or self._is_expired:
+            return
+        if self._loop.time() < self._at:
+            self._set_timer()
+        else:
+            self._is_expired = True
+            self._task.cancel()
