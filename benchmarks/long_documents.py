@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -398,11 +399,11 @@ def main() -> None:
         asyncio.run(measure(options.vocab.resolve(), options.rounds, parts))
         return
     print("a small vocabulary made for this: counts are slower than with Gemma's")
-    from tests.support.vocabulary import gemma_like
+    made = runpy.run_path(str(Path(__file__).parents[1] / "tests" / "support" / "vocabulary.py"))
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokenizer.json"
-        path.write_text(json.dumps(gemma_like()))
+        path.write_text(json.dumps(made["gemma_like"]()))
         asyncio.run(measure(path, options.rounds, parts))
 
 

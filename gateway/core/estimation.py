@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from gateway.core.value import valueclass
-from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts, Turn
+from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateCosts, Turn
 
 IMAGE_BUDGETS = (70, 140, 280, 560, 1120)
 """Soft tokens an image may be given; the processor knows no others."""
@@ -30,10 +30,14 @@ _THOUGHT_OPENS, _THOUGHT_CLOSES = "<|channel>", "<channel|>"
 
 @valueclass(frozen=True, slots=True)
 class Piece:
-    """One text to count, and how much each of its tokens weighs in the prompt, in percent."""
+    """One text to count, and how much each of its tokens weighs in the prompt, in percent.
+
+    Where it is a long one, that is `long`, and `text` is empty.
+    """
 
     text: str
     percent: int = 100
+    long: LongText | None = None
 
     def weigh(self, tokens: int) -> int:
         """Return what `tokens` of this text add to the prompt, rounded up."""
@@ -97,7 +101,7 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
         if role not in _ONE_TOKEN_ROLES:
             fixed -= 1
             texts.append(Piece(role))
-        texts.append(Piece(_content(turn)))
+        texts.append(Piece(_content(turn), long=turn.long))
         for name, arguments in turn.tool_calls:
             fixed += costs.tool_round
             texts += (Piece(name, 200), Piece(arguments))  # the call names it, and so does the result
@@ -108,7 +112,7 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
         fixed += costs.generation_prompt + (0 if prompt.thinking else costs.empty_thought)
     if images or audios:
         fixed += _media(prompt, costs, images, audios)
-    return Pieces(fixed, tuple([piece for piece in texts if piece.text]))
+    return Pieces(fixed, tuple([piece for piece in texts if piece.text or piece.long is not None]))
 
 
 def _completion(prompt: Prompt, costs: TemplateCosts) -> Pieces:

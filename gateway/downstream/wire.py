@@ -11,6 +11,7 @@ twice and decoded once. Whatever does not fit that is read member by member, and
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -18,7 +19,8 @@ import msgspec
 
 from gateway.core.errors import InvalidRequest
 from gateway.core.value import valueclass
-from gateway.core.values import NO_CHANGES, Changes, Endpoint, Prefixes, Prompt, Request, Turn
+from gateway.core.values import NO_CHANGES, Changes, Endpoint, LongText, Prefixes, Prompt, Request, Turn
+from gateway.downstream.long_texts import LONG_BYTES, long_text, take_a_break
 from gateway.ports import Arrival, Headers
 
 MODEL_CHARS_MAX = 256
@@ -46,6 +48,8 @@ _ASIDE = frozenset(
     {"tools", "stream_options", "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs"}
 )
 """What is read of a chat besides `_Chat`: mostly absent."""
+_LOOKED_INTO = frozenset({"assistant", "tool"})
+_NULL = msgspec.Raw(b"null")
 _INCLUDE_USAGE = msgspec.Raw(b'{"include_usage":true}')
 
 
@@ -129,9 +133,11 @@ def read(
     Raises:
         InvalidRequest: it is not JSON, not an object, or a member the gateway reads has a wrong type.
     """
+    members = members_of(body)
+    take_a_break(len(body))
     return read_members(
         endpoint,
-        members_of(body),
+        members,
         rules,
         size_bytes=len(body),
         arrival=arrival,
@@ -377,15 +383,67 @@ class _Chat(msgspec.Struct, gc=False):
     n: int | None = None
 
 
+class _LongMessage(msgspec.Struct, gc=False):
+    """`_Message`, where the content may be a long text."""
+
+    role: str
+    content: msgspec.Raw = _NULL
+    tool_calls: list[Any] | None = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+
+
+class _LongChat(msgspec.Struct, gc=False):
+    """`_Chat`, likewise."""
+
+    model: str
+    messages: list[_LongMessage]
+    stream: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+
+
 _CHAT = msgspec.json.Decoder(_Chat)
+_LONG_CHAT = msgspec.json.Decoder(_LongChat)
+_LONG_MESSAGE = msgspec.json.Decoder(_LongMessage)
+_CONTENT = msgspec.json.Decoder(str | list[Any] | None)
+_UNFIT = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def _seen(body: bytes) -> _Chat | None:
     """Return what is read of a chat, decoded at once; None where it is to be read member by member."""
     try:
-        return _CHAT.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        if len(body) < LONG_BYTES:
+            return _CHAT.decode(body)
+        chat = _LONG_CHAT.decode(body)
+        take_a_break(len(body))
+        messages = [_opened(message) for message in chat.messages]
+    except _UNFIT:
         return None
+    return _Chat(chat.model, messages, chat.stream, chat.max_tokens, chat.max_completion_tokens, chat.n)
+
+
+def _opened(message: _LongMessage) -> _Message:
+    """Return a message with its content decoded, unless that is a long text: its content is that, then.
+
+    What an assistant or a tool said is decoded all the same: the template looks into it.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError, RecursionError: it is to be read by itself.
+    """
+    raw = message.content
+    content: Any
+    if (
+        len(memoryview(raw)) < LONG_BYTES
+        or bytes(memoryview(raw)[:1]) != b'"'
+        or message.tool_calls is not None
+        or message.role in _LOOKED_INTO
+    ):
+        content = _CONTENT.decode(raw)
+    else:
+        content = long_text(raw)
+    return _Message(message.role, content, message.tool_calls, message.reasoning, message.reasoning_content)
 
 
 def _chat(
@@ -409,11 +467,16 @@ def _chat(
     key = size = 0
     for index, one in enumerate(messages):
         message = _message(raws[index], f"messages.{index}") if one is None else one
-        role, content = message.role, message.content
+        role = message.role
+        content: object = message.content
         if type(content) is str and message.tool_calls is None:
             turns.append(Turn(role, (content,)))
             key = hash((key, role, content))
             size += len(role) + len(content) + 1
+        elif type(content) is LongText:
+            turns.append(Turn(role, (), long=content))
+            key = hash((key, role, content.key))
+            size += content.size_bytes
         else:
             turns.append(_turn(message, f"messages.{index}", rules))
             raws = raws or _items(raw, "messages", rules.messages_max)
@@ -439,6 +502,9 @@ def _chat(
 
 def _message(raw: msgspec.Raw, where: str) -> _Message:
     """Return a message that is read by itself."""
+    if len(memoryview(raw)) >= LONG_BYTES:
+        with suppress(*_UNFIT):
+            return _opened(_LONG_MESSAGE.decode(raw))
     message = decoded(raw, where)
     if not isinstance(message, dict):
         raise InvalidRequest("A message must be an object.", param=where)

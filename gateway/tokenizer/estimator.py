@@ -14,10 +14,10 @@ import anyio.to_thread
 
 from gateway.core.class_counts import TextKind, kind_of
 from gateway.core.errors import AtCapacity
-from gateway.core.estimation import Pieces, bound, is_plain, margin_tokens, pieces
+from gateway.core.estimation import Piece, Pieces, bound, is_plain, margin_tokens, pieces
 from gateway.core.facts import Learned
 from gateway.core.value import valueclass
-from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts
+from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateCosts
 from gateway.tokenizer.counting import chars_per_token_max, count
 from gateway.tokenizer.exact import Counted
 from gateway.tokenizer.learning import LearnedMargin, LearnedRatios
@@ -30,6 +30,8 @@ THREADS = 2
 WAITING_MAX = 256
 """Large prompts that may be counted or wait for it: at 60 ms per MB and two threads, seconds of work."""
 REMEMBERED_CHARS_MIN = 2048
+ESCAPED_CHAR_BYTES = 12
+"""What a character takes in JSON at most: an emoji as two escapes."""
 REMEMBERED_MAX = 16_384
 """Texts whose counts are kept, about 2 MB in all: the earlier turns of some thousand conversations."""
 
@@ -67,6 +69,9 @@ class RememberedCounts:
 
     def __len__(self) -> int:
         return len(self._counts)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._counts
 
     def get(self, key: TextKey) -> Counted | None:
         """Return the count kept under `key`, or None."""
@@ -112,29 +117,40 @@ class PromptEstimator:
         at_least_tokens = -(-size.chars // chars_per_token_max(self.vocabulary))
         if at_least_tokens > limit_tokens:
             return bound(at_least_tokens, limit_tokens)
-        if size.bytes_max <= INLINE_BYTES and size.texts <= INLINE_TEXTS:
-            return self.estimate_now(prompt, costs, limit_tokens)
+        parts = pieces(prompt, costs)
+        if size.texts <= INLINE_TEXTS and (
+            size.bytes_max <= INLINE_BYTES or size.bytes_max - self._known_bytes(parts) <= INLINE_BYTES
+        ):
+            return self._estimate(parts, limit_tokens)
         if self._waiting >= WAITING_MAX:
             raise AtCapacity(
                 "Too many long prompts are waiting to be measured.", code="estimator_busy", retry_after_s=1
             )
         self._waiting += 1
         try:
-            return await anyio.to_thread.run_sync(
-                self.estimate_now, prompt, costs, limit_tokens, limiter=self._threads
-            )
+            return await anyio.to_thread.run_sync(self._estimate, parts, limit_tokens, limiter=self._threads)
         finally:
             self._waiting -= 1
 
     def estimate_now(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
         """Return what `estimate` does, on the calling thread: for commands that have nothing else to do."""
-        parts = pieces(prompt, costs)
+        return self._estimate(pieces(prompt, costs), limit_tokens)
+
+    def _known_bytes(self, parts: Pieces) -> int:
+        """Return how much of a prompt needs no counting because its count is remembered."""
+        return sum(
+            piece.long.size_bytes if piece.long is not None else _bytes_max(piece.text)
+            for piece in parts.texts
+            if _key(piece) in self.remembered
+        )
+
+    def _estimate(self, parts: Pieces, limit_tokens: int) -> Estimate:
         stop_above = self._stop_above(limit_tokens)
         fixed = total = parts.fixed_tokens
         counts, guessed = [], 0
         for piece in parts.texts:
             used = fixed if parts.alternatives else total
-            counted = self._count(piece.text, (stop_above - used) * 100 // piece.percent)
+            counted = self._count(piece, (stop_above - used) * 100 // piece.percent)
             counts.append(counted.tokens)
             guessed += counted.guessed_tokens
             total = used + piece.weigh(counted.tokens)
@@ -155,22 +171,35 @@ class PromptEstimator:
         mode = self.mode if exact else CountMode.APPROXIMATE
         kind = None
         if self.vocabulary is None:
-            kind = kind_of(max((piece.text for piece in parts.texts), key=len, default=""))
+            kind = kind_of(_sample(parts))
             total = parts.fixed_tokens + round(counted * self._ratios.ratio(kind))
         margin = margin_tokens(total, mode, self._margin.tokens)
         return TextEstimate(total, total + margin, mode, kind, parts.fixed_tokens, counted)
 
-    def _count(self, text: str, stop_above_tokens: int) -> Counted:
+    def _count(self, piece: Piece, stop_above_tokens: int) -> Counted:
         """Return the tokens of a text, from memory if it is long and was met before."""
-        if len(text) < REMEMBERED_CHARS_MIN:
-            return count(self.vocabulary, text, stop_above_tokens)
-        key = len(text), hash(text)
+        key = _key(piece)
+        if key is None:
+            return count(self.vocabulary, piece.text, stop_above_tokens)
         counted = self.remembered.get(key)
         if counted is None:
-            counted = count(self.vocabulary, text, stop_above_tokens)
+            if piece.long is None:
+                counted = count(self.vocabulary, piece.text, stop_above_tokens)
+            else:
+                counted = self._count_long(piece.long, stop_above_tokens)
             if counted.complete:
                 self.remembered.put(key, counted)
         return counted
+
+    def _count_long(self, text: LongText, stop_above_tokens: int) -> Counted:
+        tokens = guessed = 0
+        for one in text.pieces():
+            counted = count(self.vocabulary, one, stop_above_tokens - tokens)
+            tokens += counted.tokens
+            guessed += counted.guessed_tokens
+            if not counted.complete:
+                return Counted(tokens, guessed, complete=False)
+        return Counted(tokens, guessed)
 
     def observe(self, prompt: Prompt, estimate: Estimate, actual_tokens: int) -> None:
         """See ports.Estimator. Only text-only prompts that this estimator counted teach anything."""
@@ -205,6 +234,24 @@ def open_estimator(vocab: Path | None) -> PromptEstimator:
     return PromptEstimator(None if vocab is None else load(vocab))
 
 
+def _key(piece: Piece) -> TextKey | None:
+    """Return what a text is known by; None for one that is not worth remembering."""
+    if piece.long is not None:
+        return piece.long.size_bytes, piece.long.key
+    return None if len(piece.text) < REMEMBERED_CHARS_MIN else (len(piece.text), hash(piece.text))
+
+
+def _sample(parts: Pieces) -> str:
+    """Return the longest text of a prompt, or the beginning of it."""
+    text = max((piece.text for piece in parts.texts), key=len, default="")
+    long = max(
+        (piece.long for piece in parts.texts if piece.long is not None),
+        key=lambda one: one.size_bytes,
+        default=None,
+    )
+    return text if long is None or len(text) > long.size_bytes else next(long.pieces(), "")
+
+
 @valueclass(frozen=True, slots=True)
 class _Size:
     """How much there is to count, as far as a quick look tells.
@@ -220,12 +267,20 @@ class _Size:
     texts: int
 
 
+def _bytes_max(text: str) -> int:
+    """Return what a text takes in UTF-8 at most."""
+    return len(text) if text.isascii() else 4 * len(text)
+
+
 def _size(prompt: Prompt) -> _Size:
     """Return the size of a prompt, looking no further than is needed to decide where to count it."""
     texts = [prompt.tools_json, *prompt.raw_texts[:INLINE_TEXTS]]
+    longs: list[LongText] = []
     for turn in prompt.turns:
         texts.append(turn.role)
         texts += turn.texts
+        if turn.long is not None:
+            longs.append(turn.long)
         for call in turn.tool_calls:
             texts += call
         if len(texts) > INLINE_TEXTS:
@@ -235,5 +290,8 @@ def _size(prompt: Prompt) -> _Size:
         chars = len(text)
         together += chars
         longest = max(longest, chars)
-        bytes_max += chars if text.isascii() else 4 * chars
+        bytes_max += _bytes_max(text)
+    for long in longs:
+        together += long.size_bytes // ESCAPED_CHAR_BYTES
+        bytes_max += long.size_bytes
     return _Size(together if prompt.turns else longest, bytes_max, len(texts))

@@ -80,7 +80,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def _may_hold_markers(vocabulary: Vocabulary, piece: str) -> bool:
-    """Return whether a text may hold a marker: a short one is searched for all of them."""
+    """Return whether a text may hold a marker: a short one is searched for all, a long one for beginnings."""
     for start, markers in vocabulary.markers.items():
         if start in piece and (len(piece) > SEARCHED_CHARS or any(marker in piece for marker in markers)):
             return True
