@@ -70,9 +70,12 @@ class _Whole(msgspec.Struct):
     usage: Any = None
 
 
+_decode_whole = msgspec.json.Decoder(_Whole).decode
+
+
 def _decode_answer(body: bytes) -> object:
     try:
-        return msgspec.to_builtins(msgspec.json.decode(body, type=_Whole))
+        return msgspec.to_builtins(_decode_whole(body))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

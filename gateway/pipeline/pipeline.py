@@ -64,6 +64,9 @@ from gateway.ports import (
 _REFUSALS = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
 """Answers that may be the request's doing as well as the backend's."""
 
+AT_ONCE_S = 0.001
+"""Who waited for less than this for a place did not wait."""
+
 _NOBODY: Mapping[str, float] = MappingProxyType({})
 _NOBODY_WAITS: Mapping[str, int] = MappingProxyType({})
 
@@ -275,7 +278,9 @@ class Pipeline:
                 raise failure from None
             has_waited = False
             passage.admitted_at = passage.admitted_at or self._clock.now()
-            ticket = replace(ticket, waited_s=ticket.waited_s + self._clock.now() - entered_at)
+            waited_s = self._clock.now() - entered_at
+            if waited_s > AT_ONCE_S:
+                ticket = replace(ticket, waited_s=ticket.waited_s + waited_s)
             try:
                 await self._try(passage, ticket, candidate, slot)
             except UpstreamError as error:
