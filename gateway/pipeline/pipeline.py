@@ -265,8 +265,7 @@ class Pipeline:
             try:
                 candidate, slot = await self.room.admit(ticket, ranked, has_waited=has_waited)
             except PolicyChanged:
-                ticket = replace(ticket, waited_s=ticket.waited_s + self._clock.now() - entered_at)
-                has_waited = True
+                ticket, has_waited = self._waited(ticket, entered_at), True
                 continue
             except ShedError as shed:
                 if failure is None or isinstance(shed, AtCapacity):
@@ -278,9 +277,7 @@ class Pipeline:
                 raise failure from None
             has_waited = False
             passage.admitted_at = passage.admitted_at or self._clock.now()
-            waited_s = self._clock.now() - entered_at
-            if waited_s > AT_ONCE_S:
-                ticket = replace(ticket, waited_s=ticket.waited_s + waited_s)
+            ticket = self._waited(ticket, entered_at)
             try:
                 await self._try(passage, ticket, candidate, slot)
             except UpstreamError as error:
@@ -300,6 +297,11 @@ class Pipeline:
                 return
             finally:
                 await self.room.release(ticket, slot, answered=passage.is_answered)
+
+    def _waited(self, ticket: Ticket, since: float) -> Ticket:
+        """Return the ticket of a request that has waited since then."""
+        waited_s = self._clock.now() - since
+        return ticket if waited_s < AT_ONCE_S else replace(ticket, waited_s=ticket.waited_s + waited_s)
 
     # -------------------------------------------------------------- decide
 
