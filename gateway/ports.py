@@ -407,6 +407,9 @@ class JobStore(Protocol):
     async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
         """Return chunks of a job's answer from number `start` on, as many as there are, up to `limit`."""
 
+    async def all_chunks(self, job_id: str) -> Sequence[Chunk]:
+        """Return all chunks of a job's answer."""
+
     async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> None:
         """Return when a job has more chunks than `chunks`, or another status than `status` (None: than when
         this was called), or is final or gone; after `wait_s` anyway."""
