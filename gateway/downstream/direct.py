@@ -270,7 +270,10 @@ class DirectCall(HttpDownstream):
         self.is_started = True
         self._is_chunked = True
         lines = [STATUS_LINE[status]]
-        for name, value in headers:
+        for name, value in (*self._protocol.server_state.default_headers, *headers):
+            if name == b"connection":  # whoever sends it wants it closed
+                self.keep_alive = False
+                continue
             lines.append(b"%b: %b\r\n" % (name, value))
             if name == b"content-length":
                 self._is_chunked, self._left = False, int(value)
@@ -328,8 +331,10 @@ class DirectCall(HttpDownstream):
         """See `HttpDownstream.finish`."""
         if self._left:
             raise RuntimeError("the answer is shorter than was announced")
-        with anyio.move_on_after(FINISH_S):
+        with anyio.move_on_after(FINISH_S) as patience:
             await self._write(b"0\r\n\r\n" if self._is_chunked else b"")
+        if patience.cancelled_caught:
+            return  # without an end, the connection is dropped
         self.response_complete = True
         if not self.keep_alive:
             self._transport.close()

@@ -15,6 +15,7 @@ from gateway.downstream.errors import envelope, headers_of
 HEAD_BYTES_MAX = 65_536
 HEAD_WITHIN_S = 15.0
 CONNECTIONS_MAX = 8_192
+_FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class HeadTooLarge(InvalidRequest):
@@ -32,6 +33,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_bytes = 0  # of a head that is not complete
         self._is_in_head = True
+        self._is_last = False  # what follows the request is not HTTP/1.1, as far as its sender is concerned
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -49,7 +51,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; a head that does not end within its bound ends the connection."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_last:
             return
         super().data_received(data)
         if self._is_in_head and not self.transport.is_closing():
@@ -66,9 +68,27 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Begin its body."""
+        """Begin its body.
+
+        The parser skips the body of a request that asks for another protocol, and would take what it finds
+        next for a request: it could be anybody's bytes. So nothing is read behind such a request, and it
+        must have no body.
+        """
         self.head_is_complete()
+        self._is_last = self.parser.should_upgrade()
+        if self._is_last and any(name in _FRAMING and value != b"0" for name, value in self.headers):
+            self._refuse(
+                InvalidRequest("Send a request with a body without `Upgrade`: this is HTTP/1.1 only.")
+            )
+            return
         super().on_headers_complete()
+        if self._is_last:
+            self.cycle.keep_alive = False
+
+    def on_message_complete(self) -> None:
+        """End a request, unless it was refused."""
+        if not self.transport.is_closing():
+            super().on_message_complete()
 
     def head_is_complete(self) -> None:
         """Bound the head no more."""
