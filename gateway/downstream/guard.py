@@ -7,7 +7,8 @@ plain text. This adds what is missing, and leaves everything else to it.
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.core.errors import GatewayError, InvalidRequest, OutOfResources, RequestTimeout
 from gateway.downstream.errors import envelope, headers_of
@@ -35,6 +36,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head = True
         self._is_last = False  # what follows the request is not HTTP/1.1, as far as its sender is concerned
         self._head_timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None  # the request that is being answered
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept a connection, or refuse it where there are too many."""
@@ -45,9 +47,16 @@ class GuardedProtocol(HttpToolsProtocol):
             self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Forget the connection. uvicorn tells only the last request on it, which may not have begun."""
         self._stop_timer()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; a head that does not end within its bound ends the connection."""
@@ -116,6 +125,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_timer()
         body = envelope(error)
         lines = [STATUS_LINE[error.http_status]]
-        lines += [name + b": " + value + b"\r\n" for name, value in headers_of(error, body)]
-        self.transport.write(b"".join((*lines, b"connection: close\r\n\r\n", body)))
+        headers = [pair for pair in headers_of(error, body) if pair[0] != b"connection"]
+        lines += [b"%b: %b\r\n" % pair for pair in (*headers, (b"connection", b"close"))]
+        self.transport.write(b"".join((*lines, b"\r\n", body)))
         self.transport.close()

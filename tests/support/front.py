@@ -99,9 +99,9 @@ class Front:
         return len(self.watched.taken)
 
     @asynccontextmanager
-    async def caller(self, **options: Any) -> AsyncIterator["Wire"]:
+    async def caller(self) -> AsyncIterator["Wire"]:
         """A connection to it, while the block runs."""
-        async with await anyio.connect_tcp("127.0.0.1", self.port, **options) as stream:
+        async with await anyio.connect_tcp("127.0.0.1", self.port) as stream:
             yield Wire(stream)
 
     async def eventually(self, condition: Callable[[], bool]) -> None:
