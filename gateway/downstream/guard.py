@@ -16,6 +16,9 @@ from gateway.downstream.errors import envelope, headers_of
 HEAD_BYTES_MAX = 65_536
 HEAD_WITHIN_S = 15.0
 CONNECTIONS_MAX = 8_192
+LINGER_S = 60.0
+"""How long a connection that is to be closed may wait for its caller to read what was written."""
+
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -36,6 +39,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head = True
         self._is_last = False  # what follows the request is not HTTP/1.1, as far as its sender is concerned
         self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # the request that is being answered
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -49,6 +53,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection. uvicorn tells only the last request on it, which may not have begun."""
         self._stop_timer()
+        self._stop_stall_timer()
         super().connection_lost(exc)
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -99,6 +104,17 @@ class GuardedProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             super().on_message_complete()
 
+    def pause_writing(self) -> None:
+        """Note that the caller does not read as fast as it is answered."""
+        super().pause_writing()
+        if self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(LINGER_S, self._stalled)
+
+    def resume_writing(self) -> None:
+        """Note that it has read enough."""
+        self._stop_stall_timer()
+        super().resume_writing()
+
     def head_is_complete(self) -> None:
         """Bound the head no more."""
         self._is_in_head = False
@@ -115,6 +131,18 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _stalled(self) -> None:
+        """Drop a connection that is to be closed, and cannot be as long as its caller does not read."""
+        if self.transport.is_closing():
+            self.transport.abort()
+        else:  # how long an answer may wait is for whoever gives it
+            self._stall_timer = self.loop.call_later(LINGER_S, self._stalled)
 
     def _head_overdue(self) -> None:
         self._head_timer = None

@@ -6,19 +6,26 @@ Over real sockets, byte by byte, on both event loops.
 import json
 import socket
 import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import anyio
 import pytest
 from anyio.abc import SocketStream
-from support.front import WAYS, Behaviour, Front, Got, chat, front, oblige, post
+from litestar.types import Receive, Scope, Send
+from support.front import WAYS, Behaviour, Closed, Front, Got, Wire, chat, front, oblige, post
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
-from support.world import DONE, HELLO, ROLE, Estimates
+from support.world import DONE, HELLO, ROLE, STOP, Estimates, event
 
 from gateway.core.usage import Ending
-from gateway.downstream.relay import BodyLimits
-from gateway.pipeline import LEFT_STATUS
+from gateway.downstream.guard import GuardedProtocol
+from gateway.downstream.listener import Listener, bind
+from gateway.downstream.relay import AsgiCall, BodyLimits, Call, HttpDownstream, Uploads
+from gateway.pipeline import LEFT_STATUS, CallerStalled
+from gateway.ports import Headers
 
 
 @pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
@@ -368,7 +375,7 @@ async def test_a_caller_that_leaves_in_its_answer_is_noticed(way: str, how: str)
         async with site.caller() as caller:
             await caller.send(post(chat(stream=True)))
             await caller.head()
-            assert HELLO in public_to_served(await caller.chunk())
+            assert served_to_public(HELLO) in await caller.chunk()
             assert any(site.ledger.claims("b"))
             await leave(caller.stream, how)
             with anyio.fail_after(10):
@@ -440,13 +447,320 @@ async def test_a_fault_in_the_answer_leaves_it_without_its_end(way: str, is_stre
         assert site.taken == (way == "direct")
 
 
+# ---------------------------------------------------------------- callers that do not read
+
+
+PIECES = [event(delta={"content": f"{number} " + "x" * 60_000}) for number in range(400)]
+
+
+class Flood:
+    """Streams more than fits between it and a caller that does not read."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.is_over = anyio.Event()
+
+    async def __call__(self, stream: SocketStream, _: dict[str, Any]) -> None:
+        self.sent = 0
+        await stream.send(STREAM_HEAD + chunk(ROLE))
+        for piece in PIECES:
+            await stream.send(chunk(piece))
+            self.sent += 1
+        await stream.send(chunk(STOP + DONE) + LAST_CHUNK)
+        self.is_over.set()
+
+
+def unread(site: Front) -> int:
+    """Return the bytes that wait in the gateway for callers to read them."""
+    return sum(one.transport.get_write_buffer_size() for one in site.listener.server_state.connections)
+
+
+def is_stalled(site: Front) -> bool:
+    """Return whether a caller does not read."""
+    connections = site.listener.server_state.connections
+    return any(isinstance(one, GuardedProtocol) and one.flow.write_paused for one in connections)
+
+
+async def test_a_caller_that_does_not_read_holds_its_backend_and_nothing_is_lost(way: str) -> None:
+    flood = Flood()
+    async with front(way, flood) as site, site.caller() as caller:
+        for _ in range(2):  # the second time on the same connections
+            flood.is_over = anyio.Event()
+            await caller.send(post(chat(stream=True)))
+            await site.eventually(lambda: is_stalled(site))
+            with anyio.move_on_after(0.5):  # it has all the time it needs to send everything, and cannot
+                await flood.is_over.wait()
+            assert flood.sent < len(PIECES)
+            assert unread(site) < 1_000_000
+            got = await caller.answer()
+
+            assert got.is_whole
+            expected = served_to_public(b"".join([ROLE, *PIECES, STOP, DONE]))
+            assert sha256(got.body).digest() == sha256(expected).digest()
+        await site.idle()
+        assert [one.ending for one in site.notes.requests] == 2 * [Ending.COMPLETED]
+        assert site.backend.connections == 1
+        assert site.taken == (2 if way == "direct" else 0)
+
+
+async def test_a_caller_that_reads_now_and_then_gets_everything(way: str) -> None:
+    async with front(way, Flood()) as site, site.caller() as caller:
+        await caller.send(post(chat(stream=True)))
+        got, parts = await caller.head(), []
+        for turn in range(10_000):
+            if turn < 20:
+                await site.eventually(lambda: is_stalled(site))
+            part = await caller.chunk()
+            parts.append(part)
+            if not part:
+                break
+
+        assert got.status == 200
+        assert b"".join(parts) == served_to_public(b"".join([ROLE, *PIECES, STOP, DONE]))
+        await site.idle()
+
+
+async def test_a_caller_that_reads_no_more_is_given_up(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.pipeline.caller.CALLER_STALL_S", 0.1)
+    async with front(way, Flood()) as site, site.caller() as caller:
+        await caller.send(post(chat(stream=True)))
+        with anyio.fail_after(10):
+            await site.backend.closed.wait()
+        await site.idle()
+        (record,) = site.notes.requests
+        assert record.ending is Ending.LEFT
+
+        got = await caller.answer()  # what was written, and no end
+        assert not got.is_whole
+        assert not got.body.endswith(DONE)
+
+
+async def test_the_connection_of_a_caller_that_reads_no_more_is_dropped(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.pipeline.caller.CALLER_STALL_S", 0.1)
+    monkeypatch.setattr("gateway.downstream.guard.LINGER_S", 0.3)
+    async with front(way, Flood()) as site, site.caller() as caller:
+        await caller.send(post(chat(stream=True)))
+        await site.eventually(lambda: is_stalled(site))
+        await site.eventually(lambda: not site.listener.server_state.connections)
+        await site.idle()
+
+
+async def test_a_caller_that_is_slow_is_not_dropped(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.downstream.guard.LINGER_S", 0.02)
+    async with front(way, Flood()) as site, site.caller() as caller:
+        await caller.send(post(chat(stream=True)))
+        await site.eventually(lambda: is_stalled(site))
+        with anyio.move_on_after(0.2):
+            await site.backend.closed.wait()
+        assert (await caller.answer()).is_whole
+
+
+# ---------------------------------------------------------------- the end of a process
+
+
+class Gated:
+    """Begins an answer, and ends it when a test says."""
+
+    def __init__(self) -> None:
+        self.gate = anyio.Event()
+
+    async def __call__(self, stream: SocketStream, _: dict[str, Any]) -> None:
+        await begin(stream, {})
+        await self.gate.wait()
+        await stream.send(chunk(STOP + DONE) + LAST_CHUNK)
+
+
+async def test_a_drain_lets_streams_end_and_takes_nothing_new(way: str) -> None:
+    gated = Gated()
+    async with (
+        front(way, gated) as site,
+        site.caller() as running,
+        site.caller() as idle,
+        anyio.create_task_group() as tasks,
+    ):
+        site.behave = oblige
+        assert (await idle.ask(post())).status == 200
+        site.behave = gated
+        await running.send(post(chat(stream=True)))
+        begun = await running.head()
+        tasks.start_soon(site.applications.drain)
+        await site.eventually(lambda: site.applications.is_draining)
+        async with site.caller() as new:
+            for caller in (idle, new):
+                got = await caller.ask(post())
+                assert (got.status, got.code, got.header("connection")) == (503, "draining", "close")
+                assert got.header("retry-after") == "1"
+                assert await caller.is_closed()
+        assert site.applications.in_flight == 1
+        gated.gate.set()
+        got = await running.rest_of(begun)
+
+        assert got.is_whole
+        assert got.body.endswith(DONE)
+        with anyio.fail_after(10):
+            await site.applications.drain()
+        assert site.taken == (2 if way == "direct" else 0)  # neither of the refused
+
+
+async def test_a_body_that_ends_in_a_drain_is_refused_or_served_and_never_dropped(way: str) -> None:
+    request = post()
+    async with front(way) as site, site.caller() as caller:
+        await caller.send(request[:-5])
+        await site.eventually(lambda: site.applications.uploads.bytes > 0)
+        site.applications.is_draining = True
+        got = await caller.ask(request[-5:])
+
+        if way == "direct":  # it is a call when it is complete
+            assert (got.status, got.code, got.header("connection")) == (503, "draining", "close")
+            assert await caller.is_closed()
+        else:
+            assert got.status == 200
+        await site.idle()
+
+
+async def test_a_server_that_ends_gracefully_lets_streams_end(way: str) -> None:
+    gated = Gated()
+    async with front(way, gated) as site, site.caller() as running, site.caller() as idle:
+        await running.send(post(chat(stream=True)))
+        begun = await running.head()
+        assert (await idle.ask(post(b""))).status == 400
+        site.listener.should_exit = True
+        assert await idle.is_closed()
+        gated.gate.set()
+
+        assert (await running.rest_of(begun)).is_whole
+        assert await running.is_closed()
+        with anyio.fail_after(10):
+            await site.listener.wait_ended()
+        await site.idle()
+
+
+async def test_a_cut_ends_everything_at_once(way: str) -> None:
+    async with front(way, begin) as site, site.caller() as streaming, site.caller() as sending:
+        await streaming.send(post(chat(stream=True)))
+        begun = await streaming.head()
+        await streaming.chunk()
+        await sending.send(post(b" ", length=1_000))
+        await site.eventually(lambda: site.applications.uploads.bytes == 1)
+        site.listener.cut()
+        with anyio.fail_after(10):
+            await site.backend.closed.wait()
+            await site.listener.wait_ended()
+
+        assert not (await streaming.rest_of(begun)).is_whole
+        assert await sending.is_closed()
+        await site.idle()
+        assert not site.listener.server_state.connections
+        assert {one.ending for one in site.notes.requests} == {Ending.LEFT}
+        assert site.taken == (2 if way == "direct" else 0)
+
+
+# ---------------------------------------------------------------- what answers a call, misused
+
+
+@asynccontextmanager
+async def answering(way: str, answer: Callable[[HttpDownstream], Awaitable[None]]) -> AsyncIterator[Wire]:
+    """A connection to a server whose calls are all answered by `answer`."""
+
+    class Desk:
+        limits = BodyLimits()
+        uploads = Uploads()
+
+        def may_come(self, headers: Headers) -> bool:
+            return True
+
+        async def chat(self, call: Call) -> None:
+            await call.body(self.limits, self.uploads)
+            await call.run(lambda: answer(call.downstream))
+
+    desk = Desk()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert way == "asgi"
+        await desk.chat(AsgiCall(scope, receive, send))
+
+    bound = bind("127.0.0.1", 0)
+    listener = Listener(app, bound, desk if way == "direct" else None)
+    async with anyio.create_task_group() as tasks:
+        port = bound.getsockname()[1]
+        tasks.start_soon(listener.run_until_stopped)
+        await listener.wait_started()
+        try:
+            async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+                yield Wire(stream)
+        finally:
+            listener.cut()
+            with anyio.CancelScope(shield=True):
+                await listener.wait_ended()
+
+
+async def test_an_end_that_cannot_be_written_is_none(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.downstream.relay.FINISH_S", 0.1)
+    monkeypatch.setattr("gateway.downstream.direct.FINISH_S", 0.1)
+    is_over = anyio.Event()
+
+    async def answer(downstream: HttpDownstream) -> None:
+        await downstream.start(200, [])
+        await downstream.send(b"x" * 30_000_000)
+        await downstream.finish()
+        is_over.set()
+
+    async with answering(way, answer) as caller:
+        await caller.send(post())
+        with anyio.fail_after(10):
+            await is_over.wait()
+        got = await caller.answer()
+
+        assert len(got.body) == 30_000_000
+        assert not got.is_whole
+
+
+@pytest.mark.parametrize("body", [b"four!", b"two"], ids=["longer", "shorter"])
+async def test_an_answer_that_is_not_as_long_as_announced_ends_its_connection(way: str, body: bytes) -> None:
+    async def answer(downstream: HttpDownstream) -> None:
+        await downstream.start(200, [(b"content-length", b"4")])
+        await downstream.send(body)
+        await downstream.finish()
+
+    async with answering(way, answer) as caller:
+        got = await caller.ask(post())
+        assert not got.is_whole
+
+
+@pytest.mark.parametrize("value", [b"a\r\nb: c", b"a\nb: c", b"a\r"])
+async def test_a_header_with_a_line_break_is_never_sent(way: str, value: bytes) -> None:
+    async def answer(downstream: HttpDownstream) -> None:
+        await downstream.start(200, [(b"a", value)])
+        await downstream.send(b"never")
+
+    async with answering(way, answer) as caller:
+        with pytest.raises(Closed):
+            await caller.ask(post())
+
+
+async def test_an_answer_that_was_never_begun_ends_its_connection(way: str) -> None:
+    async def answer(_: HttpDownstream) -> None:
+        raise CallerStalled
+
+    async with answering(way, answer) as caller:
+        try:
+            got = await caller.ask(post())
+        except Closed:
+            return
+        assert got.status == 500
+        assert got.header("connection") == "close"
+
+
 def asked(site: Front) -> list[dict[str, Any]]:
     """Return what came to the backend."""
     return [json.loads(body) for _, body in site.backend.requests]
 
 
-def public_to_served(data: bytes) -> bytes:
-    return data.replace(b'"model":"gemma-4"', b'"model":"served"')
+def served_to_public(data: bytes) -> bytes:
+    """Return what a caller gets of what a backend says."""
+    return data.replace(b'"model":"served"', b'"model":"gemma-4"')
 
 
 async def leave(stream: SocketStream, how: str) -> None:
