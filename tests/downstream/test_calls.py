@@ -4,10 +4,11 @@ Over real sockets, byte by byte, on both event loops.
 """
 
 import json
+import select
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -18,9 +19,10 @@ from anyio.abc import SocketStream
 from litestar.types import Receive, Scope, Send
 from support.front import WAYS, Behaviour, Closed, Front, Got, Wire, chat, front, oblige, post
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
-from support.world import DONE, HELLO, ROLE, STOP, Estimates, event
+from support.world import DONE, HELLO, LIGHT, ROLE, STOP, Estimates, event
 
 from gateway.core.usage import Ending
+from gateway.core.values import Waiting
 from gateway.downstream.guard import GuardedProtocol
 from gateway.downstream.listener import Listener, bind
 from gateway.downstream.relay import AsgiCall, BodyLimits, Call, HttpDownstream, Uploads
@@ -260,6 +262,34 @@ async def test_a_caller_may_wait_to_be_told_to_go_on(way: str) -> None:
 
         assert got.status == 200
         assert site.taken == 0
+
+
+@pytest.mark.parametrize("count", [1, 5_000], ids=["one", "many"])
+async def test_a_head_has_a_bound(way: str, count: int) -> None:
+    field = b"x: " + b"y" * (600_000 // count) + b"\r\n"
+    async with front(way) as site, site.caller() as caller:
+        await caller.send(post(b"", length=None)[:-2])
+        await send_until_answered(caller, count * field)
+        got = await caller.answer()
+
+        assert (got.status, got.code, got.header("connection")) == (431, "headers_too_large", "close")
+        assert await caller.is_closed()
+        await site.idle()
+
+
+async def test_what_is_more_than_may_wait_is_refused(way: str) -> None:
+    async with front(way, stay_silent, waiting=Waiting(waiting_max=0)) as site, AsyncExitStack() as stack:
+        for _ in range(LIGHT.knee[0].seqs):
+            caller = await stack.enter_async_context(site.caller())
+            await caller.send(post())
+        await site.eventually(lambda: len(site.backend.requests) == LIGHT.knee[0].seqs)
+        async with site.caller() as caller:
+            for _ in range(2):
+                got = await caller.ask(post())
+                assert (got.status, got.code) == (429, "queue_full")
+                assert got.header("retry-after")
+                assert got.header("x-request-id")
+        assert [(one.status, one.error_code) for one in site.notes.requests] == 2 * [(429, "queue_full")]
 
 
 # ---------------------------------------------------------------- bodies that do not come
@@ -751,6 +781,17 @@ async def test_an_answer_that_was_never_begun_ends_its_connection(way: str) -> N
             return
         assert got.status == 500
         assert got.header("connection") == "close"
+
+
+async def send_until_answered(caller: Wire, data: bytes) -> None:
+    """Send data in pieces, and stop where it is answered: more would drown the answer."""
+    raw = caller.stream.extra(anyio.abc.SocketAttribute.raw_socket)
+    for start in range(0, len(data), 10_000):
+        if select.select([raw], [], [], 0)[0]:
+            return
+        await caller.send(data[start : start + 10_000])
+        for _ in range(20):  # the server, in this very event loop, reads it
+            await anyio.lowlevel.checkpoint()
 
 
 def asked(site: Front) -> list[dict[str, Any]]:

@@ -156,6 +156,15 @@ ATTACKS = {
         headed(length(len(HIDDEN)), b"Connection: upgrade", b"Upgrade: other"), HIDDEN
     ),
     "upgrade in chunks": Attack(headed(coded(), b"Connection: upgrade", b"Upgrade: websocket"), CHUNKED),
+    "upgrade without a body": Attack(
+        headed(
+            b"Connection: upgrade",
+            b"Upgrade: h2c",
+            head=NO_LENGTH.replace(LINE.encode(), b"GET /v1/models HTTP/1.1"),
+        ),
+        HIDDEN,
+        (200,),
+    ),
     "connect": Attack(
         headed(length(), head=NO_LENGTH.replace(LINE.encode(), b"CONNECT gateway:80 HTTP/1.1")), HIDDEN
     ),
