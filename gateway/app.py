@@ -3,6 +3,7 @@
 Nothing else constructs an adapter, and nothing here decides anything.
 """
 
+import asyncio
 import logging
 import os
 import signal
@@ -16,7 +17,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from gateway import parts
+from gateway import memory, parts
 from gateway.clock import SystemClock
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
@@ -510,6 +511,8 @@ async def serve_until(
         ConfigError: an address cannot be bound.
     """
     async with gateway.running(listen) as running:
+        memory.settle()
+        logs.gather_in(asyncio.get_running_loop())
         ready(running)
         await anext(stops)
         what = "jobs" if gateway.settings.is_job_worker else "requests"

@@ -18,7 +18,7 @@ from gateway.core.batches import (
     RunningLine,
 )
 from gateway.core.errors import GatewayError
-from gateway.core.facts import Learned
+from gateway.core.facts import Attempts, Learned
 from gateway.core.files import FileRefusal, NewFile, StoredFile
 from gateway.core.health import BackendStatus, Elsewhere, Heard, Outcome, Verdict
 from gateway.core.idempotency import Promise, Standing
@@ -360,8 +360,8 @@ class BoxBoard(Protocol):
 class SharedHealth(Protocol):
     """What gateways tell each other of backends; beside `Fleet`, which they all have."""
 
-    def statuses(self) -> Mapping[str, BackendStatus]:
-        """See `Fleet.statuses`."""
+    def attempts(self) -> Mapping[str, Attempts]:
+        """Return, per backend that had any, the requests of this process that spoke for or against it."""
 
     def verdicts(self) -> Mapping[str, Verdict]:
         """Return, per backend that has one, the verdict that this process's own requests led to."""

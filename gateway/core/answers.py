@@ -175,10 +175,13 @@ def read_answer(decoded: object) -> Answer | None:
 
 def usage_of(usage: object) -> Usage | None:
     """Return the token counts of a `usage` member, or None if it holds none."""
-    if not isinstance(usage, Mapping) or not isinstance(usage.get("prompt_tokens"), int):
+    if not isinstance(usage, Mapping):
+        return None
+    prompt_tokens = usage.get("prompt_tokens")
+    if not isinstance(prompt_tokens, int) or prompt_tokens < 0:
         return None
     return Usage(
-        prompt_tokens=usage["prompt_tokens"],
+        prompt_tokens=prompt_tokens,
         completion_tokens=_count(usage, "completion_tokens"),
         cached_tokens=_count(usage.get("prompt_tokens_details"), "cached_tokens"),
         reasoning_tokens=_count(usage.get("completion_tokens_details"), "reasoning_tokens"),
@@ -187,4 +190,4 @@ def usage_of(usage: object) -> Usage | None:
 
 def _count(holder: Any, name: str) -> int:
     value = holder.get(name) if isinstance(holder, Mapping) else None
-    return value if isinstance(value, int) else 0
+    return max(0, value) if isinstance(value, int) else 0

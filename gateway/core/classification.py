@@ -4,9 +4,9 @@ Every answer comes with its reason, because the operator's question is never "wh
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from gateway.core.values import Bound, Comparison, Estimate, ModelPolicy, Request, TrafficClass, When
+from gateway.core.values import Bound, Comparison, Estimate, ModelPolicy, Request, TrafficClass
 
 _OPERATORS: Mapping[Comparison, Callable[[int, int], bool]] = {
     Comparison.GE: operator.ge,
@@ -22,9 +22,10 @@ def classify(model: ModelPolicy, request: Request, estimate: Estimate) -> tuple[
 
     A job keeps its class: it is run as a stream, without most headers of the request that it was.
     """
-    for traffic_class in model.classes:
-        if traffic_class.name == request.handed_over_as:
-            return traffic_class, "was handed over as one"
+    if request.handed_over_as:
+        for traffic_class in model.classes:
+            if traffic_class.name == request.handed_over_as:
+                return traffic_class, "was handed over as one"
     for traffic_class in model.classes:
         if mismatch(model, traffic_class, request, estimate) is None:
             return traffic_class, _reason(model, traffic_class, request, estimate)
@@ -52,12 +53,10 @@ def mismatch(
                 return f"{name} is not given, needs {_spell(bound)}"
             if not _OPERATORS[bound.op](value, bound.value):
                 return f"{name} {value} is not {_spell(bound)}"
-    for name, wanted, actual in (
-        ("reasoning", when.reasoning, is_reasoning(model, request)),
-        ("stream", when.stream, request.stream),
-    ):
-        if wanted is not None and wanted is not actual:
-            return f"{name} is {str(actual).lower()}"
+    if when.reasoning is not None and when.reasoning is not (actual := is_reasoning(model, request)):
+        return f"reasoning is {str(actual).lower()}"
+    if when.stream is not None and when.stream is not request.stream:
+        return f"stream is {str(request.stream).lower()}"
     if when.keys and request.key not in when.keys:
         return f"key {request.key or 'none'} is not one of {', '.join(when.keys)}"
     for name, accepted in when.headers:
@@ -70,22 +69,28 @@ def mismatch(
 
 def _numbers(
     traffic_class: TrafficClass, request: Request, estimate: Estimate
-) -> tuple[tuple[str, tuple[Bound, ...], int | None], ...]:
+) -> Sequence[tuple[str, tuple[Bound, ...], int | None]]:
+    """Return the figures that a class has conditions on: name, conditions, and what the request has there."""
     when = traffic_class.when
-    return (
-        ("prompt_tokens", when.prompt_tokens, estimate.tokens),
-        ("total_tokens", when.total_tokens, estimate.tokens + output_tokens(traffic_class, request)),
-        ("max_tokens", when.max_tokens, request.max_tokens),
-        ("images", when.images, request.images),
-        ("audio", when.audios, request.audios),
-        ("tools", when.tools, request.tools),
-    )
+    found: list[tuple[str, tuple[Bound, ...], int | None]] = []
+    if when.prompt_tokens:
+        found.append(("prompt_tokens", when.prompt_tokens, estimate.tokens))
+    if when.total_tokens:
+        total_tokens = estimate.tokens + output_tokens(traffic_class, request)
+        found.append(("total_tokens", when.total_tokens, total_tokens))
+    if when.max_tokens:
+        found.append(("max_tokens", when.max_tokens, request.max_tokens))
+    if when.images:
+        found.append(("images", when.images, request.images))
+    if when.audios:
+        found.append(("audio", when.audios, request.audios))
+    if when.tools:
+        found.append(("tools", when.tools, request.tools))
+    return found
 
 
 def _reason(model: ModelPolicy, traffic_class: TrafficClass, request: Request, estimate: Estimate) -> str:
     when = traffic_class.when
-    if when == When():
-        return "takes everything else"
     held = [
         f"{name} {value} {_spell(bound)}"
         for name, bounds, value in _numbers(traffic_class, request, estimate)
@@ -101,7 +106,7 @@ def _reason(model: ModelPolicy, traffic_class: TrafficClass, request: Request, e
     if when.keys:
         held.append(f"key {request.key}")
     held += [f"header {name}" for name, _ in when.headers]
-    return ", ".join(held)
+    return ", ".join(held) or "takes everything else"
 
 
 def _spell(bound: Bound) -> str:

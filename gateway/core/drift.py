@@ -72,11 +72,14 @@ class DriftTracker:
         """Note one answer. Those that cannot tell are left out: tools, audio, lists of prompts, bounds."""
         if estimate.mode is CountMode.BOUND or actual_tokens <= 0:
             return
-        seen = self._seen.setdefault(backend_id, _Seen())
-        images = sum(turn.images for turn in prompt.turns)
+        seen = self._seen.get(backend_id)
+        if seen is None:
+            seen = self._seen[backend_id] = _Seen()
         if is_plain(prompt):
             seen.text.append((actual_tokens, estimate))
-        elif images and _only_images(prompt):
+            return
+        images = sum(turn.images for turn in prompt.turns)
+        if images and _only_images(prompt):
             expected = image_budget(prompt, costs)
             text_tokens = estimate.tokens - images * expected
             # A text may be off by its band: where that could hide an image, it says nothing of images.

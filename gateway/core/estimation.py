@@ -8,9 +8,9 @@ and tool rounds, is counted at an upper bound. Figures: docs/estimate.md#the-tem
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts, Turn
+from gateway.core.value import valueclass
+from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateCosts, Turn
 
 IMAGE_BUDGETS = (70, 140, 280, 560, 1120)
 """Soft tokens an image may be given; the processor knows no others."""
@@ -28,19 +28,23 @@ _ONE_TOKEN_ROLES = frozenset({"system", "developer", "user", "assistant", "model
 _THOUGHT_OPENS, _THOUGHT_CLOSES = "<|channel>", "<channel|>"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Piece:
-    """One text to count, and how much each of its tokens weighs in the prompt, in percent."""
+    """One text to count, and how much each of its tokens weighs in the prompt, in percent.
+
+    Where it is a long one, that is `long`, and `text` is empty.
+    """
 
     text: str
     percent: int = 100
+    long: LongText | None = None
 
     def weigh(self, tokens: int) -> int:
         """Return what `tokens` of this text add to the prompt, rounded up."""
         return -(-tokens * self.percent // 100)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Pieces:
     """What a prompt's length is made of.
 
@@ -70,7 +74,8 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
     """
     if not prompt.turns:
         return _completion(prompt, costs)
-    fixed = costs.bos + _media(prompt, costs)
+    fixed = costs.bos
+    images = audios = 0
     texts: list[Piece] = []
     if prompt.thinking:
         fixed += costs.think_marker
@@ -81,19 +86,22 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
     previous: Turn | None = None  # the last one that was not a tool's result
     calls_open = 0  # calls of that turn whose result has not come yet
     for turn in prompt.turns:
-        if turn.role == "tool":
+        role = turn.role
+        images += turn.images
+        audios += turn.audios
+        if role == "tool":
             # A result stands inside the round of its call. One without a call costs a round of its own.
             fixed += 0 if calls_open else costs.tool_round
             calls_open = max(0, calls_open - 1)
             texts.append(Piece("".join(turn.texts)))
             continue
         fixed += costs.per_turn
-        if turn.role == "assistant" and previous is not None and previous.role == "assistant":
+        if role == "assistant" and previous is not None and previous.role == "assistant":
             fixed -= costs.generation_prompt  # it goes on in the same turn, without opening another
-        if turn.role not in _ONE_TOKEN_ROLES:
+        if role not in _ONE_TOKEN_ROLES:
             fixed -= 1
-            texts.append(Piece(turn.role))
-        texts.append(Piece(_content(turn)))
+            texts.append(Piece(role))
+        texts.append(Piece(_content(turn), long=turn.long))
         for name, arguments in turn.tool_calls:
             fixed += costs.tool_round
             texts += (Piece(name, 200), Piece(arguments))  # the call names it, and so does the result
@@ -102,7 +110,9 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
     if previous is None or not previous.tool_calls:
         # After a tool's result the model goes on where its call ended; else its turn is opened for it.
         fixed += costs.generation_prompt + (0 if prompt.thinking else costs.empty_thought)
-    return Pieces(fixed, tuple(piece for piece in texts if piece.text))
+    if images or audios:
+        fixed += _media(prompt, costs, images, audios)
+    return Pieces(fixed, tuple([piece for piece in texts if piece.text or piece.long is not None]))
 
 
 def _completion(prompt: Prompt, costs: TemplateCosts) -> Pieces:
@@ -111,10 +121,8 @@ def _completion(prompt: Prompt, costs: TemplateCosts) -> Pieces:
     return Pieces(costs.bos if prompt.raw_texts else prompt.raw_tokens, texts, alternatives=True)
 
 
-def _media(prompt: Prompt, costs: TemplateCosts) -> int:
+def _media(prompt: Prompt, costs: TemplateCosts, images: int, audios: int) -> int:
     """Return the tokens of images and audio: a budget each, whatever their size and never their base64."""
-    images = sum(turn.images for turn in prompt.turns)
-    audios = sum(turn.audios for turn in prompt.turns)
     audio_tokens = prompt.audio_tokens or audios * costs.audio
     return (
         images * (image_budget(prompt, costs) + costs.image_markers)
@@ -131,7 +139,9 @@ def image_budget(prompt: Prompt, costs: TemplateCosts) -> int:
 def _content(turn: Turn) -> str:
     """Return a turn's text as the template writes it: parts stripped, the model's old thoughts dropped."""
     if turn.role == "assistant":
-        return "".join(_without_thoughts(text) for text in turn.texts)
+        return "".join([_without_thoughts(text) for text in turn.texts])
+    if len(turn.texts) == 1:
+        return turn.texts[0].strip()
     return (" " if turn.role in _SYSTEM_ROLES else "").join(text.strip() for text in turn.texts)
 
 

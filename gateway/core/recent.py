@@ -5,7 +5,7 @@ the policy and never by the traffic: a latency is counted in one of a few hundre
 twelfth, so that a percentile is off by 4.5 % at most.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, log2
@@ -38,8 +38,9 @@ class Spread:
 
     def add(self, seconds: float) -> None:
         """Count one duration."""
-        held = min(max(seconds, _LEAST_S), _MOST_S)
-        bin_number = floor(BINS_PER_DOUBLING * log2(held))
+        if not _LEAST_S <= seconds <= _MOST_S:
+            seconds = min(max(seconds, _LEAST_S), _MOST_S)
+        bin_number = floor(BINS_PER_DOUBLING * log2(seconds))
         self._bins[bin_number] = self._bins.get(bin_number, 0) + 1
         self.count += 1
 
@@ -86,9 +87,9 @@ class Flow:
 @dataclass(slots=True)
 class _Slice:
     number: int
-    ttft: dict[str, Spread] = field(default_factory=dict)
-    tpot: dict[str, Spread] = field(default_factory=dict)
-    flows: dict[Flow, int] = field(default_factory=dict)
+    ttft: defaultdict[str, Spread] = field(default_factory=lambda: defaultdict(Spread))
+    tpot: defaultdict[str, Spread] = field(default_factory=lambda: defaultdict(Spread))
+    flows: dict[tuple[str, str, str, Ending], int] = field(default_factory=dict)  # by the fields of a `Flow`
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +152,13 @@ class Recent:
         current = self._slice_at(record.ended_at)
         decision, backend = record.decision, record.backend
         model, name = ("", "") if decision is None else (decision.model, decision.traffic_class)
-        flow = Flow(model, name, backend, record.ending)
+        flow = (model, name, backend, record.ending)
         current.flows[flow] = current.flows.get(flow, 0) + 1
         if not backend or record.first_byte_at is None or not record.stream:
             return  # an answer in one piece has no first token before its last
-        current.ttft.setdefault(backend, Spread()).add(record.first_byte_at - record.received_at)
-        if record.tpot_s is not None:
-            current.tpot.setdefault(backend, Spread()).add(record.tpot_s)
+        current.ttft[backend].add(record.first_byte_at - record.received_at)
+        if (tpot_s := record.tpot_s) is not None:
+            current.tpot[backend].add(tpot_s)
 
     def history(self, now: float) -> History:
         """Return the last minutes, up to `now` (monotonic seconds)."""
@@ -170,7 +171,8 @@ class Recent:
         flows: dict[Flow, int] = {}
         for one in held.values():
             if one.number > newest - FLOW_SLICES:
-                for flow, count in one.flows.items():
+                for kind, count in one.flows.items():
+                    flow = Flow(*kind)
                     flows[flow] = flows.get(flow, 0) + count
         return History(
             slice_s=SLICE_S,

@@ -6,7 +6,8 @@ nothing. Only ids exist before that: they travel to the backend, whose own spans
 """
 
 import re
-from dataclasses import dataclass
+
+from gateway.core.value import valueclass
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 1
@@ -15,7 +16,7 @@ _RANDOM_BITS = 56
 """Bits of a trace id that W3C Trace Context level 2 wants random: sampling by them agrees everywhere."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class SpanRef:
     """A span of somebody else.
 
@@ -35,7 +36,7 @@ class SpanRef:
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Trace:
     """The place of a request in its trace.
 

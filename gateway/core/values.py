@@ -5,7 +5,7 @@ policy says about it (`ModelPolicy`, `TrafficClass`), where it could run (`Backe
 would take there (`Demand`, `Load`), and what was decided and why (`Decision`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -26,6 +26,21 @@ class Endpoint(StrEnum):
 
 
 @valueclass(frozen=True, slots=True)
+class LongText:
+    """A text so long that it is not kept in memory beside the body that it came in.
+
+    Attributes:
+        size_bytes: How long it was as it was sent: what it takes in UTF-8 at most.
+        key: A hash of it, which means something in this process alone.
+        pieces: Returns it stripped, piece by piece; cut where a token is likely to end.
+    """
+
+    size_bytes: int
+    key: int
+    pieces: Callable[[], Iterator[str]] = field(compare=False, repr=False)
+
+
+@valueclass(frozen=True, slots=True)
 class Turn:
     """One message of a chat, reduced to what its length depends on.
 
@@ -35,6 +50,7 @@ class Turn:
         tool_calls: `(name, compact JSON arguments)` of each call an assistant message carries.
         images: Image parts in it.
         audios: Audio parts in it.
+        long: Its text, where that is a long one; `texts` is empty then.
     """
 
     role: str
@@ -42,6 +58,7 @@ class Turn:
     tool_calls: tuple[tuple[str, str], ...] = ()
     images: int = 0
     audios: int = 0
+    long: LongText | None = None
 
 
 @valueclass(frozen=True, slots=True)
@@ -97,8 +114,8 @@ class Request:
         is_job: It waits for as long as it takes, and nobody holds a connection open that it depends on.
         queued_s: How long it has waited, as a job, before it came here.
         handed_over_as: Name of the class that it was given when it became a job, and keeps; "" otherwise.
-        prefixes: Per message boundary, shortest first: a hash of everything up to it, and the share
-            (0..1) of the conversation's bytes that is.
+        prefixes: Per message boundary, shortest first: a hash of everything up to it, which means something
+            in this process alone, and the share (0..1) of the conversation that is, by its length.
     """
 
     endpoint: Endpoint

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import anyio
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from gateway.core.errors import OutOfResources, RequestTimeout
+from gateway.core.errors import GatewayError, OutOfResources, RequestTimeout
 from gateway.core.values import Endpoint
 from gateway.downstream.guard import GuardedProtocol
 from gateway.downstream.relay import (
@@ -28,6 +28,7 @@ from gateway.downstream.relay import (
     BodyLimits,
     Call,
     CallerGone,
+    Head,
     HttpDownstream,
     Uploads,
 )
@@ -50,8 +51,12 @@ class Chats(Protocol):
     limits: BodyLimits
     uploads: Uploads
 
-    def may_come(self, headers: Headers) -> bool:
-        """Return whether nothing in a request's head speaks against it."""
+    def head(self, headers: Headers) -> Head:
+        """Return what is read of a request before its body is.
+
+        Raises:
+            GatewayError: something in it speaks against the request.
+        """
 
     async def chat(self, call: Call) -> None:
         """Answer a chat."""
@@ -76,12 +81,12 @@ class DirectProtocol(GuardedProtocol):
 
     def on_headers_complete(self) -> None:
         """Take the request, or leave it to the ASGI way."""
-        length = self._length_of_a_chat()
-        if length is None or not self._chats.may_come(self.headers):
+        head = self._head_of_a_chat()
+        if head is None:
             super().on_headers_complete()
             return
         self.head_is_complete()
-        self.cycle = self._call = DirectCall(self, self._chats, length)  # type: ignore[assignment]
+        self.cycle = self._call = DirectCall(self, self._chats, head)  # type: ignore[assignment]
         self._is_receiving = True
 
     def on_body(self, body: bytes) -> None:
@@ -125,8 +130,8 @@ class DirectProtocol(GuardedProtocol):
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
 
-    def _length_of_a_chat(self) -> int | None:
-        """Return the length of the body that an ordinary chat announces; None: it is none."""
+    def _head_of_a_chat(self) -> Head | None:
+        """Return the head of an ordinary chat; None: it is none, or will be refused."""
         if self.url != _PATH or self.parser.get_method() != b"POST":
             return None
         if self.cycle is not None and not self.cycle.response_complete:
@@ -141,8 +146,12 @@ class DirectProtocol(GuardedProtocol):
                 return None
         if not announced.isdigit() or self.parser.get_http_version() != "1.1":
             return None
-        length = int(announced)
-        return length if length <= self._chats.limits.bytes_max else None
+        if int(announced) > self._chats.limits.bytes_max:
+            return None
+        try:
+            return self._chats.head(self.headers)
+        except GatewayError:
+            return None
 
     def _stop_body_timer(self) -> None:
         if self._body_timer is not None:
@@ -175,9 +184,10 @@ class DirectCall(HttpDownstream):
     method = "POST"
     message_event = _Deaf()
 
-    def __init__(self, protocol: DirectProtocol, chats: Chats, length: int) -> None:
-        """Receive a body of `length` bytes."""
+    def __init__(self, protocol: DirectProtocol, chats: Chats, head: Head) -> None:
+        """Receive the body of a request with that head."""
         super().__init__()
+        self.head: Head | None = head
         self.headers: Headers = protocol.headers
         self.response_complete = False
         self.keep_alive = True
@@ -187,11 +197,11 @@ class DirectCall(HttpDownstream):
         self._transport = protocol.transport
         self._flow = protocol.flow
         self._chats = chats
-        self._length = length
         self._parts: list[bytes] = []
         self._received = 0
         self._failure: Exception | None = None
         self._scope = anyio.CancelScope()
+        self._unwritten_head = b""
         self._is_chunked = False
         self._left = 0  # bytes of an answer whose length was announced
         self._on_resumed: Callable[[], None] | None = None
@@ -261,6 +271,7 @@ class DirectCall(HttpDownstream):
             self._chats.uploads.bytes -= self._received
             self._received = 0
             if not self.response_complete:
+                self._write_head()
                 self._transport.close()
 
     # ------------------------------------------------------------ `ports.Downstream`
@@ -284,7 +295,9 @@ class DirectCall(HttpDownstream):
         head = b"".join(lines)
         if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines):
             raise ValueError("a header holds a line break")
-        await self._write(head + b"\r\n")
+        # It is written with what follows: the first bytes of the body, as a rule in this very moment.
+        self._unwritten_head = head + b"\r\n"
+        self._protocol.loop.call_soon(self._write_head)
 
     async def send(self, data: bytes) -> None:
         """See `ports.Downstream.send`."""
@@ -300,6 +313,8 @@ class DirectCall(HttpDownstream):
 
     async def relay(self, response: UpstreamResponse, pouring: Pouring) -> None:
         """See `ports.Downstream.relay`. Bytes are written as they arrive; no task runs for them."""
+
+        self._write_head()
 
         def take(data: bytes) -> bool:
             passed_on = pouring.take(data)
@@ -331,10 +346,14 @@ class DirectCall(HttpDownstream):
         """See `HttpDownstream.finish`."""
         if self._left:
             raise RuntimeError("the answer is shorter than was announced")
-        with anyio.move_on_after(FINISH_S) as patience:
-            await self._write(b"0\r\n\r\n" if self._is_chunked else b"")
-        if patience.cancelled_caught:
-            return  # without an end, the connection is dropped
+        if self._flow.write_paused:
+            with anyio.move_on_after(FINISH_S) as patience:
+                await self._flow.drain()
+            if patience.cancelled_caught:
+                return  # without an end, the connection is dropped
+        self._write_head()
+        if self._is_chunked and not self.disconnected:
+            self._transport.write(b"0\r\n\r\n")
         self.response_complete = True
         if not self.keep_alive:
             self._transport.close()
@@ -345,4 +364,10 @@ class DirectCall(HttpDownstream):
         if self._flow.write_paused and not self.disconnected:
             await self._flow.drain()
         if not self.disconnected:
-            self._transport.write(data)
+            self._transport.write(self._unwritten_head + data)
+            self._unwritten_head = b""
+
+    def _write_head(self) -> None:
+        if self._unwritten_head and not self.disconnected:
+            self._transport.write(self._unwritten_head)
+            self._unwritten_head = b""

@@ -7,11 +7,12 @@ import anyio
 import anyio.to_thread
 
 from gateway.core.value import valueclass
+from gateway.downstream.long_texts import SLICE_BYTES
 from gateway.downstream.relay import HttpDownstream
 from gateway.ports import Arrival, Headers
 
-INLINE_BYTES = 262_144
-"""A body up to this is read where it is, in at most a few milliseconds; a larger one in a thread."""
+INLINE_BYTES = SLICE_BYTES
+"""A body up to this is read where it is, in at most 2 ms; a larger one in a thread."""
 
 READERS = 2
 

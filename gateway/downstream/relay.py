@@ -55,8 +55,25 @@ class HttpDownstream(Downstream, ABC):
         await self.send(b"data: " + envelope(error, code) + b"\n\n" + DONE)
 
 
+@dataclass(slots=True)
+class Head:
+    """What is read of a request before its body is.
+
+    Attributes:
+        headers: Its headers by name, in lower case.
+        key: Name of the caller's API key, or None where none is configured.
+    """
+
+    headers: dict[str, str]
+    key: str | None
+
+
 class Call(Protocol):
     """A caller's request over HTTP, whichever way it came, and the way back."""
+
+    @property
+    def head(self) -> Head | None:
+        """What was read of it, if that was necessary to take it."""
 
     @property
     def method(self) -> str:
@@ -113,6 +130,8 @@ class AsgiDownstream(HttpDownstream):
 
 class AsgiCall:
     """`Call` of an ASGI request."""
+
+    head: Head | None = None
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Take what the server hands over."""

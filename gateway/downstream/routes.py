@@ -21,7 +21,6 @@ from gateway.core.errors import (
     InvalidRequest,
     ModelNotFound,
     RouteNotFound,
-    Unauthorized,
 )
 from gateway.core.trace import Trace, passed_on
 from gateway.core.usage import Ending, RequestRecord
@@ -42,6 +41,7 @@ from gateway.downstream.relay import (
     BodyLimits,
     Call,
     CallerGone,
+    Head,
     HttpDownstream,
     Uploads,
     send_error,
@@ -217,16 +217,16 @@ class Applications:
             after_request=_with_id,
         )
 
-    def may_come(self, headers: Headers) -> bool:
-        """Return whether nothing in a request's head speaks against it."""
+    def head(self, headers: Headers) -> Head:
+        """Return what is read of a request before its body is.
+
+        Raises:
+            Draining, Unauthorized: its body is not worth reading.
+        """
         if self.is_draining:
-            return False
-        authorization = next((value for name, value in headers if name == b"authorization"), b"")
-        try:
-            self._keys.name_of(authorization.decode("latin-1"))
-        except Unauthorized:
-            return False
-        return True
+            raise Draining("This gateway is shutting down. Please retry.", retry_after_s=1)
+        found = _headers(headers)
+        return Head(found, self._keys.name_of(found.get("authorization")))
 
     async def chat(self, call: Call) -> None:
         """Answer a chat, whichever way it came."""
@@ -327,15 +327,14 @@ class Applications:
     async def _receive(self, arrival: Arrival, call: Call) -> Received:
         if call.method != "POST":
             raise MethodNotAllowed("Use POST.")
-        if self.is_draining:
-            raise Draining("This gateway is shutting down. Please retry.", retry_after_s=1)
-        headers = _headers(call.headers)
-        key = self._keys.name_of(headers.get("authorization"))
+        head = call.head or self.head(call.headers)
+        for secret in _SECRET:
+            head.headers.pop(secret, None)
         return Received(
             arrival=arrival,
             body=await call.body(self.limits, self.uploads),
-            key=key,
-            headers={name: value for name, value in headers.items() if name not in _SECRET},
+            key=head.key,
+            headers=head.headers,
             forwarded=[pair for pair in call.headers if pair[0] in _FORWARDED],
         )
 
@@ -435,7 +434,15 @@ def _readiness(checks: Mapping[str, bool]) -> Response[dict[str, Any]]:
 
 def new_request_id() -> str:
     """Return an id that nobody guesses."""
-    return f"req-{secrets.token_hex(16)}"
+    try:
+        return _IDS.pop()
+    except IndexError:  # one call of the kernel for many
+        drawn = secrets.token_hex(16 * 256)
+        _IDS.extend(f"req-{drawn[at : at + 32]}" for at in range(0, len(drawn), 32))
+        return _IDS.pop()
+
+
+_IDS: list[str] = []
 
 
 def _with_id(response: Response[Any]) -> Response[Any]:

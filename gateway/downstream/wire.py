@@ -1,22 +1,26 @@
 """The members of an OpenAI request that the gateway reads; everything else travels on as it was sent.
 
-The body is decoded once, one level deep: each member stays the bytes it was. What goes to a backend is
-the object put together again from those bytes, with the members the gateway owns replaced. So an unknown
-member, a number's spelling or a nested structure arrives untouched, while a duplicate key or bytes after
-the object cannot mean one thing here and another there.
+The body is decoded one level deep: each member stays the bytes it was. What goes to a backend is the object
+put together again from those bytes, with the members the gateway owns replaced. So an unknown member, a
+number's spelling or a nested structure arrives untouched, while a duplicate key or bytes after the object
+cannot mean one thing here and another there.
+
+What the gateway reads of a chat is decoded a second time, all at once, into `_Chat`: a long text is walked
+twice and decoded once. Whatever does not fit that is read member by member, and each complaint names its own.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Annotated, Any
 
 import msgspec
 
 from gateway.core.errors import InvalidRequest
 from gateway.core.value import valueclass
-from gateway.core.values import NO_CHANGES, Changes, Endpoint, Prefixes, Prompt, Request, Turn
+from gateway.core.values import NO_CHANGES, Changes, Endpoint, LongText, Prefixes, Prompt, Request, Turn
+from gateway.downstream.long_texts import LONG_BYTES, long_text, take_a_break
 from gateway.ports import Arrival, Headers
 
 MODEL_CHARS_MAX = 256
@@ -40,6 +44,13 @@ _PARTS = frozenset(
 )
 MENDED_BYTES_MAX = 1_048_576
 _BOM = b"\xef\xbb\xbf"
+_ASIDE = frozenset(
+    {"tools", "stream_options", "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs"}
+)
+"""What is read of a chat besides `_Chat`: mostly absent."""
+_LOOKED_INTO = frozenset({"assistant", "tool"})
+_NULL = msgspec.Raw(b"null")
+_INCLUDE_USAGE = msgspec.Raw(b'{"include_usage":true}')
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +98,12 @@ class WireRequest:
 
     def body_for(self, served_model: str, changes: Changes = NO_CHANGES) -> bytes:
         """See `ports.Incoming.body_for`."""
-        parts = [b'{"model":', msgspec.json.encode(served_model)]
+        encode = msgspec.json.encode
+        parts = [b'{"model":', encode(served_model)]
         for name, raw in (_changed(self.members, changes) if changes else self.members).items():
-            parts += (b",", msgspec.json.encode(name), b":", bytes(raw))
+            parts += (b",", encode(name), b":", raw)
         parts.append(b"}")
-        return b"".join(parts)
+        return b"".join(parts)  # what is Raw is copied here, and nowhere before
 
 
 def _changed(members: Mapping[str, msgspec.Raw], changes: Changes) -> Mapping[str, msgspec.Raw]:
@@ -121,15 +133,18 @@ def read(
     Raises:
         InvalidRequest: it is not JSON, not an object, or a member the gateway reads has a wrong type.
     """
+    members = members_of(body)
+    take_a_break(len(body))
     return read_members(
         endpoint,
-        members_of(body),
+        members,
         rules,
         size_bytes=len(body),
         arrival=arrival,
         key=key,
         headers=headers,
         forwarded=forwarded,
+        seen=_seen(body) if endpoint is Endpoint.CHAT else None,
     )
 
 
@@ -143,46 +158,60 @@ def read_members(
     key: str | None = None,
     headers: Mapping[str, str] | None = None,
     forwarded: Headers = (),
+    seen: "_Chat | None" = None,
 ) -> WireRequest:
     """Return what the gateway reads of a request, given as the members of its body, which are taken over.
+
+    `seen`: the same members, where they could be decoded at once.
 
     Raises:
         InvalidRequest: a member the gateway reads has a wrong type.
     """
-    dropped = tuple(sorted(name for name in members if name in rules.drop_fields))
-    for name in dropped:
-        del members[name]
+    dropped: Sequence[str] = ()
+    if not rules.drop_fields.isdisjoint(members):
+        dropped = tuple(sorted(name for name in members if name in rules.drop_fields))
+        for name in dropped:
+            del members[name]
+        seen = None
     fields = _Fields(members)
-    model = fields.text("model")
+    model = fields.text("model") if seen is None else seen.model
     if not model:
         raise InvalidRequest("`model` is required.", param="model")
     if len(model) > MODEL_CHARS_MAX:
         raise InvalidRequest(f"`model` is longer than {MODEL_CHARS_MAX} characters.", param="model")
-    stream = fields.flag("stream")
-    options = _mapping(fields.any("stream_options"))
+    stream = fields.flag("stream") if seen is None else bool(seen.stream)
+    options: Mapping[str, Any] = {}
+    tools: Sequence[Any] = ()
+    is_bare = _ASIDE.isdisjoint(members)
+    if not is_bare:
+        options = _mapping(fields.any("stream_options"))
+        tools = fields.array("tools", most=rules.tools_max)
     include_usage = bool(options.get("include_usage"))
     chat = endpoint is Endpoint.CHAT
-    tools = fields.array("tools", most=rules.tools_max)
-    prompt, prefixes, prompts = _chat(fields, tools, rules) if chat else _completion(fields, rules)
-    choices = (fields.count("n", least=1) or 1) * prompts
+    prompt, prefixes, prompts = (
+        _chat(fields, seen, tools, rules, is_bare=is_bare) if chat else _completion(fields, rules)
+    )
+    choices = (fields.count("n", least=1) if seen is None else _count(seen.n, "n", 1)) or 1
+    choices *= prompts
     if choices > rules.choices_max:
         message = f"At most {rules.choices_max} choices per request."
         raise InvalidRequest(message, code="too_many_choices", param="n")
-    max_tokens = fields.count("max_completion_tokens", least=1) if chat else None
-    if max_tokens is None:  # 0 is legal where only the prompt is scored (`echo`)
-        max_tokens = fields.count("max_tokens", least=1 if chat else 0)
+    images = audios = 0
+    for turn in prompt.turns:
+        images += turn.images
+        audios += turn.audios
     request = Request(
         endpoint=endpoint,
         model=model,
         prompt=prompt,
         stream=stream,
-        max_tokens=max_tokens,
+        max_tokens=_max_tokens(fields, seen, chat=chat),
         seqs=choices,
         choices=choices,
         prompts=prompts,
         reasoning=prompt.thinking,
-        images=sum(turn.images for turn in prompt.turns),
-        audios=sum(turn.audios for turn in prompt.turns),
+        images=images,
+        audios=audios,
         tools=len(tools),
         include_usage=include_usage,
         key=key,
@@ -191,7 +220,11 @@ def read_members(
     )
     inject = stream and rules.usage_in_streams and not include_usage
     if inject:
-        members["stream_options"] = msgspec.Raw(msgspec.json.encode({**options, "include_usage": True}))
+        members["stream_options"] = (
+            msgspec.Raw(msgspec.json.encode({**options, "include_usage": True}))
+            if options
+            else _INCLUDE_USAGE
+        )
     del members["model"]
     return WireRequest(
         arrival=arrival,
@@ -204,6 +237,16 @@ def read_members(
     )
 
 
+def _max_tokens(fields: "_Fields", seen: "_Chat | None", *, chat: bool) -> int | None:
+    if seen is not None:
+        most = _count(seen.max_completion_tokens, "max_completion_tokens", 1)
+        return _count(seen.max_tokens, "max_tokens", 1) if most is None else most
+    most = fields.count("max_completion_tokens", least=1) if chat else None
+    if most is None:  # 0 is legal where only the prompt is scored (`echo`)
+        most = fields.count("max_tokens", least=1 if chat else 0)
+    return most
+
+
 def members_of(body: bytes) -> dict[str, msgspec.Raw]:
     """Return the members of a request body, undecoded.
 
@@ -212,7 +255,7 @@ def members_of(body: bytes) -> dict[str, msgspec.Raw]:
     """
     body = body.removeprefix(_BOM)
     try:
-        return msgspec.json.decode(body, type=_Members)
+        return _decode_members(body)
     except msgspec.ValidationError as error:
         raise InvalidRequest(
             "The request body must be a JSON object, of a sensible number of members."
@@ -240,7 +283,11 @@ def _without_half_characters(body: bytes) -> bytes | None:
     return None if mended == body else mended
 
 
-_Members = Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=512)]
+# Made once: a decoder that is made for each call takes longer than a short body.
+_decode_members: Callable[[bytes], dict[str, msgspec.Raw]] = msgspec.json.Decoder(
+    Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=512)]
+).decode
+_decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class _Fields:
@@ -275,14 +322,17 @@ class _Fields:
         return bool(value)
 
     def count(self, name: str, *, least: int) -> int | None:
-        value = self.any(name)
-        if value is None:
-            return None
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InvalidRequest(f"`{name}` must be an integer of at least {least}.", param=name)
-        return value
+        return _count(self.any(name), name, least)
+
+
+def _count(value: object, name: str, least: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidRequest(f"`{name}` must be an integer of at least {least}.", param=name)
+    return value
 
 
 def decoded(raw: msgspec.Raw, name: str) -> Any:
@@ -297,12 +347,16 @@ def decoded(raw: msgspec.Raw, name: str) -> Any:
 def _items(raw: msgspec.Raw, name: str, most: int) -> list[msgspec.Raw]:
     """Return the items of an array, undecoded."""
     try:
-        items = msgspec.json.decode(raw, type=list[msgspec.Raw])
+        items = _decode_items(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"`{name}` must be an array.", param=name) from error
+    _check_length(items, name, most)
+    return items
+
+
+def _check_length(items: Sequence[object], name: str, most: int) -> None:
     if len(items) > most:
         raise InvalidRequest(f"`{name}` has more than {most} items.", code="too_many_items", param=name)
-    return items
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
@@ -312,60 +366,175 @@ def _mapping(value: object) -> Mapping[str, Any]:
 # ------------------------------------------------------------------ chat
 
 
-def _chat(fields: _Fields, tools: Sequence[Any], rules: WireRules) -> tuple[Prompt, Prefixes, int]:
+class _Message(msgspec.Struct, gc=False):
+    """What is read of a message of a chat, where it has the types that it should."""
+
+    role: str
+    content: str | list[Any] | None = None
+    tool_calls: list[Any] | None = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+
+
+class _Chat(msgspec.Struct, gc=False):
+    """What is read of nearly every chat, likewise."""
+
+    model: str
+    messages: list[_Message]
+    stream: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+
+
+class _LongMessage(msgspec.Struct, gc=False):
+    """`_Message`, where the content may be a long text."""
+
+    role: str
+    content: msgspec.Raw = _NULL
+    tool_calls: list[Any] | None = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+
+
+class _LongChat(msgspec.Struct, gc=False):
+    """`_Chat`, likewise."""
+
+    model: str
+    messages: list[_LongMessage]
+    stream: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+
+
+_CHAT = msgspec.json.Decoder(_Chat)
+_LONG_CHAT = msgspec.json.Decoder(_LongChat)
+_LONG_MESSAGE = msgspec.json.Decoder(_LongMessage)
+_CONTENT = msgspec.json.Decoder(str | list[Any] | None)
+_UNFIT = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def _seen(body: bytes) -> _Chat | None:
+    """Return what is read of a chat, decoded at once; None where it is to be read member by member."""
+    try:
+        if len(body) < LONG_BYTES:
+            return _CHAT.decode(body)
+        chat = _LONG_CHAT.decode(body)
+        take_a_break(len(body))
+        messages = [_opened(message) for message in chat.messages]
+    except _UNFIT:
+        return None
+    return _Chat(chat.model, messages, chat.stream, chat.max_tokens, chat.max_completion_tokens, chat.n)
+
+
+def _opened(message: _LongMessage) -> _Message:
+    """Return a message with its content decoded, unless that is a long text: its content is that, then.
+
+    What an assistant or a tool said is decoded all the same: the template looks into it.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError, RecursionError: it is to be read by itself.
+    """
+    raw = message.content
+    content: Any
+    if (
+        len(memoryview(raw)) < LONG_BYTES
+        or bytes(memoryview(raw)[:1]) != b'"'
+        or message.tool_calls is not None
+        or message.role in _LOOKED_INTO
+    ):
+        content = _CONTENT.decode(raw)
+    else:
+        content = long_text(raw)
+    return _Message(message.role, content, message.tool_calls, message.reasoning, message.reasoning_content)
+
+
+def _chat(
+    fields: _Fields, seen: _Chat | None, tools: Sequence[Any], rules: WireRules, *, is_bare: bool
+) -> tuple[Prompt, Prefixes, int]:
+    """`is_bare`: it has nothing that `_Chat` does not show."""
     raw = fields.raw("messages")
     if raw is None:
         raise InvalidRequest("`messages` is required.", param="messages")
-    raws = _items(raw, "messages", rules.messages_max)
-    if not raws:
+    raws: Sequence[msgspec.Raw] = ()
+    if seen is None:
+        raws = _items(raw, "messages", rules.messages_max)
+        messages: Sequence[_Message | None] = [None] * len(raws)
+    else:
+        messages = seen.messages
+        _check_length(messages, "messages", rules.messages_max)
+    if not messages:
         raise InvalidRequest("`messages` must not be empty.", param="messages")
-    turns = tuple(_turn(message, f"messages.{index}", rules) for index, message in enumerate(raws))
+    turns: list[Turn] = []
+    read: list[tuple[int, int]] = []  # per message, a hash of everything up to it, and the size of that
+    key = size = 0
+    for index, one in enumerate(messages):
+        message = _message(raws[index], f"messages.{index}") if one is None else one
+        role = message.role
+        content: object = message.content
+        if type(content) is str and message.tool_calls is None:
+            turns.append(Turn(role, (content,)))
+            key = hash((key, role, content))
+            size += len(role) + len(content) + 1
+        elif type(content) is LongText:
+            turns.append(Turn(role, (), long=content))
+            key = hash((key, role, content.key))
+            size += content.size_bytes
+        else:
+            turns.append(_turn(message, f"messages.{index}", rules))
+            raws = raws or _items(raw, "messages", rules.messages_max)
+            spelled = bytes(raws[index])
+            key = hash((key, spelled))
+            size += len(spelled)
+        read.append((key, size))
+    prefixes = tuple([(key, upto / size) for key, upto in read])
+    if is_bare:
+        return Prompt(turns=tuple(turns)), prefixes, 1
     thinking = bool(_mapping(fields.any("chat_template_kwargs")).get("enable_thinking"))
     effort = fields.any("reasoning_effort")
     budget = _mapping(fields.any("mm_processor_kwargs")).get("max_soft_tokens")
     has_budget = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
     prompt = Prompt(
-        turns=turns,
+        turns=tuple(turns),
         tools_json=msgspec.json.encode(tools).decode() if tools else "",
         thinking=thinking or (effort is not None and effort != "none"),
         image_budget=budget if has_budget else None,
     )
-    return prompt, _prefixes(raws), 1
+    return prompt, prefixes, 1
 
 
-def _prefixes(raws: Sequence[msgspec.Raw]) -> Prefixes:
-    total = sum(len(memoryview(raw)) for raw in raws)
-    digest, size, prefixes = blake2b(digest_size=8), 0, []
-    for raw in raws:
-        digest.update(raw)
-        size += len(memoryview(raw))
-        prefixes.append((int.from_bytes(digest.digest(), "big"), size / total))
-    return tuple(prefixes)
-
-
-def _turn(raw: msgspec.Raw, where: str, rules: WireRules) -> Turn:
+def _message(raw: msgspec.Raw, where: str) -> _Message:
+    """Return a message that is read by itself."""
+    if len(memoryview(raw)) >= LONG_BYTES:
+        with suppress(*_UNFIT):
+            return _opened(_LONG_MESSAGE.decode(raw))
     message = decoded(raw, where)
     if not isinstance(message, dict):
         raise InvalidRequest("A message must be an object.", param=where)
-    role, content = message.get("role"), message.get("content")
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if not isinstance(role, str):
         raise InvalidRequest("A message needs a `role`.", param=f"{where}.role")
-    if isinstance(content, str):
-        texts, images, audios = [content], 0, 0
-    elif isinstance(content, list):
-        texts, images, audios = _parts(content, f"{where}.content", rules)
-    elif content is None:
-        texts, images, audios = [], 0, 0
-    else:
+    if not isinstance(content, str | list | None):
         raise InvalidRequest("`content` must be a string or an array of parts.", param=f"{where}.content")
-    listed = message.get("tool_calls")
+    thoughts = message.get("reasoning"), message.get("reasoning_content")
+    return _Message(role, content, calls, *thoughts)
+
+
+def _turn(message: _Message, where: str, rules: WireRules) -> Turn:
+    content = message.content
+    if isinstance(content, list):
+        texts, images, audios = _parts(content, f"{where}.content", rules)
+    else:
+        texts, images, audios = [] if content is None else [content], 0, 0
+    listed: object = message.tool_calls
     if listed is not None and not isinstance(listed, list):
         raise InvalidRequest("`tool_calls` must be an array.", param=f"{where}.tool_calls")
     calls = tuple(_call(call) for call in listed or () if isinstance(call, dict))
     if calls:  # the template keeps a thought only where a tool call came of it
-        thought = message.get("reasoning") or message.get("reasoning_content")
+        thought = message.reasoning or message.reasoning_content
         texts = [*texts, thought] if isinstance(thought, str) else texts
-    return Turn(role=role, texts=tuple(texts), tool_calls=calls, images=images, audios=audios)
+    return Turn(role=message.role, texts=tuple(texts), tool_calls=calls, images=images, audios=audios)
 
 
 def _call(call: Mapping[str, Any]) -> tuple[str, str]:

@@ -70,9 +70,12 @@ class _Whole(msgspec.Struct):
     usage: Any = None
 
 
+_decode_whole = msgspec.json.Decoder(_Whole).decode
+
+
 def _decode_answer(body: bytes) -> object:
     try:
-        return msgspec.to_builtins(msgspec.json.decode(body, type=_Whole))
+        return msgspec.to_builtins(_decode_whole(body))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -89,8 +92,9 @@ class Attempt:
         clock: Clock,
         on_answer: Callable[[], Awaitable[None]],
         on_chunk: Callable[[], None],
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Prepare a try of `passage` on `backend`, which serves the model as `served_model`.
+        """Prepare a try of `passage` on `backend`, which serves the model as `served_model`, in `loop`.
 
         `on_answer` is awaited when the first token has come, before it is passed on; `on_chunk` is called
         for every read of a stream after that.
@@ -99,13 +103,15 @@ class Attempt:
         self._candidate = candidate
         self._backend = backend
         self._timeouts: Timeouts = passage.policy.pools[candidate.pool].timeouts
+        self._idle_s = self._timeouts.idle_s
         self._served_model = served_model
         self._names = ModelNames(served_model, passage.incoming.request.model)
         self._plan = quirks.plan(backend.quirks, passage.incoming, passage.policy.reasoning_field)
         self._clock = clock
         self._on_answer = on_answer
         self._on_chunk = on_chunk
-        self._deadline = Deadline(inf)
+        self._now = loop.time
+        self._deadline = Deadline(loop, inf)
         self._reader: StreamReader
         self._started_at = 0.0
         self._connected_at: float | None = None
@@ -118,7 +124,6 @@ class Attempt:
         self._is_stalled = False  # waiting for the caller to read
         self._last_moment = 0.0
         self._held: list[bytes] = []  # comments and empty first events: they wait for content
-        self._now = asyncio.get_running_loop().time
 
     @property
     def is_answered(self) -> bool:
@@ -172,11 +177,12 @@ class Attempt:
             )
 
     async def _within_limits(self, upstream: Upstream) -> None:
-        started = anyio.current_time()
+        started = self._now()
         self._last_moment = started + self._timeouts.total_s
         first = self._timeouts.first_byte_s if self._plan.is_streamed else self._timeouts.total_s
         if not self._lost:
-            self._deadline.at = min(self._last_moment, started + first)
+            self._deadline.latest = self._last_moment
+            self._deadline.at = started + first
         with self._deadline:
             await self._exchange(upstream)
         if not self._deadline.has_passed or self._is_relayed:
@@ -189,7 +195,7 @@ class Attempt:
     def _overdue(self) -> GatewayError:
         limits = self._timeouts
         if self._first_byte_at is not None:
-            late = anyio.current_time() >= self._last_moment
+            late = self._now() >= self._last_moment
             what = f"finish within {limits.total_s:g} s" if late else f"send anything for {limits.idle_s:g} s"
             kind = StreamBroken if self.is_answered else UpstreamTimeout
             return kind(f"The backend did not {what}.")
@@ -202,6 +208,7 @@ class Attempt:
         self.stalled()
         await self._passage.downstream.send(data)
         self._is_stalled = False
+        self._deadline.latest = self._last_moment
 
     async def _exchange(self, upstream: Upstream) -> None:
         incoming = self._passage.incoming
@@ -293,8 +300,7 @@ class Attempt:
         """Give the backend its time for the next read."""
         reader = self._reader
         self._is_relayed = reader.is_done
-        idle_s = END_OF_BODY_S if reader.is_done else self._timeouts.idle_s
-        self._deadline.at = min(self._last_moment, self._now() + idle_s)
+        self._deadline.at = self._now() + (END_OF_BODY_S if reader.is_done else self._idle_s)
 
     # -------------------------------------------------------------- `ports.Pouring`
 
@@ -304,22 +310,28 @@ class Attempt:
         return self._reader.fault is not None
 
     def take(self, data: bytes) -> bytes:
-        """See `ports.Pouring.take`."""
+        """See `ports.Pouring.take`. Called for every read of a stream: there is nothing in it to spare."""
         self._on_chunk()
-        ready = self._reader.feed(data)
+        reader = self._reader
+        ready = reader.feed(data)
         if ready:
             self._passage.chunks += 1
-        self._await_more()
+        if reader.is_done:
+            self._await_more()
+        else:
+            self._deadline.put_off(self._now() + self._idle_s)
         return ready
 
     def stalled(self) -> None:
         """See `ports.Pouring.stalled`. The time the caller takes to read is not the backend's."""
         self._is_stalled = True
+        self._deadline.latest = inf
         self._deadline.at = self._now() + caller.CALLER_STALL_S
 
     def resumed(self) -> None:
         """See `ports.Pouring.resumed`."""
         self._is_stalled = False
+        self._deadline.latest = self._last_moment
         self._await_more()
 
     async def _relay_whole(self, response: UpstreamResponse) -> None:
@@ -353,7 +365,7 @@ class Attempt:
                 break
             if reader.has_content and not self._is_relayed:
                 await self._note_first_token()
-                self._deadline.at = min(self._last_moment, anyio.current_time() + self._timeouts.idle_s)
+                self._deadline.at = self._now() + self._idle_s
             if reader.is_done and not self._is_relayed:
                 await self._send_assembled(reader)
         reader.end()
@@ -366,7 +378,7 @@ class Attempt:
         self._passage.usage = reader.usage
         await self._send_whole(reader.whole())
         self._is_relayed = True
-        self._deadline.at = min(self._last_moment, anyio.current_time() + END_OF_BODY_S)
+        self._deadline.at = self._now() + END_OF_BODY_S
 
     async def _send_whole(self, body: bytes) -> None:
         await self._answer(

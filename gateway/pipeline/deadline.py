@@ -6,6 +6,7 @@ later costs nothing but its note.
 """
 
 import asyncio
+from math import inf
 from types import TracebackType
 
 
@@ -13,6 +14,7 @@ class Deadline:
     """Ends a block of code when its time has come, by cancelling the task in which it runs.
 
     Attributes:
+        latest: When it ends at the latest, whatever `at` says; may be moved while no earlier than `at`.
         has_passed: Whether that has happened; known when the block has ended.
     """
 
@@ -25,13 +27,15 @@ class Deadline:
         "_timer",
         "_timer_at",
         "has_passed",
+        "latest",
     )
 
-    def __init__(self, at: float) -> None:
-        """End the block at `at`, in seconds of the event loop's clock (`anyio.current_time()`)."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, at: float) -> None:
+        """End the block at `at`, in seconds of the clock of `loop`, in which the block runs."""
         self.has_passed = False
+        self.latest = inf
         self._at = at
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._task: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -50,8 +54,12 @@ class Deadline:
             self._timer.cancel()
             self._set_timer()
 
+    def put_off(self, at: float) -> None:
+        """Move `at` to a later time than it has been."""
+        self._at = at
+
     def __enter__(self) -> "Deadline":
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()
         self._set_timer()
@@ -71,13 +79,13 @@ class Deadline:
         return self.has_passed
 
     def _set_timer(self) -> None:
-        self._timer_at = self._at
-        self._timer = self._loop.call_at(self._at, self._look)
+        self._timer_at = min(self._at, self.latest)
+        self._timer = self._loop.call_at(self._timer_at, self._look)
 
     def _look(self) -> None:
         if self._task is None or self._is_expired:
             return
-        if self._loop.time() < self._at:
+        if self._loop.time() < min(self._at, self.latest):
             self._set_timer()
         else:
             self._is_expired = True

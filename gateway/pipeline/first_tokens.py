@@ -36,8 +36,10 @@ class FirstTokens:
         outstanding_s = self._ledger.load(slot.backend).prefill_ms / 1000
         due = self._clock.now() + OVERHEAD_S + outstanding_s
         self._slots[slot.id] = slot
+        is_first = not self._due or due < self._due[0][0]
         heappush(self._due, (due, next(self._numbers), slot.id))
-        self._changed.set()
+        if is_first:  # else it is waited for long enough
+            self._changed.set()
 
     def forget(self, slot: Slot) -> None:
         """Expect it no more: the request has ended."""

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from gateway.core.asked import Asked
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
-from gateway.core.values import Candidate, Decision, Policy, TrafficClass
-from gateway.core.waiting import fastest_prefill_s
+from gateway.core.values import Candidate, Decision, Policy
+from gateway.core.waiting import Ticket
 from gateway.pipeline.caller import KeepAlive
 from gateway.ports import Downstream, Headers, Incoming
 
@@ -26,6 +26,7 @@ class Passage:
         estimated_at, admitted_at: As in `RequestRecord`.
         asked: What it asked, once its prompt is counted.
         decision: Where it may go and why, once decided.
+        ticket: With what it stands in line, likewise.
         served_by: The candidate being asked, or that answered.
         attempts: Every try that ended, in order.
         unreported: Those the fleet has not been told of: they may be the request's own doing.
@@ -47,6 +48,7 @@ class Passage:
     admitted_at: float | None = None
     asked: Asked | None = None
     decision: Decision | None = None
+    ticket: Ticket | None = None
     served_by: Candidate | None = None
     attempts: list[AttemptRecord] = field(default_factory=list)
     unreported: list[AttemptRecord] = field(default_factory=list)
@@ -118,23 +120,14 @@ class Passage:
             attempts=tuple(self.attempts),
             usage=self.usage,
             chunks=self.chunks,
-            ttft_target_s=None if self._class is None else self._class.waiting.ttft_target_s,
+            ttft_target_s=None if self.ticket is None else self.ticket.traffic_class.waiting.ttft_target_s,
             due_s=self._due_s(),
             trace=arrival.trace,
             route=arrival.route,
         )
 
-    @property
-    def _class(self) -> TrafficClass | None:
-        decision = self.decision
-        model = None if decision is None else self.policy.model(decision.model)
-        if decision is None or model is None:
-            return None
-        return next((one for one in model.classes if one.name == decision.traffic_class), None)
-
     def _due_s(self) -> float | None:
-        found = self._class
-        if found is None or self.decision is None:
+        if self.ticket is None:
             return None
-        prefill_s = fastest_prefill_s(self.policy, found, self.decision.demand)
-        return found.waiting.ttft_target_s + found.waiting.prefill_weight * prefill_s
+        waiting = self.ticket.traffic_class.waiting
+        return waiting.ttft_target_s + waiting.prefill_weight * self.ticket.prefill_s

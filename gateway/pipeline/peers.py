@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from gateway.core.admission import WHOLE
-from gateway.core.facts import Attempts, Facts, increases, least, pooled, summed
+from gateway.core.facts import Facts, increases, least, pooled, summed
 from gateway.core.health import Elsewhere, Heard
 from gateway.core.values import Policy
 from gateway.core.waiting import WaitingLine
@@ -58,11 +58,7 @@ class Peers:
         """Return what this process has to tell."""
         return Facts(
             verdicts=self._fleet.verdicts(),
-            attempts={
-                name: Attempts(status.served, status.failed)
-                for name, status in self._fleet.statuses().items()
-                if status.served or status.failed
-            },
+            attempts=self._fleet.attempts(),
             learned=self._estimator.learned(),
             started=self._line.tokens_started(self._clock.now()),
             long_waiting=self._line.long_waiting_here(),

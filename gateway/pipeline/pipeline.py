@@ -4,6 +4,7 @@ One coroutine owns the slot, the backend's stream and the caller, opened and clo
 It is cancelled as a whole when the caller leaves, and then everything is given back.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -63,6 +64,9 @@ from gateway.ports import (
 _REFUSALS = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
 """Answers that may be the request's doing as well as the backend's."""
 
+AT_ONCE_S = 0.001
+"""Who waited for less than this for a place did not wait."""
+
 _NOBODY: Mapping[str, float] = MappingProxyType({})
 _NOBODY_WAITS: Mapping[str, int] = MappingProxyType({})
 
@@ -110,6 +114,7 @@ class Pipeline:
         self._clock = clock
         self._away = away
         self._running: dict[str, set[Attempt]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._newest = policy()
         self._backends = dict(self._newest.backends)  # and those that were, which are given nothing more
         self.watch = watch
@@ -260,8 +265,7 @@ class Pipeline:
             try:
                 candidate, slot = await self.room.admit(ticket, ranked, has_waited=has_waited)
             except PolicyChanged:
-                ticket = replace(ticket, waited_s=ticket.waited_s + self._clock.now() - entered_at)
-                has_waited = True
+                ticket, has_waited = self._waited(ticket, entered_at), True
                 continue
             except ShedError as shed:
                 if failure is None or isinstance(shed, AtCapacity):
@@ -273,7 +277,7 @@ class Pipeline:
                 raise failure from None
             has_waited = False
             passage.admitted_at = passage.admitted_at or self._clock.now()
-            ticket = replace(ticket, waited_s=ticket.waited_s + self._clock.now() - entered_at)
+            ticket = self._waited(ticket, entered_at)
             try:
                 await self._try(passage, ticket, candidate, slot)
             except UpstreamError as error:
@@ -294,6 +298,11 @@ class Pipeline:
             finally:
                 await self.room.release(ticket, slot, answered=passage.is_answered)
 
+    def _waited(self, ticket: Ticket, since: float) -> Ticket:
+        """Return the ticket of a request that has waited since then."""
+        waited_s = self._clock.now() - since
+        return ticket if waited_s < AT_ONCE_S else replace(ticket, waited_s=ticket.waited_s + waited_s)
+
     # -------------------------------------------------------------- decide
 
     async def _decide(self, passage: Passage, estimate: Estimate | None) -> Ticket:
@@ -306,8 +315,8 @@ class Pipeline:
         passage.policy = policy = self._policy()  # it may have changed while the prompt was counted
         model = deciding.model_of(policy, request.model)
         passage.asked = _asked(policy, passage.incoming, estimate)
-        passage.decision, ticket = self._ticket(policy, model, passage.incoming, estimate)
-        return ticket
+        passage.decision, passage.ticket = self._ticket(policy, model, passage.incoming, estimate)
+        return passage.ticket
 
     def _under_this_policy(self, passage: Passage, ticket: Ticket) -> Ticket:
         """Return the ticket of a request that nobody has answered, under the policy in force.
@@ -323,7 +332,7 @@ class Pipeline:
             self._check_fit(decision, anew)
         except GatewayError:
             return ticket
-        passage.policy, passage.decision = policy, decision
+        passage.policy, passage.decision, passage.ticket = policy, decision, anew
         passage.asked = _asked(policy, passage.incoming, decision.estimate)
         return replace(anew, failed=ticket.failed, waited_s=ticket.waited_s, deadline=ticket.deadline)
 
@@ -411,7 +420,11 @@ class Pipeline:
             if is_seen:
                 await self._ledger.answered(slot)
 
-        attempt = Attempt(passage, candidate, backend, served, self._clock, on_answer, watch.chunk)
+        if self._loop is None:  # asked for once: it takes a call of the kernel (CPython 3.11)
+            self._loop = asyncio.get_running_loop()
+        attempt = Attempt(
+            passage, candidate, backend, served, self._clock, on_answer, watch.chunk, self._loop
+        )
         running = self._running.setdefault(backend.id, set())
         running.add(attempt)
         if not is_seen:
@@ -466,8 +479,11 @@ PATIENCE_HEADER = "x-gateway-timeout-s"
 
 def patience_s(headers: Mapping[str, str]) -> float | None:
     """Return how long the caller says it waits for its first token, or None if it does not say."""
+    written = headers.get(PATIENCE_HEADER)
+    if written is None:
+        return None
     try:
-        wait_s = float(headers.get(PATIENCE_HEADER, ""))
+        wait_s = float(written)
     except ValueError:
         return None
     return wait_s if 0 < wait_s < float("inf") else None

@@ -34,8 +34,10 @@ class MemoryPrefixIndex:
         if not prefixes:
             return
         for key in {prefixes[0][0], prefixes[-1][0]}:
-            others = tuple(holder for holder in self._holders.get(key, ()) if holder != backend_id)
-            self._holders[key] = (backend_id, *others)[:HOLDERS_MAX]
+            holders = self._holders.get(key, ())
+            if not holders or holders[0] != backend_id:
+                others = [holder for holder in holders if holder != backend_id]
+                self._holders[key] = (backend_id, *others)[:HOLDERS_MAX]
             self._holders.move_to_end(key)
         while len(self._holders) > self._entries_max:
             self._holders.popitem(last=False)

@@ -24,6 +24,7 @@ from gateway.core.values import Backend, Load
 from gateway.core.webhooks import WebhookAttempt
 from gateway.pipeline import Sight
 from gateway.pipeline.box_keeper import BoxSight
+from gateway.telemetry.series import Counts, Spreads
 
 # vLLM's own, up to and beyond the longest first token published (319 s).
 TTFT_BUCKETS_S = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)
@@ -91,87 +92,96 @@ class Metrics:
         """
         self.registry = CollectorRegistry(auto_describe=True)
         registry = self.registry
-        self.requests = Counter(
+        self.requests = Counts(
             "gateway_requests",
             "Requests that ended, by how they ended.",
             ("traffic_class", "pool", "backend", "ending", "code"),
             registry=registry,
         )
-        self.attempts = Counter(
-            "gateway_attempts", "Tries on a backend, by outcome.", ("backend", "outcome"), registry=registry
+        self.attempts = Counts(
+            "gateway_attempts",
+            "Tries on a backend, by outcome.",
+            ("backend", "outcome"),
+            registry=registry,
         )
-        self.refusals = Counter(
+        self.refusals = Counts(
             "gateway_exclusions",
             "Times a backend was left out of a decision, by reason.",
             ("backend", "reason"),
             registry=registry,
         )
-        self.spills = Counter(
+        self.spills = Counts(
             "gateway_spills",
             "Requests served by a later pool of their class.",
             ("traffic_class", "pool"),
             registry=registry,
         )
         labels = ("traffic_class", "backend")
-        self.ttft = Histogram(
+        self.ttft = Spreads(
             "gateway_time_to_first_token_seconds",
             "From a streamed request's arrival to its first token.",
             labels,
             buckets=TTFT_BUCKETS_S,
             registry=registry,
         )
-        self.first_tokens = Counter(
+        self.first_tokens = Counts(
             "gateway_first_tokens",
             "First tokens of streams, by whether they came when their class wants them.",
             (*labels, "timeliness"),
             registry=registry,
         )
-        self.tpot = Histogram(
+        self.tpot = Spreads(
             "gateway_time_per_output_token_seconds",
             "Mean time per output token after the first, of streamed answers.",
             labels,
             buckets=TPOT_BUCKETS_S,
             registry=registry,
         )
-        self.duration = Histogram(
+        self.duration = Spreads(
             "gateway_request_duration_seconds",
             "From arrival to the last byte.",
             labels,
             buckets=DURATION_BUCKETS_S,
             registry=registry,
         )
-        self.estimating = Histogram(
+        self.estimating = Spreads(
             "gateway_estimate_seconds",
             "Time taken to count a prompt.",
             buckets=OVERHEAD_BUCKETS_S,
             registry=registry,
         )
-        self.waiting_time = Histogram(
+        self.waiting_time = Spreads(
             "gateway_queue_seconds",
             "Time from the decision to a place on a backend.",
             ("traffic_class",),
             buckets=QUEUE_BUCKETS_S,
             registry=registry,
         )
-        self.prompt_tokens = Histogram(
+        self.prompt_tokens = Spreads(
             "gateway_prompt_tokens",
             "Estimated prompt length.",
             ("traffic_class",),
             buckets=PROMPT_BUCKETS,
             registry=registry,
         )
-        self.estimate_error = Histogram(
+        self.estimate_error = Spreads(
             "gateway_estimate_error_ratio",
             "(usage.prompt_tokens - estimate) / estimate.",
             ("backend",),
             buckets=ERROR_BUCKETS,
             registry=registry,
         )
-        self.tokens_in = Counter(
-            "gateway_input_tokens", "Prompt tokens as backends report them.", labels, registry=registry
+        self.tokens_in = Counts(
+            "gateway_input_tokens",
+            "Prompt tokens as backends report them.",
+            labels,
+            registry=registry,
         )
-        self.tokens_out = Counter(
-            "gateway_output_tokens", "Generated tokens as backends report them.", labels, registry=registry
+        self.tokens_out = Counts(
+            "gateway_output_tokens",
+            "Generated tokens as backends report them.",
+            labels,
+            registry=registry,
         )
         self.state_changes = Counter(
             "gateway_backend_state_changes",
@@ -243,50 +253,51 @@ class Metrics:
 
     def attempt(self, record: AttemptRecord) -> None:
         """See `ports.Recorder.attempt`."""
-        self.attempts.labels(record.backend, record.outcome.value).inc()
+        self.attempts.add((record.backend, record.outcome))
 
     def finished(self, record: RequestRecord) -> None:
         """See `ports.Recorder.finished`."""
         decision = record.decision
         name = decision.traffic_class if decision else ""
-        self.requests.labels(name, record.pool, record.backend, record.ending.value, record.error_code).inc()
+        self.requests.add((name, record.pool, record.backend, record.ending, record.error_code))
         if record.ending is Ending.HANDED_OVER:
             return  # it is counted as a request when it runs
         if record.estimated_at is not None:
-            self.estimating.observe(record.estimated_at - record.received_at)
+            self.estimating.observe((), record.estimated_at - record.received_at)
         if decision is None:
             return
-        self.prompt_tokens.labels(name).observe(decision.estimate.tokens)
+        self.prompt_tokens.observe((name,), decision.estimate.tokens)
         for candidate in decision.candidates:
             if candidate.excluded is not None:
-                self.refusals.labels(candidate.backend, candidate.excluded.value).inc()
+                self.refusals.add((candidate.backend, candidate.excluded))
         if record.admitted_at is not None and record.estimated_at is not None:
-            self.waiting_time.labels(name).observe(record.admitted_at - record.estimated_at)
+            self.waiting_time.observe((name,), record.admitted_at - record.estimated_at)
         if record.first_byte_at is not None:
             self._served(record, name)
 
     def _served(self, record: RequestRecord, name: str) -> None:
-        decision, first = record.decision, record.first_byte_at
+        decision, first, usage = record.decision, record.first_byte_at, record.usage
         assert decision is not None
         assert first is not None
+        where = (name, record.backend)
         if record.stream:
-            self.ttft.labels(name, record.backend).observe(first - record.received_at)
+            self.ttft.observe(where, first - record.received_at)
         if record.stream and record.route and record.due_s is not None:  # nobody looks on at a job
             is_late = first - record.received_at > record.due_s
             timeliness = Timeliness.LATE if is_late else Timeliness.TIMELY
-            self.first_tokens.labels(name, record.backend, timeliness.value).inc()
-        self.duration.labels(name, record.backend).observe(record.ended_at - record.received_at)
+            self.first_tokens.add((*where, timeliness))
+        self.duration.observe(where, record.ended_at - record.received_at)
         if record.is_spill:
-            self.spills.labels(name, record.pool).inc()
-        if record.usage is None:
+            self.spills.add((name, record.pool))
+        if usage is None:
             return
-        self.tokens_in.labels(name, record.backend).inc(record.usage.prompt_tokens)
-        self.tokens_out.labels(name, record.backend).inc(record.usage.completion_tokens)
-        if record.stream and record.tpot_s is not None:
-            self.tpot.labels(name, record.backend).observe(record.tpot_s)
+        self.tokens_in.add(where, usage.prompt_tokens)
+        self.tokens_out.add(where, usage.completion_tokens)
+        if record.stream and (tpot_s := record.tpot_s) is not None:
+            self.tpot.observe(where, tpot_s)
         if decision.estimate.tokens > 0:
-            error = (record.usage.prompt_tokens - decision.estimate.tokens) / decision.estimate.tokens
-            self.estimate_error.labels(record.backend).observe(error)
+            error = (usage.prompt_tokens - decision.estimate.tokens) / decision.estimate.tokens
+            self.estimate_error.observe((record.backend,), error)
 
     def backend_changed(self, backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
         """Note that a backend's status changed."""

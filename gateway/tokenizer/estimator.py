@@ -5,9 +5,7 @@ loop goes on serving. What is refused for its sheer size is refused before any o
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from hashlib import blake2b
-from itertools import islice
+from collections.abc import Hashable
 from pathlib import Path
 from threading import Lock
 
@@ -16,10 +14,10 @@ import anyio.to_thread
 
 from gateway.core.class_counts import TextKind, kind_of
 from gateway.core.errors import AtCapacity
-from gateway.core.estimation import Pieces, bound, is_plain, margin_tokens, pieces
+from gateway.core.estimation import Piece, Pieces, bound, is_plain, margin_tokens, pieces
 from gateway.core.facts import Learned
 from gateway.core.value import valueclass
-from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts
+from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateCosts
 from gateway.tokenizer.counting import chars_per_token_max, count
 from gateway.tokenizer.exact import Counted
 from gateway.tokenizer.learning import LearnedMargin, LearnedRatios
@@ -32,9 +30,14 @@ THREADS = 2
 WAITING_MAX = 256
 """Large prompts that may be counted or wait for it: at 60 ms per MB and two threads, seconds of work."""
 REMEMBERED_CHARS_MIN = 2048
+ESCAPED_CHAR_BYTES = 12
+"""What a character takes in JSON at most: an emoji as two escapes."""
 REMEMBERED_MAX = 16_384
 """Texts whose counts are kept, about 2 MB in all: the earlier turns of some thousand conversations."""
-_HASH_CHARS = 65_536
+
+
+TextKey = Hashable
+"""What a text is known by: its length and hash."""
 
 
 @valueclass(frozen=True, slots=True)
@@ -53,24 +56,31 @@ class TextEstimate(Estimate):
 
 
 class RememberedCounts:
-    """Counts of long texts met before, by hash; the least recently used are forgotten. Thread-safe."""
+    """Counts of long texts met before; the least recently used are forgotten. Thread-safe.
+
+    A text is known by its length and by the hash that Python keeps with it: 64 bits under a key of this
+    process's own, so that nobody can make two texts that meet. By chance one in 10^15 meets one that is kept.
+    """
 
     def __init__(self, entries_max: int = REMEMBERED_MAX) -> None:
-        self._counts: OrderedDict[bytes, Counted] = OrderedDict()
+        self._counts: OrderedDict[TextKey, Counted] = OrderedDict()
         self._entries_max = entries_max
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._counts)
 
-    def get(self, key: bytes) -> Counted | None:
+    def __contains__(self, key: object) -> bool:
+        return key in self._counts
+
+    def get(self, key: TextKey) -> Counted | None:
         """Return the count kept under `key`, or None."""
         with self._lock:
             if key in self._counts:
                 self._counts.move_to_end(key)
             return self._counts.get(key)
 
-    def put(self, key: bytes, counted: Counted) -> None:
+    def put(self, key: TextKey, counted: Counted) -> None:
         """Keep a count."""
         with self._lock:
             self._counts[key] = counted
@@ -94,6 +104,7 @@ class PromptEstimator:
         self._ratios = LearnedRatios()
         self._threads = anyio.CapacityLimiter(THREADS)
         self._waiting = 0
+        self._limit = (0, 0)  # the last one asked for, and where counting stops for it
 
     @property
     def mode(self) -> CountMode:
@@ -106,61 +117,89 @@ class PromptEstimator:
         at_least_tokens = -(-size.chars // chars_per_token_max(self.vocabulary))
         if at_least_tokens > limit_tokens:
             return bound(at_least_tokens, limit_tokens)
-        if size.bytes_max <= INLINE_BYTES and size.texts <= INLINE_TEXTS:
-            return self.estimate_now(prompt, costs, limit_tokens)
+        parts = pieces(prompt, costs)
+        if size.texts <= INLINE_TEXTS and (
+            size.bytes_max <= INLINE_BYTES or size.bytes_max - self._known_bytes(parts) <= INLINE_BYTES
+        ):
+            return self._estimate(parts, limit_tokens)
         if self._waiting >= WAITING_MAX:
             raise AtCapacity(
                 "Too many long prompts are waiting to be measured.", code="estimator_busy", retry_after_s=1
             )
         self._waiting += 1
         try:
-            return await anyio.to_thread.run_sync(
-                self.estimate_now, prompt, costs, limit_tokens, limiter=self._threads
-            )
+            return await anyio.to_thread.run_sync(self._estimate, parts, limit_tokens, limiter=self._threads)
         finally:
             self._waiting -= 1
 
     def estimate_now(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
         """Return what `estimate` does, on the calling thread: for commands that have nothing else to do."""
-        parts = pieces(prompt, costs)
-        stop_above = limit_tokens + margin_tokens(limit_tokens, self.mode)
+        return self._estimate(pieces(prompt, costs), limit_tokens)
+
+    def _known_bytes(self, parts: Pieces) -> int:
+        """Return how much of a prompt needs no counting because its count is remembered."""
+        return sum(
+            piece.long.size_bytes if piece.long is not None else _bytes_max(piece.text)
+            for piece in parts.texts
+            if _key(piece) in self.remembered
+        )
+
+    def _estimate(self, parts: Pieces, limit_tokens: int) -> Estimate:
+        stop_above = self._stop_above(limit_tokens)
+        fixed = total = parts.fixed_tokens
         counts, guessed = [], 0
-        total = parts.fixed_tokens
         for piece in parts.texts:
-            used = parts.fixed_tokens if parts.alternatives else total
-            counted = self._count(piece.text, (stop_above - used) * 100 // piece.percent)
+            used = fixed if parts.alternatives else total
+            counted = self._count(piece, (stop_above - used) * 100 // piece.percent)
             counts.append(counted.tokens)
             guessed += counted.guessed_tokens
             total = used + piece.weigh(counted.tokens)
             if total > stop_above:
                 return bound(total, limit_tokens)
-        return self._judge(parts, counts, exact=not guessed)
+        return self._judge(parts, parts.total(counts), exact=not guessed)
 
-    def _judge(self, parts: Pieces, counts: list[int], exact: bool) -> Estimate:
-        total = parts.total(counts)
+    def _stop_above(self, limit_tokens: int) -> int:
+        """Return the tokens above which no window can hold a prompt, margin included."""
+        limit, stop_above = self._limit
+        if limit != limit_tokens:
+            stop_above = limit_tokens + margin_tokens(limit_tokens, self.mode)
+            self._limit = limit_tokens, stop_above
+        return stop_above
+
+    def _judge(self, parts: Pieces, total: int, exact: bool) -> Estimate:
         counted = total - parts.fixed_tokens
         mode = self.mode if exact else CountMode.APPROXIMATE
         kind = None
         if self.vocabulary is None:
-            kind = kind_of(max((piece.text for piece in parts.texts), key=len, default=""))
+            kind = kind_of(_sample(parts))
             total = parts.fixed_tokens + round(counted * self._ratios.ratio(kind))
         margin = margin_tokens(total, mode, self._margin.tokens)
         return TextEstimate(total, total + margin, mode, kind, parts.fixed_tokens, counted)
 
-    def _count(self, text: str, stop_above_tokens: int) -> Counted:
+    def _count(self, piece: Piece, stop_above_tokens: int) -> Counted:
         """Return the tokens of a text, from memory if it is long and was met before."""
-        if len(text) < REMEMBERED_CHARS_MIN:
-            return count(self.vocabulary, text, stop_above_tokens)
-        digest = blake2b(digest_size=16)
-        for at in range(0, len(text), _HASH_CHARS):
-            digest.update(text[at : at + _HASH_CHARS].encode("utf-8", "surrogatepass"))
-        key = digest.digest()
+        key = _key(piece)
+        if key is None:
+            return count(self.vocabulary, piece.text, stop_above_tokens)
         counted = self.remembered.get(key)
         if counted is None:
-            counted = count(self.vocabulary, text, stop_above_tokens)
+            if piece.long is None:
+                counted = count(self.vocabulary, piece.text, stop_above_tokens)
+            else:
+                counted = self._count_long(piece.long, stop_above_tokens)
             if counted.complete:
                 self.remembered.put(key, counted)
         return counted
+
+    def _count_long(self, text: LongText, stop_above_tokens: int) -> Counted:
+        tokens = guessed = 0
+        for one in text.pieces():
+            counted = count(self.vocabulary, one, stop_above_tokens - tokens)
+            tokens += counted.tokens
+            guessed += counted.guessed_tokens
+            if not counted.complete:
+                return Counted(tokens, guessed, complete=False)
+        return Counted(tokens, guessed)
 
     def observe(self, prompt: Prompt, estimate: Estimate, actual_tokens: int) -> None:
         """See ports.Estimator. Only text-only prompts that this estimator counted teach anything."""
@@ -195,6 +234,24 @@ def open_estimator(vocab: Path | None) -> PromptEstimator:
     return PromptEstimator(None if vocab is None else load(vocab))
 
 
+def _key(piece: Piece) -> TextKey | None:
+    """Return what a text is known by; None for one that is not worth remembering."""
+    if piece.long is not None:
+        return piece.long.size_bytes, piece.long.key
+    return None if len(piece.text) < REMEMBERED_CHARS_MIN else (len(piece.text), hash(piece.text))
+
+
+def _sample(parts: Pieces) -> str:
+    """Return the longest text of a prompt, or the beginning of it."""
+    text = max((piece.text for piece in parts.texts), key=len, default="")
+    long = max(
+        (piece.long for piece in parts.texts if piece.long is not None),
+        key=lambda one: one.size_bytes,
+        default=None,
+    )
+    return text if long is None or len(text) > long.size_bytes else next(long.pieces(), "")
+
+
 @valueclass(frozen=True, slots=True)
 class _Size:
     """How much there is to count, as far as a quick look tells.
@@ -210,20 +267,31 @@ class _Size:
     texts: int
 
 
+def _bytes_max(text: str) -> int:
+    """Return what a text takes in UTF-8 at most."""
+    return len(text) if text.isascii() else 4 * len(text)
+
+
 def _size(prompt: Prompt) -> _Size:
     """Return the size of a prompt, looking no further than is needed to decide where to count it."""
-    texts = list(islice(_texts(prompt), INLINE_TEXTS + 1))
-    sizes = [len(text) for text in texts]
-    bytes_max = sum(len(text) * (1 if text.isascii() else 4) for text in texts)
-    chars = sum(sizes) if prompt.turns else max(sizes, default=0)
-    return _Size(chars, bytes_max, len(texts))
-
-
-def _texts(prompt: Prompt) -> Iterator[str]:
-    yield prompt.tools_json
-    yield from prompt.raw_texts
+    texts = [prompt.tools_json, *prompt.raw_texts[:INLINE_TEXTS]]
+    longs: list[LongText] = []
     for turn in prompt.turns:
-        yield turn.role
-        yield from turn.texts
+        texts.append(turn.role)
+        texts += turn.texts
+        if turn.long is not None:
+            longs.append(turn.long)
         for call in turn.tool_calls:
-            yield from call
+            texts += call
+        if len(texts) > INLINE_TEXTS:
+            break
+    together = longest = bytes_max = 0
+    for text in texts:
+        chars = len(text)
+        together += chars
+        longest = max(longest, chars)
+        bytes_max += _bytes_max(text)
+    for long in longs:
+        together += long.size_bytes // ESCAPED_CHAR_BYTES
+        bytes_max += long.size_bytes
+    return _Size(together if prompt.turns else longest, bytes_max, len(texts))

@@ -9,6 +9,7 @@ is ever counted twice.
 """
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping
 
@@ -38,6 +39,7 @@ class LearnedMargin:
 
     def __init__(self) -> None:
         self._errors: deque[int] = deque(maxlen=MARGIN_WINDOW)
+        self._ranked: list[int] = []  # the same, in order of size
         self.p99_tokens = 0
         self.elsewhere_tokens = 0
 
@@ -48,9 +50,12 @@ class LearnedMargin:
 
     def observe(self, error_tokens: int) -> None:
         """Note how far one count was off, either way."""
-        self._errors.append(abs(error_tokens))
-        ranked = sorted(self._errors)
-        self.p99_tokens = ranked[math.ceil(0.99 * len(ranked)) - 1]
+        error, ranked = abs(error_tokens), self._ranked
+        if len(ranked) == MARGIN_WINDOW:
+            del ranked[bisect_left(ranked, self._errors[0])]
+        self._errors.append(error)
+        insort(ranked, error)
+        self.p99_tokens = ranked[-(-99 * len(ranked) // 100) - 1]
 
 
 class LearnedRatios:

@@ -84,6 +84,7 @@ class Vocabulary:
         encoding: What counts.
         characters: Those that have an entry of their own, ASCII included.
         prefixes: Incomplete UTF-8 sequences that have a rank; see `glued_tokens`.
+        markers: Markers by the character that they begin with.
         chars_per_token_max: Longest entry or marker, in characters.
         warnings: As in `BuildSummary`.
     """
@@ -94,6 +95,7 @@ class Vocabulary:
     encoding: tiktoken.Encoding
     characters: frozenset[str]
     prefixes: frozenset[bytes]
+    markers: Mapping[str, tuple[str, ...]]
     chars_per_token_max: int
     warnings: tuple[str, ...] = ()
 
@@ -331,6 +333,10 @@ def _assemble(
         encoding=_encoding(f"gemma-{sha256[:12]}", ranks, specials),
         characters=frozenset(characters),
         prefixes=frozenset(prefixes),
+        markers={
+            start: tuple(special for special in specials if special[0] == start)
+            for start in {special[0] for special in specials}
+        },
         chars_per_token_max=longest,
         warnings=warnings,
     )

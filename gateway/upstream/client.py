@@ -42,8 +42,12 @@ class HttpxUpstream(Ways["_HttpxWay"]):
     @asynccontextmanager
     async def open(self, target: Target, timeouts: Timeouts) -> AsyncIterator[UpstreamResponse]:
         """See `ports.Upstream.open`."""
-        async with self._to(target.backend) as way, self._exchange(way.client, target, timeouts) as response:
-            yield response
+        way = self._take(target.backend)
+        try:
+            async with self._exchange(way.client, target, timeouts) as response:
+                yield response
+        finally:
+            await self._give_back(way)
 
     @asynccontextmanager
     async def _exchange(

@@ -29,6 +29,7 @@ import httpx
 from anyio.abc import TaskGroup
 
 from gateway import __version__
+from gateway.core.facts import Attempts
 from gateway.core.health import (
     Attempt,
     BackendStatus,
@@ -103,6 +104,7 @@ class Prober:
         self._watched: dict[str, _Watched] = {}
         self._rules: dict[str, HealthRules] = {}
         self._statuses: dict[str, BackendStatus] = {}
+        self._served: dict[str, int] = {}  # by backend, requests that its status does not count yet
         self._view = MappingProxyType(self._statuses)
         self._looks: dict[str, anyio.Event] = {}  # set: look at the models now
         self._changed = anyio.Event()
@@ -146,6 +148,7 @@ class Prober:
 
     def _forget(self, name: str) -> None:
         self._watched.pop(name).end()
+        self._served.pop(name, None)
         del self._statuses[name], self._rules[name], self._looks[name]
 
     def statuses(self) -> Mapping[str, BackendStatus]:
@@ -154,9 +157,13 @@ class Prober:
 
     def report(self, backend_id: str, outcome: Outcome, detail: str) -> None:
         """See `ports.Fleet.report`. One that is not watched any more is of no concern."""
-        if backend_id not in self._statuses:
+        status = self._statuses.get(backend_id)
+        if status is None:
             return
-        self._observe(backend_id, Attempt(outcome, detail))
+        if outcome is Outcome.OK and status.state is State.UP and not status.recent_failures:
+            self._served[backend_id] = self._served.get(backend_id, 0) + 1  # told with what comes next
+        else:
+            self._observe(backend_id, Attempt(outcome, detail))
 
     def put_out(self, backend_id: str, reason: str) -> None:
         """See `ports.BoxFleet.put_out`."""
@@ -165,6 +172,14 @@ class Prober:
     def await_boot(self, backend_id: str, reason: str) -> None:
         """See `ports.BoxFleet.await_boot`."""
         self._set(backend_id, awaited(self._statuses[backend_id], self._clock.now(), reason))
+
+    def attempts(self) -> Mapping[str, Attempts]:
+        """See `ports.SharedHealth.attempts`."""
+        return {
+            name: Attempts(status.served + self._served.get(name, 0), status.failed)
+            for name, status in self._statuses.items()
+            if status.served or status.failed or name in self._served
+        }
 
     def verdicts(self) -> Mapping[str, Verdict]:
         """See `ports.SharedHealth.verdicts`."""
@@ -214,7 +229,11 @@ class Prober:
         self._observe(name, event)
 
     def _observe(self, name: str, event: Event) -> None:
-        self._set(name, advance(self._statuses[name], event, self._clock.now(), self._rules[name]))
+        status = self._statuses[name]
+        served = self._served.pop(name, 0)
+        if served:
+            status = replace(status, served=status.served + served)
+        self._set(name, advance(status, event, self._clock.now(), self._rules[name]))
 
     def _set(self, name: str, new: BackendStatus) -> None:
         old = self._statuses[name]

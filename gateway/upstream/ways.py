@@ -6,8 +6,7 @@ closed when what runs on it has ended.
 
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar
 
 import anyio
@@ -105,9 +104,8 @@ class Ways(ABC, Generic[W]):
         for way in (*self._ways.values(), *self._retired):
             await way.aclose()
 
-    @asynccontextmanager
-    async def _to(self, backend: Backend) -> AsyncIterator[W]:
-        """Yield the way to a backend, in use while the block runs.
+    def _take(self, backend: Backend) -> W:
+        """Return the way to a backend, in use until `_give_back`.
 
         Raises:
             UpstreamUnreachable: it is not configured any more.
@@ -116,10 +114,11 @@ class Ways(ABC, Generic[W]):
         if way is None or way.url != backend.url:
             raise UpstreamUnreachable("The backend is not configured any more.")
         way.in_flight += 1
-        try:
-            yield way
-        finally:
-            way.in_flight -= 1
-            if way in self._retired:
-                with anyio.move_on_after(CLOSE_S, shield=True):
-                    await self.close_retired()
+        return way
+
+    async def _give_back(self, way: W) -> None:
+        """Note that a call is over."""
+        way.in_flight -= 1
+        if way in self._retired:
+            with anyio.move_on_after(CLOSE_S, shield=True):
+                await self.close_retired()

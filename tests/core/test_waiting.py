@@ -165,7 +165,7 @@ def test_what_started_without_a_turn_is_charged_as_after_one() -> None:
     patient_class = replace(PLAIN, waiting=Waiting(max_wait_s=900))
 
     def in_turn(site: Site, name: str, **fields: object) -> None:
-        assert site.enter(name, **fields) is None
+        assert site.enter(name, 0.0, **fields) is None
         assert site.start() == [name]
 
     for way in (at_once, in_turn):

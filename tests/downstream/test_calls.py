@@ -25,7 +25,7 @@ from gateway.core.usage import Ending
 from gateway.core.values import Waiting
 from gateway.downstream.guard import GuardedProtocol
 from gateway.downstream.listener import Listener, bind
-from gateway.downstream.relay import AsgiCall, BodyLimits, Call, HttpDownstream, Uploads
+from gateway.downstream.relay import AsgiCall, BodyLimits, Call, Head, HttpDownstream, Uploads
 from gateway.pipeline import LEFT_STATUS, CallerStalled
 from gateway.ports import Headers
 
@@ -92,7 +92,7 @@ CASES = {
     "long body": Case(post(LONG), 200),
     "no key": Case(post(key=None), 401, "invalid_api_key", is_ordinary=False),
     "wrong key": Case(post(key="other"), 401, "invalid_api_key", is_ordinary=False),
-    "two keys": Case(post(chat(), "Authorization: Bearer other"), 401, "invalid_api_key"),
+    "two keys": Case(post(chat(), "Authorization: Bearer other"), 401, "invalid_api_key", is_ordinary=False),
     "no json": Case(post(b"{"), 400, "invalid_json"),
     "no object": Case(post(b"[]"), 400, "invalid_request"),
     "no body": Case(post(b""), 400, "invalid_json"),
@@ -698,8 +698,8 @@ async def answering(way: str, answer: Callable[[HttpDownstream], Awaitable[None]
         limits = BodyLimits()
         uploads = Uploads()
 
-        def may_come(self, headers: Headers) -> bool:
-            return True
+        def head(self, headers: Headers) -> Head:
+            return Head({}, None)
 
         async def chat(self, call: Call) -> None:
             await call.body(self.limits, self.uploads)

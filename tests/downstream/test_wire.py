@@ -444,7 +444,133 @@ def test_true_is_no_image_budget() -> None:
     assert chat(mm_processor_kwargs={"max_soft_tokens": True}).request.prompt.image_budget is None
 
 
+# ---------------------------------------------------------------- at once, or member by member
+
+
+def outcome(raw: bytes, *, at_once: bool) -> object:
+    """Return what is made of a body, read at once where it can be or member by member, or why nothing is."""
+    try:
+        if at_once:
+            found = read(Endpoint.CHAT, raw, RULES)
+        else:
+            members = wire.members_of(raw)
+            found = wire.read_members(Endpoint.CHAT, members, RULES, size_bytes=len(raw), arrival=ARRIVAL)
+    except InvalidRequest as error:
+        return error.message, error.code, error.param
+    return found.request, found.dropped, found.usage_injected, found.body_for("s")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pytest.param(body(), id="plain"),
+        pytest.param(body(stream=True), id="stream"),
+        pytest.param(body(stream=True, stream_options=None), id="no-options"),
+        pytest.param(body(stream=True, stream_options={"x": 1}), id="options"),
+        pytest.param(body(n=None, max_tokens=None, max_completion_tokens=None, stream=None), id="nulls"),
+        pytest.param(body(n=2.0, max_tokens=7.0), id="whole-floats"),
+        pytest.param(body(max_tokens=10**30), id="a-long-number"),
+        pytest.param(body(max_tokens=True), id="true-for-a-number"),
+        pytest.param(body(n=0, max_tokens=0), id="the-first-of-two-faults"),
+        pytest.param(body(model="", messages=[]), id="the-first-of-two-others"),
+        pytest.param(body(model="m" * 300, n=99), id="a-long-name"),
+        pytest.param(body(priority=1, chat_template="x"), id="dropped"),
+        pytest.param(body(tools=[{"a": 1}], reasoning_effort="low"), id="aside"),
+        pytest.param(body(mm_processor_kwargs={"max_soft_tokens": 70}), id="budget"),
+        pytest.param(body(messages=[{"role": "user", "content": "a"}, {"role": "x"}, "z"]), id="a-bad-one"),
+        pytest.param(
+            body(messages=[{"role": "u", "content": [3]}, {"role": "u", "content": 3}]), id="bad-two"
+        ),
+        pytest.param(body(messages=[{"role": "user", "content": ""}]), id="no-text"),
+        pytest.param(body(messages=[{"role": "assistant", "content": "x", "tool_calls": []}]), id="no-calls"),
+        pytest.param(
+            body(
+                messages=[
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}], "reasoning": "t"}
+                ]
+            ),
+            id="a-call",
+        ),
+        pytest.param(body(messages=[{"role": "user", "content": "x", "name": "a", "y": [{}]}]), id="beside"),
+        pytest.param(body(messages=[{"role": "user"}] * 5_000), id="too-many"),
+        pytest.param(body(messages=[{"role": "user", "content": "{" * 300_000}]), id="long-and-many-braces"),
+        pytest.param(body(messages=[{"role": "user", "content": "x" * 300_000}]), id="long"),
+        pytest.param(b'{"model":3,"messages":[{"role":"u"}],"model":"b"}', id="the-last-of-two"),
+        pytest.param(b'{"model":"b","messages":[{"role":"u"}],"model":3}', id="the-last-is-bad"),
+        pytest.param(b'{"mod\\u0065l":"m","messages":[{"role":"u","content":"x"}]}', id="a-spelled-name"),
+        pytest.param(b'{"model":"m","messages":[{"role":"u","role":3,"content":"x"}]}', id="a-role-twice"),
+        pytest.param(b'{"model":"m","messages":[{"role":"u","content":"\xff"}]}', id="not-utf-8"),
+        pytest.param(b'{"model":"m","messages":[{"role":"u","content":"x \\ud83d y"}]}', id="half-an-emoji"),
+        pytest.param(b'{"model":"m","messages":[{"role":"u","content":"x"}],"n":2}}', id="bytes-after"),
+    ],
+)
+def test_what_is_read_at_once_is_what_is_read_member_by_member(raw: bytes) -> None:
+    assert outcome(raw, at_once=True) == outcome(raw, at_once=False)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            ["model", "stream", "n", "max_tokens", "max_completion_tokens", "messages", "tools", "top_k"]
+        ),
+        st.none()
+        | st.booleans()
+        | st.integers(-2, 4)
+        | st.floats(allow_nan=False)
+        | st.sampled_from(["m", "", {}, [], [{}]])
+        | st.lists(
+            st.fixed_dictionaries(
+                {"role": st.sampled_from(["user", "assistant", "", 3])},
+                optional={
+                    "content": st.sampled_from(["x", "", None, 3, ["y"], [{"type": "text", "text": "z"}]]),
+                    "tool_calls": st.sampled_from([None, [], [{}], 3, [{"function": {"arguments": {}}}]]),
+                    "reasoning": st.sampled_from([None, "t", 3]),
+                },
+            ),
+            max_size=3,
+        ),
+    )
+)
+def test_whatever_a_body_holds_both_ways_of_reading_agree(fields: dict[str, Any]) -> None:
+    raw = body(**fields)
+
+    assert outcome(raw, at_once=True) == outcome(raw, at_once=False)
+
+
 # ---------------------------------------------------------------- affinity
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        pytest.param([{"role": "user", "content": [{"type": "text", "text": "c"}]}], id="parts"),
+        pytest.param([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], id="a-call"),
+        pytest.param([{"role": "user", "content": "c", "name": "n"}], id="more-of-a-message"),
+    ],
+)
+def test_what_comes_after_leaves_the_prefixes_before_it_as_they_were(after: list[Any]) -> None:
+    first = [{"role": "system", "content": "s"}, {"role": "user", "content": ["a", "b"]}]
+    short = chat(messages=first).request.prefixes
+    long = chat(messages=[*first, *after], n=1.0).request.prefixes  # the float: read member by member
+
+    assert [key for key, _ in short] == [key for key, _ in long[:2]]
+    assert len({key for key, _ in long}) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [{"role": "user", "content": "a"}, {"role": "user", "content": "c"}],
+        [{"role": "user", "content": "ab"}],
+        [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
+        [{"role": "user", "content": ["a"]}, {"role": "user", "content": "b"}],
+        [{"role": "user", "content": "b"}, {"role": "user", "content": "a"}],
+    ],
+)
+def test_what_differs_anywhere_has_another_hash(other: list[Any]) -> None:
+    one = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+
+    assert chat(messages=one).request.prefixes[-1][0] != chat(messages=other).request.prefixes[-1][0]
 
 
 def test_a_conversation_shares_its_prefixes_with_its_next_turn() -> None:

@@ -20,7 +20,7 @@ from support.processes import Process, descendants, parent_of, running, until, w
 WORKERS = 2
 KNEE = 2
 LEASE_S = 15.0
-LASTING = 300  # tokens, some six seconds: longer than a busy machine takes to signal
+LASTING = 900  # tokens, some six seconds: longer than a busy machine takes to signal
 CHAT: Any = [{"role": "user", "content": "Tell me of the river."}]
 
 

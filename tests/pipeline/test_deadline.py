@@ -39,6 +39,10 @@ async def rounds() -> None:
         await asyncio.sleep(0)
 
 
+def deadline_at(at: float) -> Deadline:
+    return Deadline(asyncio.get_running_loop(), at)
+
+
 def together(first: str, deadline: Deadline, cancel: Callable[[], object]) -> None:
     """Have the deadline pass and `cancel` called, both before the block is told of either."""
     loop = asyncio.get_running_loop()
@@ -50,7 +54,7 @@ def together(first: str, deadline: Deadline, cancel: Callable[[], object]) -> No
 
 
 async def test_it_ends_its_block_when_the_time_has_come() -> None:
-    deadline = Deadline(anyio.current_time() + 0.01)
+    deadline = deadline_at(anyio.current_time() + 0.01)
     with anyio.fail_after(10):
         with deadline:
             await anyio.sleep_forever()
@@ -62,7 +66,7 @@ async def test_it_ends_its_block_when_the_time_has_come() -> None:
 
 @pytest.mark.parametrize("at", [-inf, 0.0], ids=["minus-infinity", "past"])
 async def test_a_time_that_is_over_ends_the_block_where_it_waits(at: float) -> None:
-    deadline, begun, ended = Deadline(at), False, False
+    deadline, begun, ended = deadline_at(at), False, False
     with anyio.fail_after(10):
         with deadline:
             begun = True
@@ -74,7 +78,7 @@ async def test_a_time_that_is_over_ends_the_block_where_it_waits(at: float) -> N
 
 async def test_a_block_that_ends_in_time_is_left_alone() -> None:
     at = anyio.current_time() + 0.01
-    with Deadline(at) as deadline:
+    with deadline_at(at) as deadline:
         await rounds()
 
     await until(at)
@@ -83,7 +87,7 @@ async def test_a_block_that_ends_in_time_is_left_alone() -> None:
 
 
 async def test_a_block_that_never_waits_ends_by_itself_however_late() -> None:
-    with Deadline(-inf) as deadline:
+    with deadline_at(-inf) as deadline:
         pass
 
     await rounds()
@@ -93,7 +97,7 @@ async def test_a_block_that_never_waits_ends_by_itself_however_late() -> None:
 
 async def test_moved_to_later_it_does_nothing_at_its_first_time() -> None:
     at = anyio.current_time() + 0.01
-    with Deadline(at) as deadline:
+    with deadline_at(at) as deadline:
         deadline.at = inf
         await until(at)
         assert cancellations() == 0
@@ -105,7 +109,7 @@ async def test_moved_to_later_it_ends_the_block_then() -> None:
     first = anyio.current_time() + 0.01
     last = first + 0.02
     with anyio.fail_after(10):
-        with Deadline(first) as deadline:
+        with deadline_at(first) as deadline:
             deadline.at = last
             await until(first)
             await anyio.sleep_forever()
@@ -116,7 +120,7 @@ async def test_moved_to_later_it_ends_the_block_then() -> None:
 
 async def test_moved_over_and_over_it_counts_from_its_last_place() -> None:
     with anyio.fail_after(10):
-        with Deadline(inf) as deadline:
+        with deadline_at(inf) as deadline:
             for wait_s in (9, 0.01, 8, inf, 0.02, 7, 0.01):
                 deadline.at = anyio.current_time() + wait_s
             await anyio.sleep_forever()
@@ -124,10 +128,38 @@ async def test_moved_over_and_over_it_counts_from_its_last_place() -> None:
     assert deadline.has_passed
 
 
+async def test_put_off_it_does_nothing_at_its_first_time() -> None:
+    at = anyio.current_time() + 0.01
+    with deadline_at(at) as deadline:
+        deadline.put_off(inf)
+        await until(at)
+        assert cancellations() == 0
+
+    assert not deadline.has_passed
+
+
+@pytest.mark.parametrize("is_set_within", [False, True])
+async def test_put_off_beyond_the_latest_it_ends_the_block_then(is_set_within: bool) -> None:
+    first = anyio.current_time() + 0.01
+    latest = first + 0.02
+    deadline = deadline_at(first)
+    if not is_set_within:
+        deadline.latest = latest
+    with anyio.fail_after(10):
+        with deadline:
+            deadline.latest = latest
+            deadline.put_off(inf)
+            await until(first)
+            await anyio.sleep_forever()
+
+    assert deadline.has_passed
+    assert anyio.current_time() >= latest - 0.001  # uvloop counts in milliseconds
+
+
 @pytest.mark.parametrize("to", [-inf, 0.0], ids=["minus-infinity", "past"])
 async def test_moved_to_the_past_by_somebody_else_it_ends_the_block(to: float) -> None:
     with anyio.fail_after(10):
-        with Deadline(inf) as deadline:
+        with deadline_at(inf) as deadline:
             asyncio.get_running_loop().call_soon(setattr, deadline, "at", to)
             await anyio.sleep_forever()
 
@@ -135,7 +167,7 @@ async def test_moved_to_the_past_by_somebody_else_it_ends_the_block(to: float) -
 
 
 async def test_moved_after_its_block_it_does_nothing() -> None:
-    with Deadline(inf) as deadline:
+    with deadline_at(inf) as deadline:
         await rounds()
     deadline.at = -inf
     await rounds()
@@ -146,7 +178,7 @@ async def test_moved_after_its_block_it_does_nothing() -> None:
 
 async def test_moved_after_it_has_passed_it_passes_once() -> None:
     with anyio.fail_after(10):
-        with Deadline(0.0) as deadline:
+        with deadline_at(0.0) as deadline:
             try:
                 await anyio.sleep_forever()
             finally:
@@ -159,13 +191,13 @@ async def test_moved_after_it_has_passed_it_passes_once() -> None:
 
 async def test_what_is_raised_in_its_block_is_raised() -> None:
     with pytest.raises(ValueError, match="mine"):
-        with Deadline(inf):
+        with deadline_at(inf):
             raise ValueError("mine")
 
 
 async def test_what_is_raised_for_its_passing_is_raised() -> None:
     with pytest.raises(ValueError, match="mine"):
-        with Deadline(-inf) as deadline:
+        with deadline_at(-inf) as deadline:
             try:
                 await anyio.sleep_forever()
             except asyncio.CancelledError:
@@ -179,7 +211,7 @@ async def test_what_is_raised_for_its_passing_is_raised() -> None:
 async def test_a_scope_around_it_that_is_cancelled_at_the_same_time_is_seen(first: str) -> None:
     went_on = False
     with anyio.CancelScope() as scope:
-        with Deadline(inf) as deadline:
+        with deadline_at(inf) as deadline:
             together(first, deadline, scope.cancel)
             await anyio.sleep_forever()
         await rounds()
@@ -193,7 +225,7 @@ async def test_a_scope_around_it_that_is_cancelled_at_the_same_time_is_seen(firs
 async def test_a_scope_around_it_that_was_cancelled_before_is_seen() -> None:
     with anyio.CancelScope() as scope:
         scope.cancel()
-        with Deadline(-inf) as deadline:
+        with deadline_at(-inf) as deadline:
             await anyio.sleep_forever()
         await anyio.lowlevel.checkpoint()
         raise AssertionError("went on")
@@ -204,7 +236,7 @@ async def test_a_scope_around_it_that_was_cancelled_before_is_seen() -> None:
 
 
 async def test_a_scope_within_it_that_is_cancelled_does_not_end_it() -> None:
-    with Deadline(inf) as deadline:
+    with deadline_at(inf) as deadline:
         with anyio.CancelScope() as scope:
             scope.cancel()
             await anyio.sleep_forever()
@@ -217,7 +249,7 @@ async def test_a_scope_within_it_that_is_cancelled_does_not_end_it() -> None:
 @pytest.mark.parametrize("first", ["the deadline", "the scope"])
 async def test_a_scope_within_it_that_is_cancelled_at_the_same_time_does_not_hide_it(first: str) -> None:
     with anyio.fail_after(10):
-        with Deadline(inf) as deadline:
+        with deadline_at(inf) as deadline:
             with anyio.CancelScope() as scope:
                 together(first, deadline, scope.cancel)
                 await anyio.sleep_forever()
@@ -233,7 +265,7 @@ async def test_a_task_that_is_cancelled_at_the_same_time_is_cancelled(first: str
 
     async def limited() -> None:
         nonlocal went_on
-        with Deadline(inf) as deadline:
+        with deadline_at(inf) as deadline:
             together(first, deadline, task.cancel)
             await anyio.sleep_forever()
         went_on = True
@@ -248,7 +280,7 @@ async def test_a_task_that_is_cancelled_at_the_same_time_is_cancelled(first: str
 
 async def test_a_task_that_is_cancelled_is_cancelled() -> None:
     async def limited() -> None:
-        with Deadline(inf):
+        with deadline_at(inf):
             await anyio.sleep_forever()
 
     task = asyncio.get_running_loop().create_task(limited())
@@ -263,8 +295,8 @@ async def test_a_task_that_is_cancelled_is_cancelled() -> None:
 async def test_one_within_another(passing: str) -> None:
     went_on = False
     with anyio.fail_after(10):
-        with Deadline(inf) as outer:
-            with Deadline(inf) as inner:
+        with deadline_at(inf) as outer:
+            with deadline_at(inf) as inner:
                 if passing != "inner":
                     outer.at = -inf
                 if passing != "outer":

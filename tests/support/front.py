@@ -23,7 +23,7 @@ from gateway.core.waiting import WaitingLine
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind
 from gateway.downstream.promises import PromiseKeeping
-from gateway.downstream.relay import BodyLimits, Call, Uploads
+from gateway.downstream.relay import BodyLimits, Call, Head, Uploads
 from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications
 from gateway.downstream.wire import WireRules
@@ -62,8 +62,8 @@ class Watched:
         self.limits = applications.limits
         self.uploads: Uploads = applications.uploads
 
-    def may_come(self, headers: Headers) -> bool:
-        return self._applications.may_come(headers)
+    def head(self, headers: Headers) -> Head:
+        return self._applications.head(headers)
 
     async def chat(self, call: Call) -> None:
         self.taken.append(call)

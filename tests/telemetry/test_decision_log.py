@@ -37,7 +37,7 @@ from gateway.core.values import (
     TrafficClass,
 )
 from gateway.replay import reading
-from gateway.telemetry import decision_lines
+from gateway.telemetry import decision_lines, decision_log
 from gateway.telemetry.decision_lines import PolicyLine, RequestLine
 from gateway.telemetry.decision_log import DecisionLog
 
@@ -91,6 +91,7 @@ class Written:
 
     def __init__(self, file: Path, **options: Any) -> None:
         self.counted: Counter[str] = Counter()
+        self.times = 0
         self._grown = Condition()
         self.log = DecisionLog(
             file,
@@ -103,6 +104,7 @@ class Written:
     def _count(self, outcome: str, count: int) -> None:
         with self._grown:
             self.counted[outcome] += count
+            self.times += 1
             self._grown.notify_all()
 
     def wait(self, count: int) -> None:
@@ -307,6 +309,23 @@ def test_a_process_that_is_killed_leaves_at_most_one_torn_line(tmp_path: Path) -
     assert len(found.entries) == count - 1  # the first line is the policy
     Written(file).write(RECORD)
     assert len(reading.read([file]).entries) == count
+
+
+def test_what_ends_within_a_moment_is_written_in_one_piece_and_the_end_waits_for_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decision_log, "COLLECT_S", 3600.0)
+    subject = Written(tmp_path / "d.jsonl")
+    subject.log.start()
+    subject.log.finished(RECORD)
+    while subject.log._queue.qsize():  # until the thread has it
+        os.sched_yield()
+
+    subject.log.finished(RECORD)
+    subject.log.close()
+
+    assert subject.counted == {"written": 2}
+    assert subject.times == 1
 
 
 def test_what_cannot_be_written_in_time_is_dropped_counted_and_said(

@@ -5,10 +5,12 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import pytest
 
+from gateway.clock import SystemClock
 from gateway.core.box_swaps import Swap, SwapCause
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, EngineSample, Outcome, State
@@ -291,6 +293,80 @@ def test_a_request_is_one_json_line() -> None:
     assert fields["key"] == "team-a"
     assert (fields["estimate"], fields["prompt_tokens"], fields["output_tokens"]) == (100, 110, 21)
     assert (fields["first_token_s"], fields["total_s"]) == (0.5, 2.5)
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
+@pytest.mark.parametrize(
+    "record",
+    [
+        RECORD,
+        replace(RECORD, model='"\\\n\x00', key=None),
+        replace(RECORD, model="gemmá-4"),
+        replace(RECORD, model="\x7f"),
+        replace(RECORD, model="\ud83d"),  # half of a pair, which JSON can say and UTF-8 cannot
+        replace(RECORD, usage=Usage(10**30, 1)),
+        replace(RECORD, ended_at=10.00012),
+    ],
+    ids=["plain", "escapes", "letters", "control", "surrogate", "huge", "short"],
+)
+def test_a_requests_line_is_written_as_the_standard_library_writes_json(record: RequestRecord) -> None:
+    out = io.StringIO()
+    logs.set_up("info", out, worker=2)
+
+    RequestLog().finished(record)
+
+    (line,) = out.getvalue().splitlines()
+    fields = json.loads(line)
+    assert line == json.dumps(fields)
+    assert list(fields)[:6] == ["at", "level", "log", "worker", "event", "id"]
+    assert fields["model"] == record.model
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
+def test_requests_of_one_second_and_of_the_next_say_when_they_ended_and_at_which_level() -> None:
+    out = io.StringIO()
+    logs.set_up("info", out)
+    (handler,) = logging.getLogger().handlers
+    said = [(0.0, "INFO"), (0.9, "ERROR"), (1.0, "ERROR"), (1.1, "INFO"), (0.9, "INFO")]
+
+    for second, level in said:
+        facts = {"created": 1_700_000_000 + second, "levelname": level, "fields": {"event": "request"}}
+        handler.handle(logging.makeLogRecord({"levelno": logging.INFO, **facts}))
+
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [
+        (datetime.strptime(line["at"], "%Y-%m-%dT%H:%M:%S%z").timestamp() - 1_700_000_000, line["level"])
+        for line in lines
+    ] == [(int(second), level.lower()) for second, level in said]
+
+
+def test_a_requests_log_record_is_one_as_any_other(caplog: pytest.LogCaptureFixture) -> None:
+    clock = SystemClock()
+    recorder, before = RequestLog(), clock.wall()
+    with caplog.at_level(logging.INFO):
+        recorder.finished(replace(RECORD, ending=Ending.SHED))
+        recorder.finished(RECORD)
+        logs.requests_log.info("plain", extra={"fields": {}})
+
+    shed, served, plain = caplog.records
+    assert (shed.levelno, shed.levelname, served.levelname) == (logging.WARNING, "WARNING", "INFO")
+    assert served.message == "200 short_chat -> light-0, 100 tokens, first token 0.50 s, 2.50 s, completed"
+    assert served.fields["backend"] == "light-0"  # type: ignore[attr-defined]
+    assert vars(served).keys() == vars(plain).keys()
+    for name in ("name", "process", "thread", "exc_info", "args"):
+        assert vars(served)[name] == vars(plain)[name]
+    assert before <= shed.created <= served.created <= plain.created
+    assert 0 <= served.relativeCreated <= plain.relativeCreated
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
+def test_a_request_below_the_level_has_no_line() -> None:
+    out = io.StringIO()
+    logs.set_up("warning", out)
+
+    RequestLog().finished(RECORD)
+
+    assert out.getvalue() == ""
 
 
 @pytest.mark.usefixtures("_logging_as_it_was")

@@ -9,12 +9,13 @@ from typing import cast
 import anyio
 import pytest
 import tiktoken
+from support.vocabulary import LANGUAGES
 
-from gateway.core.class_counts import class_count_tokens
+from gateway.core.class_counts import TextKind, class_count_tokens
 from gateway.core.errors import AtCapacity, ConfigError
 from gateway.core.estimation import margin_tokens
 from gateway.core.facts import Learned
-from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts, Turn
+from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateCosts, Turn
 from gateway.ports import Estimator
 from gateway.tokenizer import PromptEstimator, Vocabulary, open_estimator
 from gateway.tokenizer.estimator import (
@@ -24,6 +25,7 @@ from gateway.tokenizer.estimator import (
     THREADS,
     WAITING_MAX,
     RememberedCounts,
+    TextEstimate,
 )
 from gateway.tokenizer.exact import PIECE_CHARS, Counted, count_exact
 
@@ -214,6 +216,73 @@ async def test_a_caller_that_leaves_while_waiting_gives_its_place_back(make: Mak
         release.set()
 
     assert (await estimator.estimate(prompt, COSTS, WINDOW)).mode is CountMode.EXACT
+
+
+# ------------------------------------------------------------------ long texts
+
+
+def long_chat(text: str, *more: str, cut: int = 40_000) -> Prompt:
+    """Return a chat of a long text that comes in pieces, and of others."""
+    pieces = [text[at : at + cut] for at in range(0, len(text), cut)]
+    long = LongText(len(text.encode()), hash(text), lambda: iter(pieces))
+    return Prompt(turns=(Turn("user", (), long=long), *(Turn("user", (one,)) for one in more)))
+
+
+@pytest.mark.parametrize(
+    "text", [PROSE * 5_000, LANGUAGES * 100, "0" * 100_000], ids=["prose", "scripts", "figures"]
+)
+async def test_a_long_text_in_pieces_counts_what_it_counts_in_one(vocabulary: Vocabulary, text: str) -> None:
+    whole = await PromptEstimator(vocabulary).estimate(chat(text, "x"), COSTS, WINDOW)
+    in_pieces = await PromptEstimator(vocabulary).estimate(long_chat(text.strip(), "x"), COSTS, WINDOW)
+
+    assert in_pieces.mode is CountMode.EXACT
+    assert in_pieces.tokens == pytest.approx(whole.tokens, rel=0.0005)
+
+
+async def test_without_a_vocabulary_a_long_text_is_judged_by_its_beginning() -> None:
+    text = "Wide was the river. Река была широкой. " * 4_000
+    whole = await PromptEstimator(None).estimate(chat(text), COSTS, WINDOW)
+    in_pieces = await PromptEstimator(None).estimate(long_chat(text, "x"), COSTS, WINDOW)
+
+    assert isinstance(in_pieces, TextEstimate)
+    assert in_pieces.kind is TextKind.CYRILLIC
+    assert in_pieces.tokens == pytest.approx(whole.tokens, rel=0.01)
+
+
+async def test_what_is_remembered_needs_no_thread(make: Make) -> None:
+    encoding = Encoding()
+    estimator = make(encoding)
+    history = ["a" * 20_000, "b" * 20_000]
+    await estimator.estimate(long_chat("x" * 100_000, *history), COSTS, WINDOW)
+    encoding.threads.clear()
+
+    again = await estimator.estimate(long_chat("x" * 100_000, *history, "c" * 10_000), COSTS, WINDOW)
+    assert encoding.threads == [threading.get_ident()]
+    encoding.threads.clear()
+    await estimator.estimate(long_chat("x" * 100_000, *history, "d" * 20_000), COSTS, WINDOW)
+
+    assert again.tokens == pytest.approx(15_000 + 1 + 4 * 5 + 7, abs=4)
+    assert threading.get_ident() not in encoding.threads
+
+
+async def test_counting_a_long_text_ends_once_no_window_can_hold_it(make: Make) -> None:
+    encoding = Encoding()
+    estimator = make(encoding)
+
+    estimate = await estimator.estimate(long_chat("x" * 400_000), COSTS, 10_000)
+
+    assert estimate.mode is CountMode.BOUND
+    assert sum(encoding.sizes) < 200_000
+    assert len(estimator.remembered) == 0
+
+
+async def test_a_long_text_that_no_window_can_hold_is_refused_unread(make: Make) -> None:
+    encoding = Encoding()
+
+    estimate = await make(encoding).estimate(long_chat("x" * 400_000), COSTS, 1_000)
+
+    assert estimate.mode is CountMode.BOUND
+    assert encoding.sizes == []
 
 
 # ------------------------------------------------------------------ what bounds it

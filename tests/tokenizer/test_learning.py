@@ -6,7 +6,7 @@ import pytest
 
 from gateway.core.class_counts import TextKind
 from gateway.core.facts import Ratio
-from gateway.tokenizer.learning import RATIO_MAX, RATIO_MIN, LearnedMargin, LearnedRatios
+from gateway.tokenizer.learning import MARGIN_WINDOW, RATIO_MAX, RATIO_MIN, LearnedMargin, LearnedRatios
 
 LATIN = TextKind.LATIN
 
@@ -126,3 +126,11 @@ def test_the_larger_margin_counts(own: int, elsewhere: int, tokens: int) -> None
     margin.elsewhere_tokens = elsewhere
 
     assert (margin.tokens, margin.p99_tokens) == (tokens, own)
+
+
+def test_the_margin_is_that_of_the_last_answers_whatever_came_before() -> None:
+    margin, errors = LearnedMargin(), [(number * 7919) % 503 - 250 for number in range(3 * MARGIN_WINDOW)]
+    for seen, error in enumerate(errors, 1):
+        margin.observe(error)
+        last = sorted(abs(one) for one in errors[:seen][-MARGIN_WINDOW:])
+        assert margin.p99_tokens == last[math.ceil(0.99 * len(last)) - 1]

@@ -254,7 +254,7 @@ def _after_progress(
 
 
 def _attempt_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendStatus:
-    status = _forgiven(replace(status, served=status.served + 1), 1)
+    status = replace(status, served=status.served + 1, recent_failures=status.recent_failures[1:])
     if status.state is State.UNKNOWN:
         return _enter(replace(status, was_up=True), State.UP, now, "served a request")
     return _succeeded(status, 1, now, rules)

@@ -61,6 +61,8 @@ class _Choice:
 class Channels(Remedy):
     """Moves the thought at the beginning of every choice's content to where thoughts belong."""
 
+    whole_marks = b"channel"  # of the markers; nobody escapes letters
+
     def __init__(self, choices: int, *, shows_thought: bool) -> None:
         """Read that many choices; a thought that the caller did not want to see is dropped."""
         self._choices = [_Choice() for _ in range(choices)]

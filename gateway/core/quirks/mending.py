@@ -25,11 +25,13 @@ def mend_whole(
 
     One that nothing changes keeps its bytes.
     """
+    mending = Remedies(remedies)
+    if not mending.concern_whole(body):
+        return body, None
     try:
         answer = decode(body)
     except (ValueError, RecursionError):
         return body, _NO_ANSWER
-    mending = Remedies(remedies)
     changed = isinstance(answer, dict) and mending.mend(answer)
     return (encode(answer) if changed else body), mending.fault
 
@@ -54,6 +56,9 @@ class MendingReader(StreamReader):
     def may_begin(self) -> bool:
         """See `StreamReader`: a remedy may want to see more first."""
         return self.has_content and not self._remedies.holds
+
+    def _says_nothing(self, event: bytes) -> bool:
+        return (self._remedies.are_idle or not self._remedies.concern(event)) and super()._says_nothing(event)
 
     def _inspect(self, block: bytes, *, parse: bool = False) -> Iterator[bytes]:
         return super()._inspect(block, parse=parse or self._remedies.concern(block))

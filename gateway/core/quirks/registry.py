@@ -1,6 +1,7 @@
 """Every quirk the gateway works around, by the name that profiles and configurations give it."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
 
 from gateway.core.quirks import (
     channels,
@@ -35,8 +36,17 @@ def plan(quirks: Collection[str], asked: Asked, reasoning: ReasoningField = Reas
     """Return what is done for a request on a backend with these quirks, on a site that wants thoughts so."""
     made = Plan(asked)
     if quirks:
-        for name, workaround in WORKAROUNDS.items():
-            if name in quirks and workaround.rule is not None:
-                workaround.rule(made)
+        for rule in _rules(frozenset(quirks)):
+            rule(made)
     rename(made, reasoning)
     return made
+
+
+@cache
+def _rules(quirks: frozenset[str]) -> tuple[Callable[[Plan], None], ...]:
+    """Return the rules of these quirks. There are as many sets of quirks as there are kinds of backends."""
+    return tuple(
+        workaround.rule
+        for name, workaround in WORKAROUNDS.items()
+        if name in quirks and workaround.rule is not None
+    )

@@ -15,12 +15,14 @@ class Remedy(ABC):
         holds: Nothing of a stream may be relayed yet.
         is_idle: It has nothing left to do: what follows need not be looked into for its sake.
         marks: Bytes without which an event does not concern it, unless it is the last of a choice.
+        whole_marks: Bytes without which a whole answer does not concern it.
     """
 
     fault: BackendError | None = None
     holds: bool = False
     is_idle: bool = False
     marks: bytes = b""
+    whole_marks: bytes = b""
 
     @abstractmethod
     def part(self, index: int, part: dict[str, Any], finish: str | None) -> bool:
@@ -46,6 +48,15 @@ class Remedies:
     def concern(self, events: bytes) -> bool:
         """Return whether these events have to be looked into."""
         return any(remedy.marks in events for remedy in self._active)
+
+    @property
+    def are_idle(self) -> bool:
+        """Whether none of them has anything left to do."""
+        return not self._active
+
+    def concern_whole(self, answer: bytes) -> bool:
+        """Return whether a whole answer has to be looked into."""
+        return any(remedy.whole_marks in answer for remedy in self._active)
 
     @property
     def holds(self) -> bool:

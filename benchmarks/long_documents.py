@@ -1,0 +1,411 @@
+"""What long documents cost a gateway: CPU, memory, and how long everybody else waits meanwhile.
+
+    python benchmarks/long_documents.py                     with a small vocabulary made here
+    python benchmarks/long_documents.py --vocab FILE        with your own: a rank file or a tokenizer.json
+
+A gateway process stands before an engine in this process that answers at once. Documents are sources of
+Python's library as a chat of one message. The first time, a document is counted; again, its count is
+remembered: the difference is the count, and what is left is everything else: to receive, read, decide, put
+together, send. CPU is that of the gateway's process, all threads; the best of the rounds counts, because
+neighbours only add.
+
+Stalls are seen from outside: a process that asks for /livez all the while, on a connection of its own. Its
+longest wait is how long the event loop stood still, and what the machine added; so the same is measured
+before, idle.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import re
+import runpy
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import yaml
+
+from gateway.core.values import Prompt, TemplateCosts, Turn
+from gateway.tokenizer import PromptEstimator, load
+
+SIZES = (262_144, 1_048_576, 4_000_000)
+AT_ONCE, AT_ONCE_BYTES = 64, 4_000_000
+PARTS = ("memory", "cost", "waits")
+WINDOW_TOKENS = 16_000_000
+ANSWER = json.dumps(
+    {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "gemma-4",
+        "choices": [
+            {"index": 0, "message": {"role": "assistant", "content": "Yes."}, "finish_reason": "stop"}
+        ],
+    }
+).encode()
+MODELS = b'{"object":"list","data":[{"id":"gemma-4","object":"model","max_model_len":%d}]}' % WINDOW_TOKENS
+SAMPLE = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
+
+
+class Documents:
+    """Texts of any size, no two of them alike."""
+
+    def __init__(self) -> None:
+        """Read Python's library."""
+        paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        self._text = "".join(path.read_text(errors="replace") for path in paths)
+        self._text *= 1 + 2 * max(SIZES) // len(self._text)
+        self._made = 0
+
+    def text(self, size: int) -> str:
+        """Return another text of so many characters."""
+        self._made += 1
+        start = self._made * 7919 % (len(self._text) - size)
+        return f"{self._made:08} {self._text[start : start + size - 9]}"
+
+
+def body_of(text: str) -> bytes:
+    """Return a request of one message."""
+    document = {"model": "gemma-4", "messages": [{"role": "user", "content": text}]}
+    return json.dumps(document, ensure_ascii=False).encode()
+
+
+# ------------------------------------------------------------------ the engine
+
+
+class Engine:
+    """Answers whatever is asked, chats only while `is_open`."""
+
+    def __init__(self) -> None:
+        """Answer at once."""
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection."""
+        with suppress(asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = re.search(rb"content-length: (\d+)", head.lower())
+                left = int(length[1]) if length else 0
+                while left:
+                    data = await reader.read(left)
+                    if not data:
+                        return
+                    left -= len(data)
+                body = b"{}"
+                for path, answer in ((b"/v1/models", MODELS), (b"/metrics", SAMPLE), (b"/chat/", ANSWER)):
+                    body = answer if path in head.split(b"\r\n", 1)[0] else body
+                if body is ANSWER:
+                    await self.is_open.wait()
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        writer.close()
+
+
+# ------------------------------------------------------------------ the gateway
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """A gateway that runs.
+
+    Attributes:
+        process: The process.
+        port, admin_port: Where it listens.
+    """
+
+    process: subprocess.Popen[str]
+    port: int
+    admin_port: int
+
+    def used_s(self) -> float:
+        """Return the CPU seconds its process has used so far, in user and system."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def memory_mb(self, name: str) -> float:
+        """Return a figure of its memory: `VmRSS`, what it has now, or `VmHWM`, the most it had."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        found = re.search(rf"{name}:\s+(\d+) kB", text)
+        assert found is not None
+        return int(found[1]) / 1024
+
+    def forget_peak(self) -> None:
+        """Begin a new `VmHWM`."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
+
+def start(folder: Path, engine: str, vocab: Path) -> Gateway:
+    """Run a gateway before an engine that takes one request at a time."""
+    document = {
+        "listen": "127.0.0.1:0",
+        "admin": "127.0.0.1:0",
+        "tokenizer": {"vocab": str(vocab)},
+        "backends": {
+            "one": {
+                "url": engine,
+                "profile": "h100-tp2-push",
+                "limits": {"knee_seqs": 1, "context_tokens": WINDOW_TOKENS, "kv_blocks": None},
+            }
+        },
+        "pools": {"all": {"backends": ["one"], "gates": {"long_prefills": None, "prefill_s": None}}},
+        "models": {
+            "gemma-4": {
+                "classes": [{"class": "document", "pools": ["all"], "waiting": {"max_wait_s": 86_400}}]
+            }
+        },
+    }
+    path = folder / "gateway.yaml"
+    path.write_text(yaml.safe_dump(document))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gateway", "serve", "-c", str(path), "--log-level", "warning"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    said = ""
+    for line in process.stderr:
+        said += line
+        if found := re.search(r"serves http://[\d.]+:(\d+).*operators: http://[\d.]+:(\d+)", said, re.DOTALL):
+            return Gateway(process, int(found[1]), int(found[2]))
+    raise SystemExit(f"the gateway did not start:\n{said}")
+
+
+class Caller:
+    """One connection to the gateway."""
+
+    def __init__(self, port: int) -> None:
+        """Connect to `port` with the first request."""
+        self._port = port
+        self._ends: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, body: bytes) -> None:
+        """Send a chat, and take its answer."""
+        if self._ends is None:
+            self._ends = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = self._ends
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n" % len(body)
+        )
+        writer.write(body)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        answer = await reader.readexactly(int(length[1])) if length else b""
+        if not head.startswith(b"HTTP/1.1 200"):
+            raise SystemExit(f"the gateway answered {head.splitlines()[0].decode()}: {answer[:300]!r}")
+
+    def leave(self) -> None:
+        """Close the connection."""
+        if self._ends is not None:
+            self._ends[1].close()
+
+
+async def metrics(port: int) -> str:
+    """Return the operators' metrics."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    text = (await reader.read(-1)).decode()
+    writer.close()
+    return text
+
+
+# ------------------------------------------------------------------ what is measured
+
+
+def count_ms(estimator: PromptEstimator, texts: Sequence[str]) -> float:
+    """Return the CPU time of a count alone, the best of several."""
+    best = float("inf")
+    for text in texts:
+        started = time.thread_time()
+        estimator.estimate_now(Prompt(turns=(Turn("user", (text,)),)), TemplateCosts(), WINDOW_TOKENS)
+        best = min(best, time.thread_time() - started)
+    return 1000 * best
+
+
+async def cost_ms(gateway: Gateway, bodies: Sequence[bytes]) -> float:
+    """Return the CPU that the gateway takes for one of these, sent one after the other."""
+    caller = Caller(gateway.port)
+    await caller.ask(b'{"model":"gemma-4","messages":[{"role":"user","content":"Hi."}]}')
+    before = gateway.used_s()
+    for body in bodies:
+        await caller.ask(body)
+    used_ms = 1000 * (gateway.used_s() - before) / len(bodies)
+    caller.leave()
+    return used_ms
+
+
+def look(port: int, told: Connection) -> None:
+    """Ask for /livez every 2 ms until told to stop; then tell the waits in ms, in order of size."""
+    waits: list[float] = []
+    with socket.create_connection(("127.0.0.1", port)) as link:
+        while not told.poll():
+            asked = time.perf_counter()
+            link.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+            data = b""
+            while not data.endswith(b"ok"):
+                data += link.recv(65_536)
+            waits.append(1000 * (time.perf_counter() - asked))
+            time.sleep(0.002)
+    told.send(sorted(waits))
+
+
+async def waits_ms(gateway: Gateway, bodies: Sequence[bytes], at_once: int) -> list[float]:
+    """Return how long /livez took while these arrived back to back; idle for 3 s where there are none."""
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    looker = context.Process(target=look, args=(gateway.port, there), daemon=True)
+    looker.start()
+    await asyncio.sleep(1.5)  # an interpreter starts
+    if not bodies:
+        await asyncio.sleep(3)
+    callers = [Caller(gateway.port) for _ in range(at_once)]
+    left = list(bodies)
+
+    async def send(caller: Caller) -> None:
+        while left:
+            await caller.ask(left.pop())
+
+    await asyncio.gather(*(send(caller) for caller in callers))
+    here.send(None)
+    found: list[float] = await asyncio.to_thread(here.recv)
+    looker.join()
+    for caller in callers:
+        caller.leave()
+    return found
+
+
+async def held_mb(gateway: Gateway, engine: Engine, bodies: Sequence[bytes]) -> tuple[float, ...]:
+    """Return the gateway's memory with these at once, all but one of them in the line.
+
+    In MB: before, at most, once all wait, and afterwards.
+    """
+    before = gateway.memory_mb("VmRSS")
+    gateway.forget_peak()
+    engine.is_open.clear()
+    callers = [Caller(gateway.port) for _ in bodies]
+    async with asyncio.TaskGroup() as tasks:
+        for caller, body in zip(callers, bodies, strict=True):
+            tasks.create_task(caller.ask(body))
+        waits = 0.0
+        while waits < len(bodies) - 1:
+            await asyncio.sleep(0.2)
+            waits = sum(map(float, _WAITING.findall(await metrics(gateway.admin_port))))
+        waiting = gateway.memory_mb("VmRSS")
+        engine.is_open.set()
+    for caller in callers:
+        caller.leave()
+    return before, gateway.memory_mb("VmHWM"), waiting, gateway.memory_mb("VmRSS")
+
+
+_WAITING = re.compile(r"^gateway_waiting\{[^}]*\} (\S+)$", re.MULTILINE)
+
+
+async def report_cost(gateway: Gateway, documents: Documents, vocab: Path, rounds: int) -> None:
+    """Print what one request costs, by its size."""
+    estimator = PromptEstimator(load(vocab))
+    print("\nCPU per request, ms\n")
+    print("| body | count alone | whole | whole / count | all but the count |")
+    print("| ---: | ---: | ---: | ---: | ---: |")
+    for size in SIZES:
+        alone = count_ms(estimator, [documents.text(size) for _ in range(8)])
+        several = max(4, 12_000_000 // size)
+        first, again = [], []
+        for _ in range(rounds):
+            bodies = [body_of(documents.text(size)) for _ in range(several)]
+            first.append(await cost_ms(gateway, bodies))
+            again.append(await cost_ms(gateway, bodies * 10))
+        whole = min(first)
+        print(f"| {size:,} | {alone:.1f} | {whole:.1f} | {whole / alone:.2f} | {min(again):.2f} |")
+
+
+async def report_waits(gateway: Gateway, documents: Documents) -> None:
+    """Print how long others wait while documents are read."""
+    print("\n/livez while documents arrive back to back, ms\n")
+    print("| documents | at once | half | p99 | longest |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    for name, size, different, times, at_once in (
+        ("none", 0, 0, 1, 1),
+        ("1 MB", SIZES[1], 60, 1, 2),
+        ("1 MB, seen before", SIZES[1], 1, 300, 2),
+        ("4 MB", SIZES[2], 16, 1, 2),
+        ("4 MB, seen before", SIZES[2], 1, 100, 2),
+    ):
+        bodies = [body_of(documents.text(size)) for _ in range(different)]
+        found = await waits_ms(gateway, bodies * times, at_once)
+        p99 = found[int(0.99 * len(found))]
+        print(f"| {name} | {at_once} | {found[len(found) // 2]:.1f} | {p99:.1f} | {found[-1]:.1f} |")
+
+
+async def report_memory(gateway: Gateway, engine: Engine, documents: Documents) -> None:
+    """Print what many documents at once hold."""
+    print(f"\nMemory with {AT_ONCE} documents of {AT_ONCE_BYTES:,} bytes at once, MB\n")
+    print("| before | most | all wait | afterwards | bodies' worth at most | while they wait |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: |")
+    bodies = [body_of(documents.text(AT_ONCE_BYTES)) for _ in range(AT_ONCE)]
+    before, most, waiting, after = await held_mb(gateway, engine, bodies)
+    together = sum(map(len, bodies)) / 2**20
+    print(
+        f"| {before:.0f} | {most:.0f} | {waiting:.0f} | {after:.0f} "
+        f"| {(most - before) / together:.2f} | {(waiting - before) / together:.2f} |"
+    )
+
+
+async def measure(vocab: Path, rounds: int, parts: Sequence[str]) -> None:
+    """Measure, and print."""
+    documents, engine = Documents(), Engine()
+    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0, limit=1 << 20)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    with tempfile.TemporaryDirectory() as folder:
+        gateway = await asyncio.to_thread(start, Path(folder), url, vocab)
+        try:
+            if "memory" in parts:  # first: what was freed is kept
+                await report_memory(gateway, engine, documents)
+            if "cost" in parts:
+                await report_cost(gateway, documents, vocab, rounds)
+            if "waits" in parts:
+                await report_waits(gateway, documents)
+        finally:
+            gateway.process.terminate()
+            gateway.process.wait()
+    server.close()
+
+
+def main() -> None:
+    """Measure, and print tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vocab", type=Path, help="a rank file or a tokenizer.json")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=PARTS, help="one part of it")
+    options = parser.parse_args()
+    parts = PARTS if options.only is None else (options.only,)
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, ", end="")
+    print(" ".join(platform.libc_ver()), f"load {os.getloadavg()[0]:.1f}", end=", ")
+    if options.vocab is not None:
+        print(f"vocabulary {options.vocab}")
+        asyncio.run(measure(options.vocab.resolve(), options.rounds, parts))
+        return
+    print("a small vocabulary made for this: counts are slower than with Gemma's")
+    made = runpy.run_path(str(Path(__file__).parents[1] / "tests" / "support" / "vocabulary.py"))
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokenizer.json"
+        path.write_text(json.dumps(made["gemma_like"]()))
+        asyncio.run(measure(path, options.rounds, parts))
+
+
+if __name__ == "__main__":
+    main()
