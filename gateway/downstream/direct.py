@@ -271,6 +271,7 @@ class DirectCall(HttpDownstream):
             self._chats.uploads.bytes -= self._received
             self._received = 0
             if not self.response_complete:
+                self._write_head()
                 self._transport.close()
 
     # ------------------------------------------------------------ `ports.Downstream`
@@ -280,7 +281,10 @@ class DirectCall(HttpDownstream):
         self.is_started = True
         self._is_chunked = True
         lines = [STATUS_LINE[status]]
-        for name, value in headers:
+        for name, value in (*self._protocol.server_state.default_headers, *headers):
+            if name == b"connection":  # whoever sends it wants it closed
+                self.keep_alive = False
+                continue
             lines.append(b"%b: %b\r\n" % (name, value))
             if name == b"content-length":
                 self._is_chunked, self._left = False, int(value)
@@ -343,8 +347,10 @@ class DirectCall(HttpDownstream):
         if self._left:
             raise RuntimeError("the answer is shorter than was announced")
         if self._flow.write_paused:
-            with anyio.move_on_after(FINISH_S):
+            with anyio.move_on_after(FINISH_S) as patience:
                 await self._flow.drain()
+            if patience.cancelled_caught:
+                return  # without an end, the connection is dropped
         self._write_head()
         if self._is_chunked and not self.disconnected:
             self._transport.write(b"0\r\n\r\n")

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from gateway.core.errors import Draining, GatewayError, Unauthorized
+from gateway.core.errors import Draining, GatewayError, OutOfResources, RequestTimeout, Unauthorized
 from gateway.ports import Headers
 
 
@@ -23,6 +23,6 @@ def headers_of(error: GatewayError, body: bytes) -> Headers:
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
-    if isinstance(error, Draining):
+    if isinstance(error, Draining | OutOfResources | RequestTimeout):
         headers.append((b"connection", b"close"))
     return headers

@@ -133,9 +133,11 @@ class _Response:
 
     async def pour(self, take: Callable[[bytes], bool]) -> None:
         """See `ports.UpstreamResponse.pour`."""
-        while (data := await self.read()) and take(data):
+        while data := await self.read():
             if self._held is not None:
                 await self._held.wait()
+            if not take(data):
+                return
 
     def hold(self) -> None:
         """See `ports.UpstreamResponse.hold`."""

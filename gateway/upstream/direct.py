@@ -295,7 +295,8 @@ class _Connection(asyncio.Protocol):
         """Wait for the next request from now on; `on_gone` is called if the backend closes it meanwhile."""
         self.resting_since, self._on_gone = now, on_gone
         self.connect_s = 0.0
-        self._is_used = True
+        self._is_used, self._is_held = True, False
+        self._read_on()  # it is to notice what comes, whoever held the answer last
 
     @property
     def is_reusable(self) -> bool:

@@ -93,11 +93,12 @@ async def site(
     *,
     fleet: Mapping[str, SimulatorOptions] | None = None,
     backend: Mapping[str, Any] | None = None,
+    takes_chats: bool = True,
     **sections: Any,
 ) -> AsyncIterator[Site]:
     """Run the fleet and the gateway in front of it; `sections` replace those of `POLICY`.
 
-    `backend` is configured for every one of the fleet.
+    `backend` is configured for every one of the fleet. Without `takes_chats`, chats are ASGI requests.
     """
     fleet = simulated(FLEET) if fleet is None else fleet
     async with AsyncExitStack() as stack:
@@ -115,6 +116,8 @@ async def site(
         path = folder / "gateway.yaml"
         path.write_text(yaml.safe_dump(document))
         gateway = Gateway(settings.load(path), {})
+        if not takes_chats:
+            gateway.chats = None
         running = await stack.enter_async_context(gateway.running())
         await gateway.fleet.wait_for(
             lambda known: all(status.state is State.UP and status.served_models for status in known.values())

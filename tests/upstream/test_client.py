@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import anyio
@@ -417,6 +418,288 @@ async def test_a_header_with_a_line_break_never_leaves() -> None:
             async with upstream.open(replace(target, headers=((b"a", b"b\r\nc: d"),)), Timeouts()):
                 pass
     assert server.requests == []
+
+
+# ------------------------------------------------------------------ poured
+
+
+class Sink:
+    """What an answer is poured into."""
+
+    def __init__(self, enough: int | None = None) -> None:
+        """Want no more after `enough` bytes."""
+        self.data = b""
+        self.calls = 0
+        self.got = anyio.Event()
+        self._enough = enough
+        self._holding: UpstreamResponse | None = None
+        self._held: UpstreamResponse
+
+    def take(self, data: bytes) -> bool:
+        assert data
+        self.calls += 1
+        self.data += data
+        if self._holding is not None:
+            self._held, self._holding = self._holding, None
+            self._held.hold()
+        self.got.set()
+        return self._enough is None or len(self.data) < self._enough
+
+    async def more(self) -> None:
+        """Return once something has come that had not when this was called last."""
+        await self.got.wait()
+        self.got = anyio.Event()
+
+    def hold_once(self, response: UpstreamResponse) -> None:
+        """Hold an answer when the first of it has come."""
+        self._holding = response
+
+    async def go_on_after(self, event: anyio.Event) -> None:
+        """Let it go on once that has happened."""
+        await event.wait()
+        self._held.go_on()
+
+
+class Spilt(Exception):
+    """What a sink raises."""
+
+
+async def test_all_that_comes_is_poured_as_it_comes() -> None:
+    gate, sink = anyio.Event(), Sink()
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
+        await gate.wait()
+        for byte in chunk(b"data: 2\n\n") + LAST_CHUNK:
+            await stream.send(bytes([byte]))
+
+    async with serving(answer) as (server, upstream, target):
+        async with upstream.open(target, Timeouts()) as response, anyio.create_task_group() as tasks:
+            tasks.start_soon(response.pour, sink.take)
+            await sink.more()
+            assert sink.data == b"data: 1\n\n"  # the second one has not been sent yet
+            gate.set()
+        assert sink.data == b"data: 1\n\ndata: 2\n\n"
+        async with upstream.open(target, Timeouts()) as response:
+            assert await response.read() == b"data: 1\n\n"
+            gate.set()
+            assert await whole(response) == b"data: 2\n\n"
+
+    assert server.connections == 1
+
+
+async def test_the_rest_of_an_answer_may_be_poured() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
+        await stream.send(chunk(b"data: 2\n\n") + LAST_CHUNK)
+
+    sink = Sink()
+    async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
+        first = await response.read()
+        await response.pour(sink.take)
+
+        assert first + sink.data == b"data: 1\n\ndata: 2\n\n"
+        assert await response.read() == b""
+
+
+async def test_an_answer_without_a_body_pours_nothing() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(answer_of(b""))
+
+    sink = Sink()
+    async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
+        await response.pour(sink.take)
+    assert sink.calls == 0
+
+
+async def test_a_poured_answer_may_end_where_the_connection_does() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(b"HTTP/1.1 200 OK\r\n\r\nall of it")
+        await stream.aclose()
+
+    sink = Sink()
+    async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
+        await response.pour(sink.take)
+    assert sink.data == b"all of it"
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["flowing", "held"])
+async def test_a_sink_that_wants_no_more_gets_no_more(is_held: bool) -> None:
+    async def answer(stream: SocketStream, number: int) -> None:
+        if number == 0:
+            await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
+        else:
+            await stream.send(answer_of(b"{}"))
+
+    sink = Sink(enough=1)
+    async with serving(answer) as (server, upstream, target):
+        async with upstream.open(target, Timeouts()) as response:
+            if is_held:
+                sink.hold_once(response)
+            with anyio.fail_after(10):
+                await response.pour(sink.take)
+        assert sink.data == b"data: 1\n\n"
+        with anyio.fail_after(5):
+            await server.closed.wait()  # it was not read to its end
+        async with upstream.open(target, Timeouts()) as response:
+            assert await whole(response) == b"{}"
+        assert sink.calls == 1
+
+    assert server.connections == 2
+
+
+async def test_what_a_sink_raises_is_raised_and_its_connection_is_not_used_again() -> None:
+    async def answer(stream: SocketStream, number: int) -> None:
+        if number == 0:
+            await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
+        else:
+            await stream.send(answer_of(b"{}"))
+
+    def spill(_: bytes) -> bool:
+        raise Spilt
+
+    async with serving(answer) as (server, upstream, target):
+        with pytest.raises(Spilt):
+            async with upstream.open(target, Timeouts()) as response:
+                await response.pour(spill)
+        with anyio.fail_after(5):
+            await server.closed.wait()
+        async with upstream.open(target, Timeouts()) as response:
+            assert await whole(response) == b"{}"
+
+    assert server.connections == 2
+
+
+BREAKS = {
+    "closed": b"",
+    "not a chunk": b"zz\r\n",
+    "another answer": b"HTTP/1.1 200 OK\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["flowing", "held"])
+@pytest.mark.parametrize("last", BREAKS.values(), ids=BREAKS.keys())
+async def test_what_came_before_an_answer_broke_is_poured_before_the_failure(
+    last: bytes, is_held: bool
+) -> None:
+    broken = anyio.Event()
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
+        await sink.more()
+        await stream.send(chunk(b"data: 2\n\n") + last)
+        await stream.aclose()
+        broken.set()
+
+    sink = Sink()
+    async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
+        async with anyio.create_task_group() as tasks:
+            if is_held:
+                sink.hold_once(response)
+                tasks.start_soon(sink.go_on_after, broken)
+            with anyio.fail_after(10):
+                await fails_to_pour(response, sink)
+
+        assert sink.data == b"data: 1\n\ndata: 2\n\n"
+
+
+@pytest.mark.parametrize("is_in_one", [False, True], ids=["later", "at once"])
+async def test_an_answer_that_ends_while_it_is_held_is_poured_to_its_end(is_in_one: bool) -> None:
+    ended = anyio.Event()
+
+    async def answer(stream: SocketStream, number: int) -> None:
+        if number or is_in_one:
+            await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n") + chunk(b"data: 2\n\n") + LAST_CHUNK)
+        else:
+            await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
+            await sink.more()
+            await stream.send(chunk(b"data: 2\n\n") + LAST_CHUNK)
+        ended.set()
+
+    sink = Sink()
+    async with serving(answer) as (server, upstream, target):
+        async with upstream.open(target, Timeouts()) as response, anyio.create_task_group() as tasks:
+            sink.hold_once(response)
+            tasks.start_soon(sink.go_on_after, ended)
+            with anyio.fail_after(10):
+                await response.pour(sink.take)
+            response.hold()  # when it is over, this is of no account
+        assert sink.data == b"data: 1\n\ndata: 2\n\n"
+        for _ in range(2):
+            async with upstream.open(target, Timeouts()) as response:
+                assert await whole(response) == b"data: 1\n\ndata: 2\n\n"
+
+    assert server.connections == 1
+
+
+async def test_what_is_held_from_the_first_is_poured_when_that_ends() -> None:
+    ended = anyio.Event()
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n") + LAST_CHUNK)
+        ended.set()
+
+    sink = Sink()
+    async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
+        response.hold()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(response.pour, sink.take)
+            await ended.wait()
+            await anyio.wait_all_tasks_blocked()
+            assert sink.calls == 0
+            response.go_on()
+        assert sink.data == b"data: 1\n\n"
+
+
+async def test_nothing_is_poured_while_it_is_held_and_the_backend_waits() -> None:
+    pieces = [bytes([number % 251]) * 65_536 for number in range(400)]
+    sent, all_sent = 0, anyio.Event()
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        nonlocal sent
+        await stream.send(STREAM_HEAD)
+        for piece in pieces:
+            await stream.send(chunk(piece))
+            sent += 1
+        await stream.send(LAST_CHUNK)
+        all_sent.set()
+
+    sink = Sink()
+    async with serving(answer) as (server, upstream, target):
+        async with upstream.open(target, Timeouts()) as response, anyio.create_task_group() as tasks:
+            sink.hold_once(response)
+            tasks.start_soon(response.pour, sink.take)
+            await sink.more()
+            with anyio.move_on_after(0.5):  # it has all the time it needs to send everything, and cannot
+                await all_sent.wait()
+            assert sink.calls == 1
+            assert sent < len(pieces)
+            response.go_on()
+        assert sha256(sink.data).digest() == sha256(b"".join(pieces)).digest()
+        async with upstream.open(target, Timeouts()) as response:  # nothing of the holding is left
+            assert len(await whole(response)) == len(sink.data)
+
+    assert server.connections == 1
+
+
+async def test_leaving_while_it_is_held_closes_the_connection() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
+
+    sink = Sink()
+    async with serving(answer) as (server, upstream, target):
+        async with upstream.open(target, Timeouts()) as response, anyio.create_task_group() as tasks:
+            sink.hold_once(response)
+            tasks.start_soon(response.pour, sink.take)
+            await sink.more()
+            tasks.cancel_scope.cancel()
+        with anyio.fail_after(5):
+            await server.closed.wait()
+
+
+async def fails_to_pour(response: UpstreamResponse, sink: Sink) -> None:
+    with pytest.raises(UpstreamFailed):
+        await response.pour(sink.take)
 
 
 # ------------------------------------------------------------------ TLS

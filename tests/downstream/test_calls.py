@@ -1,0 +1,815 @@
+"""Chats on both of their ways, directly on the connection and as ASGI requests: no caller can tell which.
+
+Over real sockets, byte by byte, on both event loops.
+"""
+
+import json
+import select
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import anyio
+import pytest
+from anyio.abc import SocketStream
+from litestar.types import Receive, Scope, Send
+from support.front import WAYS, Behaviour, Closed, Front, Got, Wire, chat, front, oblige, post
+from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
+from support.world import DONE, HELLO, LIGHT, ROLE, STOP, Estimates, event
+
+from gateway.core.usage import Ending
+from gateway.core.values import Waiting
+from gateway.downstream.guard import GuardedProtocol
+from gateway.downstream.listener import Listener, bind
+from gateway.downstream.relay import AsgiCall, BodyLimits, Call, Head, HttpDownstream, Uploads
+from gateway.pipeline import LEFT_STATUS, CallerStalled
+from gateway.ports import Headers
+
+
+@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """Tests of pytest run on asyncio's own loop, the gateway on uvloop: its transports are others."""
+    return "asyncio", {"use_uvloop": request.param}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+LIMITS = BodyLimits(bytes_max=20_000, within_s=0.2, together_max=30_000)
+
+
+# ---------------------------------------------------------------- the same answer on both ways
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request, and what comes of it.
+
+    Attributes:
+        request: Its bytes.
+        status: Of its answer.
+        code: Of the error, if it is one.
+        is_ordinary: Whether it is one that is taken directly.
+        is_last: Whether the connection is closed behind it.
+        behave: What the backend does.
+        is_recorded: Whether there is a record of it.
+    """
+
+    request: bytes
+    status: int
+    code: str = ""
+    is_ordinary: bool = True
+    is_last: bool = False
+    behave: Behaviour = oblige
+    is_recorded: bool = True
+
+
+async def reject(stream: SocketStream, _: dict[str, Any]) -> None:
+    await stream.send(answer_of(b'{"error":{"message":"no","code":422}}', "422 Unprocessable"))
+
+
+async def be_busy(stream: SocketStream, _: dict[str, Any]) -> None:
+    await stream.send(answer_of(b"busy", "503 Busy"))
+
+
+async def break_off(stream: SocketStream, _: dict[str, Any]) -> None:
+    await stream.send(STREAM_HEAD + chunk(ROLE + HELLO))
+    await stream.aclose()
+
+
+LONG = chat(messages=[{"role": "user", "content": "x" * 10_000}])
+TOO_LONG = b" " * 20_001
+CHUNKED = post(b"", "Transfer-Encoding: chunked", length=None)
+CASES = {
+    "whole": Case(post(), 200),
+    "stream": Case(post(chat(stream=True)), 200),
+    "long body": Case(post(LONG), 200),
+    "no key": Case(post(key=None), 401, "invalid_api_key", is_ordinary=False),
+    "wrong key": Case(post(key="other"), 401, "invalid_api_key", is_ordinary=False),
+    "two keys": Case(post(chat(), "Authorization: Bearer other"), 401, "invalid_api_key", is_ordinary=False),
+    "no json": Case(post(b"{"), 400, "invalid_json"),
+    "no object": Case(post(b"[]"), 400, "invalid_request"),
+    "no body": Case(post(b""), 400, "invalid_json"),
+    "no utf-8": Case(post(b'{"model":"\xff"}'), 400, "invalid_json"),
+    "unknown model": Case(post(chat(model="other")), 404, "model_not_found"),
+    "method": Case(
+        post(b"", line="GET /v1/chat/completions HTTP/1.1", length=None),
+        405,
+        "method_not_allowed",
+        is_ordinary=False,
+    ),
+    "path": Case(post(path="/v1/other"), 404, "not_found", is_ordinary=False, is_recorded=False),
+    "too long": Case(post(TOO_LONG), 413, "request_too_large", is_ordinary=False),
+    "rejected": Case(post(), 422, behave=reject),
+    "busy": Case(post(), 503, "upstream_busy", behave=be_busy),
+    "broken stream": Case(post(chat(stream=True)), 200, behave=break_off),
+    "query": Case(post(path="/v1/chat/completions?a=b"), 200, is_ordinary=False),
+    "slash": Case(post(path="/v1/chat/completions/"), 200, is_ordinary=False),
+    "absolute": Case(post(path="http://gateway/v1/chat/completions"), 200, is_ordinary=False),
+    "close": Case(post(chat(), "Connection: close"), 200, is_ordinary=False, is_last=True),
+    "close stream": Case(post(chat(stream=True), "Connection: close"), 200, is_ordinary=False, is_last=True),
+    "keep": Case(post(chat(), "Connection: keep-alive"), 200),
+    "http 1.0": Case(post(line="POST /v1/chat/completions HTTP/1.0"), 200, is_ordinary=False, is_last=True),
+    "chunked": Case(
+        post(b"", "Transfer-Encoding: chunked", length=None)
+        + chunk(chat()[:9])
+        + chunk(chat()[9:])
+        + LAST_CHUNK,
+        200,
+        is_ordinary=False,
+    ),
+    "chunked too long": Case(
+        CHUNKED + chunk(TOO_LONG) + LAST_CHUNK,
+        413,
+        "request_too_large",
+        is_ordinary=False,
+    ),
+    "idempotent": Case(post(chat(), "Idempotency-Key: once"), 200),
+    "bad idempotency key": Case(
+        post(chat(), "Idempotency-Key: " + "x" * 300), 400, "invalid_idempotency_key"
+    ),
+    "traced": Case(post(chat(), "traceparent: 00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"), 200),
+}
+
+
+def comparable(got: Got, request_id: str) -> tuple[Any, ...]:
+    """Return what is the same of an answer whenever it is given."""
+    changing = {"date": "", "x-gateway-queue-ms": ""}
+    headers = sorted((name, changing.get(name, value)) for name, value in got.headers)
+    text = json.dumps([got.status, headers, got.body.decode()]).replace(request_id, "ID")
+    return text.replace(request_id.removeprefix("req-"), "ID"), got.is_whole
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+async def test_the_answer_is_the_same_on_both_ways(case: Case) -> None:
+    seen: dict[str, Any] = {}
+    for way in WAYS:
+        async with front(way, case.behave, limits=LIMITS) as site, site.caller() as caller:
+            got = await caller.ask(case.request)
+
+            assert got.status == case.status
+            assert got.is_whole
+            if case.code:
+                assert got.code == case.code
+            assert site.taken == (way == "direct" and case.is_ordinary)
+            request_id = got.header("x-request-id")
+            assert request_id
+            await site.idle()
+            records = [
+                (one.id == request_id, one.status, one.ending, one.error_code, one.route, one.key, one.chunks)
+                for one in site.notes.requests
+            ]
+            assert len(records) == case.is_recorded
+            asked = [body for _, body in site.backend.requests]
+            seen[way] = comparable(got, request_id), records, asked
+            if case.is_last:
+                assert got.header("connection") == "close"
+                assert await caller.is_closed()
+            else:  # and the connection is good for more
+                assert got.header("connection") is None
+                site.behave = oblige
+                again = await caller.ask(post(), post(chat(stream=True)))
+                assert (again.status, again.is_whole) == (200, True)
+                assert (await caller.answer()).body.endswith(DONE)
+
+    assert seen["direct"] == seen["asgi"]
+
+
+# ---------------------------------------------------------------- requests in pieces, and in a row
+
+
+async def test_a_request_may_come_byte_by_byte(way: str) -> None:
+    body = chat(stream=True)
+    async with front(way) as site, site.caller() as caller:
+        for _ in range(2):
+            got = await caller.ask(*(bytes([byte]) for byte in post(body)))
+            assert (got.status, got.is_whole) == (200, True)
+
+        assert [one["messages"] for one in asked(site)] == 2 * [json.loads(body)["messages"]]
+        assert site.taken == (2 if way == "direct" else 0)
+
+
+async def test_a_head_may_be_split_anywhere(way: str) -> None:
+    request = post(b"[]")
+    async with front(way) as site, site.caller() as caller:
+        for split in range(1, len(request)):
+            await caller.send(request[:split])
+            await anyio.lowlevel.checkpoint()
+            got = await caller.ask(request[split:])
+            assert got.status == 400
+
+        assert site.taken == (len(request) - 1 if way == "direct" else 0)
+        await site.idle()
+
+
+async def test_requests_in_a_row_are_answered_in_their_order(way: str) -> None:
+    rows = [
+        post(chat(user="a")),
+        post(chat(user="b", stream=True)),
+        post(b"["),
+        post(chat(user="c")),
+        post(path="/v1/other"),
+    ]
+    async with front(way) as site, site.caller() as caller:
+        for _ in range(2):
+            await caller.send(b"".join(rows))
+            answers = [await caller.answer() for _ in rows]
+
+            assert [got.status for got in answers] == [200, 200, 400, 200, 404]
+            assert [got.body.endswith(DONE) for got in answers] == [False, True, False, False, False]
+        assert [one["user"] for one in asked(site)] == 2 * ["a", "b", "c"]
+        await site.idle()
+
+
+async def test_a_row_that_is_longer_than_may_wait_is_answered_in_its_order(way: str) -> None:
+    filler = "x" * 15_000
+    async with front(way) as site, site.caller() as caller:
+
+        async def send() -> None:
+            for number in range(40):
+                await caller.send(post(chat(user=f"{number} {filler}")))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send)
+            for _ in range(40):
+                assert (await caller.answer()).status == 200
+        assert [one["user"].partition(" ")[0] for one in asked(site)] == [str(one) for one in range(40)]
+
+
+async def test_what_is_not_a_request_behind_one_ends_the_connection(way: str) -> None:
+    async with front(way) as site, site.caller() as caller:
+        await caller.send(post() + b"nonsense\r\n\r\n")
+        got = await caller.answer()
+
+        assert (got.status, got.header("connection")) == (400, "close")
+        assert await caller.is_closed()
+        await site.idle()
+
+
+async def test_a_caller_may_wait_to_be_told_to_go_on(way: str) -> None:
+    request = post(chat(), "Expect: 100-continue")
+    split = request.index(b"\r\n\r\n") + 4
+    async with front(way) as site, site.caller() as caller:
+        await caller.send(request[:split])
+        assert await caller.stream.receive() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        got = await caller.ask(request[split:])
+
+        assert got.status == 200
+        assert site.taken == 0
+
+
+@pytest.mark.parametrize("count", [1, 5_000], ids=["one", "many"])
+async def test_a_head_has_a_bound(way: str, count: int) -> None:
+    field = b"x: " + b"y" * (600_000 // count) + b"\r\n"
+    async with front(way) as site, site.caller() as caller:
+        await caller.send(post(b"", length=None)[:-2])
+        await send_until_answered(caller, count * field)
+        got = await caller.answer()
+
+        assert (got.status, got.code, got.header("connection")) == (431, "headers_too_large", "close")
+        assert await caller.is_closed()
+        await site.idle()
+
+
+async def test_what_is_more_than_may_wait_is_refused(way: str) -> None:
+    async with front(way, stay_silent, waiting=Waiting(waiting_max=0)) as site, AsyncExitStack() as stack:
+        for _ in range(LIGHT.knee[0].seqs):
+            caller = await stack.enter_async_context(site.caller())
+            await caller.send(post())
+        await site.eventually(lambda: len(site.backend.requests) == LIGHT.knee[0].seqs)
+        async with site.caller() as caller:
+            for _ in range(2):
+                got = await caller.ask(post())
+                assert (got.status, got.code) == (429, "queue_full")
+                assert got.header("retry-after")
+                assert got.header("x-request-id")
+        assert [(one.status, one.error_code) for one in site.notes.requests] == 2 * [(429, "queue_full")]
+
+
+# ---------------------------------------------------------------- bodies that do not come
+
+
+async def test_a_body_that_does_not_come_is_given_up(way: str) -> None:
+    async with front(way, limits=LIMITS) as site, site.caller() as caller:
+        got = await caller.ask(post(length=1_000))
+
+        assert (got.status, got.code) == (408, "request_timeout")
+        assert got.header("connection") == "close"  # what follows is no request
+        assert await caller.is_closed()
+        await site.idle()
+        assert [(one.status, one.error_code) for one in site.notes.requests] == [(408, "request_timeout")]
+        assert site.taken == (way == "direct")
+
+
+async def test_a_body_has_its_time_however_often_it_comes(way: str) -> None:
+    async with front(way, limits=LIMITS) as site, site.caller() as caller:
+        await caller.send(post(b"", length=19_000))
+        got: list[Got] = []
+
+        async def answered() -> None:
+            got.append(await caller.answer())
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(answered)
+            for _ in range(1_000):
+                await caller.send(b" ")
+                await anyio.sleep(0.001)
+        assert got[0].status == 408
+        await site.idle()
+
+
+async def test_the_time_of_a_body_is_not_that_of_the_next(way: str) -> None:
+    limits, request = BodyLimits(within_s=1.0), post()
+    async with front(way, limits=limits) as site, site.caller() as caller:
+        begun = anyio.current_time()
+        for done_s in (0.5, 1.2):  # the second ends when the time of the first is over
+            await caller.send(request[:-5])
+            await site.eventually(lambda: site.applications.uploads.bytes > 0)
+            await anyio.sleep_until(begun + done_s)
+            assert (await caller.ask(request[-5:])).status == 200
+        await site.idle()
+        assert site.taken == (2 if way == "direct" else 0)
+
+
+async def test_bodies_have_a_bound_together(way: str) -> None:
+    part = b" " * 14_000
+    async with front(way, limits=LIMITS) as site, site.caller() as first, site.caller() as second:
+        uploads = site.applications.uploads
+        for caller in (first, second):
+            await caller.send(post(part, length=16_000))
+        await site.eventually(lambda: uploads.bytes == 28_000)
+        async with site.caller() as third:
+            got = await third.ask(post(b" " * 3_000, length=4_000))
+
+            assert (got.status, got.code) == (503, "out_of_resources")
+            assert got.header("retry-after") == "5"
+        await site.eventually(lambda: uploads.bytes == 28_000)
+        assert (await first.ask(b" " * 2_000)).code == "invalid_json"
+        assert (await second.ask(b" " * 2_000)).code == "invalid_json"
+        await site.idle()
+        assert [one.status for one in site.notes.requests] == [503, 400, 400]
+
+
+async def test_a_caller_that_leaves_in_its_body_is_recorded_as_that(way: str) -> None:
+    async with front(way) as site:
+        async with site.caller() as caller:
+            await caller.send(post(b" " * 500, length=1_000))
+            await site.eventually(lambda: site.applications.uploads.bytes == 500)
+        await site.idle()
+
+        assert [(one.ending, one.status) for one in site.notes.requests] == [(Ending.LEFT, LEFT_STATUS)]
+        assert site.applications.uploads.bytes == 0
+        assert site.backend.requests == []
+
+
+# ---------------------------------------------------------------- callers that leave
+
+
+async def stay_silent(_: SocketStream, __: dict[str, Any]) -> None:
+    """Answer nothing."""
+
+
+async def begin(stream: SocketStream, _: dict[str, Any]) -> None:
+    await stream.send(STREAM_HEAD + chunk(ROLE + HELLO))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("how", ["closed", "half-closed", "reset"])
+async def test_a_caller_that_leaves_before_its_answer_is_noticed(
+    way: str, how: str, is_streamed: bool
+) -> None:
+    async with front(way, stay_silent) as site:
+        async with site.caller() as caller:
+            await caller.send(post(chat(stream=is_streamed)))
+            await site.eventually(lambda: len(site.backend.requests) == 1)
+            await leave(caller.stream, how)
+            with anyio.fail_after(10):
+                await site.backend.closed.wait()  # which tells it to stop
+        await site.idle()
+
+        (record,) = site.notes.requests
+        assert (record.ending, record.status) == (Ending.LEFT, LEFT_STATUS)
+        assert site.taken == (way == "direct")
+
+
+@pytest.mark.parametrize("how", ["closed", "half-closed", "reset"])
+async def test_a_caller_that_leaves_in_its_answer_is_noticed(way: str, how: str) -> None:
+    async with front(way, begin) as site:
+        async with site.caller() as caller:
+            await caller.send(post(chat(stream=True)))
+            await caller.head()
+            assert served_to_public(HELLO) in await caller.chunk()
+            assert any(site.ledger.claims("b"))
+            await leave(caller.stream, how)
+            with anyio.fail_after(10):
+                await site.backend.closed.wait()
+        await site.idle()
+
+        (record,) = site.notes.requests
+        assert (record.ending, record.status) == (Ending.LEFT, 200)
+        assert not any(site.ledger.claims("b"))
+
+
+async def go_on(stream: SocketStream, _: dict[str, Any]) -> None:
+    await stream.send(STREAM_HEAD + chunk(ROLE))
+    while True:
+        await stream.send(chunk(HELLO))
+        await anyio.sleep(0.01)  # between two tokens
+
+
+async def test_a_caller_that_leaves_with_requests_in_a_row_is_noticed(way: str) -> None:
+    """With the next token at the latest: nothing is read while requests wait, and so no end either."""
+    async with front(way, go_on) as site:
+        async with site.caller() as caller:
+            await caller.send(post(chat(stream=True)) + post() + post(chat(stream=True)))
+            await caller.head()
+        await site.idle()
+
+        assert len(site.backend.requests) == 1
+        assert site.notes.requests[0].ending is Ending.LEFT
+
+
+# ---------------------------------------------------------------- failures of the gateway's own
+
+
+class Failing(Estimates):
+    """Fails where a test says."""
+
+    fails_before = False
+
+    async def estimate(self, *args: Any) -> Any:
+        if self.fails_before:
+            raise RuntimeError("a fault")
+        return await super().estimate(*args)
+
+    def observe(self, *_: Any) -> None:
+        raise RuntimeError("a fault")
+
+
+async def test_a_fault_before_the_answer_is_one_in_the_one_shape(way: str) -> None:
+    faulty = Failing()
+    faulty.fails_before = True
+    async with front(way, estimates=faulty) as site, site.caller() as caller:
+        for _ in range(2):
+            got = await caller.ask(post())
+            assert (got.status, got.code) == (500, "internal_error")
+            assert b"fault" not in got.body
+        await site.idle()
+        assert site.taken == (2 if way == "direct" else 0)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])
+async def test_a_fault_in_the_answer_leaves_it_without_its_end(way: str, is_streamed: bool) -> None:
+    async with front(way, estimates=Failing()) as site, site.caller() as caller:
+        got = await caller.ask(post(chat(stream=is_streamed)))
+
+        assert got.status == 200
+        assert got.is_whole != is_streamed  # what has a length is whole with its last byte
+        assert await caller.is_closed()
+        await site.idle()
+        assert site.taken == (way == "direct")
+
+
+# ---------------------------------------------------------------- callers that do not read
+
+
+PIECES = [event(delta={"content": f"{number} " + "x" * 60_000}) for number in range(400)]
+
+
+class Flood:
+    """Streams more than fits between it and a caller that does not read."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.is_over = anyio.Event()
+
+    async def __call__(self, stream: SocketStream, _: dict[str, Any]) -> None:
+        self.sent = 0
+        await stream.send(STREAM_HEAD + chunk(ROLE))
+        for piece in PIECES:
+            await stream.send(chunk(piece))
+            self.sent += 1
+        await stream.send(chunk(STOP + DONE) + LAST_CHUNK)
+        self.is_over.set()
+
+
+def unread(site: Front) -> int:
+    """Return the bytes that wait in the gateway for callers to read them."""
+    return sum(one.transport.get_write_buffer_size() for one in site.listener.server_state.connections)
+
+
+def is_stalled(site: Front) -> bool:
+    """Return whether a caller does not read."""
+    connections = site.listener.server_state.connections
+    return any(isinstance(one, GuardedProtocol) and one.flow.write_paused for one in connections)
+
+
+async def test_a_caller_that_does_not_read_holds_its_backend_and_nothing_is_lost(way: str) -> None:
+    flood = Flood()
+    async with front(way, flood) as site, site.caller() as caller:
+        for _ in range(2):  # the second time on the same connections
+            flood.is_over = anyio.Event()
+            await caller.send(post(chat(stream=True)))
+            await site.eventually(lambda: is_stalled(site))
+            with anyio.move_on_after(0.5):  # it has all the time it needs to send everything, and cannot
+                await flood.is_over.wait()
+            assert flood.sent < len(PIECES)
+            assert unread(site) < 1_000_000
+            got = await caller.answer()
+
+            assert got.is_whole
+            expected = served_to_public(b"".join([ROLE, *PIECES, STOP, DONE]))
+            assert sha256(got.body).digest() == sha256(expected).digest()
+        await site.idle()
+        assert [one.ending for one in site.notes.requests] == 2 * [Ending.COMPLETED]
+        assert site.backend.connections == 1
+        assert site.taken == (2 if way == "direct" else 0)
+
+
+async def test_a_caller_that_reads_now_and_then_gets_everything(way: str) -> None:
+    async with front(way, Flood()) as site, site.caller() as caller:
+        await caller.send(post(chat(stream=True)))
+        got, parts = await caller.head(), []
+        for turn in range(10_000):
+            if turn < 20:
+                await site.eventually(lambda: is_stalled(site))
+            part = await caller.chunk()
+            parts.append(part)
+            if not part:
+                break
+
+        assert got.status == 200
+        assert b"".join(parts) == served_to_public(b"".join([ROLE, *PIECES, STOP, DONE]))
+        await site.idle()
+
+
+async def test_a_caller_that_reads_no_more_is_given_up(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.pipeline.caller.CALLER_STALL_S", 0.1)
+    async with front(way, Flood()) as site, site.caller() as caller:
+        await caller.send(post(chat(stream=True)))
+        with anyio.fail_after(10):
+            await site.backend.closed.wait()
+        await site.idle()
+        (record,) = site.notes.requests
+        assert record.ending is Ending.LEFT
+
+        got = await caller.answer()  # what was written, and no end
+        assert not got.is_whole
+        assert not got.body.endswith(DONE)
+
+
+async def test_the_connection_of_a_caller_that_reads_no_more_is_dropped(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.pipeline.caller.CALLER_STALL_S", 0.1)
+    monkeypatch.setattr("gateway.downstream.guard.LINGER_S", 0.3)
+    async with front(way, Flood()) as site, site.caller() as caller:
+        await caller.send(post(chat(stream=True)))
+        await site.eventually(lambda: is_stalled(site))
+        await site.eventually(lambda: not site.listener.server_state.connections)
+        await site.idle()
+
+
+async def test_a_caller_that_is_slow_is_not_dropped(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.downstream.guard.LINGER_S", 0.02)
+    async with front(way, Flood()) as site, site.caller() as caller:
+        await caller.send(post(chat(stream=True)))
+        await site.eventually(lambda: is_stalled(site))
+        with anyio.move_on_after(0.2):
+            await site.backend.closed.wait()
+        assert (await caller.answer()).is_whole
+
+
+# ---------------------------------------------------------------- the end of a process
+
+
+class Gated:
+    """Begins an answer, and ends it when a test says."""
+
+    def __init__(self) -> None:
+        self.gate = anyio.Event()
+
+    async def __call__(self, stream: SocketStream, _: dict[str, Any]) -> None:
+        await begin(stream, {})
+        await self.gate.wait()
+        await stream.send(chunk(STOP + DONE) + LAST_CHUNK)
+
+
+async def test_a_drain_lets_streams_end_and_takes_nothing_new(way: str) -> None:
+    gated = Gated()
+    async with (
+        front(way, gated) as site,
+        site.caller() as running,
+        site.caller() as idle,
+        anyio.create_task_group() as tasks,
+    ):
+        site.behave = oblige
+        assert (await idle.ask(post())).status == 200
+        site.behave = gated
+        await running.send(post(chat(stream=True)))
+        begun = await running.head()
+        tasks.start_soon(site.applications.drain)
+        await site.eventually(lambda: site.applications.is_draining)
+        async with site.caller() as new:
+            for caller in (idle, new):
+                got = await caller.ask(post())
+                assert (got.status, got.code, got.header("connection")) == (503, "draining", "close")
+                assert got.header("retry-after") == "1"
+                assert await caller.is_closed()
+        assert site.applications.in_flight == 1
+        gated.gate.set()
+        got = await running.rest_of(begun)
+
+        assert got.is_whole
+        assert got.body.endswith(DONE)
+        with anyio.fail_after(10):
+            await site.applications.drain()
+        assert site.taken == (2 if way == "direct" else 0)  # neither of the refused
+
+
+async def test_a_body_that_ends_in_a_drain_is_refused_or_served_and_never_dropped(way: str) -> None:
+    request = post()
+    async with front(way) as site, site.caller() as caller:
+        await caller.send(request[:-5])
+        await site.eventually(lambda: site.applications.uploads.bytes > 0)
+        site.applications.is_draining = True
+        got = await caller.ask(request[-5:])
+
+        if way == "direct":  # it is a call when it is complete
+            assert (got.status, got.code, got.header("connection")) == (503, "draining", "close")
+            assert await caller.is_closed()
+        else:
+            assert got.status == 200
+        await site.idle()
+
+
+async def test_a_server_that_ends_gracefully_lets_streams_end(way: str) -> None:
+    gated = Gated()
+    async with front(way, gated) as site, site.caller() as running, site.caller() as idle:
+        await running.send(post(chat(stream=True)))
+        begun = await running.head()
+        assert (await idle.ask(post(b""))).status == 400
+        site.listener.should_exit = True
+        assert await idle.is_closed()
+        gated.gate.set()
+
+        assert (await running.rest_of(begun)).is_whole
+        assert await running.is_closed()
+        with anyio.fail_after(10):
+            await site.listener.wait_ended()
+        await site.idle()
+
+
+async def test_a_cut_ends_everything_at_once(way: str) -> None:
+    async with front(way, begin) as site, site.caller() as streaming, site.caller() as sending:
+        await streaming.send(post(chat(stream=True)))
+        begun = await streaming.head()
+        await streaming.chunk()
+        await sending.send(post(b" ", length=1_000))
+        await site.eventually(lambda: site.applications.uploads.bytes == 1)
+        site.listener.cut()
+        with anyio.fail_after(10):
+            await site.backend.closed.wait()
+            await site.listener.wait_ended()
+
+        assert not (await streaming.rest_of(begun)).is_whole
+        assert await sending.is_closed()
+        await site.idle()
+        assert not site.listener.server_state.connections
+        assert {one.ending for one in site.notes.requests} == {Ending.LEFT}
+        assert site.taken == (2 if way == "direct" else 0)
+
+
+# ---------------------------------------------------------------- what answers a call, misused
+
+
+@asynccontextmanager
+async def answering(way: str, answer: Callable[[HttpDownstream], Awaitable[None]]) -> AsyncIterator[Wire]:
+    """A connection to a server whose calls are all answered by `answer`."""
+
+    class Desk:
+        limits = BodyLimits()
+        uploads = Uploads()
+
+        def head(self, headers: Headers) -> Head:
+            return Head({}, None)
+
+        async def chat(self, call: Call) -> None:
+            await call.body(self.limits, self.uploads)
+            await call.run(lambda: answer(call.downstream))
+
+    desk = Desk()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert way == "asgi"
+        await desk.chat(AsgiCall(scope, receive, send))
+
+    bound = bind("127.0.0.1", 0)
+    listener = Listener(app, bound, desk if way == "direct" else None)
+    async with anyio.create_task_group() as tasks:
+        port = bound.getsockname()[1]
+        tasks.start_soon(listener.run_until_stopped)
+        await listener.wait_started()
+        try:
+            async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+                yield Wire(stream)
+        finally:
+            listener.cut()
+            with anyio.CancelScope(shield=True):
+                await listener.wait_ended()
+
+
+async def test_an_end_that_cannot_be_written_is_none(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.downstream.relay.FINISH_S", 0.1)
+    monkeypatch.setattr("gateway.downstream.direct.FINISH_S", 0.1)
+    is_over = anyio.Event()
+
+    async def answer(downstream: HttpDownstream) -> None:
+        await downstream.start(200, [])
+        await downstream.send(b"x" * 30_000_000)
+        await downstream.finish()
+        is_over.set()
+
+    async with answering(way, answer) as caller:
+        await caller.send(post())
+        with anyio.fail_after(10):
+            await is_over.wait()
+        got = await caller.answer()
+
+        assert len(got.body) == 30_000_000
+        assert not got.is_whole
+
+
+@pytest.mark.parametrize("body", [b"four!", b"two"], ids=["longer", "shorter"])
+async def test_an_answer_that_is_not_as_long_as_announced_ends_its_connection(way: str, body: bytes) -> None:
+    async def answer(downstream: HttpDownstream) -> None:
+        await downstream.start(200, [(b"content-length", b"4")])
+        await downstream.send(body)
+        await downstream.finish()
+
+    async with answering(way, answer) as caller:
+        got = await caller.ask(post())
+        assert not got.is_whole
+
+
+@pytest.mark.parametrize("value", [b"a\r\nb: c", b"a\nb: c", b"a\r"])
+async def test_a_header_with_a_line_break_is_never_sent(way: str, value: bytes) -> None:
+    async def answer(downstream: HttpDownstream) -> None:
+        await downstream.start(200, [(b"a", value)])
+        await downstream.send(b"never")
+
+    async with answering(way, answer) as caller:
+        with pytest.raises(Closed):
+            await caller.ask(post())
+
+
+async def test_an_answer_that_was_never_begun_ends_its_connection(way: str) -> None:
+    async def answer(_: HttpDownstream) -> None:
+        raise CallerStalled
+
+    async with answering(way, answer) as caller:
+        try:
+            got = await caller.ask(post())
+        except Closed:
+            return
+        assert got.status == 500
+        assert got.header("connection") == "close"
+
+
+async def send_until_answered(caller: Wire, data: bytes) -> None:
+    """Send data in pieces, and stop where it is answered: more would drown the answer."""
+    raw = caller.stream.extra(anyio.abc.SocketAttribute.raw_socket)
+    for start in range(0, len(data), 10_000):
+        if select.select([raw], [], [], 0)[0]:
+            return
+        await caller.send(data[start : start + 10_000])
+        for _ in range(20):  # the server, in this very event loop, reads it
+            await anyio.lowlevel.checkpoint()
+
+
+def asked(site: Front) -> list[dict[str, Any]]:
+    """Return what came to the backend."""
+    return [json.loads(body) for _, body in site.backend.requests]
+
+
+def served_to_public(data: bytes) -> bytes:
+    """Return what a caller gets of what a backend says."""
+    return data.replace(b'"model":"served"', b'"model":"gemma-4"')
+
+
+async def leave(stream: SocketStream, how: str) -> None:
+    """Leave in one of the ways in which callers do."""
+    raw: socket.socket = stream.extra(anyio.abc.SocketAttribute.raw_socket)
+    if how == "half-closed":
+        await stream.send_eof()
+        return
+    if how == "reset":
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    await stream.aclose()

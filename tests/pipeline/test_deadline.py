@@ -1,0 +1,311 @@
+"""A time limit that moves: it ends its block and nothing else, and hides no cancellation of anybody else's.
+
+What passes in these tests is a moment of the event loop's own clock, waited for on that clock.
+"""
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+
+import anyio
+import pytest
+
+from gateway.pipeline.deadline import Deadline
+
+
+@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """The gateway runs on uvloop, whose timers are others."""
+    return "asyncio", {"use_uvloop": request.param}
+
+
+def cancellations() -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling()
+
+
+async def until(moment: float) -> None:
+    """Return once every timer of that moment has had its turn."""
+    reached = asyncio.Event()
+    asyncio.get_running_loop().call_at(moment, reached.set)
+    await reached.wait()
+    await rounds()
+
+
+async def rounds() -> None:
+    """Let the event loop go round: a cancellation that is due comes in one of these."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def deadline_at(at: float) -> Deadline:
+    return Deadline(asyncio.get_running_loop(), at)
+
+
+def together(first: str, deadline: Deadline, cancel: Callable[[], object]) -> None:
+    """Have the deadline pass and `cancel` called, both before the block is told of either."""
+    loop = asyncio.get_running_loop()
+    if first == "the deadline":
+        loop.call_soon(loop.call_soon, cancel)
+    else:
+        loop.call_soon(cancel)
+    deadline.at = -inf
+
+
+async def test_it_ends_its_block_when_the_time_has_come() -> None:
+    deadline = deadline_at(anyio.current_time() + 0.01)
+    with anyio.fail_after(10):
+        with deadline:
+            await anyio.sleep_forever()
+
+    assert deadline.has_passed
+    assert cancellations() == 0
+    await rounds()
+
+
+@pytest.mark.parametrize("at", [-inf, 0.0], ids=["minus-infinity", "past"])
+async def test_a_time_that_is_over_ends_the_block_where_it_waits(at: float) -> None:
+    deadline, begun, ended = deadline_at(at), False, False
+    with anyio.fail_after(10):
+        with deadline:
+            begun = True
+            await anyio.sleep_forever()
+            ended = True
+
+    assert (begun, ended, deadline.has_passed) == (True, False, True)
+
+
+async def test_a_block_that_ends_in_time_is_left_alone() -> None:
+    at = anyio.current_time() + 0.01
+    with deadline_at(at) as deadline:
+        await rounds()
+
+    await until(at)
+    assert not deadline.has_passed
+    assert cancellations() == 0
+
+
+async def test_a_block_that_never_waits_ends_by_itself_however_late() -> None:
+    with deadline_at(-inf) as deadline:
+        pass
+
+    await rounds()
+    assert not deadline.has_passed
+    assert cancellations() == 0
+
+
+async def test_moved_to_later_it_does_nothing_at_its_first_time() -> None:
+    at = anyio.current_time() + 0.01
+    with deadline_at(at) as deadline:
+        deadline.at = inf
+        await until(at)
+        assert cancellations() == 0
+
+    assert not deadline.has_passed
+
+
+async def test_moved_to_later_it_ends_the_block_then() -> None:
+    first = anyio.current_time() + 0.01
+    last = first + 0.02
+    with anyio.fail_after(10):
+        with deadline_at(first) as deadline:
+            deadline.at = last
+            await until(first)
+            await anyio.sleep_forever()
+
+    assert deadline.has_passed
+    assert anyio.current_time() >= last - 0.001  # uvloop counts in milliseconds
+
+
+async def test_moved_over_and_over_it_counts_from_its_last_place() -> None:
+    with anyio.fail_after(10):
+        with deadline_at(inf) as deadline:
+            for wait_s in (9, 0.01, 8, inf, 0.02, 7, 0.01):
+                deadline.at = anyio.current_time() + wait_s
+            await anyio.sleep_forever()
+
+    assert deadline.has_passed
+
+
+async def test_put_off_it_does_nothing_at_its_first_time() -> None:
+    at = anyio.current_time() + 0.01
+    with deadline_at(at) as deadline:
+        deadline.put_off(inf)
+        await until(at)
+        assert cancellations() == 0
+
+    assert not deadline.has_passed
+
+
+@pytest.mark.parametrize("is_set_within", [False, True])
+async def test_put_off_beyond_the_latest_it_ends_the_block_then(is_set_within: bool) -> None:
+    first = anyio.current_time() + 0.01
+    latest = first + 0.02
+    deadline = deadline_at(first)
+    if not is_set_within:
+        deadline.latest = latest
+    with anyio.fail_after(10):
+        with deadline:
+            deadline.latest = latest
+            deadline.put_off(inf)
+            await until(first)
+            await anyio.sleep_forever()
+
+    assert deadline.has_passed
+    assert anyio.current_time() >= latest - 0.001  # uvloop counts in milliseconds
+
+
+@pytest.mark.parametrize("to", [-inf, 0.0], ids=["minus-infinity", "past"])
+async def test_moved_to_the_past_by_somebody_else_it_ends_the_block(to: float) -> None:
+    with anyio.fail_after(10):
+        with deadline_at(inf) as deadline:
+            asyncio.get_running_loop().call_soon(setattr, deadline, "at", to)
+            await anyio.sleep_forever()
+
+    assert deadline.has_passed
+
+
+async def test_moved_after_its_block_it_does_nothing() -> None:
+    with deadline_at(inf) as deadline:
+        await rounds()
+    deadline.at = -inf
+    await rounds()
+
+    assert not deadline.has_passed
+    assert cancellations() == 0
+
+
+async def test_moved_after_it_has_passed_it_passes_once() -> None:
+    with anyio.fail_after(10):
+        with deadline_at(0.0) as deadline:
+            try:
+                await anyio.sleep_forever()
+            finally:
+                deadline.at = -inf
+                await rounds()
+
+    assert deadline.has_passed
+    assert cancellations() == 0
+
+
+async def test_what_is_raised_in_its_block_is_raised() -> None:
+    with pytest.raises(ValueError, match="mine"):
+        with deadline_at(inf):
+            raise ValueError("mine")
+
+
+async def test_what_is_raised_for_its_passing_is_raised() -> None:
+    with pytest.raises(ValueError, match="mine"):
+        with deadline_at(-inf) as deadline:
+            try:
+                await anyio.sleep_forever()
+            except asyncio.CancelledError:
+                raise ValueError("mine") from None
+
+    assert not deadline.has_passed
+    assert cancellations() == 0
+
+
+@pytest.mark.parametrize("first", ["the deadline", "the scope"])
+async def test_a_scope_around_it_that_is_cancelled_at_the_same_time_is_seen(first: str) -> None:
+    went_on = False
+    with anyio.CancelScope() as scope:
+        with deadline_at(inf) as deadline:
+            together(first, deadline, scope.cancel)
+            await anyio.sleep_forever()
+        await rounds()
+        went_on = True
+
+    assert scope.cancelled_caught
+    assert not went_on
+    assert cancellations() == 0
+
+
+async def test_a_scope_around_it_that_was_cancelled_before_is_seen() -> None:
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        with deadline_at(-inf) as deadline:
+            await anyio.sleep_forever()
+        await anyio.lowlevel.checkpoint()
+        raise AssertionError("went on")
+
+    assert scope.cancelled_caught
+    assert not deadline.has_passed
+    assert cancellations() == 0
+
+
+async def test_a_scope_within_it_that_is_cancelled_does_not_end_it() -> None:
+    with deadline_at(inf) as deadline:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await anyio.sleep_forever()
+        await rounds()
+
+    assert scope.cancelled_caught
+    assert not deadline.has_passed
+
+
+@pytest.mark.parametrize("first", ["the deadline", "the scope"])
+async def test_a_scope_within_it_that_is_cancelled_at_the_same_time_does_not_hide_it(first: str) -> None:
+    with anyio.fail_after(10):
+        with deadline_at(inf) as deadline:
+            with anyio.CancelScope() as scope:
+                together(first, deadline, scope.cancel)
+                await anyio.sleep_forever()
+            await anyio.sleep_forever()
+
+    assert deadline.has_passed
+    assert cancellations() == 0
+
+
+@pytest.mark.parametrize("first", ["the deadline", "the task"])
+async def test_a_task_that_is_cancelled_at_the_same_time_is_cancelled(first: str) -> None:
+    went_on = False
+
+    async def limited() -> None:
+        nonlocal went_on
+        with deadline_at(inf) as deadline:
+            together(first, deadline, task.cancel)
+            await anyio.sleep_forever()
+        went_on = True
+
+    task = asyncio.get_running_loop().create_task(limited())
+    with anyio.fail_after(10):
+        await asyncio.wait([task])
+
+    assert task.cancelled()
+    assert not went_on
+
+
+async def test_a_task_that_is_cancelled_is_cancelled() -> None:
+    async def limited() -> None:
+        with deadline_at(inf):
+            await anyio.sleep_forever()
+
+    task = asyncio.get_running_loop().create_task(limited())
+    await rounds()
+    task.cancel()
+    await asyncio.wait([task])
+
+    assert task.cancelled()
+
+
+@pytest.mark.parametrize("passing", ["inner", "outer", "both"])
+async def test_one_within_another(passing: str) -> None:
+    went_on = False
+    with anyio.fail_after(10):
+        with deadline_at(inf) as outer:
+            with deadline_at(inf) as inner:
+                if passing != "inner":
+                    outer.at = -inf
+                if passing != "outer":
+                    inner.at = -inf
+                await anyio.sleep_forever()
+            await rounds()
+            went_on = True
+
+    assert outer.has_passed == (passing != "inner")
+    assert inner.has_passed == (passing == "inner")
+    assert went_on == (passing == "inner")
+    assert cancellations() == 0

@@ -1,0 +1,326 @@
+"""The side of a gateway that callers see, on a real socket, before one backend that does as a test says.
+
+Chats come in on either of two ways: directly, on their connections, or as ASGI requests. Whatever a caller
+can tell of them is the same.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any
+
+import anyio
+import msgspec
+from anyio.abc import SocketStream
+
+from gateway.clock import SystemClock
+from gateway.core.count_check import CountTracker
+from gateway.core.drift import DriftTracker
+from gateway.core.health import BackendStatus, State
+from gateway.core.values import Backend, ModelPolicy, Policy, Pool, Timeouts, TrafficClass, Waiting
+from gateway.core.waiting import WaitingLine
+from gateway.downstream.keys import KeyRing
+from gateway.downstream.listener import Listener, bind
+from gateway.downstream.promises import PromiseKeeping
+from gateway.downstream.relay import BodyLimits, Call, Head, Uploads
+from gateway.downstream.responses import Keeping
+from gateway.downstream.routes import Applications
+from gateway.downstream.wire import WireRules
+from gateway.pipeline import BackendWatch, Pipeline
+from gateway.ports import Headers
+from gateway.store.memory import MemoryLedger
+from gateway.store.prefixes import MemoryPrefixIndex
+from gateway.store.promises import MemoryPromises
+from gateway.store.responses import MemoryResponseStore
+from gateway.upstream.direct import DirectUpstream
+from support.raw_server import LAST_CHUNK, STREAM_HEAD, RawServer, answer_of, chunk, raw_server
+from support.world import DONE, HELLO, LIGHT, ROLE, STOP, USAGE, WHOLE, Estimates, Fleet, Notes
+
+KEY = "a-key"
+WAYS = ("direct", "asgi")
+
+Behaviour = Callable[[SocketStream, dict[str, Any]], Awaitable[None]]
+"""Gets a connection of the backend, and the chat that came on it."""
+
+
+async def oblige(stream: SocketStream, asked: dict[str, Any]) -> None:
+    """Answer as a backend does that is well."""
+    if asked["stream"]:
+        await stream.send(STREAM_HEAD + chunk(ROLE + HELLO))
+        await stream.send(chunk(STOP + USAGE) + chunk(DONE) + LAST_CHUNK)
+    else:
+        await stream.send(answer_of(WHOLE))
+
+
+class Watched:
+    """`Chats` that says which calls came to it."""
+
+    def __init__(self, applications: Applications) -> None:
+        self.taken: list[Call] = []
+        self._applications = applications
+        self.limits = applications.limits
+        self.uploads: Uploads = applications.uploads
+
+    def head(self, headers: Headers) -> Head:
+        return self._applications.head(headers)
+
+    async def chat(self, call: Call) -> None:
+        self.taken.append(call)
+        await self._applications.chat(call)
+
+
+@dataclass
+class Front:
+    """A gateway's front, and what can be seen behind it.
+
+    Attributes:
+        port: Where it listens.
+        behave: What the backend does; may be changed meanwhile.
+        backend: What came to the backend.
+        notes: What was recorded.
+        estimates: What counts prompts.
+        watched: The chats that were taken directly.
+    """
+
+    port: int
+    behave: Behaviour
+    backend: RawServer
+    notes: Notes
+    estimates: Estimates
+    ledger: MemoryLedger
+    applications: Applications
+    watched: Watched
+    listener: Listener
+
+    @property
+    def taken(self) -> int:
+        """How many chats were taken directly."""
+        return len(self.watched.taken)
+
+    @asynccontextmanager
+    async def caller(self) -> AsyncIterator["Wire"]:
+        """A connection to it, while the block runs."""
+        async with await anyio.connect_tcp("127.0.0.1", self.port) as stream:
+            yield Wire(stream)
+
+    async def eventually(self, condition: Callable[[], bool]) -> None:
+        """Return once `condition()` holds."""
+        with anyio.fail_after(10):
+            while not condition():
+                await anyio.lowlevel.checkpoint()
+
+    def is_idle(self) -> bool:
+        """Return whether nothing of a request is left anywhere."""
+        held = any(self.ledger.claims(name) for name in self.ledger.loads())
+        return not (held or self.applications.in_flight or self.applications.uploads.bytes)
+
+    async def idle(self) -> None:
+        """Return once nothing of a request is left, not even a task."""
+        state = self.listener.server_state
+        await self.eventually(lambda: self.is_idle() and not state.tasks)
+
+
+@asynccontextmanager
+async def front(
+    way: str,
+    behave: Behaviour = oblige,
+    *,
+    limits: BodyLimits = BodyLimits(),  # noqa: B008 - frozen
+    waiting: Waiting = Waiting(),  # noqa: B008 - frozen
+    timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
+    estimates: Estimates | None = None,
+) -> AsyncIterator[Front]:
+    """Serve on a free port while the block runs; whatever is in flight then is cut."""
+    notes, ledger, clock = Notes(), MemoryLedger(), SystemClock()
+    estimates = estimates or Estimates()
+
+    async def answer(stream: SocketStream, number: int) -> None:
+        await site.behave(stream, msgspec.json.decode(backend.requests[number][1]))
+
+    async with raw_server(answer) as backend:
+        policy = Policy(
+            models=(ModelPolicy(id="gemma-4", classes=(TrafficClass("chat", ("light",), waiting=waiting),)),),
+            pools={"light": Pool("light", ("b",), timeouts)},
+            backends={"b": Backend("b", backend.url, LIGHT)},
+        )
+        upstream = DirectUpstream(policy.backends.values(), secrets={}, tls={})
+        pipeline = Pipeline(
+            policy=lambda: policy,
+            estimator=estimates,
+            ledger=ledger,
+            fleet=Fleet({"b": BackendStatus(state=State.UP, served_models=("served",))}),
+            upstream=upstream,
+            prefixes=MemoryPrefixIndex(),
+            drift=DriftTracker(),
+            counts=CountTracker(),
+            watch=BackendWatch(lambda: policy, ledger, clock),
+            line=WaitingLine(),
+            recorder=notes,
+            clock=clock,
+        )
+        applications = Applications(
+            pipeline=pipeline,
+            policy=lambda: policy,
+            keys=KeyRing({"team": sha256(KEY.encode()).digest()}),
+            rules=WireRules(),
+            limits=limits,
+            keeping=Keeping(MemoryResponseStore(clock, 1_000_000), 60.0),
+            promises=PromiseKeeping(MemoryPromises(clock, 1_000_000), 60.0, 100_000),
+            background=None,
+            readiness=dict,
+            recorder=notes,
+            clock=clock,
+        )
+        watched = Watched(applications)
+        bound = bind("127.0.0.1", 0)
+        port: int = bound.getsockname()[1]
+        listener = Listener(applications.asgi_app(), bound, watched if way == "direct" else None)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pipeline.room.run)
+            tasks.start_soon(listener.run_until_stopped)
+            await listener.wait_started()
+            try:
+                site = Front(port, behave, backend, notes, estimates, ledger, applications, watched, listener)
+                yield site
+            finally:
+                listener.cut()
+                with anyio.CancelScope(shield=True):
+                    await listener.wait_ended()
+                    await upstream.aclose()
+                tasks.cancel_scope.cancel()
+
+
+# ---------------------------------------------------------------- a caller, byte by byte
+
+
+@dataclass(frozen=True)
+class Got:
+    """An answer as it came.
+
+    Attributes:
+        is_whole: Whether it came to the end that its head announces.
+    """
+
+    status: int
+    headers: Sequence[tuple[str, str]]
+    body: bytes
+    is_whole: bool = True
+
+    def header(self, name: str) -> str | None:
+        """Return the one header of that name."""
+        found = [value for key, value in self.headers if key == name]
+        assert len(found) < 2, found
+        return found[0] if found else None
+
+    @property
+    def code(self) -> str:
+        """The code of an error in the one shape."""
+        return str(msgspec.json.decode(self.body)["error"]["code"])
+
+
+class Closed(Exception):
+    """The connection ended where an answer was expected."""
+
+
+class Wire:
+    """One connection, and strict reading of what comes on it."""
+
+    def __init__(self, stream: SocketStream) -> None:
+        self.stream = stream
+        self._buffer = b""
+
+    async def send(self, *parts: bytes) -> None:
+        for part in parts:
+            await self.stream.send(part)
+
+    async def ask(self, *parts: bytes) -> Got:
+        """Send parts, and return the answer."""
+        await self.send(*parts)
+        return await self.answer()
+
+    async def answer(self) -> Got:
+        """Return the next answer. Raises Closed if there is none."""
+        with anyio.fail_after(20):
+            head = await self.head()
+            return await self.rest_of(head)
+
+    async def head(self) -> Got:
+        """Return the head of the next answer. Raises Closed if there is none."""
+        while b"\r\n\r\n" not in self._buffer:
+            await self._more()
+        head, _, self._buffer = self._buffer.partition(b"\r\n\r\n")
+        line, *fields = head.decode().split("\r\n")
+        version, status, _ = line.split(" ", 2)
+        assert version == "HTTP/1.1"
+        pairs = [(name.lower(), value) for name, value in (field.split(": ", 1) for field in fields)]
+        return Got(int(status), pairs, b"", is_whole=False)
+
+    async def rest_of(self, got: Got) -> Got:
+        """Return an answer whose head is read, with its body."""
+        length = got.header("content-length")
+        body = b""
+        try:
+            if length is not None:
+                assert got.header("transfer-encoding") is None
+                while len(self._buffer) < int(length):
+                    await self._more()
+                body, self._buffer = self._buffer[: int(length)], self._buffer[int(length) :]
+            else:
+                assert got.header("transfer-encoding") == "chunked"
+                while data := await self.chunk():
+                    body += data
+        except Closed:
+            return replace(got, body=body + (self._buffer if length is not None else b""))
+        return replace(got, body=body, is_whole=True)
+
+    async def chunk(self) -> bytes:
+        """Return the next chunk of a body; b"" is its end. Raises Closed if it does not come."""
+        while b"\r\n" not in self._buffer:
+            await self._more()
+        line, _, rest = self._buffer.partition(b"\r\n")
+        size = int(line, 16)
+        while len(self._buffer) < len(line) + size + 4:
+            await self._more()
+        data, rest = self._buffer[len(line) + 2 :][:size], self._buffer[len(line) + 2 + size :]
+        assert rest.startswith(b"\r\n")
+        self._buffer = rest[2:]
+        return data
+
+    async def is_closed(self) -> bool:
+        """Return whether the connection ends here, with nothing more on it."""
+        with anyio.fail_after(20):
+            try:
+                await self._more()
+            except Closed:
+                return not self._buffer
+        return False
+
+    async def _more(self) -> None:
+        try:
+            self._buffer += await self.stream.receive()
+        except (anyio.EndOfStream, anyio.BrokenResourceError) as error:
+            raise Closed from error
+
+
+def chat(*, stream: bool = False, **fields: Any) -> bytes:
+    """Return the body of a chat."""
+    messages = [{"role": "user", "content": "hello?"}]
+    return msgspec.json.encode({"model": "gemma-4", "messages": messages, "stream": stream, **fields})
+
+
+def post(
+    body: bytes = chat(),
+    *fields: str,
+    key: str | None = KEY,
+    path: str = "/v1/chat/completions",
+    line: str = "",
+    length: int | None = -1,
+) -> bytes:
+    """Return a request; `length` in place of its body's, None: no such header."""
+    lines = [line or f"POST {path} HTTP/1.1", "Host: gateway", "Content-Type: application/json"]
+    if key is not None:
+        lines.append(f"Authorization: Bearer {key}")
+    if length is not None:
+        lines.append(f"Content-Length: {len(body) if length < 0 else length}")
+    return "\r\n".join([*lines, *fields, "", ""]).encode() + body
