@@ -107,7 +107,7 @@ class DirectProtocol(GuardedProtocol):
 
     def on_response_complete(self) -> None:
         """Go on with what came meanwhile, or wait for what comes."""
-        self._call = None
+        self._call, self._is_receiving = None, False
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
