@@ -634,20 +634,28 @@ async def test_a_drain_lets_streams_end_and_takes_nothing_new(way: str) -> None:
         assert site.taken == (2 if way == "direct" else 0)  # neither of the refused
 
 
-async def test_a_body_that_ends_in_a_drain_is_refused_or_served_and_never_dropped(way: str) -> None:
-    request = post()
-    async with front(way) as site, site.caller() as caller:
-        await caller.send(request[:-5])
-        await site.eventually(lambda: site.applications.uploads.bytes > 0)
-        site.applications.is_draining = True
-        got = await caller.ask(request[-5:])
+@pytest.mark.parametrize("comes", [True, False], ids=["comes", "does not"])
+async def test_a_drain_waits_for_bodies(way: str, comes: bool) -> None:
+    request, is_drained = post(), anyio.Event()
+    async with front(way) as site, anyio.create_task_group() as tasks:
 
-        if way == "direct":  # it is a call when it is complete
-            assert (got.status, got.code, got.header("connection")) == (503, "draining", "close")
-            assert await caller.is_closed()
-        else:
-            assert got.status == 200
-        await site.idle()
+        async def drain() -> None:
+            await site.applications.drain()
+            is_drained.set()
+
+        async with site.caller() as caller:
+            await caller.send(request[:-5])
+            await site.eventually(lambda: site.applications.uploads.bytes > 0)
+            tasks.start_soon(drain)
+            await anyio.wait_all_tasks_blocked()
+            assert site.applications.is_draining
+            assert not is_drained.is_set()
+            if comes:
+                assert (await caller.ask(request[-5:])).status == 200
+        with anyio.fail_after(10):
+            await is_drained.wait()
+        assert site.notes.requests[0].ending is (Ending.COMPLETED if comes else Ending.LEFT)
+        assert site.taken == (way == "direct")
 
 
 async def test_a_server_that_ends_gracefully_lets_streams_end(way: str) -> None:
