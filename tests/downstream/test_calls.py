@@ -636,26 +636,33 @@ async def test_a_drain_lets_streams_end_and_takes_nothing_new(way: str) -> None:
 
 @pytest.mark.parametrize("comes", [True, False], ids=["comes", "does not"])
 async def test_a_drain_waits_for_bodies(way: str, comes: bool) -> None:
-    request, is_drained = post(), anyio.Event()
-    async with front(way) as site, anyio.create_task_group() as tasks:
+    request, is_drained, gated = post(), anyio.Event(), Gated()
+    async with front(way) as site, site.caller() as other, anyio.create_task_group() as tasks:
 
         async def drain() -> None:
             await site.applications.drain()
             is_drained.set()
 
+        site.behave = gated
+        await other.send(post(chat(stream=True)))
+        begun = await other.head()
         async with site.caller() as caller:
             await caller.send(request[:-5])
             await site.eventually(lambda: site.applications.uploads.bytes > 0)
             tasks.start_soon(drain)
+            await site.eventually(lambda: site.applications.is_draining)
+            gated.gate.set()
+            assert (await other.rest_of(begun)).is_whole  # which is not the last
+            await site.eventually(lambda: len(site.notes.requests) == 1)
             await anyio.wait_all_tasks_blocked()
-            assert site.applications.is_draining
             assert not is_drained.is_set()
+            site.behave = oblige
             if comes:
                 assert (await caller.ask(request[-5:])).status == 200
         with anyio.fail_after(10):
             await is_drained.wait()
-        assert site.notes.requests[0].ending is (Ending.COMPLETED if comes else Ending.LEFT)
-        assert site.taken == (way == "direct")
+        assert site.notes.requests[1].ending is (Ending.COMPLETED if comes else Ending.LEFT)
+        assert site.taken == (2 if way == "direct" else 0)
 
 
 async def test_a_server_that_ends_gracefully_lets_streams_end(way: str) -> None:
