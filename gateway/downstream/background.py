@@ -250,8 +250,8 @@ class Background:
             raise gone(job.id)
         return found
 
-    async def _chunks_of_final(self, job: Job) -> list[Chunk]:
-        chunks = await _all_chunks(self._jobs, job)
+    async def _chunks_of_final(self, job: Job) -> Sequence[Chunk]:
+        chunks = await self._jobs.all_chunks(job.id)
         if len(chunks) < job.chunks:  # its time was over just now
             raise gone(job.id)
         return chunks
@@ -316,13 +316,6 @@ def headers_kept(headers: Mapping[str, str]) -> dict[str, str]:
         if name.startswith("x-") and len(name) + len(value) <= _HEADER_CHARS_KEPT
     }
     return dict(list(own.items())[:_HEADERS_KEPT])
-
-
-async def _all_chunks(jobs: JobStore, job: Job) -> list[Chunk]:
-    chunks: list[Chunk] = []
-    while more := await jobs.chunks(job.id, len(chunks)):
-        chunks += more
-    return chunks
 
 
 def streamed(body: bytes) -> bytes:

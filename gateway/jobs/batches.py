@@ -37,7 +37,6 @@ from gateway.core.batches import (
 from gateway.core.errors import CallerError, GatewayError, StoreUnavailable
 from gateway.core.jobs import Job, NewJob, Quota
 from gateway.events import about
-from gateway.jobs.worker import stored_chunks
 from gateway.ports import BatchStore, FileStore, JobStore
 
 log = logging.getLogger("gateway.jobs")
@@ -283,7 +282,7 @@ class BatchRunner:
             return
         written, is_answer = _unanswered(claim.batch, sight, line, job), False
         if job is not None:
-            chunks = await stored_chunks(self._jobs, job.id)
+            chunks = await self._jobs.all_chunks(job.id)
             render = partial(answer_of, claim.batch.endpoint, job, chunks)
             size = sum(len(chunk.data) for chunk in chunks)
             try:

@@ -23,7 +23,6 @@ from gateway.core.jobs import (
     AttemptEnd,
     AttemptOutcome,
     Beginning,
-    Chunk,
     Job,
     JobError,
     JobStatus,
@@ -355,7 +354,7 @@ class Worker:
     # ------------------------------------------------------------ what must reach the store
 
     async def _answer_so_far(self, job: Job) -> AnswerSoFar:
-        chunks = await _until_answered(lambda: stored_chunks(self._store, job.id))
+        chunks = await _until_answered(lambda: self._store.all_chunks(job.id))
         return answer_so_far(chunks, choices(job.new.body))
 
     async def _finish(self, job: Job, status: JobStatus, error: JobError | None = None) -> None:
@@ -397,11 +396,3 @@ async def _until_answered(ask: Callable[[], Awaitable[T]]) -> T:
             return await ask()
         except StoreUnavailable:
             await anyio.sleep(AGAIN_S)
-
-
-async def stored_chunks(store: JobStore, job_id: str) -> list[Chunk]:
-    """Return all chunks of a job's answer."""
-    chunks: list[Chunk] = []
-    while more := await store.chunks(job_id, len(chunks)):
-        chunks += more
-    return chunks

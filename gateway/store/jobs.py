@@ -170,6 +170,13 @@ class RedisJobs:
         )
         return [_chunk(entry, values) for entry, values in entries]
 
+    async def all_chunks(self, job_id: str) -> Sequence[Chunk]:
+        """See `ports.JobStore.all_chunks`."""
+        found: list[Chunk] = []
+        while more := await self.chunks(job_id, len(found)):
+            found += more
+        return found
+
     async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> None:
         """See `ports.JobStore.changed`."""
         with anyio.move_on_after(wait_s), self._waiting_for(job_id) as waiters:

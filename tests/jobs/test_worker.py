@@ -18,7 +18,7 @@ from support.scripted_backend import AFTER_END, ANSWER, BODY, WORDS, Asked, Back
 from gateway.core.errors import BackendRejected, GatewayError, InvalidRequest, NoBackend, StreamBroken
 from gateway.core.job_answers import answer_so_far
 from gateway.core.jobs import AttemptEnd, AttemptOutcome, Beginning, Job, JobStatus, NewJob
-from gateway.jobs.worker import Worker, WorkerRules, stored_chunks
+from gateway.jobs.worker import Worker, WorkerRules
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming
 from gateway.store.jobs import RedisJobs
@@ -89,13 +89,13 @@ async def until_stored(store: RedisJobs, id: str, text: str, *, is_whole: bool =
     """Return once that much of an answer is stored; `is_whole`: its end too."""
     with anyio.fail_after(WITHIN_S):
         while True:
-            answer = answer_so_far(await stored_chunks(store, id))
+            answer = answer_so_far(await store.all_chunks(id))
             if answer.content == text and bool(answer.finish_reason) is is_whole:
                 return
 
 
 async def content(store: RedisJobs, id: str) -> str:
-    return answer_so_far(await stored_chunks(store, id)).content
+    return answer_so_far(await store.all_chunks(id)).content
 
 
 class Held:
@@ -125,7 +125,7 @@ async def test_jobs_are_worked_off_and_their_chunks_are_right(world: JobWorld) -
             job = await ended(store, id)
             assert (job.status, job.attempt, job.failures, job.worker) == (JobStatus.COMPLETED, 1, 0, "w")
     for id in ids:
-        chunks = await stored_chunks(store, id)
+        chunks = await store.all_chunks(id)
         assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
         assert {(chunk.attempt, chunk.restarts) for chunk in chunks} == {(1, False)}
         events = [*(event(content=word) for word in WORDS), event("stop"), b"data: [DONE]\n\n"]
@@ -411,7 +411,7 @@ async def test_an_engine_that_does_not_continue_answers_begins_anew(world: JobWo
     await submit(store, "a")
     async with working(store, backend):
         assert (await ended(store, "a")).status is JobStatus.COMPLETED
-    chunks = await stored_chunks(store, "a")
+    chunks = await store.all_chunks("a")
     assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
     assert sum(chunk.restarts for chunk in chunks) == 1
     assert await content(store, "a") == ANSWER
