@@ -205,6 +205,7 @@ class DirectCall(HttpDownstream):
         self._is_chunked = False
         self._left = 0  # bytes of an answer whose length was announced
         self._on_resumed: Callable[[], None] | None = None
+        chats.uploads.calls += 1
 
     # ------------------------------------------------------------ receiving
 
@@ -263,6 +264,7 @@ class DirectCall(HttpDownstream):
 
     async def answer(self) -> None:
         """Be answered; drop the connection if that does not come to its end."""
+        self._chats.uploads.calls -= 1
         try:
             await self._chats.chat(self)
         except Exception:
