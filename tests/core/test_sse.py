@@ -47,7 +47,9 @@ def test_an_answer_passes_untouched_wherever_it_is_cut() -> None:
         assert subject.usage == Usage(prompt_tokens=17, completion_tokens=2)
 
 
-@pytest.mark.parametrize("spell", [bytes, lambda event: event.replace(b'finish_reason":', b'finish_reason" : ')])
+@pytest.mark.parametrize(
+    "spell", [bytes, lambda event: event.replace(b'finish_reason":', b'finish_reason" : ')]
+)
 def test_an_answer_passes_event_by_event(spell: Callable[[bytes], bytes]) -> None:
     events = [spell(event + b"\n\n") for event in (STREAM + USAGE + DONE).split(b"\n\n") if event]
     subject = reader()
