@@ -11,7 +11,7 @@ from gateway.core.values import Load
 from gateway.store.connections import Connections
 from gateway.store.connections import StoreAway as StoreAway
 from gateway.store.facts import BYTES_MAX, Told
-from gateway.store.wire import ScriptMissing, Wires, packed
+from gateway.store.wire import Ear, ScriptMissing, Wires, packed
 
 _counters = attrgetter(*COUNTERS)
 
@@ -171,18 +171,18 @@ class Leases:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[NextNews]:
-        """Yield a function that returns what is published next, by any process; now and then None."""
-        channel = self._connections.channel()
+        """Yield a function that returns what any process publishes next; None if it is not understood."""
+        ear = Ear()
 
         async def next_news() -> News | None:
-            message = await self._connections.heard(channel)
-            return None if message is None else _news(message["data"])
+            return _news(await ear.heard())
 
         try:
-            await self._connections.bounded(lambda: channel.subscribe(self._channel))
+            connection = self._connections.connection()
+            await self._connections.bounded(lambda: ear.subscribe(connection, self._channel))
             yield next_news
         finally:
-            await self._connections.close(channel)
+            ear.close()
 
     async def aclose(self) -> None:
         """Close every connection."""

@@ -19,7 +19,7 @@ from gateway.core.values import UNLIMITED, Load
 from gateway.ports import Slot
 from gateway.store.connections import Connections, StoreAway
 from gateway.store.redis import RedisLedger
-from gateway.store.wire import Wires, packed
+from gateway.store.wire import Ear, Wires, packed
 
 pytestmark = pytest.mark.parametrize(
     "anyio_backend",
@@ -228,6 +228,9 @@ class Puppet:
         async with listener, anyio.create_task_group() as tasks:
             tasks.start_soon(listener.serve, self._serve)
             yield
+            with anyio.fail_after(WITHIN_S):
+                while self.closed < self.connections:
+                    await anyio.lowlevel.checkpoint()
             tasks.cancel_scope.cancel()
 
     async def _serve(self, stream: SocketStream) -> None:
@@ -247,7 +250,7 @@ class Puppet:
         return words
 
     async def _answer(self, stream: SocketStream, words: list[bytes]) -> None:
-        if words[0] != b"EVAL":  # redis-py's greetings
+        if words[0] not in {b"EVAL", b"SUBSCRIBE"}:  # redis-py's greetings
             await stream.send(b"+OK\r\n")
             return
         await anyio.sleep(self._pace_s)
@@ -337,3 +340,65 @@ async def test_who_has_waited_for_a_turn_for_too_long_waits_no_longer(tmp_path: 
         first, *_, last = await ask(wires, *range(10))
         assert first == [0, 7]
         assert away([last]) == {"no answer within 1 s"}
+
+
+# ------------------------------------------------------------------ what is published
+
+
+@asynccontextmanager
+async def ear_at(url: str, channel: str) -> AsyncIterator[Ear]:
+    connections, ear = Connections(url, name="ear", command_s=10.0, connections_max=1), Ear()
+    try:
+        with anyio.fail_after(WITHIN_S):
+            await ear.subscribe(connections.connection(), channel)
+            yield ear
+    finally:
+        ear.close()
+        await connections.aclose()
+
+
+def message(text: str) -> bytes:
+    return b"*3\r\n" + packed(["message", "7", text])
+
+
+SUBSCRIBED = b"*3\r\n" + packed(["subscribe", "7"]) + b":1\r\n"
+
+
+async def test_everything_that_is_published_after_subscribing_is_heard_in_its_order(store: Store) -> None:
+    async with ear_at(store.url, store.prefix) as ear:
+        for number in range(100):
+            await store.redis.publish(store.prefix, f"Ä {number}")
+        assert [await ear.heard() for _ in range(100)] == [f"Ä {number}" for number in range(100)]
+
+
+async def test_a_message_in_pieces_is_put_together(tmp_path: Path) -> None:
+    said = SUBSCRIBED + message("one") + message("two")
+    puppet = Puppet(tmp_path, lambda number: [bytes([byte]) for byte in said])
+    async with puppet.run(), ear_at(puppet.url, "7") as ear:
+        assert [await ear.heard(), await ear.heard()] == ["one", "two"]
+
+
+async def test_who_may_not_listen_is_told_so_at_once(tmp_path: Path) -> None:
+    puppet = Puppet(tmp_path, lambda number: [b"-NOPERM this user may not\r\n"])
+    async with puppet.run():
+        with pytest.raises(StoreAway, match="NOPERM"):
+            async with ear_at(puppet.url, "7"):
+                pass
+
+
+@pytest.mark.parametrize("nonsense", [b"+OK\r\n", b"\r\n", message("a\r\nb")])
+async def test_what_is_no_message_ends_the_connection_and_nothing_before_it_is_lost(
+    tmp_path: Path, nonsense: bytes
+) -> None:
+    puppet = Puppet(tmp_path, lambda number: [SUBSCRIBED + message("one") + nonsense])
+    async with puppet.run(), ear_at(puppet.url, "7") as ear:
+        assert await ear.heard() == "one"
+        with pytest.raises(StoreAway):
+            await ear.heard() and await ear.heard()
+
+
+async def test_a_connection_lost_while_nobody_speaks_is_noticed(stoppable: RedisServer) -> None:
+    async with ear_at(stoppable.url, "7") as ear:
+        stoppable.kill()
+        with pytest.raises(StoreAway, match="ConnectionError"):
+            await ear.heard()
