@@ -143,7 +143,13 @@ class Slot:
 
 
 class Ledger(Protocol):
-    """Counts what is in flight, and is the one place where a limit is checked atomically."""
+    """Counts what is in flight, and is the one place where a limit is checked atomically.
+
+    Attributes:
+        is_local: Whether all of it happens here, so that nobody else is ever asked or told.
+    """
+
+    is_local: bool
 
     def load(self, backend_id: str) -> Load:
         """Return what is in flight on a backend: a snapshot, possibly stale by the time it is read."""
@@ -158,7 +164,7 @@ class Ledger(Protocol):
         """
 
     def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
-        """Do as `acquire` where nobody else has to be asked. None: somebody has, or the backend is full."""
+        """Do as `acquire`, where the ledger is local. None: the backend is full, or the ledger is not."""
 
     async def answered(self, slot: Slot) -> None:
         """Note that a slot's request has had its first token: its prompt is work outstanding no more."""
@@ -167,7 +173,7 @@ class Ledger(Protocol):
         """Give a place back. Releasing the same slot twice changes nothing."""
 
     def release_at_once(self, slot: Slot) -> bool:
-        """Do as `release` where nobody else has to be told. Returns whether that is so."""
+        """Do as `release`, where the ledger is local. Returns whether it is."""
 
     def on_freed(self, callback: Callable[[str], None]) -> None:
         """Have `callback` called with a backend's id whenever something became free there, by anybody."""

@@ -813,9 +813,10 @@ class WaitingLine:
     def offer_at_once(self, ticket: Ticket, candidates: tuple[Candidate, ...], now: float) -> Offer | None:
         """Offer a request its place without a turn, where nobody is passed by that: where nobody waits.
 
-        `candidates`: those that it may be tried on, ranked at this very moment. None: it has to enter.
+        `candidates`: those that it may be tried on, ranked at this very moment with `offered` in mind. None:
+        it has to enter.
         """
-        if not candidates or self._waiting or self._offered or self._gone_until:
+        if not candidates or self._waiting or self._gone_until:
             return None
         lane, entry = self._settled(ticket), self._entry(ticket, now)
         if entry.expires_at <= now:
@@ -833,6 +834,14 @@ class WaitingLine:
         offered = self._offered.pop(ticket_id, None)
         if offered is not None:
             offered.uncharge()
+
+    def offered(self) -> Mapping[str, Load]:
+        """Return what has been offered on backends, and was neither taken nor given up since."""
+        claims: dict[str, Load] = {}
+        for offered in self._offered.values():
+            first = offered.offer.candidates[0]
+            claims[first.backend] = claims.get(first.backend, Load()) + first.claim
+        return claims
 
     def is_offered(self, ticket_id: str) -> bool:
         """Return whether a request has been offered a place, and has neither taken it nor left since."""
@@ -1076,10 +1085,7 @@ class WaitingLine:
 
     def _with_offers(self, views: Mapping[str, BackendView]) -> dict[str, BackendView]:
         """Return the views with what was offered and not answered yet, and the long prompts that wait."""
-        extra: dict[str, Load] = {}
-        for offered in self._offered.values():
-            first = offered.offer.candidates[0]
-            extra[first.backend] = extra.get(first.backend, Load()) + first.claim
+        extra = self.offered()
         full = dict(views)
         long_waiting = self.long_waiting()
         for name in {*extra, *long_waiting} & views.keys():

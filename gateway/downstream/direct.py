@@ -107,7 +107,7 @@ class DirectProtocol(GuardedProtocol):
 
     def on_response_complete(self) -> None:
         """Go on with what came meanwhile, or wait for what comes."""
-        self._call = None
+        self._call, self._is_receiving = None, False
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -205,6 +205,7 @@ class DirectCall(HttpDownstream):
         self._is_chunked = False
         self._left = 0  # bytes of an answer whose length was announced
         self._on_resumed: Callable[[], None] | None = None
+        chats.uploads.calls += 1
 
     # ------------------------------------------------------------ receiving
 
@@ -263,6 +264,7 @@ class DirectCall(HttpDownstream):
 
     async def answer(self) -> None:
         """Be answered; drop the connection if that does not come to its end."""
+        self._chats.uploads.calls -= 1
         try:
             await self._chats.chat(self)
         except Exception:

@@ -160,11 +160,17 @@ class BodyLimits:
 
 
 class Uploads:
-    """Bytes of the bodies that are being received: slow callers must not fill the memory together."""
+    """Bytes of the bodies that are being received: slow callers must not fill the memory together.
+
+    Attributes:
+        bytes: How many.
+        calls: How many calls will come to be answered once their bodies are there.
+    """
 
     def __init__(self) -> None:
         """Start with none."""
         self.bytes = 0
+        self.calls = 0
 
 
 async def read_body(scope: Scope, receive: Receive, limits: BodyLimits, uploads: Uploads) -> bytes:

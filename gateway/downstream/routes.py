@@ -154,7 +154,7 @@ class Applications:
     async def drain(self) -> None:
         """Refuse new work from now on, and return when everything that runs has ended."""
         self.is_draining = True
-        if self.in_flight:
+        if self.in_flight or self.uploads.calls:
             await self._idle.wait()
 
     def asgi_app(self) -> Litestar:
@@ -308,7 +308,7 @@ class Applications:
             await send_error(_internal(arrival.id), downstream)
         finally:
             self.in_flight -= 1
-            if self.is_draining and not self.in_flight:
+            if self.is_draining and not (self.in_flight or self.uploads.calls):
                 self._idle.set()
 
     async def _serve(self, arrival: Arrival, read: Read, call: Call) -> None:

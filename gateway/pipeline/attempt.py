@@ -211,23 +211,25 @@ class Attempt:
         self._deadline.latest = self._last_moment
 
     async def _exchange(self, upstream: Upstream) -> None:
-        incoming = self._passage.incoming
-        target = Target(
-            backend=self._backend,
-            endpoint=incoming.request.endpoint,
-            headers=(*self._trace_context(), (b"x-request-id", incoming.arrival.id.encode())),
-            body=incoming.body_for(self._served_model, self._plan.changes),
-        )
-        async with upstream.open(target, self._timeouts) as response:
+        async with upstream.open(self._target(), self._timeouts) as response:
             self._connected_at = self._started_at + response.connect_s
             if response.status != 200:
                 raise await self._refused(response)
             if self._plan.assembles:
                 await self._relay_assembled(response)
-            elif incoming.request.stream:
+            elif self._passage.incoming.request.stream:
                 await self._relay_stream(response)
             else:
                 await self._relay_whole(response)
+
+    def _target(self) -> Target:
+        incoming = self._passage.incoming
+        return Target(
+            backend=self._backend,
+            endpoint=incoming.request.endpoint,
+            headers=(*self._trace_context(), (b"x-request-id", incoming.arrival.id.encode())),
+            body=incoming.body_for(self._served_model, self._plan.changes),
+        )
 
     def _trace_context(self) -> Headers:
         """Return the headers by which the backend's spans join the trace: under the span of this try."""

@@ -35,6 +35,7 @@ from gateway.core.values import (
     Decision,
     Endpoint,
     Estimate,
+    Load,
     ModelPolicy,
     Policy,
     Prefixes,
@@ -69,6 +70,7 @@ AT_ONCE_S = 0.001
 
 _NOBODY: Mapping[str, float] = MappingProxyType({})
 _NOBODY_WAITS: Mapping[str, int] = MappingProxyType({})
+_NOTHING_OFFERED: Mapping[str, Load] = MappingProxyType({})
 
 
 class Pipeline:
@@ -344,7 +346,8 @@ class Pipeline:
         if policy is not self._newest:
             self._newest = policy
             self._backends.update(policy.backends)
-        views = self._views(policy.backends, held, self.room.line.long_waiting())
+        line = self.room.line
+        views = self._views(policy.backends, held, line.long_waiting(), line.offered())
         traffic_class, decision = deciding.decide(policy, model, request, estimate, lambda _: views)
         demand = decision.demand
         wait_s = patience_s(request.headers)
@@ -370,13 +373,14 @@ class Pipeline:
         backends: Mapping[str, Backend],
         held: Mapping[str, float] = _NOBODY,
         long_waiting: Mapping[str, int] = _NOBODY_WAITS,
+        offered: Mapping[str, Load] = _NOTHING_OFFERED,
     ) -> Mapping[str, BackendView]:
-        """Return backends as they stand. The line adds who waits in it by itself."""
+        """Return backends as they stand. The line adds by itself who waits in it and what it has offered."""
         statuses = self._fleet.statuses()
         return {
             name: BackendView(
                 backend=backend,
-                load=self._ledger.load(name),
+                load=self._ledger.load(name) + offered[name] if name in offered else self._ledger.load(name),
                 status=statuses.get(name, _UNKNOWN),
                 prefix_share=held.get(name, 0.0),
                 share_max=self.watch.share_max(name),

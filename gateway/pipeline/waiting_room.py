@@ -82,13 +82,18 @@ class WaitingRoom:
         """
         if (place := self._at_once(ticket, candidates)) is not None:
             return place
-        refused = self.line.enter(ticket, self._clock.now(), has_waited=has_waited)
-        if refused is not None:
-            raise _shed(refused)
+        offer = self.line.offer_at_once(ticket, candidates, self._clock.now())
+        if offer is None:
+            refused = self.line.enter(ticket, self._clock.now(), has_waited=has_waited)
+            if refused is not None:
+                raise _shed(refused)
         waiter = self._waiters[ticket.id] = _Waiter()
-        self.look()
         try:
-            await waiter.woken.wait()
+            if offer is not None:
+                await self._take(offer)
+            if waiter.place is None:
+                self.look()
+                await waiter.woken.wait()
         except anyio.get_cancelled_exc_class():
             if waiter.place is not None:  # the caller left at the very moment its turn came
                 await self.release(ticket, waiter.place[1], answered=False)
@@ -129,7 +134,9 @@ class WaitingRoom:
                 await wake.wait()
 
     def _at_once(self, ticket: Ticket, candidates: tuple[Candidate, ...]) -> tuple[Candidate, Slot] | None:
-        """Take a place without a turn, where nobody waits and nobody has to be asked for it."""
+        """Take a place without a turn, where nobody waits and nobody else has to be asked for it."""
+        if not self._ledger.is_local:
+            return None
         now = self._clock.now()
         offer = self.line.offer_at_once(ticket, candidates, now)
         if offer is None:

@@ -38,6 +38,8 @@ class FallbackLedger:
         changes: How often each mode was entered after the start.
     """
 
+    is_local = False
+
     def __init__(
         self,
         shared: RedisLedger,

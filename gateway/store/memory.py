@@ -14,6 +14,8 @@ OnFreed = Callable[[str], None]
 class MemoryLedger:
     """`ports.Ledger` in memory. State changes with no `await` between check and change."""
 
+    is_local = True
+
     def __init__(self, owner: str = "") -> None:
         """Start with nothing in flight. Slot ids start with `owner`."""
         self._owner = owner

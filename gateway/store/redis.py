@@ -57,6 +57,8 @@ class RedisLedger:
         exchange: What these processes tell each other of themselves, with every synchronisation.
     """
 
+    is_local = False
+
     def __init__(
         self,
         url: str,

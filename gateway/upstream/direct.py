@@ -86,13 +86,16 @@ class _Call:
     __slots__ = ("_connection", "_target", "_timeouts", "_upstream", "_way")
 
     def __init__(self, upstream: DirectUpstream, target: Target, timeouts: Timeouts) -> None:
-        self._upstream, self._target, self._timeouts = upstream, target, timeouts
+        self._upstream, self._timeouts = upstream, timeouts
+        self._target: Target | None = target
         self._way: _DirectWay
         self._connection: _Connection
 
     async def __aenter__(self) -> UpstreamResponse:
-        found = await self._upstream.begin(self._target, self._timeouts.connect_s)
-        self._way, self._connection = found
+        target, self._target = self._target, None  # its body is not held for as long as the answer takes
+        assert target is not None
+        self._way, self._connection = await self._upstream.begin(target, self._timeouts.connect_s)
+        del target
         return self._connection
 
     async def __aexit__(self, *_: object) -> None:

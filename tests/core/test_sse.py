@@ -1,7 +1,7 @@
 """Streams as scripts: bytes in, bytes out, and what was learned. Cut at every byte."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -45,6 +45,16 @@ def test_an_answer_passes_untouched_wherever_it_is_cut() -> None:
         assert run(subject, [whole[:cut], whole[cut:]]) == whole
         assert subject.is_complete
         assert subject.usage == Usage(prompt_tokens=17, completion_tokens=2)
+
+
+@pytest.mark.parametrize("spell", [bytes, lambda event: event.replace(b'finish_reason":', b'finish_reason" : ')])
+def test_an_answer_passes_event_by_event(spell: Callable[[bytes], bytes]) -> None:
+    events = [spell(event + b"\n\n") for event in (STREAM + USAGE + DONE).split(b"\n\n") if event]
+    subject = reader()
+
+    assert run(subject, events) == b"".join(events)
+    assert subject.is_complete
+    assert subject.usage == Usage(prompt_tokens=17, completion_tokens=2)
 
 
 def test_byte_by_byte() -> None:

@@ -634,20 +634,35 @@ async def test_a_drain_lets_streams_end_and_takes_nothing_new(way: str) -> None:
         assert site.taken == (2 if way == "direct" else 0)  # neither of the refused
 
 
-async def test_a_body_that_ends_in_a_drain_is_refused_or_served_and_never_dropped(way: str) -> None:
-    request = post()
-    async with front(way) as site, site.caller() as caller:
-        await caller.send(request[:-5])
-        await site.eventually(lambda: site.applications.uploads.bytes > 0)
-        site.applications.is_draining = True
-        got = await caller.ask(request[-5:])
+@pytest.mark.parametrize("comes", [True, False], ids=["comes", "does not"])
+async def test_a_drain_waits_for_bodies(way: str, comes: bool) -> None:
+    request, is_drained, gated = post(), anyio.Event(), Gated()
+    async with front(way) as site, site.caller() as other, anyio.create_task_group() as tasks:
 
-        if way == "direct":  # it is a call when it is complete
-            assert (got.status, got.code, got.header("connection")) == (503, "draining", "close")
-            assert await caller.is_closed()
-        else:
-            assert got.status == 200
-        await site.idle()
+        async def drain() -> None:
+            await site.applications.drain()
+            is_drained.set()
+
+        site.behave = gated
+        await other.send(post(chat(stream=True)))
+        begun = await other.head()
+        async with site.caller() as caller:
+            await caller.send(request[:-5])
+            await site.eventually(lambda: site.applications.uploads.bytes > 0)
+            tasks.start_soon(drain)
+            await site.eventually(lambda: site.applications.is_draining)
+            gated.gate.set()
+            assert (await other.rest_of(begun)).is_whole  # which is not the last
+            await site.eventually(lambda: len(site.notes.requests) == 1)
+            await anyio.wait_all_tasks_blocked()
+            assert not is_drained.is_set()
+            site.behave = oblige
+            if comes:
+                assert (await caller.ask(request[-5:])).status == 200
+        with anyio.fail_after(10):
+            await is_drained.wait()
+        assert site.notes.requests[1].ending is (Ending.COMPLETED if comes else Ending.LEFT)
+        assert site.taken == (2 if way == "direct" else 0)
 
 
 async def test_a_server_that_ends_gracefully_lets_streams_end(way: str) -> None:

@@ -1,6 +1,6 @@
 """Responses in the background, through the unmodified SDK, a real store and simulated backends."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from support.processes import config, running
-from support.redis_server import RedisServer, binary
+from support.redis_server import RedisServer
 from support.site import Site, simulated, site
 
 KEYS = {
@@ -18,18 +18,6 @@ KEYS = {
     "b": {"sha256": "3e23e8160039594a33894f6564e1b1348bbd7a0088d42c4acb73eeaed59c009d"},  # of "b"
 }
 ASK: dict[str, Any] = {"model": "gemma-4", "input": "Why is the sky blue?"}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RedisServer]:
-    folder = tmp_path / "store"
-    folder.mkdir()
-    server = RedisServer(binary("valkey-9"), folder, keeps=True)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()
 
 
 @asynccontextmanager

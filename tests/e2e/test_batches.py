@@ -3,7 +3,7 @@
 import json
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import openai
 import pytest
 from redis.asyncio import Redis
 from support.processes import Process, config, running
-from support.redis_server import RedisServer, own_server
+from support.redis_server import RedisServer
 from support.site import Site, simulated, site
 
 KEYS = {
@@ -23,14 +23,6 @@ KEYS = {
 CHAT: Any = "/v1/chat/completions"
 RESPONSES: Any = "/v1/responses"
 SHORT = {"model": "gemma-4", "max_completion_tokens": 8}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RedisServer]:
-    folder = tmp_path / "store"
-    folder.mkdir()
-    with own_server("valkey-9", folder, keeps=True) as server:
-        yield server
 
 
 @asynccontextmanager

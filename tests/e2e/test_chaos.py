@@ -13,7 +13,7 @@ import os
 import random
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -27,7 +27,7 @@ import httpx
 import pytest
 from anyio.abc import TaskGroup, TaskStatus
 from redis.asyncio import Redis
-from support.processes import Process, config, reserved_port, running
+from support.processes import Process, config, reserved_port, running, until
 from support.redis_server import RedisServer, binary
 
 from gateway.clock import SystemClock
@@ -54,15 +54,6 @@ WORDS = ("the", "river", "runs", "past", "an", "old", "mill", "and", "nobody", "
 
 clock = SystemClock()
 log = logging.getLogger("chaos")
-
-
-async def until(holds: Callable[[], Awaitable[bool]], within_s: float = SETTLE_S) -> None:
-    """Return once `holds()`; what it asks belongs to other processes, so it is asked again and again."""
-    with anyio.fail_after(within_s):
-        while True:
-            if await holds():
-                return
-            await anyio.sleep(0.05)
 
 
 # ------------------------------------------------------------------ what the engines held

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from support.processes import config, running
-from support.redis_server import RedisServer, binary
+from support.redis_server import RedisServer
 from support.site import Site, simulated, site
 
 from gateway.core.jobs import Job, JobStatus
@@ -30,18 +30,6 @@ LONG: dict[str, Any] = {**ASK, "max_tokens": 2_000}
 THINKING: dict[str, Any] = {"reasoning_effort": "high"}
 FOREVER: dict[str, Any] = {"ignore_eos": True}
 ASYNC = {"Prefer": "respond-async"}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RedisServer]:
-    folder = tmp_path / "store"
-    folder.mkdir()
-    server = RedisServer(binary("valkey-9"), folder, keeps=True)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()
 
 
 @asynccontextmanager

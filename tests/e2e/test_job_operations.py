@@ -4,7 +4,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 from support.processes import COMMAND, Process, config, running, until
-from support.redis_server import RedisServer, binary
+from support.redis_server import RedisServer
 
 WITHIN_S = 60.0
 REST = """
@@ -28,18 +28,6 @@ ASK: dict[str, Any] = {"model": "gemma-4", "input": "Why is the sky blue?", "bac
 LONG: dict[str, Any] = {**ASK, "max_output_tokens": 2_000, "extra_body": {"ignore_eos": True}}
 ENDLESS: dict[str, Any] = {**ASK, "max_output_tokens": 30_000, "extra_body": {"ignore_eos": True}}
 LANE = "gemma-4/short_chat"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RedisServer]:
-    folder = tmp_path / "store"
-    folder.mkdir()
-    server = RedisServer(binary("valkey-9"), folder, keeps=True)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()
 
 
 @dataclass

@@ -17,6 +17,8 @@ from gateway.store.memory import MemoryLedger
 class FarAway(MemoryLedger):
     """A ledger that has to be asked for everything."""
 
+    is_local = False
+
     def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
         return None
 

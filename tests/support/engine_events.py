@@ -128,4 +128,10 @@ def at_every_cut(make: Callable[[], Iterable[Remedy]], wire: bytes, *, choices: 
     whole, _ = through(make(), [wire], choices=choices)
     for cut in range(1, len(wire)):
         assert through(make(), [wire[:cut], wire[cut:]], choices=choices)[0] == whole, cut
+    assert through(make(), one_by_one(wire), choices=choices)[0] == whole
     return whole
+
+
+def one_by_one(wire: bytes) -> list[bytes]:
+    """Return the events of a stream, as an engine that is read at once sends them."""
+    return [event + b"\n\n" for event in wire.split(b"\n\n") if event]

@@ -112,8 +112,9 @@ class Front:
 
     def is_idle(self) -> bool:
         """Return whether nothing of a request is left anywhere."""
+        uploads = self.applications.uploads
         held = any(self.ledger.claims(name) for name in self.ledger.loads())
-        return not (held or self.applications.in_flight or self.applications.uploads.bytes)
+        return not (held or self.applications.in_flight or uploads.bytes or uploads.calls)
 
     async def idle(self) -> None:
         """Return once nothing of a request is left, not even a task."""

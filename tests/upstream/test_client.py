@@ -632,23 +632,31 @@ async def test_an_answer_that_ends_while_it_is_held_is_poured_to_its_end(is_in_o
     assert server.connections == 1
 
 
-async def test_what_is_held_from_the_first_is_poured_when_that_ends() -> None:
-    ended = anyio.Event()
-
+@pytest.mark.parametrize("last", [LAST_CHUNK, b"zz\r\n"], ids=["whole", "broken"])
+async def test_what_is_held_from_the_first_is_poured_when_that_ends(last: bytes) -> None:
     async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n") + LAST_CHUNK)
+        await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n") + last)
         ended.set()
 
-    sink = Sink()
+    ended, sink, is_broken = anyio.Event(), Sink(), False
+
+    async def pour(response: UpstreamResponse) -> None:
+        nonlocal is_broken
+        try:
+            await response.pour(sink.take)
+        except UpstreamFailed:
+            is_broken = True
+
     async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
         response.hold()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(response.pour, sink.take)
+            tasks.start_soon(pour, response)
             await ended.wait()
             await anyio.wait_all_tasks_blocked()
             assert sink.calls == 0
             response.go_on()
-        assert sink.data == b"data: 1\n\n"
+    assert sink.data == b"data: 1\n\n"
+    assert is_broken == (last != LAST_CHUNK)
 
 
 async def test_nothing_is_poured_while_it_is_held_and_the_backend_waits() -> None:

@@ -49,6 +49,9 @@ class AssemblingReader(MendingReader):
         body |= {name: top.pop(name, None) for name in ("service_tier", "system_fingerprint", "usage")}
         return self._names.in_event(encode(body | top))
 
+    def _says_nothing(self, event: bytes) -> bool:
+        return False  # all of it is part of the answer
+
     def _inspect(self, block: bytes, *, parse: bool = False) -> Iterator[bytes]:
         return super()._inspect(block, parse=True)
 

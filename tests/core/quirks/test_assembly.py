@@ -14,6 +14,7 @@ from support.engine_events import (
     delta,
     event,
     name_of_call,
+    one_by_one,
     plan_for,
     role,
     usage,
@@ -38,6 +39,7 @@ def assembled(wire: bytes, *, choices: int = 1) -> dict[str, Any]:
     body = whole(wire)
     for cut in range(1, len(wire)):
         assert whole(wire[:cut], wire[cut:]) == body, cut
+    assert whole(*one_by_one(wire)) == body
     answer: dict[str, Any] = json.loads(body)
     return answer
 
