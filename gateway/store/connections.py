@@ -14,8 +14,10 @@ from typing import Any
 import anyio
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.client import PubSub
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 
 READ_S = 2.0
@@ -67,7 +69,12 @@ class Connections:
         )
         self._listener = _client(url, settings, max_connections=2, timeout=command_s, socket_timeout=None)
 
-    def script(self, *names: str) -> Callable[..., Awaitable[Any]]:
+    def connection(self) -> AbstractConnection:
+        """Return a new connection, not opened yet, that is the caller's."""
+        connection: AbstractConnection = self.redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+        return connection
+
+    def script(self, *names: str) -> AsyncScript:
         """Return the script whose text is in these files of this package, one after the other."""
         texts = [_FOLDER.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in names]
         return self.redis.register_script("\n".join(texts))

@@ -11,6 +11,7 @@ from gateway.core.values import Load
 from gateway.store.connections import Connections
 from gateway.store.connections import StoreAway as StoreAway
 from gateway.store.facts import BYTES_MAX, Told
+from gateway.store.wire import Ear, ScriptMissing, Wires, packed
 
 _counters = attrgetter(*COUNTERS)
 
@@ -82,7 +83,7 @@ class Leases:
             ttl_s: Life of a lease that is not renewed.
             command_s: The longest a command may take, connecting included; and the longest it may wait
                 for its turn before.
-            connections_max: Commands at once, each on a connection of its own.
+            connections_max: Commands at once that concern no lease, each on a connection of its own.
         """
         self._prefix, self._owner = prefix, owner
         self._ttl_ms = max(1, round(ttl_s * 1000))
@@ -90,27 +91,27 @@ class Leases:
             url, name=f"gateway-{owner}", command_s=command_s, connections_max=connections_max
         )
         self._channel = f"{prefix}:freed"
-        self._acquire = self._script("acquire")
-        self._answered = self._script("answered")
-        self._release = self._script("release")
-        self._renew = self._script("renew")
+        self._wires = Wires(self._connections.connection, command_s)
+        self._scripts = {
+            name: self._connections.script("leases", name)
+            for name in ("acquire", "answered", "release", "renew")
+        }
+        # By script and backend, the words that every call begins with: how many, and packed.
+        self._begins: dict[tuple[str, str], tuple[int, bytes]] = {}
         self._heartbeat = self._connections.script("heartbeat")
         self._box = self._connections.script("box")
 
-    def _script(self, name: str) -> Callable[..., Awaitable[Any]]:
-        return self._connections.script("leases", name)
-
     async def acquire(self, backend_id: str, lease: str, claim: Load, limits: Load) -> Reply:
         """Take a lease if the backend then holds no more than `limits`. Repeating it changes nothing."""
-        return await self._run(self._acquire, backend_id, (lease, *_counters(claim), *_counters(limits)))
+        return await self._run("acquire", backend_id, (lease, *_counters(claim), *_counters(limits)))
 
     async def answered(self, backend_id: str, lease: str, claim: Load) -> Reply:
         """Reduce a lease to `claim`."""
-        return await self._run(self._answered, backend_id, (lease, *_counters(claim)))
+        return await self._run("answered", backend_id, (lease, *_counters(claim)))
 
     async def release(self, backend_id: str, leases: Iterable[str]) -> Reply:
         """Give leases back, for good: an acquire or renewal of one that arrives later does nothing."""
-        return await self._run(self._release, backend_id, tuple(leases))
+        return await self._run("release", backend_id, tuple(leases))
 
     async def renew(self, backend_id: str, claims: Mapping[str, Load]) -> Reply:
         """Renew leases, add those the server does not know, and reclaim what has expired."""
@@ -118,7 +119,7 @@ class Leases:
         for lease, claim in claims.items():
             arguments.append(lease)
             arguments.extend(_counters(claim))
-        return await self._run(self._renew, backend_id, arguments)
+        return await self._run("renew", backend_id, arguments)
 
     async def heartbeat(self, facts: str = "", *, is_urgent: bool = False) -> Beat:
         """Say that this process is there, and its facts; `is_urgent`: have the others look at once."""
@@ -149,34 +150,43 @@ class Leases:
         keys = [f"{tag}:{name}" for name in ("owner", "fence", "state", "notes")]
         return await self._connections.bounded(lambda: self._box(keys=keys, args=[self._owner, *arguments]))
 
-    async def _run(
-        self, script: Callable[..., Awaitable[Any]], backend_id: str, arguments: Sequence[str | int]
-    ) -> Reply:
+    async def _run(self, name: str, backend_id: str, arguments: Sequence[str | int]) -> Reply:
+        count, begin = self._begins.get((name, backend_id)) or self._begin(name, backend_id)
+        command = b"*%d\r\n%b%b" % (count + len(arguments), begin, packed(arguments))
+        try:
+            outcome, version, mine, *others = await self._wires.ask(command)
+        except ScriptMissing:
+            text = self._scripts[name].script
+            await self._connections.bounded(lambda: self._connections.redis.script_load(text))
+            outcome, version, mine, *others = await self._wires.ask(command)
+        return Reply(outcome, version, mine, _load(others))
+
+    def _begin(self, name: str, backend_id: str) -> tuple[int, bytes]:
         tag = f"{{{self._prefix}:{backend_id}}}"
         keys = [f"{tag}:leases", f"{tag}:claims", f"{tag}:sums", f"{tag}:gone"]
-        args = [self._channel, backend_id, self._owner, self._ttl_ms, len(COUNTERS), *arguments]
-        outcome, version, mine, *others = await self._connections.bounded(
-            lambda: script(keys=keys, args=args)
-        )
-        return Reply(outcome, version, mine, _load(others))
+        words: list[str | int] = ["EVALSHA", self._scripts[name].sha, len(keys)]
+        words += [*keys, self._channel, backend_id, self._owner, self._ttl_ms, len(COUNTERS)]
+        self._begins[name, backend_id] = begin = len(words), packed(words)
+        return begin
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[NextNews]:
-        """Yield a function that returns what is published next, by any process; now and then None."""
-        channel = self._connections.channel()
+        """Yield a function that returns what any process publishes next; None if it is not understood."""
+        ear = Ear()
 
         async def next_news() -> News | None:
-            message = await self._connections.heard(channel)
-            return None if message is None else _news(message["data"])
+            return _news(await ear.heard())
 
         try:
-            await self._connections.bounded(lambda: channel.subscribe(self._channel))
+            connection = self._connections.connection()
+            await self._connections.bounded(lambda: ear.subscribe(connection, self._channel))
             yield next_news
         finally:
-            await self._connections.close(channel)
+            ear.close()
 
     async def aclose(self) -> None:
         """Close every connection."""
+        self._wires.close()
         await self._connections.aclose()
 
 

@@ -77,7 +77,7 @@ class RedisLedger:
             ttl_s: Life of a lease that is not renewed; renewed after a third of it.
             command_s: The longest a command may take, and the longest it may wait for its turn.
             refresh_s: Time between two looks at what the others hold.
-            connections_max: Connections at once, beside the two that listen.
+            connections_max: Connections at once, beside those for leases and the one that listens.
         """
         self.owner = owner_name()
         self.replicas = 1
