@@ -152,11 +152,12 @@ class Site:
         before = (await self.seen())["cut_requests"]
         killed = (await self.http.post(f"{self.box}/models/{name}/kill")).json()
         seen = await self.seen()
-        stay = [one for one in seen["residencies"] if one["model"] == name][-1]
-        if stay["until_s"] is None or abs(stay["until_s"] - killed["since_s"]) > 0.1:
-            await self._kill_model(name)  # it had gone a moment before
+        ends = [one["until_s"] for one in seen["residencies"] if one["model"] == name and one["until_s"]]
+        ended = [until_s for until_s in ends if abs(until_s - killed["since_s"]) <= 0.1]
+        if ended:  # it may be back by now
+            self.killed[name, ended[-1]] = seen["cut_requests"] - before
         else:
-            self.killed[name, stay["until_s"]] = seen["cut_requests"] - before
+            await self._kill_model(name)  # it had gone a moment before
 
     async def _is_resident(self, name: str) -> bool:
         for admin in self.admins.values():
