@@ -33,7 +33,7 @@ from gateway.core.trace import passed_on
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.config_routes import config_handlers
 from gateway.downstream.console_routes import Console
-from gateway.downstream.direct import Chats
+from gateway.downstream.direct_call import Chats
 from gateway.downstream.explain_routes import explain_handlers
 from gateway.downstream.job_admin import job_handlers
 from gateway.downstream.keys import KeyRing
@@ -225,7 +225,7 @@ class Gateway:
             clock=self.clock,
             trace_of=passed_on if self.tracing is None else self.tracing.begin,
         )
-        self.chats: Chats | None = self.applications  # None: all of them take the ASGI way
+        self.chats: Chats | None = self.applications.chats  # None: all of them take the ASGI way
         self.batch_runner = parts.batch_runner(
             settings, self.batching, self.jobs, self.applications.batch_lines
         )
@@ -350,14 +350,14 @@ class Gateway:
                     self.queue and self.queue.sight and not self.queue.sight.is_away
                 ),
             }
-        return {**self.readiness(), "not_draining": not self.applications.is_draining}
+        return {**self.readiness(), "not_draining": not self.applications.serving.is_draining}
 
     @property
     def in_flight(self) -> int:
         """Requests of applications that run; of a process that only works jobs off, its jobs."""
         if self.settings.is_job_worker and self.worker is not None:
             return self.worker.running
-        return self.applications.in_flight
+        return self.applications.serving.in_flight
 
     async def drain(self) -> None:
         """Take nothing new, and return when everything that is `in_flight` has ended."""
@@ -366,7 +366,7 @@ class Gateway:
         if self.settings.is_job_worker and self.worker is not None:
             await self.worker.wait_idle()
         else:
-            await self.applications.drain()
+            await self.applications.serving.drain()
 
     @asynccontextmanager
     async def running(self, listen: socket.socket | None = None) -> AsyncIterator[Running]:
@@ -422,7 +422,7 @@ class Gateway:
                     await self._stop(tasks)
 
     async def _stop(self, tasks: TaskGroup) -> None:
-        self.applications.is_draining = True
+        self.applications.serving.is_draining = True
         if self.batch_runner is not None:
             await self.batch_runner.stop()
         if self.worker is not None:

@@ -26,7 +26,7 @@ from gateway.downstream.background import Background, JobRules
 from gateway.downstream.batches import Batching, BatchLines
 from gateway.downstream.files import FileRules
 from gateway.downstream.promises import PromiseKeeping
-from gateway.downstream.routes import new_request_id
+from gateway.downstream.serving import new_request_id
 from gateway.downstream.wire import WireRules
 from gateway.events import about
 from gateway.jobs import BatchRules, BatchRunner, QueueWatch, Worker, WorkerRules

@@ -15,7 +15,8 @@ import uvicorn
 from litestar.types import ASGIApp
 
 from gateway.core.errors import ConfigError
-from gateway.downstream.direct import Chats, DirectProtocol
+from gateway.downstream.direct import DirectProtocol
+from gateway.downstream.direct_call import Chats
 from gateway.downstream.guard import GuardedProtocol
 
 KEEPALIVE_S = 75  # above the idle time after which common load balancers give a connection up

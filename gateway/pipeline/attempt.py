@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from math import inf
-from typing import Any
 
 import anyio
 import msgspec
@@ -37,6 +36,7 @@ from gateway.pipeline import caller
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled
 from gateway.pipeline.deadline import Deadline
 from gateway.pipeline.passage import Passage
+from gateway.pipeline.whole_answers import decode_answer
 from gateway.ports import Clock, Headers, Target, Upstream, UpstreamResponse
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
@@ -53,31 +53,6 @@ _OUTCOMES: Mapping[type[GatewayError], Outcome] = {
     UpstreamBusy: Outcome.BUSY,
     OutOfResources: Outcome.CANCELLED,
 }
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: Any = None
-
-
-class _Whole(msgspec.Struct):
-    """The members of a whole answer that are looked at; msgspec skips the rest without building it."""
-
-    error: Any = None
-    detail: Any = None
-    object: Any = None
-    message: Any = None
-    choices: list[_Choice] | None = None
-    usage: Any = None
-
-
-_decode_whole = msgspec.json.Decoder(_Whole).decode
-
-
-def _decode_answer(body: bytes) -> object:
-    try:
-        return msgspec.to_builtins(_decode_whole(body))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 class Attempt:
@@ -338,7 +313,7 @@ class Attempt:
 
     async def _relay_whole(self, response: UpstreamResponse) -> None:
         body = await _read_all(response, ANSWER_BYTES_MAX)
-        answer = answers.read_answer(_decode_answer(body))
+        answer = answers.read_answer(decode_answer(body))
         if answer is None:
             raise self._faulty(BackendError("The backend sent something that is not an answer."))
         passage = self._passage

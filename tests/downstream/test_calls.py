@@ -331,7 +331,7 @@ async def test_the_time_of_a_body_is_not_that_of_the_next(way: str) -> None:
         begun = anyio.current_time()
         for done_s in (0.5, 1.2):  # the second ends when the time of the first is over
             await caller.send(request[:-5])
-            await site.eventually(lambda: site.applications.uploads.bytes > 0)
+            await site.eventually(lambda: site.applications.serving.uploads.bytes > 0)
             await anyio.sleep_until(begun + done_s)
             assert (await caller.ask(request[-5:])).status == 200
         await site.idle()
@@ -341,7 +341,7 @@ async def test_the_time_of_a_body_is_not_that_of_the_next(way: str) -> None:
 async def test_bodies_have_a_bound_together(way: str) -> None:
     part = b" " * 14_000
     async with front(way, limits=LIMITS) as site, site.caller() as first, site.caller() as second:
-        uploads = site.applications.uploads
+        uploads = site.applications.serving.uploads
         for caller in (first, second):
             await caller.send(post(part, length=16_000))
         await site.eventually(lambda: uploads.bytes == 28_000)
@@ -361,11 +361,11 @@ async def test_a_caller_that_leaves_in_its_body_is_recorded_as_that(way: str) ->
     async with front(way) as site:
         async with site.caller() as caller:
             await caller.send(post(b" " * 500, length=1_000))
-            await site.eventually(lambda: site.applications.uploads.bytes == 500)
+            await site.eventually(lambda: site.applications.serving.uploads.bytes == 500)
         await site.idle()
 
         assert [(one.ending, one.status) for one in site.notes.requests] == [(Ending.LEFT, LEFT_STATUS)]
-        assert site.applications.uploads.bytes == 0
+        assert site.applications.serving.uploads.bytes == 0
         assert site.backend.requests == []
 
 
@@ -615,22 +615,22 @@ async def test_a_drain_lets_streams_end_and_takes_nothing_new(way: str) -> None:
         site.behave = gated
         await running.send(post(chat(stream=True)))
         begun = await running.head()
-        tasks.start_soon(site.applications.drain)
-        await site.eventually(lambda: site.applications.is_draining)
+        tasks.start_soon(site.applications.serving.drain)
+        await site.eventually(lambda: site.applications.serving.is_draining)
         async with site.caller() as new:
             for caller in (idle, new):
                 got = await caller.ask(post())
                 assert (got.status, got.code, got.header("connection")) == (503, "draining", "close")
                 assert got.header("retry-after") == "1"
                 assert await caller.is_closed()
-        assert site.applications.in_flight == 1
+        assert site.applications.serving.in_flight == 1
         gated.gate.set()
         got = await running.rest_of(begun)
 
         assert got.is_whole
         assert got.body.endswith(DONE)
         with anyio.fail_after(10):
-            await site.applications.drain()
+            await site.applications.serving.drain()
         assert site.taken == (2 if way == "direct" else 0)  # neither of the refused
 
 
@@ -640,7 +640,7 @@ async def test_a_drain_waits_for_bodies(way: str, comes: bool) -> None:
     async with front(way) as site, site.caller() as other, anyio.create_task_group() as tasks:
 
         async def drain() -> None:
-            await site.applications.drain()
+            await site.applications.serving.drain()
             is_drained.set()
 
         site.behave = gated
@@ -648,9 +648,9 @@ async def test_a_drain_waits_for_bodies(way: str, comes: bool) -> None:
         begun = await other.head()
         async with site.caller() as caller:
             await caller.send(request[:-5])
-            await site.eventually(lambda: site.applications.uploads.bytes > 0)
+            await site.eventually(lambda: site.applications.serving.uploads.bytes > 0)
             tasks.start_soon(drain)
-            await site.eventually(lambda: site.applications.is_draining)
+            await site.eventually(lambda: site.applications.serving.is_draining)
             gated.gate.set()
             assert (await other.rest_of(begun)).is_whole  # which is not the last
             await site.eventually(lambda: len(site.notes.requests) == 1)
@@ -688,7 +688,7 @@ async def test_a_cut_ends_everything_at_once(way: str) -> None:
         begun = await streaming.head()
         await streaming.chunk()
         await sending.send(post(b" ", length=1_000))
-        await site.eventually(lambda: site.applications.uploads.bytes == 1)
+        await site.eventually(lambda: site.applications.serving.uploads.bytes == 1)
         site.listener.cut()
         with anyio.fail_after(10):
             await site.backend.closed.wait()
@@ -743,7 +743,7 @@ async def answering(way: str, answer: Callable[[HttpDownstream], Awaitable[None]
 
 async def test_an_end_that_cannot_be_written_is_none(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.downstream.relay.FINISH_S", 0.1)
-    monkeypatch.setattr("gateway.downstream.direct.FINISH_S", 0.1)
+    monkeypatch.setattr("gateway.downstream.direct_call.FINISH_S", 0.1)
     is_over = anyio.Event()
 
     async def answer(downstream: HttpDownstream) -> None:

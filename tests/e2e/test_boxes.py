@@ -120,7 +120,7 @@ async def gateway_at(
     async with gateway.running() as running:
         assert running.admin_url is not None
         yield Boxed(gateway, running.url, running.admin_url, machine)
-        await gateway.applications.drain()
+        await gateway.applications.serving.drain()
         assert all(load == Load() for load in gateway.ledger.loads().values())
 
 

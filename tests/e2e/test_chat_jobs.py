@@ -398,7 +398,7 @@ async def test_who_comes_again_finds_the_job_that_was_finished_without_it(
         stream = await client.chat.completions.create(**request, stream=True)
         first = await anext(stream)
         await stream.close()
-        await running.eventually(lambda: not running.gateway.applications.in_flight)
+        await running.eventually(lambda: not running.gateway.applications.serving.in_flight)
 
         chunks = [chunk async for chunk in await client.chat.completions.create(**request, stream=True)]
 

@@ -303,7 +303,7 @@ async def test_a_caller_that_leaves_while_it_waits_frees_its_key(tmp_path: Path)
             tasks.start_soon(post, running, "/v1/chat/completions", CHAT)
             await running.eventually(lambda: len(running.gateway.pipeline.room.line) == 1)
             tasks.cancel_scope.cancel()
-        await running.eventually(lambda: running.gateway.applications.in_flight == 1)
+        await running.eventually(lambda: running.gateway.applications.serving.in_flight == 1)
         await holder.close()
 
         assert (await post(running, "/v1/chat/completions", CHAT)).status_code == 200

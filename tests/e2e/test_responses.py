@@ -561,7 +561,7 @@ async def test_draining_finishes_streams_and_refuses_new_work(one: Site) -> None
     )
     await anext(aiter(stream))
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(one.gateway.applications.drain)
+        tasks.start_soon(one.gateway.applications.serving.drain)
         await anyio.lowlevel.checkpoint()
         with pytest.raises(openai.InternalServerError) as caught:
             await one.openai().responses.create(model="gemma-4", input=SKY)

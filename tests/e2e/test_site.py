@@ -514,7 +514,7 @@ async def test_draining_finishes_streams_and_refuses_new_work(fleet: Site) -> No
     )
     await anext(aiter(stream))
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(fleet.gateway.applications.drain)
+        tasks.start_soon(fleet.gateway.applications.serving.drain)
         await anyio.lowlevel.checkpoint()
         async with fleet.http() as client:
             ready = await client.get("/readyz")

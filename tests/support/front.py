@@ -59,15 +59,15 @@ class Watched:
     def __init__(self, applications: Applications) -> None:
         self.taken: list[Call] = []
         self._applications = applications
-        self.limits = applications.limits
-        self.uploads: Uploads = applications.uploads
+        self.limits = applications.serving.limits
+        self.uploads: Uploads = applications.serving.uploads
 
     def head(self, headers: Headers) -> Head:
-        return self._applications.head(headers)
+        return self._applications.chats.head(headers)
 
     async def chat(self, call: Call) -> None:
         self.taken.append(call)
-        await self._applications.chat(call)
+        await self._applications.chats.chat(call)
 
 
 @dataclass
@@ -112,9 +112,9 @@ class Front:
 
     def is_idle(self) -> bool:
         """Return whether nothing of a request is left anywhere."""
-        uploads = self.applications.uploads
+        uploads = self.applications.serving.uploads
         held = any(self.ledger.claims(name) for name in self.ledger.loads())
-        return not (held or self.applications.in_flight or uploads.bytes or uploads.calls)
+        return not (held or self.applications.serving.in_flight or uploads.bytes or uploads.calls)
 
     async def idle(self) -> None:
         """Return once nothing of a request is left, not even a task."""

@@ -84,7 +84,7 @@ class Site:
     def idle(self) -> bool:
         """Return whether nothing is in flight anywhere."""
         loads = self.gateway.ledger.loads().values()
-        return all(load == Load() for load in loads) and not self.gateway.applications.in_flight
+        return all(load == Load() for load in loads) and not self.gateway.applications.serving.in_flight
 
 
 @asynccontextmanager

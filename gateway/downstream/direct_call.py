@@ -1,0 +1,282 @@
+"""A chat that is answered on its connection: its body as it comes, and the bytes of its answer.
+
+What holds the connection is `direct.DirectProtocol`, a subclass of uvicorn's protocol.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import anyio
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn.server import ServerState
+
+from gateway.core.errors import OutOfResources
+from gateway.downstream.relay import (
+    FINISH_S,
+    BodyLimits,
+    Call,
+    CallerGone,
+    Head,
+    HttpDownstream,
+    Uploads,
+)
+from gateway.events import about
+from gateway.ports import Headers, Pouring, UpstreamResponse
+
+log = logging.getLogger("gateway.downstream")
+
+
+class Chats(Protocol):
+    """Who answers chats.
+
+    Attributes:
+        limits: What bounds the body of a request.
+        uploads: What is being received.
+    """
+
+    limits: BodyLimits
+    uploads: Uploads
+
+    def head(self, headers: Headers) -> Head:
+        """Return what is read of a request before its body is.
+
+        Raises:
+            GatewayError: something in it speaks against the request.
+        """
+
+    async def chat(self, call: Call) -> None:
+        """Answer a chat."""
+
+
+class Connection(Protocol):
+    """What a call needs of the connection it came on: uvicorn's protocol, and how an answer is begun."""
+
+    headers: list[tuple[bytes, bytes]]
+    transport: asyncio.Transport
+    flow: FlowControl
+    loop: asyncio.AbstractEventLoop
+    server_state: ServerState
+
+    def answer(self, call: "DirectCall") -> None:
+        """Answer a call in a task of its own."""
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request."""
+
+
+class _Deaf:
+    """An event that nobody waits for: a call is told in other ways what uvicorn would tell it by one."""
+
+    def set(self) -> None:
+        """Do nothing."""
+
+
+_DEAF = _Deaf()
+
+
+class DirectCall(HttpDownstream):
+    """A chat on its connection: `Call`, and the `ports.Downstream` of its answer.
+
+    Attributes:
+        response_complete, keep_alive, disconnected, message_event: What uvicorn's protocol reads, sets and
+            calls of the request whose turn it is.
+        is_begun: Whether it is being answered.
+    """
+
+    def __init__(self, protocol: Connection, chats: Chats, head: Head) -> None:
+        """Receive the body of a request with that head."""
+        super().__init__()
+        self.head: Head | None = head
+        self.method = "POST"
+        self.message_event = _DEAF
+        self.headers: Headers = protocol.headers
+        self.response_complete = False
+        self.keep_alive = True
+        self.disconnected = False
+        self.is_begun = False
+        self._protocol = protocol
+        self._transport = protocol.transport
+        self._flow = protocol.flow
+        self._chats = chats
+        self._parts: list[bytes] = []
+        self._received = 0
+        self._failure: Exception | None = None
+        self._scope = anyio.CancelScope()
+        self._unwritten_head = b""
+        self._is_chunked = False
+        self._left = 0  # bytes of an answer whose length was announced
+        self._on_resumed: Callable[[], None] | None = None
+        chats.uploads.calls += 1
+
+    # ------------------------------------------------------------ receiving
+
+    def take(self, part: bytes) -> None:
+        """Take a piece of the body."""
+        if self.is_begun:
+            return  # it was given up
+        uploads = self._chats.uploads
+        self._parts.append(part)
+        self._received += len(part)
+        uploads.bytes += len(part)
+        if uploads.bytes > self._chats.limits.together_max:
+            self.give_up(OutOfResources("Too much is being uploaded at once. Please retry.", retry_after_s=5))
+
+    def begin(self) -> None:
+        """Begin to answer: the body is complete, or never will be."""
+        if not self.is_begun:
+            self.is_begun = True
+            self._protocol.answer(self)
+
+    def give_up(self, failure: Exception) -> None:
+        """Take no more of the body."""
+        if not self.is_begun:
+            self._failure = failure
+            self.keep_alive = False  # what follows on the connection is not a request
+            self.begin()
+
+    def caller_left(self) -> None:
+        """Note that the connection is gone."""
+        self.disconnected = True
+        if self.is_begun:
+            self._scope.cancel()
+        else:
+            self.give_up(CallerGone())
+
+    # ------------------------------------------------------------ `Call`
+
+    @property
+    def downstream(self) -> HttpDownstream:
+        """See `Call.downstream`."""
+        return self
+
+    async def body(self, limits: BodyLimits, uploads: Uploads) -> bytes:
+        """See `Call.body`."""
+        parts, self._parts = self._parts, []
+        uploads.bytes -= self._received
+        self._received = 0
+        if self._failure is not None:
+            raise self._failure
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def run(self, work: Callable[[], Awaitable[None]]) -> None:
+        """See `Call.run`."""
+        with self._scope:
+            try:
+                await work()
+            except OSError:  # a socket found closed before the event loop told us so
+                return
+
+    async def answer(self) -> None:
+        """Be answered; drop the connection if that does not come to its end."""
+        self._chats.uploads.calls -= 1
+        try:
+            await self._chats.chat(self)
+        except Exception:
+            log.exception("a call failed", extra=about("internal_error"))
+        finally:
+            self._chats.uploads.bytes -= self._received
+            self._received = 0
+            if not self.response_complete:
+                self._write_head()
+                self._transport.close()
+
+    # ------------------------------------------------------------ `ports.Downstream`
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """See `ports.Downstream.start`."""
+        self.is_started = True
+        self._is_chunked = True
+        lines = [STATUS_LINE[status]]
+        for name, value in (*self._protocol.server_state.default_headers, *headers):
+            if name == b"connection":  # whoever sends it wants it closed
+                self.keep_alive = False
+                continue
+            lines.append(b"%b: %b\r\n" % (name, value))
+            if name == b"content-length":
+                self._is_chunked, self._left = False, int(value)
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        if self._is_chunked:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        head = b"".join(lines)
+        if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines):
+            raise ValueError("a header holds a line break")
+        # It is written with what follows: the first bytes of the body, as a rule in this very moment.
+        self._unwritten_head = head + b"\r\n"
+        self._protocol.loop.call_soon(self._write_head)
+
+    async def send(self, data: bytes) -> None:
+        """See `ports.Downstream.send`."""
+        if not data:
+            return
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        else:
+            self._left -= len(data)
+            if self._left < 0:
+                raise RuntimeError("the answer is longer than was announced")
+        await self._write(data)
+
+    async def relay(self, response: UpstreamResponse, pouring: Pouring) -> None:
+        """See `ports.Downstream.relay`. Bytes are written as they arrive; no task runs for them."""
+
+        self._write_head()
+
+        def take(data: bytes) -> bool:
+            passed_on = pouring.take(data)
+            if passed_on and not self.disconnected:
+                if self._is_chunked:
+                    passed_on = b"%x\r\n%b\r\n" % (len(passed_on), passed_on)
+                self._transport.write(passed_on)
+                if self._flow.write_paused:
+                    pouring.stalled()
+                    response.hold()
+            return not pouring.is_over
+
+        def caller_reads() -> None:
+            pouring.resumed()
+            response.go_on()
+
+        self._on_resumed = caller_reads
+        try:
+            await response.pour(take)
+        finally:
+            self._on_resumed = None
+
+    def resumed(self) -> None:
+        """Note that the caller has read enough of what was written."""
+        if self._on_resumed is not None:
+            self._on_resumed()
+
+    async def finish(self) -> None:
+        """See `HttpDownstream.finish`."""
+        if self._left:
+            raise RuntimeError("the answer is shorter than was announced")
+        if self._flow.write_paused:
+            with anyio.move_on_after(FINISH_S) as patience:
+                await self._flow.drain()
+            if patience.cancelled_caught:
+                return  # without an end, the connection is dropped
+        self._write_head()
+        if self._is_chunked and not self.disconnected:
+            self._transport.write(b"0\r\n\r\n")
+        self.response_complete = True
+        if not self.keep_alive:
+            self._transport.close()
+        self._protocol.on_response_complete()
+
+    async def _write(self, data: bytes) -> None:
+        """Write, once the caller has read enough of what was written before."""
+        if self._flow.write_paused and not self.disconnected:
+            await self._flow.drain()
+        if not self.disconnected:
+            self._transport.write(self._unwritten_head + data)
+            self._unwritten_head = b""
+
+    def _write_head(self) -> None:
+        if self._unwritten_head and not self.disconnected:
+            self._transport.write(self._unwritten_head)
+            self._unwritten_head = b""
