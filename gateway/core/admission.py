@@ -159,7 +159,7 @@ def full(load: Load, wanted: Load, most: Load) -> Exclusion | None:
 
     A counter that `wanted` does not touch is not checked: a chat is not refused for documents that run.
     """
-    if (load + wanted).is_within(most):  # mostly so
+    if load.has_room(wanted, most):  # mostly so
         return None
     for name, reason in COUNTERS.items():
         extra = getattr(wanted, name)

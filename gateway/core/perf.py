@@ -38,6 +38,9 @@ class PerfModel:
     draft: int = 0
     overhead_s: float = 0.0
 
+    def __hash__(self) -> int:
+        return hash(self.t_mem)  # it is looked up several times a request, by itself: one field tells enough
+
     def step_s(
         self,
         *,

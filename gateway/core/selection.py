@@ -7,6 +7,7 @@ in which the pool lists its backends: no dice, so a decision can be explained an
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from gateway.core import admission, versions
 from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
@@ -28,7 +29,7 @@ from gateway.core.values import (
 )
 
 
-@valueclass(frozen=True, slots=True)
+@valueclass(init=False, eq=True, slots=True)
 class BackendView:
     """A backend as it stands at the moment of a decision.
 
@@ -46,22 +47,47 @@ class BackendView:
     backend: Backend
     load: Load
     status: BackendStatus
-    prefix_share: float = 0.0
-    share_max: int = admission.WHOLE
-    kv_taken: int = 0
-    long_waiting: int = 0
-    away: tuple[Exclusion, str] | None = None
+    prefix_share: float
+    share_max: int
+    kv_taken: int
+    long_waiting: int
+    away: tuple[Exclusion, str] | None
+
+    def __init__(
+        self,
+        backend: Backend,
+        load: Load,
+        status: BackendStatus,
+        prefix_share: float = 0.0,
+        share_max: int = admission.WHOLE,
+        kv_taken: int = 0,
+        long_waiting: int = 0,
+        away: tuple[Exclusion, str] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.load = load
+        self.status = status
+        self.prefix_share = prefix_share
+        self.share_max = share_max
+        self.kv_taken = kv_taken
+        self.long_waiting = long_waiting
+        self.away = away
 
     @property
     def capacity(self) -> Capacity:
         """What it can hold; a window the engine reports below the configured one wins."""
-        reported = self.status.context_tokens
-        if reported is None or reported >= self.backend.capacity.context_tokens:
-            return self.backend.capacity
-        return replace(self.backend.capacity, context_tokens=reported)
+        reported, configured = self.status.context_tokens, self.backend.capacity
+        if reported is None or reported >= configured.context_tokens:
+            return configured
+        return _narrowed(configured, reported)
 
 
-@valueclass(frozen=True, slots=True)
+@lru_cache(maxsize=256)
+def _narrowed(capacity: Capacity, context_tokens: int) -> Capacity:
+    return replace(capacity, context_tokens=context_tokens)
+
+
+@valueclass(init=False, eq=True, slots=True)
 class Case:
     """One request before one backend: what a filter judges.
 
@@ -81,7 +107,25 @@ class Case:
     pool: Pool
     claim: Load
     limits: Load
-    spill_limits: Load | None = None
+    spill_limits: Load | None
+
+    def __init__(
+        self,
+        demand: Demand,
+        view: BackendView,
+        capacity: Capacity,
+        pool: Pool,
+        claim: Load,
+        limits: Load,
+        spill_limits: Load | None = None,
+    ) -> None:
+        self.demand = demand
+        self.view = view
+        self.capacity = capacity
+        self.pool = pool
+        self.claim = claim
+        self.limits = limits
+        self.spill_limits = spill_limits
 
 
 Objection = tuple[Exclusion, str]
@@ -260,6 +304,9 @@ SCORES: Mapping[str, Score] = {
 }
 
 
+_SCORES = tuple(SCORES.items())
+
+
 def could_take(backend: Backend, demand: Demand) -> bool:
     """Return whether a backend could ever take a request, however long it would have to wait."""
     return admission.misfit(backend.capacity, demand) is None and not _refused_parts(backend, demand)
@@ -293,12 +340,15 @@ def rank(
             if objection is None:
                 fit.append(case)
             else:
-                excluded.append(_candidate(case, *objection))
+                excluded.append(_candidate(case, *objection, {}, 0.0))
         fastest = max([case.view.backend.tokens_per_s or 0.0 for case in fit], default=0.0)
-        scored = [(preference(case.view.status), _scored(case, fastest, policy.weights)) for case in fit]
-        # Sorting is stable: among equals, the pool's own order decides.
-        scored.sort(key=lambda one: (one[0], -one[1].score))
-        eligible += [candidate for _, candidate in scored]
+        scored = []
+        for at, case in enumerate(fit):  # among equals, the pool's own order decides
+            candidate = _scored(case, fastest, policy.weights)
+            scored.append((preference(case.view.status), -candidate.score, at, candidate))
+        if len(scored) > 1:
+            scored.sort()
+        eligible += [one[3] for one in scored]
     return (*eligible, *excluded)
 
 
@@ -348,18 +398,14 @@ def _objection(case: Case, failed: frozenset[str]) -> Objection | None:
 
 
 def _candidate(
-    case: Case,
-    excluded: Exclusion | None = None,
-    detail: str = "",
-    scores: Mapping[str, float] | None = None,
-    score: float = 0.0,
+    case: Case, excluded: Exclusion | None, detail: str, scores: Mapping[str, float], score: float
 ) -> Candidate:
     return Candidate(
         case.view.backend.id,
         case.pool.id,
         excluded,
         detail,
-        scores or {},
+        scores,
         score,
         case.view.load,
         admission.knee_seqs(case.capacity, case.demand.prompt_tokens),
@@ -370,6 +416,9 @@ def _candidate(
 
 
 def _scored(case: Case, fastest: float, weights: Weights) -> Candidate:
-    scores = {name: rule(case, fastest) for name, rule in SCORES.items()}
-    total = sum([getattr(weights, name) * value for name, value in scores.items()])
-    return _candidate(case, scores=scores, score=total)
+    scores: dict[str, float] = {}
+    total = 0.0
+    for name, rule in _SCORES:
+        value = scores[name] = rule(case, fastest)
+        total += getattr(weights, name) * value
+    return _candidate(case, None, "", scores, total)

@@ -194,6 +194,9 @@ class Capacity:
     kv_blocks: int | None = None
     kv_budget: float = 0.9
 
+    def __hash__(self) -> int:
+        return self.context_tokens  # it is looked up by itself: one field tells enough
+
 
 @dataclass(frozen=True, slots=True)
 class Modalities:
@@ -564,7 +567,7 @@ class Demand:
         )
 
 
-@valueclass(frozen=True, slots=True)
+@valueclass(init=False, eq=True, slots=True)
 class Load:
     """Counters of a backend: what is in flight there, what one request takes of it, or what it may hold.
 
@@ -580,12 +583,28 @@ class Load:
         prefill_ms: Prompt work outstanding, as the backend's latency model predicts it.
     """
 
-    seqs: int = 0
-    share: int = 0
-    kv_blocks: int = 0
-    long_seqs: int = 0
-    long_unanswered: int = 0
-    prefill_ms: int = 0
+    seqs: int
+    share: int
+    kv_blocks: int
+    long_seqs: int
+    long_unanswered: int
+    prefill_ms: int
+
+    def __init__(
+        self,
+        seqs: int = 0,
+        share: int = 0,
+        kv_blocks: int = 0,
+        long_seqs: int = 0,
+        long_unanswered: int = 0,
+        prefill_ms: int = 0,
+    ) -> None:
+        self.seqs = seqs
+        self.share = share
+        self.kv_blocks = kv_blocks
+        self.long_seqs = long_seqs
+        self.long_unanswered = long_unanswered
+        self.prefill_ms = prefill_ms
 
     def __add__(self, other: "Load") -> "Load":
         return Load(
@@ -607,15 +626,15 @@ class Load:
             self.prefill_ms - other.prefill_ms,
         )
 
-    def is_within(self, most: "Load") -> bool:
-        """Return whether no counter is above its limit."""
+    def has_room(self, wanted: "Load", most: "Load") -> bool:
+        """Return whether no counter would be above its limit with `wanted` on top."""
         return (
-            self.seqs <= most.seqs
-            and self.share <= most.share
-            and self.kv_blocks <= most.kv_blocks
-            and self.long_seqs <= most.long_seqs
-            and self.long_unanswered <= most.long_unanswered
-            and self.prefill_ms <= most.prefill_ms
+            self.seqs + wanted.seqs <= most.seqs
+            and self.share + wanted.share <= most.share
+            and self.kv_blocks + wanted.kv_blocks <= most.kv_blocks
+            and self.long_seqs + wanted.long_seqs <= most.long_seqs
+            and self.long_unanswered + wanted.long_unanswered <= most.long_unanswered
+            and self.prefill_ms + wanted.prefill_ms <= most.prefill_ms
         )
 
     @property
@@ -623,6 +642,8 @@ class Load:
         """The same once the prompt has been answered."""
         return Load(self.seqs, self.share, self.kv_blocks, self.long_seqs)
 
+
+_NOTHING = Load()
 
 UNLIMITED = 2**53 - 1
 """A counter without a limit: the largest integer that every store counts exactly."""
@@ -681,7 +702,7 @@ _BUSY = frozenset(
 )
 
 
-@valueclass(frozen=True, slots=True)
+@valueclass(init=False, eq=True, slots=True)
 class Candidate:
     """One backend as a decision saw it.
 
@@ -701,15 +722,41 @@ class Candidate:
 
     backend: str
     pool: str
-    excluded: Exclusion | None = None
-    detail: str = ""
-    scores: Mapping[str, float] = field(default_factory=dict)
-    score: float = 0.0
-    load: Load = Load()
-    knee_seqs: int = 0
-    claim: Load = Load()
-    limits: Load = Load()
-    is_spill: bool = False
+    excluded: Exclusion | None
+    detail: str
+    scores: Mapping[str, float]
+    score: float
+    load: Load
+    knee_seqs: int
+    claim: Load
+    limits: Load
+    is_spill: bool
+
+    def __init__(
+        self,
+        backend: str,
+        pool: str,
+        excluded: Exclusion | None = None,
+        detail: str = "",
+        scores: Mapping[str, float] = MappingProxyType({}),
+        score: float = 0.0,
+        load: Load = _NOTHING,
+        knee_seqs: int = 0,
+        claim: Load = _NOTHING,
+        limits: Load = _NOTHING,
+        is_spill: bool = False,
+    ) -> None:
+        self.backend = backend
+        self.pool = pool
+        self.excluded = excluded
+        self.detail = detail
+        self.scores = scores
+        self.score = score
+        self.load = load
+        self.knee_seqs = knee_seqs
+        self.claim = claim
+        self.limits = limits
+        self.is_spill = is_spill
 
 
 @valueclass(frozen=True, slots=True)

@@ -75,6 +75,8 @@ class _Deaf:
 
 
 _DEAF = _Deaf()
+_CHUNKED = (b"transfer-encoding", b"chunked")
+_CLOSE = (b"connection", b"close")
 
 
 class DirectCall(HttpDownstream):
@@ -188,24 +190,24 @@ class DirectCall(HttpDownstream):
     async def start(self, status: int, headers: Headers) -> None:
         """See `ports.Downstream.start`."""
         self.is_started = True
-        self._is_chunked = True
-        lines = [STATUS_LINE[status]]
-        for name, value in (*self._protocol.server_state.default_headers, *headers):
-            if name == b"connection":  # whoever sends it wants it closed
-                self.keep_alive = False
-                continue
-            lines.append(b"%b: %b\r\n" % (name, value))
-            if name == b"content-length":
-                self._is_chunked, self._left = False, int(value)
+        fields = [*self._protocol.server_state.default_headers, *headers]
+        by_name = dict(fields)
+        if b"connection" in by_name:  # whoever sends it wants it closed
+            self.keep_alive = False
+            fields = [field for field in fields if field[0] != b"connection"]
+        length = by_name.get(b"content-length")
+        if length is None:
+            self._is_chunked = True
+            fields.append(_CHUNKED)
+        else:
+            self._left = int(length)
         if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
-        if self._is_chunked:
-            lines.append(b"transfer-encoding: chunked\r\n")
-        head = b"".join(lines)
-        if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines):
+            fields.append(_CLOSE)
+        head = b"".join([STATUS_LINE[status], *[b"%b: %b\r\n" % field for field in fields], b"\r\n"])
+        if head.count(b"\n") != len(fields) + 2 or head.count(b"\r") != len(fields) + 2:
             raise ValueError("a header holds a line break")
         # It is written with what follows: the first bytes of the body, as a rule in this very moment.
-        self._unwritten_head = head + b"\r\n"
+        self._unwritten_head = head
         self._protocol.loop.call_soon(self._write_head)
 
     async def send(self, data: bytes) -> None:

@@ -83,10 +83,10 @@ class Passage:
         facts = [(b"x-request-id", self.incoming.arrival.id.encode())]
         if self.decision is not None:
             facts.append((b"x-gateway-class", self.decision.traffic_class.encode()))
-            facts.append((b"x-gateway-prompt-tokens", str(self.decision.estimate.tokens).encode()))
+            facts.append((b"x-gateway-prompt-tokens", b"%d" % self.decision.estimate.tokens))
         if self.admitted_at is not None and self.estimated_at is not None:
             waited_ms = round(1000 * (self.admitted_at - self.estimated_at))
-            facts.append((b"x-gateway-queue-ms", str(waited_ms).encode()))
+            facts.append((b"x-gateway-queue-ms", b"%d" % waited_ms))
         if self.served_by is not None:
             facts.append((b"x-gateway-pool", self.served_by.pool.encode()))
             facts.append((b"x-gateway-backend", self.served_by.backend.encode()))

@@ -376,20 +376,21 @@ class Pipeline:
         offered: Mapping[str, Load] = _NOTHING_OFFERED,
     ) -> Mapping[str, BackendView]:
         """Return backends as they stand. The line adds by itself who waits in it and what it has offered."""
-        statuses = self._fleet.statuses()
-        return {
-            name: BackendView(
-                backend=backend,
-                load=self._ledger.load(name) + offered[name] if name in offered else self._ledger.load(name),
-                status=statuses.get(name, _UNKNOWN),
-                prefix_share=held.get(name, 0.0),
-                share_max=self.watch.share_max(name),
-                kv_taken=self._counts.drift(name).kv_blocks,
-                long_waiting=long_waiting.get(name, 0),
-                away=self._away(name),
+        statuses, load_of, share_max = self._fleet.statuses(), self._ledger.load, self.watch.share_max
+        views: dict[str, BackendView] = {}
+        for name, backend in backends.items():
+            load = load_of(name)
+            views[name] = BackendView(
+                backend,
+                load + offered[name] if name in offered else load,
+                statuses.get(name, _UNKNOWN),
+                held.get(name, 0.0),
+                share_max(name),
+                self._counts.drift(name).kv_blocks,
+                long_waiting.get(name, 0),
+                self._away(name),
             )
-            for name, backend in backends.items()
-        }
+        return views
 
     # -------------------------------------------------------------- admit
 
