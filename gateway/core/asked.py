@@ -58,29 +58,30 @@ class Asked:
         patience_s: float | None = None,
     ) -> "Asked":
         """Return what is kept of a request for a model that `policy` knows."""
+        headers: dict[str, HeaderValue] = {}
+        for name, values in matched_headers(policy, request.model).items():
+            value = request.headers.get(name)
+            if value is not None:
+                headers[name] = value if value in values else OTHER
         return cls(
-            policy=policy.version,
-            model=request.model,
-            endpoint=request.endpoint,
-            estimate=estimate,
-            stream=request.stream,
-            max_tokens=request.max_tokens,
-            seqs=request.seqs,
-            choices=request.choices,
-            prompts=request.prompts,
-            reasoning=request.reasoning,
-            images=request.images,
-            audios=request.audios,
-            tools=request.tools,
-            is_job=request.is_job,
-            handed_over_as=request.handed_over_as,
-            size_bytes=size_bytes,
-            patience_s=patience_s,
-            headers={
-                name: request.headers[name] if request.headers[name] in values else OTHER
-                for name, values in matched_headers(policy, request.model).items()
-                if name in request.headers
-            },
+            policy.version,
+            request.model,
+            request.endpoint,
+            estimate,
+            request.stream,
+            request.max_tokens,
+            request.seqs,
+            request.choices,
+            request.prompts,
+            request.reasoning,
+            request.images,
+            request.audios,
+            request.tools,
+            request.is_job,
+            request.handed_over_as,
+            size_bytes,
+            patience_s,
+            headers,
         )
 
     def request(self, key: str | None = None) -> Request:

@@ -203,7 +203,11 @@ class DirectCall(HttpDownstream):
             self._left = int(length)
         if not self.keep_alive:
             fields.append(_CLOSE)
-        head = b"".join([STATUS_LINE[status], *[b"%b: %b\r\n" % field for field in fields], b"\r\n"])
+        parts = [STATUS_LINE[status]]
+        for name, value in fields:
+            parts += (name, b": ", value, b"\r\n")
+        parts.append(b"\r\n")
+        head = b"".join(parts)
         if head.count(b"\n") != len(fields) + 2 or head.count(b"\r") != len(fields) + 2:
             raise ValueError("a header holds a line break")
         # It is written with what follows: the first bytes of the body, as a rule in this very moment.

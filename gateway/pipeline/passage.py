@@ -1,7 +1,5 @@
 """One request on its way through, and what is known of it so far."""
 
-from dataclasses import dataclass, field
-
 from gateway.core.asked import Asked
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
 from gateway.core.values import Candidate, Decision, Policy
@@ -15,7 +13,6 @@ LEFT_STATUS = 499
 _WHERE = frozenset({b"x-gateway-pool", b"x-gateway-backend"})
 
 
-@dataclass(slots=True)
 class Passage:
     """A request's state. It belongs to one coroutine and ends as a `RequestRecord`.
 
@@ -41,26 +38,28 @@ class Passage:
         error_code: `error.code` the caller saw.
     """
 
-    incoming: Incoming
-    downstream: Downstream
-    policy: Policy
-    estimated_at: float | None = None
-    admitted_at: float | None = None
-    asked: Asked | None = None
-    decision: Decision | None = None
-    ticket: Ticket | None = None
-    served_by: Candidate | None = None
-    attempts: list[AttemptRecord] = field(default_factory=list)
-    unreported: list[AttemptRecord] = field(default_factory=list)
-    crashes: int = 0
-    usage: Usage | None = None
-    first_byte_at: float | None = None
-    keep_alive: KeepAlive | None = None
-    is_answered: bool = False
-    chunks: int = 0
-    status: int = 0
-    ending: Ending = Ending.FAILED
-    error_code: str = ""
+    def __init__(self, incoming: Incoming, downstream: Downstream, policy: Policy) -> None:
+        """Begin with nothing known but what came in."""
+        self.incoming = incoming
+        self.downstream = downstream
+        self.policy = policy
+        self.estimated_at: float | None = None
+        self.admitted_at: float | None = None
+        self.asked: Asked | None = None
+        self.decision: Decision | None = None
+        self.ticket: Ticket | None = None
+        self.served_by: Candidate | None = None
+        self.attempts: list[AttemptRecord] = []
+        self.unreported: list[AttemptRecord] = []
+        self.crashes = 0
+        self.usage: Usage | None = None
+        self.first_byte_at: float | None = None
+        self.keep_alive: KeepAlive | None = None
+        self.is_answered = False
+        self.chunks = 0
+        self.status = 0
+        self.ending = Ending.FAILED
+        self.error_code = ""
 
     async def start(self, status: int, headers: Headers) -> None:
         """Begin the answer: send the status and headers, unless comments needed them already."""
