@@ -10,7 +10,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -48,18 +48,31 @@ class _JsonFormatter(logging.Formatter):
         super().__init__()
         self._who = {} if worker is None else {"worker": worker}
         self._second = 0
-        self._openings: dict[tuple[str, str], str] = {}  # of requests' lines, by logger and level
+        self._openings: dict[str, str] = {}  # of requests' lines, by level
 
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", {})
-        if fields.get("event") == "request":  # that one is all fields
-            return self._opening(record) + _plain_json(fields)[1:]
+        if fields.get("event") == "request":
+            return self.request_line(record.levelname, record.created, fields)
         line = {**self._origin(record), **fields, "message": record.getMessage()}
         if hasattr(record, "kept_back"):
             line["kept_back"] = record.kept_back
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+    def request_line(self, level: str, created: float, fields: dict[str, Any]) -> str:
+        """Return the line of a request, which is all fields. What it begins with is made once a second."""
+        if int(created) != self._second:
+            self._second = int(created)
+            self._openings.clear()
+        opening = self._openings.get(level)
+        if opening is None:
+            name = requests_log.name
+            record = logging.LogRecord(name, logging.getLevelNamesMapping()[level], "", 0, "", (), None)
+            record.created = created
+            opening = self._openings[level] = json.dumps(self._origin(record)).removesuffix("}") + ", "
+        return opening + _plain_json(fields)[1:]
 
     def _origin(self, record: logging.LogRecord) -> dict[str, Any]:
         return {
@@ -68,16 +81,6 @@ class _JsonFormatter(logging.Formatter):
             "log": record.name,
             **self._who,
         }
-
-    def _opening(self, record: logging.LogRecord) -> str:
-        """Return what a line begins with, which is made once a second."""
-        if int(record.created) != self._second:
-            self._second = int(record.created)
-            self._openings.clear()
-        kind = (record.name, record.levelname)
-        if kind not in self._openings:
-            self._openings[kind] = json.dumps(self._origin(record)).removesuffix("}") + ", "
-        return self._openings[kind]
 
 
 def _plain_json(line: dict[str, Any]) -> str:
@@ -211,20 +214,39 @@ class _Lines(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line, or gather it."""
-        loop = self._loop
-        is_urgent = record.levelno >= logging.WARNING or threading.get_ident() != self._thread
-        if loop is None or is_urgent or loop.is_closed():
+        if not self._gathers(record.levelno):
             self.flush()
             super().emit(record)
             return
         try:
-            line = self.format(record) + self.terminator
+            self._gather(self.format(record))
         except Exception:  # noqa: BLE001 - as every handler does
             self.handleError(record)
-            return
+
+    def takes_request(self, level: int, created: float, fields: dict[str, Any]) -> bool:
+        """Take the line of a request without a record of `logging`, which costs more than the line itself.
+
+        Returns whether it did.
+        """
+        if not isinstance(self.formatter, _JsonFormatter) or not self._gathers(level):
+            return False
+        self._gather(self.formatter.request_line(logging.getLevelName(level), created, fields))
+        return True
+
+    def _gathers(self, level: int) -> bool:
+        """Return whether a line of that level is gathered, if it is written in this thread."""
+        return (
+            self._loop is not None
+            and level < logging.WARNING
+            and threading.get_ident() == self._thread
+            and not self._loop.is_closed()
+        )
+
+    def _gather(self, line: str) -> None:
+        assert self._loop is not None
         if not self._gathered:
-            loop.call_soon(self.flush)
-        self._gathered.append(line)
+            self._loop.call_soon(self.flush)
+        self._gathered.append(line + self.terminator)
 
     def flush(self) -> None:
         """Write what was gathered."""
@@ -263,11 +285,17 @@ class RequestLog:
     def finished(self, record: RequestRecord) -> None:
         """See `ports.Recorder.finished`."""
         level = _LEVELS.get(record.ending, logging.INFO)
-        if requests_log.isEnabledFor(level):
-            requests_log.handle(self._line(level, request_fields(record)))
+        if not requests_log.isEnabledFor(level):
+            return
+        fields, now = request_fields(record), self._wall()
+        handlers = list(_handlers(requests_log))
+        only = handlers[0] if len(handlers) == 1 else None
+        if isinstance(only, _Lines) and only.takes_request(level, now, fields):
+            return
+        requests_log.handle(self._line(level, now, fields))
 
-    def _line(self, level: int, fields: dict[str, Any]) -> logging.LogRecord:
-        line, now = logging.LogRecord.__new__(logging.LogRecord), self._wall()
+    def _line(self, level: int, now: float, fields: dict[str, Any]) -> logging.LogRecord:
+        line = logging.LogRecord.__new__(logging.LogRecord)
         vars(line).update(
             self._alike,
             levelno=level,
@@ -279,6 +307,13 @@ class RequestLog:
             fields=fields,
         )
         return line
+
+
+def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
+    """Yield whoever gets the records of a logger."""
+    while logger is not None:
+        yield from logger.handlers
+        logger = logger.parent if logger.propagate else None
 
 
 def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
