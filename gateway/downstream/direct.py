@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from gateway.core.errors import GatewayError, OutOfResources, RequestTimeout
 from gateway.core.values import Endpoint
+from gateway.downstream.filling import TOGETHER_MAX, WORTH_BYTES, Filling
 from gateway.downstream.guard import GuardedProtocol
 from gateway.downstream.relay import (
     FINISH_S,
@@ -71,6 +72,8 @@ class DirectProtocol(GuardedProtocol):
         self._chats = chats
         self._call: Any = None  # a `DirectCall`, until its answer is complete
         self._is_receiving = False  # its body
+        self._announced = 0  # bytes of that
+        self._filling: Filling | None = None  # which receives it instead
         self._body_timer: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
@@ -78,6 +81,7 @@ class DirectProtocol(GuardedProtocol):
         super().data_received(data)
         if self._is_receiving and self._body_timer is None:
             self._body_timer = self.loop.call_later(self._chats.limits.within_s, self._body_overdue)
+            self._fill()
 
     def on_headers_complete(self) -> None:
         """Take the request, or leave it to the ASGI way."""
@@ -113,6 +117,7 @@ class DirectProtocol(GuardedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the work for a caller that has left."""
         self._stop_body_timer()
+        self._end_filling()
         call, self._call = self._call, None
         super().connection_lost(exc)
         if call is not None:
@@ -130,6 +135,38 @@ class DirectProtocol(GuardedProtocol):
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
 
+    def receive_no_more(self) -> None:
+        """Leave what still comes to the parser: the body is there, or the connection will be closed."""
+        if self._filling is not None:
+            self._end_filling()
+            self.transport.set_protocol(self)
+
+    def _fill(self) -> None:
+        """Have the rest of a body received in one piece, if there is much of it."""
+        uploads = self._chats.uploads
+        if (
+            self._announced - self._call.received < WORTH_BYTES
+            or uploads.set_aside + self._announced > TOGETHER_MAX
+            or self.transport.is_closing()
+        ):
+            return
+        self._filling = Filling(self, uploads, self._announced, self._call.parts, self._filled)
+        self._call.filling = self._filling
+        self.transport.set_protocol(self._filling)
+
+    def _filled(self, size: int, is_complete: bool) -> None:
+        """Note that so much more of a body has come; answer what is complete."""
+        self._call.took(size)
+        if is_complete and self._filling is not None:
+            self.receive_no_more()
+            self.parser = self.new_parser()  # the old one still waits for this body
+            self.on_message_complete()
+
+    def _end_filling(self) -> None:
+        if self._filling is not None:
+            self._filling.end()
+            self._filling = None
+
     def _head_of_a_chat(self) -> Head | None:
         """Return the head of an ordinary chat; None: it is none, or will be refused."""
         if self.url != _PATH or self.parser.get_method() != b"POST":
@@ -146,7 +183,8 @@ class DirectProtocol(GuardedProtocol):
                 return None
         if not announced.isdigit() or self.parser.get_http_version() != "1.1":
             return None
-        if int(announced) > self._chats.limits.bytes_max:
+        self._announced = int(announced)
+        if self._announced > self._chats.limits.bytes_max:
             return None
         try:
             return self._chats.head(self.headers)
@@ -179,6 +217,8 @@ class DirectCall(HttpDownstream):
         response_complete, keep_alive, disconnected, message_event: What uvicorn's protocol reads, sets and
             calls of the request whose turn it is.
         is_begun: Whether it is being answered.
+        parts, received: What has come of its body, and how many bytes that is.
+        filling: What the body is received in, where that is done in one piece; `parts` are in it, too.
     """
 
     method = "POST"
@@ -197,8 +237,9 @@ class DirectCall(HttpDownstream):
         self._transport = protocol.transport
         self._flow = protocol.flow
         self._chats = chats
-        self._parts: list[bytes] = []
-        self._received = 0
+        self.parts: list[bytes] = []
+        self.received = 0
+        self.filling: Filling | None = None
         self._failure: Exception | None = None
         self._scope = anyio.CancelScope()
         self._unwritten_head = b""
@@ -213,10 +254,14 @@ class DirectCall(HttpDownstream):
         """Take a piece of the body."""
         if self.is_begun:
             return  # it was given up
+        self.parts.append(part)
+        self.took(len(part))
+
+    def took(self, size: int) -> None:
+        """Count what was taken of the body."""
         uploads = self._chats.uploads
-        self._parts.append(part)
-        self._received += len(part)
-        uploads.bytes += len(part)
+        self.received += size
+        uploads.bytes += size
         if uploads.bytes > self._chats.limits.together_max:
             self.give_up(OutOfResources("Too much is being uploaded at once. Please retry.", retry_after_s=5))
 
@@ -231,6 +276,7 @@ class DirectCall(HttpDownstream):
         if not self.is_begun:
             self._failure = failure
             self.keep_alive = False  # what follows on the connection is not a request
+            self._protocol.receive_no_more()
             self.begin()
 
     def caller_left(self) -> None:
@@ -250,11 +296,14 @@ class DirectCall(HttpDownstream):
 
     async def body(self, limits: BodyLimits, uploads: Uploads) -> bytes:
         """See `Call.body`."""
-        parts, self._parts = self._parts, []
-        uploads.bytes -= self._received
-        self._received = 0
+        parts, self.parts = self.parts, []
+        filling, self.filling = self.filling, None
+        uploads.bytes -= self.received
+        self.received = 0
         if self._failure is not None:
             raise self._failure
+        if filling is not None:
+            return filling.body()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -270,8 +319,8 @@ class DirectCall(HttpDownstream):
         except Exception:
             log.exception("a call failed", extra=about("internal_error"))
         finally:
-            self._chats.uploads.bytes -= self._received
-            self._received = 0
+            self._chats.uploads.bytes -= self.received
+            self.received = 0
             if not self.response_complete:
                 self._write_head()
                 self._transport.close()
