@@ -4,10 +4,10 @@
     python benchmarks/long_documents.py --vocab FILE        with your own: a rank file or a tokenizer.json
 
 A gateway process stands before an engine in this process that answers at once. Documents are sources of
-Python's library as a chat of one message. The first time, a document is counted; again, its count is
-remembered: the difference is the count, and what is left is everything else: to receive, read, decide, put
-together, send. CPU is that of the gateway's process, all threads; the best of the rounds counts, because
-neighbours only add.
+Python's library as a chat of one message. The tokenizer is timed within the gateway (overhead/clocked.py):
+what is left is everything else, to receive, read, decode, decide, put together, send. The first time, a
+document is counted; again, its count is remembered. CPU is that of the gateway's process, all threads; the
+best of the rounds counts, because neighbours only add.
 
 Stalls are seen from outside: a process that asks for /livez all the while, on a connection of its own. Its
 longest wait is how long the event loop stood still, and what the machine added; so the same is measured
@@ -36,9 +36,12 @@ from pathlib import Path
 
 import yaml
 
-from gateway.core.values import Prompt, TemplateCosts, Turn
-from gateway.tokenizer import PromptEstimator, load
+if not __package__:  # python benchmarks/long_documents.py
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.overhead import clocked, machine
+
+ROOT = Path(__file__).resolve().parents[1]
 SIZES = (262_144, 1_048_576, 4_000_000)
 AT_ONCE, AT_ONCE_BYTES = 64, 4_000_000
 PARTS = ("memory", "cost", "waits")
@@ -123,16 +126,13 @@ class Gateway:
     Attributes:
         process: The process.
         port, admin_port: Where it listens.
+        clock: Where it notes what its token counts take.
     """
 
     process: subprocess.Popen[str]
     port: int
     admin_port: int
-
-    def used_s(self) -> float:
-        """Return the CPU seconds its process has used so far, in user and system."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    clock: Path
 
     def memory_mb(self, name: str) -> float:
         """Return a figure of its memory: `VmRSS`, what it has now, or `VmHWM`, the most it had."""
@@ -168,17 +168,20 @@ def start(folder: Path, engine: str, vocab: Path) -> Gateway:
     }
     path = folder / "gateway.yaml"
     path.write_text(yaml.safe_dump(document))
+    clock = clocked.made(folder / "clock")
+    words = ["benchmarks.overhead.clocked", str(clock), "serve", "-c", str(path), "--log-level", "warning"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "gateway", "serve", "-c", str(path), "--log-level", "warning"],
+        [sys.executable, "-m", *words],
         stderr=subprocess.PIPE,
         text=True,
+        cwd=ROOT,
     )
     assert process.stderr is not None
     said = ""
     for line in process.stderr:
         said += line
         if found := re.search(r"serves http://[\d.]+:(\d+).*operators: http://[\d.]+:(\d+)", said, re.DOTALL):
-            return Gateway(process, int(found[1]), int(found[2]))
+            return Gateway(process, int(found[1]), int(found[2]), clock)
     raise SystemExit(f"the gateway did not start:\n{said}")
 
 
@@ -224,26 +227,17 @@ async def metrics(port: int) -> str:
 # ------------------------------------------------------------------ what is measured
 
 
-def count_ms(estimator: PromptEstimator, texts: Sequence[str]) -> float:
-    """Return the CPU time of a count alone, the best of several."""
-    best = float("inf")
-    for text in texts:
-        started = time.thread_time()
-        estimator.estimate_now(Prompt(turns=(Turn("user", (text,)),)), TemplateCosts(), WINDOW_TOKENS)
-        best = min(best, time.thread_time() - started)
-    return 1000 * best
-
-
-async def cost_ms(gateway: Gateway, bodies: Sequence[bytes]) -> float:
-    """Return the CPU that the gateway takes for one of these, sent one after the other."""
+async def cost_ms(gateway: Gateway, bodies: Sequence[bytes]) -> tuple[float, float]:
+    """Return the CPU that the gateway takes for each of these, one after the other: all, and its count."""
     caller = Caller(gateway.port)
     await caller.ask(b'{"model":"gemma-4","messages":[{"role":"user","content":"Hi."}]}')
-    before = gateway.used_s()
+    before, counted_s = machine.snapshot({gateway.process.pid}), clocked.read_s(gateway.clock)
     for body in bodies:
         await caller.ask(body)
-    used_ms = 1000 * (gateway.used_s() - before) / len(bodies)
+    used = machine.between(before, machine.snapshot({gateway.process.pid}))
+    counted_s = clocked.read_s(gateway.clock) - counted_s
     caller.leave()
-    return used_ms
+    return 1000 * used[gateway.process.pid] / len(bodies), 1000 * counted_s / len(bodies)
 
 
 def look(port: int, told: Connection) -> None:
@@ -312,22 +306,22 @@ async def held_mb(gateway: Gateway, engine: Engine, bodies: Sequence[bytes]) -> 
 _WAITING = re.compile(r"^gateway_waiting\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
-async def report_cost(gateway: Gateway, documents: Documents, vocab: Path, rounds: int) -> None:
+async def report_cost(gateway: Gateway, documents: Documents, rounds: int) -> None:
     """Print what one request costs, by its size."""
-    estimator = PromptEstimator(load(vocab))
     print("\nCPU per request, ms\n")
-    print("| body | count alone | whole | whole / count | all but the count |")
-    print("| ---: | ---: | ---: | ---: | ---: |")
+    print("| body | whole | its count | whole / count | all but the count | where it is remembered |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: |")
     for size in SIZES:
-        alone = count_ms(estimator, [documents.text(size) for _ in range(8)])
         several = max(4, 12_000_000 // size)
         first, again = [], []
         for _ in range(rounds):
             bodies = [body_of(documents.text(size)) for _ in range(several)]
             first.append(await cost_ms(gateway, bodies))
-            again.append(await cost_ms(gateway, bodies * 10))
-        whole = min(first)
-        print(f"| {size:,} | {alone:.1f} | {whole:.1f} | {whole / alone:.2f} | {min(again):.2f} |")
+            again.append((await cost_ms(gateway, bodies * 10))[0])
+        whole, count = min(first)
+        beyond = min(one - counted for one, counted in first)
+        print(f"| {size:,} | {whole:.1f} | {count:.1f} ", end="")
+        print(f"| {whole / count:.2f} | {beyond:.2f} | {min(again):.2f} |")
 
 
 async def report_waits(gateway: Gateway, documents: Documents) -> None:
@@ -373,7 +367,7 @@ async def measure(vocab: Path, rounds: int, parts: Sequence[str]) -> None:
             if "memory" in parts:  # first: what was freed is kept
                 await report_memory(gateway, engine, documents)
             if "cost" in parts:
-                await report_cost(gateway, documents, vocab, rounds)
+                await report_cost(gateway, documents, rounds)
             if "waits" in parts:
                 await report_waits(gateway, documents)
         finally:

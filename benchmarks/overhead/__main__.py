@@ -132,9 +132,13 @@ def compare(bench: Bench, options: argparse.Namespace, wanted: Sequence[targets.
     }
     print_lines(verdict.goals_table(measured))
     if count is not None:
-        whole_us = measured[verdict.GATEWAY].cpu_us("large")
-        said = [] if whole_us is None else [f"A request of 1 MB costs the gateway {whole_us:,.0f} us in all."]
-        said.append(f"The count of its {count.tokens:,} tokens alone takes {count.us:,.0f} us.")
+        gateway = measured[verdict.GATEWAY]
+        whole_us, counted_us = gateway.cpu_us("large"), gateway.counted_us()
+        said = []
+        if whole_us is not None and counted_us is not None:
+            said.append(f"A request of 1 MB costs the gateway {whole_us:,.0f} us in all.")
+            said.append(f"The count of its {count.tokens:,} tokens takes {counted_us:,.0f} us of that,")
+            said.append(f"and {count.us:,.0f} us in a process of its own.")
         said.append(f"The vocabulary holds {count.vocabulary_mb:.0f} MB.")
         print_lines([" ".join(said)])
     print_lines(verdict.throughput_table(measured))

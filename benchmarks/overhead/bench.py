@@ -8,15 +8,17 @@ import time
 import urllib.request
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.overhead import machine, targets
+from benchmarks.overhead import clocked, machine, targets, verdict
 from benchmarks.overhead.scenarios import Load, Scenario, large, scenarios, short, worker_scenarios
 
 SOURCES = Path(__file__).parent
 ENGINES = 3
 COUNTS = 20
+SETTLES_IN_S = 1
 LETS_GO_IN_S = 5
 """What a target gets to drop what its callers have dropped."""
 
@@ -58,12 +60,23 @@ class Bench:
     # -------------------------------------------------------------- whole targets
 
     def measure(self, target: targets.Target, names: Iterable[str]) -> dict[str, Result]:
-        """Return the results of these scenarios, for a target on one core that is started for them."""
+        """Return the results of these scenarios, for a target on one core that is started for them.
+
+        The gateway is started anew, with a clock around its token counts, for those that want it.
+        """
         around = targets.Surroundings(self._folder, self._ports, self._vocabulary)
         wanted = {name: one for name, one in scenarios().items() if name in names}
         if target.command is None:
             wanted = {name: one for name, one in wanted.items() if one.direct}
-        return self._measure(target, around, self._target_core, wanted)
+        timed = {name: one for name, one in wanted.items() if one.clocked and target.name == verdict.GATEWAY}
+        rest = {name: one for name, one in wanted.items() if name not in timed}
+        found: dict[str, Result] = {}
+        if rest:
+            found |= self._measure(target, around, self._target_core, rest)
+        if timed:
+            around = replace(around, clock=clocked.made(self._folder / "clock"))
+            found |= self._measure(target, around, self._target_core, timed)
+        return found
 
     def measure_workers(self, target: targets.Target, workers: int) -> dict[str, Result]:
         """Return the results of the gateway with so many processes, which may run on any core."""
@@ -79,7 +92,7 @@ class Bench:
     ) -> dict[str, Result]:
         running = targets.start(target, around, cores, short())
         try:
-            found = {name: self._play(running, scenario) for name, scenario in wanted.items()}
+            found = {name: self._play(running, scenario, around.clock) for name, scenario in wanted.items()}
             if running.process is not None and running.process.poll() is not None:
                 raise targets.NotRunning(f"{target.name} has ended:\n{running.last_words()}")
             return found
@@ -97,28 +110,48 @@ class Bench:
 
     # -------------------------------------------------------------- one scenario
 
-    def _play(self, running: targets.Running, scenario: Scenario) -> Result:
-        result = self._under_load(running, scenario.load)
+    def _play(self, running: targets.Running, scenario: Scenario, clock: Path | None) -> Result:
+        rest = self._at_rest(running) if scenario.clocked else 0.0
+        result = self._under_load(running, scenario.load, clock=clock)
+        result["at_rest_s"] = rest * result["seconds"]
         if scenario.disturbance is not None:
             result["disturbed"] = self._under_load(running, scenario.load, scenario.disturbance)
         return result
 
-    def _under_load(self, running: targets.Running, load: Load, disturbance: Load | None = None) -> Result:
+    def _at_rest(self, running: targets.Running) -> float:
+        """Return the share of a core that a target uses while nothing is asked of it."""
+        family = machine.tree(running.process.pid) if running.process is not None else set()
+        time.sleep(SETTLES_IN_S)
+        before, began = machine.snapshot(family), time.monotonic()
+        time.sleep(self._seconds)
+        used = machine.between(before, machine.snapshot(family))
+        return sum(used.values()) / (time.monotonic() - began)
+
+    def _under_load(
+        self,
+        running: targets.Running,
+        load: Load,
+        disturbance: Load | None = None,
+        clock: Path | None = None,
+    ) -> Result:
         family = machine.tree(running.process.pid) if running.process is not None else set()
         with self._callers(running, load) as callers:
             assert callers.stdout is not None and callers.stdin is not None
             _expect(callers, b"START\n")
             before = machine.snapshot(family)
+            counted_s = 0.0 if clock is None else clocked.read_s(clock)
             if disturbance is not None:
                 with self._callers(running, disturbance) as others:
                     bodies = _finish(others)
             _expect(callers, b"END\n")
             family = machine.tree(running.process.pid) if running.process is not None else set()
             after = machine.snapshot(family)
+            counted_s = 0.0 if clock is None else clocked.read_s(clock) - counted_s
             resident_mb = machine.resident_mb(family)
             result = _report(callers)
         used = machine.between(before, after)
         result["cpu_s"] = sum(used.values())
+        result["counted_s"] = counted_s
         result["processes"] = [[after[pid].name, cpu_s] for pid, cpu_s in used.items()]
         result["resident_mb"] = resident_mb
         result["left_behind"] = self._left_behind()

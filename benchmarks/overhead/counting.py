@@ -3,17 +3,21 @@
     python -m benchmarks.overhead.counting RANK_FILE BODY CALLS
 
 Prints one line of JSON: the CPU of counting that chat's prompt, its tokens, the memory of the vocabulary.
+The prompt is read and counted by the gateway's own functions, and the clock runs within tiktoken alone
+(clocked.py): the same pieces, and nothing around them.
 """
 
 import json
 import os
 import sys
-import time
+import tempfile
 from pathlib import Path
 
-from benchmarks.overhead import machine
+from benchmarks.overhead import clocked, machine
 from benchmarks.overhead.scenarios import renumbered
-from gateway.core.values import Prompt, TemplateCosts, Turn
+from gateway.core.values import Endpoint, TemplateCosts
+from gateway.downstream import wire
+from gateway.ports import Arrival
 from gateway.tokenizer import open_estimator
 
 LIMIT_TOKENS = 1_048_576
@@ -22,17 +26,24 @@ LIMIT_TOKENS = 1_048_576
 def main() -> None:
     """Count, every time another text, so that none is known from before."""
     vocabulary, body, calls = Path(sys.argv[1]), Path(sys.argv[2]).read_text(), int(sys.argv[3])
-    before_mb = machine.resident_mb({os.getpid()})
-    estimator = open_estimator(vocabulary)
-    held_mb = machine.resident_mb({os.getpid()}) - before_mb
-    used_us = []
-    tokens = 0
-    for call in range(calls + 2):
-        messages = json.loads(renumbered(body, 50_000_000 + call))["messages"]
-        prompt = Prompt(turns=tuple(Turn(one["role"], (one["content"],)) for one in messages))
-        began = time.process_time_ns()
-        tokens = estimator.estimate_now(prompt, TemplateCosts(), LIMIT_TOKENS).tokens
-        used_us.append((time.process_time_ns() - began) / 1000)
+    with tempfile.TemporaryDirectory() as folder:
+        clock = clocked.made(Path(folder) / "clock")
+        clocked.put_around_counts(clock)
+        before_mb = machine.resident_mb({os.getpid()})
+        estimator = open_estimator(vocabulary)
+        held_mb = machine.resident_mb({os.getpid()}) - before_mb
+        used_us = []
+        tokens = 0
+        for call in range(calls + 2):
+            read = wire.read(
+                Endpoint.CHAT,
+                renumbered(body, 50_000_000 + call).encode(),
+                wire.WireRules(),
+                arrival=Arrival("", 0.0, 0.0),
+            )
+            began_s = clocked.read_s(clock)
+            tokens = estimator.estimate_now(read.request.prompt, TemplateCosts(), LIMIT_TOKENS).tokens
+            used_us.append(1e6 * (clocked.read_s(clock) - began_s))
     counted_us = sorted(used_us[2:])  # the first two also fill the caches
     print(
         json.dumps(

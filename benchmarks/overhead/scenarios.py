@@ -86,11 +86,13 @@ class Scenario:
         load: What is measured.
         disturbance: Where set, the load is measured twice, alone and while this one runs.
         direct: Whether it says something of the engine and the callers themselves.
+        clocked: Whether the gateway's token counts are timed meanwhile, and everybody's work at rest before.
     """
 
     load: Load
     disturbance: Load | None = None
     direct: bool = False
+    clocked: bool = False
 
 
 def _streams(count: int) -> Load:
@@ -106,7 +108,7 @@ def scenarios() -> Mapping[str, Scenario]:
         "streams-256": Scenario(_streams(256)),
         "streams-512": Scenario(_streams(512)),
         "streams-1024": Scenario(_streams(1024), direct=True),
-        "large": Scenario(Load(large(), 4)),
+        "large": Scenario(Load(large(), 4), clocked=True),
         "gap": Scenario(
             Load(streamed(), 16, ramp_s=0.4, warm_s=0.8, stretch=1.5), Load(large(), 1, warm_s=0, stretch=1.5)
         ),

@@ -36,12 +36,14 @@ class Surroundings:
         engines: Ports of the engines.
         vocabulary: Rank file for the gateway.
         workers: Processes of the gateway.
+        clock: Where the gateway is to note what its token counts take (clocked.py); None: nowhere.
     """
 
     folder: Path
     engines: Sequence[int]
     vocabulary: Path
     workers: int = 1
+    clock: Path | None = None
 
     @property
     def urls(self) -> list[str]:
@@ -116,7 +118,8 @@ def gateway_document(around: Surroundings, port: int) -> dict[str, object]:
 
 
 def _gateway(around: Surroundings, port: int) -> Command:
-    words = [sys.executable, "-m", "gateway", "serve", "-c", "gateway.yaml"]
+    module = ["gateway"] if around.clock is None else ["benchmarks.overhead.clocked", str(around.clock)]
+    words = [sys.executable, "-m", *module, "serve", "-c", "gateway.yaml"]
     if around.workers > 1:
         words += ["--workers", str(around.workers)]
     return Command(words, {"gateway.yaml": yaml.safe_dump(gateway_document(around, port))})

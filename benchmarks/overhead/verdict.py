@@ -28,8 +28,10 @@ class Run:
     Attributes:
         target: Its name.
         round: From 0.
-        results: By scenario: what load.c printed, with `cpu_s`, `processes` (name and CPU seconds of each),
-            `resident_mb`, `left_behind`; where there is a disturbance, `disturbed` has the same again.
+        results: By scenario: what load.c printed, with `cpu_s`, `counted_s` (what token counts took of it,
+            where that was timed), `at_rest_s` (what so long a rest takes, where that was measured),
+            `processes` (name and CPU seconds of each), `resident_mb`, `left_behind`; where there is a
+            disturbance, `disturbed` has the same again.
     """
 
     target: str
@@ -100,9 +102,22 @@ class Measured:
         )
 
     def beyond_count_us(self) -> float | None:
-        """Return the CPU per 1 MB request without the token count."""
-        whole = self.cpu_us("large")
-        return whole if whole is None or self._count is None else whole - self._count.us
+        """Return the CPU per 1 MB request without what its token count took there and then.
+
+        Nor with what goes on at rest: at some twenty requests a second that would be a millisecond of each.
+        """
+
+        def figure(result: Mapping[str, Any]) -> float | None:
+            beyond_s: float = result["cpu_s"] - result["counted_s"] - result["at_rest_s"]
+            return 1e6 * beyond_s / result["good"] if result["good"] else None
+
+        return self._best("large", figure)
+
+    def counted_us(self) -> float | None:
+        """Return the CPU that the token count of a 1 MB request took between requests."""
+        return self._best(
+            "large", lambda result: 1e6 * result["counted_s"] / result["good"] if result["good"] else None
+        )
 
     def latency_p50_ms(self) -> float | None:
         """Return the median latency in open loop."""

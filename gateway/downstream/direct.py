@@ -17,6 +17,7 @@ from typing import Any
 from gateway.core.errors import GatewayError, RequestTimeout
 from gateway.core.values import Endpoint
 from gateway.downstream.direct_call import Chats, DirectCall
+from gateway.downstream.filling import TOGETHER_MAX, WORTH_BYTES, Filling
 from gateway.downstream.guard import GuardedProtocol
 from gateway.downstream.relay import Head
 
@@ -32,6 +33,8 @@ class DirectProtocol(GuardedProtocol):
         self._chats = chats
         self._call: Any = None  # a `DirectCall`, until its answer is complete
         self._is_receiving = False  # its body
+        self._announced = 0  # bytes of that
+        self._filling: Filling | None = None  # which receives it instead
         self._body_timer: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
@@ -39,6 +42,7 @@ class DirectProtocol(GuardedProtocol):
         super().data_received(data)
         if self._is_receiving and self._body_timer is None:
             self._body_timer = self.loop.call_later(self._chats.limits.within_s, self._body_overdue)
+            self._fill()
 
     def on_headers_complete(self) -> None:
         """Take the request, or leave it to the ASGI way."""
@@ -74,6 +78,7 @@ class DirectProtocol(GuardedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the work for a caller that has left."""
         self._stop_body_timer()
+        self._end_filling()
         call, self._call = self._call, None
         super().connection_lost(exc)
         if call is not None:
@@ -91,6 +96,38 @@ class DirectProtocol(GuardedProtocol):
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
 
+    def receive_no_more(self) -> None:
+        """Leave what still comes to the parser: the body is there, or the connection will be closed."""
+        if self._filling is not None:
+            self._end_filling()
+            self.transport.set_protocol(self)
+
+    def _fill(self) -> None:
+        """Have the rest of a body received in one piece, if there is much of it."""
+        uploads = self._chats.uploads
+        if (
+            self._announced - self._call.received < WORTH_BYTES
+            or uploads.set_aside + self._announced > TOGETHER_MAX
+            or self.transport.is_closing()
+        ):
+            return
+        self._filling = Filling(self, uploads, self._announced, self._call.parts, self._filled)
+        self._call.filling = self._filling
+        self.transport.set_protocol(self._filling)
+
+    def _filled(self, size: int, is_complete: bool) -> None:
+        """Note that so much more of a body has come; answer what is complete."""
+        self._call.took(size)
+        if is_complete and self._filling is not None:
+            self.receive_no_more()
+            self.parser = self.new_parser()  # the old one still waits for this body
+            self.on_message_complete()
+
+    def _end_filling(self) -> None:
+        if self._filling is not None:
+            self._filling.end()
+            self._filling = None
+
     def _head_of_a_chat(self) -> Head | None:
         """Return the head of an ordinary chat; None: it is none, or will be refused."""
         if self.url != _PATH or self.parser.get_method() != b"POST":
@@ -107,7 +144,8 @@ class DirectProtocol(GuardedProtocol):
                 return None
         if not announced.isdigit() or self.parser.get_http_version() != "1.1":
             return None
-        if int(announced) > self._chats.limits.bytes_max:
+        self._announced = int(announced)
+        if self._announced > self._chats.limits.bytes_max:
             return None
         try:
             return self._chats.head(self.headers)

@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.server import ServerState
 
 from gateway.core.errors import OutOfResources
+from gateway.downstream.filling import Filling
 from gateway.downstream.relay import (
     FINISH_S,
     BodyLimits,
@@ -66,6 +67,9 @@ class Connection(Protocol):
     def on_response_complete(self) -> None:
         """Go on with the next request."""
 
+    def receive_no_more(self) -> None:
+        """Take no more of the body of a call."""
+
 
 class _Deaf:
     """An event that nobody waits for: a call is told in other ways what uvicorn would tell it by one."""
@@ -86,6 +90,8 @@ class DirectCall(HttpDownstream):
         response_complete, keep_alive, disconnected, message_event: What uvicorn's protocol reads, sets and
             calls of the request whose turn it is.
         is_begun: Whether it is being answered.
+        parts, received: What has come of its body, and how many bytes that is.
+        filling: What the body is received in, where that is done in one piece; `parts` are in it, too.
     """
 
     def __init__(self, protocol: Connection, chats: Chats, head: Head) -> None:
@@ -103,8 +109,9 @@ class DirectCall(HttpDownstream):
         self._transport = protocol.transport
         self._flow = protocol.flow
         self._chats = chats
-        self._parts: list[bytes] = []
-        self._received = 0
+        self.parts: list[bytes] = []
+        self.received = 0
+        self.filling: Filling | None = None
         self._failure: Exception | None = None
         self._scope = anyio.CancelScope()
         self._unwritten_head = b""
@@ -119,10 +126,14 @@ class DirectCall(HttpDownstream):
         """Take a piece of the body."""
         if self.is_begun:
             return  # it was given up
+        self.parts.append(part)
+        self.took(len(part))
+
+    def took(self, size: int) -> None:
+        """Count what was taken of the body."""
         uploads = self._chats.uploads
-        self._parts.append(part)
-        self._received += len(part)
-        uploads.bytes += len(part)
+        self.received += size
+        uploads.bytes += size
         if uploads.bytes > self._chats.limits.together_max:
             self.give_up(OutOfResources("Too much is being uploaded at once. Please retry.", retry_after_s=5))
 
@@ -137,6 +148,7 @@ class DirectCall(HttpDownstream):
         if not self.is_begun:
             self._failure = failure
             self.keep_alive = False  # what follows on the connection is not a request
+            self._protocol.receive_no_more()
             self.begin()
 
     def caller_left(self) -> None:
@@ -156,11 +168,14 @@ class DirectCall(HttpDownstream):
 
     async def body(self, limits: BodyLimits, uploads: Uploads) -> bytes:
         """See `Call.body`."""
-        parts, self._parts = self._parts, []
-        uploads.bytes -= self._received
-        self._received = 0
+        parts, self.parts = self.parts, []
+        filling, self.filling = self.filling, None
+        uploads.bytes -= self.received
+        self.received = 0
         if self._failure is not None:
             raise self._failure
+        if filling is not None:
+            return filling.body()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -179,8 +194,8 @@ class DirectCall(HttpDownstream):
         except Exception:
             log.exception("a call failed", extra=about("internal_error"))
         finally:
-            self._chats.uploads.bytes -= self._received
-            self._received = 0
+            self._chats.uploads.bytes -= self.received
+            self.received = 0
             if not self.response_complete:
                 self._write_head()
                 self._transport.close()

@@ -5,8 +5,10 @@ plain text. This adds what is missing, and leaves everything else to it.
 """
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
+import httptools
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -119,6 +121,13 @@ class GuardedProtocol(HttpToolsProtocol):
         """Bound the head no more."""
         self._is_in_head = False
         self._stop_timer()
+
+    def new_parser(self) -> httptools.HttpRequestParser:
+        """Return a parser for what comes from now on, as uvicorn makes it."""
+        parser = httptools.HttpRequestParser(self)
+        with suppress(AttributeError):  # httptools < 0.6.3
+            parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP."""

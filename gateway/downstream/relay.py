@@ -164,12 +164,14 @@ class Uploads:
 
     Attributes:
         bytes: How many.
+        set_aside: Bytes of memory for bodies that are received in one piece (filling.py).
         calls: How many calls will come to be answered once their bodies are there.
     """
 
     def __init__(self) -> None:
         """Start with none."""
         self.bytes = 0
+        self.set_aside = 0
         self.calls = 0
 
 

@@ -20,7 +20,8 @@ import msgspec
 from gateway.core.errors import InvalidRequest
 from gateway.core.value import valueclass
 from gateway.core.values import NO_CHANGES, Changes, Endpoint, LongText, Prefixes, Prompt, Request, Turn
-from gateway.downstream.long_texts import LONG_BYTES, long_text, take_a_break
+from gateway.downstream.cut_out import MARK, CutOut, cut_out
+from gateway.downstream.long_texts import LONG_BYTES, long_text, take_a_break, unread_text
 from gateway.ports import Arrival, Headers
 
 MODEL_CHARS_MAX = 256
@@ -87,11 +88,14 @@ class WireRequest:
     usage_injected: bool
     size_bytes: int
     members: Mapping[str, msgspec.Raw]
+    cut: CutOut | None = None
 
     def member(self, name: str) -> Any:
         """See `ports.Incoming.member`."""
         raw = self.members.get(name)
         try:
+            if raw is not None and self.cut is not None:
+                return msgspec.json.decode(self.cut.put_back(bytes(raw)))
             return None if raw is None else msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None  # the backend will say so
@@ -103,7 +107,8 @@ class WireRequest:
         for name, raw in (_changed(self.members, changes) if changes else self.members).items():
             parts += (b",", encode(name), b":", raw)
         parts.append(b"}")
-        return b"".join(parts)  # what is Raw is copied here, and nowhere before
+        body = b"".join(parts)
+        return body if self.cut is None else self.cut.put_back(body)  # copied here, and nowhere before
 
 
 def _changed(members: Mapping[str, msgspec.Raw], changes: Changes) -> Mapping[str, msgspec.Raw]:
@@ -133,6 +138,19 @@ def read(
     Raises:
         InvalidRequest: it is not JSON, not an object, or a member the gateway reads has a wrong type.
     """
+    cut = cut_out(body) if endpoint is Endpoint.CHAT and len(body) >= LONG_BYTES else None
+    if cut is not None:
+        found = _read_around(
+            cut,
+            rules,
+            size_bytes=len(body),
+            arrival=arrival,
+            key=key,
+            headers=headers,
+            forwarded=forwarded,
+        )
+        if found is not None:
+            return found
     members = members_of(body)
     take_a_break(len(body))
     return read_members(
@@ -148,6 +166,56 @@ def read(
     )
 
 
+def _read_around(
+    cut: CutOut,
+    rules: WireRules,
+    *,
+    size_bytes: int,
+    arrival: Arrival,
+    key: str | None,
+    headers: Mapping[str, str] | None,
+    forwarded: Headers,
+) -> WireRequest | None:
+    """Return what is read of a chat whose long text was cut out of it; None: it is to be read as a whole.
+
+    So is whatever there is to complain about.
+    """
+    try:
+        members = members_of(cut.rest)
+        seen = _CHAT.decode(cut.rest.removeprefix(_BOM))
+    except (InvalidRequest, *_UNFIT):
+        return None
+    marked = [index for index, message in enumerate(seen.messages) if message.content == MARK]
+    if len(marked) != 1:
+        return None
+    message = seen.messages[marked[0]]
+    if message.tool_calls is not None or message.role in _LOOKED_INTO:
+        return None
+    if not rules.drop_fields.isdisjoint(members):
+        return None
+    content: Any = unread_text(cut.text)
+    if content is None:
+        return None
+    seen.messages[marked[0]] = _Message(
+        message.role, content, None, message.reasoning, message.reasoning_content
+    )
+    try:
+        return read_members(
+            Endpoint.CHAT,
+            members,
+            rules,
+            size_bytes=size_bytes,
+            arrival=arrival,
+            key=key,
+            headers=headers,
+            forwarded=forwarded,
+            seen=seen,
+            cut=cut,
+        )
+    except InvalidRequest:
+        return None
+
+
 def read_members(
     endpoint: Endpoint,
     members: dict[str, msgspec.Raw],
@@ -159,10 +227,11 @@ def read_members(
     headers: Mapping[str, str] | None = None,
     forwarded: Headers = (),
     seen: "_Chat | None" = None,
+    cut: CutOut | None = None,
 ) -> WireRequest:
     """Return what the gateway reads of a request, given as the members of its body, which are taken over.
 
-    `seen`: the same members, where they could be decoded at once.
+    `seen`: the same members, where they could be decoded at once. `cut`: what they lack.
 
     Raises:
         InvalidRequest: a member the gateway reads has a wrong type.
@@ -234,6 +303,7 @@ def read_members(
         usage_injected=inject,
         size_bytes=size_bytes,
         members=members,
+        cut=cut,
     )
 
 

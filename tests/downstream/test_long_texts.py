@@ -71,14 +71,14 @@ def test_the_pieces_of_a_text_are_the_text(name: str, ascii_only: bool) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.text(min_size=1, max_size=40), st.integers(0, 9), st.booleans())
 def test_whatever_a_text_holds_its_pieces_are_the_text(unit: str, shift: int, ascii_only: bool) -> None:
-    text = "x" * shift + unit * (4 * PIECE_BYTES // len(unit))
+    text = "x" * shift + unit * (2 * PIECE_BYTES // len(unit))
 
     assert "".join(long_of(text, ascii_only=ascii_only)) == text.strip()
 
 
 def test_a_text_is_cut_behind_its_lines_and_before_its_words() -> None:
-    lines = long_of("one two three four five six\n" * 10_000, ascii_only=True)
-    words = long_of("river " * 50_000, ascii_only=True)
+    lines = long_of("one two three four five six\n" * 40_000, ascii_only=True)
+    words = long_of("river " * 200_000, ascii_only=True)
 
     assert len(lines) > 3
     assert all(piece.endswith("six") for piece in lines[:-1])  # the line's end begins the next piece

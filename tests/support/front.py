@@ -54,10 +54,11 @@ async def oblige(stream: SocketStream, asked: dict[str, Any]) -> None:
 
 
 class Watched:
-    """`Chats` that says which calls came to it."""
+    """`Chats` that says which calls came to it, and how much memory was set aside for bodies then."""
 
     def __init__(self, applications: Applications) -> None:
         self.taken: list[Call] = []
+        self.set_aside: list[int] = []
         self._applications = applications
         self.limits = applications.serving.limits
         self.uploads: Uploads = applications.serving.uploads
@@ -67,6 +68,7 @@ class Watched:
 
     async def chat(self, call: Call) -> None:
         self.taken.append(call)
+        self.set_aside.append(self.uploads.set_aside)
         await self._applications.chats.chat(call)
 
 
@@ -114,7 +116,8 @@ class Front:
         """Return whether nothing of a request is left anywhere."""
         uploads = self.applications.serving.uploads
         held = any(self.ledger.claims(name) for name in self.ledger.loads())
-        return not (held or self.applications.serving.in_flight or uploads.bytes or uploads.calls)
+        is_held = held or uploads.bytes or uploads.set_aside
+        return not (is_held or self.applications.serving.in_flight or uploads.calls)
 
     async def idle(self) -> None:
         """Return once nothing of a request is left, not even a task."""

@@ -1,0 +1,231 @@
+"""The one long text of a body is cut out of it: what is read is what is read of the body as a whole."""
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gateway.core.errors import InvalidRequest
+from gateway.core.values import Changes, Endpoint, LongText
+from gateway.downstream import long_texts, wire
+from gateway.downstream.cut_out import ESCAPED_MAX, MARK, QUOTES_MAX
+from gateway.downstream.long_texts import KEPT_BYTES, LONG_BYTES, SLICE_BYTES, unread_text
+from gateway.downstream.wire import WireRequest, WireRules
+from gateway.ports import Arrival
+
+PROSE = 'The "river" was wide,\nand nobody\thad crossed it since the \\spring. '
+DOCUMENT = PROSE * 3_000
+
+
+def body_of(messages: object, **fields: object) -> bytes:
+    return json.dumps({"model": "m", "messages": messages, **fields}, ensure_ascii=False).encode()
+
+
+def message(content: object, role: str = "user", **fields: object) -> dict[str, object]:
+    return {"role": role, "content": content, **fields}
+
+
+def read(body: bytes, rules: WireRules | None = None) -> WireRequest:
+    return wire.read(Endpoint.CHAT, body, rules or WireRules(), arrival=Arrival("req-1", 0.0, 0.0))
+
+
+def as_a_whole(body: bytes) -> WireRequest:
+    """Read a body that has a member which is dropped: such a one is never cut."""
+    assert body.endswith(b"}")
+    return read(body[:-1] + b',"dropped":1}', WireRules(drop_fields=frozenset({"dropped"})))
+
+
+def texts_of(request: WireRequest) -> list[str]:
+    return [
+        "".join(turn.texts) if turn.long is None else "".join(turn.long.pieces())
+        for turn in request.request.prompt.turns
+    ]
+
+
+SYSTEM = 'Answer in JSON, like {"answer": "a \\"word\\""}. '
+FOUND: dict[str, bytes] = {
+    "alone": body_of([message(DOCUMENT)]),
+    "behind-a-system-prompt": body_of([message(SYSTEM, role="system"), message(DOCUMENT)]),
+    "behind-a-long-system-prompt": body_of([message("Be brief. " * 4_000, role="system"), message(DOCUMENT)]),
+    "a-system-prompt-itself": body_of([message(DOCUMENT, role="system"), message("What is it about?")]),
+    "between-members": body_of(
+        [message("a"), message(DOCUMENT, name="b"), message("c", role="assistant"), message([{"text": "d"}])],
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {"x": "\\"}}}],
+        stream=True,
+    ),
+    "nothing-but-quotes": body_of([message('"' * LONG_BYTES)]),
+    "nothing-but-backslashes": body_of([message("\\" * 200_001)]),
+    "backslashes-at-its-ends": body_of([message("\\" * 999 + DOCUMENT + "\\" * 1_001)]),
+    "emoji": body_of([message("😀" * 60_000)]),
+    "escaped": json.dumps({"messages": [message("😀ä" * 60_000)], "model": "m"}).encode(),
+    "behind-a-byte-order-mark": b"\xef\xbb\xbf" + body_of([message(DOCUMENT)]),
+    "of-several-slices": body_of([message(DOCUMENT * 20)]),
+    "named-twice": body_of([message("x")])[:-1]
+    + b',"messages":'
+    + json.dumps([message(DOCUMENT)]).encode()
+    + b"}",
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_body_with_one_long_text_is_cut_and_read_as_a_whole_one_is(name: str) -> None:
+    body = FOUND[name]
+
+    cut, whole = read(body), as_a_whole(body)
+
+    assert cut.cut is not None
+    assert whole.cut is None
+    assert cut.request == whole.request
+    assert texts_of(cut) == texts_of(whole)
+    assert cut.size_bytes == len(body)
+    assert cut.member("messages") == whole.member("messages")
+    assert cut.body_for("served") == whole.body_for("served")
+    changes: Changes = {("stream_options", "include_usage"): True}
+    assert cut.body_for("served", changes) == whole.body_for("served", changes)
+
+
+ASIDE: dict[str, bytes] = {
+    "short": body_of([message("x" * (LONG_BYTES - 3))]),
+    "two-long-ones": body_of([message(DOCUMENT), message(DOCUMENT + "x")]),
+    "an-assistants": body_of([message(DOCUMENT, role="assistant")]),
+    "a-tools": body_of([message(DOCUMENT, role="tool")]),
+    "beside-calls": body_of([message(DOCUMENT, tool_calls=[])]),
+    "in-parts": body_of([message([{"type": "text", "text": DOCUMENT}])]),
+    "no-message": body_of([message("x")], user=DOCUMENT),
+    "too-much-before-it": body_of([message(str(n)) for n in range(QUOTES_MAX)] + [message(DOCUMENT)]),
+    "a-quoting-system-prompt": body_of([message('"' * (ESCAPED_MAX + 1), role="system"), message(DOCUMENT)]),
+    "many-messages": body_of([message(PROSE * 20) for _ in range(200)]),
+    "what-stands-for-a-text": body_of([message(MARK), message(DOCUMENT)]),
+}
+
+
+@pytest.mark.parametrize("name", ASIDE)
+def test_any_other_body_is_read_as_a_whole(name: str) -> None:
+    body = ASIDE[name]
+
+    found, whole = read(body), as_a_whole(body)
+
+    assert found.cut is None
+    assert found.request == whole.request
+    assert texts_of(found) == texts_of(whole)
+    assert found.body_for("served") == whole.body_for("served")
+
+
+LONG = "x " * LONG_BYTES
+BAD: dict[str, tuple[bytes, str]] = {
+    "a-line-break": (b'{"model":"m","messages":[{"role":"user","content":"%b\n%b"}]}', "invalid_json"),
+    "an-escape": (b'{"model":"m","messages":[{"role":"user","content":"%b\\x%b"}]}', "invalid_json"),
+    "no-utf-8": (b'{"model":"m","messages":[{"role":"user","content":"%b\xff%b"}]}', "invalid_json"),
+    "a-quote": (b'{"model":"m","messages":[{"role":"user","content":"%b" %b"}]}', "invalid_json"),
+    "no-end": (b'{"model":"m","messages":[{"role":"user","content":"%b%b', "invalid_json"),
+    "no-end-of-it": (b'{"model":"m","messages":[{"role":"user","content":"%b%b\\"}]}', "invalid_json"),
+    "something-behind": (b'{"model":"m","messages":[{"role":"user","content":"%b%b"}]} 1', "invalid_json"),
+    "no-model": (b'{"messages":[{"role":"user","content":"%b%b"}]}', "invalid_request"),
+    "no-number": (
+        b'{"model":"m","max_tokens":"1","messages":[{"role":"user","content":"%b%b"}]}',
+        "invalid_request",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_with_a_body_is_said_as_of_any_other(name: str) -> None:
+    form, code = BAD[name]
+    with pytest.raises(InvalidRequest) as caught:
+        read(form % (LONG.encode(), LONG.encode()))
+    with pytest.raises(InvalidRequest) as short:
+        read(form % (b"x", b"x"))
+
+    assert caught.value.code == short.value.code == code
+    assert MARK not in caught.value.message
+
+
+def test_half_a_character_is_mended_as_ever() -> None:
+    body = b'{"model":"m","messages":[{"role":"user","content":"%b\\ud83d"}]}' % LONG.encode()
+
+    (text,) = texts_of(read(body))
+
+    assert text == LONG + "\N{REPLACEMENT CHARACTER}"
+
+
+PARTS = ['"', "\\", "\n", "word ", "ä", "},{", '","', "😀"]
+
+
+def test_wherever_the_ends_are_guessed_what_is_read_is_right() -> None:
+    """Bodies of strings of all lengths, with quotes and backslashes at random: cut or not, read the same."""
+    dice = random.Random(3)
+    cut = 0
+    for _ in range(200):
+        contents = [
+            "".join(dice.choices(PARTS, k=dice.choice([1, 9, 700, 40_000])))
+            for _ in range(dice.randrange(1, 4))
+        ]
+        body = body_of([message(text) for text in contents], user=dice.choice(["", '"', "\\"]))
+        found = read(body)
+        cut += found.cut is not None
+        assert [text.strip() for text in texts_of(found)] == [text.strip() for text in contents]
+        assert found.request == as_a_whole(body).request
+        assert json.loads(found.body_for("m")) == json.loads(body)
+    assert 20 < cut < 180
+
+
+# ---------------------------------------------------------------- what is decoded by now
+
+
+@pytest.fixture
+def kept() -> Iterator[Any]:
+    """What is kept, which is nothing before and behind."""
+    assert long_texts._kept.bytes == 0
+    yield long_texts._kept
+    assert long_texts._kept.bytes == 0
+
+
+def new_text(size: int) -> tuple[str, LongText]:
+    text = " ".join(map(str, random.sample(range(10**9), size // 10)))
+    found = unread_text(memoryview(text.encode()))
+    assert found is not None
+    return text, found
+
+
+def test_a_new_text_is_kept_decoded_until_it_is_counted(kept: Any) -> None:
+    text, found = new_text(300_000)
+    assert len(text) <= kept.bytes <= 1.1 * len(text)
+    assert "".join(found.pieces()) == text
+    assert kept.bytes == 0
+    assert "".join(found.pieces()) == text  # decoded anew
+
+
+def test_a_text_whose_request_is_gone_is_not_kept(kept: Any) -> None:
+    _, found = new_text(300_000)
+    assert kept.bytes
+    del found
+    assert kept.bytes == 0
+
+
+def test_a_text_that_was_met_before_is_not_decoded_before_it_is_asked_for(kept: Any) -> None:
+    text, found = new_text(300_000)
+    list(found.pieces())
+    again = unread_text(memoryview(text.encode()))
+
+    assert again is not None
+    assert again == found
+    assert kept.bytes == 0
+    assert "".join(again.pieces()) == text
+
+
+def test_all_requests_together_keep_no_more_than_that(kept: Any) -> None:
+    found = [new_text(SLICE_BYTES) for _ in range(KEPT_BYTES // SLICE_BYTES + 3)]
+
+    assert KEPT_BYTES - 2 * SLICE_BYTES < kept.bytes <= KEPT_BYTES
+    assert all("".join(long.pieces()) == text for text, long in found)
+
+
+def test_a_text_too_long_to_be_kept_is_decoded_when_it_is_counted(kept: Any) -> None:
+    text = PROSE.replace('"', "").replace("\\", "").replace("\n", " ").replace("\t", " ") * (KEPT_BYTES // 60)
+    found = unread_text(memoryview(text.encode()))
+
+    assert found is not None
+    assert kept.bytes == 0
+    assert "".join(found.pieces()) == text.strip()
