@@ -5,7 +5,7 @@ put together again from those bytes, with the members the gateway owns replaced.
 number's spelling or a nested structure arrives untouched, while a duplicate key or bytes after the object
 cannot mean one thing here and another there.
 
-What the gateway reads of a chat is decoded a second time, all at once, into `_Chat`: a long text is walked
+What the gateway reads of a chat is decoded a second time, all at once, into `Chat`: a long text is walked
 twice and decoded once. Whatever does not fit that is read member by member, and each complaint names its own.
 """
 
@@ -20,6 +20,16 @@ import msgspec
 from gateway.core.errors import InvalidRequest
 from gateway.core.value import valueclass
 from gateway.core.values import NO_CHANGES, Changes, Endpoint, LongText, Prefixes, Prompt, Request, Turn
+from gateway.downstream.chat_shapes import (
+    CHAT,
+    CONTENT,
+    LONG_CHAT,
+    LONG_MESSAGE,
+    UNFIT,
+    Chat,
+    LongMessage,
+    Message,
+)
 from gateway.downstream.cut_out import MARK, CutOut, cut_out
 from gateway.downstream.long_texts import LONG_BYTES, long_text, take_a_break, unread_text
 from gateway.ports import Arrival, Headers
@@ -48,9 +58,8 @@ _BOM = b"\xef\xbb\xbf"
 _ASIDE = frozenset(
     {"tools", "stream_options", "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs"}
 )
-"""What is read of a chat besides `_Chat`: mostly absent."""
+"""What is read of a chat besides `Chat`: mostly absent."""
 _LOOKED_INTO = frozenset({"assistant", "tool"})
-_NULL = msgspec.Raw(b"null")
 _INCLUDE_USAGE = msgspec.Raw(b'{"include_usage":true}')
 
 
@@ -182,8 +191,8 @@ def _read_around(
     """
     try:
         members = members_of(cut.rest)
-        seen = _CHAT.decode(cut.rest.removeprefix(_BOM))
-    except (InvalidRequest, *_UNFIT):
+        seen = CHAT.decode(cut.rest.removeprefix(_BOM))
+    except (InvalidRequest, *UNFIT):
         return None
     marked = [index for index, message in enumerate(seen.messages) if message.content == MARK]
     if len(marked) != 1:
@@ -196,7 +205,7 @@ def _read_around(
     content: Any = unread_text(cut.text)
     if content is None:
         return None
-    seen.messages[marked[0]] = _Message(
+    seen.messages[marked[0]] = Message(
         message.role, content, None, message.reasoning, message.reasoning_content
     )
     try:
@@ -226,7 +235,7 @@ def read_members(
     key: str | None = None,
     headers: Mapping[str, str] | None = None,
     forwarded: Headers = (),
-    seen: "_Chat | None" = None,
+    seen: "Chat | None" = None,
     cut: CutOut | None = None,
 ) -> WireRequest:
     """Return what the gateway reads of a request, given as the members of its body, which are taken over.
@@ -307,7 +316,7 @@ def read_members(
     )
 
 
-def _max_tokens(fields: "_Fields", seen: "_Chat | None", *, chat: bool) -> int | None:
+def _max_tokens(fields: "_Fields", seen: "Chat | None", *, chat: bool) -> int | None:
     if seen is not None:
         most = _count(seen.max_completion_tokens, "max_completion_tokens", 1)
         return _count(seen.max_tokens, "max_tokens", 1) if most is None else most
@@ -379,6 +388,13 @@ class _Fields:
         raw = self.raw(name)
         return [] if raw is None else [decoded(item, name) for item in _items(raw, name, most)]
 
+    def items(self, name: str, *, most: int) -> list[msgspec.Raw]:
+        """Return the items of an array that must be there, undecoded."""
+        raw = self.raw(name)
+        if raw is None:
+            raise InvalidRequest(f"`{name}` is required.", param=name)
+        return _items(raw, name, most)
+
     def text(self, name: str) -> str:
         value = self.any(name)
         if value is not None and not isinstance(value, str):
@@ -436,69 +452,20 @@ def _mapping(value: object) -> Mapping[str, Any]:
 # ------------------------------------------------------------------ chat
 
 
-class _Message(msgspec.Struct, gc=False):
-    """What is read of a message of a chat, where it has the types that it should."""
-
-    role: str
-    content: str | list[Any] | None = None
-    tool_calls: list[Any] | None = None
-    reasoning: Any = None
-    reasoning_content: Any = None
-
-
-class _Chat(msgspec.Struct, gc=False):
-    """What is read of nearly every chat, likewise."""
-
-    model: str
-    messages: list[_Message]
-    stream: bool | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    n: int | None = None
-
-
-class _LongMessage(msgspec.Struct, gc=False):
-    """`_Message`, where the content may be a long text."""
-
-    role: str
-    content: msgspec.Raw = _NULL
-    tool_calls: list[Any] | None = None
-    reasoning: Any = None
-    reasoning_content: Any = None
-
-
-class _LongChat(msgspec.Struct, gc=False):
-    """`_Chat`, likewise."""
-
-    model: str
-    messages: list[_LongMessage]
-    stream: bool | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    n: int | None = None
-
-
-_CHAT = msgspec.json.Decoder(_Chat)
-_LONG_CHAT = msgspec.json.Decoder(_LongChat)
-_LONG_MESSAGE = msgspec.json.Decoder(_LongMessage)
-_CONTENT = msgspec.json.Decoder(str | list[Any] | None)
-_UNFIT = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-
-def _seen(body: bytes) -> _Chat | None:
+def _seen(body: bytes) -> Chat | None:
     """Return what is read of a chat, decoded at once; None where it is to be read member by member."""
     try:
         if len(body) < LONG_BYTES:
-            return _CHAT.decode(body)
-        chat = _LONG_CHAT.decode(body)
+            return CHAT.decode(body)
+        chat = LONG_CHAT.decode(body)
         take_a_break(len(body))
         messages = [_opened(message) for message in chat.messages]
-    except _UNFIT:
+    except UNFIT:
         return None
-    return _Chat(chat.model, messages, chat.stream, chat.max_tokens, chat.max_completion_tokens, chat.n)
+    return Chat(chat.model, messages, chat.stream, chat.max_tokens, chat.max_completion_tokens, chat.n)
 
 
-def _opened(message: _LongMessage) -> _Message:
+def _opened(message: LongMessage) -> Message:
     """Return a message with its content decoded, unless that is a long text: its content is that, then.
 
     What an assistant or a tool said is decoded all the same: the template looks into it.
@@ -514,23 +481,20 @@ def _opened(message: _LongMessage) -> _Message:
         or message.tool_calls is not None
         or message.role in _LOOKED_INTO
     ):
-        content = _CONTENT.decode(raw)
+        content = CONTENT.decode(raw)
     else:
         content = long_text(raw)
-    return _Message(message.role, content, message.tool_calls, message.reasoning, message.reasoning_content)
+    return Message(message.role, content, message.tool_calls, message.reasoning, message.reasoning_content)
 
 
 def _chat(
-    fields: _Fields, seen: _Chat | None, tools: Sequence[Any], rules: WireRules, *, is_bare: bool
+    fields: _Fields, seen: Chat | None, tools: Sequence[Any], rules: WireRules, *, is_bare: bool
 ) -> tuple[Prompt, Prefixes, int]:
-    """`is_bare`: it has nothing that `_Chat` does not show."""
-    raw = fields.raw("messages")
-    if raw is None:
-        raise InvalidRequest("`messages` is required.", param="messages")
+    """`is_bare`: it has nothing that `Chat` does not show."""
     raws: Sequence[msgspec.Raw] = ()
     if seen is None:
-        raws = _items(raw, "messages", rules.messages_max)
-        messages: Sequence[_Message | None] = [None] * len(raws)
+        raws = fields.items("messages", most=rules.messages_max)
+        messages: Sequence[Message | None] = [None] * len(raws)
     else:
         messages = seen.messages
         _check_length(messages, "messages", rules.messages_max)
@@ -553,7 +517,7 @@ def _chat(
             size += content.size_bytes
         else:
             turns.append(_turn(message, f"messages.{index}", rules))
-            raws = raws or _items(raw, "messages", rules.messages_max)
+            raws = raws or fields.items("messages", most=rules.messages_max)
             spelled = bytes(raws[index])
             key = hash((key, spelled))
             size += len(spelled)
@@ -574,11 +538,11 @@ def _chat(
     return prompt, prefixes, 1
 
 
-def _message(raw: msgspec.Raw, where: str) -> _Message:
+def _message(raw: msgspec.Raw, where: str) -> Message:
     """Return a message that is read by itself."""
     if len(memoryview(raw)) >= LONG_BYTES:
-        with suppress(*_UNFIT):
-            return _opened(_LONG_MESSAGE.decode(raw))
+        with suppress(*UNFIT):
+            return _opened(LONG_MESSAGE.decode(raw))
     message = decoded(raw, where)
     if not isinstance(message, dict):
         raise InvalidRequest("A message must be an object.", param=where)
@@ -588,10 +552,10 @@ def _message(raw: msgspec.Raw, where: str) -> _Message:
     if not isinstance(content, str | list | None):
         raise InvalidRequest("`content` must be a string or an array of parts.", param=f"{where}.content")
     thoughts = message.get("reasoning"), message.get("reasoning_content")
-    return _Message(role, content, calls, *thoughts)
+    return Message(role, content, calls, *thoughts)
 
 
-def _turn(message: _Message, where: str, rules: WireRules) -> Turn:
+def _turn(message: Message, where: str, rules: WireRules) -> Turn:
     content = message.content
     if isinstance(content, list):
         texts, images, audios = _parts(content, f"{where}.content", rules)
