@@ -23,7 +23,7 @@ BEYOND_ASCII_CHARS = PIECE_CHARS // 8
 """Likewise beyond ASCII: such characters are looked at one by one as well, and may be four tokens each."""
 
 _ASCII = re.compile("[\0-\x7f]+")
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile(f"[{chr(0xD800)}-{chr(0xDFFF)}]")
 SEARCHED_CHARS = 2_000
 
 
