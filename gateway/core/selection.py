@@ -29,7 +29,7 @@ from gateway.core.values import (
 )
 
 
-@valueclass(init=False, eq=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BackendView:
     """A backend as it stands at the moment of a decision.
 
@@ -47,31 +47,11 @@ class BackendView:
     backend: Backend
     load: Load
     status: BackendStatus
-    prefix_share: float
-    share_max: int
-    kv_taken: int
-    long_waiting: int
-    away: tuple[Exclusion, str] | None
-
-    def __init__(
-        self,
-        backend: Backend,
-        load: Load,
-        status: BackendStatus,
-        prefix_share: float = 0.0,
-        share_max: int = admission.WHOLE,
-        kv_taken: int = 0,
-        long_waiting: int = 0,
-        away: tuple[Exclusion, str] | None = None,
-    ) -> None:
-        self.backend = backend
-        self.load = load
-        self.status = status
-        self.prefix_share = prefix_share
-        self.share_max = share_max
-        self.kv_taken = kv_taken
-        self.long_waiting = long_waiting
-        self.away = away
+    prefix_share: float = 0.0
+    share_max: int = admission.WHOLE
+    kv_taken: int = 0
+    long_waiting: int = 0
+    away: tuple[Exclusion, str] | None = None
 
     @property
     def capacity(self) -> Capacity:
@@ -87,7 +67,7 @@ def _narrowed(capacity: Capacity, context_tokens: int) -> Capacity:
     return replace(capacity, context_tokens=context_tokens)
 
 
-@valueclass(init=False, eq=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Case:
     """One request before one backend: what a filter judges.
 
@@ -107,25 +87,7 @@ class Case:
     pool: Pool
     claim: Load
     limits: Load
-    spill_limits: Load | None
-
-    def __init__(
-        self,
-        demand: Demand,
-        view: BackendView,
-        capacity: Capacity,
-        pool: Pool,
-        claim: Load,
-        limits: Load,
-        spill_limits: Load | None = None,
-    ) -> None:
-        self.demand = demand
-        self.view = view
-        self.capacity = capacity
-        self.pool = pool
-        self.claim = claim
-        self.limits = limits
-        self.spill_limits = spill_limits
+    spill_limits: Load | None = None
 
 
 Objection = tuple[Exclusion, str]

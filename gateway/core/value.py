@@ -3,10 +3,6 @@
 To a type checker they are frozen dataclasses. At run time nothing enforces that: a frozen dataclass sets each
 field through `object.__setattr__`, and making one of six fields takes 0.75 us instead of 0.18 (CPython 3.11).
 Everything that is made once, at the start or by a change of policy, is a frozen dataclass proper.
-
-The few of which every decision makes several write their constructors out (`init=False`), and are values by
-agreement alone: where the gateway is compiled, a constructor that is there when it is compiled takes a fifth
-of the time of one that is made up at run time (53 ns in place of 244).
 """
 
 from typing import TYPE_CHECKING
@@ -16,9 +12,9 @@ if TYPE_CHECKING:
 else:
     from dataclasses import dataclass
 
-    def valueclass(*, slots, frozen=False, **kwargs):
+    def valueclass(*, frozen, slots):
         """Make a dataclass of a class: hashed and compared by its fields, and frozen to type checkers."""
-        return dataclass(slots=slots, unsafe_hash=frozen, **kwargs)
+        return dataclass(slots=slots, unsafe_hash=frozen)
 
 
 __all__ = ["valueclass"]

@@ -567,7 +567,7 @@ class Demand:
         )
 
 
-@valueclass(init=False, eq=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Load:
     """Counters of a backend: what is in flight there, what one request takes of it, or what it may hold.
 
@@ -583,28 +583,12 @@ class Load:
         prefill_ms: Prompt work outstanding, as the backend's latency model predicts it.
     """
 
-    seqs: int
-    share: int
-    kv_blocks: int
-    long_seqs: int
-    long_unanswered: int
-    prefill_ms: int
-
-    def __init__(
-        self,
-        seqs: int = 0,
-        share: int = 0,
-        kv_blocks: int = 0,
-        long_seqs: int = 0,
-        long_unanswered: int = 0,
-        prefill_ms: int = 0,
-    ) -> None:
-        self.seqs = seqs
-        self.share = share
-        self.kv_blocks = kv_blocks
-        self.long_seqs = long_seqs
-        self.long_unanswered = long_unanswered
-        self.prefill_ms = prefill_ms
+    seqs: int = 0
+    share: int = 0
+    kv_blocks: int = 0
+    long_seqs: int = 0
+    long_unanswered: int = 0
+    prefill_ms: int = 0
 
     def __add__(self, other: "Load") -> "Load":
         return Load(
@@ -706,7 +690,7 @@ _BUSY = frozenset(
 )
 
 
-@valueclass(init=False, eq=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Candidate:
     """One backend as a decision saw it.
 
@@ -726,41 +710,15 @@ class Candidate:
 
     backend: str
     pool: str
-    excluded: Exclusion | None
-    detail: str
-    scores: Mapping[str, float]
-    score: float
-    load: Load
-    knee_seqs: int
-    claim: Load
-    limits: Load
-    is_spill: bool
-
-    def __init__(
-        self,
-        backend: str,
-        pool: str,
-        excluded: Exclusion | None = None,
-        detail: str = "",
-        scores: Mapping[str, float] = MappingProxyType({}),
-        score: float = 0.0,
-        load: Load = _NOTHING,
-        knee_seqs: int = 0,
-        claim: Load = _NOTHING,
-        limits: Load = _NOTHING,
-        is_spill: bool = False,
-    ) -> None:
-        self.backend = backend
-        self.pool = pool
-        self.excluded = excluded
-        self.detail = detail
-        self.scores = scores
-        self.score = score
-        self.load = load
-        self.knee_seqs = knee_seqs
-        self.claim = claim
-        self.limits = limits
-        self.is_spill = is_spill
+    excluded: Exclusion | None = None
+    detail: str = ""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    score: float = 0.0
+    load: Load = _NOTHING
+    knee_seqs: int = 0
+    claim: Load = _NOTHING
+    limits: Load = _NOTHING
+    is_spill: bool = False
 
 
 @valueclass(frozen=True, slots=True)

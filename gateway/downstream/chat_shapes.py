@@ -1,4 +1,4 @@
-"""What is read of a chat, as msgspec decodes it. Not compiled: msgspec makes decoders of classes."""
+"""What is read of a chat, as msgspec decodes it."""
 
 from typing import Any
 

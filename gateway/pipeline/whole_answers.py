@@ -1,4 +1,4 @@
-"""Whole answers, decoded as far as they are looked at. Not compiled: msgspec makes decoders of classes."""
+"""Whole answers, decoded as far as they are looked at."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ import errno
 import ssl
 from collections.abc import Callable
 from time import monotonic
-from typing import Any, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 import anyio
@@ -205,7 +205,7 @@ class _DirectWay(Way):
         try:
             with anyio.fail_after(connect_s):
                 _, connection = await loop.create_connection(
-                    lambda: cast("Any", _Connection(loop)),
+                    lambda: _Connection(loop),
                     self._host,
                     self._port,
                     ssl=self._tls(),
@@ -217,7 +217,7 @@ class _DirectWay(Way):
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise OutOfResources("This gateway has no connections left.", retry_after_s=1) from error
             raise UpstreamUnreachable("The backend cannot be reached.") from error
-        return cast("_Connection", connection)
+        return connection
 
     def _tls(self) -> ssl.SSLContext | None:
         if not self._is_tls:
@@ -236,11 +236,8 @@ class _Stale(Exception):
     """A kept connection turned out to be closed."""
 
 
-class _Connection:
-    """One connection, and the answer that comes on it: `ports.UpstreamResponse`.
-
-    An `asyncio.Protocol` in all but name: a compiled class has no base that is not compiled.
-    """
+class _Connection(asyncio.Protocol):
+    """One connection, and the answer that comes on it: `ports.UpstreamResponse`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
