@@ -136,7 +136,7 @@ def test_the_reasons_of_the_routing_are_told(serving: Serving) -> None:
         r"prompt 2\d,\d{3} >= 16,000",
         r"spilled: ",
     ):
-        assert re.search(reason, serving.said), reason
+        assert re.search(reason, serving.said), f"{reason}:\n{serving.said}"
 
 
 def test_the_curl_command_works(serving: Serving) -> None:
