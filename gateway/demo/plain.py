@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from gateway.demo import words
 from gateway.demo.story import Exchange, Note, Stage, Story
 
-REASON_PATIENCE_S = 2.0
+REASON_PATIENCE_S = 5.0
 """How long a line waits for the gateway's reason before it is printed without."""
 
 
