@@ -264,8 +264,6 @@ SCORES: Mapping[str, Score] = {
     "prefix_affinity": _prefix_affinity,
     "slow_context": _slow_context,
 }
-
-
 _SCORES = tuple(SCORES.items())
 
 

@@ -100,9 +100,6 @@ class StreamReader:
         rest = b"".join(self._tail)
         # A last event may lack the blank line after it.
         owed = b"".join(self._inspect(rest.rstrip() + b"\n\n", parse=True)) if rest.strip() else b""
-        return self._ended(owed)
-
-    def _ended(self, owed: bytes) -> bytes:
         if self.fault is None and not self.is_complete:
             self.fault = _UNFINISHED
         if self.fault is not None:

@@ -108,6 +108,6 @@ def _leading(plan: Plan) -> None:
         plan.remedies.append(Channels(request.choices, shows_thought=_shows_thought(plan)))
 
 
-NULL_REASONING: Workaround = Workaround(issue="vLLM #38855", versions="0.19, fixed by PR #39027", rule=_lost)
-NO_PARSER: Workaround = Workaround(issue="none: the recipe", versions="any", rule=_lost)
-STALE_TEMPLATE: Workaround = Workaround(issue="none: the checkpoint", versions="any", rule=_leading)
+NULL_REASONING = Workaround(issue="vLLM #38855", versions="0.19, fixed by PR #39027", rule=_lost)
+NO_PARSER = Workaround(issue="none: the recipe", versions="any", rule=_lost)
+STALE_TEMPLATE = Workaround(issue="none: the checkpoint", versions="any", rule=_leading)
