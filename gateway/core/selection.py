@@ -306,8 +306,7 @@ def rank(
         for at, case in enumerate(fit):  # among equals, the pool's own order decides
             candidate = _scored(case, fastest, policy.weights)
             scored.append((preference(case.view.status), -candidate.score, at, candidate))
-        if len(scored) > 1:
-            scored.sort()
+        scored.sort()
         eligible += [one[3] for one in scored]
     return (*eligible, *excluded)
 
