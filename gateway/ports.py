@@ -199,11 +199,20 @@ class Pouring(Protocol):
     def take(self, data: bytes) -> bytes:
         """Return what is to be passed on of some bytes as they arrived, possibly b""."""
 
+    def glance(self, data: bytes, start: int, end: int) -> bytes | None:
+        """Return what is to be passed on of `data[start:end]` where a glance is enough to know it.
+
+        `data` itself: just those bytes. None: nothing was done, and they are to be taken.
+        """
+
     def stalled(self) -> None:
         """Note that the caller takes no more at the moment: from now on, the time is the caller's."""
 
     def resumed(self) -> None:
         """Note that it does again."""
+
+
+TakeChunk = Callable[[bytes, int, int], bool]
 
 
 class UpstreamResponse(Protocol):
@@ -228,12 +237,15 @@ class UpstreamResponse(Protocol):
             UpstreamFailed: the connection broke before the body was complete.
         """
 
-    async def pour(self, take: Callable[[bytes], bool]) -> None:
+    async def pour(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
         """Have `take` called with all bytes as they arrive; return when it wants no more, or at the end.
+
+        `take_chunk` may be called before that, with a whole chunk of HTTP as it was sent, and where its bytes
+        begin and end. It returns whether it has taken them.
 
         Raises:
             UpstreamFailed: as `read`.
-            Exception: whatever `take` raises.
+            Exception: whatever `take` or `take_chunk` raises.
         """
 
     def hold(self) -> None:

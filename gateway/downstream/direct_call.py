@@ -251,11 +251,22 @@ class DirectCall(HttpDownstream):
             if passed_on and not self.disconnected:
                 if self._is_chunked:
                     passed_on = b"%x\r\n%b\r\n" % (len(passed_on), passed_on)
-                self._transport.write(passed_on)
-                if self._flow.write_paused:
-                    pouring.stalled()
-                    response.hold()
+                write(passed_on)
             return not pouring.is_over
+
+        def take_chunk(chunk: bytes, start: int, end: int) -> bool:
+            passed_on = pouring.glance(chunk, start, end)
+            if passed_on is None:
+                return False
+            if not self.disconnected:  # a chunk that nothing is changed in is written as it was read
+                write(chunk if passed_on is chunk else b"%x\r\n%b\r\n" % (len(passed_on), passed_on))
+            return True
+
+        def write(data: bytes) -> None:
+            self._transport.write(data)
+            if self._flow.write_paused:
+                pouring.stalled()
+                response.hold()
 
         def caller_reads() -> None:
             pouring.resumed()
@@ -263,7 +274,7 @@ class DirectCall(HttpDownstream):
 
         self._on_resumed = caller_reads
         try:
-            await response.pour(take)
+            await response.pour(take, take_chunk if self._is_chunked else None)
         finally:
             self._on_resumed = None
 

@@ -299,6 +299,15 @@ class Attempt:
             self._deadline.put_off(self._now() + self._idle_s)
         return ready
 
+    def glance(self, data: bytes, start: int, end: int) -> bytes | None:
+        """See `ports.Pouring.glance`."""
+        shown = self._reader.glance(data, start, end)
+        if shown is not None:
+            self._on_chunk()
+            self._passage.chunks += 1
+            self._deadline.put_off(self._now() + self._idle_s)
+        return shown
+
     def stalled(self) -> None:
         """See `ports.Pouring.stalled`. The time the caller takes to read is not the backend's."""
         self._is_stalled = True

@@ -22,7 +22,7 @@ from gateway.core.errors import (
     UpstreamUnreachable,
 )
 from gateway.core.values import Timeouts
-from gateway.ports import Headers, Target, UpstreamResponse
+from gateway.ports import Headers, TakeChunk, Target, UpstreamResponse
 from gateway.upstream import ways
 from gateway.upstream.transport import Transport
 from gateway.upstream.ways import Way, Ways
@@ -131,8 +131,8 @@ class _Response:
             raise UpstreamFailed("The connection to the backend broke.") from error
         return b""
 
-    async def pour(self, take: Callable[[bytes], bool]) -> None:
-        """See `ports.UpstreamResponse.pour`."""
+    async def pour(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
+        """See `ports.UpstreamResponse.pour`. Nothing is known of chunks here."""
         while data := await self.read():
             if self._held is not None:
                 await self._held.wait()

@@ -30,7 +30,7 @@ from gateway.core.errors import (
     UpstreamUnreachable,
 )
 from gateway.core.values import Timeouts
-from gateway.ports import Headers, Target, UpstreamResponse
+from gateway.ports import Headers, TakeChunk, Target, UpstreamResponse
 from gateway.upstream import ways
 from gateway.upstream.ways import Way, Ways
 
@@ -45,6 +45,21 @@ BUFFERED_BYTES_MAX = 256 * 1024
 
 APART_BYTES = 64 * 1024
 """A body from this size on is not copied behind its head."""
+
+GLANCED_BYTES_MAX = 2_048
+"""A chunk of an answer that is longer is not one more token."""
+
+
+def _opening(size: int) -> bytes:
+    """Return the line that a chunk of `size` bytes in all begins with; a line break if there is no such."""
+    for digits in range(1, 4):
+        line = b"%x\r\n" % (size - digits - 4) if size > digits + 4 else b""
+        if len(line) == digits + 2:
+            return line
+    return b"\n"
+
+
+_OPENINGS = tuple(_opening(size) for size in range(GLANCED_BYTES_MAX + 1))
 
 _USER_AGENT = f"gemma-gateway/{__version__}".encode()
 
@@ -259,7 +274,9 @@ class _Connection(asyncio.Protocol):
         self._is_paused = False
         self._is_held = False  # by whoever pours
         self._take: Callable[[bytes], bool] | None = None
+        self._take_chunk: TakeChunk | None = None
         self._take_error: Exception | None = None
+        self._is_between_chunks = False
         self._is_used = False  # a request was answered on it before
         self._unwritten: asyncio.Future[None] | None = None
         self._on_gone: Callable[[_Connection], None] | None = None
@@ -330,9 +347,9 @@ class _Connection(asyncio.Protocol):
         self._read_on()
         return data
 
-    async def pour(self, take: Callable[[bytes], bool]) -> None:
+    async def pour(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
         """See `ports.UpstreamResponse.pour`. No task runs for a read: `take` is called as it arrives."""
-        self._take = take
+        self._take, self._take_chunk = take, take_chunk
         try:
             self._pour_out()
             while self._take is not None and (self._parts or not self._is_complete):
@@ -342,7 +359,8 @@ class _Connection(asyncio.Protocol):
             if self._take_error is not None:
                 raise self._take_error
         finally:
-            self._take, self._take_error, self._is_held = None, None, False
+            self._take = self._take_chunk = self._take_error = None
+            self._is_held = False
             self._read_on()
 
     def hold(self) -> None:
@@ -364,6 +382,8 @@ class _Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by name
 
     def data_received(self, data: bytes) -> None:
+        if self._is_between_chunks and self._take_chunk is not None and self._is_taken_whole(data):
+            return  # the parser has not seen it, and stands between two chunks as before
         if not self._is_asked:  # nobody has asked for anything
             self._fail(UpstreamFailed("The backend sent something that nobody asked for."))
             return
@@ -374,6 +394,8 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self._fail(UpstreamFailed("The backend sent something that is not HTTP."))
+        # Otherwise the length of the next chunk has begun, which the parser tells nobody.
+        self._is_between_chunks = self._is_between_chunks and data.endswith(b"\r\n")
         if not self._is_headed and self._head_bytes > HEAD_BYTES_MAX:
             self._fail(UpstreamFailed("The backend sent a head without an end."))
         if self._take is not None:
@@ -435,7 +457,14 @@ class _Connection(asyncio.Protocol):
         self._parts.append(body)
         self._buffered += len(body)
 
+    def on_chunk_header(self) -> None:
+        self._is_between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        self._is_between_chunks = True
+
     def on_message_complete(self) -> None:
+        self._is_between_chunks = False
         if self._is_headed and not self._is_spoiled:
             self._is_complete = True
             # Read here: afterwards the parser has forgotten it.
@@ -449,8 +478,25 @@ class _Connection(asyncio.Protocol):
         self._on_gone = None
         self._is_asked = True
         self._has_answer = self._is_headed = self._is_complete = self._is_framed = False
+        self._is_between_chunks = False
         self._head_bytes = self._buffered = 0
         self._parts.clear()
+
+    def _is_taken_whole(self, data: bytes) -> bool:
+        """Have bytes that are one whole chunk taken as they are, and return whether they were."""
+        size = len(data)
+        if self._is_held or size > GLANCED_BYTES_MAX or self._take_chunk is None:
+            return False
+        opening = _OPENINGS[size]
+        if not data.startswith(opening) or not data.endswith(b"\r\n"):
+            return False
+        try:
+            return self._take_chunk(data, len(opening), size - 2)
+        except Exception as error:  # noqa: BLE001 - raised where it is poured
+            self._take = self._take_chunk = None
+            self._take_error = error
+            self._wake()
+            return True
 
     def _pour_out(self) -> None:
         """Hand over what has come, and wake whoever pours where that was the last of it."""
@@ -466,7 +512,7 @@ class _Connection(asyncio.Protocol):
             except Exception as error:  # noqa: BLE001 - raised where it is poured
                 self._take_error, goes_on = error, False
             if not goes_on:
-                self._take = None
+                self._take = self._take_chunk = None
                 self._wake()
                 return
         if self._is_complete or self._error is not None:

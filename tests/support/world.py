@@ -36,7 +36,7 @@ from gateway.core.values import (
 )
 from gateway.core.waiting import WaitingLine
 from gateway.pipeline import BackendWatch, Pipeline
-from gateway.ports import Arrival, Downstream, Headers, Target
+from gateway.ports import Arrival, Downstream, Headers, TakeChunk, Target
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
 
@@ -94,7 +94,7 @@ class ScriptedResponse:
                 return step
         return b""
 
-    async def pour(self, take: Callable[[bytes], bool]) -> None:
+    async def pour(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
         while (data := await self.read()) and take(data):
             pass
 

@@ -3,6 +3,7 @@
 Both pass the same tests: the one that serves, and the reference over httpx.
 """
 
+import asyncio
 import socket
 import ssl
 import subprocess
@@ -11,7 +12,9 @@ from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import anyio
 import pytest
@@ -22,7 +25,7 @@ from support.raw_server import LAST_CHUNK, STREAM_HEAD, Answer, RawServer, answe
 from gateway.core.errors import UpstreamFailed, UpstreamLost, UpstreamUnreachable
 from gateway.core.values import Backend, Capacity, Endpoint, KneeStep, Timeouts
 from gateway.ports import Target, Upstream, UpstreamResponse
-from gateway.upstream import ways
+from gateway.upstream import direct, ways
 from gateway.upstream.client import HttpxUpstream
 from gateway.upstream.direct import DirectUpstream
 
@@ -500,6 +503,171 @@ async def test_the_rest_of_an_answer_may_be_poured() -> None:
 
         assert first + sink.data == b"data: 1\n\ndata: 2\n\n"
         assert await response.read() == b""
+
+
+class Chunks(Sink):
+    """What takes chunks as they were sent, but for those with `not_whole` in them."""
+
+    def __init__(self, not_whole: bytes = b"?") -> None:
+        super().__init__()
+        self.whole = 0
+        self._not_whole = not_whole
+
+    def take_chunk(self, data: bytes, start: int, end: int) -> bool:
+        assert data == chunk(data[start:end])
+        if self._not_whole in data:
+            return False
+        self.whole += 1
+        self.take(data[start:end])
+        return True
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_a_chunk_that_comes_alone_is_taken_as_it_was_sent() -> None:
+    sink, gate = Chunks(not_whole=b"4"), anyio.Event()
+
+    async def answer(stream: SocketStream, number: int) -> None:
+        if number == 1:
+            await stream.send(answer_of(b"{}"))
+            return
+        await stream.send(STREAM_HEAD + chunk(b"data: 0\n\n"))
+        await gate.wait()
+        for count in range(1, 8):
+            size = 9 if count != 6 else direct.GLANCED_BYTES_MAX
+            await stream.send(chunk(b"data: %d" % count + b"\n" * (size - 7)))
+            await sink.more()
+        await stream.send(LAST_CHUNK)
+
+    async with serving(answer) as (server, upstream, target):
+        async with upstream.open(target, Timeouts()) as response:
+            first = await response.read()
+            gate.set()
+            await response.pour(sink.take, sink.take_chunk)
+        async with upstream.open(target, Timeouts()) as response:  # the parser has not lost its place
+            assert await whole(response) == b"{}"
+
+    assert (
+        first + sink.data
+    ).split() == b"data: 0 data: 1 data: 2 data: 3 data: 4 data: 5 data: 6 data: 7".split()
+    assert sink.whole == 5  # the one that is not wanted so, and the one that is too long, are not
+    assert server.connections == 1
+
+
+WIRE = b"".join(chunk(b"data: %d\n\n" % count) for count in range(8))
+LONGER = chunk(b"data: x\n\n").replace(b"9\r\n", b"0009;note=1\r\n") + WIRE  # legal, if unusual
+NESTED = chunk(chunk(b"data: z\n\n") + b" " * 200)  # with what looks like a chunk in it
+LURE = chunk(b"data: y\n\n\r\n" + b" " * 14)  # as this one does without the first digit of its length
+
+
+@pytest.mark.usefixtures("only_direct")
+@pytest.mark.parametrize("sent", [WIRE, LONGER, NESTED + WIRE, WIRE + LURE, LURE + NESTED])
+async def test_chunks_arrive_whole_however_they_are_cut(sent: bytes) -> None:
+    """Cut exactly: the reads of a socket are not the writes of the other side."""
+    dice = Random(1)
+    count = len(sent)
+    all_cuts = [[cut] for cut in range(1, count)]
+    all_cuts += [sorted(dice.sample(range(1, count), 6)) for _ in range(200)]
+    starts = [0, *(at for at in range(2, count) if sent.startswith(b"\r\n", at - 2))]
+    all_cuts += [[start + 1, end] for start in starts for end in starts if start + 1 < end]
+    all_cuts += [[start, end] for start in starts[1:] for end in starts if start < end]
+    all_cuts += [[start, start + 1, end] for start in starts[1:] for end in starts if start + 1 < end]
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(STREAM_HEAD)
+
+    async with serving(answer) as (server, upstream, target):
+        for cuts in all_cuts:
+            sink = Chunks(not_whole=b"7")
+            async with (
+                upstream.open(target, Timeouts()) as response,
+                fail_after(10),
+                anyio.create_task_group() as tasks,
+            ):
+                assert isinstance(response, asyncio.Protocol)
+                tasks.start_soon(response.pour, sink.take, sink.take_chunk)
+                await anyio.lowlevel.checkpoint()
+                for start, end in pairwise([0, *cuts, count]):
+                    response.data_received(sent[start:end])
+                response.data_received(LAST_CHUNK)
+            assert sink.data == dechunked(sent), cuts
+
+    assert server.connections == 1
+
+
+@asynccontextmanager
+async def fail_after(seconds: float) -> AsyncIterator[None]:
+    with anyio.fail_after(seconds):
+        yield
+
+
+def dechunked(sent: bytes) -> bytes:
+    """Return what is in chunks."""
+    data = b""
+    while sent:
+        line, _, sent = sent.partition(b"\r\n")
+        size = int(line.partition(b";")[0], 16)
+        data, sent = data + sent[:size], sent[size + 2 :]
+    return data
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_what_is_wrong_behind_a_chunk_that_was_taken_whole_is_found() -> None:
+    sink = Chunks()
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(STREAM_HEAD + chunk(b"data: 0\n\n"))
+        await sink.more()
+        await stream.send(chunk(b"data: 1\n\n"))
+        await sink.more()
+        await stream.send(b"9\r\ndata: 2\n\nno\r\n")
+
+    async with serving(answer) as (server, upstream, target), upstream.open(target, Timeouts()) as response:
+        with pytest.raises(UpstreamFailed):
+            await response.pour(sink.take, sink.take_chunk)
+        with anyio.fail_after(5):
+            await server.closed.wait()
+    assert sink.whole == 1
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_what_a_sink_of_chunks_raises_is_raised() -> None:
+    sink = Sink()
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(STREAM_HEAD + chunk(b"data: 0\n\n"))
+        await sink.more()
+        await stream.send(chunk(b"data: 1\n\n"))
+
+    def spill(_: bytes, __: int, ___: int) -> bool:
+        raise Spilt
+
+    async with serving(answer) as (server, upstream, target):
+        with pytest.raises(Spilt):
+            async with upstream.open(target, Timeouts()) as response:
+                await response.pour(sink.take, spill)
+        with anyio.fail_after(5):
+            await server.closed.wait()
+    assert sink.data == b"data: 0\n\n"
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_an_answer_that_is_held_hands_over_no_chunk() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(STREAM_HEAD)
+
+    sink = Chunks(not_whole=b"0")
+    async with serving(answer) as (_, upstream, target):
+        async with upstream.open(target, Timeouts()) as response, anyio.create_task_group() as tasks:
+            assert isinstance(response, asyncio.Protocol)
+            sink.hold_once(response)
+            tasks.start_soon(response.pour, sink.take, sink.take_chunk)
+            await anyio.lowlevel.checkpoint()
+            response.data_received(chunk(b"data: 0\n\n"))
+            response.data_received(chunk(b"data: 1\n\n"))  # on its way when the reading was stopped
+            assert sink.data == b"data: 0\n\n"
+            response.go_on()
+            response.data_received(LAST_CHUNK)
+    assert sink.data == b"data: 0\n\ndata: 1\n\n"
 
 
 async def test_an_answer_without_a_body_pours_nothing() -> None:

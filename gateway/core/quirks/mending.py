@@ -57,8 +57,12 @@ class MendingReader(StreamReader):
         """See `StreamReader`: a remedy may want to see more first."""
         return self.has_content and not self._remedies.holds
 
+    def glance(self, data: bytes, start: int, end: int) -> bytes | None:
+        """See `StreamReader`: what a remedy waits for may be in the text."""
+        return None if self._remedies.concern(data) else super().glance(data, start, end)
+
     def _says_nothing(self, event: bytes) -> bool:
-        return (self._remedies.are_idle or not self._remedies.concern(event)) and super()._says_nothing(event)
+        return not self._remedies.concern(event) and super()._says_nothing(event)
 
     def _inspect(self, block: bytes, *, parse: bool = False) -> Iterator[bytes]:
         return super()._inspect(block, parse=parse or self._remedies.concern(block))
