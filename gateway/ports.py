@@ -189,6 +189,13 @@ class Target:
     body: bytes
 
 
+Glance = Callable[[bytes, int, int], bytes | None]
+"""Returns what is to be passed on of `data[start:end]`, given the three, where a glance tells.
+
+`data` itself: just those bytes. None: nothing was done.
+"""
+
+
 class Pouring(Protocol):
     """What makes of a backend's answer what its caller gets, while the one is poured into the other."""
 
@@ -199,11 +206,9 @@ class Pouring(Protocol):
     def take(self, data: bytes) -> bytes:
         """Return what is to be passed on of some bytes as they arrived, possibly b""."""
 
-    def glance(self, data: bytes, start: int, end: int) -> bytes | None:
-        """Return what is to be passed on of `data[start:end]` where a glance is enough to know it.
-
-        `data` itself: just those bytes. None: nothing was done, and they are to be taken.
-        """
+    @property
+    def glance(self) -> Glance:
+        """What may be asked of bytes before they are taken; if it knows them, they are not."""
 
     def stalled(self) -> None:
         """Note that the caller takes no more at the moment: from now on, the time is the caller's."""
@@ -213,6 +218,7 @@ class Pouring(Protocol):
 
 
 TakeChunk = Callable[[bytes, int, int], bool]
+"""Given a whole chunk of HTTP as it was sent, and where its bytes begin and end; whether it took them."""
 
 
 class UpstreamResponse(Protocol):
@@ -240,8 +246,7 @@ class UpstreamResponse(Protocol):
     async def pour(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
         """Have `take` called with all bytes as they arrive; return when it wants no more, or at the end.
 
-        `take_chunk` may be called before that, with a whole chunk of HTTP as it was sent, and where its bytes
-        begin and end. It returns whether it has taken them.
+        `take_chunk` may be asked before that.
 
         Raises:
             UpstreamFailed: as `read`.

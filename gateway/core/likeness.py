@@ -18,9 +18,13 @@ _TEXT = re.compile(rb'("(?:content|text|reasoning|reasoning_content)"\s*:\s*")((
 
 
 class Likeness:
-    """Knows an event by its beginning and its end."""
+    """Knows an event by its beginning and its end.
 
-    __slots__ = ("_begin", "_end", "_least", "_left", "_shown")
+    Attributes:
+        applies: Whether what comes next may be judged by it.
+    """
+
+    __slots__ = ("_begin", "_end", "_least", "_left", "_shown", "applies")
 
     def __init__(self) -> None:
         """Know nothing."""
@@ -29,6 +33,7 @@ class Likeness:
         self._least = 0
         self._shown = b""
         self._left = LEARNED_MAX
+        self.applies = False
 
     def learn(self, event: bytes, shown: bytes) -> None:
         """Know an event that said nothing but its text, and whatever is like it; `shown` is shown of it."""
@@ -51,7 +56,9 @@ class Likeness:
         `data` itself says: nothing is shown otherwise than it is written.
         """
         begin = self._begin
-        if begin is None or not data.startswith(begin, start) or not data.endswith(self._end, start, end):
+        if not self.applies or begin is None:
+            return None
+        if not data.startswith(begin, start) or not data.endswith(self._end, start, end):
             return None
         text_at = start + len(begin)
         if end - start < self._least or data.find(b'"', text_at, end - len(self._end)) >= 0:

@@ -69,7 +69,6 @@ class StreamReader:
         self._tail: list[bytes] = []  # of an event that is not complete
         self._tail_bytes = 0
         self._likeness = Likeness()
-        self._flows = False  # what came last said nothing, and all of it was let go
 
     @property
     def may_begin(self) -> bool:
@@ -88,24 +87,30 @@ class StreamReader:
 
     def feed(self, data: bytes) -> bytes:
         """Return the complete events that may be relayed now, possibly b""."""
-        self._flows = False
+        self._likeness.applies = False
         if self.fault is not None or self._done:
             return b""
         is_complete = data.endswith(b"\n\n")  # the common case: what arrived ends with an event's end
         if is_complete and self.has_content and not self._tail and self._says_nothing(data):
-            self._flows = True
             shown = self._names.in_event(data)
             self._likeness.learn(data, shown)
+            self._likeness.applies = self._sees_all
             return shown
         block = self._taken(data, b"") if is_complete else self._complete_events(data)
         return b"".join(self._inspect(block)) if block else b""
 
-    def glance(self, data: bytes, start: int, end: int) -> bytes | None:
-        """Return what may be relayed of `data[start:end]`, where a glance says so; None: it has to be fed.
+    @property
+    def glance(self) -> Callable[[bytes, int, int], bytes | None]:
+        """`Likeness.glance` of this stream, which need not be fed with what is known by it.
 
-        Nearly every read of a stream is one event like the one before. `data` itself: it, as it is.
+        Nearly every read of a stream is one event like the one before.
         """
-        return self._likeness.glance(data, start, end) if self._flows else None
+        return self._likeness.glance
+
+    @property
+    def _sees_all(self) -> bool:
+        """Whether nothing has to be looked for in texts."""
+        return True
 
     def end(self) -> bytes:
         """Return what is still owed to the caller now that the body ended; sets `fault` if it ended early."""

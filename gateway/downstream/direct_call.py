@@ -245,6 +245,7 @@ class DirectCall(HttpDownstream):
         """See `ports.Downstream.relay`. Bytes are written as they arrive; no task runs for them."""
 
         self._write_head()
+        glance = pouring.glance
 
         def take(data: bytes) -> bool:
             passed_on = pouring.take(data)
@@ -255,7 +256,7 @@ class DirectCall(HttpDownstream):
             return not pouring.is_over
 
         def take_chunk(chunk: bytes, start: int, end: int) -> bool:
-            passed_on = pouring.glance(chunk, start, end)
+            passed_on = glance(chunk, start, end)
             if passed_on is None:
                 return False
             if not self.disconnected:  # a chunk that nothing is changed in is written as it was read

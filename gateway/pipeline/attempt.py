@@ -35,9 +35,11 @@ from gateway.core.values import Backend, Candidate, Timeouts
 from gateway.pipeline import caller
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled
 from gateway.pipeline.deadline import Deadline
+from gateway.pipeline.glances import Glances
 from gateway.pipeline.passage import Passage
+from gateway.pipeline.watch import AttemptWatch
 from gateway.pipeline.whole_answers import decode_answer
-from gateway.ports import Clock, Headers, Target, Upstream, UpstreamResponse
+from gateway.ports import Clock, Glance, Headers, Target, Upstream, UpstreamResponse
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """A complete answer longer than this is not the answer of a language model."""
@@ -66,13 +68,13 @@ class Attempt:
         served_model: str,
         clock: Clock,
         on_answer: Callable[[], Awaitable[None]],
-        on_chunk: Callable[[], None],
+        watch: AttemptWatch,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         """Prepare a try of `passage` on `backend`, which serves the model as `served_model`, in `loop`.
 
-        `on_answer` is awaited when the first token has come, before it is passed on; `on_chunk` is called
-        for every read of a stream after that.
+        `on_answer` is awaited when the first token has come, before it is passed on; `watch` is told
+        of every read of a stream after that.
         """
         self._passage = passage
         self._candidate = candidate
@@ -84,10 +86,11 @@ class Attempt:
         self._plan = quirks.plan(backend.quirks, passage.incoming, passage.policy.reasoning_field)
         self._clock = clock
         self._on_answer = on_answer
-        self._on_chunk = on_chunk
+        self._watch = watch
         self._now = loop.time
         self._deadline = Deadline(loop, inf)
         self._reader: StreamReader
+        self._glances: Glances
         self._started_at = 0.0
         self._connected_at: float | None = None
         self._first_byte_at: float | None = None
@@ -109,7 +112,7 @@ class Attempt:
         """End the try if it has not been answered yet: its backend is lost."""
         if not self.is_answered:
             self._lost = reason
-            self._deadline.at = -inf
+            self._deadline.move(-inf)
 
     async def run(self, upstream: Upstream) -> None:
         """Relay the answer, to its end. The passage gets the record of the try, however it ends.
@@ -157,7 +160,7 @@ class Attempt:
         first = self._timeouts.first_byte_s if self._plan.is_streamed else self._timeouts.total_s
         if not self._lost:
             self._deadline.latest = self._last_moment
-            self._deadline.at = started + first
+            self._deadline.move(started + first)
         with self._deadline:
             await self._exchange(upstream)
         if not self._deadline.has_passed or self._is_relayed:
@@ -222,12 +225,22 @@ class Attempt:
         self._reader = reader
         try:
             if await self._relay_beginning(response):
-                await passage.downstream.relay(response, self)
+                await self._pour(response)
             await self._relay_end()
         finally:
             passage.usage = reader.usage
         if reader.fault is not None:
             raise self._faulty(reader.fault)
+
+    async def _pour(self, response: UpstreamResponse) -> None:
+        glances = self._glances = Glances(
+            self._reader.glance, self._watch.counter, self._deadline, self._idle_s, self._now
+        )
+        try:
+            await self._passage.downstream.relay(response, self)
+        finally:
+            self._passage.chunks += glances.chunks
+            self._watch.counted(glances.chunks)
 
     def _new_reader(self) -> StreamReader:
         remedies, incoming = self._plan.remedies, self._passage.incoming
@@ -245,7 +258,7 @@ class Attempt:
         while data := await response.read():
             ready = reader.feed(data)
             if self._first_byte_at is not None:
-                self._on_chunk()
+                self._watch.chunk()
             self._held.append(ready)
             if reader.fault is not None:
                 return False
@@ -277,7 +290,7 @@ class Attempt:
         """Give the backend its time for the next read."""
         reader = self._reader
         self._is_relayed = reader.is_done
-        self._deadline.at = self._now() + (END_OF_BODY_S if reader.is_done else self._idle_s)
+        self._deadline.move(self._now() + (END_OF_BODY_S if reader.is_done else self._idle_s))
 
     # -------------------------------------------------------------- `ports.Pouring`
 
@@ -288,7 +301,7 @@ class Attempt:
 
     def take(self, data: bytes) -> bytes:
         """See `ports.Pouring.take`. Called for every read of a stream: there is nothing in it to spare."""
-        self._on_chunk()
+        self._watch.chunk()
         reader = self._reader
         ready = reader.feed(data)
         if ready:
@@ -296,23 +309,19 @@ class Attempt:
         if reader.is_done:
             self._await_more()
         else:
-            self._deadline.put_off(self._now() + self._idle_s)
+            self._deadline.at = self._now() + self._idle_s
         return ready
 
-    def glance(self, data: bytes, start: int, end: int) -> bytes | None:
+    @property
+    def glance(self) -> Glance:
         """See `ports.Pouring.glance`."""
-        shown = self._reader.glance(data, start, end)
-        if shown is not None:
-            self._on_chunk()
-            self._passage.chunks += 1
-            self._deadline.put_off(self._now() + self._idle_s)
-        return shown
+        return self._glances.glance
 
     def stalled(self) -> None:
         """See `ports.Pouring.stalled`. The time the caller takes to read is not the backend's."""
         self._is_stalled = True
         self._deadline.latest = inf
-        self._deadline.at = self._now() + caller.CALLER_STALL_S
+        self._deadline.move(self._now() + caller.CALLER_STALL_S)
 
     def resumed(self) -> None:
         """See `ports.Pouring.resumed`."""
@@ -351,7 +360,7 @@ class Attempt:
                 break
             if reader.has_content and not self._is_relayed:
                 await self._note_first_token()
-                self._deadline.at = self._now() + self._idle_s
+                self._deadline.move(self._now() + self._idle_s)
             if reader.is_done and not self._is_relayed:
                 await self._send_assembled(reader)
         reader.end()
@@ -364,7 +373,7 @@ class Attempt:
         self._passage.usage = reader.usage
         await self._send_whole(reader.whole())
         self._is_relayed = True
-        self._deadline.at = self._now() + END_OF_BODY_S
+        self._deadline.move(self._now() + END_OF_BODY_S)
 
     async def _send_whole(self, body: bytes) -> None:
         await self._answer(

@@ -14,18 +14,19 @@ class Deadline:
     """Ends a block of code when its time has come, by cancelling the task in which it runs.
 
     Attributes:
+        at: When it ends; may be moved to later by setting it, and to any time by `move`.
         latest: When it ends at the latest, whatever `at` says; may be moved while no earlier than `at`.
         has_passed: Whether that has happened; known when the block has ended.
     """
 
     __slots__ = (
-        "_at",
         "_cancelling",
         "_is_expired",
         "_loop",
         "_task",
         "_timer",
         "_timer_at",
+        "at",
         "has_passed",
         "latest",
     )
@@ -34,7 +35,7 @@ class Deadline:
         """End the block at `at`, in seconds of the clock of `loop`, in which the block runs."""
         self.has_passed = False
         self.latest = inf
-        self._at = at
+        self.at = at
         self._loop = loop
         self._task: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -42,21 +43,12 @@ class Deadline:
         self._cancelling = 0
         self._is_expired = False
 
-    @property
-    def at(self) -> float:
-        """When the block ends; may be moved while it runs."""
-        return self._at
-
-    @at.setter
-    def at(self, at: float) -> None:
-        self._at = at
+    def move(self, at: float) -> None:
+        """End the block at another time, which may be earlier."""
+        self.at = at
         if self._timer is not None and at < self._timer_at:
             self._timer.cancel()
             self._set_timer()
-
-    def put_off(self, at: float) -> None:
-        """Move `at` to a later time than it has been."""
-        self._at = at
 
     def __enter__(self) -> "Deadline":
         task = asyncio.current_task(self._loop)
@@ -79,13 +71,13 @@ class Deadline:
         return self.has_passed
 
     def _set_timer(self) -> None:
-        self._timer_at = min(self._at, self.latest)
+        self._timer_at = min(self.at, self.latest)
         self._timer = self._loop.call_at(self._timer_at, self._look)
 
     def _look(self) -> None:
         if self._task is None or self._is_expired:
             return
-        if self._loop.time() < min(self._at, self.latest):
+        if self._loop.time() < min(self.at, self.latest):
             self._set_timer()
         else:
             self._is_expired = True

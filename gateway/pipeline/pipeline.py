@@ -427,9 +427,7 @@ class Pipeline:
 
         if self._loop is None:  # asked for once: it takes a call of the kernel (CPython 3.11)
             self._loop = asyncio.get_running_loop()
-        attempt = Attempt(
-            passage, candidate, backend, served, self._clock, on_answer, watch.chunk, self._loop
-        )
+        attempt = Attempt(passage, candidate, backend, served, self._clock, on_answer, watch, self._loop)
         running = self._running.setdefault(backend.id, set())
         running.add(attempt)
         if not is_seen:

@@ -15,6 +15,7 @@ from gateway.core.knee_estimate import ClassShape, KneeEstimate, StepFit, estima
 from gateway.core.tpot_control import WINDOW_S, GapMeter, Move, TpotControl, TpotTarget, adjust
 from gateway.core.usage import Usage
 from gateway.core.values import Backend, Demand, KneeStep, Policy
+from gateway.pipeline.glances import Counter, Uncounted
 from gateway.ports import Clock, Ledger, Slot
 
 JUDGED_S = 120.0
@@ -95,6 +96,16 @@ class AttemptWatch:
         if self._is_answered:
             self._chunks += 1
             self._watched.meter.chunks += 1
+
+    @property
+    def counter(self) -> Counter:
+        """Where the chunks of this attempt are counted as they come, without a call for each of them."""
+        return self._watched.meter if self._is_answered else Uncounted()
+
+    def counted(self, chunks: int) -> None:
+        """Note how many were counted there."""
+        if self._is_answered:
+            self._chunks += chunks
 
     def ended(self, usage: Usage | None) -> None:
         """Note its end; `usage` None where the answer was not complete."""

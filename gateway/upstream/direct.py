@@ -275,6 +275,7 @@ class _Connection(asyncio.Protocol):
         self._is_held = False  # by whoever pours
         self._take: Callable[[bytes], bool] | None = None
         self._take_chunk: TakeChunk | None = None
+        self._take_whole: TakeChunk | None = None  # the same, while a chunk may be taken without the parser
         self._take_error: Exception | None = None
         self._is_between_chunks = False
         self._is_used = False  # a request was answered on it before
@@ -350,6 +351,7 @@ class _Connection(asyncio.Protocol):
     async def pour(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
         """See `ports.UpstreamResponse.pour`. No task runs for a read: `take` is called as it arrives."""
         self._take, self._take_chunk = take, take_chunk
+        self._see_whether_whole()
         try:
             self._pour_out()
             while self._take is not None and (self._parts or not self._is_complete):
@@ -359,13 +361,14 @@ class _Connection(asyncio.Protocol):
             if self._take_error is not None:
                 raise self._take_error
         finally:
-            self._take = self._take_chunk = self._take_error = None
+            self._take = self._take_chunk = self._take_whole = self._take_error = None
             self._is_held = False
             self._read_on()
 
     def hold(self) -> None:
         """See `ports.UpstreamResponse.hold`."""
         self._is_held = True
+        self._take_whole = None
         if not self._is_paused and not self._is_lost:
             self._is_paused = True
             self._transport.pause_reading()
@@ -382,7 +385,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by name
 
     def data_received(self, data: bytes) -> None:
-        if self._is_between_chunks and self._take_chunk is not None and self._is_taken_whole(data):
+        if self._take_whole is not None and self._is_taken_whole(data, self._take_whole):
             return  # the parser has not seen it, and stands between two chunks as before
         if not self._is_asked:  # nobody has asked for anything
             self._fail(UpstreamFailed("The backend sent something that nobody asked for."))
@@ -394,8 +397,9 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self._fail(UpstreamFailed("The backend sent something that is not HTTP."))
-        # Otherwise the length of the next chunk has begun, which the parser tells nobody.
+        # It does not tell when the length of the next chunk has begun: then this is no line's end.
         self._is_between_chunks = self._is_between_chunks and data.endswith(b"\r\n")
+        self._see_whether_whole()
         if not self._is_headed and self._head_bytes > HEAD_BYTES_MAX:
             self._fail(UpstreamFailed("The backend sent a head without an end."))
         if self._take is not None:
@@ -482,18 +486,22 @@ class _Connection(asyncio.Protocol):
         self._head_bytes = self._buffered = 0
         self._parts.clear()
 
-    def _is_taken_whole(self, data: bytes) -> bool:
+    def _see_whether_whole(self) -> None:
+        """Note whether the next chunk may be taken as a whole."""
+        self._take_whole = self._take_chunk if self._is_between_chunks and not self._is_held else None
+
+    def _is_taken_whole(self, data: bytes, take: TakeChunk) -> bool:
         """Have bytes that are one whole chunk taken as they are, and return whether they were."""
         size = len(data)
-        if self._is_held or size > GLANCED_BYTES_MAX or self._take_chunk is None:
+        if size > GLANCED_BYTES_MAX:
             return False
         opening = _OPENINGS[size]
         if not data.startswith(opening) or not data.endswith(b"\r\n"):
             return False
         try:
-            return self._take_chunk(data, len(opening), size - 2)
+            return take(data, len(opening), size - 2)
         except Exception as error:  # noqa: BLE001 - raised where it is poured
-            self._take = self._take_chunk = None
+            self._take = self._take_chunk = self._take_whole = None
             self._take_error = error
             self._wake()
             return True
@@ -512,7 +520,7 @@ class _Connection(asyncio.Protocol):
             except Exception as error:  # noqa: BLE001 - raised where it is poured
                 self._take_error, goes_on = error, False
             if not goes_on:
-                self._take = self._take_chunk = None
+                self._take = self._take_chunk = self._take_whole = None
                 self._wake()
                 return
         if self._is_complete or self._error is not None:

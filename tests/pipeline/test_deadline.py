@@ -50,7 +50,7 @@ def together(first: str, deadline: Deadline, cancel: Callable[[], object]) -> No
         loop.call_soon(loop.call_soon, cancel)
     else:
         loop.call_soon(cancel)
-    deadline.at = -inf
+    deadline.move(-inf)
 
 
 async def test_it_ends_its_block_when_the_time_has_come() -> None:
@@ -98,7 +98,7 @@ async def test_a_block_that_never_waits_ends_by_itself_however_late() -> None:
 async def test_moved_to_later_it_does_nothing_at_its_first_time() -> None:
     at = anyio.current_time() + 0.01
     with deadline_at(at) as deadline:
-        deadline.at = inf
+        deadline.move(inf)
         await until(at)
         assert cancellations() == 0
 
@@ -110,7 +110,7 @@ async def test_moved_to_later_it_ends_the_block_then() -> None:
     last = first + 0.02
     with anyio.fail_after(10):
         with deadline_at(first) as deadline:
-            deadline.at = last
+            deadline.move(last)
             await until(first)
             await anyio.sleep_forever()
 
@@ -122,7 +122,7 @@ async def test_moved_over_and_over_it_counts_from_its_last_place() -> None:
     with anyio.fail_after(10):
         with deadline_at(inf) as deadline:
             for wait_s in (9, 0.01, 8, inf, 0.02, 7, 0.01):
-                deadline.at = anyio.current_time() + wait_s
+                deadline.move(anyio.current_time() + wait_s)
             await anyio.sleep_forever()
 
     assert deadline.has_passed
@@ -131,7 +131,7 @@ async def test_moved_over_and_over_it_counts_from_its_last_place() -> None:
 async def test_put_off_it_does_nothing_at_its_first_time() -> None:
     at = anyio.current_time() + 0.01
     with deadline_at(at) as deadline:
-        deadline.put_off(inf)
+        deadline.at = inf
         await until(at)
         assert cancellations() == 0
 
@@ -148,7 +148,7 @@ async def test_put_off_beyond_the_latest_it_ends_the_block_then(is_set_within: b
     with anyio.fail_after(10):
         with deadline:
             deadline.latest = latest
-            deadline.put_off(inf)
+            deadline.at = inf
             await until(first)
             await anyio.sleep_forever()
 
@@ -160,7 +160,7 @@ async def test_put_off_beyond_the_latest_it_ends_the_block_then(is_set_within: b
 async def test_moved_to_the_past_by_somebody_else_it_ends_the_block(to: float) -> None:
     with anyio.fail_after(10):
         with deadline_at(inf) as deadline:
-            asyncio.get_running_loop().call_soon(setattr, deadline, "at", to)
+            asyncio.get_running_loop().call_soon(deadline.move, to)
             await anyio.sleep_forever()
 
     assert deadline.has_passed
@@ -169,7 +169,7 @@ async def test_moved_to_the_past_by_somebody_else_it_ends_the_block(to: float) -
 async def test_moved_after_its_block_it_does_nothing() -> None:
     with deadline_at(inf) as deadline:
         await rounds()
-    deadline.at = -inf
+    deadline.move(-inf)
     await rounds()
 
     assert not deadline.has_passed
@@ -182,7 +182,7 @@ async def test_moved_after_it_has_passed_it_passes_once() -> None:
             try:
                 await anyio.sleep_forever()
             finally:
-                deadline.at = -inf
+                deadline.move(-inf)
                 await rounds()
 
     assert deadline.has_passed
@@ -298,9 +298,9 @@ async def test_one_within_another(passing: str) -> None:
         with deadline_at(inf) as outer:
             with deadline_at(inf) as inner:
                 if passing != "inner":
-                    outer.at = -inf
+                    outer.move(-inf)
                 if passing != "outer":
-                    inner.at = -inf
+                    inner.move(-inf)
                 await anyio.sleep_forever()
             await rounds()
             went_on = True

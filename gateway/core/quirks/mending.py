@@ -57,9 +57,9 @@ class MendingReader(StreamReader):
         """See `StreamReader`: a remedy may want to see more first."""
         return self.has_content and not self._remedies.holds
 
-    def glance(self, data: bytes, start: int, end: int) -> bytes | None:
-        """See `StreamReader`: what a remedy waits for may be in the text."""
-        return None if self._remedies.concern(data) else super().glance(data, start, end)
+    @property
+    def _sees_all(self) -> bool:
+        return self._remedies.are_idle  # what one of them waits for may be in a text
 
     def _says_nothing(self, event: bytes) -> bool:
         return not self._remedies.concern(event) and super()._says_nothing(event)

@@ -49,6 +49,11 @@ class Remedies:
         """Return whether these events have to be looked into."""
         return any(remedy.marks in events for remedy in self._active)
 
+    @property
+    def are_idle(self) -> bool:
+        """Whether none of them has anything left to do."""
+        return not self._active
+
     def concern_whole(self, answer: bytes) -> bool:
         """Return whether a whole answer has to be looked into."""
         return any(remedy.whole_marks in answer for remedy in self._active)
