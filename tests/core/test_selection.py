@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.core import admission, selection
 from gateway.core.health import BackendStatus, State
@@ -29,10 +32,12 @@ from gateway.core.values import (
 )
 from gateway.core.versions import bounds
 
+T = TypeVar("T")
 SMALL = Capacity(context_tokens=32_768, knee=(KneeStep(None, 64),))
 LARGE = Capacity(context_tokens=262_144, knee=(KneeStep(None, 64),))
 CHAT = TrafficClass("short_chat", ("light", "push"))
 SHORT = Demand(seqs=1, prompt_tokens=1_000, total_tokens=2_000)
+MEASURED = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=1e-4, t_attn=0, sharp=1)
 UP = BackendStatus(state=State.UP, served_models=("gemma",))
 
 
@@ -360,7 +365,6 @@ GATED = Policy(
     backends={},
 )
 PUSH = Capacity(context_tokens=262_144, knee=(KneeStep(16_000, 64), KneeStep(None, 16)))
-MEASURED = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=1e-4, t_attn=0, sharp=1)
 DOCUMENT = Demand(seqs=1, prompt_tokens=20_000, total_tokens=21_000)
 COUNTED = backend(
     "light-0",
@@ -553,3 +557,87 @@ def test_an_engine_of_a_wrong_version_gets_no_traffic(status: BackendStatus, det
     reason = Exclusion.WRONG_VERSION if status.served_models else Exclusion.NOT_ASKED
     assert found == ((None, "") if detail is None else (reason, detail))
     assert not Exclusion.WRONG_VERSION.is_busy
+
+
+# ------------------------------------------------------------------ mostly nothing objects
+
+
+def mostly(usual: T, *others: T) -> st.SearchStrategy[T]:
+    """Of all that may be odd about a case, one or two things are."""
+    return st.sampled_from([usual] * 9 * max(1, len(others)) + list(others))
+
+
+LOADS = st.builds(
+    Load,
+    seqs=st.integers(0, 3),
+    share=mostly(0, 500_000, 750_000, 999_999, admission.WHOLE),
+    kv_blocks=mostly(0, 1_700, 1_800, 2_000),
+    long_seqs=mostly(0, 1, 2),
+    long_unanswered=mostly(0, 1, 2),
+    prefill_ms=mostly(0, 499, 500, 600, 10_000),
+)
+STATUSES = st.builds(
+    BackendStatus,
+    state=mostly(State.UP, *State),
+    served_models=mostly(("gemma",), (), ("other",), ("gemma", "other")),
+    version=st.sampled_from([None, "0.19.0"]),
+    context_tokens=mostly(None, 1_300, 40_000),
+)
+VIEWS = st.builds(
+    BackendView,
+    st.builds(
+        lambda **fields: backend("light-0", **fields),
+        capacity=st.sampled_from([SMALL, COUNTED.capacity, replace(SMALL, knee=(KneeStep(None, 1_500),))]),
+        model=mostly("gemma", None),
+        drain=mostly(False, True),
+        perf=st.sampled_from([None, MEASURED]),
+        modalities=st.sampled_from([Modalities(), Modalities(images_max=0, audios_max=1)]),
+        versions=mostly((), bounds(">=0.20")),
+    ),
+    LOADS,
+    STATUSES,
+    share_max=mostly(admission.WHOLE, 500_000),
+    kv_taken=mostly(0, 1_800, 3_000),
+    long_waiting=mostly(0, 1),
+    away=mostly(None, (Exclusion.SWAPPED_OUT, "another model")),
+)
+DEMANDS = st.builds(
+    Demand,
+    seqs=mostly(1, 2, 65, 1_501),
+    prompt_tokens=st.sampled_from([10, 1_000, 20_000]),
+    total_tokens=mostly(1_400, 21_000, 60_000),
+    images=mostly(0, 1),
+    audios=mostly(0, 1),
+)
+POOLS = st.builds(
+    Pool,
+    st.just("light"),
+    st.just(("light-0",)),
+    gates=st.builds(
+        Gates,
+        long_seqs=st.sampled_from([None, 1]),
+        long_prefills=st.sampled_from([None, 0, 1]),
+        prefill_s=st.sampled_from([None, 0.6]),
+    ),
+    spill=st.builds(Spill, reserve=st.sampled_from([0, 0.25]), prefill_s=st.sampled_from([None, 0.5])),
+)
+
+
+@settings(max_examples=2_000)
+@given(DEMANDS, VIEWS, POOLS, st.booleans())
+def test_nothing_objects_to_what_is_clear(
+    demand: Demand, subject: BackendView, pool: Pool, is_spill: bool
+) -> None:
+    case = selection.consider(demand, subject, pool, is_spill=is_spill)
+
+    if selection.is_clear(case):
+        assert [name for name, rule in selection.FILTERS.items() if rule(case)] == []
+
+
+def test_an_ordinary_request_is_clear_also_as_a_spill() -> None:
+    pool = policy().pools["light"]
+
+    assert selection.is_clear(selection.consider(SHORT, view(backend("light-0", model="gemma"), 3), pool))
+    assert selection.is_clear(
+        selection.consider(SHORT, view(backend("light-0", model="gemma"), 3), pool, is_spill=True)
+    )
