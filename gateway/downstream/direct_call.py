@@ -83,6 +83,65 @@ _CHUNKED = (b"transfer-encoding", b"chunked")
 _CLOSE = (b"connection", b"close")
 
 
+class _Poured:
+    """An answer that is written as it arrives."""
+
+    __slots__ = ("_call", "_flow", "_glance", "_pouring", "_response", "_write")
+
+    def __init__(
+        self,
+        call: "DirectCall",
+        transport: asyncio.Transport,
+        flow: FlowControl,
+        response: UpstreamResponse,
+        pouring: Pouring,
+    ) -> None:
+        self._call = call
+        self._write = transport.write
+        self._flow = flow
+        self._response = response
+        self._pouring = pouring
+        self._glance = pouring.glance
+
+    def take(self, data: bytes) -> bool:
+        """Write what is to be passed on of some bytes, and return whether more is wanted."""
+        if passed_on := self._pouring.take(data):
+            self._pass(passed_on)
+        return not self._pouring.is_over
+
+    def take_framed(self, data: bytes) -> bool:
+        """Do as `take`, each time as a chunk."""
+        if passed_on := self._pouring.take(data):
+            self._pass(_chunk(passed_on))
+        return not self._pouring.is_over
+
+    def take_chunk(self, chunk: bytes, start: int, end: int) -> bool:
+        """Write a chunk, if it is known at a glance, and return whether it was."""
+        passed_on = self._glance(chunk, start, end)
+        if passed_on is None:
+            return False
+        # A chunk that nothing is changed in is written as it was read.
+        self._pass(chunk if passed_on is chunk else _chunk(passed_on))
+        return True
+
+    def resumed(self) -> None:
+        """Note that the caller has read enough of what was written."""
+        self._pouring.resumed()
+        self._response.go_on()
+
+    def _pass(self, data: bytes) -> None:
+        if self._call.disconnected:
+            return
+        self._write(data)
+        if self._flow.write_paused:
+            self._pouring.stalled()
+            self._response.hold()
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
 class DirectCall(HttpDownstream):
     """A chat on its connection: `Call`, and the `ports.Downstream` of its answer.
 
@@ -117,7 +176,7 @@ class DirectCall(HttpDownstream):
         self._unwritten_head = b""
         self._is_chunked = False
         self._left = 0  # bytes of an answer whose length was announced
-        self._on_resumed: Callable[[], None] | None = None
+        self._poured: _Poured | None = None
         chats.uploads.calls += 1
 
     # ------------------------------------------------------------ receiving
@@ -234,7 +293,7 @@ class DirectCall(HttpDownstream):
         if not data:
             return
         if self._is_chunked:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
+            data = _chunk(data)
         else:
             self._left -= len(data)
             if self._left < 0:
@@ -245,44 +304,19 @@ class DirectCall(HttpDownstream):
         """See `ports.Downstream.relay`. Bytes are written as they arrive; no task runs for them."""
 
         self._write_head()
-        glance = pouring.glance
-
-        def take(data: bytes) -> bool:
-            passed_on = pouring.take(data)
-            if passed_on and not self.disconnected:
-                if self._is_chunked:
-                    passed_on = b"%x\r\n%b\r\n" % (len(passed_on), passed_on)
-                write(passed_on)
-            return not pouring.is_over
-
-        def take_chunk(chunk: bytes, start: int, end: int) -> bool:
-            passed_on = glance(chunk, start, end)
-            if passed_on is None:
-                return False
-            if not self.disconnected:  # a chunk that nothing is changed in is written as it was read
-                write(chunk if passed_on is chunk else b"%x\r\n%b\r\n" % (len(passed_on), passed_on))
-            return True
-
-        def write(data: bytes) -> None:
-            self._transport.write(data)
-            if self._flow.write_paused:
-                pouring.stalled()
-                response.hold()
-
-        def caller_reads() -> None:
-            pouring.resumed()
-            response.go_on()
-
-        self._on_resumed = caller_reads
+        poured = self._poured = _Poured(self, self._transport, self._flow, response, pouring)
         try:
-            await response.pour(take, take_chunk if self._is_chunked else None)
+            if self._is_chunked:
+                await response.pour(poured.take_framed, poured.take_chunk)
+            else:
+                await response.pour(poured.take)
         finally:
-            self._on_resumed = None
+            self._poured = None
 
     def resumed(self) -> None:
         """Note that the caller has read enough of what was written."""
-        if self._on_resumed is not None:
-            self._on_resumed()
+        if self._poured is not None:
+            self._poured.resumed()
 
     async def finish(self) -> None:
         """See `HttpDownstream.finish`."""
