@@ -157,9 +157,6 @@ class Ledger(Protocol):
     def others(self, backend_id: str) -> Load:
         """Return the part of `load` that other gateway processes hold, as last heard."""
 
-    def reserved(self, backend_id: str) -> Load:
-        """Return `load`, and what other gateway processes may start there without asking anybody."""
-
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """Take a place if the backend then holds no more than `limits`; else say which counter is full.
 

@@ -63,7 +63,7 @@ ALONE_S = 15.0
 
 SETTLE_S = 4.0
 """What processes that share a store need to learn that a box drains, and to be seen to have learned it:
-two looks, one refresh of the ledger's snapshot, one command, its own tick."""
+two looks, one refresh of the ledger's snapshot, one command."""
 
 JOBS_SETTLE_S = 1.0
 """What a job that was just claimed needs to come to the line, and to be seen there. A generous guess."""
@@ -300,7 +300,7 @@ class BoxKeeper:
         mine = {name: statuses[name] for name in kept.backends}
         known = {name: status for name, status in mine.items() if status.served_models}
         return Look(
-            in_flight={name: self._ledger.reserved(name).seqs for name in mine},
+            in_flight={name: self._ledger.load(name).seqs for name in mine},
             wants=self._wants(kept),
             ready=self._ready(kept),
             lost=frozenset(

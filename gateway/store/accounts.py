@@ -48,6 +48,7 @@ class Account:
         placed: Requests that were given a place without asking since the last order.
         waiters: How many wait for others to give back what they keep.
         is_wanted: Whether others have asked for what is kept.
+        says_it_waits: Whether the server was last told that somebody waits here.
         is_looked_at: Whether anybody wanted to know since the last tick.
         is_due, is_under_way: Whether a command will be sent in a moment; whether one has been.
         news: Set when something becomes free; another one from then on.
@@ -57,7 +58,8 @@ class Account:
         """Have nothing yet."""
         self.backend = backend
         self.others = self.others_kept = self.kept = _NOTHING
-        self.keeps = self.is_wanted = self.is_looked_at = self.is_due = self.is_under_way = False
+        self.keeps = self.is_wanted = self.says_it_waits = False
+        self.is_looked_at = self.is_due = self.is_under_way = False
         self.keeping = self.placed = self.waiters = 0
         self.asked: list[Asked] = []
         self.told: list[asyncio.Future[None]] = []
@@ -127,17 +129,19 @@ class Account:
             ceiling = _lower(ceiling, _ceiling(one.claim, one.limits))
         peak = max(self._peak, self._peak_before, used.seqs)
         kept = _part(self.kept, peak, used) if self.keeps else used
+        waits = waits or self.waiters > 0
         may_keep = may_keep and not waits and not self.is_wanted and bool(claims or peak) and ceiling != _NONE
         if not may_keep:
             kept = used
         self.is_wanted, self.placed = False, 0
         self._ceiling, self._number, self.is_under_way = ceiling, self._number + 1, True
+        self.says_it_waits = waits
         return Order(
             self._number,
             used,
             kept,
             ceiling,
-            waits or self.waiters > 0,
+            waits,
             may_keep,
             self._deaf if now < self._deaf_until else 0,
             [(one.claim, one.limits) for one in claims],
@@ -160,9 +164,9 @@ class Account:
             self._ceiling, self.is_wanted = _NONE, False
         # Redis that has lost its data, and its clock, starts with old versions: what was asked for counts.
         self._version = reply.version
-        self.others_kept = reply.others_kept
-        before, self.others = self.others, reply.others
-        return not before.is_within(reply.others)
+        used, kept = self.others, self.others_kept
+        self.others, self.others_kept = reply.others, reply.others_kept
+        return not (used.is_within(reply.others) and kept.is_within(reply.others_kept))
 
     def failed(self, used: Load) -> None:
         """Note that it is not known what the server counts. The next order puts it right."""

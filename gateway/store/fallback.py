@@ -90,10 +90,6 @@ class FallbackLedger:
             return self._shared.others(backend_id)
         return self._extrapolated(backend_id, self.replicas - 1)
 
-    def reserved(self, backend_id: str) -> Load:
-        """See `ports.Ledger.reserved`. Alone, as for `load`."""
-        return self._shared.reserved(backend_id) if self.mode is Mode.SHARED else self.load(backend_id)
-
     def loads(self) -> Mapping[str, Load]:
         """Return what is in flight on every backend that was ever asked about."""
         return {backend_id: self.load(backend_id) for backend_id in self._shared.loads()}

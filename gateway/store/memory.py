@@ -40,10 +40,6 @@ class MemoryLedger:
         """See `ports.Ledger.others`. There are none."""
         return _NOTHING
 
-    def reserved(self, backend_id: str) -> Load:
-        """See `ports.Ledger.reserved`."""
-        return self.load(backend_id)
-
     def loads(self) -> Mapping[str, Load]:
         """Return what is in flight on every backend that was ever used."""
         return dict(self._sums)

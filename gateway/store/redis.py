@@ -5,6 +5,23 @@ kept is what may not pass a limit. A place that is kept already costs no command
 for everything near a limit, one script settles the account (settle.lua), for all that happened in one round
 of the event loop. The process counts its own slots here as well: so it can say again what it has after Redis
 has lost it, and it can go on alone. Redis decides what may be taken; each process decides what it holds.
+
+What is always so, per backend and counter, and why:
+
+1. What is used, what is kept unused, and what is free add up to the limit; nobody is given what another
+   keeps. The script alone gives, one after the other, and it adds up what is *kept*. (Redis that has lost
+   its data knows again what runs within a second; a process that is alone keeps to its part.)
+2. A process uses of what is kept for it no more than the server counts. It takes nothing between a command
+   and its reply, nor after a command that failed, nor what was said `ttl_s` / 3 ago or longer.
+3. More than is used is kept only for a process that hears, and while nobody waits: the script allows it to
+   nobody as long as one account says that its owner waits, or was refused.
+4. Who waits has said so in its account, with a message to those who keep something. They settle at once, and
+   at their next two ticks even if they heard nothing; then they keep nothing, and tell of each place that
+   becomes free. A process that is dead does not: its account ends after `ttl_s`.
+5. Who waits looks at every tick, whatever it has heard or not. If the others use or keep less than before,
+   its waiters are woken. So messages are only for speed: nobody sleeps for longer than two ticks beside a
+   place that is free, or four beside one that is kept and not used by a process that lives.
+6. A backend that takes turns with others on one machine has to be seen empty: of it nothing is kept.
 """
 
 import asyncio
@@ -82,6 +99,7 @@ class RedisLedger:
         refresh_s: float = REFRESH_S,
         tick_s: float = TICK_S,
         connections_max: int = 16,
+        takes_turns: Collection[str] = (),
     ) -> None:
         """Prepare to share slots through the Redis at `url`; connects when first used.
 
@@ -93,10 +111,12 @@ class RedisLedger:
             refresh_s: Time between two looks at what the others hold.
             tick_s: The same while somebody wants to know.
             connections_max: Connections at once, beside those for leases and the one that listens.
+            takes_turns: Backends of which nothing is kept that is not used.
         """
         self.owner = owner_name()
         self.replicas = 1
         self._ttl_s, self._refresh_s, self._tick_s = ttl_s, refresh_s, tick_s
+        self._takes_turns = frozenset(takes_turns)
         self._leases = Leases(
             url,
             prefix=prefix,
@@ -132,10 +152,6 @@ class RedisLedger:
         """See `ports.Ledger.others`."""
         return self._account(backend_id).others
 
-    def reserved(self, backend_id: str) -> Load:
-        """See `ports.Ledger.reserved`."""
-        return self._own.load(backend_id) + self._account(backend_id).others_kept
-
     def loads(self) -> Mapping[str, Load]:
         """Return what is in flight on every backend that was ever asked about."""
         return {name: self._own.load(name) + account.others for name, account in self._accounts.items()}
@@ -170,7 +186,7 @@ class RedisLedger:
     def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
         """See `ports.Ledger.acquire_at_once`. Only what is kept for this process can be had so."""
         account, used = self._account(backend_id), self._own.load(backend_id)
-        if not account.covers(used, claim, limits, monotonic() - self._ttl_s / 3):
+        if not self._hears or not account.covers(used, claim, limits, monotonic() - self._ttl_s / 3):
             return None
         account.placed += 1
         if account.placed * (self.replicas - 1) ** 2 >= PLACED_MAX:
@@ -179,7 +195,7 @@ class RedisLedger:
 
     def release_at_once(self, slot: Slot) -> bool:
         """See `ports.Ledger.release_at_once`. It can be so where the place is kept."""
-        if not self._account(slot.backend).may_keep(slot.load):
+        if not self._hears or not self._account(slot.backend).may_keep(slot.load):
             return False
         return self._own.release_at_once(slot)
 
@@ -198,8 +214,9 @@ class RedisLedger:
         """See `ports.Ledger.waits`."""
         before, self._waited_for = self._waited_for, backends
         for name in backends:
-            if name not in before and not self._is_away:
-                self._settle_soon(self._account(name))
+            account = self._account(name)
+            if not account.says_it_waits and not self._is_away:
+                self._settle_soon(account)
         for name in before:
             if name not in backends:
                 self._account(name).is_looked_at = True
@@ -294,6 +311,11 @@ class RedisLedger:
 
     # -------------------------------------------------------------- settling
 
+    @property
+    def _hears(self) -> bool:
+        """Whether others could say that they want what is kept here, as far as is known."""
+        return self._is_listening and not self._is_away
+
     def _account(self, backend_id: str) -> Account:
         account = self._accounts.get(backend_id)
         if account is None:
@@ -324,7 +346,7 @@ class RedisLedger:
         """Tell Redis of what became free, unless it is kept; then whoever waits here."""
         account = self._account(backend_id)
         try:
-            if not account.may_keep(freed):
+            if not self._hears or not account.may_keep(freed):
                 await self._settle_all([account])
         finally:
             self._tell(backend_id)
@@ -364,7 +386,7 @@ class RedisLedger:
             self._own.load(account.backend),
             asked,
             waits=account.backend in self._waited_for,
-            may_keep=self._is_listening and not self._is_away,
+            may_keep=self._hears and account.backend not in self._takes_turns,
             now=monotonic(),
         )
         try:
@@ -410,7 +432,8 @@ class RedisLedger:
                 one.outcome.set_result(slot)
         account.asked = rest
         is_behind = account.is_behind(self._own.load(account.backend))
-        if rest or account.told or is_behind or (account.is_wanted and account.keeps):
+        is_unsaid = account.backend in self._waited_for and not account.says_it_waits
+        if rest or account.told or is_behind or is_unsaid or (account.is_wanted and account.keeps):
             self._settle_soon(account)
 
     # -------------------------------------------------------------- hearing

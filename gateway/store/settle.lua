@@ -107,7 +107,7 @@ end
 -- What it keeps beyond that, so that it need not ask each time: what it has been keeping, and, where it has just
 -- asked, a quarter of what it uses and as much as it asked for. Up to three quarters of a limit: of what is left
 -- of them half its part at most. Nothing where that is less than it asked for, or where somebody waits.
-local kept, keeps = {}, MAY_KEEP and waiting == 0 and not is_refused
+local kept, keeps = {}, MAY_KEEP and not WAITS and waiting == 0 and not is_refused
 local room = {}
 for i = 1, COUNTERS do
     local least, ceiling = used[i] + granted[i], tonumber(ARGV[CEILING + i])

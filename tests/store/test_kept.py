@@ -6,8 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
+from redis.asyncio import Redis
+from support.redis_server import RedisServer
 
+from gateway.core.admission import COUNTERS
 from gateway.core.values import UNLIMITED, Exclusion, Load
 from gateway.ports import Slot
 from gateway.store.redis import PLACED_MAX, RedisLedger
@@ -86,7 +90,7 @@ async def test_what_is_kept_counts_and_can_be_had_without_asking_but_no_more(
         observer = quiet()
         observer.load("b")
         await observer.sync()
-        assert observer.reserved("b") == account.kept
+        assert await store.sums() == account.kept
         assert observer.load("b") == account.used
 
         kept = (await store.accounts())[here.owner].kept
@@ -313,4 +317,133 @@ async def test_near_a_limit_nothing_is_kept(store: Store, quiet: Connect) -> Non
         assert not (await store.accounts())[here.owner].keeps
         assert await store.sums() == here.held()["b"]
         await here.release(slots.pop())
+        assert await store.sums() == here.held()["b"]
+
+
+async def say(store: Store, owner: str, *, waits: bool = False, used: Load, kept: Load | None = None) -> None:
+    """Have the server say this of a process, of which nobody hears a word."""
+    seconds, microseconds = await store.redis.time()
+    words = [1000 * seconds + microseconds // 1000 + 60_000, 1, int(waits), int(kept is not None)]
+    counters = [getattr(load, name) for load in (used, kept or used) for name in COUNTERS]
+    await store.redis.hset(store.key("b", "accounts"), owner, " ".join(map(str, [*words, *counters])))
+
+
+async def test_a_wish_that_was_not_heard_is_found_at_the_next_look(store: Store, quiet: Connect) -> None:
+    here = quiet(tick_s=0.01)
+    async with running(store, here):
+        slots = await take(here, 20)
+        await say(store, "other", waits=True, used=Load())
+
+        with anyio.fail_after(WITHIN_S):
+            while (await store.accounts())[here.owner].kept != here.held()["b"]:
+                pass
+        for _ in range(5):
+            slots += await take(here)
+            assert at_once(here) == []
+            assert await store.sums() == here.held()["b"]
+
+
+SOME = Load(seqs=4, share=40_000, kv_blocks=40)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"used": SOME}, {"used": replace(SOME, seqs=3)}),
+        ({"used": Load(), "kept": SOME}, {"used": Load(), "kept": replace(SOME, seqs=3)}),
+        ({"used": SOME, "kept": SOME + SOME}, {"used": SOME, "kept": SOME}),
+        ({"used": Load(), "kept": SOME}, None),
+        ({"used": SOME}, None),
+    ],
+    ids=["used", "kept", "kept beyond what is used", "kept by the dead", "used by the dead"],
+)
+async def test_who_waits_finds_at_the_next_look_what_nobody_told(
+    store: Store, quiet: Connect, before: dict[str, Any], after: dict[str, Any] | None
+) -> None:
+    here, woken = quiet(tick_s=0.01), anyio.Event()
+    async with running(store, here):
+        await say(store, "other", **before)
+        here.waits({"b"})
+        with anyio.fail_after(WITHIN_S):
+            while here.others("b") != before["used"] or not await waits(store, here):
+                await anyio.lowlevel.checkpoint()
+        here.on_freed(lambda backend: woken.set())
+
+        if after is None:
+            await store.expire("other")
+        else:
+            await say(store, "other", **after)
+
+        with anyio.fail_after(WITHIN_S):
+            await woken.wait()
+
+
+async def waits(store: Store, ledger: RedisLedger) -> bool:
+    """Return whether the server knows that somebody waits at a process."""
+    text = await store.redis.hget(store.key("b", "accounts"), ledger.owner)
+    return text is not None and text.split()[2] == "1"
+
+
+async def test_a_wish_is_said_also_while_a_command_is_under_way(
+    stoppable: RedisServer, store_type: Callable[..., Store]
+) -> None:
+    ledger = RedisLedger(stoppable.url, command_s=WITHIN_S, refresh_s=60.0, tick_s=60.0)
+    store = store_type(stoppable.url, "gw", Redis.from_url(stoppable.url, decode_responses=True))
+    synced = anyio.Semaphore(0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ledger.run, lambda failure: synced.release())
+        with anyio.fail_after(WITHIN_S):
+            while not at_once(ledger):  # until it hears
+                await take(ledger)
+            for _ in range(3):  # and has nothing else to say
+                ledger.resync()
+                await synced.acquire()
+        at_once(ledger)
+        stoppable.stall()
+        tasks.start_soon(take, ledger)
+        for _ in range(2):
+            await anyio.wait_all_tasks_blocked()
+            await anyio.lowlevel.checkpoint()
+        await anyio.wait_all_tasks_blocked()  # the command is under way
+        ledger.waits({"b"})
+        stoppable.resume()
+        with anyio.fail_after(WITHIN_S):
+            while not await waits(store, ledger):
+                pass
+        tasks.cancel_scope.cancel()
+    await ledger.aclose()
+    await store.redis.aclose()
+
+
+async def test_who_does_not_hear_any_more_uses_nothing_unasked(
+    stoppable: RedisServer, store_type: Callable[..., Store]
+) -> None:
+    ledger = RedisLedger(stoppable.url, ttl_s=1000.0, refresh_s=60.0, tick_s=60.0)
+    store = store_type(stoppable.url, "gw", Redis.from_url(stoppable.url, decode_responses=True))
+    async with running(store, ledger):
+        await take(ledger, 20)
+        slots = at_once(ledger)
+        for slot in slots[1:]:
+            assert ledger.release_at_once(slot)
+
+        stoppable.kill()
+
+        with anyio.fail_after(WITHIN_S):
+            while (kept := ledger.acquire_at_once("b", CHAT, LIMITS)) is not None:
+                await ledger.release_alone(kept)
+                await anyio.lowlevel.checkpoint()
+        assert not ledger.release_at_once(slots[0])
+    await ledger.aclose()
+    await store.redis.aclose()
+
+
+async def test_of_a_backend_that_takes_turns_nothing_is_kept(store: Store, quiet: Connect) -> None:
+    here = quiet(takes_turns=["b"])
+    async with running(store, here):
+        slots = await take(here, 20)
+        assert at_once(here) == []
+        assert await store.sums() == here.held()["b"]
+
+        assert not here.release_at_once(slots[0])
+        await here.release(slots[0])
         assert await store.sums() == here.held()["b"]
