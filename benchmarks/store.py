@@ -37,7 +37,6 @@ CLAIM = Load(seqs=1, share=15_625, kv_blocks=120, long_unanswered=1, prefill_ms=
 FREE = Load(UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED)
 FULL = replace(FREE, share=0)
 PREFIX = "benchmark"
-HELD = 256
 CROWD = 10
 BODY = b"x" * 4096
 CHUNK = b"x" * 512
@@ -73,20 +72,23 @@ async def report(url: str | None, calls: int) -> None:
         print(
             f"memory\n{await line('  acquire, answered, release', MemoryLedger(), passage, calls, 1, None)}"
         )
-        ledger = RedisLedger(where, prefix=PREFIX, command_s=10.0)
         for at_once in (1, 32):
-            print(f"shared, {at_once} at once")
+            async with _hearing(where) as ledger:
+                print(f"shared, far from every limit, {at_once} at once")
+                print(await line("  acquire, answered, release", ledger, passage, calls, at_once, redis))
+        ledger = RedisLedger(where, prefix=PREFIX, command_s=10.0)  # hears nothing, so nothing is kept for it
+        for at_once in (1, 32):
+            print(f"shared, near a limit, {at_once} at once")
             print(await line("  acquire, answered, release", ledger, passage, calls, at_once, redis))
             print(await line("  acquire, refused", ledger, refused, calls, at_once, redis))
-        slots = [await ledger.acquire("b", CLAIM, FREE) for _ in range(HELD)]
-        print(f"shared, {HELD} slots held")
+        others = [RedisLedger(where, prefix=PREFIX, command_s=10.0) for _ in range(CROWD - 1)]
+        for other in others:
+            assert isinstance(await other.acquire("b", CLAIM, FREE), Slot)
+        print(f"shared by {CROWD}, near a limit")
         print(await line("  acquire, answered, release", ledger, passage, calls, 1, redis))
         print(await line("  look at one backend", ledger, look, calls, 1, redis))
-        print(await line(f"  renew all {HELD}", ledger, renew, max(1, calls // 20), 1, redis))
-        for slot in slots:
-            assert isinstance(slot, Slot)
-            await ledger.release(slot)
-        await ledger.aclose()
+        for one in (ledger, *others):
+            await one.aclose()
         await report_crowd(where, calls, redis)
         await redis.aclose()
     async with _server(url, keeps=True) as where:
@@ -180,10 +182,11 @@ def facts(number: int) -> Facts:
 
 async def passage(ledger: Ledger) -> None:
     """All that one request asks of the ledger."""
-    slot = await ledger.acquire("b", CLAIM, FREE)
+    slot = ledger.acquire_at_once("b", CLAIM, FREE) or await ledger.acquire("b", CLAIM, FREE)
     assert isinstance(slot, Slot)
     await ledger.answered(slot)
-    await ledger.release(slot)
+    if not ledger.release_at_once(slot):
+        await ledger.release(slot)
 
 
 async def refused(ledger: Ledger) -> None:
@@ -194,13 +197,6 @@ async def refused(ledger: Ledger) -> None:
 async def look(ledger: Ledger) -> None:
     """What every second costs, per backend, and the heartbeat."""
     assert isinstance(ledger, RedisLedger)
-    await ledger.sync()
-
-
-async def renew(ledger: Ledger) -> None:
-    """What every third of a lease's life costs, per backend, and the heartbeat."""
-    assert isinstance(ledger, RedisLedger)
-    ledger.resync()
     await ledger.sync()
 
 
@@ -234,6 +230,18 @@ async def line(
     served = f"{server / done * 1e6:11.0f}" if redis is not None else f"{'-':>11}"
     median = statistics.median(times)
     return f"{name:42}{done / took:9.0f}{median * 1e3:11.3f}{p99 * 1e3:9.3f}{own / done * 1e6:12.0f}{served}"
+
+
+@asynccontextmanager
+async def _hearing(url: str) -> AsyncIterator[RedisLedger]:
+    """Yield a ledger that runs, as that of a gateway does."""
+    ledger, synced = RedisLedger(url, prefix=PREFIX, command_s=10.0), anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ledger.run, lambda failure: synced.set())
+        await synced.wait()
+        yield ledger
+        tasks.cancel_scope.cancel()
+    await ledger.aclose()
 
 
 @asynccontextmanager

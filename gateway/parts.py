@@ -67,7 +67,11 @@ def ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
     if settings.store is None:
         return MemoryLedger()
     return FallbackLedger(
-        RedisLedger(settings.store.url, prefix=settings.store.prefix),
+        RedisLedger(
+            settings.store.url,
+            prefix=settings.store.prefix,
+            takes_turns=[name for box in settings.boxes.values() for name in box.backends],
+        ),
         replicas_min=settings.workers,
     )
 

@@ -164,7 +164,7 @@ class Ledger(Protocol):
         """
 
     def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
-        """Do as `acquire`, where the ledger is local. None: the backend is full, or the ledger is not."""
+        """Do as `acquire`, if nobody has to be asked. None: the backend is full, or somebody has to be."""
 
     async def answered(self, slot: Slot) -> None:
         """Note that a slot's request has had its first token: its prompt is work outstanding no more."""
@@ -173,7 +173,13 @@ class Ledger(Protocol):
         """Give a place back. Releasing the same slot twice changes nothing."""
 
     def release_at_once(self, slot: Slot) -> bool:
-        """Do as `release`, where the ledger is local. Returns whether it is."""
+        """Do as `release`, if nobody has to be told. Returns whether that is so; if not, nothing was done."""
+
+    def waits(self, backends: Collection[str]) -> None:
+        """Note on which backends requests wait for something to become free, in place of those noted before.
+
+        What becomes free there through other processes is told here at once only meanwhile.
+        """
 
     def on_freed(self, callback: Callable[[str], None]) -> None:
         """Have `callback` called with a backend's id whenever something became free there, by anybody."""

@@ -610,6 +610,10 @@ class Load:
             self.prefill_ms - other.prefill_ms,
         )
 
+    def is_within(self, most: "Load") -> bool:
+        """Return whether no counter is above its limit."""
+        return _NOTHING.has_room(self, most)
+
     def has_room(self, wanted: "Load", most: "Load") -> bool:
         """Return whether no counter would be above its limit with `wanted` on top."""
         return (

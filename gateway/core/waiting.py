@@ -718,6 +718,18 @@ class WaitingLine:
             for name, lane in self._lanes.items()
         }
 
+    def waited_for(self) -> frozenset[str]:
+        """Return the backends that those who wait may go to."""
+        if not self._waiting:
+            return _NO_BACKENDS
+        found: set[str] = set()
+        for lane in self._lanes.values():
+            entry = next(iter(lane.entries.values()), None)
+            if entry is not None:  # those of one class may all go to the same
+                for name in entry.ticket.traffic_class.pools:
+                    found.update(entry.ticket.policy.pools[name].backends)
+        return frozenset(found)
+
     def long_waiting(self) -> Mapping[str, int]:
         """Return how many requests with long prompts wait, here or elsewhere, per backend of first choice."""
         return summed((self._long_waiting, self._long_elsewhere))
@@ -1226,6 +1238,9 @@ def _is_waited_for(candidate: Candidate) -> bool:
 
 _SHARED = frozenset({Exclusion.AT_KNEE, Exclusion.KV_FULL, Exclusion.PREFILL_BUSY})
 """What is short for requests of every kind. The gates for long prompts are not among them."""
+
+
+_NO_BACKENDS: frozenset[str] = frozenset()
 
 
 _FULL = frozenset(

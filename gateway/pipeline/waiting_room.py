@@ -51,12 +51,13 @@ class WaitingRoom:
         self._views = views
         self._clock = clock
         self._waiters: dict[str, _Waiter] = {}
+        self._waited_for: frozenset[str] = frozenset()
         self._wake = anyio.Event()
         ledger.on_freed(lambda _: self.look())
 
     def look(self) -> None:
         """Have the line looked at, if anybody waits: something has happened that may let somebody start."""
-        if self.line:
+        if self.line or self._waited_for:  # that nobody waits any more, others want to know
             self._wake.set()
 
     def send_on(self) -> None:
@@ -125,6 +126,9 @@ class WaitingRoom:
                     waiter.error = _shed(refused)
                     waiter.woken.set()
             has_missed = await self._take_all(turn.offers)
+            if not self._ledger.is_local:
+                self._waited_for = self.line.waited_for()
+                self._ledger.waits(self._waited_for)
             patience_s = None
             if turn.look_again_at is not None:
                 patience_s = max(0.0, turn.look_again_at - self._clock.now())
@@ -135,8 +139,6 @@ class WaitingRoom:
 
     def _at_once(self, ticket: Ticket, candidates: tuple[Candidate, ...]) -> tuple[Candidate, Slot] | None:
         """Take a place without a turn, where nobody waits and nobody else has to be asked for it."""
-        if not self._ledger.is_local:
-            return None
         now = self._clock.now()
         offer = self.line.offer_at_once(ticket, candidates, now)
         if offer is None:
@@ -146,6 +148,8 @@ class WaitingRoom:
             if slot is not None:
                 self.line.started(ticket.id, now)
                 return candidate, slot
+            if not self._ledger.is_local:
+                break  # the best of them may well have room
         self.line.leave(ticket.id)
         return None
 

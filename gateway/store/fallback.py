@@ -6,7 +6,7 @@ meanwhile. The two ways of counting are never mixed: what is held is known here 
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 
 import anyio
@@ -100,43 +100,46 @@ class FallbackLedger:
 
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """See `ports.Ledger.acquire`. Alone, `limits` are divided by the replicas."""
-        while self.mode is Mode.SHARED:  # again, where Redis was back before the command had failed
-            turn = self._turn
+        if self.mode is Mode.SHARED:
             try:
                 return await self._shared.acquire(backend_id, claim, limits)
             except StoreAway as failure:
-                self._fall_back(failure, turn)
+                self._fall_back(failure)
         return await self._shared.acquire_alone(backend_id, claim, divided(limits, claim, self.replicas))
 
     def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
-        """See `ports.Ledger.acquire_at_once`. The store has to be asked."""
-        return None
+        """See `ports.Ledger.acquire_at_once`."""
+        if self.mode is Mode.ALONE:
+            return None
+        return self._shared.acquire_at_once(backend_id, claim, limits)
 
     def release_at_once(self, slot: Slot) -> bool:
-        """See `ports.Ledger.release_at_once`. The store has to be told."""
-        return False
+        """See `ports.Ledger.release_at_once`."""
+        return self.mode is Mode.SHARED and self._shared.release_at_once(slot)
+
+    def waits(self, backends: Collection[str]) -> None:
+        """See `ports.Ledger.waits`."""
+        self._shared.waits(backends)
 
     async def answered(self, slot: Slot) -> None:
         """See `ports.Ledger.answered`."""
         if self.mode is Mode.ALONE:
             await self._shared.answered_alone(slot)
             return
-        turn = self._turn
         try:
             await self._shared.answered(slot)
         except StoreAway as failure:
-            self._fall_back(failure, turn)
+            self._fall_back(failure)
 
     async def release(self, slot: Slot) -> None:
         """See `ports.Ledger.release`."""
         if self.mode is Mode.ALONE:
             await self._shared.release_alone(slot)
             return
-        turn = self._turn
         try:
             await self._shared.release(slot)
         except StoreAway as failure:
-            self._fall_back(failure, turn)
+            self._fall_back(failure)
 
     async def run(self) -> None:
         """Keep Redis and this process in agreement, until cancelled; come back to it when it is back."""
@@ -146,13 +149,9 @@ class FallbackLedger:
         """Give back what is still held, as far as Redis answers, and close."""
         await self._shared.aclose()
 
-    @property
-    def _turn(self) -> int:
-        return sum(self.changes.values())
-
     def _synced(self, failure: StoreAway | None) -> None:
         if failure is not None:
-            self._fall_back(failure, self._turn)
+            self._fall_back(failure)
         elif self.mode is Mode.ALONE:
             away_s = anyio.current_time() - self._alone_since
             log.warning(
@@ -165,9 +164,9 @@ class FallbackLedger:
                 for callback in self._on_freed:
                     callback(backend_id)
 
-    def _fall_back(self, failure: StoreAway, turn: int) -> None:
-        """Count alone, unless the failed command is older than the present mode."""
-        if self.mode is Mode.ALONE or turn != self._turn:
+    def _fall_back(self, failure: StoreAway) -> None:
+        """Count alone. The store is not shared again before every command of that time has ended."""
+        if self.mode is Mode.ALONE:
             return
         log.error(
             "the store is away (%s): counting alone, under every limit divided by %d",

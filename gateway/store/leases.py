@@ -1,12 +1,14 @@
-"""The lease scripts, called: one round trip each."""
+"""The scripts by which processes share limits, called: one round trip each."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 from gateway.core.admission import COUNTERS
+from gateway.core.value import valueclass
 from gateway.core.values import Load
 from gateway.store.connections import Connections
 from gateway.store.connections import StoreAway as StoreAway
@@ -14,34 +16,79 @@ from gateway.store.facts import BYTES_MAX, Told
 from gateway.store.wire import Ear, ScriptMissing, Wires, packed
 
 _counters = attrgetter(*COUNTERS)
+_SIZE = len(COUNTERS)
+_HEAD = 5
+_REPLY = _HEAD + 3 * _SIZE
+"""Numbers that every reply begins with."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a script said.
+@valueclass(frozen=True, slots=True)
+class Order:
+    """What a process has of a backend, and what more of it it wants.
 
     Attributes:
-        outcome: 0 for done; of acquire, the number of the counter that is full, from 1; -1 for a lease
-            that was given back already.
-        version: Of the backend's sums; grows with every change of them.
-        mine: Leases of this owner on the backend.
-        others: What all other owners hold there.
+        number: Grows with every order of this process on the backend.
+        used: What its requests take.
+        kept: What it would have kept for it, used or not.
+        ceiling: Up to where places may be kept that are not used; -1 for a counter of which none may.
+        waits: Whether somebody waits here for something to come free there.
+        may_keep: Whether it may keep anything that is not used.
+        deaf: How many others keep something and have not given it back when they were asked.
+        claims: What requests would take, each with what the backend may hold.
     """
 
-    outcome: int
+    number: int
+    used: Load
+    kept: Load
+    ceiling: Load
+    waits: bool
+    may_keep: bool
+    deaf: int
+    claims: Sequence[tuple[Load, Load]] = ()
+
+
+@valueclass(frozen=True, slots=True)
+class Reply:
+    """What became of an order.
+
+    Attributes:
+        is_known: Whether the server had this process's account.
+        version: Of the backend's accounts; grows with every order.
+        waiting, keeping: How many other processes wait there; how many keep what they do not use.
+        may_keep: Whether this one may keep what it does not use.
+        others: What all other processes use there.
+        others_kept: What is kept for them, used or not.
+        kept: What is kept for this one.
+        outcomes: Per claim 0 for counted, or the number of the counter that is full, from 1.
+    """
+
+    is_known: bool
     version: int
-    mine: int
+    waiting: int
+    keeping: int
+    may_keep: bool
     others: Load
+    others_kept: Load
+    kept: Load
+    outcomes: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """What became free on a backend, and of whose. `version` is that of the sums without it."""
+    """What became free on a backend, and of whose. `version` is that of the accounts without it."""
 
     backend: str
     owner: str
     version: int
     load: Load
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A process that found no room on a backend: what others keep there and do not use is wanted."""
+
+    backend: str
+    owner: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +111,7 @@ class Beat:
     told: Sequence[Told]
 
 
-News = Freed | Urgent
+News = Freed | Wanted | Urgent
 NextNews = Callable[[], Awaitable[News | None]]
 
 
@@ -92,34 +139,33 @@ class Leases:
         )
         self._channel = f"{prefix}:freed"
         self._wires = Wires(self._connections.connection, command_s)
-        self._scripts = {
-            name: self._connections.script("leases", name)
-            for name in ("acquire", "answered", "release", "renew")
-        }
-        # By script and backend, the words that every call begins with: how many, and packed.
-        self._begins: dict[tuple[str, str], tuple[int, bytes]] = {}
+        self._settle = self._connections.script("settle")
+        # By backend, the words that every call begins with: how many, and packed.
+        self._begins: dict[str, tuple[int, bytes]] = {}
         self._heartbeat = self._connections.script("heartbeat")
         self._box = self._connections.script("box")
 
-    async def acquire(self, backend_id: str, lease: str, claim: Load, limits: Load) -> Reply:
-        """Take a lease if the backend then holds no more than `limits`. Repeating it changes nothing."""
-        return await self._run("acquire", backend_id, (lease, *_counters(claim), *_counters(limits)))
-
-    async def answered(self, backend_id: str, lease: str, claim: Load) -> Reply:
-        """Reduce a lease to `claim`."""
-        return await self._run("answered", backend_id, (lease, *_counters(claim)))
-
-    async def release(self, backend_id: str, leases: Iterable[str]) -> Reply:
-        """Give leases back, for good: an acquire or renewal of one that arrives later does nothing."""
-        return await self._run("release", backend_id, tuple(leases))
-
-    async def renew(self, backend_id: str, claims: Mapping[str, Load]) -> Reply:
-        """Renew leases, add those the server does not know, and reclaim what has expired."""
-        arguments: list[str | int] = []
-        for lease, claim in claims.items():
-            arguments.append(lease)
-            arguments.extend(_counters(claim))
-        return await self._run("renew", backend_id, arguments)
+    async def settle(self, backend_id: str, order: Order) -> Reply:
+        """Put down what this process has of a backend, and take what it claims as far as there is room."""
+        arguments = [order.number, int(order.waits), int(order.may_keep), order.deaf]
+        for load in (order.used, order.kept, order.ceiling, *chain.from_iterable(order.claims)):
+            arguments += _counters(load)
+        count, begin = self._begins.get(backend_id) or self._begin(backend_id)
+        command = b"*%d\r\n%b%b" % (count + len(arguments), begin, packed(arguments))
+        try:
+            values = await self._wires.ask(command)
+        except ScriptMissing:
+            text = self._settle.script
+            await self._connections.bounded(lambda: self._connections.redis.script_load(text))
+            values = await self._wires.ask(command)
+        if len(values) != _REPLY + len(order.claims):
+            raise StoreAway("a later command was carried out before this one")
+        known, version, waiting, keeping, may_keep = values[:_HEAD]
+        others, others_kept, kept = (Load(*values[at : at + _SIZE]) for at in range(_HEAD, _REPLY, _SIZE))
+        outcomes = values[_REPLY:]
+        return Reply(
+            bool(known), version, waiting, keeping, bool(may_keep), others, others_kept, kept, outcomes
+        )
 
     async def heartbeat(self, facts: str = "", *, is_urgent: bool = False) -> Beat:
         """Say that this process is there, and its facts; `is_urgent`: have the others look at once."""
@@ -150,23 +196,10 @@ class Leases:
         keys = [f"{tag}:{name}" for name in ("owner", "fence", "state", "notes")]
         return await self._connections.bounded(lambda: self._box(keys=keys, args=[self._owner, *arguments]))
 
-    async def _run(self, name: str, backend_id: str, arguments: Sequence[str | int]) -> Reply:
-        count, begin = self._begins.get((name, backend_id)) or self._begin(name, backend_id)
-        command = b"*%d\r\n%b%b" % (count + len(arguments), begin, packed(arguments))
-        try:
-            outcome, version, mine, *others = await self._wires.ask(command)
-        except ScriptMissing:
-            text = self._scripts[name].script
-            await self._connections.bounded(lambda: self._connections.redis.script_load(text))
-            outcome, version, mine, *others = await self._wires.ask(command)
-        return Reply(outcome, version, mine, _load(others))
-
-    def _begin(self, name: str, backend_id: str) -> tuple[int, bytes]:
-        tag = f"{{{self._prefix}:{backend_id}}}"
-        keys = [f"{tag}:leases", f"{tag}:claims", f"{tag}:sums", f"{tag}:gone"]
-        words: list[str | int] = ["EVALSHA", self._scripts[name].sha, len(keys)]
-        words += [*keys, self._channel, backend_id, self._owner, self._ttl_ms, len(COUNTERS)]
-        self._begins[name, backend_id] = begin = len(words), packed(words)
+    def _begin(self, backend_id: str) -> tuple[int, bytes]:
+        words: list[str | int] = ["EVALSHA", self._settle.sha, 1, f"{{{self._prefix}:{backend_id}}}:accounts"]
+        words += [self._channel, backend_id, self._owner, self._ttl_ms, _SIZE]
+        self._begins[backend_id] = begin = len(words), packed(words)
         return begin
 
     @asynccontextmanager
@@ -190,19 +223,17 @@ class Leases:
         await self._connections.aclose()
 
 
-def _load(values: Iterable[int]) -> Load:
-    return Load(**dict(zip(COUNTERS, values, strict=True)))
-
-
 def _news(message: str) -> News | None:
     """Return what a message says, or None for one from a gateway that counts otherwise than this one."""
     words = message.split(" ")
     if len(words) == 1:
         return Urgent(message)
-    if len(words) != len(COUNTERS) + 3:
+    if len(words) == 2:
+        return Wanted(words[1], words[0])
+    if len(words) != _SIZE + 3:
         return None
     owner, version, *counters, backend = words
     try:
-        return Freed(backend, owner, int(version), _load(map(int, counters)))
+        return Freed(backend, owner, int(version), Load(*map(int, counters)))
     except ValueError:
         return None

@@ -1,6 +1,6 @@
 """The ledger of one process: what is in flight on each backend, and the check that keeps it there."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import count
 
 from gateway.core import admission
@@ -86,6 +86,9 @@ class MemoryLedger:
         if self.forget(slot):
             self._tell(slot.backend)
         return True
+
+    def waits(self, backends: Collection[str]) -> None:
+        """See `ports.Ledger.waits`. There is nobody who has to know."""
 
     def shrink(self, slot: Slot) -> Load | None:
         """Count a slot as answered. Returns what it takes from now on, or None if nothing changed."""

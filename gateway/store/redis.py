@@ -1,29 +1,50 @@
-"""The ledger that gateway processes share: leases in Redis or Valkey.
+"""The ledger that gateway processes share, in Redis or Valkey.
 
-Every slot is a lease in Redis, which one script takes and one gives back. The process keeps its own
-slots here as well: it renews their leases while they are held, it can put them back after Redis has lost
-them, and it can go on alone. Redis decides what may be taken; each process decides what it holds.
+Of every backend each process has an account there: what it uses, and what is kept for it. The sum of what is
+kept is what may not pass a limit. A place that is kept already costs no command; for one that is not, and
+for everything near a limit, one script settles the account (settle.lua), for all that happened in one round
+of the event loop. The process counts its own slots here as well: so it can say again what it has after Redis
+has lost it, and it can go on alone. Redis decides what may be taken; each process decides what it holds.
+
+What is always so, per backend and counter, and why:
+
+1. What is used, what is kept unused, and what is free add up to the limit; nobody is given what another
+   keeps. The script alone gives, one after the other, and it adds up what is *kept*. (Redis that has lost
+   its data knows again what runs within a second; a process that is alone keeps to its part.)
+2. A process uses of what is kept for it no more than the server counts. It takes nothing between a command
+   and its reply, nor after a command that failed, nor what was said `ttl_s` / 3 ago or longer.
+3. More than is used is kept only for a process that hears, and while nobody waits: the script allows it to
+   nobody as long as one account says that its owner waits, or was refused.
+4. Who waits has said so in its account, with a message to those who keep something. They settle at once, and
+   at their next two ticks even if they heard nothing; then they keep nothing, and tell of each place that
+   becomes free. A process that is dead does not: its account ends after `ttl_s`.
+5. Who waits looks at every tick, whatever it has heard or not. If the others use or keep less than before,
+   its waiters are woken. So messages are only for speed: nobody sleeps for longer than two ticks beside a
+   place that is free, or four beside one that is kept and not used by a process that lives.
+6. A backend that takes turns with others on one machine has to be seen empty: of it nothing is kept.
 """
 
+import asyncio
 import re
 import secrets
 import socket
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from time import monotonic
+from typing import TypeVar
 
 import anyio
 
 from gateway.core.admission import COUNTERS
 from gateway.core.values import Exclusion, Load
 from gateway.ports import Slot
+from gateway.store.accounts import Account, Asked
 from gateway.store.facts import Exchange
-from gateway.store.leases import Freed, Leases, Reply, StoreAway
+from gateway.store.leases import Freed, Leases, News, StoreAway, Urgent
 from gateway.store.memory import MemoryLedger, OnFreed
 
 TTL_S = 15.0
-"""Life of a lease that is not renewed: how long a crashed gateway's slots stay taken."""
+"""Life of an account that is not settled: how long a crashed gateway's slots stay taken."""
 
 COMMAND_S = 0.5
 """The longest a command may take, and the longest it may wait for its turn. Usual is below 1 ms."""
@@ -31,25 +52,34 @@ COMMAND_S = 0.5
 REFRESH_S = 1.0
 """How old a snapshot of what the others hold may become."""
 
+TICK_S = 0.2
+"""The same while requests are being placed."""
+
+PLACED_MAX = 24
+"""Requests that a process places on a backend before it tells and looks again, over the square of how many
+other processes there are: 24 with one other, 3 with three, each with five. With staler knowledge many
+processes all run to the same backend (`benchmarks/freshness.py`)."""
+
+GIVEN_BACK_S = 0.1
+"""How long a request that finds no room waits for others to give back what they keep. Usual is 1 ms."""
+
+MUTE_S = 1.0
+"""Those that did not do so in time are not waited for again before this."""
+
 CATCH_UPS_MAX = 5
 """Rounds in which a synchronisation runs after slots that were taken meanwhile."""
 
 _REASONS = tuple(COUNTERS.values())
+T = TypeVar("T")
 OnSync = Callable[[StoreAway | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Others:
-    version: int
-    load: Load
 
 
 class RedisLedger:
     """`ports.Ledger` over Redis. Its methods raise StoreAway when Redis does not answer.
 
-    `run` has to run as long as slots are held. What became of a command that failed is not known; the
-    next synchronisation puts it right: leases that nobody holds are given back, slots that are held are
-    counted.
+    `run` has to run as long as slots are held; without it nothing is kept, since nobody would hear that
+    it is wanted. What became of a command that failed is not known; the next one puts it right, since each
+    says all that this process has.
 
     Attributes:
         owner: Names this process in Redis.
@@ -67,21 +97,26 @@ class RedisLedger:
         ttl_s: float = TTL_S,
         command_s: float = COMMAND_S,
         refresh_s: float = REFRESH_S,
+        tick_s: float = TICK_S,
         connections_max: int = 16,
+        takes_turns: Collection[str] = (),
     ) -> None:
         """Prepare to share slots through the Redis at `url`; connects when first used.
 
         Args:
             url: `redis://`, `rediss://` or `unix://`.
             prefix: What keys and channel start with. Gateways share what they count by sharing it.
-            ttl_s: Life of a lease that is not renewed; renewed after a third of it.
+            ttl_s: Life of an account that is not settled.
             command_s: The longest a command may take, and the longest it may wait for its turn.
             refresh_s: Time between two looks at what the others hold.
+            tick_s: The same while somebody wants to know.
             connections_max: Connections at once, beside those for leases and the one that listens.
+            takes_turns: Backends of which nothing is kept that is not used.
         """
         self.owner = owner_name()
         self.replicas = 1
-        self._ttl_s, self._refresh_s = ttl_s, refresh_s
+        self._ttl_s, self._refresh_s, self._tick_s = ttl_s, refresh_s, tick_s
+        self._takes_turns = frozenset(takes_turns)
         self._leases = Leases(
             url,
             prefix=prefix,
@@ -91,11 +126,11 @@ class RedisLedger:
             connections_max=connections_max,
         )
         self._own = MemoryLedger(f"{self.owner}:")
-        self._others: dict[str, _Others] = {}
-        self._seen: dict[str, None] = {}  # backends, in order
-        self._behind: defaultdict[str, set[str]] = defaultdict(set)  # held, and Redis may not know it
-        self._owed: defaultdict[str, dict[str, float]] = defaultdict(dict)  # not held, and Redis may think so
-        self._renew_at = 0.0
+        self._own.on_freed(self._tell)
+        self._accounts: dict[str, Account] = {}
+        self._waited_for: Collection[str] = frozenset()
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._is_listening = self._is_away = False
         self._fewer_at = 0.0
         self._poked = anyio.Event()
         self.exchange = Exchange(ttl_s, self._poke)
@@ -109,17 +144,17 @@ class RedisLedger:
 
     def load(self, backend_id: str) -> Load:
         """See `ports.Ledger.load`. What this process holds is exact, what others hold as last heard of."""
-        self._seen.setdefault(backend_id)
-        return self._own.load(backend_id) + self.others(backend_id)
+        account = self._account(backend_id)
+        account.is_looked_at = True
+        return self._own.load(backend_id) + account.others
 
     def others(self, backend_id: str) -> Load:
         """See `ports.Ledger.others`."""
-        others = self._others.get(backend_id)
-        return Load() if others is None else others.load
+        return self._account(backend_id).others
 
     def loads(self) -> Mapping[str, Load]:
         """Return what is in flight on every backend that was ever asked about."""
-        return {backend_id: self.load(backend_id) for backend_id in self._seen}
+        return {name: self._own.load(name) + account.others for name, account in self._accounts.items()}
 
     def held(self) -> Mapping[str, Load]:
         """Return what this process itself has in flight, by backend."""
@@ -127,71 +162,79 @@ class RedisLedger:
 
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """See `ports.Ledger.acquire`."""
-        self._seen.setdefault(backend_id)
-        slot = Slot(id=self._own.new_id(), backend=backend_id, load=claim)
+        slot = self.acquire_at_once(backend_id, claim, limits)
+        if slot is not None:
+            return slot
+        account = self._account(backend_id)
+        news = account.news
+        outcome = await self._ask(account, claim, limits)
+        if isinstance(outcome, Slot) or not account.may_find_more(monotonic()):
+            return outcome
+        account.waiters += 1
         try:
-            reply = await self._leases.acquire(backend_id, slot.id, claim, limits)
-        except BaseException:
-            self._owe(slot)  # it may have been taken
-            raise
-        self._note(backend_id, reply)
-        if reply.outcome:
-            return _REASONS[reply.outcome - 1]
-        self._own.adopt(slot)
-        return slot
+            with anyio.move_on_after(GIVEN_BACK_S):
+                while not isinstance(outcome, Slot) and account.may_find_more(monotonic()):
+                    await news.wait()
+                    news = account.news
+                    outcome = await self._ask(account, claim, limits)
+        finally:
+            account.waiters -= 1
+        if not isinstance(outcome, Slot):
+            account.not_given_back(monotonic() + MUTE_S)
+        return outcome
 
     def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
-        """See `ports.Ledger.acquire_at_once`. The store has to be asked."""
-        return None
+        """See `ports.Ledger.acquire_at_once`. Only what is kept for this process can be had so."""
+        account, used = self._account(backend_id), self._own.load(backend_id)
+        if not self._hears or not account.covers(used, claim, limits, monotonic() - self._ttl_s / 3):
+            return None
+        account.placed += 1
+        if account.placed * (self.replicas - 1) ** 2 >= PLACED_MAX:
+            self._settle_soon(account)
+        return self._adopted(backend_id, claim)
 
     def release_at_once(self, slot: Slot) -> bool:
-        """See `ports.Ledger.release_at_once`. The store has to be told."""
-        return False
+        """See `ports.Ledger.release_at_once`. It can be so where the place is kept."""
+        if not self._hears or not self._account(slot.backend).may_keep(slot.load):
+            return False
+        return self._own.release_at_once(slot)
 
     async def answered(self, slot: Slot) -> None:
         """See `ports.Ledger.answered`."""
-        claim = self._own.shrink(slot)
-        if claim is None:
-            return
-        self._behind[slot.backend].add(slot.id)
-        try:
-            self._note(slot.backend, await self._leases.answered(slot.backend, slot.id, claim))
-            self._behind[slot.backend].discard(slot.id)
-        finally:
-            self._tell(slot.backend)
+        left = self._own.shrink(slot)
+        if left is not None:
+            await self._freed(slot.backend, slot.load - left)
 
     async def release(self, slot: Slot) -> None:
         """See `ports.Ledger.release`. The slot is given back here even if Redis cannot be told yet."""
-        if not self._own.forget(slot):
-            return
-        self._owe(slot)
-        try:
-            self._note(slot.backend, await self._leases.release(slot.backend, [slot.id]))
-            self._owed[slot.backend].pop(slot.id, None)
-        finally:
-            self._tell(slot.backend)
+        if self._own.forget(slot):
+            await self._freed(slot.backend, slot.load)
+
+    def waits(self, backends: Collection[str]) -> None:
+        """See `ports.Ledger.waits`."""
+        before, self._waited_for = self._waited_for, backends
+        for name in backends:
+            account = self._account(name)
+            if not account.says_it_waits and not self._is_away:
+                self._settle_soon(account)
+        for name in before:
+            if name not in backends:
+                self._account(name).is_looked_at = True
 
     # -------------------------------------------------------------- without Redis
 
     async def acquire_alone(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """Take a place if what this process itself holds allows it. Redis is told when it can be."""
-        self._seen.setdefault(backend_id)
-        slot = await self._own.acquire(backend_id, claim, limits)
-        if isinstance(slot, Slot):
-            self._behind[backend_id].add(slot.id)
-        return slot
+        self._account(backend_id)
+        return await self._own.acquire(backend_id, claim, limits)
 
     async def answered_alone(self, slot: Slot) -> None:
         """Note a slot's first token. Redis is told when it can be."""
-        if self._own.shrink(slot) is not None:
-            self._behind[slot.backend].add(slot.id)
-            self._tell(slot.backend)
+        await self._own.answered(slot)
 
     async def release_alone(self, slot: Slot) -> None:
         """Give a place back. Redis is told when it can be."""
-        if self._own.forget(slot):
-            self._owe(slot)
-            self._tell(slot.backend)
+        await self._own.release(slot)
 
     # -------------------------------------------------------------- in the background
 
@@ -202,6 +245,7 @@ class RedisLedger:
         """
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._listen)
+            tasks.start_soon(self._tick)
             while True:
                 self._poked = anyio.Event()
                 try:
@@ -217,8 +261,7 @@ class RedisLedger:
                     await self._poked.wait()
 
     def resync(self) -> None:
-        """Have every lease renewed now: Redis may have forgotten some."""
-        self._renew_at = 0.0
+        """Have every account settled now: Redis may have forgotten some."""
         self._poke()
 
     def _poke(self) -> None:
@@ -230,28 +273,23 @@ class RedisLedger:
         Raises:
             StoreAway: Redis did not answer; what was not done yet is done by the next one.
         """
-        now = anyio.current_time()
-        due = now >= self._renew_at
-        if due:
-            self._renew_at = now + self._ttl_s / 3
-        try:
-            await self._beat(now)
-            for backend_id in list(self._seen):
-                await self._renew(backend_id, self._own.claims(backend_id) if due else {})
-            await self._catch_up()
-        except StoreAway:
-            self._renew_at = 0.0
-            raise
-
-    async def _beat(self, now: float) -> None:
         facts, is_urgent = self.exchange.outgoing()
         try:
             beat = await self._leases.heartbeat(facts, is_urgent=is_urgent)
         except StoreAway:
             self.exchange.not_sent(is_urgent)
+            self._is_away = True
             raise
+        now = anyio.current_time()
         self._count(beat.replicas, now)
         self.exchange.incoming(beat.told, now)
+        await self._settle_all(self._accounts.values())
+        for _ in range(CATCH_UPS_MAX):
+            behind = [one for one in self._accounts.values() if one.is_behind(self._own.load(one.backend))]
+            if not behind:
+                break
+            await self._settle_all(behind)
+        self._is_away = False
 
     def _count(self, replicas: int, now: float) -> None:
         # A Redis that has just come back empty knows only those that have spoken since.
@@ -259,105 +297,199 @@ class RedisLedger:
             self.replicas = replicas
             self._fewer_at = now + self._ttl_s
 
-    async def _catch_up(self) -> None:
-        for _ in range(CATCH_UPS_MAX):
-            late = [backend_id for backend_id in self._seen if self._is_late(backend_id)]
-            for backend_id in late:
-                await self._settle(backend_id)
-                claims = self._own.claims(backend_id)
-                behind = self._behind[backend_id]
-                await self._renew(backend_id, {lease: claims[lease] for lease in behind & claims.keys()})
-            if not late:
-                break
-
-    def _is_late(self, backend_id: str) -> bool:
-        return bool(self._behind[backend_id] or self._owed[backend_id])
-
     async def aclose(self) -> None:
         """Give back what is still held, say goodbye and close, as far as Redis answers."""
-        with suppress(StoreAway):  # leases expire by themselves
-            for backend_id in self._seen:
-                for lease, claim in self._own.claims(backend_id).items():
-                    await self.release_alone(Slot(lease, backend_id, claim))
-                await self._settle(backend_id)
+        self._is_listening, self._waited_for = False, frozenset()
+        for backend_id in self._accounts:
+            for lease, claim in self._own.claims(backend_id).items():
+                self._own.release_at_once(Slot(lease, backend_id, claim))
+        with suppress(StoreAway):  # accounts expire by themselves
+            await self._settle_all(self._accounts.values())
             await self._leases.leave()
         await self._leases.aclose()
+        await asyncio.gather(*self._under_way, return_exceptions=True)
 
-    async def _settle(self, backend_id: str) -> None:
-        """Give back leases that may be counted although nobody holds them."""
-        # A lease that was not renewed for so long has expired.
-        oldest = anyio.current_time() - 2 * self._ttl_s
-        owed = [lease for lease, since in self._owed[backend_id].items() if since > oldest]
-        if owed:
-            await self._leases.release(backend_id, owed)
-        for lease in list(self._owed[backend_id]):
-            if lease in owed or self._owed[backend_id][lease] <= oldest:
-                del self._owed[backend_id][lease]
+    # -------------------------------------------------------------- settling
 
-    async def _renew(self, backend_id: str, claims: Mapping[str, Load]) -> None:
-        reply = await self._leases.renew(backend_id, claims)
-        # One was given back, or answered, while this was under way: what is held now counts.
-        held = self._own.claims(backend_id)
-        agreed = {lease for lease, claim in claims.items() if held.get(lease) == claim}
-        behind = (self._behind[backend_id] - agreed) & held.keys()
-        if reply.mine < len(held.keys() - behind):
-            behind = set(held)  # Redis has forgotten some
-        self._behind[backend_id] = behind
-        self._note(backend_id, reply, asked=True)
+    @property
+    def _hears(self) -> bool:
+        """Whether others could say that they want what is kept here, as far as is known."""
+        return self._is_listening and not self._is_away
+
+    def _account(self, backend_id: str) -> Account:
+        account = self._accounts.get(backend_id)
+        if account is None:
+            account = self._accounts[backend_id] = Account(backend_id)
+        return account
+
+    def _adopted(self, backend_id: str, claim: Load) -> Slot:
+        slot = Slot(self._own.new_id(), backend_id, claim)
+        self._own.adopt(slot)
+        return slot
+
+    async def _ask(self, account: Account, claim: Load, limits: Load) -> Slot | Exclusion:
+        asked = Asked(claim, limits, asyncio.get_running_loop().create_future())
+        account.asked.append(asked)
+        self._settle_soon(account)
+        try:
+            with anyio.CancelScope(shield=True):
+                await asked.outcome
+        except asyncio.CancelledError:
+            if asked.outcome.done() and not asked.outcome.cancelled() and not asked.outcome.exception():
+                slot = asked.outcome.result()
+                if isinstance(slot, Slot) and self._own.forget(slot):  # it was taken at that very moment
+                    self._settle_soon(account)
+            raise
+        return asked.outcome.result()
+
+    async def _freed(self, backend_id: str, freed: Load) -> None:
+        """Tell Redis of what became free, unless it is kept; then whoever waits here."""
+        account = self._account(backend_id)
+        try:
+            if not self._hears or not account.may_keep(freed):
+                await self._settle_all([account])
+        finally:
+            self._tell(backend_id)
+
+    async def _settle_all(self, accounts: Iterable[Account]) -> None:
+        """Have the server know what is used by now of each.
+
+        Raises:
+            StoreAway: it did not answer.
+        """
+        loop, told = asyncio.get_running_loop(), []
+        for account in accounts:
+            told.append(loop.create_future())
+            account.told.append(told[-1])
+            self._settle_soon(account)
+        with anyio.CancelScope(shield=True):
+            for future in told:
+                await future
+
+    def _settle_soon(self, account: Account) -> None:
+        """Settle an account, with all that happens in this round of the event loop."""
+        if not account.is_due and not account.is_under_way:
+            asyncio.get_running_loop().call_soon(self._begin, account)
+            account.is_due = True
+
+    def _begin(self, account: Account) -> None:
+        account.is_due = False
+        task = asyncio.get_running_loop().create_task(self._settle(account))
+        account.is_under_way = True
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def _settle(self, account: Account) -> None:
+        asked = [one for one in account.asked if not one.outcome.done()]
+        told, account.asked, account.told = account.told, [], []
+        order = account.order(
+            self._own.load(account.backend),
+            asked,
+            waits=account.backend in self._waited_for,
+            may_keep=self._hears and account.backend not in self._takes_turns,
+            now=monotonic(),
+        )
+        try:
+            reply = await self._leases.settle(account.backend, order)
+        except BaseException as failure:
+            account.failed(self._own.load(account.backend))
+            away = failure if isinstance(failure, StoreAway) else StoreAway("closed")
+            # Those that waited for it do not try one after the other.
+            for one in (*asked, *account.asked):
+                _fail(one.outcome, away)
+            for future in (*told, *account.told):
+                _fail(future, away)
+            account.asked, account.told, self._is_away = [], [], True
+            self._poke()
+            if failure is not away:
+                raise
+            return
+        for one, outcome in zip(asked, reply.outcomes, strict=True):
+            if not one.outcome.done():
+                one.outcome.set_result(
+                    _REASONS[outcome - 1] if outcome else self._adopted(account.backend, one.claim)
+                )
+        has_freed = account.settled(reply, monotonic())
+        for future in told:
+            if not future.done():
+                future.set_result(None)
+        if not reply.is_known and not order.used.is_within(_NOTHING):
+            self._poke()  # Redis has forgotten more, maybe
+        self._settle_rest(account)
+        if has_freed:
+            self._tell(account.backend)
+
+    def _settle_rest(self, account: Account) -> None:
+        """Serve who has come meanwhile, as far as it can be done without asking."""
+        rest = []
+        for one in account.asked:
+            if one.outcome.done():
+                continue
+            slot = self.acquire_at_once(account.backend, one.claim, one.limits)
+            if slot is None:
+                rest.append(one)
+            else:
+                one.outcome.set_result(slot)
+        account.asked = rest
+        is_behind = account.is_behind(self._own.load(account.backend))
+        is_unsaid = account.backend in self._waited_for and not account.says_it_waits
+        if rest or account.told or is_behind or is_unsaid or (account.is_wanted and account.keeps):
+            self._settle_soon(account)
+
+    # -------------------------------------------------------------- hearing
+
+    async def _tick(self) -> None:
+        while True:
+            await anyio.sleep(self._tick_s)
+            for account in list(self._accounts.values()):
+                is_due = account.tick(self._own.load(account.backend))
+                if (is_due or account.backend in self._waited_for) and not self._is_away:
+                    self._settle_soon(account)
 
     async def _listen(self) -> None:
         while True:
             try:
                 async with self._leases.listening() as next_news:
+                    self._is_listening = True
                     self.resync()  # what was said meanwhile was not heard
                     while True:
                         news = await next_news()
                         if news is None or news.owner == self.owner:
                             continue
-                        if isinstance(news, Freed):
-                            self._heard(news)
-                        else:
-                            self._poke()
+                        self._heard(news)
             except StoreAway:
+                self._is_listening = False
                 self.resync()  # Redis may have been replaced by an empty one
             await anyio.sleep(self._refresh_s)
 
-    def _heard(self, freed: Freed) -> None:
-        others = self._others.get(freed.backend)
-        if others is not None and freed.version > others.version:
-            self._others[freed.backend] = _Others(freed.version, _without(others.load, freed.load))
-        self._tell(freed.backend)
-
-    def _note(self, backend_id: str, reply: Reply, asked: bool = False) -> None:
-        """Keep what a reply says of the others, unless a newer one came before it.
-
-        Redis that has lost its data, and its clock, starts with old versions: what was asked for counts.
-        """
-        before = self._others.get(backend_id)
-        if before is None or asked or reply.version >= before.version:
-            self._others[backend_id] = _Others(reply.version, reply.others)
-            if before is not None and _is_less(reply.others, before.load):
-                self._tell(backend_id)  # though nobody said so
-
-    def _owe(self, slot: Slot) -> None:
-        self._owed[slot.backend][slot.id] = anyio.current_time()
-        self._behind[slot.backend].discard(slot.id)
+    def _heard(self, news: News) -> None:
+        if isinstance(news, Urgent):
+            self._poke()
+            return
+        account = self._accounts.get(news.backend)
+        if isinstance(news, Freed):
+            if account is not None:
+                account.heard(news)
+            self._tell(news.backend)
+        elif account is not None and (account.keeps or account.is_under_way):
+            account.is_wanted = True
+            self._settle_soon(account)
 
     def _tell(self, backend_id: str) -> None:
         for callback in self._on_freed:
             callback(backend_id)
 
 
+_NOTHING = Load()
+
+
+def _fail(future: asyncio.Future[T], failure: StoreAway) -> None:
+    if not future.done():  # else its caller was cancelled
+        future.set_exception(failure)
+        future.exception()  # that is, nobody has to look at it
+
+
 def owner_name() -> str:
     """Return a name for this process, unlike any other's."""
     host = re.sub(r"[^\w.-]", "-", socket.gethostname())[:24]
     return f"{host}-{secrets.token_hex(4)}"
-
-
-def _without(load: Load, freed: Load) -> Load:
-    rest = load - freed
-    return Load(**{name: max(0, getattr(rest, name)) for name in COUNTERS})
-
-
-def _is_less(load: Load, before: Load) -> bool:
-    return any(getattr(load, name) < getattr(before, name) for name in COUNTERS)

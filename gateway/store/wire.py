@@ -1,10 +1,11 @@
 """The ledger's connections: commands are sent without waiting for the replies to earlier ones.
 
-Every request asks the store three times, so here the client is most of what sharing costs. redis-py takes a
-connection out of its pool for each command, looks whether it is alive, starts a timer, writes, waits, and
-reads the reply value by value: 185 us of CPU, most of it in the client and the event loop. Here it is 28 us:
-all that the tasks of one round of the event loop have to ask is one write, replies are read as they arrive,
-by no task, and one timer watches the oldest command of a connection. docs/store.md has the figures.
+Near a limit every request asks the store three times, and then the client is most of what that costs.
+redis-py takes a connection out of its pool for each command, looks whether it is alive, starts a timer,
+writes, waits, and reads the reply value by value: 185 us of CPU, most of it in the client and the event loop.
+Here it is 28 us: all that the tasks of one round of the event loop have to ask is one write, replies are read
+as they arrive, by no task, and one timer watches the oldest command of a connection. docs/store.md has the
+figures.
 
 redis-py still opens the connections: addresses, TLS, users, databases and names are its business. What is
 promised is what `connections.py` promises: every command is bounded in time, sent once, and never in doubt
@@ -220,8 +221,8 @@ class _Wire(asyncio.Protocol):
 class Ear(asyncio.Protocol):
     """A connection on which one channel is heard.
 
-    Every request makes two messages for each process. One that comes alone costs 72 us here, what the ledger
-    makes of it included, and 142 us with redis-py's channels.
+    Where somebody waits, each request makes two messages for every process. One that comes alone costs 72 us
+    here, what the ledger makes of it included, and 142 us with redis-py's channels.
     """
 
     def __init__(self) -> None:

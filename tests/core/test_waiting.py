@@ -597,6 +597,18 @@ def test_a_chat_does_not_spill_while_a_document_waits_there() -> None:
     assert site.taken["chat"][0] == "push"
 
 
+def test_what_is_waited_for_is_every_backend_that_those_who_wait_may_go_to() -> None:
+    site = Site()
+    assert site.line.waited_for() == frozenset()
+
+    site.enter("chat", traffic_class=CHAT)
+    assert site.line.waited_for() == {"light", "push"}
+    assert site.start() == ["chat"]
+    assert site.line.waited_for() == frozenset()
+    site.enter("document", traffic_class=LONG, prompt=50_000)
+    assert site.line.waited_for() == {"push"}
+
+
 def test_a_chat_does_not_spill_while_a_document_waits_there_at_another_gateway() -> None:
     site = Site()
     site.enter("running", traffic_class=CHAT)

@@ -121,7 +121,7 @@ async def gateway_at(
         assert running.admin_url is not None
         yield Boxed(gateway, running.url, running.admin_url, machine)
         await gateway.applications.serving.drain()
-        assert all(load == Load() for load in gateway.ledger.loads().values())
+        assert all(load == Load() for load in gateway.ledger.held().values())
 
 
 @asynccontextmanager

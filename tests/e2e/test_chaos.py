@@ -13,7 +13,7 @@ import os
 import random
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -31,6 +31,7 @@ from support.processes import Process, config, reserved_port, running, until
 from support.redis_server import RedisServer, binary
 
 from gateway.clock import SystemClock
+from gateway.core.admission import COUNTERS
 
 SEED = int(os.environ.get("CHAOS_SEED", "20261121"))
 FLEET = {"light-0": "h100-tp1-light", "light-1": "h100-tp1-light", "push": "h100-tp2-push"}
@@ -180,10 +181,8 @@ class Site:
         return found
 
     async def counted(self) -> Mapping[str, int]:
-        """Return how many sequences and leases the store counts, per backend."""
-        return {
-            name: sum(map(int, (await self._sums(name)).get("*", "0 0").split()[:2])) for name in self.engines
-        }
+        """Return how many sequences the store counts, per backend."""
+        return {name: sum((await self._kept(name)).values()) for name in self.engines}
 
     async def is_idle(self) -> bool:
         return not await self.left()
@@ -201,10 +200,16 @@ class Site:
 
     async def owners(self) -> set[str]:
         """Return the gateway processes that the store counts anything for."""
-        return {owner for name in self.engines for owner in await self._sums(name)} - {"*", "#"}
+        return {owner for name in self.engines for owner, seqs in (await self._kept(name)).items() if seqs}
 
-    async def _sums(self, name: str) -> dict[str, str]:
-        return cast("dict[str, str]", await self.redis.hgetall(f"{{gw:{name}}}:sums"))
+    async def _kept(self, name: str) -> dict[str, int]:
+        """Return how many sequences are kept for each gateway process, used or not."""
+        accounts = await cast("Awaitable[dict[str, str]]", self.redis.hgetall(f"{{gw:{name}}}:accounts"))
+        return {
+            owner: int(account.split()[4 + len(COUNTERS)])
+            for owner, account in accounts.items()
+            if owner != "#"
+        }
 
     async def left(self) -> Mapping[str, Any]:
         """Return everything that is in flight anywhere: empty when nothing is."""

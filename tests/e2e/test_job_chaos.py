@@ -405,7 +405,9 @@ async def unsettled(site: Site) -> dict[str, Any]:
         if not 0 < await site.redis.pttl(claimed) <= CLAIM_KEPT_MS:
             found[claimed] = "is kept"
     for name in (*ENGINES, *MODELS):
-        found[f"leases of {name}"] = await site.redis.zcard(f"{{gw:{name}}}:leases")
+        for owner, account in (await site.redis.hgetall(f"{{gw:{name}}}:accounts")).items():
+            if owner != "#" and set(account.split()[4:]) != {"0"}:
+                found[f"what {owner!s} has of {name}"] = account
     for name, url in site.engine_urls.items():
         found[f"engine {name}"] = (await site.http.get(f"{url}/simulator/sequences")).json()["held"]
     for name, admin in site.admins.items():

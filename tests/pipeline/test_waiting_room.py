@@ -1,5 +1,6 @@
 """The waiting room before a ledger that others use: places that are gone, and places taken at once."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +50,20 @@ class Slow(FarAway):
         return await super().acquire(backend_id, claim, limits)
 
 
+class Noted(FarAway):
+    """Has no place to give, and notes what is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited_for: list[Collection[str]] = []
+
+    async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
+        return Exclusion.AT_KNEE
+
+    def waits(self, backends: Collection[str]) -> None:
+        self.waited_for.append(backends)
+
+
 async def arrive(world: World, number: int) -> Any:
     arrival = Arrival(f"req-{number}", 1_000_000.0, world.clock.now())
     return await world.run(world.request(), Caller(), arrival=arrival)
@@ -76,6 +91,22 @@ async def test_who_was_offered_a_place_that_was_gone_waits_no_longer_than_it_may
         tasks.cancel_scope.cancel()
 
     assert refused[0].code == "waited_too_long"
+
+
+async def test_others_are_told_what_is_waited_for_and_when_nobody_waits_any_more() -> None:
+    ledger = Noted()
+    world = World(ledger)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.pipeline.room.run)
+        async with anyio.create_task_group() as asking:
+            asking.start_soon(arrive, world, 1)
+            await anyio.wait_all_tasks_blocked()
+            assert "light-0" in ledger.waited_for[-1]
+            asking.cancel_scope.cancel()  # the only one that waits leaves
+        await anyio.wait_all_tasks_blocked()
+        assert not ledger.waited_for[-1]
+        tasks.cancel_scope.cancel()
 
 
 async def test_places_are_taken_at_once() -> None:

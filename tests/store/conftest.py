@@ -17,6 +17,23 @@ from gateway.store.redis import RedisLedger
 
 
 @dataclass(frozen=True)
+class Account:
+    """What a server says of one owner and one backend."""
+
+    expires_ms: int
+    waits: bool
+    keeps: bool
+    used: Load
+    kept: Load
+
+    @classmethod
+    def of(cls, text: str) -> "Account":
+        expires_ms, _, waits, keeps, *counters = map(int, text.split())
+        used, kept = counters[: len(COUNTERS)], counters[len(COUNTERS) :]
+        return cls(expires_ms, bool(waits), bool(keeps), Load(*used), Load(*kept))
+
+
+@dataclass(frozen=True)
 class Store:
     """A server, a part of it that is the test's own, and what the gateway keeps there."""
 
@@ -27,31 +44,34 @@ class Store:
     def key(self, backend: str, name: str) -> str:
         return f"{{{self.prefix}:{backend}}}:{name}"
 
-    async def sums(self, backend: str = "b", owner: str = "*") -> Load:
-        """Return the sums that the server keeps, of one owner or of all."""
-        text = await cast("Awaitable[str | None]", self.redis.hget(self.key(backend, "sums"), owner))
-        return Load(**dict(zip(COUNTERS, map(int, text.split()[1:]), strict=True))) if text else Load()
-
-    async def added(self, backend: str = "b") -> Load:
-        """Return what the leases that the server holds add up to."""
-        claims = await cast("Awaitable[dict[str, str]]", self.redis.hgetall(self.key(backend, "claims")))
-        leases = await self.leases(backend)
-        assert claims.keys() == leases.keys()
+    async def sums(self, backend: str = "b", owner: str | None = None) -> Load:
+        """Return what counts against the limits, of one owner or of all: what is kept for them."""
         total = Load()
-        for claim in claims.values():
-            total += Load(**dict(zip(COUNTERS, map(int, claim.split()), strict=True)))
+        for name, account in (await self.accounts(backend)).items():
+            total += account.kept if owner in (None, name) else Load()
         return total
 
-    async def leases(self, backend: str = "b") -> dict[str, float]:
-        """Return every lease with the time of its expiry."""
-        pairs = await self.redis.zrange(self.key(backend, "leases"), 0, -1, withscores=True)
-        return dict(cast("list[tuple[str, float]]", pairs))
+    async def added(self, backend: str = "b") -> Load:
+        """Return what all of them said that they use."""
+        total = Load()
+        for account in (await self.accounts(backend)).values():
+            total += account.used
+        return total
+
+    async def accounts(self, backend: str = "b") -> dict[str, Account]:
+        """Return what each owner has, except those that have nothing."""
+        found = await cast("Awaitable[dict[str, str]]", self.redis.hgetall(self.key(backend, "accounts")))
+        found.pop("#", None)
+        accounts = {owner: Account.of(text) for owner, text in found.items()}
+        return {owner: account for owner, account in accounts.items() if account.kept != Load()}
 
     async def expire(self, owner: str, backend: str = "b") -> None:
-        """Let the time of an owner's leases be over."""
-        for lease in await self.leases(backend):
-            if lease.startswith(f"{owner}:"):
-                await self.redis.zadd(self.key(backend, "leases"), {lease: 1}, xx=True)
+        """Let the time of an owner's account be over."""
+        key = self.key(backend, "accounts")
+        text = await cast("Awaitable[str | None]", self.redis.hget(key, owner))
+        if text is not None:
+            rest = text.partition(" ")[2]
+            await self.redis.hset(key, owner, f"1 {rest}")
 
     async def lose(self) -> None:
         """Lose everything the gateway keeps, as a server that was restarted has."""

@@ -1,15 +1,18 @@
 """Any history of several gateways over one Redis: never above a limit, never a lost slot, never below zero.
 
-What each gateway holds is modelled beside it. A slot that Redis has lost counts again once its gateway has
-synchronised; until then, and only until then, more may be admitted than the limits say. What becomes free,
-through whichever gateway, is told to all others. Each gateway has the limits of its own configuration, which
-is reloaded now and then: what runs is kept, and nothing starts above the limit in force.
+What each gateway holds is modelled beside it. What Redis counts for it is that, or more where it keeps
+places that it does not use; nobody is refused for these as long as who keeps them is there. What Redis has
+lost counts again once its gateway has said so; until then, and only until then, more may be admitted than the
+limits say.
+Nobody keeps anything while somebody waits, and what becomes free then, through whichever gateway, is told to
+all others. Each gateway has the limits of its own configuration, which is reloaded now and then: what runs is
+kept, and nothing starts above the limit in force.
 """
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import pytest
@@ -28,9 +31,11 @@ from gateway.store.redis import RedisLedger
 LIMITS = Load(
     seqs=UNLIMITED, share=1_000_000, kv_blocks=100, long_seqs=3, long_unanswered=1, prefill_ms=2_000
 )
-SMALLER = replace(LIMITS, share=400_000, kv_blocks=40, long_seqs=1)
+SMALLER = replace(LIMITS, share=80_000, kv_blocks=12, long_seqs=1)
 LARGER = replace(LIMITS, share=2_000_000, kv_blocks=300, long_seqs=UNLIMITED)
 CLAIMS = [
+    Load(seqs=1, share=10_000, kv_blocks=1),  # small enough for some to be kept
+    Load(seqs=1, share=20_000, kv_blocks=2, prefill_ms=10),
     Load(seqs=1, share=200_000, kv_blocks=3, prefill_ms=40),
     Load(seqs=2, share=400_000, kv_blocks=30, prefill_ms=900),
     Load(seqs=1, share=83_333, kv_blocks=20, long_seqs=1, long_unanswered=1, prefill_ms=1_500),
@@ -46,21 +51,38 @@ picks = st.integers(0, 100)
 class Held:
     slot: Slot
     claim: Load
-    is_known: bool = True  # to Redis
 
 
-@dataclass
 class Process:
-    ledger: RedisLedger
-    limits: Load = LIMITS
-    held: list[Held] = field(default_factory=list)
-    told: int = 0  # how often its own waiters were woken
+    """A gateway process, which hears what others say as soon as it has begun."""
 
-    def __post_init__(self) -> None:
-        self.ledger.on_freed(self.tell)
+    def __init__(self, ledger: RedisLedger) -> None:
+        self.ledger = ledger
+        self.limits = LIMITS
+        self.held: list[Held] = []
+        self.told = 0  # how often its own waiters were woken
+        self.is_lost = False  # whether Redis may have forgotten what it has
+        self._task: asyncio.Task[None] | None = None
+        ledger.on_freed(self.tell)
 
     def tell(self, backend: str) -> None:
         self.told += 1
+
+    @property
+    def used(self) -> Load:
+        total = Load()
+        for held in self.held:
+            total += held.claim
+        return total
+
+    async def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self.ledger.run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
 
 
 class Witness:
@@ -80,7 +102,7 @@ class Witness:
 
     async def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self.ledger.run())
-        while await self._redis.publish(self._channel, "x") == 0:
+        while await self._redis.publish(self._channel, "x y z") == 0:
             pass  # until somebody listens
 
     async def stop(self) -> None:
@@ -113,42 +135,72 @@ class Histories(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         redis = Redis.from_url(self.url, decode_responses=True)
         self.store = type(self).make_store(f"test-{secrets.token_hex(4)}", redis)
-        self.processes = [Process(self.connect()) for _ in range(GATEWAYS)]
+        self.witness = Witness(self.connect(), redis, self.store.prefix)
+        self.run(self.witness.start())
+        self.listeners = 1
+        self.processes = [self.begun() for _ in range(GATEWAYS)]
         self.dead: list[Process] = []
         self.observer = self.connect()
         self.observer.load("b")
-        self.witness = Witness(self.connect(), redis, self.store.prefix)
-        self.run(self.witness.start())
+        self.is_waiting = False
         self.before = Load()
 
     def connect(self) -> RedisLedger:
-        prefix = self.store.prefix
-        return RedisLedger(self.url, prefix=prefix, ttl_s=1000.0, refresh_s=1000.0, command_s=20.0)
+        never: Any = {"ttl_s": 1000.0, "refresh_s": 1000.0, "tick_s": 1000.0}
+        return RedisLedger(self.url, prefix=self.store.prefix, command_s=20.0, **never)
+
+    def begun(self) -> Process:
+        process = Process(self.connect())
+        self.run(process.start())
+        self.listeners += 1
+        self.run(self.are_listening())
+        return process
+
+    async def are_listening(self) -> None:
+        channel = f"{self.store.prefix}:freed"
+        while await self.store.redis.publish(channel, "x y z") != self.listeners:
+            pass
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(work)
 
-    @property
-    def counted(self) -> Load:
-        """What Redis has to count."""
-        total = Load()
-        for process in [*self.processes, *self.dead]:
-            for held in process.held:
-                total += held.claim if held.is_known else Load()
-        return total
+    def accounts(self) -> Mapping[str, Any]:
+        """Return what Redis has of each process, as far as it counts."""
+        return {
+            owner: account
+            for owner, account in self.run(self.store.accounts()).items()
+            if account.expires_ms > 1
+        }
 
     # ------------------------------------------------------------------ requests
 
     @rule(gateway=gateways, claim=st.sampled_from(CLAIMS))
     def acquire(self, gateway: int, claim: Load) -> None:
         process = self.processes[gateway]
-        expected = admission.full(self.counted, claim, process.limits)
+        owner, used = process.ledger.owner, process.used
+        before = self.accounts()
         outcome = self.run(process.ledger.acquire("b", claim, process.limits))
+        after = self.accounts()
+        others = Load()
+        for name, account in after.items():
+            others += account.kept if name != owner else Load()
+        expected = admission.full(others + used, claim, process.limits)
         if isinstance(outcome, Exclusion):
             assert outcome is expected
-        else:
-            assert expected is None
-            process.held.append(Held(outcome, claim))
+            for one in self.processes:  # nobody is refused for what is not used
+                if one is not process and one.ledger.owner in after:
+                    assert after[one.ledger.owner].kept == one.used
+            return
+        if expected is not None:  # then it was kept for it all along, or Redis has lost what was
+            assert process.is_lost or (used + claim).is_within(before[owner].kept)
+        process.held.append(Held(outcome, claim))
+
+    @rule(gateway=gateways, count=st.integers(2, 8))
+    def acquire_some(self, gateway: int, count: int) -> None:
+        """Requests that are so small that places are kept for them."""
+        for number in range(count):
+            self.acquire(gateway, CLAIMS[number % 2])
+            self.redis_counts_what_is_held()
 
     @rule(gateway=gateways, limits=st.sampled_from([SMALLER, LIMITS, LARGER]))
     def reload(self, gateway: int, limits: Load) -> None:
@@ -175,14 +227,30 @@ class Histories(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ time
 
-    @rule(gateway=gateways, is_due=st.booleans())
-    def sync(self, gateway: int, is_due: bool) -> None:
-        process = self.processes[gateway]
-        if is_due:
-            process.ledger.resync()
-        self.run(process.ledger.sync())
-        for held in process.held:
-            held.is_known = True
+    @rule(gateway=gateways)
+    def sync(self, gateway: int) -> None:
+        self.run(self.processes[gateway].ledger.sync())
+
+    @rule(is_waiting=st.booleans())
+    def wait(self, is_waiting: bool) -> None:
+        """Somebody waits for the backend, or nobody any more."""
+        self.is_waiting = is_waiting
+        self.run(self.note_waiting())
+        self.before = self.run(self.store.added())
+
+    async def note_waiting(self) -> None:
+        self.witness.ledger.waits({"b"} if self.is_waiting else frozenset())
+        await self.witness.ledger.sync()
+        if self.is_waiting:
+            await self.nothing_kept()
+
+    async def nothing_kept(self) -> None:
+        owners = {process.ledger.owner for process in self.processes}
+        async with asyncio.timeout(20):
+            while any(
+                account.keeps for owner, account in (await self.store.accounts()).items() if owner in owners
+            ):
+                pass
 
     @rule(gateway=gateways)
     def expire(self, gateway: int) -> None:
@@ -190,15 +258,17 @@ class Histories(RuleBasedStateMachine):
         process = self.processes[gateway]
         self.run(self.store.expire(process.ledger.owner))
         self.run(self.observer.sync())
-        for held in process.held:
-            held.is_known = False
+        process.is_lost = True
 
     # ------------------------------------------------------------------ misfortune
 
     @rule(gateway=gateways)
     def crash(self, gateway: int) -> None:
-        self.dead.append(self.processes[gateway])
-        self.processes[gateway] = Process(self.connect())
+        process = self.processes[gateway]
+        self.run(process.stop())
+        self.listeners -= 1
+        self.dead.append(process)
+        self.processes[gateway] = self.begun()
 
     @rule()
     def bury(self) -> None:
@@ -206,6 +276,7 @@ class Histories(RuleBasedStateMachine):
         for process in self.dead:
             self.run(self.store.expire(process.ledger.owner))
             process.held.clear()
+            process.is_lost = True
         self.run(self.observer.sync())
 
     @rule()
@@ -216,45 +287,55 @@ class Histories(RuleBasedStateMachine):
     def lose_everything(self) -> None:
         self.run(self.store.lose())
         self.before = Load()  # nobody freed it, so nobody says so
+        self.run(self.witness.ledger.sync())  # which says again whether somebody waits
         for process in [*self.processes, *self.dead]:
-            for held in process.held:
-                held.is_known = False
+            process.is_lost = True
 
     # ------------------------------------------------------------------ always
 
     @invariant()
     def redis_counts_what_is_held(self) -> None:
-        assert self.run(self.store.sums()) == self.run(self.store.added()) == self.counted
+        accounts = self.accounts()
+        for process in [*self.processes, *self.dead]:
+            account = accounts.get(process.ledger.owner)
+            if account is None:
+                assert process.is_lost or process.used == Load()
+                continue
+            process.is_lost = False
+            if account.keeps:
+                assert process.used.is_within(account.kept) and account.used.is_within(account.kept)
+            else:
+                assert process.used == account.used == account.kept
 
     @invariant()
     def each_process_knows_what_it_holds(self) -> None:
         for process in self.processes:
-            total = Load()
-            for held in process.held:
-                total += held.claim
-            assert process.ledger.held().get("b", Load()) == total
+            assert process.ledger.held().get("b", Load()) == process.used
 
     @invariant()
-    def whoever_looks_sees_it_all(self) -> None:
+    def whoever_looks_sees_what_was_told(self) -> None:
         self.run(self.observer.sync())
-        assert self.observer.load("b") == self.counted
+        assert self.observer.load("b") == self.run(self.store.added())
 
     @invariant()
-    def what_became_free_wakes_everybody(self) -> None:
-        before, self.before = self.before, self.counted
+    def what_became_free_wakes_whoever_waits(self) -> None:
+        before, self.before = self.before, self.run(self.store.added())
         woken = self.run(self.witness.was_woken())
-        assert woken or not any(getattr(self.before, name) < getattr(before, name) for name in COUNTERS)
+        if self.is_waiting and any(getattr(self.before, name) < getattr(before, name) for name in COUNTERS):
+            assert woken
 
     def teardown(self) -> None:
         self.bury()
         for gateway, process in enumerate(self.processes):
-            self.sync(gateway, True)
+            self.sync(gateway)
             for held in process.held:
                 self.run(process.ledger.release(held.slot))
-        assert self.run(self.store.sums()) == Load()
-        assert self.run(self.store.leases()) == {}
+            self.run(process.stop())
+            self.run(process.ledger.aclose())
+        self.run(self.observer.aclose())
+        assert self.run(self.store.accounts()) == {}
         self.run(self.witness.stop())
-        for process in [*self.processes, *self.dead, Process(self.observer)]:
+        for process in self.dead:
             self.run(process.ledger.aclose())
         self.run(self.store.lose())
         self.run(self.store.redis.aclose())

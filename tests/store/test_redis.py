@@ -4,7 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,12 +15,15 @@ from redis.exceptions import RedisError
 
 from gateway.core.values import UNLIMITED, Exclusion, Load
 from gateway.ports import Slot
-from gateway.store.leases import Leases, StoreAway
+from gateway.store.leases import Leases, Order, StoreAway
 from gateway.store.redis import RedisLedger
 
 CLAIM = Load(seqs=1, share=500_000, kv_blocks=10, long_seqs=1, long_unanswered=1, prefill_ms=700)
 FREE = Load(UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED)
 LIMITS = replace(FREE, share=1_000_000)
+NO_LOOKS: Any = {"refresh_s": 60.0, "tick_s": 60.0}
+NO_CEILING = Load(-1, -1, -1, -1, -1, -1)
+NOTHING = Load()
 WITHIN_S = 20.0
 
 Store = Any  # tests/store/conftest.py
@@ -45,6 +48,12 @@ async def running(*ledgers: RedisLedger) -> AsyncIterator[None]:
         tasks.cancel_scope.cancel()
 
 
+async def waits(ledger: RedisLedger) -> None:
+    """Have the store know that somebody waits there."""
+    ledger.waits({"b"})
+    await ledger.sync()
+
+
 async def server_ms(store: Store) -> float:
     seconds, microseconds = await store.redis.time()
     return float(seconds * 1000 + microseconds / 1000)
@@ -61,6 +70,11 @@ class Freed:
         with anyio.fail_after(WITHIN_S):
             await self._event.wait()
         self._event = anyio.Event()
+
+
+def ordered(number: int, used: Load = NOTHING, claims: Sequence[tuple[Load, Load]] = ()) -> Order:
+    """Return the command of that number of a process that keeps nothing."""
+    return Order(number, used, used, NO_CEILING, waits=False, may_keep=False, deaf=0, claims=tuple(claims))
 
 
 @pytest.fixture
@@ -107,7 +121,7 @@ async def test_a_hundred_at_once_over_two_connections_fill_it_exactly(store: Sto
         for ledger, slot in granted:
             tasks.start_soon(ledger.release, slot)
     assert await store.sums() == Load()
-    assert await store.leases() == {}
+    assert await store.accounts() == {}
 
 
 async def test_others_are_seen_after_a_look(store: Store, connect: Connect) -> None:
@@ -125,8 +139,9 @@ async def test_others_are_seen_after_a_look(store: Store, connect: Connect) -> N
 
 
 async def test_what_another_frees_is_known_as_soon_as_it_is_told(store: Store, connect: Connect) -> None:
-    here, there = connect(store, refresh_s=60.0), connect(store, refresh_s=60.0)
+    here, there = connect(store, **NO_LOOKS), connect(store, **NO_LOOKS)
     async with running(here, there):
+        await waits(here)
         freed = Freed(here)
         slot, _ = await take(there), await take(there)
         assert await here.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
@@ -155,9 +170,10 @@ async def test_a_waiter_wakes_even_if_the_message_is_lost(store: Store, connect:
 
 
 async def test_a_listener_that_was_cut_off_listens_again(store: Store, connect: Connect) -> None:
-    here, there = connect(store, refresh_s=0.05), connect(store)
+    here, there, waiting = connect(store, refresh_s=0.05), connect(store), connect(store)
     woken: list[str] = []
     here.on_freed(woken.append)  # and it never looks at this backend: only a message can wake it
+    await waits(waiting)
     async with running(here):
         for _ in range(2):
             with anyio.fail_after(WITHIN_S):
@@ -201,61 +217,66 @@ async def test_what_a_gateway_still_holds_when_it_ends_is_given_back(store: Stor
 
     await ledger.aclose()
 
-    assert await store.leases() == {}
+    assert await store.accounts() == {}
     assert await store.sums() == Load()
 
 
 # ------------------------------------------------------------------ commands that are repeated, or late
 
 
-async def test_repeating_an_acquire_changes_nothing(store: Store, leases: Leases) -> None:
-    replies = [await leases.acquire("b", "me:1", CLAIM, replace(FREE, seqs=1)) for _ in range(3)]
+async def test_repeating_a_command_changes_nothing(store: Store, leases: Leases) -> None:
+    order = ordered(1, claims=[(CLAIM, replace(FREE, seqs=1))])
+    assert (await leases.settle("b", order)).outcomes == [0]
 
-    assert [(reply.outcome, reply.mine) for reply in replies] == [(0, 1)] * 3
+    for _ in range(2):
+        with pytest.raises(StoreAway, match="a later command"):
+            await leases.settle("b", order)
     assert await store.sums() == CLAIM
 
 
-async def test_an_acquire_that_comes_after_its_release_takes_nothing(store: Store, leases: Leases) -> None:
-    await leases.release("b", ["me:1"])
+async def test_a_command_that_comes_after_a_later_one_takes_nothing(store: Store, leases: Leases) -> None:
+    await leases.settle("b", ordered(2))
 
-    assert (await leases.acquire("b", "me:1", CLAIM, LIMITS)).outcome == -1
-    assert await store.leases() == {}
-
-
-async def test_a_renewal_that_comes_after_a_release_revives_nothing(store: Store, leases: Leases) -> None:
-    await leases.acquire("b", "me:1", CLAIM, LIMITS)
-    await leases.release("b", ["me:1"])
-
-    assert (await leases.renew("b", {"me:1": CLAIM})).mine == 0
-    assert await store.sums() == Load()
+    with pytest.raises(StoreAway, match="a later command"):
+        await leases.settle("b", ordered(1, claims=[(CLAIM, LIMITS)]))
+    assert await store.accounts() == {}
 
 
-async def test_a_renewal_that_comes_after_the_first_token_does_not_undo_it(
+async def test_a_command_that_comes_after_the_account_expired_takes_nothing(
     store: Store, leases: Leases
 ) -> None:
-    await leases.acquire("b", "me:1", CLAIM, LIMITS)
-    await leases.answered("b", "me:1", CLAIM.after_first_token)
+    await leases.settle("b", ordered(2, used=CLAIM))
+    await store.expire("me")
 
-    await leases.renew("b", {"me:1": CLAIM})
+    with pytest.raises(StoreAway, match="a later command"):
+        await leases.settle("b", ordered(1, claims=[(CLAIM, LIMITS)]))
+    assert await store.sums() == CLAIM  # until somebody looks
+
+
+async def test_what_was_not_told_is_told_by_the_next_command(store: Store, leases: Leases) -> None:
+    await leases.settle("b", ordered(1, used=CLAIM))
+
+    await leases.settle("b", ordered(4, used=CLAIM.after_first_token))
 
     assert await store.sums() == await store.added() == CLAIM.after_first_token
 
 
-async def test_a_first_token_that_was_not_told_is_told_by_the_renewal(store: Store, leases: Leases) -> None:
-    await leases.acquire("b", "me:1", CLAIM, LIMITS)
+async def test_of_claims_that_come_together_those_are_taken_that_fit(store: Store, leases: Leases) -> None:
+    small = Load(seqs=1, share=100_000)
+    claims = [(CLAIM, LIMITS), (small, replace(LIMITS, share=550_000)), (CLAIM, LIMITS), (small, LIMITS)]
 
-    await leases.renew("b", {"me:1": CLAIM.after_first_token})
+    reply = await leases.settle("b", ordered(1, claims=claims))
 
-    assert await store.sums() == await store.added() == CLAIM.after_first_token
+    assert reply.outcomes == [0, 2, 0, 2]
+    assert reply.kept == await store.sums() == CLAIM + CLAIM
 
 
-async def test_a_first_token_after_the_release_counts_nothing(store: Store, leases: Leases) -> None:
-    await leases.acquire("b", "me:1", CLAIM, LIMITS)
-    await leases.release("b", ["me:1"])
+@pytest.mark.parametrize("text", ["", "x", "1 2 3", "9e99 1 0 0 1 1 1 1 1 1 1 1 1 1 1 1 1"])
+async def test_an_account_that_cannot_be_read_is_nobody_s(store: Store, leases: Leases, text: str) -> None:
+    await store.redis.hset(store.key("b", "accounts"), "other", text)
 
-    await leases.answered("b", "me:1", CLAIM.after_first_token)
-
-    assert await store.sums() == Load()
+    assert (await leases.settle("b", ordered(1, claims=[(CLAIM, LIMITS)]))).others == Load()
+    assert list(await store.accounts()) == ["me"]
 
 
 async def test_callers_who_leave_while_a_slot_is_taken_leave_nothing(store: Store, connect: Connect) -> None:
@@ -294,7 +315,7 @@ async def test_a_task_cancelled_from_outside_leaves_nothing_for_long(store: Stor
 
     await ledger.sync()
 
-    assert len(await store.leases()) == held == ledger.load("b").seqs
+    assert (await store.sums()).seqs == held == ledger.load("b").seqs
 
 
 # ------------------------------------------------------------------ expiry
@@ -304,11 +325,11 @@ async def test_a_lease_outlives_its_time_while_it_is_held(store: Store, connect:
     ledger = connect(store, ttl_s=0.4, refresh_s=0.05)
     async with running(ledger):
         await take(ledger)
-        (expiry,) = (await store.leases()).values()
+        expiry = (await store.accounts())[ledger.owner].expires_ms
         with anyio.fail_after(WITHIN_S):
             while (await server_ms(store)) <= expiry:
                 await ledger.sync()
-        (renewed,) = (await store.leases()).values()
+        renewed = (await store.accounts())[ledger.owner].expires_ms
 
     assert renewed > expiry
     assert await store.sums() == CLAIM
@@ -359,15 +380,15 @@ async def test_a_gateway_killed_with_9_gives_everything_back_within_a_lease_life
                 text += await child.stdout.receive()
         assert await here.acquire("b", Load(seqs=1), Load(seqs=3)) is Exclusion.AT_KNEE
         freed = Freed(here)
-        last = max((await store.leases()).values())
+        (dead,) = (await store.accounts()).values()
         child.send_signal(signal.SIGKILL)
         await child.wait()
         await freed.wait()
         freed_at = await server_ms(store)
         await take(here, Load(seqs=3), Load(seqs=3))
 
-    # Renewed once more at most, after a third of its life; then a look, and a slow machine.
-    assert freed_at < last + 1000 / 3 + 2000
+    # Settled once more at most; then a look, and a slow machine.
+    assert freed_at < dead.expires_ms + 2000
     assert await store.sums() == Load(seqs=3)
 
 
@@ -400,7 +421,7 @@ async def test_slots_that_are_held_are_counted_again_after_the_data_was_lost(
     for ledger, slot in [(here, kept[0]), (there, kept[1]), (there, above)]:
         await ledger.release(slot)
     assert await store.sums() == Load()
-    assert await store.leases() == {}
+    assert await store.accounts() == {}
 
 
 async def test_slots_whose_leases_expired_are_counted_again(store: Store, connect: Connect) -> None:
@@ -419,14 +440,11 @@ async def test_slots_whose_leases_expired_are_counted_again(store: Store, connec
     assert await store.sums() == Load()
 
 
-@pytest.mark.parametrize("name", ["sums", "claims", "leases"])
-async def test_sums_belong_to_the_leases_again_after_a_key_was_evicted(
-    store: Store, connect: Connect, name: str
-) -> None:
+async def test_everything_is_counted_again_after_a_key_was_evicted(store: Store, connect: Connect) -> None:
     here, there = connect(store), connect(store)
     slots = [await take(here), await take(there)]
 
-    await store.redis.delete(store.key("b", name))
+    await store.redis.delete(store.key("b", "accounts"))
     await here.sync()
     await there.sync()
 
@@ -471,8 +489,9 @@ async def test_scripts_are_loaded_again_after_the_server_forgot_them(store: Stor
 async def test_messages_of_a_gateway_that_counts_otherwise_are_not_understood(
     store: Store, connect: Connect
 ) -> None:
-    here, there = connect(store, refresh_s=60.0), connect(store, refresh_s=60.0)
+    here, there = connect(store, **NO_LOOKS), connect(store, **NO_LOOKS)
     async with running(here):
+        await waits(here)
         freed = Freed(here)
         slot = await take(there)
         await store.redis.publish(f"{store.prefix}:freed", "another 1 2 3 b")
@@ -503,9 +522,9 @@ async def test_a_password_is_not_told() -> None:
 
 async def test_a_server_that_refuses_is_away_too(store: Store, connect: Connect) -> None:
     ledger = connect(store)
-    await store.redis.set(store.key("b", "leases"), "of another type")
+    await store.redis.set(store.key("b", "accounts"), "of another type")
 
     with pytest.raises(StoreAway, match="WRONGTYPE"):
         await ledger.acquire("b", CLAIM, LIMITS)
     with pytest.raises(RedisError):
-        await store.redis.zcard(store.key("b", "leases"))
+        await store.redis.hlen(store.key("b", "accounts"))

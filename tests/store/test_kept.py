@@ -1,0 +1,449 @@
+"""What is kept for a process beyond what it uses: it costs no command, and is nobody's loss."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from redis.asyncio import Redis
+from support.redis_server import RedisServer
+
+from gateway.core.admission import COUNTERS
+from gateway.core.values import UNLIMITED, Exclusion, Load
+from gateway.ports import Slot
+from gateway.store.redis import PLACED_MAX, RedisLedger
+
+CHAT = Load(seqs=1, share=10_000, kv_blocks=10, prefill_ms=20)
+DOCUMENT = Load(seqs=1, share=80_000, kv_blocks=900, long_seqs=1, long_unanswered=1, prefill_ms=1_500)
+LIMITS = Load(
+    seqs=UNLIMITED,
+    share=1_000_000,
+    kv_blocks=10_000,
+    long_seqs=UNLIMITED,
+    long_unanswered=1,
+    prefill_ms=4_019,
+)
+KNEE = 100
+WITHIN_S = 20.0
+
+Store = Any  # tests/store/conftest.py
+Connect = Callable[..., RedisLedger]
+
+pytestmark = pytest.mark.usefixtures("anyio_backend")
+
+
+@asynccontextmanager
+async def running(store: Store, *ledgers: RedisLedger) -> AsyncIterator[None]:
+    """Run ledgers in the background, each hearing what the others say."""
+    channel = f"{store.prefix}:freed"
+    async with anyio.create_task_group() as tasks:
+        before = await store.redis.publish(channel, "x y z")
+        for ledger in ledgers:
+            tasks.start_soon(ledger.run)
+        with anyio.fail_after(WITHIN_S):
+            while await store.redis.publish(channel, "x y z") < before + len(ledgers):
+                pass
+        yield
+        tasks.cancel_scope.cancel()
+
+
+async def take(ledger: RedisLedger, count: int = 1, claim: Load = CHAT) -> list[Slot]:
+    slots = []
+    for _ in range(count):
+        slot = await ledger.acquire("b", claim, LIMITS)
+        assert isinstance(slot, Slot)
+        slots.append(slot)
+    return slots
+
+
+def at_once(ledger: RedisLedger, claim: Load = CHAT, limits: Load = LIMITS) -> list[Slot]:
+    """Take all that is to be had without asking."""
+    slots = []
+    while (slot := ledger.acquire_at_once("b", claim, limits)) is not None:
+        slots.append(slot)
+    return slots
+
+
+@pytest.fixture
+def quiet(store: Store, connect: Connect) -> Callable[..., RedisLedger]:
+    """Return a function that makes a ledger that does nothing by itself but hear."""
+
+    def quiet_(**options: Any) -> RedisLedger:
+        return connect(store, **{"refresh_s": 60.0, "tick_s": 60.0, **options})
+
+    return quiet_
+
+
+async def test_what_is_kept_counts_and_can_be_had_without_asking_but_no_more(
+    store: Store, quiet: Connect
+) -> None:
+    here = quiet()
+    async with running(store, here):
+        await take(here, 20)
+        account = (await store.accounts())[here.owner]
+        assert account.keeps
+
+        more = at_once(here)
+        observer = quiet()
+        observer.load("b")
+        await observer.sync()
+        assert await store.sums() == account.kept
+        assert observer.load("b") == account.used
+
+        kept = (await store.accounts())[here.owner].kept
+        assert here.held()["b"] + CHAT != kept
+        assert here.held()["b"].is_within(kept)
+        assert not (here.held()["b"] + CHAT).is_within(kept)
+        assert (await store.accounts())[here.owner] == account  # nobody was asked
+        for slot in more:
+            assert here.release_at_once(slot)
+        assert len(at_once(here)) == len(more)  # what was given back can be had again
+        assert more
+
+
+async def test_who_finds_no_room_gets_at_once_what_another_keeps(store: Store, quiet: Connect) -> None:
+    here, there = quiet(), quiet()
+    async with running(store, here, there):
+        slots = await take(here, 40)
+        for slot in slots[:30]:
+            assert here.release_at_once(slot)
+        assert (await store.sums()).seqs > 10
+
+        with anyio.fail_after(WITHIN_S):
+            await take(there, KNEE - 10)
+
+        assert await store.sums() == here.held()["b"] + there.held()["b"]
+        assert (await store.sums()).seqs == KNEE
+        assert await there.acquire("b", CHAT, LIMITS) is Exclusion.AT_KNEE
+        assert here.acquire_at_once("b", CHAT, LIMITS) is None
+        assert await here.acquire("b", CHAT, LIMITS) is Exclusion.AT_KNEE
+
+
+async def test_many_at_once_in_two_processes_fill_it_exactly(store: Store, quiet: Connect) -> None:
+    ledgers = [quiet(), quiet()]
+    outcomes: list[tuple[RedisLedger, Slot | Exclusion]] = []
+
+    async def ask(ledger: RedisLedger) -> None:
+        outcomes.append((ledger, await ledger.acquire("b", replace(CHAT, prefill_ms=0), LIMITS)))
+
+    async with running(store, *ledgers):
+        for _ in range(3):
+            for _ in range(9):  # one after the other, so that something is kept
+                await ask(ledgers[0])
+                await ask(ledgers[1])
+            async with anyio.create_task_group() as tasks:
+                for number in range(2 * KNEE):
+                    tasks.start_soon(ask, ledgers[number % 2])
+            taken = [(ledger, slot) for ledger, slot in outcomes if isinstance(slot, Slot)]
+            assert len(taken) == KNEE
+            assert (await store.sums()).seqs == KNEE
+            outcomes.clear()
+            for ledger, slot in taken:
+                if not ledger.release_at_once(slot):
+                    await ledger.release(slot)
+
+
+async def test_what_a_dead_process_kept_is_missed_until_its_account_expires(
+    store: Store, quiet: Connect
+) -> None:
+    dead, here = quiet(), quiet()
+    async with running(store, here):
+        async with running(store, dead):
+            for slot in await take(dead, 40):
+                dead.release_at_once(slot)
+        kept = await store.sums()
+        assert kept.seqs > 40
+
+        room = (LIMITS.share - kept.share) // CHAT.share
+        await take(here, room)
+        assert await here.acquire("b", CHAT, LIMITS) is Exclusion.AT_KNEE
+        await store.expire(dead.owner)
+
+        await take(here, KNEE - room)
+        assert await store.sums() == here.held()["b"]
+
+
+async def test_nothing_is_kept_while_somebody_waits(store: Store, quiet: Connect) -> None:
+    here, there = quiet(), quiet()
+    freed = anyio.Event()
+    there.on_freed(lambda backend: freed.set())
+    async with running(store, here, there):
+        slots = await take(here, 10)
+        assert (await store.accounts())[here.owner].keeps
+
+        there.waits({"b"})
+        with anyio.fail_after(WITHIN_S):
+            while (await store.accounts())[here.owner].keeps:
+                pass
+            await freed.wait()  # it is told that something was given back
+        await there.sync()
+        freed = anyio.Event()
+        assert not here.release_at_once(slots[0])
+        await here.release(slots[0])
+        with anyio.fail_after(WITHIN_S):
+            await freed.wait()
+        assert there.load("b") == await store.sums() == here.held()["b"]
+
+        await take(here)
+        assert not (await store.accounts())[here.owner].keeps
+
+        there.waits(frozenset())
+        await there.sync()
+        await take(here)
+        assert (await store.accounts())[here.owner].keeps
+
+
+async def test_what_is_not_used_for_a_moment_is_given_back(store: Store, quiet: Connect) -> None:
+    here = quiet(tick_s=0.01)
+    async with running(store, here):
+        for slot in await take(here, 40):
+            if not here.release_at_once(slot):
+                await here.release(slot)
+        with anyio.fail_after(WITHIN_S):
+            while await store.accounts():
+                pass
+        assert at_once(here) == []
+
+
+async def test_others_know_of_what_is_placed_without_asking_after_some_requests(
+    store: Store, quiet: Connect
+) -> None:
+    here, there = quiet(), quiet()
+    async with running(store, here, there):
+        await here.sync()
+        assert here.replicas == 2
+        await take(here, 40)
+        told = (await store.accounts())[here.owner].used
+        for _ in range(PLACED_MAX):
+            slot = here.acquire_at_once("b", CHAT, LIMITS)
+            assert slot is not None
+            here.release_at_once(slot)
+        with anyio.fail_after(WITHIN_S):
+            while (await store.accounts())[here.owner].used == told:
+                pass
+
+
+async def test_of_what_is_kept_only_what_was_used_lately_stays(store: Store, quiet: Connect) -> None:
+    here = quiet(tick_s=0.01)
+    async with running(store, here):
+        slots = await take(here, 40)
+        for slot in slots[10:]:
+            if not here.release_at_once(slot):
+                await here.release(slot)
+        with anyio.fail_after(WITHIN_S):
+            while (await store.sums()).seqs > 10:
+                pass
+        assert at_once(here) == []
+
+
+async def test_what_is_kept_stays_below_the_lowest_limit_it_is_wanted_under(
+    store: Store, quiet: Connect
+) -> None:
+    here = quiet()
+    async with running(store, here):
+        await take(here, 20)
+        assert (await store.sums()).seqs > 20
+
+        assert isinstance(await here.acquire("b", CHAT, replace(LIMITS, share=220_000)), Slot)
+
+        assert await store.sums() == here.held()["b"]
+
+
+@pytest.mark.parametrize(
+    ("claim", "limits"),
+    [
+        (CHAT, replace(LIMITS, share=500_000)),
+        (CHAT, replace(LIMITS, seqs=30)),
+        (CHAT, replace(LIMITS, kv_blocks=9_000)),
+        (CHAT, replace(LIMITS, prefill_ms=3_000)),
+        (DOCUMENT, LIMITS),
+    ],
+    ids=["less-of-the-knee", "seqs", "less-kv", "less-prompt-work", "another-counter"],
+)
+async def test_what_was_kept_under_one_limit_is_not_used_under_a_lower_one(
+    store: Store, quiet: Connect, claim: Load, limits: Load
+) -> None:
+    here = quiet()
+    async with running(store, here):
+        await take(here, 20)
+        kept = at_once(here)
+        for slot in kept:
+            here.release_at_once(slot)
+
+        assert at_once(here, claim, limits) == []
+        assert len(at_once(here)) == len(kept) > 0
+
+
+async def test_what_was_kept_long_ago_is_not_used_unasked(store: Store, quiet: Connect) -> None:
+    here = quiet(ttl_s=0.3)
+    async with running(store, here):
+        await take(here, 20)
+        slot = here.acquire_at_once("b", CHAT, LIMITS)
+        await anyio.sleep(0.11)
+        assert at_once(here) == []
+        assert slot is not None
+
+
+async def test_who_does_not_hear_keeps_nothing(store: Store, connect: Connect) -> None:
+    here = connect(store)
+    await take(here, 20)
+
+    assert not (await store.accounts())[here.owner].keeps
+    assert at_once(here) == []
+
+
+async def test_a_gate_for_documents_is_free_for_others_at_once(store: Store, quiet: Connect) -> None:
+    here, there = quiet(), quiet()
+    async with running(store, here, there):
+        (document,) = await take(here, 1, DOCUMENT)
+        await take(here, 3)
+        assert (await store.accounts())[here.owner].keeps
+
+        await here.answered(document)
+        assert (await store.sums()).long_unanswered == 0
+        assert not here.release_at_once(document)
+        await here.release(document)
+        assert (await store.sums()).long_seqs == 0
+        await take(there, 1, DOCUMENT)
+
+
+async def test_near_a_limit_nothing_is_kept(store: Store, quiet: Connect) -> None:
+    here = quiet()
+    async with running(store, here):
+        slots = await take(here, 80)
+        assert not (await store.accounts())[here.owner].keeps
+        assert await store.sums() == here.held()["b"]
+        await here.release(slots.pop())
+        assert await store.sums() == here.held()["b"]
+
+
+async def say(store: Store, owner: str, *, waits: bool = False, used: Load, kept: Load | None = None) -> None:
+    """Have the server say this of a process, of which nobody hears a word."""
+    seconds, microseconds = await store.redis.time()
+    words = [1000 * seconds + microseconds // 1000 + 60_000, 1, int(waits), int(kept is not None)]
+    counters = [getattr(load, name) for load in (used, kept or used) for name in COUNTERS]
+    await store.redis.hset(store.key("b", "accounts"), owner, " ".join(map(str, [*words, *counters])))
+
+
+async def test_a_wish_that_was_not_heard_is_found_at_the_next_look(store: Store, quiet: Connect) -> None:
+    here = quiet(tick_s=0.01)
+    async with running(store, here):
+        slots = await take(here, 20)
+        await say(store, "other", waits=True, used=Load())
+
+        with anyio.fail_after(WITHIN_S):
+            while (await store.accounts())[here.owner].kept != here.held()["b"]:
+                pass
+        for _ in range(5):
+            slots += await take(here)
+            assert at_once(here) == []
+            assert await store.sums() == here.held()["b"]
+
+
+SOME = Load(seqs=4, share=40_000, kv_blocks=40)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"used": SOME}, {"used": replace(SOME, seqs=3)}),
+        ({"used": Load(), "kept": SOME}, {"used": Load(), "kept": replace(SOME, seqs=3)}),
+        ({"used": SOME, "kept": SOME + SOME}, {"used": SOME, "kept": SOME}),
+        ({"used": Load(), "kept": SOME}, None),
+        ({"used": SOME}, None),
+    ],
+    ids=["used", "kept", "kept beyond what is used", "kept by the dead", "used by the dead"],
+)
+async def test_who_waits_finds_at_the_next_look_what_nobody_told(
+    store: Store, quiet: Connect, before: dict[str, Any], after: dict[str, Any] | None
+) -> None:
+    here, woken = quiet(tick_s=0.01), anyio.Event()
+    async with running(store, here):
+        await say(store, "other", **before)
+        here.waits({"b"})
+        with anyio.fail_after(WITHIN_S):
+            while here.others("b") != before["used"] or not await waits(store, here):
+                await anyio.lowlevel.checkpoint()
+        here.on_freed(lambda backend: woken.set())
+
+        if after is None:
+            await store.expire("other")
+        else:
+            await say(store, "other", **after)
+
+        with anyio.fail_after(WITHIN_S):
+            await woken.wait()
+
+
+async def waits(store: Store, ledger: RedisLedger) -> bool:
+    """Return whether the server knows that somebody waits at a process."""
+    text = await store.redis.hget(store.key("b", "accounts"), ledger.owner)
+    return text is not None and text.split()[2] == "1"
+
+
+async def test_a_wish_is_said_also_while_a_command_is_under_way(
+    stoppable: RedisServer, store_type: Callable[..., Store]
+) -> None:
+    ledger = RedisLedger(stoppable.url, command_s=WITHIN_S, refresh_s=60.0, tick_s=60.0)
+    store = store_type(stoppable.url, "gw", Redis.from_url(stoppable.url, decode_responses=True))
+    synced = anyio.Semaphore(0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ledger.run, lambda failure: synced.release())
+        with anyio.fail_after(WITHIN_S):
+            while not at_once(ledger):  # until it hears
+                await take(ledger)
+            for _ in range(3):  # and has nothing else to say
+                ledger.resync()
+                await synced.acquire()
+        at_once(ledger)
+        stoppable.stall()
+        tasks.start_soon(take, ledger)
+        for _ in range(2):
+            await anyio.wait_all_tasks_blocked()
+            await anyio.lowlevel.checkpoint()
+        await anyio.wait_all_tasks_blocked()  # the command is under way
+        ledger.waits({"b"})
+        stoppable.resume()
+        with anyio.fail_after(WITHIN_S):
+            while not await waits(store, ledger):
+                pass
+        tasks.cancel_scope.cancel()
+    await ledger.aclose()
+    await store.redis.aclose()
+
+
+async def test_who_does_not_hear_any_more_uses_nothing_unasked(
+    stoppable: RedisServer, store_type: Callable[..., Store]
+) -> None:
+    ledger = RedisLedger(stoppable.url, ttl_s=1000.0, refresh_s=60.0, tick_s=60.0)
+    store = store_type(stoppable.url, "gw", Redis.from_url(stoppable.url, decode_responses=True))
+    async with running(store, ledger):
+        await take(ledger, 20)
+        slots = at_once(ledger)
+        for slot in slots[1:]:
+            assert ledger.release_at_once(slot)
+
+        stoppable.kill()
+
+        with anyio.fail_after(WITHIN_S):
+            while (kept := ledger.acquire_at_once("b", CHAT, LIMITS)) is not None:
+                await ledger.release_alone(kept)
+                await anyio.lowlevel.checkpoint()
+        assert not ledger.release_at_once(slots[0])
+    await ledger.aclose()
+    await store.redis.aclose()
+
+
+async def test_of_a_backend_that_takes_turns_nothing_is_kept(store: Store, quiet: Connect) -> None:
+    here = quiet(takes_turns=["b"])
+    async with running(store, here):
+        slots = await take(here, 20)
+        assert at_once(here) == []
+        assert await store.sums() == here.held()["b"]
+
+        assert not here.release_at_once(slots[0])
+        await here.release(slots[0])
+        assert await store.sums() == here.held()["b"]
