@@ -121,7 +121,7 @@ class Box:
             elif self.options.resident is not None and model.options.sleep_mode:
                 await self._tasks.start(self._load, model, State.SLEEPING)
         config = wire(Control(self))
-        await self._door.open(lambda: ClientConnection(config, self._state))
+        await self._door.open(lambda entrance: ClientConnection(config, self._state, entrance))
 
     async def close(self) -> None:
         """Take no more orders."""

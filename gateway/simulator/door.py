@@ -5,8 +5,10 @@ able to refuse connections, cut them, and come back, all on one port.
 """
 
 import socket
-from asyncio import Server, get_running_loop
+from asyncio import Task, get_running_loop
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import anyio
@@ -36,13 +38,35 @@ def wire(application: Any) -> Config:
     return config
 
 
+class Entrance:
+    """What connections came in by.
+
+    Attributes:
+        is_open: Whether the port still accepts them. One that the event loop was about to hand over when it
+            was closed is refused: of a process that was killed no connection is left.
+    """
+
+    __slots__ = ("is_open",)
+
+    def __init__(self) -> None:
+        """Be open."""
+        self.is_open = True
+
+
 class ClientConnection(HttpToolsProtocol):
     """One client's connection: uvicorn's, with a way past HTTP and an event for its end."""
 
-    def __init__(self, config: Config, state: ServerState) -> None:
+    def __init__(self, config: Config, state: ServerState, entrance: Entrance) -> None:
         super().__init__(config, state, {})
+        self._entrance = entrance
         self.on_lost: Callable[[], None] | None = None
         self._lost = anyio.Event()
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin, unless the port was closed meanwhile."""
+        super().connection_made(transport)
+        if not self._entrance.is_open:
+            transport.abort()
 
     def on_message_begin(self) -> None:
         """Give each request its connection."""
@@ -87,7 +111,9 @@ class Door:
         # A socket that is bound but does not listen holds the port: connecting to it is refused.
         self._holder = self._bound(host, port)
         self.host, self.port = self._holder.getsockname()[:2]
-        self._server: Server | None = None
+        self._listener: socket.socket | None = None
+        self._entrance = Entrance()
+        self._arriving: set[Task[object]] = set()
 
     def _bound(self, host: str, port: int) -> socket.socket:
         # asyncio sends small writes at once only on sockets that say that they are TCP.
@@ -106,21 +132,38 @@ class Door:
         host = f"[{self.host}]" if self._family == socket.AF_INET6 else self.host
         return f"http://{host}:{self.port}"
 
-    async def open(self, connect: Callable[[], ClientConnection]) -> None:
+    async def open(self, connect: Callable[[Entrance], ClientConnection]) -> None:
         """Accept connections, each served by what `connect` returns."""
-        if self._server is None:
-            listener = self._bound(self.host, self.port)
-            # Known before it listens, so that it can be closed if this is cancelled on the way.
-            self._server = await get_running_loop().create_server(
-                connect, sock=listener, backlog=_BACKLOG, start_serving=False
-            )
-            await self._server.start_serving()
+        if self._listener is None:
+            self._entrance = Entrance()
+            self._listener = self._bound(self.host, self.port)
+            self._listener.setblocking(False)
+            self._listener.listen(_BACKLOG)
+            get_running_loop().add_reader(self._listener, self._accept, self._listener, connect)
+
+    def _accept(self, listener: socket.socket, connect: Callable[[Entrance], ClientConnection]) -> None:
+        """Accept who has come.
+
+        asyncio's own server loses those that it is about to hand over when it is closed: they stay open, and
+        nobody ever answers on them.
+        """
+        with suppress(OSError):  # nobody is there any more
+            while True:
+                accepted, _ = listener.accept()
+                accepted.setblocking(False)
+                made = partial(connect, self._entrance)
+                loop = get_running_loop()
+                arriving = loop.create_task(loop.connect_accepted_socket(made, accepted))
+                self._arriving.add(arriving)
+                arriving.add_done_callback(self._arriving.discard)
 
     def close(self) -> None:
         """Refuse connections; those that are open stay."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        self._entrance.is_open = False
+        if self._listener is not None:
+            get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
 
     def release(self) -> None:
         """Give the port back."""

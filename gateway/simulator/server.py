@@ -13,7 +13,15 @@ from uvicorn.server import ServerState
 
 from gateway.clock import SystemClock
 from gateway.simulator.app import Application
-from gateway.simulator.door import ENDING_S, ClientConnection, Door, cut_connections, next_look, wire
+from gateway.simulator.door import (
+    ENDING_S,
+    ClientConnection,
+    Door,
+    Entrance,
+    cut_connections,
+    next_look,
+    wire,
+)
 from gateway.simulator.faults import OF_THE_SERVER, Faults
 from gateway.simulator.host import EngineHost
 from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
@@ -203,8 +211,8 @@ class Simulator:
         date = formatdate(self._clock.wall(), usegmt=True).encode()
         self._state.default_headers = [(b"date", date), *self._config.encoded_headers]
 
-    def _connection(self) -> ClientConnection:
-        return ClientConnection(self._config, self._state)
+    def _connection(self, entrance: Entrance) -> ClientConnection:
+        return ClientConnection(self._config, self._state, entrance)
 
     async def _strike(self, order: FaultOrder) -> None:
         match order.fault:

@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -456,3 +457,25 @@ async def test_a_served_process_ends_well_on_sigterm(chat: Chat, events: Events)
 
     assert events(text)[-2]["choices"][0]["finish_reason"] == "abort"
     assert status == 0
+
+
+@pytest.mark.parametrize("uses_uvloop", [False, True], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("rounds", range(8))
+def test_of_a_killed_server_no_connection_is_left(
+    options: SimulatorOptions, rounds: int, uses_uvloop: bool
+) -> None:
+    """Nor one that the event loop has accepted and not handed over yet: that takes some of its rounds."""
+
+    async def main() -> None:
+        async with simulator(options) as server:
+            with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+                client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" if rounds % 2 else b"GET ")
+                for _ in range(rounds):
+                    await anyio.lowlevel.checkpoint()
+                await server.kill()
+                client.settimeout(10)
+                with suppress(ConnectionResetError):
+                    while await anyio.to_thread.run_sync(client.recv, 4096):
+                        pass
+
+    anyio.run(main, backend_options={"use_uvloop": uses_uvloop})
