@@ -56,7 +56,8 @@ log = logging.getLogger("gateway.boxes")
 LOOK_S = 1.0
 LEAVE_S = 1.0
 READY_S = 30.0
-"""How long a model that has answered its canary may still be unknown to those who watch its health."""
+"""How long a model that has answered its canary may still be unknown to those who watch its health. After
+that, one that does not answer is lost."""
 
 ALONE_S = 15.0
 """Silence of the store after which no process goes on with a swap: an ownership has ended by then."""
@@ -299,6 +300,8 @@ class BoxKeeper:
         statuses = self._fleet.statuses()
         mine = {name: statuses[name] for name in kept.backends}
         known = {name: status for name, status in mine.items() if status.served_models}
+        # One that died before this process, which has the box now, had seen it looks as if it still booted.
+        is_long_in = self._clock.now() - kept.box.resident_since > READY_S
         return Look(
             in_flight={name: self._ledger.load(name).seqs for name in mine},
             wants=self._wants(kept),
@@ -306,7 +309,7 @@ class BoxKeeper:
             lost=frozenset(
                 name
                 for name, one in mine.items()
-                if one.state in _LOST and one.since > kept.box.resident_since
+                if one.state in _LOST and (one.since > kept.box.resident_since or is_long_in)
             ),
             restarts={name: one.restarts for name, one in mine.items()},
             misfits={

@@ -27,7 +27,7 @@ from gateway.core.values import (
 )
 from gateway.core.waiting import Ticket, WaitingLine
 from gateway.pipeline import box_keeper
-from gateway.pipeline.box_keeper import ALONE_S, BoxKeeper, BoxSight
+from gateway.pipeline.box_keeper import ALONE_S, READY_S, BoxKeeper, BoxSight
 from gateway.ports import JobStore
 from gateway.store.boards import MemoryBoard
 from gateway.store.memory import MemoryLedger
@@ -57,6 +57,7 @@ class Machine:
     lanes_there: Sequence[Lane] = ()
     drained_at: float | None = None
     is_away: bool = False
+    unseen_since: float | None = None
     looked: anyio.Event = field(default_factory=anyio.Event)
     shared: dict[str, Any] = field(default_factory=dict)
 
@@ -79,8 +80,10 @@ class Machine:
 
     # ports.BoxFleet
     def statuses(self) -> Mapping[str, BackendStatus]:
-        up = BackendStatus(state=Health.UP, served_models=("m",))
-        return {name: up if name in self.inside else BackendStatus() for name in ("gemma", "qwen")}
+        up, out = BackendStatus(state=Health.UP, served_models=("m",)), BackendStatus()
+        if self.unseen_since is not None:
+            out = BackendStatus(state=Health.BOOTING, since=self.unseen_since)
+        return {name: up if name in self.inside else out for name in ("gemma", "qwen")}
 
     async def wait_for(self, predicate: Callable[[Mapping[str, BackendStatus]], bool]) -> None:
         assert predicate(self.statuses())
@@ -208,6 +211,22 @@ async def test_jobs_that_nobody_has_brought_to_a_line_start_a_swap() -> None:
         one.machine.now = came_in + 301
         await one.is_at(State.RESIDENT, "gemma")
         assert one.machine.orders == ["stop qwen", "start gemma"]
+
+
+async def test_a_model_that_died_before_who_has_the_box_now_saw_it_is_brought_back() -> None:
+    machine = Machine()
+    one = Process(machine)
+    async with at_work(one):
+        # It had answered another gateway, which is gone, too; this one knows only that it was being started.
+        machine.unseen_since = one.sight.box.resident_since - 5
+        machine.inside.clear()
+        machine.now = one.sight.box.resident_since + READY_S - 1
+        await one.another_look()
+        await one.another_look()
+        assert (one.at, machine.orders) == ((State.RESIDENT, "qwen"), [])
+        machine.now += 2
+        await one.until(lambda: machine.orders == ["start qwen"])
+        await one.is_at(State.RESIDENT, "qwen")
 
 
 async def test_what_the_store_holds_is_counted_once_however_many_gateways_see_it() -> None:
