@@ -511,8 +511,13 @@ def is_stalled(site: Front) -> bool:
     return any(isinstance(one, GuardedProtocol) and one.flow.write_paused for one in connections)
 
 
-async def test_a_caller_that_does_not_read_holds_its_backend_and_nothing_is_lost(way: str) -> None:
+async def test_a_caller_that_does_not_read_holds_its_backend_and_nothing_is_lost(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a busy machine its last chunk may come late behind [DONE]: then its connection would be given up.
+    monkeypatch.setattr("gateway.pipeline.attempt.END_OF_BODY_S", 30.0)
     flood = Flood()
+    expected = sha256(served_to_public(b"".join([ROLE, *PIECES, STOP, DONE]))).digest()
     async with front(way, flood) as site, site.caller() as caller:
         for _ in range(2):  # the second time on the same connections
             flood.is_over = anyio.Event()
@@ -525,8 +530,7 @@ async def test_a_caller_that_does_not_read_holds_its_backend_and_nothing_is_lost
             got = await caller.answer()
 
             assert got.is_whole
-            expected = served_to_public(b"".join([ROLE, *PIECES, STOP, DONE]))
-            assert sha256(got.body).digest() == sha256(expected).digest()
+            assert sha256(got.body).digest() == expected
         await site.idle()
         assert [one.ending for one in site.notes.requests] == 2 * [Ending.COMPLETED]
         assert site.backend.connections == 1
