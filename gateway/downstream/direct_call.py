@@ -86,7 +86,7 @@ _CLOSE = (b"connection", b"close")
 class _Poured:
     """An answer that is written as it arrives."""
 
-    __slots__ = ("_call", "_flow", "_glance", "_pouring", "_response", "_write")
+    __slots__ = ("_call", "_flow", "_frame", "_glance", "_pouring", "_response", "_write")
 
     def __init__(
         self,
@@ -95,24 +95,21 @@ class _Poured:
         flow: FlowControl,
         response: UpstreamResponse,
         pouring: Pouring,
+        frame: Callable[[bytes], bytes],
     ) -> None:
+        """Write what `pouring` makes of `response`, each time as `frame` returns it."""
         self._call = call
         self._write = transport.write
         self._flow = flow
         self._response = response
         self._pouring = pouring
         self._glance = pouring.glance
+        self._frame = frame
 
     def take(self, data: bytes) -> bool:
         """Write what is to be passed on of some bytes, and return whether more is wanted."""
         if passed_on := self._pouring.take(data):
-            self._pass(passed_on)
-        return not self._pouring.is_over
-
-    def take_framed(self, data: bytes) -> bool:
-        """Do as `take`, each time as a chunk."""
-        if passed_on := self._pouring.take(data):
-            self._pass(_chunk(passed_on))
+            self._pass(self._frame(passed_on))
         return not self._pouring.is_over
 
     def take_chunk(self, chunk: bytes, start: int, end: int) -> bool:
@@ -121,7 +118,7 @@ class _Poured:
         if passed_on is None:
             return False
         # A chunk that nothing is changed in is written as it was read.
-        self._pass(chunk if passed_on is chunk else _chunk(passed_on))
+        self._pass(chunk if passed_on is chunk else self._frame(passed_on))
         return True
 
     def resumed(self) -> None:
@@ -304,12 +301,10 @@ class DirectCall(HttpDownstream):
         """See `ports.Downstream.relay`. Bytes are written as they arrive; no task runs for them."""
 
         self._write_head()
-        poured = self._poured = _Poured(self, self._transport, self._flow, response, pouring)
+        frame = _chunk if self._is_chunked else bytes
+        poured = self._poured = _Poured(self, self._transport, self._flow, response, pouring, frame)
         try:
-            if self._is_chunked:
-                await response.pour(poured.take_framed, poured.take_chunk)
-            else:
-                await response.pour(poured.take)
+            await response.pour(poured.take, poured.take_chunk if self._is_chunked else None)
         finally:
             self._poured = None
 

@@ -147,12 +147,11 @@ class Door:
         asyncio's own server loses those that it is about to hand over when it is closed: they stay open, and
         nobody ever answers on them.
         """
+        loop, made = get_running_loop(), partial(connect, self._entrance)
         with suppress(OSError):  # nobody is there any more
             while True:
                 accepted, _ = listener.accept()
                 accepted.setblocking(False)
-                made = partial(connect, self._entrance)
-                loop = get_running_loop()
                 arriving = loop.create_task(loop.connect_accepted_socket(made, accepted))
                 self._arriving.add(arriving)
                 arriving.add_done_callback(self._arriving.discard)

@@ -486,6 +486,11 @@ class _Connection(asyncio.Protocol):
         self._head_bytes = self._buffered = 0
         self._parts.clear()
 
+    def _want_no_more(self) -> None:
+        """Hand over nothing any more, and wake whoever pours."""
+        self._take = self._take_chunk = self._take_whole = None
+        self._wake()
+
     def _see_whether_whole(self) -> None:
         """Note whether the next chunk may be taken as a whole."""
         self._take_whole = self._take_chunk if self._is_between_chunks and not self._is_held else None
@@ -501,9 +506,8 @@ class _Connection(asyncio.Protocol):
         try:
             return take(data, len(opening), size - 2)
         except Exception as error:  # noqa: BLE001 - raised where it is poured
-            self._take = self._take_chunk = self._take_whole = None
             self._take_error = error
-            self._wake()
+            self._want_no_more()
             return True
 
     def _pour_out(self) -> None:
@@ -520,8 +524,7 @@ class _Connection(asyncio.Protocol):
             except Exception as error:  # noqa: BLE001 - raised where it is poured
                 self._take_error, goes_on = error, False
             if not goes_on:
-                self._take = self._take_chunk = self._take_whole = None
-                self._wake()
+                self._want_no_more()
                 return
         if self._is_complete or self._error is not None:
             self._wake()

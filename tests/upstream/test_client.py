@@ -578,26 +578,18 @@ async def test_chunks_arrive_whole_however_they_are_cut(sent: bytes) -> None:
     async with serving(answer) as (server, upstream, target):
         for cuts in all_cuts:
             sink = Chunks(not_whole=b"7")
-            async with (
-                upstream.open(target, Timeouts()) as response,
-                fail_after(10),
-                anyio.create_task_group() as tasks,
-            ):
+            async with upstream.open(target, Timeouts()) as response:
                 assert isinstance(response, asyncio.Protocol)
-                tasks.start_soon(response.pour, sink.take, sink.take_chunk)
-                await anyio.lowlevel.checkpoint()
-                for start, end in pairwise([0, *cuts, count]):
-                    response.data_received(sent[start:end])
-                response.data_received(LAST_CHUNK)
+                with anyio.fail_after(10):
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(response.pour, sink.take, sink.take_chunk)
+                        await anyio.lowlevel.checkpoint()
+                        for start, end in pairwise([0, *cuts, count]):
+                            response.data_received(sent[start:end])
+                        response.data_received(LAST_CHUNK)
             assert sink.data == dechunked(sent), cuts
 
     assert server.connections == 1
-
-
-@asynccontextmanager
-async def fail_after(seconds: float) -> AsyncIterator[None]:
-    with anyio.fail_after(seconds):
-        yield
 
 
 def dechunked(sent: bytes) -> bytes:
