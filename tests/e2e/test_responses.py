@@ -191,8 +191,7 @@ async def test_the_sdks_stream_helper_follows(fleet: Site) -> None:
         deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
         final = await stream.get_final_response()
 
-    assert len(deltas) > 2
-    assert "".join(deltas) == final.output_text
+    assert "".join(deltas) == final.output_text != ""
 
 
 async def test_a_stream_that_breaks_is_a_response_that_failed(one: Site) -> None:
