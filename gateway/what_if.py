@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+import msgspec
+
 from gateway.core import admission, classification, deciding
 from gateway.core.asked import matched_headers
 from gateway.core.errors import CallerError
@@ -79,7 +81,7 @@ class Explanation:
 
     def as_json(self) -> str:
         """Return everything as JSON."""
-        return json.dumps(asdict(self), indent=2)
+        return msgspec.json.format(msgspec.json.encode(self, enc_hook=list), indent=2).decode()
 
 
 @dataclass(frozen=True, slots=True)

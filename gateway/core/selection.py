@@ -5,9 +5,9 @@ and the first that objects is the reason shown. Scores are weighted and summed; 
 in which the pool lists its backends: no dice, so a decision can be explained and replayed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from gateway.core import admission, versions
 from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
@@ -24,6 +24,7 @@ from gateway.core.values import (
     Load,
     Policy,
     Pool,
+    Ranking,
     TrafficClass,
     Weights,
 )
@@ -92,6 +93,8 @@ class Case:
 
 Objection = tuple[Exclusion, str]
 Filter = Callable[[Case], Objection | None]
+
+_NONE: frozenset[str] = frozenset()
 
 
 def _drain(case: Case) -> Objection | None:
@@ -263,23 +266,6 @@ def _may_spill(case: Case, most: Load) -> bool:
     return not is_read_there and load.has_room(case.claim, most)
 
 
-def _spare_knee(case: Case) -> float:
-    return max(0.0, 1 - (case.view.load.share + case.claim.share) / admission.WHOLE)
-
-
-def _speed(case: Case, fastest: float) -> float:
-    """Return the decode rate beside that of the fastest that may be tried, which is 0 where none is known."""
-    own = case.view.backend.tokens_per_s
-    return 1.0 if own is None or fastest <= 0 else own / fastest
-
-
-def _slow_context(case: Case) -> float:
-    """Return the cost of a prompt of a length at which a busy engine stalls: the share of its knee in use."""
-    if not stalls(case.view.backend.quirks, case.demand.prompt_tokens):
-        return 0.0
-    return -min(1.0, (case.view.load.share + case.claim.share) / admission.WHOLE)
-
-
 def could_take(backend: Backend, demand: Demand) -> bool:
     """Return whether a backend could ever take a request, however long it would have to wait."""
     return admission.misfit(backend.capacity, demand) is None and not _refused_parts(backend, demand)
@@ -291,7 +277,7 @@ def rank(
     demand: Demand,
     views: Mapping[str, BackendView],
     *,
-    failed: frozenset[str] = frozenset(),
+    failed: frozenset[str] = _NONE,
 ) -> tuple[Candidate, ...]:
     """Return every backend of the class's pools: those that may be tried, best first, then the rest.
 
@@ -300,42 +286,93 @@ def rank(
     configuration since the request came in, and is left out.
     """
     eligible: list[Candidate] = []
-    excluded: list[Candidate] = []
+    excluded: list[tuple[Case, Objection]] = []
+    for fit in _by_pool(policy, traffic_class, demand, views, failed, excluded):
+        eligible += [_eligible(one) for one in sorted(_scored(fit, policy.weights))]
+    return (*eligible, *[_candidate(case, *objection, {}, 0.0) for case, objection in excluded])
+
+
+def ranking(
+    policy: Policy, traffic_class: TrafficClass, demand: Demand, views: Mapping[str, BackendView]
+) -> Ranking:
+    """Return what `rank` does, of which no more is worked out at once than who comes first.
+
+    Most requests get a place there. `views` must not change any more: all else follows from it when somebody
+    asks.
+    """
+    first: Candidate | None = None
+    excluded: list[tuple[Case, Objection]] = []
+    for fit in _by_pool(policy, traffic_class, demand, views, _NONE, excluded):
+        if fit:
+            first = _eligible(min(_scored(fit, policy.weights)))
+            break
+    passed_over = tuple([(case.view.backend.id, objection[0]) for case, objection in excluded])
+    return Ranking(first, passed_over, partial(rank, policy, traffic_class, demand, views))
+
+
+def _by_pool(
+    policy: Policy,
+    traffic_class: TrafficClass,
+    demand: Demand,
+    views: Mapping[str, BackendView],
+    failed: frozenset[str],
+    excluded: list[tuple[Case, Objection]],
+) -> Iterator[list[Case]]:
+    """Yield those of each pool that may be tried, in its order; the others go to `excluded`."""
     seen: set[str] = set()
     for place, pool_id in enumerate(traffic_class.pools):
         pool = policy.pools[pool_id]
-        members = [name for name in pool.backends if name not in seen and name in views]
-        seen.update(members)
         fit: list[Case] = []
-        for name in members:
-            case = consider(demand, views[name], pool, is_spill=place > 0)
+        case: Case | None = None
+        for name in pool.backends:
+            if name in seen or (view := views.get(name)) is None:
+                continue
+            seen.add(name)
+            case = consider(demand, view, pool, is_spill=place > 0, before=case)
             objection = _objection(case, failed)
             if objection is None:
                 fit.append(case)
             else:
-                excluded.append(_candidate(case, *objection, {}, 0.0))
-        fastest = max([case.view.backend.tokens_per_s or 0.0 for case in fit], default=0.0)
-        scored = []
-        for at, case in enumerate(fit):  # among equals, the pool's own order decides
-            candidate = _scored(case, fastest, policy.weights)
-            scored.append((preference(case.view.status), -candidate.score, at, candidate))
-        scored.sort()
-        eligible += [one[3] for one in scored]
-    return (*eligible, *excluded)
+                excluded.append((case, objection))
+        yield fit
 
 
-def consider(demand: Demand, view: BackendView, pool: Pool, *, is_spill: bool = False) -> Case:
-    """Return what the request would take of a backend, and what that may hold for it."""
-    capacity = view.capacity
-    work_s = admission.prefill_s(view.backend, demand)
-    claim = admission.claim(capacity, demand, pool.gates, work_s)
-    most = admission.limits(capacity, claim, pool.gates, view.share_max, view.kv_taken)
-    if view.status.state is State.PROBATION:
-        most = replace(most, seqs=min(most.seqs, PROBATION_SEQS - 1 + claim.seqs))
+def consider(
+    demand: Demand, view: BackendView, pool: Pool, *, is_spill: bool = False, before: Case | None = None
+) -> Case:
+    """Return what the request would take of a backend, and what that may hold for it.
+
+    `before`: the same request before another backend of the same pool. Replicas are alike, and what holds for
+    the one is not worked out again for the other.
+    """
+    if before is not None and _are_alike(view, before.view):
+        capacity, claim, most = before.capacity, before.claim, before.limits
+    else:
+        capacity = view.capacity
+        work_s = admission.prefill_s(view.backend, demand)
+        claim = admission.claim(capacity, demand, pool.gates, work_s)
+        most = admission.limits(capacity, claim, pool.gates, view.share_max, view.kv_taken)
+        if view.status.state is State.PROBATION:
+            most = replace(most, seqs=min(most.seqs, PROBATION_SEQS - 1 + claim.seqs))
     tightened = None
     if is_spill:
         tightened = admission.spill_limits(capacity, most, claim, view.load, pool.gates, pool.spill)
     return Case(demand, view, capacity, pool, claim, most, tightened)
+
+
+def _are_alike(one: BackendView, other: BackendView) -> bool:
+    """Return whether a request takes the same of both, and both may hold the same."""
+    a, b = one.backend, other.backend
+    return (
+        a.capacity is b.capacity  # those of one profile share it
+        and a.perf is b.perf
+        and a.batched_tokens == b.batched_tokens
+        and a.quirks == b.quirks
+        and one.share_max == other.share_max
+        and one.kv_taken == other.kv_taken
+        and one.status.context_tokens == other.status.context_tokens
+        and one.status.state is other.status.state
+    )
 
 
 def decide(
@@ -355,7 +392,7 @@ def decide(
         pools=traffic_class.pools,
         estimate=estimate,
         demand=demand,
-        candidates=rank(policy, traffic_class, demand, views),
+        candidates=ranking(policy, traffic_class, demand, views),
     )
 
 
@@ -389,10 +426,38 @@ def _candidate(
     )
 
 
-def _scored(case: Case, fastest: float, weights: Weights) -> Candidate:
-    spare, speed, slow = _spare_knee(case), _speed(case, fastest), _slow_context(case)
-    affinity = case.view.prefix_share
+_Scores = tuple[float, float, float, float]
+"""Spare knee, speed, prefix affinity, slow context."""
+
+_Scored = tuple[int, float, int, Case, float, _Scores]
+"""What is sorted by first: how well it is known, its score, the best being the least, and its place in the
+pool, which decides among equals."""
+
+
+def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
+    fastest = max([case.view.backend.tokens_per_s or 0.0 for case in fit], default=0.0)
+    found: list[_Scored] = []
+    for at, case in enumerate(fit):
+        spare, speed, affinity, slow = scores = _scores(case, fastest)
+        score = weights.spare_knee * spare + weights.speed * speed
+        score += weights.prefix_affinity * affinity + weights.slow_context * slow
+        found.append((preference(case.view.status), -score, at, case, score, scores))
+    return found
+
+
+def _scores(case: Case, fastest: float) -> _Scores:
+    """Return every score of a backend. `fastest`: the best decode rate among those that may be tried."""
+    view = case.view
+    backend, used = view.backend, (view.load.share + case.claim.share) / admission.WHOLE
+    own = backend.tokens_per_s
+    # Where no rate is known, all are alike.
+    speed = 1.0 if own is None or fastest <= 0 else own / fastest
+    # At some lengths of prompt an engine stalls that has other work.
+    is_slow = backend.quirks and stalls(backend.quirks, case.demand.prompt_tokens)
+    return max(0.0, 1 - used), speed, view.prefix_share, -min(1.0, used) if is_slow else 0.0
+
+
+def _eligible(scored: _Scored) -> Candidate:
+    *_, case, score, (spare, speed, affinity, slow) = scored
     scores = {"spare_knee": spare, "speed": speed, "prefix_affinity": affinity, "slow_context": slow}
-    total = weights.spare_knee * spare + weights.speed * speed
-    total += weights.prefix_affinity * affinity + weights.slow_context * slow
-    return _candidate(case, None, "", scores, total)
+    return _candidate(case, None, "", scores, score)

@@ -5,10 +5,11 @@ policy says about it (`ModelPolicy`, `TrafficClass`), where it could run (`Backe
 would take there (`Demand`, `Load`), and what was decided and why (`Decision`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
+from typing import overload
 
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
@@ -25,7 +26,7 @@ class Endpoint(StrEnum):
     COMPLETIONS = "/v1/completions"
 
 
-@valueclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LongText:
     """A text so long that it is not kept in memory beside the body that it came in.
 
@@ -721,6 +722,69 @@ class Candidate:
     is_spill: bool = False
 
 
+class Ranking(Sequence[Candidate]):
+    """The backends of a decision: those that may be tried, best first; then those that may not, and why.
+
+    A request needs the first of them. The others are worked out when somebody asks, which is mostly never,
+    from how they stood at the moment of the decision.
+
+    Attributes:
+        first: The best that may be tried; None where none may.
+        passed_over: Those that were looked at before the first was found, and may not be tried.
+    """
+
+    __slots__ = ("_all", "_work_out", "first", "passed_over")
+
+    def __init__(
+        self,
+        first: Candidate | None,
+        passed_over: tuple[tuple[str, Exclusion], ...],
+        work_out: Callable[[], tuple[Candidate, ...]],
+    ) -> None:
+        """Know the beginning; `work_out` returns them all, the same whenever it is called."""
+        self.first = first
+        self.passed_over = passed_over
+        self._work_out = work_out
+        self._all: tuple[Candidate, ...] | None = None
+
+    @classmethod
+    def of(cls, *candidates: Candidate) -> "Ranking":
+        """Return one of which all is known, in its order."""
+        first = next((one for one in candidates if one.excluded is None), None)
+        passed_over = tuple((one.backend, one.excluded) for one in candidates if one.excluded is not None)
+        return cls(first, passed_over, lambda: candidates)
+
+    @property
+    def all(self) -> tuple[Candidate, ...]:
+        """All of them."""
+        if self._all is None:
+            self._all = self._work_out()
+        return self._all
+
+    @property
+    def eligible(self) -> tuple[Candidate, ...]:
+        """Those that may be tried, best first."""
+        return tuple(candidate for candidate in self.all if candidate.excluded is None)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Candidate, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Candidate | tuple[Candidate, ...]:
+        return self.all[index]
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranking) and self.all == other.all
+
+    def __hash__(self) -> int:
+        return hash(self.all)
+
+
 @valueclass(frozen=True, slots=True)
 class Decision:
     """Where a request may go, in order, and why each other backend is out.
@@ -731,7 +795,7 @@ class Decision:
         pools: The class's pools; the later ones are spill.
         estimate: The prompt's length.
         demand: What it asks of a backend.
-        candidates: The backends that may be tried, best first; then those that may not, with the reason.
+        candidates: Its backends, best first, and why each other one is out.
     """
 
     model: str
@@ -740,9 +804,4 @@ class Decision:
     pools: tuple[str, ...]
     estimate: Estimate
     demand: Demand
-    candidates: tuple[Candidate, ...]
-
-    @property
-    def ranked(self) -> tuple[Candidate, ...]:
-        """The candidates that may be tried, best first."""
-        return tuple(candidate for candidate in self.candidates if candidate.excluded is None)
+    candidates: Ranking

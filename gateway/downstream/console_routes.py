@@ -120,7 +120,7 @@ class Console:
             found = self._source.request(request_id)
             if found is None:
                 raise RequestForgotten("Nothing is kept of that request any more.")
-            return Response(msgspec.json.encode(found), media_type=MediaType.JSON)
+            return Response(msgspec.json.encode(found, enc_hook=list), media_type=MediaType.JSON)
 
         @asgi("/admin/live", copy_scope=True)
         async def live(scope: Scope, receive: Receive, send: Send) -> None:

@@ -249,7 +249,7 @@ class Operators:
         def admin(view: FromPath[str]) -> Response[bytes]:
             if view not in self._views:
                 raise NotFoundException(f"known views: {', '.join(sorted((*self._views, 'jobs')))}")
-            body = msgspec.json.format(msgspec.json.encode(self._views[view]()), indent=2)
+            body = msgspec.json.format(msgspec.json.encode(self._views[view](), enc_hook=list), indent=2)
             return Response(body, media_type=MediaType.JSON)
 
         @get("/readyz", sync_to_thread=False)

@@ -260,12 +260,12 @@ class Pipeline:
             decision = passage.decision
             assert decision is not None
             # What was ranked for the first try has just been ranked; later the backends stand otherwise.
-            ranked = () if passage.attempts or has_waited else decision.ranked
-            if not ranked:
+            ranking = None if passage.attempts or has_waited else decision.candidates
+            if ranking is None or ranking.first is None:
                 self._check_fit(decision, ticket)
             entered_at = self._clock.now()
             try:
-                candidate, slot = await self.room.admit(ticket, ranked, has_waited=has_waited)
+                candidate, slot = await self.room.admit(ticket, ranking, has_waited=has_waited)
             except PolicyChanged:
                 ticket, has_waited = self._waited(ticket, entered_at), True
                 continue

@@ -13,7 +13,7 @@ import anyio
 
 from gateway.core.errors import AtCapacity, NoBackend, ShedError
 from gateway.core.selection import BackendView
-from gateway.core.values import Candidate
+from gateway.core.values import Candidate, Ranking
 from gateway.core.waiting import MISS_PAUSE_S, Offer, Reason, Refused, Ticket, WaitingLine
 from gateway.ports import Clock, Ledger, Slot
 
@@ -66,14 +66,14 @@ class WaitingRoom:
             waiter.woken.set()
 
     async def admit(
-        self, ticket: Ticket, candidates: tuple[Candidate, ...] = (), *, has_waited: bool = False
+        self, ticket: Ticket, ranking: Ranking | None = None, *, has_waited: bool = False
     ) -> tuple[Candidate, Slot]:
         """Return a candidate and the slot taken on it, as soon as it is this request's turn.
 
         Args:
             ticket: The request.
-            candidates: Those that may be tried, where they were ranked just now: if nobody waits and one of
-                them has room, it is this request's turn already.
+            ranking: The backends, where they were ranked just now: if nobody waits and one of them has room,
+                it is this request's turn already.
             has_waited: It was in the line before, so that nothing at its door keeps it out.
 
         Raises:
@@ -81,9 +81,11 @@ class WaitingRoom:
             NoBackend: none that could take it is up.
             PolicyChanged: it has to be decided anew.
         """
-        if (place := self._at_once(ticket, candidates)) is not None:
-            return place
-        offer = self.line.offer_at_once(ticket, candidates, self._clock.now())
+        offer = None
+        if ranking is not None and ranking.first is not None and not self.line:
+            if (slot := self._at_once(ticket, ranking.first)) is not None:
+                return ranking.first, slot
+            offer = self.line.offer_at_once(ticket, ranking.eligible, self._clock.now())
         if offer is None:
             refused = self.line.enter(ticket, self._clock.now(), has_waited=has_waited)
             if refused is not None:
@@ -137,21 +139,17 @@ class WaitingRoom:
             with anyio.move_on_after(patience_s):
                 await wake.wait()
 
-    def _at_once(self, ticket: Ticket, candidates: tuple[Candidate, ...]) -> tuple[Candidate, Slot] | None:
+    def _at_once(self, ticket: Ticket, first: Candidate) -> Slot | None:
         """Take a place without a turn, where nobody waits and nobody else has to be asked for it."""
         now = self._clock.now()
-        offer = self.line.offer_at_once(ticket, candidates, now)
-        if offer is None:
+        if self.line.offer_at_once(ticket, (first,), now) is None:
             return None
-        for candidate in offer.candidates:
-            slot = self._ledger.acquire_at_once(candidate.backend, candidate.claim, candidate.limits)
-            if slot is not None:
-                self.line.started(ticket.id, now)
-                return candidate, slot
-            if not self._ledger.is_local:
-                break  # the best of them may well have room
-        self.line.leave(ticket.id)
-        return None
+        slot = self._ledger.acquire_at_once(first.backend, first.claim, first.limits)
+        if slot is None:
+            self.line.leave(ticket.id)
+        else:
+            self.line.started(ticket.id, now)
+        return slot
 
     async def _take_all(self, offers: Sequence[Offer]) -> bool:
         """Take the places offered, all at once: one after the other, a slow store would bound how many start.

@@ -59,9 +59,9 @@ def verdict(policy: Policy, idle: Mapping[str, BackendView], asked: Asked, key: 
             raise refusal
     except GatewayError as error:
         return Verdict(name, code=error.code, words=error.message)
-    if not decision.ranked:
+    first = decision.candidates.first
+    if first is None:
         return Verdict(name)  # it would wait for what the operator has drained
-    first = decision.ranked[0]
     return Verdict(name, first.pool, first.backend)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -523,13 +524,21 @@ def _read_all(secret: SecretRef, environ: Mapping[str, str]) -> tuple[bytes, ...
 
 def _capacity(base: Capacity, section: BackendSection) -> Capacity:
     limits = section.limits
-    return Capacity(
-        context_tokens=limits.context_tokens or base.context_tokens,
-        knee=base.knee if limits.knee_seqs is None else curve(limits.knee_seqs),
-        kv=base.kv,
-        kv_blocks=limits.kv_blocks if "kv_blocks" in limits.model_fields_set else base.kv_blocks,
-        kv_budget=limits.kv_budget or base.kv_budget,
+    return _shared(
+        Capacity(
+            context_tokens=limits.context_tokens or base.context_tokens,
+            knee=base.knee if limits.knee_seqs is None else curve(limits.knee_seqs),
+            kv=base.kv,
+            kv_blocks=limits.kv_blocks if "kv_blocks" in limits.model_fields_set else base.kv_blocks,
+            kv_budget=limits.kv_budget or base.kv_budget,
+        )
     )
+
+
+@lru_cache(maxsize=256)
+def _shared(capacity: Capacity) -> Capacity:
+    """Return one object for the same figures: what a request takes of one such backend, it takes of all."""
+    return capacity
 
 
 def _modalities(base: Modalities, section: BackendSection) -> Modalities:

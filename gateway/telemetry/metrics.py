@@ -106,7 +106,7 @@ class Metrics:
         )
         self.refusals = Counts(
             "gateway_exclusions",
-            "Times a backend was left out of a decision, by reason.",
+            "Times a backend was passed over by a request that looked for a place, by reason.",
             ("backend", "reason"),
             registry=registry,
         )
@@ -267,9 +267,8 @@ class Metrics:
         if decision is None:
             return
         self.prompt_tokens.observe((name,), decision.estimate.tokens)
-        for candidate in decision.candidates:
-            if candidate.excluded is not None:
-                self.refusals.add((candidate.backend, candidate.excluded))
+        for passed_over in decision.candidates.passed_over:
+            self.refusals.add(passed_over)
         if record.admitted_at is not None and record.estimated_at is not None:
             self.waiting_time.observe((name,), record.admitted_at - record.estimated_at)
         if record.first_byte_at is not None:

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.core.recent import FLOW_SLICES, SLICE_S, SLICES, SPAN_SLICES, Flow, Recent, Spread
 from gateway.core.usage import Ending, RequestRecord, Usage
-from gateway.core.values import CountMode, Decision, Demand, Estimate
+from gateway.core.values import CountMode, Decision, Demand, Estimate, Ranking
 
 DECISION = Decision(
     model="gemma-4",
@@ -16,7 +16,7 @@ DECISION = Decision(
     pools=("light",),
     estimate=Estimate(10, 12, CountMode.EXACT),
     demand=Demand(seqs=1, prompt_tokens=10, total_tokens=110),
-    candidates=(),
+    candidates=Ranking.of(),
 )
 
 

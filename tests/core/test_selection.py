@@ -342,7 +342,7 @@ def test_the_decision_keeps_every_candidate_with_its_scores() -> None:
 
     decision = selection.decide(policy(), "gemma-4", CHAT, "takes everything else", estimate, SHORT, views)
 
-    assert [candidate.backend for candidate in decision.ranked] == ["light-1", "push"]
+    assert [candidate.backend for candidate in decision.candidates.eligible] == ["light-1", "push"]
     assert [candidate.backend for candidate in decision.candidates] == ["light-1", "push", "light-0"]
     assert decision.candidates[0].scores == {
         "spare_knee": pytest.approx(1 - 1 / 64),
@@ -641,3 +641,57 @@ def test_an_ordinary_request_is_clear_also_as_a_spill() -> None:
     assert selection.is_clear(
         selection.consider(SHORT, view(backend("light-0", model="gemma"), 3), pool, is_spill=True)
     )
+
+
+# ------------------------------------------------------------------ the first of all
+
+SEVERAL = st.tuples(VIEWS, VIEWS, VIEWS, VIEWS)
+RATES = st.tuples(*[st.sampled_from([None, 10.0, 40.0])] * 4)
+
+
+def named(views: tuple[BackendView, ...], rates: tuple[float | None, ...]) -> dict[str, BackendView]:
+    return {
+        name: replace(one, backend=replace(one.backend, id=name, tokens_per_s=rate))
+        for name, one, rate in zip(("a", "b", "c", "d"), views, rates, strict=True)
+    }
+
+
+@settings(max_examples=1_000)
+@given(DEMANDS, SEVERAL, RATES, POOLS, st.sampled_from([0, 1, 2]))
+def test_who_comes_first_is_known_without_the_others(
+    demand: Demand, seen: tuple[BackendView, ...], rates: tuple[float | None, ...], pool: Pool, of_first: int
+) -> None:
+    views = named(seen, rates)
+    names = tuple(views)
+    pools = {
+        "one": replace(pool, id="one", backends=names[:of_first]),
+        "two": replace(pool, id="two", backends=names),
+    }
+    ranked = selection.rank(policy := Policy((), pools, {}), BOTH, demand, views)
+
+    ranking = selection.ranking(policy, BOTH, demand, views)
+
+    assert tuple(ranking) == ranked
+    assert ranking.first == next((one for one in ranked if one.excluded is None), None)
+    looked_at = (
+        {one.pool for one in ranked} if ranking.first is None or ranking.first.pool == "two" else {"one"}
+    )
+    assert ranking.passed_over == tuple(
+        (one.backend, one.excluded) for one in ranked if one.excluded is not None and one.pool in looked_at
+    )
+
+
+@settings(max_examples=1_000)
+@given(DEMANDS, VIEWS, VIEWS, POOLS, st.booleans())
+def test_what_is_known_of_one_replica_is_what_would_be_found_of_the_other(
+    demand: Demand, one: BackendView, other: BackendView, pool: Pool, is_spill: bool
+) -> None:
+    before = selection.consider(demand, one, pool, is_spill=is_spill)
+
+    for view in (other, replace(other, backend=one.backend), replace(one, load=other.load)):
+        assert selection.consider(demand, view, pool, is_spill=is_spill, before=before) == selection.consider(
+            demand, view, pool, is_spill=is_spill
+        )
+
+
+BOTH = TrafficClass("both", ("one", "two"))

@@ -378,7 +378,7 @@ async def test_a_box_serves_on_without_its_store_and_swaps_when_it_is_back(tmp_p
 async def ended(client: openai.AsyncOpenAI, id: str) -> str | None:
     with anyio.fail_after(60):
         while True:
-            job = await client.responses.retrieve(id)
+            job = await client.with_options(max_retries=5).responses.retrieve(id)
             if job.status not in ("queued", "in_progress"):
                 return job.status
             await anyio.sleep(0.05)

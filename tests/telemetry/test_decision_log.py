@@ -34,6 +34,7 @@ from gateway.core.values import (
     ModelPolicy,
     Policy,
     Pool,
+    Ranking,
     TrafficClass,
 )
 from gateway.replay import reading
@@ -72,7 +73,7 @@ RECORD = RequestRecord(
         pools=("light",),
         estimate=ESTIMATE,
         demand=Demand(seqs=1, prompt_tokens=100, total_tokens=200),
-        candidates=(
+        candidates=Ranking.of(
             Candidate("light-0", "light"),
             Candidate("push", "push", excluded=Exclusion.AT_KNEE, detail="64 in flight"),
         ),

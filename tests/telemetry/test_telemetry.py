@@ -27,6 +27,7 @@ from gateway.core.values import (
     Exclusion,
     KneeStep,
     Load,
+    Ranking,
 )
 from gateway.core.webhooks import Delivery, WebhookAttempt, WebhookOutcome, failed, judge
 from gateway.telemetry import logs
@@ -46,7 +47,9 @@ DECISION = Decision(
     pools=("light", "push"),
     estimate=Estimate(100, 116, CountMode.EXACT),
     demand=Demand(seqs=1, prompt_tokens=100, total_tokens=200),
-    candidates=(Candidate("light-0", "light"), Candidate("push", "push", excluded=Exclusion.AT_KNEE)),
+    candidates=Ranking.of(
+        Candidate("light-0", "light"), Candidate("push", "push", excluded=Exclusion.AT_KNEE)
+    ),
 )
 RECORD = RequestRecord(
     id="req-1",
