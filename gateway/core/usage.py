@@ -1,6 +1,5 @@
 """What a request was and how it went: the record that metrics, logs and the operator's views share."""
 
-from dataclasses import field
 from enum import StrEnum
 
 from gateway.core.asked import Asked
@@ -102,7 +101,7 @@ class RequestRecord:
     is_spill: bool = False
     backend: str = ""
     pool: str = ""
-    attempts: tuple[AttemptRecord, ...] = field(default=())
+    attempts: tuple[AttemptRecord, ...] = ()
     usage: Usage | None = None
     chunks: int = 0
     ttft_target_s: float | None = None
