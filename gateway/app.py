@@ -186,7 +186,7 @@ class Gateway:
             line=line,
             recorder=recorder,
             clock=self.clock,
-            away=self.boxes.away,
+            standings=self.boxes.standings,
         )
         digests = settings.key_digests(environ) or {}
         self.keys = KeyRing(digests)

@@ -6,10 +6,6 @@ import time
 class SystemClock:
     """`ports.Clock` by the system's clocks."""
 
-    def now(self) -> float:
-        """See `ports.Clock.now`."""
-        return time.monotonic()
-
-    def wall(self) -> float:
-        """See `ports.Clock.wall`."""
-        return time.time()  # noqa: TID251 - the one place where the wall clock is read
+    # Called some twenty times for a request: without a frame of Python's in between.
+    now = staticmethod(time.monotonic)
+    wall = staticmethod(time.time)  # noqa: TID251 - the one place where the wall clock is read

@@ -100,6 +100,12 @@ def test_the_fields_of_a_request_are_documented() -> None:
     )
     literal = next(node for node in ast.walk(function) if isinstance(node, ast.Dict))
     keys = [ast.literal_eval(key) for key in literal.keys if key is not None]
+    set_one_by_one = [
+        node.slice
+        for node in ast.walk(function)
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    ]
+    keys += [ast.literal_eval(key) for key in sorted(set_one_by_one, key=lambda one: one.lineno)]
     section = PAGE.partition("## Requests")[2].partition("## Events")[0]
     paragraph = section.strip().rpartition("\n\n")[2]
     names = re.findall(r"`(\w+)`", paragraph.replace("(`request`)", ""))

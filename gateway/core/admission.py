@@ -61,6 +61,15 @@ def prefill_s(backend: Backend, demand: Demand) -> float:
     return _prefill_s(backend.perf, padded(backend.quirks, demand.prompt_tokens), backend.batched_tokens)
 
 
+def read_alike(one: Backend, other: Backend) -> bool:
+    """Return whether two backends certainly take the same time for any prompt, as replicas do."""
+    return (
+        one.perf is other.perf  # those of one profile share it
+        and one.batched_tokens == other.batched_tokens
+        and one.quirks == other.quirks
+    )
+
+
 @lru_cache(maxsize=4096)
 def _prefill_s(perf: PerfModel, prompt_tokens: int, batched_tokens: int) -> float:
     """Asked for one prompt several times: backends of a pool are alike, and a decision may be made anew."""

@@ -6,7 +6,7 @@ text and `finish_reason: "abort"`, and one whose worker died puts an `error` eve
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +83,10 @@ def read_error(body: bytes) -> BackendError:
 
 def error_of(decoded: object) -> BackendError | None:
     """Return the error a decoded JSON value describes, or None if it describes none."""
-    if not isinstance(decoded, Mapping):
+    if not isinstance(decoded, dict):
         return None
     error = decoded.get("error")
-    if isinstance(error, Mapping):
+    if isinstance(error, dict):
         param, code = error.get("param"), error.get("code")
         return BackendError(
             message=str(error.get("message") or error),
@@ -161,21 +161,21 @@ class Answer:
 
 def read_answer(decoded: object) -> Answer | None:
     """Return what a decoded answer says, or None if it has neither an error nor a list of choices."""
-    if not isinstance(decoded, Mapping):
+    if not isinstance(decoded, dict):
         return None
     error = error_of(decoded)
     choices = decoded.get("choices")
     if error is None and not isinstance(choices, list):
         return None
     reasons = tuple(
-        choice.get("finish_reason") if isinstance(choice, Mapping) else None for choice in choices or ()
+        [choice.get("finish_reason") if isinstance(choice, dict) else None for choice in choices or ()]
     )
     return Answer(error=error, finish_reasons=reasons, usage=usage_of(decoded.get("usage")))
 
 
 def usage_of(usage: object) -> Usage | None:
     """Return the token counts of a `usage` member, or None if it holds none."""
-    if not isinstance(usage, Mapping):
+    if not isinstance(usage, dict):
         return None
     prompt_tokens = usage.get("prompt_tokens")
     if not isinstance(prompt_tokens, int) or prompt_tokens < 0:
@@ -189,5 +189,5 @@ def usage_of(usage: object) -> Usage | None:
 
 
 def _count(holder: Any, name: str) -> int:
-    value = holder.get(name) if isinstance(holder, Mapping) else None
+    value = holder.get(name) if isinstance(holder, dict) else None
     return max(0, value) if isinstance(value, int) else 0

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import field
 
 from gateway.core.value import valueclass
-from gateway.core.values import Endpoint, Estimate, Policy, Prompt, Request
+from gateway.core.values import Endpoint, Estimate, ModelPolicy, Policy, Prompt, Request
 
 OTHER = True
 """Stands for the value of a header that no condition names: it was there, and that is all that is kept."""
@@ -50,21 +50,22 @@ class Asked:
     @classmethod
     def of(
         cls,
-        policy: Policy,
+        policy: str,
+        model: ModelPolicy,
         request: Request,
         estimate: Estimate,
         *,
         size_bytes: int = 0,
         patience_s: float | None = None,
     ) -> "Asked":
-        """Return what is kept of a request for a model that `policy` knows."""
+        """Return what is kept of a request for a model of the policy with that version."""
         headers: dict[str, HeaderValue] = {}
-        for name, values in matched_headers(policy, request.model).items():
+        for name, values in _matched(model).items():
             value = request.headers.get(name)
             if value is not None:
                 headers[name] = value if value in values else OTHER
         return cls(
-            policy=policy.version,
+            policy=policy,
             model=request.model,
             endpoint=request.endpoint,
             estimate=estimate,
@@ -109,9 +110,13 @@ class Asked:
 
 def matched_headers(policy: Policy, model: str) -> Mapping[str, frozenset[str]]:
     """Return the headers that the classes of a model match on, with every value that one of them names."""
-    found: dict[str, frozenset[str]] = {}
     known = policy.model(model)
-    for one in () if known is None else known.classes:
+    return {} if known is None else _matched(known)
+
+
+def _matched(model: ModelPolicy) -> Mapping[str, frozenset[str]]:
+    found: dict[str, frozenset[str]] = {}
+    for one in model.classes:
         for name, values in one.when.headers:
             found[name] = found.get(name, frozenset()).union(values)
     return found

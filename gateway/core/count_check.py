@@ -79,9 +79,14 @@ class _Seen:
 
 
 class CountTracker:
-    """Compares the two counts, backend by backend, as samples come in. Not thread-safe."""
+    """Compares the two counts, backend by backend, as samples come in. Not thread-safe.
+
+    Attributes:
+        kv_taken: KV blocks that others hold, of the backends where there are any; to be read.
+    """
 
     def __init__(self) -> None:
+        self.kv_taken: dict[str, int] = {}
         self._seen: dict[str, _Seen] = {}
         self._drifts: dict[str, CountDrift] = {}
 
@@ -105,12 +110,17 @@ class CountTracker:
             kv_blocks=max(0, min(seen.kv_blocks)) if len(seen.kv_blocks) == KV_SAMPLES else 0,
         )
         self._drifts[backend_id] = after
+        if after.kv_blocks:
+            self.kv_taken[backend_id] = after.kv_blocks
+        else:
+            self.kv_taken.pop(backend_id, None)
         return before, after
 
     def forget(self, backend_id: str) -> None:
         """Begin anew: the gateway's own count has not been the whole of it."""
         self._seen.pop(backend_id, None)
         self._drifts.pop(backend_id, None)
+        self.kv_taken.pop(backend_id, None)
 
     def drift(self, backend_id: str) -> CountDrift:
         """Return how a backend's counts differ now."""

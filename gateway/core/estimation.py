@@ -169,9 +169,12 @@ def is_plain(prompt: Prompt) -> bool:
     """
     if not prompt.turns:
         return len(prompt.raw_texts) == 1
-    return not prompt.tools_json and not any(
-        turn.images or turn.audios or turn.tool_calls or turn.role == "tool" for turn in prompt.turns
-    )
+    if prompt.tools_json:
+        return False
+    for turn in prompt.turns:
+        if turn.images or turn.audios or turn.tool_calls or turn.role == "tool":
+            return False
+    return True
 
 
 def margin_tokens(tokens: int, mode: CountMode, learned_p99_tokens: float = 0.0) -> int:

@@ -365,9 +365,7 @@ def _are_alike(one: BackendView, other: BackendView) -> bool:
     a, b = one.backend, other.backend
     return (
         a.capacity is b.capacity  # those of one profile share it
-        and a.perf is b.perf
-        and a.batched_tokens == b.batched_tokens
-        and a.quirks == b.quirks
+        and admission.read_alike(a, b)
         and one.share_max == other.share_max
         and one.kv_taken == other.kv_taken
         and one.status.context_tokens == other.status.context_tokens

@@ -164,6 +164,8 @@ class GapMeter:
 
     def others(self, now: float, *, share: int, seqs: int) -> None:
         """Note what other gateways have in flight there from now on."""
+        if share == self._others_share and seqs == self._others_seqs:
+            return
         self._advance(now)
         self._others_share, self._others_seqs = share, seqs
         self._note_peak()
@@ -227,7 +229,9 @@ class GapMeter:
         self._note_peak()
 
     def _note_peak(self) -> None:
-        self._share_max = max(self._share_max, self._share + self._others_share)
+        share = self._share + self._others_share
+        if share > self._share_max:
+            self._share_max = share
 
     def _cut(self) -> None:
         seen = GapWindow(

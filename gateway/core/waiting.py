@@ -35,6 +35,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from heapq import heapify, heappop, heappush
 from math import exp, inf
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from gateway.core import admission, selection
@@ -151,8 +152,13 @@ def patient(waiting: Waiting) -> Waiting:
 
 def fastest_prefill_s(policy: Policy, traffic_class: TrafficClass, demand: Demand) -> float:
     """Return a prompt's unloaded prefill on the fastest backend of the class's first pool, in seconds."""
-    backends = policy.pools[traffic_class.pools[0]].backends
-    return min((admission.prefill_s(policy.backends[name], demand) for name in backends), default=0.0)
+    fastest_s, before = inf, None
+    for name in policy.pools[traffic_class.pools[0]].backends:
+        backend = policy.backends[name]
+        if before is None or not admission.read_alike(backend, before):
+            fastest_s = min(fastest_s, admission.prefill_s(backend, demand))
+        before = backend
+    return 0.0 if before is None else fastest_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -849,6 +855,8 @@ class WaitingLine:
 
     def offered(self) -> Mapping[str, Load]:
         """Return what has been offered on backends, and was neither taken nor given up since."""
+        if not self._offered:
+            return _NOTHING_OFFERED
         claims: dict[str, Load] = {}
         for offered in self._offered.values():
             first = offered.offer.candidates[0]
@@ -1241,6 +1249,7 @@ _SHARED = frozenset({Exclusion.AT_KNEE, Exclusion.KV_FULL, Exclusion.PREFILL_BUS
 
 
 _NO_BACKENDS: frozenset[str] = frozenset()
+_NOTHING_OFFERED: Mapping[str, Load] = MappingProxyType({})
 
 
 _FULL = frozenset(

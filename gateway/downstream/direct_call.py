@@ -274,11 +274,7 @@ class DirectCall(HttpDownstream):
             self._left = int(length)
         if not self.keep_alive:
             fields.append(_CLOSE)
-        parts = [STATUS_LINE[status]]
-        for name, value in fields:
-            parts += (name, b": ", value, b"\r\n")
-        parts.append(b"\r\n")
-        head = b"".join(parts)
+        head = STATUS_LINE[status] + b"".join([b"%b: %b\r\n" % field for field in fields]) + b"\r\n"
         if head.count(b"\n") != len(fields) + 2 or head.count(b"\r") != len(fields) + 2:
             raise ValueError("a header holds a line break")
         # It is written with what follows: the first bytes of the body, as a rule in this very moment.

@@ -25,6 +25,9 @@ _FORWARDED = frozenset({b"traceparent", b"tracestate"})
 _SECRET = frozenset({"authorization", "cookie", "proxy-authorization"})
 
 
+_CHAT = Endpoint.CHAT.value
+
+
 class MethodNotAllowed(InvalidRequest):
     """The path exists, the method on it does not."""
 
@@ -231,7 +234,7 @@ class ServedChats:
 
     async def chat(self, call: Call) -> None:
         """Answer a chat, whichever way it came."""
-        await self._serving.serve(Endpoint.CHAT.value, self._read, call)
+        await self._serving.serve(_CHAT, self._read, call)
 
 
 def new_request_id() -> str:

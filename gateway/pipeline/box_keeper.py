@@ -180,10 +180,13 @@ class BoxKeeper:
 
     # -------------------------------------------------------------- questions
 
-    def away(self, backend_id: str) -> Standing | None:
-        """Return why a backend's box keeps it from serving now; None where it does not, or there is none."""
-        kept = self._home.get(backend_id)
-        return None if kept is None else kept.standings[backend_id]
+    def standings(self) -> Mapping[str, Standing]:
+        """Return why backends are kept from serving now by their box; of the others nothing."""
+        return {
+            name: standing
+            for name, kept in self._home.items()
+            if (standing := kept.standings[name]) is not None
+        }
 
     @property
     def can_serve_later(self) -> bool:

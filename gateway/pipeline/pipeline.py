@@ -14,6 +14,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from gateway.core import classification, deciding, retry
+from gateway.core.admission import WHOLE
 from gateway.core.asked import Asked
 from gateway.core.box import Standing
 from gateway.core.count_check import CountTracker
@@ -97,12 +98,12 @@ class Pipeline:
         line: WaitingLine,
         recorder: Recorder,
         clock: Clock,
-        away: Callable[[str], Standing | None] = lambda _: None,
+        standings: Callable[[], Mapping[str, Standing]] = dict,
     ) -> None:
         """Join the ports.
 
-        `policy` returns the policy in force; a request keeps the one it started with. `away` returns why
-        the machine that a backend shares with others does not run its model, or None.
+        `policy` returns the policy in force; a request keeps the one it started with. `standings` returns
+        of backends whose machine they share with others why it does not run their model.
         """
         self._policy = policy
         self._estimator = estimator
@@ -114,10 +115,11 @@ class Pipeline:
         self._counts = counts
         self._recorder = recorder
         self._clock = clock
-        self._away = away
+        self._standings = standings
         self._running: dict[str, set[Attempt]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._newest = policy()
+        self._members_of: dict[tuple[str, ...], Mapping[str, Backend]] = {}  # under the newest, by pools
         self._backends = dict(self._newest.backends)  # and those that were, which are given nothing more
         self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
@@ -314,9 +316,9 @@ class Pipeline:
         if estimate is None:
             estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
         passage.estimated_at = self._clock.now()
-        passage.policy = policy = self._policy()  # it may have changed while the prompt was counted
-        model = deciding.model_of(policy, request.model)
-        passage.asked = _asked(policy, passage.incoming, estimate)
+        if policy is not (policy := self._policy()):  # it has changed while the prompt was counted
+            passage.policy, model = policy, deciding.model_of(policy, request.model)
+        passage.asked = _asked(policy, model, passage.incoming, estimate)
         passage.decision, passage.ticket = self._ticket(policy, model, passage.incoming, estimate)
         return passage.ticket
 
@@ -335,7 +337,7 @@ class Pipeline:
         except GatewayError:
             return ticket
         passage.policy, passage.decision, passage.ticket = policy, decision, anew
-        passage.asked = _asked(policy, passage.incoming, decision.estimate)
+        passage.asked = _asked(policy, model, passage.incoming, decision.estimate)
         return replace(anew, failed=ticket.failed, waited_s=ticket.waited_s, deadline=ticket.deadline)
 
     def _ticket(
@@ -346,9 +348,14 @@ class Pipeline:
         if policy is not self._newest:
             self._newest = policy
             self._backends.update(policy.backends)
+            self._members_of.clear()
         line = self.room.line
-        views = self._views(policy.backends, held, line.long_waiting(), line.offered())
-        traffic_class, decision = deciding.decide(policy, model, request, estimate, lambda _: views)
+
+        def views(traffic_class: TrafficClass) -> Mapping[str, BackendView]:
+            members = self._members(policy, traffic_class)
+            return self._views(members, held, line.long_waiting(), line.offered())
+
+        traffic_class, decision = deciding.decide(policy, model, request, estimate, views)
         demand = decision.demand
         wait_s = patience_s(request.headers)
         if request.is_job:
@@ -368,6 +375,14 @@ class Pipeline:
             prefix_shares=held,
         )
 
+    def _members(self, policy: Policy, traffic_class: TrafficClass) -> Mapping[str, Backend]:
+        """Return the backends of a class's pools; `policy` is the newest that was decided under."""
+        members = self._members_of.get(traffic_class.pools)
+        if members is None:
+            names = [name for pool in traffic_class.pools for name in policy.pools[pool].backends]
+            members = self._members_of[traffic_class.pools] = {name: policy.backends[name] for name in names}
+        return members
+
     def _views(
         self,
         backends: Mapping[str, Backend],
@@ -376,7 +391,8 @@ class Pipeline:
         offered: Mapping[str, Load] = _NOTHING_OFFERED,
     ) -> Mapping[str, BackendView]:
         """Return backends as they stand. The line adds by itself who waits in it and what it has offered."""
-        statuses, load_of, share_max = self._fleet.statuses(), self._ledger.load, self.watch.share_max
+        statuses, load_of, shares_max = self._fleet.statuses(), self._ledger.load, self.watch.shares_max()
+        kv_taken, standings = self._counts.kv_taken, self._standings()
         views: dict[str, BackendView] = {}
         for name, backend in backends.items():
             load = load_of(name)
@@ -385,10 +401,10 @@ class Pipeline:
                 load + offered[name] if name in offered else load,
                 statuses.get(name, _UNKNOWN),
                 held.get(name, 0.0),
-                share_max(name),
-                self._counts.drift(name).kv_blocks,
+                shares_max.get(name, WHOLE),
+                kv_taken.get(name, 0),
                 long_waiting.get(name, 0),
-                self._away(name),
+                standings.get(name),
             )
         return views
 
@@ -492,7 +508,9 @@ def patience_s(headers: Mapping[str, str]) -> float | None:
     return wait_s if 0 < wait_s < float("inf") else None
 
 
-def _asked(policy: Policy, incoming: Incoming, estimate: Estimate) -> Asked:
+def _asked(policy: Policy, model: ModelPolicy, incoming: Incoming, estimate: Estimate) -> Asked:
     request = incoming.request
     wait_s = patience_s(request.headers)
-    return Asked.of(policy, request, estimate, size_bytes=incoming.size_bytes, patience_s=wait_s)
+    return Asked.of(
+        policy.version, model, request, estimate, size_bytes=incoming.size_bytes, patience_s=wait_s
+    )

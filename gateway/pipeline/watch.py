@@ -5,7 +5,7 @@ in force where its pool promises a TPOT, and what its own steps say about its kn
 All is kept in memory and grows with the number of backends alone. Per chunk one counter goes up, no more.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import anyio
@@ -145,6 +145,8 @@ class BackendWatch:
         self._on_more: list[Callable[[], None]] = []
         self._watched: dict[str, _Watched] = {}
         self._elsewhere: dict[str, int] = {}
+        self._seen_policy: Policy | None = None
+        self._targeted: Sequence[str] = ()  # backends of that policy that have a target
 
     def on_more(self, callback: Callable[[], None]) -> None:
         """Have `callback` called whenever a backend may be given more of its knee than before."""
@@ -168,6 +170,14 @@ class BackendWatch:
         if elsewhere is None or self._policy().tpot_target_s(backend_id) is None:
             return own
         return min(own, elsewhere) if self._has_judged(watched) else elsewhere
+
+    def shares_max(self) -> Mapping[str, int]:
+        """Return the same for the backends that have a target, by id: of all others the whole is in force."""
+        policy = self._policy()
+        if policy is not self._seen_policy:
+            self._seen_policy = policy
+            self._targeted = [name for name in policy.backends if policy.tpot_target_s(name) is not None]
+        return {name: self.share_max(name) for name in self._targeted}
 
     def shares(self) -> Mapping[str, int]:
         """Return the shares that this process's own measurements lately led to, in millionths."""

@@ -424,40 +424,39 @@ def webhook_attempted(attempt: WebhookAttempt) -> None:
     )
 
 
-_MAY_LACK = (
-    *("trace", "code", "model", "key", "class", "why", "pool", "backend"),
-    *("estimate", "prompt_tokens", "output_tokens", "first_token_s"),
-)
-"""Members of a request's line that are left out where there is nothing to say."""
-
-
 def request_fields(record: RequestRecord) -> dict[str, Any]:
-    """Return the members of a request's log line; times in seconds, rounded to 0.1 ms."""
+    """Return the members of a request's log line; times in seconds, rounded to 0.1 ms.
+
+    What there is nothing to say of is left out.
+    """
     decision, usage, first = record.decision, record.usage, record.first_byte_at
-    fields: dict[str, Any] = {
-        "event": "request",
-        "id": record.id,
-        "trace": f"{record.trace.own.trace_id:032x}" if record.trace else None,
-        "ending": record.ending._value_,  # `value` looks it up through two calls
-        "status": record.status,
-        "code": record.error_code,
-        "model": record.model[:100],
-        "key": record.key,
-        "class": decision.traffic_class if decision else "",
-        "why": decision.class_reason if decision else "",
-        "pool": record.pool,
-        "backend": record.backend,
-        "attempts": len(record.attempts),
-        "estimate": decision.estimate.tokens if decision else None,
-        "prompt_tokens": usage.prompt_tokens if usage else None,
-        "output_tokens": usage.completion_tokens if usage else None,
-        "stream": record.stream,
-        "first_token_s": None if first is None else round(first - record.received_at, 4),
-        "total_s": round(record.ended_at - record.received_at, 4),
-    }
-    for name in _MAY_LACK:
-        if fields[name] is None or fields[name] == "":
-            del fields[name]
+    fields: dict[str, Any] = {"event": "request", "id": record.id}
+    if record.trace:
+        fields["trace"] = f"{record.trace.own.trace_id:032x}"
+    fields["ending"] = record.ending._value_  # `value` looks it up through two calls
+    fields["status"] = record.status
+    if record.error_code:
+        fields["code"] = record.error_code
+    if record.model:
+        fields["model"] = record.model[:100]
+    if record.key:
+        fields["key"] = record.key
+    if decision:
+        fields["class"] = decision.traffic_class
+        fields["why"] = decision.class_reason
+    if record.backend:
+        fields["pool"] = record.pool
+        fields["backend"] = record.backend
+    fields["attempts"] = len(record.attempts)
+    if decision:
+        fields["estimate"] = decision.estimate.tokens
+    if usage:
+        fields["prompt_tokens"] = usage.prompt_tokens
+        fields["output_tokens"] = usage.completion_tokens
+    fields["stream"] = record.stream
+    if first is not None:
+        fields["first_token_s"] = round(first - record.received_at, 4)
+    fields["total_s"] = round(record.ended_at - record.received_at, 4)
     return fields
 
 

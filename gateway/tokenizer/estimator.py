@@ -285,13 +285,11 @@ def _size(prompt: Prompt) -> _Size:
             texts += call
         if len(texts) > INLINE_TEXTS:
             break
-    together = longest = bytes_max = 0
-    for text in texts:
-        chars = len(text)
-        together += chars
-        longest = max(longest, chars)
-        bytes_max += _bytes_max(text)
+    together = sum(map(len, texts))
+    bytes_max = 4 * together  # whatever they are
+    if bytes_max > INLINE_BYTES:
+        bytes_max = sum(map(_bytes_max, texts))
     for long in longs:
         together += long.size_bytes // ESCAPED_CHAR_BYTES
         bytes_max += long.size_bytes
-    return _Size(together if prompt.turns else longest, bytes_max, len(texts))
+    return _Size(together if prompt.turns else max(map(len, texts)), bytes_max, len(texts))

@@ -58,7 +58,7 @@ def test_only_headers_that_conditions_name_are_kept_and_only_values_that_they_na
 ) -> None:
     request = replace(REQUEST, headers=sent)
 
-    asked = Asked.of(POLICY, request, ESTIMATE)
+    asked = Asked.of(POLICY.version, POLICY.models[0], request, ESTIMATE)
 
     assert asked.headers == kept
     assert "secret" not in repr(asked)
@@ -69,6 +69,8 @@ def test_only_headers_that_conditions_name_are_kept_and_only_values_that_they_na
 
 
 def test_everything_else_that_a_decision_reads_is_the_same_again() -> None:
-    again = Asked.of(POLICY, REQUEST, ESTIMATE, size_bytes=9, patience_s=3.0).request("nightly")
+    version, model = POLICY.version, POLICY.models[0]
+
+    again = Asked.of(version, model, REQUEST, ESTIMATE, size_bytes=9, patience_s=3.0).request("nightly")
 
     assert again == replace(REQUEST, prompt=Prompt())
