@@ -18,6 +18,7 @@ from gateway.core.errors import ConfigError
 from gateway.downstream.direct import DirectProtocol
 from gateway.downstream.direct_call import Chats
 from gateway.downstream.guard import GuardedProtocol
+from gateway.tcp import KEEPALIVE
 
 KEEPALIVE_S = 75  # above the idle time after which common load balancers give a connection up
 BACKLOG = 2048
@@ -35,6 +36,8 @@ def bind(host: str, port: int) -> socket.socket:
         with contextlib.ExitStack() as undo:
             bound = undo.enter_context(socket.socket(family, kind, proto))
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            for option in KEEPALIVE:
+                bound.setsockopt(*option)
             bound.bind(address)
             undo.pop_all()
     except OSError as error:

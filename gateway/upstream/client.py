@@ -23,6 +23,7 @@ from gateway.core.errors import (
 )
 from gateway.core.values import Timeouts
 from gateway.ports import Headers, TakeChunk, Target, UpstreamResponse
+from gateway.tcp import KEEPALIVE
 from gateway.upstream import ways
 from gateway.upstream.transport import Transport
 from gateway.upstream.ways import Way, Ways
@@ -87,6 +88,7 @@ class _HttpxWay(Way):
                     max_connections=None, max_keepalive_connections=None, keepalive_expiry=ways.KEEPALIVE_S
                 ),
                 trust_env=False,
+                socket_options=KEEPALIVE,
             ),
             timeout=httpx.Timeout(None),
             follow_redirects=False,

@@ -31,6 +31,7 @@ from gateway.core.errors import (
 )
 from gateway.core.values import Timeouts
 from gateway.ports import Headers, TakeChunk, Target, UpstreamResponse
+from gateway.tcp import KEEPALIVE
 from gateway.upstream import ways
 from gateway.upstream.ways import Way, Ways
 
@@ -383,6 +384,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by name
+        for option in KEEPALIVE:
+            transport.get_extra_info("socket").setsockopt(*option)
 
     def data_received(self, data: bytes) -> None:
         if self._take_whole is not None and self._is_taken_whole(data, self._take_whole):

@@ -15,9 +15,10 @@ from typing import Any
 
 import anyio
 import pytest
-from anyio.abc import SocketStream
+from anyio.abc import SocketAttribute, SocketStream
 from litestar.types import Receive, Scope, Send
 from support.front import WAYS, Behaviour, Closed, Front, Got, Wire, chat, front, oblige, post
+from support.kernel import keepalive_s
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
 from support.world import DONE, HELLO, LIGHT, ROLE, STOP, Estimates, event
 
@@ -28,6 +29,7 @@ from gateway.downstream.listener import Listener, bind
 from gateway.downstream.relay import AsgiCall, BodyLimits, Call, Head, HttpDownstream, Uploads
 from gateway.pipeline import LEFT_STATUS, CallerStalled
 from gateway.ports import Headers
+from gateway.tcp import SILENT_S
 
 
 @pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
@@ -397,6 +399,17 @@ async def test_a_caller_that_leaves_before_its_answer_is_noticed(
         (record,) = site.notes.requests
         assert (record.ending, record.status) == (Ending.LEFT, LEFT_STATUS)
         assert site.taken == (way == "direct")
+
+
+async def test_a_caller_is_asked_for_life_while_it_waits(way: str) -> None:
+    """One whose machine has lost its power ends no connection."""
+    async with front(way, stay_silent) as site:
+        async with site.caller() as caller:
+            await caller.send(post(chat()))
+            await site.eventually(lambda: len(site.backend.requests) == 1)
+            port = caller.stream.extra(SocketAttribute.remote_port)
+            assert 0 < await keepalive_s(port, of_server=True) <= SILENT_S
+        await site.idle()
 
 
 @pytest.mark.parametrize("how", ["closed", "half-closed", "reset"])

@@ -20,11 +20,13 @@ import anyio
 import pytest
 from anyio.abc import ByteStream, SocketStream
 from anyio.streams.tls import TLSStream
+from support.kernel import keepalive_s
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, Answer, RawServer, answer_of, chunk, raw_server
 
 from gateway.core.errors import UpstreamFailed, UpstreamLost, UpstreamUnreachable
 from gateway.core.values import Backend, Capacity, Endpoint, KneeStep, Timeouts
 from gateway.ports import Target, Upstream, UpstreamResponse
+from gateway.tcp import SILENT_S
 from gateway.upstream import direct, ways
 from gateway.upstream.client import HttpxUpstream
 from gateway.upstream.direct import DirectUpstream
@@ -113,6 +115,29 @@ async def test_it_sends_the_body_and_only_the_headers_it_is_given() -> None:
     }
     assert names["authorization"] == "Bearer secret"
     assert names["accept-encoding"] == "identity"
+
+
+async def test_a_backend_is_asked_for_life_while_it_says_nothing() -> None:
+    """A machine without power ends no connection: the kernel has to ask whether it is still there."""
+    asked, gate = anyio.Event(), anyio.Event()
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        asked.set()
+        await gate.wait()
+        await stream.send(answer_of(b"{}"))
+
+    async with serving(answer) as (server, upstream, target), anyio.create_task_group() as tasks:
+
+        async def ask() -> None:
+            async with upstream.open(target, Timeouts()) as response:
+                await whole(response)
+
+        tasks.start_soon(ask)
+        await asked.wait()
+        waits = await keepalive_s(int(server.url.rpartition(":")[2]), of_server=False)
+        gate.set()
+
+    assert 0 < waits <= SILENT_S
 
 
 async def test_every_chunk_is_handed_on_as_it_comes() -> None:
