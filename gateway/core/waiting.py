@@ -132,6 +132,11 @@ class Ticket:
         return admission.is_long(self.policy.pools[self.traffic_class.pools[0]].gates, self.demand)
 
     @property
+    def cost(self) -> int:
+        """What a start is charged to its key with, in tokens."""
+        return max(1, self.demand.seqs * self.demand.total_tokens)
+
+    @property
     def due_at(self) -> float:
         """When its first token is due: by its class, or earlier by its caller."""
         waiting = self.traffic_class.waiting
@@ -275,8 +280,8 @@ class _Entry:
 
     @property
     def cost(self) -> int:
-        """What a start is charged to its key with, in tokens."""
-        return max(1, self.ticket.demand.seqs * self.ticket.demand.total_tokens)
+        """See `Ticket.cost`."""
+        return self.ticket.cost
 
     def waited_s(self, now: float) -> float:
         """Return how long it has waited, for the places of earlier tries too."""
@@ -828,17 +833,27 @@ class WaitingLine:
         self._insert(lane, entry, now)
         return None
 
+    def may_start_at_once(self, ticket: Ticket, now: float) -> bool:
+        """Return whether nobody would be passed by a request that took its place in this very moment."""
+        if self._waiting or self._gone_until:
+            return False
+        return _expiry(ticket, now, ticket.traffic_class.waiting.max_wait_s) > now
+
+    def start_at_once(self, ticket: Ticket, now: float) -> None:
+        """Note that it has: it counts as one that was offered its place and took it."""
+        lane, cost = self._settled(ticket), ticket.cost
+        lane.shares.advance(lane.shares.charge(ticket.key, cost))
+        self._started(ticket, lane, cost, now)
+
     def offer_at_once(self, ticket: Ticket, candidates: tuple[Candidate, ...], now: float) -> Offer | None:
         """Offer a request its place without a turn, where nobody is passed by that: where nobody waits.
 
         `candidates`: those that it may be tried on, ranked at this very moment with `offered` in mind. None:
         it has to enter.
         """
-        if not candidates or self._waiting or self._gone_until:
+        if not candidates or not self.may_start_at_once(ticket, now):
             return None
         lane, entry = self._settled(ticket), self._entry(ticket, now)
-        if entry.expires_at <= now:
-            return None
         offer = Offer(ticket, candidates)
         self._note_offer(entry, offer, lane.shares)
         return offer
@@ -871,12 +886,8 @@ class WaitingLine:
         """Note that an offered request has taken its place."""
         offered = self._offered.pop(ticket_id)
         ticket = offered.entry.ticket
-        lane = self._lane(ticket)
-        lane.drain.note_started(now)
         offered.shares.advance(offered.tag)
-        cost = offered.entry.cost
-        self._tokens_started.add((ticket.model, ticket.traffic_class.name, ticket.key), cost, now)
-        self._running[ticket_id] = (lane, now)
+        self._started(ticket, self._lane(ticket), ticket.cost, now)
 
     def missed(self, ticket_id: str, backends: Sequence[str], now: float) -> None:
         """Note that the places offered were gone: the request is back where it was in the line."""
@@ -1014,6 +1025,11 @@ class WaitingLine:
         entry = self._waiting[offer.ticket.id]
         self._remove(entry)
         self._note_offer(entry, offer, self._lane(entry.ticket).shares)
+
+    def _started(self, ticket: Ticket, lane: _Lane, cost: int, now: float) -> None:
+        lane.drain.note_started(now)
+        self._tokens_started.add((ticket.model, ticket.traffic_class.name, ticket.key), cost, now)
+        self._running[ticket.id] = (lane, now)
 
     def _note_offer(self, entry: _Entry, offer: Offer, shares: _Shares) -> None:
         tag = shares.charge(entry.ticket.key, entry.cost)

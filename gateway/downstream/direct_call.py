@@ -169,7 +169,7 @@ class DirectCall(HttpDownstream):
         self.received = 0
         self.filling: Filling | None = None
         self._failure: Exception | None = None
-        self._scope = anyio.CancelScope()
+        self._scope = anyio.move_on_after(None)  # a scope without a limit: made once, not twice
         self._unwritten_head = b""
         self._is_chunked = False
         self._left = 0  # bytes of an answer whose length was announced

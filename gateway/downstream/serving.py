@@ -93,7 +93,7 @@ class Serving:
 
     async def serve(self, route: str, read: Read, call: Call) -> None:
         """Read and answer a request of `route`. Whatever goes wrong with it ends here."""
-        traceparent = next((value for name, value in call.headers if name == b"traceparent"), None)
+        traceparent = dict(call.headers).get(b"traceparent")
         arrival = Arrival(
             new_request_id(),
             self._clock.wall(),
@@ -251,11 +251,11 @@ _IDS: list[str] = []
 
 
 def _headers(raw: Headers) -> dict[str, str]:
-    headers: dict[str, str] = {}
-    for raw_name, raw_value in raw:
-        name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
-        # A list may come in several headers; of any other the last one counts.
-        headers[name] = f"{headers[name]}, {value}" if name == "prefer" and name in headers else value
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in raw}
+    if "prefer" in headers:  # a list may come in several headers; of any other the last one counts
+        headers["prefer"] = ", ".join(
+            [value.decode("latin-1") for name, value in raw if name.lower() == b"prefer"]
+        )
     return headers
 
 

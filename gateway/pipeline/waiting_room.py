@@ -142,13 +142,11 @@ class WaitingRoom:
     def _at_once(self, ticket: Ticket, first: Candidate) -> Slot | None:
         """Take a place without a turn, where nobody waits and nobody else has to be asked for it."""
         now = self._clock.now()
-        if self.line.offer_at_once(ticket, (first,), now) is None:
+        if not self.line.may_start_at_once(ticket, now):
             return None
         slot = self._ledger.acquire_at_once(first.backend, first.claim, first.limits)
-        if slot is None:
-            self.line.leave(ticket.id)
-        else:
-            self.line.started(ticket.id, now)
+        if slot is not None:
+            self.line.start_at_once(ticket, now)
         return slot
 
     async def _take_all(self, offers: Sequence[Offer]) -> bool:

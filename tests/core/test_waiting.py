@@ -1,6 +1,6 @@
 """The waiting line: who may start, in which order, who is refused, and what they are told."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -149,14 +149,27 @@ def at_once(site: Site, name: str, now: float = 0.0, **fields: object) -> bool:
     return True
 
 
-def test_where_nobody_waits_a_place_is_offered_without_a_turn() -> None:
+def in_one_step(site: Site, name: str, now: float = 0.0, **fields: object) -> bool:
+    """Take a place before it is noted that it was. Returns whether there was one to be taken."""
+    ticket = site.ticket(name, now, **fields)  # type: ignore[arg-type]
+    ranked = selection.rank(ticket.policy, ticket.traffic_class, ticket.demand, site.views())
+    if ranked[0].excluded is not None or not site.line.may_start_at_once(ticket, now):
+        return False
+    site.loads[ranked[0].backend] += ranked[0].claim
+    site.taken[name] = (ranked[0].backend, ranked[0].claim)
+    site.line.start_at_once(ticket, now)
+    return True
+
+
+@pytest.mark.parametrize("start", [at_once, in_one_step])
+def test_where_nobody_waits_a_place_is_had_without_a_turn(start: Callable[..., bool]) -> None:
     site = Site(knee=2)
-    assert at_once(site, "a")
-    assert at_once(site, "b")
-    assert not at_once(site, "c")  # full
+    assert start(site, "a")
+    assert start(site, "b")
+    assert not start(site, "c")  # full
     site.enter("c")
     site.end("a")
-    assert not at_once(site, "d")  # c waits
+    assert not start(site, "d")  # c waits
     assert site.start() == ["c"]
 
 
@@ -168,7 +181,7 @@ def test_what_started_without_a_turn_is_charged_as_after_one() -> None:
         assert site.enter(name, 0.0, **fields) is None
         assert site.start() == [name]
 
-    for way in (at_once, in_turn):
+    for way in (at_once, in_one_step, in_turn):
         site = Site(knee=1)
         for number in range(3):
             way(site, f"{number}", key="noisy", traffic_class=patient_class)
@@ -186,6 +199,7 @@ def test_a_place_is_offered_without_a_turn_only_where_nothing_is_under_way() -> 
     ticket = site.ticket("a", deadline=1.0)
     ranked = selection.rank(ticket.policy, ticket.traffic_class, ticket.demand, site.views())
     assert site.line.offer_at_once(ticket, ranked, 2.0) is None  # its caller has given up
+    assert not site.line.may_start_at_once(ticket, 2.0)
     assert site.line.offer_at_once(ticket, (), 0.0) is None
     offer = site.line.offer_at_once(ticket, ranked, 0.0)
     assert offer is not None
@@ -195,6 +209,7 @@ def test_a_place_is_offered_without_a_turn_only_where_nothing_is_under_way() -> 
     assert site.line.position("a") == 1
     site.line.leave("a")
     assert site.line.offer_at_once(site.ticket("b"), ranked, 0.01) is None  # the place was gone a moment ago
+    assert not site.line.may_start_at_once(site.ticket("b"), 0.01)
 
 
 def test_who_comes_to_a_full_fleet_waits_until_something_ends() -> None:
