@@ -327,13 +327,13 @@ def _by_pool(
         for name in pool.backends:
             if name in seen or (view := views.get(name)) is None:
                 continue
-            seen.add(name)
             case = consider(demand, view, pool, is_spill=place > 0, before=case)
             objection = _objection(case, failed)
             if objection is None:
                 fit.append(case)
             else:
                 excluded.append((case, objection))
+        seen.update(pool.backends)
         yield fit
 
 
@@ -436,23 +436,20 @@ def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
     fastest = max([case.view.backend.tokens_per_s or 0.0 for case in fit], default=0.0)
     found: list[_Scored] = []
     for at, case in enumerate(fit):
-        spare, speed, affinity, slow = scores = _scores(case, fastest)
+        view = case.view
+        backend, used = view.backend, (view.load.share + case.claim.share) / admission.WHOLE
+        own = backend.tokens_per_s
+        spare = 1 - used if used < 1 else 0.0
+        # Where no rate is known, all are alike.
+        speed = 1.0 if own is None or fastest <= 0 else own / fastest
+        affinity = view.prefix_share
+        # At some lengths of prompt an engine stalls that has other work.
+        is_slow = backend.quirks and stalls(backend.quirks, case.demand.prompt_tokens)
+        slow = -min(1.0, used) if is_slow else 0.0
         score = weights.spare_knee * spare + weights.speed * speed
         score += weights.prefix_affinity * affinity + weights.slow_context * slow
-        found.append((preference(case.view.status), -score, at, case, score, scores))
+        found.append((preference(view.status), -score, at, case, score, (spare, speed, affinity, slow)))
     return found
-
-
-def _scores(case: Case, fastest: float) -> _Scores:
-    """Return every score of a backend. `fastest`: the best decode rate among those that may be tried."""
-    view = case.view
-    backend, used = view.backend, (view.load.share + case.claim.share) / admission.WHOLE
-    own = backend.tokens_per_s
-    # Where no rate is known, all are alike.
-    speed = 1.0 if own is None or fastest <= 0 else own / fastest
-    # At some lengths of prompt an engine stalls that has other work.
-    is_slow = backend.quirks and stalls(backend.quirks, case.demand.prompt_tokens)
-    return max(0.0, 1 - used), speed, view.prefix_share, -min(1.0, used) if is_slow else 0.0
 
 
 def _eligible(scored: _Scored) -> Candidate:

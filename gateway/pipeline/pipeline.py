@@ -395,10 +395,9 @@ class Pipeline:
         kv_taken, standings = self._counts.kv_taken, self._standings()
         views: dict[str, BackendView] = {}
         for name, backend in backends.items():
-            load = load_of(name)
             views[name] = BackendView(
                 backend,
-                load + offered[name] if name in offered else load,
+                load_of(name),
                 statuses.get(name, _UNKNOWN),
                 held.get(name, 0.0),
                 shares_max.get(name, WHOLE),
@@ -406,6 +405,9 @@ class Pipeline:
                 long_waiting.get(name, 0),
                 standings.get(name),
             )
+        for name, claims in offered.items():
+            if (view := views.get(name)) is not None:
+                views[name] = replace(view, load=view.load + claims)
         return views
 
     # -------------------------------------------------------------- admit
