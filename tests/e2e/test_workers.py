@@ -89,8 +89,16 @@ class Gateway:
             yield client
 
     def client(self) -> openai.AsyncOpenAI:
-        """Return an SDK client; asked one thing after the other, it keeps one connection."""
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="x", max_retries=0, timeout=120)
+        """Return an SDK client; asked one thing after the other, it keeps one connection.
+
+        By itself it closes one after 5 s, and a busy machine takes as long to find eight: the next one may
+        be accepted by another worker.
+        """
+        limits = type(openai.DEFAULT_CONNECTION_LIMITS)(keepalive_expiry=60)
+        kept = openai.DefaultAsyncHttpxClient(limits=limits)
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="x", max_retries=0, timeout=120, http_client=kept
+        )
 
     async def requests(self, number: int) -> dict[str, Any]:
         """Return the requests that a worker remembers, by id."""
