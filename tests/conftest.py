@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,11 @@ HEAVY = re.compile(
     r"|tests/test_routing_benchmark\.py::test_over_http_"
 )
 """Tests that want more than a core for themselves: one runs at a time, in the order of its file."""
+
+WAITING = frozenset(
+    {"browser", "demo", "downstream", "e2e", "jobs", "node", "simulator", "store", "upstream"}
+)
+"""Folders of tests that wait for sockets and processes, which a neighbour on the machine can hold up."""
 
 # How long an example takes is the machine's business. What fails says how to have it again.
 settings.register_profile(
@@ -69,6 +75,19 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         prometheus.described(),
         browser.described(),
     ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With TEST_AGAIN=1 have such a test run once more if it fails, and listed as `RERUN` at the end.
+
+    For CI, on machines that others share. What draws its examples is not: it would draw others.
+    """
+    if os.environ.get("TEST_AGAIN") != "1":
+        return
+    for item in items:
+        is_drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+        if item.path.relative_to(Path(__file__).parent).parts[0] in WAITING and not is_drawn:
+            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 @pytest.fixture
