@@ -527,8 +527,10 @@ def is_stalled(site: Front) -> bool:
 async def test_a_caller_that_does_not_read_holds_its_backend_and_nothing_is_lost(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On a busy machine its last chunk may come late behind [DONE]: then its connection would be given up.
+    # On a busy machine its last chunk may come late behind [DONE], and its connection rest for long then,
+    # until the caller has read what is left: it would be given up.
     monkeypatch.setattr("gateway.pipeline.attempt.END_OF_BODY_S", 30.0)
+    monkeypatch.setattr("gateway.upstream.ways.KEEPALIVE_S", 60.0)
     flood = Flood()
     expected = sha256(served_to_public(b"".join([ROLE, *PIECES, STOP, DONE]))).digest()
     async with front(way, flood) as site, site.caller() as caller:
