@@ -69,7 +69,7 @@ class RedisBoard:
     """`ports.BoxBoard` over Redis. Close it with `aclose`."""
 
     def __init__(self, leases: Leases) -> None:
-        """Use these scripts; their owner names the process, their life of a lease is that of an ownership."""
+        """Use these scripts. Their owner names this process; an ownership lives as long as an account."""
         self._leases = leases
 
     @classmethod

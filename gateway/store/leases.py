@@ -127,10 +127,10 @@ class Leases:
             url: `redis://`, `rediss://` or `unix://`.
             prefix: What every key and the channel start with.
             owner: Names this process; no colon, no space.
-            ttl_s: Life of a lease that is not renewed.
+            ttl_s: Life of an account, or of the ownership of a box, that is not renewed.
             command_s: The longest a command may take, connecting included; and the longest it may wait
                 for its turn before.
-            connections_max: Commands at once that concern no lease, each on a connection of its own.
+            connections_max: Commands at once that concern no account, each on a connection of its own.
         """
         self._prefix, self._owner = prefix, owner
         self._ttl_ms = max(1, round(ttl_s * 1000))

@@ -110,7 +110,7 @@ class RedisLedger:
             command_s: The longest a command may take, and the longest it may wait for its turn.
             refresh_s: Time between two looks at what the others hold.
             tick_s: The same while somebody wants to know.
-            connections_max: Connections at once, beside those for leases and the one that listens.
+            connections_max: Connections at once, beside those for accounts and the one that listens.
             takes_turns: Backends of which nothing is kept that is not used.
         """
         self.owner = owner_name()
@@ -239,7 +239,7 @@ class RedisLedger:
     # -------------------------------------------------------------- in the background
 
     async def run(self, synced: OnSync = lambda failure: None) -> None:
-        """Renew leases, refresh snapshots and hear what others free, until cancelled.
+        """Renew accounts, refresh snapshots and hear what others free, until cancelled.
 
         `synced` is called after every synchronisation, with its failure or None.
         """
