@@ -7,8 +7,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-import msgspec
-
 from gateway.core import admission, classification, deciding
 from gateway.core.asked import matched_headers
 from gateway.core.errors import CallerError
@@ -22,6 +20,7 @@ from gateway.core.values import (
 )
 from gateway.downstream import wire
 from gateway.downstream.explain_routes import Question, RequestForgotten
+from gateway.downstream.shown import indented
 from gateway.parts import wire_rules
 from gateway.pipeline import Pipeline
 from gateway.ports import Arrival, Clock, Estimator
@@ -81,7 +80,7 @@ class Explanation:
 
     def as_json(self) -> str:
         """Return everything as JSON."""
-        return msgspec.json.format(msgspec.json.encode(self, enc_hook=list), indent=2).decode()
+        return indented(self).decode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -778,12 +778,6 @@ class Ranking(Sequence[Candidate]):
     def __len__(self) -> int:
         return len(self.all)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ranking) and self.all == other.all
-
-    def __hash__(self) -> int:
-        return hash(self.all)
-
 
 @valueclass(frozen=True, slots=True)
 class Decision:

@@ -22,6 +22,7 @@ from litestar.types import Receive, Scope, Send
 from gateway.core.errors import GatewayError, RouteNotFound
 from gateway.downstream.explain_routes import RequestForgotten
 from gateway.downstream.relay import AsgiDownstream, run_for_caller, send_error
+from gateway.downstream.shown import compact
 from gateway.events import about
 from gateway.pipeline import CallerStalled
 
@@ -120,7 +121,7 @@ class Console:
             found = self._source.request(request_id)
             if found is None:
                 raise RequestForgotten("Nothing is kept of that request any more.")
-            return Response(msgspec.json.encode(found, enc_hook=list), media_type=MediaType.JSON)
+            return Response(compact(found), media_type=MediaType.JSON)
 
         @asgi("/admin/live", copy_scope=True)
         async def live(scope: Scope, receive: Receive, send: Send) -> None:

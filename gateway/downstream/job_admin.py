@@ -4,13 +4,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from litestar import MediaType, Request, Response, get, post
 from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 
 from gateway.core.errors import InvalidRequest, JobEnded, JobNotFound, RouteNotFound
 from gateway.core.jobs import Job, JobStatus, Lane
+from gateway.downstream.shown import indented
 from gateway.events import about
 from gateway.ports import Clock, JobStore
 
@@ -167,5 +167,4 @@ def _limit(written: str | None) -> int:
 
 
 def _json(view: Mapping[str, Any]) -> Response[bytes]:
-    body = msgspec.json.format(msgspec.json.encode(view), indent=2)
-    return Response(body, media_type=MediaType.JSON)
+    return Response(indented(view), media_type=MediaType.JSON)

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import anyio
-import msgspec
 from litestar import Litestar, MediaType, Request, Response, asgi, get
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
 from litestar.handlers import BaseRouteHandler
@@ -47,6 +46,7 @@ from gateway.downstream.serving import (
     Serving,
     new_request_id,
 )
+from gateway.downstream.shown import indented
 from gateway.events import about
 from gateway.pipeline import Pipeline
 from gateway.ports import Clock, Recorder
@@ -251,7 +251,7 @@ class Operators:
             if view not in self._views:
                 raise NotFoundException(f"known views: {', '.join(sorted((*self._views, 'jobs')))}")
             # In a thread: the rankings of some hundred decisions are made there, where nobody has read them.
-            body = await anyio.to_thread.run_sync(_indented, self._views[view]())
+            body = await anyio.to_thread.run_sync(indented, self._views[view]())
             return Response(body, media_type=MediaType.JSON)
 
         @get("/readyz", sync_to_thread=False)
@@ -316,7 +316,3 @@ EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = {
     HTTPException: _framework_error,
     Exception: _unexpected,
 }
-
-
-def _indented(view: Any) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(view, enc_hook=list), indent=2)

@@ -23,8 +23,6 @@ log = logging.getLogger("gateway.downstream")
 
 _FORWARDED = frozenset({b"traceparent", b"tracestate"})
 _SECRET = frozenset({"authorization", "cookie", "proxy-authorization"})
-
-
 _CHAT = Endpoint.CHAT.value
 
 

@@ -316,8 +316,10 @@ class Pipeline:
         if estimate is None:
             estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
         passage.estimated_at = self._clock.now()
-        if policy is not (policy := self._policy()):  # it has changed while the prompt was counted
-            passage.policy, model = policy, deciding.model_of(policy, request.model)
+        in_force = self._policy()
+        if in_force is not policy:  # it has changed while the prompt was counted
+            passage.policy = policy = in_force
+            model = deciding.model_of(policy, request.model)
         passage.asked = _asked(policy, model, passage.incoming, estimate)
         passage.decision, passage.ticket = self._ticket(policy, model, passage.incoming, estimate)
         return passage.ticket
