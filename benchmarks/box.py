@@ -3,7 +3,7 @@
     python -m benchmarks.box                       the table of docs/boxes.md
     python -m benchmarks.box --seeds 1-8           on other traffic
 
-The gateway's own code decides: the line (core/waiting.py), selection, the box (core/box.py), its policy
+The gateway's own code decides: the line (core/waiting/), selection, the box (core/box.py), its policy
 (core/swap_policy.py) and what the store says to it (core/box_demand.py). The servers are the engine model,
 the swap is its measured 306 s, and time is virtual. Jobs are asynchronous: nobody gives up on one. They wait
 in the store, in their order, and come to the line as a worker would bring them, two at a time.

@@ -1,6 +1,6 @@
 """The waiting line at work: requests enter, and are woken when a place is theirs.
 
-The line itself (core/waiting.py) decides and never waits. Here one loop asks it for its next turn whenever
+The line itself (core/waiting/) decides and never waits. Here one loop asks it for its next turn whenever
 something has happened: a request came, a place was freed, a prompt was answered, a backend's state changed,
 or a time has come. It takes the places offered, atomically, and wakes whom they belong to. A request that
 waits costs an event; nobody polls.

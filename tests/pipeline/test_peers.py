@@ -10,7 +10,7 @@ from support.world import POLICY, StillClock
 from gateway.core.facts import Attempts, Facts, Learned
 from gateway.core.health import HealthRules, Outcome, ProbeOk, State, Verdict
 from gateway.core.values import CountMode, Demand, Prompt, TemplateCosts, Turn
-from gateway.core.waiting import Ticket, WaitingLine, _Walk
+from gateway.core.waiting import Ticket, WaitingLine
 from gateway.pipeline import BackendWatch, Peers
 from gateway.store.facts import decode, encode
 from gateway.store.memory import MemoryLedger
@@ -83,7 +83,7 @@ def through_the_store(facts: Facts) -> Facts:
 
 def order(gateway: Gateway) -> list[str]:
     """Return in which order what waits would be started."""
-    return [entry.ticket.id for entry in _Walk(gateway.line._lanes[MODEL.id, CHAT.name].shares)]
+    return [waiter.id for waiter in gateway.line.waiters(gateway.clock.now())]
 
 
 @pytest.fixture

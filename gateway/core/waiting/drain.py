@@ -1,0 +1,63 @@
+"""How fast places come free: requests that run over the time they stay, or what starts at present."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp
+
+STARTS_OVER_S = 5.0
+"""Time constant over which starts are counted."""
+
+RESIDENCE_WEIGHT = 0.1
+"""Weight of the newest request in the mean time that requests stay."""
+
+
+@dataclass(slots=True)
+class Drain:
+    """How fast requests of one class get a place, measured."""
+
+    running: int = 0
+    residence_s: float | None = None
+    starts: float = 0.0
+    at: float = 0.0
+
+    def note_started(self, now: float) -> None:
+        """Count a request that begins to run."""
+        self.starts = self._decayed(now) + 1
+        self.at = now
+        self.running += 1
+
+    def note_released(self, since: float, now: float, *, answered: bool) -> None:
+        """Count what started at `since` and has ended: unless it was answered, as if it had never run."""
+        self.running -= 1
+        if not answered:
+            self.starts = max(0.0, self._decayed(now) - exp((since - now) / STARTS_OVER_S))
+            self.at = now
+            return
+        stayed_s = now - since
+        if self.residence_s is None:
+            self.residence_s = stayed_s
+        else:
+            self.residence_s += RESIDENCE_WEIGHT * (stayed_s - self.residence_s)
+
+    def _decayed(self, now: float) -> float:
+        return self.starts * exp((self.at - now) / STARTS_OVER_S)
+
+    @staticmethod
+    def per_s(drains: Sequence["Drain"], now: float) -> float | None:
+        """Return places per second of all these, or None before the first request has ended.
+
+        The better of two measures: Little's law, requests that run over the time they stay, and what
+        starts at present. Each is too low at times: the first while a burst fills an idle fleet, the
+        second while nothing had to wait. Those of which none has ended yet are taken to stay as long as
+        the others.
+        """
+        known = [(drain.running, drain.residence_s) for drain in drains if drain.residence_s]
+        if not known:
+            return None
+        ended = sum(running / residence_s for running, residence_s in known)
+        of_them = sum(running for running, _ in known)
+        if of_them:
+            ended *= sum(drain.running for drain in drains) / of_them
+        started = (sum(drain._decayed(now) for drain in drains) - 1) / STARTS_OVER_S
+        best = max(started, ended)
+        return best if best > 0 else None

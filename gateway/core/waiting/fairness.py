@@ -1,0 +1,421 @@
+"""Whose turn it is: start-time fair queueing between API keys, deadlines within a key.
+
+One `Lane` per class. Lanes of one priority with the same first pool count in common what each key has had
+(`Shares`), since they take the same places. A `Walk` goes along them in the order in which they would start.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from heapq import heapify, heappop, heappush
+from typing import Any, TypeVar
+
+from gateway.core.values import Policy
+from gateway.core.waiting.drain import Drain
+from gateway.core.waiting.tickets import Ticket
+
+_T = TypeVar("_T", bound=Any)
+
+LOOKAHEAD = 64
+"""Requests of one class that one turn looks at. Bounds its cost."""
+
+PUT_BACK_TOKENS = 262_144
+"""How far a key is put back at most for what it started elsewhere: one request of the largest window. What it
+is charged beyond that is forgotten, so that a key whose gateway has gone is not shut out by all others."""
+
+
+class Standing(IntEnum):
+    """Where in its class an entry stands: the lower starts first."""
+
+    TIMELY = 0  # its deadline can be met
+    LATE = 1  # it cannot
+    BEHIND = 2  # it was sent behind the others
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A ticket in the line. Mutable: its standing changes as time goes by."""
+
+    ticket: Ticket
+    number: int
+    entered_at: float
+    expires_at: float
+    due_at: float
+    start_by: float
+    is_long: bool
+    standing: Standing = Standing.TIMELY
+    passed: int = 0
+    is_unproven: bool = (
+        False  # nobody of its class was ahead: its first turn says whether it has to wait at all
+    )
+
+    @property
+    def cost(self) -> int:
+        """See `Ticket.cost`."""
+        return self.ticket.cost
+
+    def waited_s(self, now: float) -> float:
+        """Return how long it has waited, for the places of earlier tries too."""
+        return self.ticket.waited_s + now - self.entered_at
+
+
+@dataclass(slots=True, eq=False)
+class _Flow:
+    """What waits in turn for one key of one class. Lists sorted; the last member is the entry's number."""
+
+    timely: list[tuple[float, int]] = field(default_factory=list)  # by deadline
+    late: list[tuple[float, int]] = field(default_factory=list)  # by length
+
+    def __len__(self) -> int:
+        return len(self.timely) + len(self.late)
+
+    def in_order(self) -> Iterator[int]:
+        for _, number in self.timely:
+            yield number
+        for _, number in self.late:
+            yield number
+
+
+class Lane:
+    """The line of one class."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Entry] = {}
+        self.size_bytes = 0
+        self.drain = Drain()
+        self.home: Home | None = None  # what it shares places with, once one has entered
+        self.policy: Policy | None = None  # of which that is
+        self.shares = Shares([self])
+        self.behind: list[int] = []
+        self._flows: dict[str | None, _Flow] = {}
+        self._starts: list[tuple[float, int]] = []  # the timely of all keys, by when they must start
+
+    @property
+    def in_turn(self) -> int:
+        """How many wait that were not sent behind the others."""
+        return len(self.entries) - len(self.behind)
+
+    # ------------------------------------------------------------ membership
+
+    def move_to(self, shares: "Shares") -> None:
+        """Count what waits here among others from now on."""
+        for key in self._flows:
+            self.shares.part(key)
+            shares.join(key)
+        self.shares.lanes.remove(self)
+        shares.lanes.append(self)
+        self.shares = shares
+
+    def add(self, entry: Entry, now: float) -> None:
+        """Let an entry wait here, where its standing puts it."""
+        self.entries[entry.number] = entry
+        self.size_bytes += entry.ticket.size_bytes
+        self._place(entry, now)
+
+    def remove(self, entry: Entry) -> None:
+        """Forget an entry that waits here."""
+        del self.entries[entry.number]
+        self.size_bytes -= entry.ticket.size_bytes
+        self._take_out(entry)
+
+    def send_behind(self, entry: Entry) -> None:
+        """Let an entry wait after all others."""
+        self._take_out(entry)
+        entry.standing = Standing.BEHIND
+        insort(self.behind, entry.number)
+
+    def _place(self, entry: Entry, now: float) -> None:
+        if entry.standing is Standing.BEHIND:
+            insort(self.behind, entry.number)
+            return
+        key = entry.ticket.key
+        flow = self._flows.get(key)
+        if flow is None:
+            flow = self._flows[key] = _Flow()
+            self.shares.join(key)
+        if now > entry.start_by:
+            entry.standing = Standing.LATE
+            insort(flow.late, (entry.ticket.prefill_s, entry.number))
+        else:
+            entry.standing = Standing.TIMELY
+            insort(flow.timely, (entry.due_at, entry.number))
+            insort(self._starts, (entry.start_by, entry.number))
+
+    def _take_out(self, entry: Entry) -> None:
+        if entry.standing is Standing.BEHIND:
+            _discard(self.behind, entry.number)
+            return
+        key = entry.ticket.key
+        flow = self._flows[key]
+        if entry.standing is Standing.LATE:
+            _discard(flow.late, (entry.ticket.prefill_s, entry.number))
+        else:
+            _discard(flow.timely, (entry.due_at, entry.number))
+            _discard(self._starts, (entry.start_by, entry.number))
+        if not flow:
+            del self._flows[key]
+            self.shares.part(key)
+
+    # ------------------------------------------------------------ order
+
+    def age(self, now: float) -> None:
+        """Move those whose deadline can no longer be met behind those whose can."""
+        while self._starts and self._starts[0][0] < now:
+            _, number = self._starts.pop(0)
+            entry = self.entries[number]
+            flow = self._flows[entry.ticket.key]
+            _discard(flow.timely, (entry.due_at, number))
+            entry.standing = Standing.LATE
+            insort(flow.late, (entry.ticket.prefill_s, number))
+
+    def of_key(self, key: str | None) -> Iterator[int]:
+        """Yield what waits in turn for a key, in order."""
+        flow = self._flows.get(key)
+        return iter(()) if flow is None else flow.in_order()
+
+    def ahead_of(self, entry: Entry) -> tuple[int, float]:
+        """Return how many of its key are before an entry of this class, and when the last of them is due."""
+        flow = self._flows.get(entry.ticket.key)
+        if flow is None:
+            return 0, entry.due_at
+        if entry.standing is Standing.TIMELY:
+            return bisect_left(flow.timely, (entry.due_at, entry.number)), entry.due_at
+        due_at = max(entry.due_at, flow.timely[-1][0]) if flow.timely else entry.due_at
+        return len(flow.timely) + bisect_left(flow.late, (entry.ticket.prefill_s, entry.number)), due_at
+
+    def is_first(self, entry: Entry) -> bool:
+        """Return whether nobody of its class would be started before an entry."""
+        others = len(self._flows) - (entry.ticket.key in self._flows)
+        return not others and not self.ahead_of(entry)[0]
+
+    def due_before(self, key: str | None, due_at: float) -> int:
+        """Return how many of a key are before one of another class that is due then."""
+        flow = self._flows.get(key)
+        if flow is None:
+            return 0
+        timely = bisect_left(flow.timely, (due_at, 0))
+        return timely if timely < len(flow.timely) else len(flow)
+
+
+Home = tuple[int, frozenset[str]]
+"""What classes have in common that share places: the priority, and the backends of the first pool."""
+
+
+@dataclass(slots=True)
+class _Tag:
+    """Where a key stands for which something waits in turn, and in how many lanes it does."""
+
+    tag: float
+    number: int
+    lanes: int = 1
+
+
+class Shares:
+    """What each key has had of the places that some lanes share: start-time fair queueing."""
+
+    def __init__(self, lanes: list[Lane]) -> None:
+        self.lanes = lanes
+        self.order: list[tuple[float, int, str | None]] = []  # (tag, number of the tag, key), sorted
+        self.numbers = 0
+        self._tags: dict[str | None, _Tag] = {}
+        self._finish: dict[str | None, float] = {}  # tags of keys with nothing waiting, above `_virtual`
+        self._virtual = 0.0
+
+    def __contains__(self, key: str | None) -> bool:
+        return key in self._tags
+
+    def join(self, key: str | None) -> None:
+        """Note that something of a key waits in one lane more."""
+        known = self._tags.get(key)
+        if known is not None:
+            known.lanes += 1
+            return
+        self.numbers += 1
+        tag = self._tags[key] = _Tag(self.begin(key), self.numbers)
+        self._finish.pop(key, None)
+        insort(self.order, (tag.tag, tag.number, key))
+
+    def part(self, key: str | None) -> None:
+        """Note that nothing of it waits in one of them any more."""
+        tag = self._tags[key]
+        tag.lanes -= 1
+        if not tag.lanes:
+            del self._tags[key]
+            _discard(self.order, (tag.tag, tag.number, key))
+            self._remember(key, tag.tag)
+
+    def begin(self, key: str | None) -> float:
+        """Return the tag with which the next of a key would start."""
+        tag = self._tags.get(key)
+        return max(self._virtual, self._finish.get(key, 0.0)) if tag is None else tag.tag
+
+    def charge(self, key: str | None, cost: float) -> float:
+        """Count a start (or, negative, one that did not happen) to a key. Return its tag before that."""
+        begin = self.begin(key)
+        tag = self._tags.get(key)
+        if tag is None:
+            self._remember(key, begin + cost)
+            return begin
+        _discard(self.order, (tag.tag, tag.number, key))
+        tag.tag += cost
+        insort(self.order, (tag.tag, tag.number, key))
+        return begin
+
+    def charge_elsewhere(self, key: str | None, cost: float) -> None:
+        """Count a start from another line to a key.
+
+        This line has not come that far: whoever waits here is passed by nobody for it, and who comes now
+        begins no later than they do.
+        """
+        begin = self.begin(key)
+        self.charge(key, max(0.0, min(cost, self._virtual + PUT_BACK_TOKENS - begin)))
+        self.advance(min(begin, self.order[0][0]) if self.order else begin)
+
+    def absorb(self, other: "Shares") -> None:
+        """Count what was charged elsewhere."""
+        for key, tag in other._finish.items():
+            self.charge_elsewhere(key, tag - other._virtual)
+
+    def advance(self, tag: float) -> None:
+        """Note that what had this tag has started: who comes now begins there."""
+        self._virtual = max(self._virtual, tag)
+
+    def _remember(self, key: str | None, tag: float) -> None:
+        # A tag at or below the virtual time says nothing: a newcomer begins there.
+        if tag > self._virtual:
+            self._finish[key] = tag
+        else:
+            self._finish.pop(key, None)
+        if len(self._finish) > 64 + 2 * len(self._tags):
+            self._finish = {name: tag for name, tag in self._finish.items() if tag > self._virtual}
+
+    def ahead_of(self, lane: Lane, entry: Entry) -> int:
+        """Return how many would be started before an entry of a lane, which need not be in it yet."""
+        in_turn = sum(one.in_turn for one in self.lanes)
+        if entry.standing is Standing.BEHIND:
+            return in_turn + bisect_left(lane.behind, entry.number)
+        key = entry.ticket.key
+        own, due_at = lane.ahead_of(entry)
+        own += sum(one.due_before(key, due_at) for one in self.lanes if one is not lane)
+        # The other keys take turns with this one.
+        others = len(self._tags) - (key in self._tags)
+        return min(in_turn - (entry.number in lane.entries), own + (own + 1) * others)
+
+
+@dataclass(slots=True)
+class _Key:
+    """A key in one walk: its tag, charged as it goes, and the next of each lane, by deadline."""
+
+    tag: float
+    number: int
+    heads: list[tuple[float, int, int, Iterator[int]]]  # (due at, entry, lane, what follows), a heap
+    is_queued: bool = True
+
+
+class Walk:
+    """One look along the lanes that share places: their entries, in the order in which they would start."""
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._lanes = tuple(shares.lanes)
+        self._in_turn = [lane.in_turn for lane in self._lanes]  # not yet come to
+        self._left = [min(LOOKAHEAD, len(lane.entries)) for lane in self._lanes]  # that may be looked at
+        self._keys: dict[str | None, _Key] = {}
+        self._queue: list[tuple[float, int, str | None]] = []  # keys already come to, a heap
+
+    def __iter__(self) -> Iterator[Entry]:
+        for index, in_turn in enumerate(self._in_turn):
+            if not in_turn:
+                self._come_behind(index)
+        following = iter(self._shares.order)
+        fresh = next(following, None)
+        left = sum(self._left)
+        while left and (fresh is not None or self._queue):
+            if fresh is not None and (not self._queue or fresh[:2] <= self._queue[0][:2]):
+                tag, number, name = fresh
+                key = self._keys[name] = _Key(tag, number, [])
+                for index, lane in enumerate(self._lanes):
+                    self._add(key, index, lane.of_key(name))
+                    if not self._in_turn[index]:
+                        self._add(key, index, self._behind(index).get(name, ()))
+                fresh = next(following, None)
+            else:
+                _, _, name = heappop(self._queue)
+                key = self._keys[name]
+            index, entry = self._next(key)
+            if entry is None:
+                key.is_queued = False
+                continue
+            left -= 1
+            yield entry
+            key.tag += entry.cost
+            heappush(self._queue, (key.tag, key.number, name))
+            if entry.standing is not Standing.BEHIND:
+                self._in_turn[index] -= 1
+                if not self._in_turn[index]:
+                    self._come_behind(index)
+
+    def _next(self, key: _Key) -> tuple[int, Entry | None]:
+        """Take what is due first of a key, among the lanes that may still be looked at."""
+        while key.heads:
+            _, number, index, following = heappop(key.heads)
+            if self._left[index]:
+                self._left[index] -= 1
+                self._add(key, index, following)
+                return index, self._lanes[index].entries[number]
+        return 0, None
+
+    def _add(self, key: _Key, index: int, numbers: Iterable[int]) -> None:
+        following = iter(numbers)
+        number = next(following, None)
+        if number is not None:
+            due_at = self._lanes[index].entries[number].due_at
+            heappush(key.heads, (due_at, number, index, following))
+
+    def _come_behind(self, index: int) -> None:
+        """All others of a lane have been come to: now those that were sent behind them."""
+        for name, numbers in self._behind(index).items():
+            key = self._keys.get(name)
+            if key is None and name in self._shares:
+                continue  # not come to yet
+            if key is None:
+                number = self._shares.numbers + 1 + len(self._keys)
+                key = self._keys[name] = _Key(self._shares.begin(name), number, [], is_queued=False)
+            self._add(key, index, numbers)
+            if not key.is_queued:
+                key.is_queued = True
+                heappush(self._queue, (key.tag, key.number, name))
+
+    def _behind(self, index: int) -> dict[str | None, list[int]]:
+        """Return what was sent behind in a lane, per key."""
+        found: dict[str | None, list[int]] = {}
+        lane = self._lanes[index]
+        for number in lane.behind:
+            found.setdefault(lane.entries[number].ticket.key, []).append(number)
+        return found
+
+
+def merged(shared: Sequence[Shares]) -> Iterator[Entry]:
+    """Yield what waits at one priority: by first pool in its own order, among them the earliest deadline."""
+    heads: list[tuple[float, int, Entry, Iterator[Entry]]] = []
+    for shares in shared:
+        walk = iter(Walk(shares))
+        first = next(walk, None)
+        if first is not None:
+            heads.append((first.due_at, first.number, first, walk))
+    heapify(heads)
+    while heads:
+        _, _, entry, walk = heappop(heads)
+        yield entry
+        following = next(walk, None)
+        if following is not None:
+            heappush(heads, (following.due_at, following.number, following, walk))
+
+
+def _discard(members: list[_T], member: _T) -> None:
+    """Take one member out of a sorted list that has it."""
+    at = bisect_left(members, member)
+    if at == len(members) or members[at] != member:
+        raise KeyError(member)
+    del members[at]

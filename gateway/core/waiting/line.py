@@ -1,0 +1,553 @@
+"""The line itself: who waits, who was offered a place, who runs. See the package for its rules."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+from math import inf
+from types import MappingProxyType
+
+from gateway.core import selection
+from gateway.core.facts import Flow, StartedTokens, summed
+from gateway.core.selection import BackendView
+from gateway.core.swap_policy import Wants
+from gateway.core.value import valueclass
+from gateway.core.values import Candidate, Load, WhenLate
+from gateway.core.waiting.drain import Drain
+from gateway.core.waiting.fairness import LOOKAHEAD, Entry, Home, Lane, Shares, Standing, merged
+from gateway.core.waiting.room import Room
+from gateway.core.waiting.tickets import Offer, Reason, Refused, Ticket, Turn, Waiter
+
+MISS_PAUSE_S = 0.05
+"""A backend whose place was gone is not offered again before this, or before something is released there."""
+
+RETRY_AFTER_MAX_S = 59.0
+"""Above a minute some SDKs ignore Retry-After and come back at once."""
+
+_NO_BACKENDS: frozenset[str] = frozenset()
+_NOTHING_OFFERED: Mapping[str, Load] = MappingProxyType({})
+
+
+@valueclass(frozen=True, slots=True)
+class _Offered:
+    """An offer that was made and not answered yet, where it was charged, and the tag of its key before."""
+
+    entry: Entry
+    offer: Offer
+    shares: Shares
+    tag: float
+
+    def uncharge(self) -> None:
+        self.shares.charge(self.entry.ticket.key, -self.entry.cost)
+
+
+class WaitingLine:
+    """The line of one process. See the module for its rules."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._lanes: dict[tuple[str, str], Lane] = {}
+        self._waiting: dict[str, Entry] = {}
+        self._shares: dict[Home, Shares] = {}
+        self._offered: dict[str, _Offered] = {}
+        self._running: dict[str, tuple[Lane, float]] = {}
+        self._expiries: list[tuple[float, int, Entry]] = []
+        self._long_waiting: dict[str, int] = {}
+        self._long_elsewhere: Mapping[str, int] = {}
+        self._tokens_started = StartedTokens()
+        self._gone_until: dict[str, float] = {}  # backends whose place was gone when it was to be taken
+        self._back_at: Mapping[str, float] = {}  # backends whose machine runs another model
+        self._numbers = 0
+
+    # ------------------------------------------------------------ questions
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def waiting(self) -> Mapping[tuple[str, str], int]:
+        """Return how many wait, per (model, class)."""
+        return {name: len(lane.entries) for name, lane in self._lanes.items()}
+
+    def oldest_waits_s(self, now: float) -> Mapping[tuple[str, str], float]:
+        """Return how long the one that waits longest has waited, per (model, class); 0 where none does.
+
+        What may wait without a limit, a job, is not counted: nobody holds a connection open for it.
+        """
+        return {
+            name: max(
+                (
+                    entry.waited_s(now)
+                    for entry in lane.entries.values()
+                    if entry.ticket.traffic_class.waiting.max_wait_s < inf
+                ),
+                default=0.0,
+            )
+            for name, lane in self._lanes.items()
+        }
+
+    def waited_for(self) -> frozenset[str]:
+        """Return the backends that those who wait may go to."""
+        if not self._waiting:
+            return _NO_BACKENDS
+        found: set[str] = set()
+        for lane in self._lanes.values():
+            entry = next(iter(lane.entries.values()), None)
+            if entry is not None:  # those of one class may all go to the same
+                for name in entry.ticket.traffic_class.pools:
+                    found.update(entry.ticket.policy.pools[name].backends)
+        return frozenset(found)
+
+    def long_waiting(self) -> Mapping[str, int]:
+        """Return how many requests with long prompts wait, here or elsewhere, per backend of first choice."""
+        return summed((self._long_waiting, self._long_elsewhere))
+
+    def long_waiting_here(self) -> Mapping[str, int]:
+        """Return how many of them wait in this line."""
+        return dict(self._long_waiting)
+
+    def wants(self, backends: Collection[str]) -> Mapping[str, Wants]:
+        """Return what waits for each of these backends as its first choice, and could run there."""
+        found = dict.fromkeys(backends, Wants())
+        for entry in self._waiting.values():
+            ticket = entry.ticket
+            for name in ticket.first_pool:
+                if name in found and name not in ticket.failed:
+                    backend = ticket.policy.backends[name]
+                    if selection.could_take(backend, ticket.demand):
+                        found[name] += Wants(1, entry.entered_at - ticket.waited_s)
+        return found
+
+    def tokens_started(self, now: float) -> Mapping[Flow, int]:
+        """Return the tokens of what was started from this line, per flow; see `StartedTokens`."""
+        return self._tokens_started.totals(now)
+
+    def drain_per_s(self, model: str, traffic_class: str, now: float) -> float | None:
+        """Return how many places per second come free for a class, or None while that is unknown.
+
+        Those of other classes with the same first pool are among them: what ends there is room for all.
+        """
+        lane = self._lanes.get((model, traffic_class))
+        return None if lane is None else self._per_s(lane, now)
+
+    def waiters(self, now: float, most: int = LOOKAHEAD) -> Sequence[Waiter]:
+        """Return who waits, in the order in which they would start if all backends were free at once.
+
+        Of each class `LOOKAHEAD` at most, `most` in all.
+        """
+        found: list[Waiter] = []
+        ahead: dict[tuple[str, ...], int] = {}
+        for shared in self._by_priority():
+            for entry in merged(shared):
+                ticket = entry.ticket
+                position = ahead[ticket.first_pool] = ahead.get(ticket.first_pool, 0) + 1
+                found.append(_waiter(entry, position, now))
+                if len(found) >= most:
+                    return found
+        return found
+
+    def position(self, ticket_id: str) -> int | None:
+        """Return a request's place, 1 being next; None if it is not waiting.
+
+        Those of other classes that want the same first pool and would start before it count, too.
+        """
+        entry = self._waiting.get(ticket_id)
+        return None if entry is None else self._ahead_of(self._lane(entry.ticket), entry) + 1
+
+    # ------------------------------------------------------------ events
+
+    def expect(self, back_at: Mapping[str, float]) -> None:
+        """Be told which backends are out, and when each can be back at the earliest (monotonic seconds)."""
+        self._back_at = back_at
+
+    def enter(self, ticket: Ticket, now: float, *, has_waited: bool = False) -> Refused | None:
+        """Let a request wait for its turn, or return why it may not.
+
+        `has_waited`: it was let in before, and has left only to be decided anew.
+        """
+        lane, rules = self._settled(ticket), ticket.traffic_class.waiting
+        entry = self._entry(ticket, now)
+        if now > entry.start_by:
+            entry.standing = Standing.LATE
+        if has_waited:
+            self._insert(lane, entry, now)
+            return None
+        ahead, wait_s = self._forecast(lane, entry, now)
+        if len(lane.entries) >= rules.waiting_max or (
+            lane.entries and lane.size_bytes + ticket.size_bytes > rules.waiting_bytes_max
+        ):
+            return _refused(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
+        # A forecast needs one of its kind ahead: who comes first of its class may start at once, unless the
+        # models that could serve it are out.
+        entry.is_unproven = lane.is_first(entry)
+        may_start = entry.is_unproven and not self._away_s(ticket, now)
+        reason = None if may_start else _foreseen(entry, wait_s, now)
+        if reason is Reason.WAIT_TOO_LONG and rules.when_late is WhenLate.DEMOTE:
+            entry.standing = Standing.BEHIND
+            entry.expires_at = _expiry(ticket, now, rules.longest_wait_s)
+        elif reason is not None:
+            return _refused(entry, reason, ahead, wait_s, now)
+        self._insert(lane, entry, now)
+        return None
+
+    def may_start_at_once(self, ticket: Ticket, now: float) -> bool:
+        """Return whether nobody would be passed by a request that took its place in this very moment."""
+        if self._waiting or self._gone_until:
+            return False
+        return _expiry(ticket, now, ticket.traffic_class.waiting.max_wait_s) > now
+
+    def start_at_once(self, ticket: Ticket, now: float) -> None:
+        """Note that it has: it counts as one that was offered its place and took it."""
+        lane, cost = self._settled(ticket), ticket.cost
+        lane.shares.advance(lane.shares.charge(ticket.key, cost))
+        self._started(ticket, lane, cost, now)
+
+    def offer_at_once(self, ticket: Ticket, candidates: tuple[Candidate, ...], now: float) -> Offer | None:
+        """Offer a request its place without a turn, where nobody is passed by that: where nobody waits.
+
+        `candidates`: those that it may be tried on, ranked at this very moment with `offered` in mind. None:
+        it has to enter.
+        """
+        if not candidates or not self.may_start_at_once(ticket, now):
+            return None
+        lane, entry = self._settled(ticket), self._entry(ticket, now)
+        offer = Offer(ticket, candidates)
+        self._note_offer(entry, offer, lane.shares)
+        return offer
+
+    def leave(self, ticket_id: str) -> None:
+        """Forget a request that waits or was offered a place; one that is neither changes nothing."""
+        entry = self._waiting.get(ticket_id)
+        if entry is not None:
+            self._remove(entry)
+            return
+        offered = self._offered.pop(ticket_id, None)
+        if offered is not None:
+            offered.uncharge()
+
+    def offered(self) -> Mapping[str, Load]:
+        """Return what has been offered on backends, and was neither taken nor given up since."""
+        if not self._offered:
+            return _NOTHING_OFFERED
+        claims: dict[str, Load] = {}
+        for offered in self._offered.values():
+            first = offered.offer.candidates[0]
+            claims[first.backend] = claims.get(first.backend, Load()) + first.claim
+        return claims
+
+    def is_offered(self, ticket_id: str) -> bool:
+        """Return whether a request has been offered a place, and has neither taken it nor left since."""
+        return ticket_id in self._offered
+
+    def started(self, ticket_id: str, now: float) -> None:
+        """Note that an offered request has taken its place."""
+        offered = self._offered.pop(ticket_id)
+        ticket = offered.entry.ticket
+        offered.shares.advance(offered.tag)
+        self._started(ticket, self._lane(ticket), ticket.cost, now)
+
+    def missed(self, ticket_id: str, backends: Sequence[str], now: float) -> None:
+        """Note that the places offered were gone: the request is back where it was in the line."""
+        for name in backends:
+            self._gone_until[name] = now + MISS_PAUSE_S
+        offered = self._offered.pop(ticket_id, None)
+        if offered is not None:
+            offered.uncharge()
+            self._insert(self._lane(offered.entry.ticket), offered.entry, now)
+
+    def released(self, ticket_id: str, backend: str, now: float, *, answered: bool = True) -> None:
+        """Note that a request that ran on `backend` has ended.
+
+        `answered`: whether the backend began an answer. A try that failed before says nothing of how fast
+        places come free.
+        """
+        self._gone_until.pop(backend, None)
+        running = self._running.pop(ticket_id, None)
+        if running is not None:
+            lane, since = running
+            lane.drain.note_released(since, now, answered=answered)
+
+    def charge(self, model: str, traffic_class: str, key: str | None, tokens: int) -> None:
+        """Count tokens that another process started for a key, so that keys are treated alike there too."""
+        lane = self._lanes.setdefault((model, traffic_class), Lane())
+        lane.shares.charge_elsewhere(key, max(1, tokens))
+
+    def note_long_waiting(self, elsewhere: Mapping[str, int]) -> None:
+        """Note how many requests with long prompts wait in other lines, per backend of first choice."""
+        self._long_elsewhere = dict(elsewhere)
+
+    # ------------------------------------------------------------ the turn
+
+    def turn(self, now: float, views: Mapping[str, BackendView]) -> Turn:
+        """Return who may start, who must be refused, and when to look again.
+
+        `views` are the backends as they stand: their load as the ledger counts it. What has been offered
+        and not been answered is added here.
+        """
+        refused = self._expire(now)
+        if not self._waiting:
+            return Turn((), refused, None)
+        room = Room(self._with_offers(views), self._paused(now))
+        offers: list[Offer] = []
+        hopeless: list[Entry] = []
+        looked = 0
+        for shared in self._by_priority():
+            for shares in shared:
+                for lane in shares.lanes:
+                    lane.age(now)
+            for entry in merged(shared):
+                candidates = room.place(entry)
+                looked += 1
+                if candidates is None:
+                    hopeless.append(entry)
+                elif candidates:
+                    offers.append(Offer(entry.ticket, candidates))
+        for offer in offers:
+            self._offer(offer)
+        for entry in hopeless:
+            refused.append(self._refuse(entry, Reason.NO_BACKEND, now))
+        late = self._late(room.found_full, now, refused)
+        # Where the look ahead may have ended the turn before the free places did, there is more to do. So
+        # there is where somebody held a backend who has gone.
+        is_unfinished = self._waiting and (hopeless or late or (offers and looked >= LOOKAHEAD))
+        return Turn(offers, refused, now if is_unfinished else self._next_look(now))
+
+    # ------------------------------------------------------------ inside
+
+    def _lane(self, ticket: Ticket) -> Lane:
+        name = (ticket.model, ticket.traffic_class.name)
+        lane = self._lanes.get(name)
+        if lane is None:
+            lane = self._lanes[name] = Lane()
+        return lane
+
+    def _entry(self, ticket: Ticket, now: float) -> Entry:
+        self._numbers += 1
+        due_at = ticket.due_at
+        return Entry(
+            ticket,
+            self._numbers,
+            entered_at=now,
+            expires_at=_expiry(ticket, now, ticket.traffic_class.waiting.max_wait_s),
+            due_at=due_at,
+            start_by=due_at - ticket.prefill_s,
+            is_long=ticket.is_long,
+        )
+
+    def _settled(self, ticket: Ticket) -> Lane:
+        """Return the lane of a ticket, where the ticket's policy wants it."""
+        lane = self._lane(ticket)
+        if lane.policy is not ticket.policy:
+            lane.policy = ticket.policy
+            self._settle(lane, (ticket.traffic_class.priority, frozenset(ticket.first_pool)))
+        return lane
+
+    def _settle(self, lane: Lane, home: Home) -> None:
+        """Let a lane share places with those that have the same home. It moves when its policy changes."""
+        if lane.home == home:
+            return
+        old = lane.shares
+        is_alone = old.lanes == [lane]
+        if is_alone and lane.home is not None:
+            del self._shares[lane.home]
+        lane.home = home
+        shares = self._shares.setdefault(home, old if is_alone else Shares([]))
+        if shares is not old:
+            lane.move_to(shares)
+            if is_alone:
+                shares.absorb(old)
+
+    def _insert(self, lane: Lane, entry: Entry, now: float) -> None:
+        lane.add(entry, now)
+        self._waiting[entry.ticket.id] = entry
+        heappush(self._expiries, (entry.expires_at, entry.number, entry))
+        if entry.is_long:
+            self._count_long(entry, 1)
+
+    def _remove(self, entry: Entry) -> None:
+        self._lane(entry.ticket).remove(entry)
+        del self._waiting[entry.ticket.id]
+        if entry.is_long:
+            self._count_long(entry, -1)
+
+    def _count_long(self, entry: Entry, change: int) -> None:
+        for name in entry.ticket.first_pool:
+            count = self._long_waiting.get(name, 0) + change
+            if count:
+                self._long_waiting[name] = count
+            else:
+                del self._long_waiting[name]
+
+    def _offer(self, offer: Offer) -> None:
+        entry = self._waiting[offer.ticket.id]
+        self._remove(entry)
+        self._note_offer(entry, offer, self._lane(entry.ticket).shares)
+
+    def _started(self, ticket: Ticket, lane: Lane, cost: int, now: float) -> None:
+        lane.drain.note_started(now)
+        self._tokens_started.add((ticket.model, ticket.traffic_class.name, ticket.key), cost, now)
+        self._running[ticket.id] = (lane, now)
+
+    def _note_offer(self, entry: Entry, offer: Offer, shares: Shares) -> None:
+        tag = shares.charge(entry.ticket.key, entry.cost)
+        self._offered[offer.ticket.id] = _Offered(entry, offer, shares, tag)
+
+    def _refuse(self, entry: Entry, reason: Reason, now: float) -> Refused:
+        ahead, wait_s = self._forecast(self._lane(entry.ticket), entry, now)
+        self._remove(entry)
+        return _refused(entry, reason, ahead, wait_s, now)
+
+    def _forecast(self, lane: Lane, entry: Entry, now: float) -> tuple[int, float | None]:
+        """Return how many are ahead of an entry, and how long it would wait; None where nothing is known."""
+        ahead = self._ahead_of(lane, entry)
+        per_s = self._per_s(lane, now)
+        away_s = self._away_s(entry.ticket, now)
+        if per_s is None:
+            return ahead, away_s or None
+        return ahead, max(away_s, (ahead + 1) / per_s)
+
+    def _away_s(self, ticket: Ticket, now: float) -> float:
+        """Return how long no backend of a request's class can be back; 0 where one is in."""
+        if not self._back_at:
+            return 0.0
+        pools = (ticket.policy.pools[name] for name in ticket.traffic_class.pools)
+        names = {name for pool in pools for name in pool.backends} - ticket.failed
+        back_at = min((self._back_at.get(name, now) for name in names), default=now)
+        return max(0.0, back_at - now)
+
+    def _ahead_of(self, lane: Lane, entry: Entry) -> int:
+        """Return how many that want the same first pool would be started before an entry, of any class."""
+        before = lane.shares.ahead_of(lane, entry)
+        if lane.home is None:
+            return before
+        own_priority, own_pool = lane.home
+        above = (
+            sum(len(one.entries) for one in shares.lanes)
+            for (priority, pool), shares in self._shares.items()
+            if pool == own_pool and priority > own_priority
+        )
+        return before + sum(above)
+
+    def _per_s(self, lane: Lane, now: float) -> float | None:
+        """Return the places per second that come free where a lane would rather go."""
+        if lane.home is None:
+            return Drain.per_s([lane.drain], now)
+        pool = lane.home[1]
+        drains = [one.drain for one in self._lanes.values() if one.home is not None and one.home[1] == pool]
+        return Drain.per_s(drains, now)
+
+    def _late(self, full: Sequence[Entry], now: float, refused: list[Refused]) -> bool:
+        """Refuse or send behind who found no place in its first turn and cannot have one in time."""
+        found = False
+        for entry in full:
+            rules = entry.ticket.traffic_class.waiting
+            reason = _foreseen(entry, self._forecast(self._lane(entry.ticket), entry, now)[1], now)
+            if reason is None:
+                continue
+            found = True
+            if reason is Reason.WAIT_TOO_LONG and rules.when_late is WhenLate.DEMOTE:
+                self._send_behind(entry)
+            else:
+                refused.append(self._refuse(entry, reason, now))
+        return found
+
+    def _send_behind(self, entry: Entry) -> None:
+        self._lane(entry.ticket).send_behind(entry)
+        longest_s = entry.ticket.traffic_class.waiting.longest_wait_s
+        entry.expires_at = _expiry(entry.ticket, entry.entered_at, longest_s)
+        heappush(self._expiries, (entry.expires_at, entry.number, entry))
+
+    def _expire(self, now: float) -> list[Refused]:
+        refused: list[Refused] = []
+        while self._expiries and self._expiries[0][0] <= now:
+            expires_at, _, entry = heappop(self._expiries)
+            if not self._is_current(expires_at, entry):
+                continue
+            rules = entry.ticket.traffic_class.waiting
+            overdue = entry.ticket.deadline is not None and entry.ticket.deadline <= now
+            may_stay = rules.when_late is WhenLate.DEMOTE and entry.standing is not Standing.BEHIND
+            if may_stay and not overdue:
+                self._send_behind(entry)
+            else:
+                reason = Reason.DEADLINE if overdue else Reason.WAITED_TOO_LONG
+                refused.append(self._refuse(entry, reason, now))
+        return refused
+
+    def _is_current(self, expires_at: float, entry: Entry) -> bool:
+        return self._waiting.get(entry.ticket.id) is entry and entry.expires_at == expires_at
+
+    def _with_offers(self, views: Mapping[str, BackendView]) -> dict[str, BackendView]:
+        """Return the views with what was offered and not answered yet, and the long prompts that wait."""
+        extra = self.offered()
+        full = dict(views)
+        long_waiting = self.long_waiting()
+        for name in {*extra, *long_waiting} & views.keys():
+            view = views[name]
+            full[name] = replace(
+                view,
+                load=view.load + extra.get(name, Load()),
+                long_waiting=view.long_waiting + long_waiting.get(name, 0),
+            )
+        return full
+
+    def _paused(self, now: float) -> frozenset[str]:
+        self._gone_until = {name: until for name, until in self._gone_until.items() if until > now}
+        return frozenset(self._gone_until)
+
+    def _by_priority(self) -> list[list[Shares]]:
+        groups: dict[int, list[Shares]] = {}
+        for (priority, _), shares in self._shares.items():
+            if any(lane.entries for lane in shares.lanes):
+                groups.setdefault(priority, []).append(shares)
+        return [groups[priority] for priority in sorted(groups, reverse=True)]
+
+    def _next_look(self, now: float) -> float | None:
+        while self._expiries and not self._is_current(self._expiries[0][0], self._expiries[0][2]):
+            heappop(self._expiries)
+        if not self._waiting:
+            return None
+        return min([self._expiries[0][0], *self._gone_until.values()])
+
+
+def _waiter(entry: Entry, position: int, now: float) -> Waiter:
+    ticket = entry.ticket
+    return Waiter(
+        id=ticket.id,
+        model=ticket.model,
+        traffic_class=ticket.traffic_class.name,
+        key=ticket.key,
+        pool=ticket.traffic_class.pools[0],
+        position=position,
+        prompt_tokens=ticket.demand.prompt_tokens,
+        waited_s=entry.waited_s(now),
+        due_in_s=entry.due_at - now,
+        is_behind=entry.standing is Standing.BEHIND,
+        tries=len(ticket.failed),
+    )
+
+
+def _expiry(ticket: Ticket, entered_at: float, wait_s: float) -> float:
+    """Return when a request that entered then has waited `wait_s` in all, or its caller gives up."""
+    expires_at = entered_at + wait_s - ticket.waited_s
+    return expires_at if ticket.deadline is None else min(expires_at, ticket.deadline)
+
+
+def _foreseen(entry: Entry, wait_s: float | None, now: float) -> Reason | None:
+    """Return why a request that would wait for `wait_s` from now need not: it would be too late."""
+    deadline = entry.ticket.deadline
+    if wait_s is None:
+        return None
+    if deadline is not None and now + wait_s > deadline:
+        return Reason.DEADLINE
+    if entry.waited_s(now) + wait_s > entry.ticket.traffic_class.waiting.max_wait_s:
+        return Reason.WAIT_TOO_LONG
+    return None
+
+
+def _refused(entry: Entry, reason: Reason, ahead: int, wait_s: float | None, now: float) -> Refused:
+    return Refused(
+        id=entry.ticket.id,
+        reason=reason,
+        position=ahead + 1,
+        expected_wait_s=wait_s,
+        retry_after_s=max(1.0, min(RETRY_AFTER_MAX_S, wait_s or 1.0)),
+        waited_s=entry.waited_s(now),
+    )

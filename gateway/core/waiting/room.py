@@ -1,0 +1,113 @@
+"""What one turn has to give: the backends as they stand, less what was offered and what is held."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gateway.core import selection
+from gateway.core.health import State
+from gateway.core.selection import BackendView
+from gateway.core.values import Candidate, Exclusion
+from gateway.core.waiting.fairness import Entry
+from gateway.core.waiting.tickets import Ticket
+
+_SHARED = frozenset({Exclusion.AT_KNEE, Exclusion.KV_FULL, Exclusion.PREFILL_BUSY})
+"""What is short for requests of every kind. The gates for long prompts are not among them."""
+
+_FULL = frozenset(
+    {
+        Exclusion.AT_KNEE,
+        Exclusion.KV_FULL,
+        Exclusion.LONG_FULL,
+        Exclusion.SPILL_LONG,
+        Exclusion.SPILL_RESERVE,
+    }
+)
+"""What lasts until something ends: the measured rate speaks of that. Prompt work is done sooner."""
+
+
+class Room:
+    """The backends within one turn: what is offered is counted, what is waited for is held."""
+
+    def __init__(self, views: Mapping[str, BackendView], paused: frozenset[str]) -> None:
+        self._views = dict(views)
+        self._closed = set(paused)  # backends that nobody may be offered any more in this turn
+        self._wanted: dict[str, list[tuple[Entry, tuple[str, ...]]]] = {}
+        self._stuck: dict[tuple[str, str], list[Ticket]] = {}
+        self.found_full: list[Entry] = []  # in their first turn; they wait for something to end
+
+    def place(self, entry: Entry) -> tuple[Candidate, ...] | None:
+        """Return where it may start, best first; () if it has to wait; None if no backend is up for it."""
+        ticket = entry.ticket
+        is_unproven, entry.is_unproven = entry.is_unproven, False
+        stuck = self._stuck.setdefault((ticket.model, ticket.traffic_class.name), [])
+        if any(_asks_no_less(ticket, other) for other in stuck):
+            return ()
+        ranked = selection.rank(
+            ticket.policy,
+            ticket.traffic_class,
+            ticket.demand,
+            self._seen_by(ticket),
+            failed=ticket.failed,
+        )
+        able = [one for one in ranked if one.excluded is None]
+        free = tuple(one for one in able if one.backend not in self._closed)
+        if free:
+            self._take(free[0])
+            return free
+        if not able and not any(one.excluded is not None and one.excluded.is_busy for one in ranked):
+            return None
+        if is_unproven and not able and all(self._is_full(one) for one in ranked):
+            self.found_full.append(entry)
+        stuck.append(ticket)
+        self._hold(entry, tuple(one.backend for one in ranked if _is_waited_for(one)))
+        return ()
+
+    def _seen_by(self, ticket: Ticket) -> Mapping[str, BackendView]:
+        if not ticket.prefix_shares:
+            return self._views
+        return {
+            name: replace(view, prefix_share=ticket.prefix_shares.get(name, 0.0))
+            for name, view in self._views.items()
+        }
+
+    def _is_full(self, candidate: Candidate) -> bool:
+        """Whether a backend has room only when something there ends, as far as it can have room at all."""
+        if candidate.excluded is None or not candidate.excluded.is_busy:
+            return candidate.excluded is not None
+        on_trial = self._views[candidate.backend].status.state is State.PROBATION
+        return candidate.excluded in _FULL and not on_trial
+
+    def _take(self, candidate: Candidate) -> None:
+        name = candidate.backend
+        view = self._views[name]
+        self._views[name] = replace(view, load=view.load + candidate.claim)
+        for passed, wants in self._wanted.pop(name, ()):
+            passed.passed += 1
+            self._hold(passed, wants)
+
+    def _hold(self, entry: Entry, wants: tuple[str, ...]) -> None:
+        if entry.passed >= entry.ticket.traffic_class.waiting.passes_max:
+            self._closed.update(wants)
+            return
+        for name in wants:
+            waiting = self._wanted.setdefault(name, [])
+            if all(entry is not other for other, _ in waiting):
+                waiting.append((entry, wants))
+
+
+def _is_waited_for(candidate: Candidate) -> bool:
+    return candidate.excluded in _SHARED and not candidate.is_spill
+
+
+def _asks_no_less(ticket: Ticket, other: Ticket) -> bool:
+    """Return whether `ticket` can start nowhere that `other`, of the same class, cannot."""
+    asked, least = ticket.demand, other.demand
+    return (
+        ticket.failed >= other.failed
+        and asked.seqs >= least.seqs
+        and asked.prompt_tokens >= least.prompt_tokens
+        and asked.total_tokens >= least.total_tokens
+        and asked.images >= least.images
+        and asked.audios >= least.audios
+        and ticket.policy is other.policy
+    )
