@@ -34,7 +34,7 @@ from gateway.pipeline import Pipeline
 from gateway.pipeline.box_keeper import JOBS_SETTLE_S, SETTLE_S
 from gateway.ports import Arrival, Recorder
 from gateway.settings import Settings
-from gateway.settings.document import MemberSection, RequestSection
+from gateway.settings.sections.boxes import MemberSection, RequestSection
 from gateway.store.batches import RedisBatches
 from gateway.store.boards import MemoryBoard, RedisBoard
 from gateway.store.fallback import FallbackLedger

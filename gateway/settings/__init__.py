@@ -5,12 +5,14 @@ never this package. The sections and keys are in document.py; docs/configuration
 """
 
 from gateway.settings.diff import LIVE, Changes, changes
-from gateway.settings.document import Document, HealthSection, RequestsSection, ShutdownSection
+from gateway.settings.document import Document
 from gateway.settings.fields import Address
 from gateway.settings.loading import CheckReport, beside, check, load
 from gateway.settings.problems import Problem
 from gateway.settings.resolved import BackendTls, Settings
 from gateway.settings.schema import schema
+from gateway.settings.sections.fleet import HealthSection
+from gateway.settings.sections.service import RequestsSection, ShutdownSection
 
 __all__ = [
     "load",

@@ -34,31 +34,26 @@ from gateway.core.values import (
     WhenLate,
 )
 from gateway.core.webhooks import WebhookEndpoint, read_secret
-from gateway.settings.decisions import DecisionsSection
-from gateway.settings.document import (
-    BackendSection,
-    BoxSection,
-    ClassSection,
-    Document,
-    GatesSection,
-    HealthSection,
+from gateway.settings.document import Document
+from gateway.settings.fields import PORT_MAX, Address, address, curve, written
+from gateway.settings.problems import Problem
+from gateway.settings.references import Finding
+from gateway.settings.secrets import SecretMissing, SecretRef, digest
+from gateway.settings.sections.boxes import BoxSection
+from gateway.settings.sections.decisions import DecisionsSection
+from gateway.settings.sections.fleet import BackendSection, GatesSection, HealthSection, PoolSection
+from gateway.settings.sections.models import ClassSection, ModelSection, WhenSection
+from gateway.settings.sections.service import (
     IdempotencySection,
     JobsSection,
-    ModelSection,
-    PoolSection,
     ReloadSection,
     RequestsSection,
     ResponsesSection,
     ShutdownSection,
     StoreSection,
-    WhenSection,
 )
-from gateway.settings.fields import PORT_MAX, Address, address, curve, written
-from gateway.settings.problems import Problem
-from gateway.settings.references import Finding
-from gateway.settings.secrets import SecretMissing, SecretRef, digest
-from gateway.settings.site_profiles import resolve
-from gateway.settings.telemetry import TelemetrySection
+from gateway.settings.sections.site_profiles import resolve
+from gateway.settings.sections.telemetry import TelemetrySection
 from gateway.settings.yaml_tree import Path as TreePath
 from gateway.settings.yaml_tree import Tree
 

@@ -1,0 +1,1 @@
+"""The sections of a configuration file, one model each, one documented field per key."""

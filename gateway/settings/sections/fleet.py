@@ -1,0 +1,255 @@
+"""The servers and what joins them: `tokenizer`, `backends`, `pools`, `timeouts`, `health`."""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+from gateway.core.values import (
+    Gates,
+    Spill,
+    Timeouts,
+)
+from gateway.settings.fields import (
+    BaseUrl,
+    Count,
+    KneeCurve,
+    Names,
+    Positive,
+    QuirkNames,
+    Seconds,
+    Section,
+    Share,
+    ShortForm,
+    Text,
+    Versions,
+    number,
+)
+
+_TIMEOUTS = Timeouts()
+_GATES, _SPILL = Gates(), Spill()
+
+
+def _tokenizer(written: Any) -> Any:
+    if written == "approximate":
+        return {"vocab": None}
+    if isinstance(written, dict) and (not written or ("vocab" in written and not written["vocab"])):
+        raise ValueError("name the vocabulary file: {vocab: gemma4.tiktoken}")
+    if isinstance(written, dict):
+        return written
+    raise ValueError("write approximate, or {vocab: gemma4.tiktoken}: there is no silent default")
+
+
+class TokenizerSection(Section):
+    """How prompts are counted. `approximate` in place of this section: by class counts, with a band."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["vocab"]})
+
+    vocab: Text | None = None
+    """The site's own vocabulary, built by `gemma-gateway vocab build`; relative to this file. Exact."""
+
+
+TokenizerChoice = Annotated[TokenizerSection, ShortForm(_tokenizer, {"const": "approximate"})]
+
+
+class LimitsSection(Section):
+    """A backend's own figures, in place of its profile's."""
+
+    knee_seqs: KneeCurve | None = None
+    """Requests at once: one number, or a curve as [{prompt_tokens: "<= 2000", seqs: 64}, {seqs: 12}]."""
+
+    context_tokens: Positive | None = None
+    """Prompt plus output of one request: the engine's `--max-model-len`."""
+
+    kv_blocks: Positive | None = None
+    """Size of the KV pool in blocks. An explicit null leaves KV to the engine alone."""
+
+    kv_budget: Share | None = None
+    """Share of the KV blocks that admission plans with, above 0 and up to 1."""
+
+
+class ModalitiesSection(Section):
+    """What a backend accepts besides text, in place of what its profile says."""
+
+    images_max: Count | None = None
+    """Images per request; 0 for none, an explicit null for no limit."""
+
+    audios_max: Count | None = None
+    """Audio parts per request; 0 for none, an explicit null for no limit."""
+
+
+class QuirksSection(Section):
+    """What a backend's engine is known to do wrong, where that differs from its profile: docs/quirks.md."""
+
+    add: QuirkNames = ()
+    """Quirks it has besides those of its profile."""
+
+    remove: QuirkNames = ()
+    """Quirks of its profile that it has not, as after an upgrade."""
+
+
+class TlsSection(Section):
+    """How an https backend's certificate is checked."""
+
+    ca_file: Text | None = None
+    """Certificates to trust instead of the system's, in PEM; relative to this file."""
+
+    verify: bool = True
+    """Whether the certificate is checked at all."""
+
+
+class BackendSection(Section):
+    """One vLLM server."""
+
+    url: BaseUrl
+    """Scheme, host and port, without /v1. Two backends never share a URL: each is counted alone."""
+
+    profile: Text
+    """The profile its figures come from: a shipped one (docs/profiles.md) or one under `profiles`."""
+
+    model: Text | None = None
+    """The name it serves the model under. Left out, it is learned from the backend's /v1/models."""
+
+    api_key_env: Text | None = None
+    """Environment variable that holds the backend's API key."""
+
+    api_key_file: Text | None = None
+    """File that holds the backend's API key; relative to this file."""
+
+    limits: LimitsSection = LimitsSection()
+    """Figures that differ from the profile's."""
+
+    modalities: ModalitiesSection = ModalitiesSection()
+    """Images and audio, where they differ from the profile's."""
+
+    quirks: QuirksSection = QuirksSection()
+    """Known misbehaviour of its engine, where it differs from the profile's."""
+
+    drain: bool = False
+    """Finish what runs there, send nothing new."""
+
+    boot_budget_s: Seconds | None = None
+    """Seconds it may take to become ready before that counts as a fault. Left out: the profile's."""
+
+    tls: TlsSection = TlsSection()
+    """How an https backend's certificate is checked."""
+
+    versions: Versions | None = None
+    """Engine versions it may have, as ">= 0.20, < 0.24"; with another it gets no traffic. Left out: any."""
+
+    @model_validator(mode="after")
+    def _one_key(self) -> "BackendSection":
+        if self.api_key_env is not None and self.api_key_file is not None:
+            raise ValueError("give api_key_env or api_key_file, not both")
+        return self
+
+
+class TimeoutsSection(Section):
+    """How long each phase of an attempt may take."""
+
+    connect_s: Seconds = _TIMEOUTS.connect_s
+    """Seconds to open the connection."""
+
+    first_byte_s: Seconds = _TIMEOUTS.first_byte_s
+    """Seconds from sending the request to the first generated byte; a long prefill happens here."""
+
+    idle_s: Seconds = _TIMEOUTS.idle_s
+    """Seconds between two reads after that."""
+
+    total_s: Seconds = _TIMEOUTS.total_s
+    """Seconds for the whole attempt; keep-alive comments cannot extend it."""
+
+
+class PoolTimeoutsSection(Section):
+    """A pool's own timeouts. What is left out comes from the top-level `timeouts`."""
+
+    connect_s: Seconds | None = None
+    """Seconds to open the connection."""
+
+    first_byte_s: Seconds | None = None
+    """Seconds from sending the request to the first generated byte."""
+
+    idle_s: Seconds | None = None
+    """Seconds between two reads after that."""
+
+    total_s: Seconds | None = None
+    """Seconds for the whole attempt."""
+
+
+class GatesSection(Section):
+    """What a pool lets in beside the knee, per backend: docs/routing.md says what each is worth."""
+
+    long_prompt_tokens: Positive = _GATES.long_prompt_tokens
+    """From this length on a prompt is long."""
+
+    long_prefills: Count | None = None
+    """Long prompts read at once; 0: only where nothing else runs. Left out: 0 for chat pools, else 1."""
+
+    long_seqs: Positive | None = None
+    """Long documents a backend may hold: 4 to 6 where somebody reads along, 12 to 16 for throughput."""
+
+    prefill_s: Seconds | None = None
+    """Seconds of prompt work outstanding at which it takes no more. Left out: 0.6 for chat pools."""
+
+
+class SpillSection(Section):
+    """When a pool takes work that would rather go to an earlier pool of its class."""
+
+    reserve: Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)] = _SPILL.reserve
+    """Share of the knee that is left free for the pool's own work."""
+
+    prefill_s: Seconds = _SPILL.prefill_s
+    """Seconds of prompt work outstanding from which on it takes none."""
+
+
+_POOL_SHORT: dict[str, Any] = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+
+
+def _pool(written: Any) -> Any:
+    return {"backends": written} if isinstance(written, list) else written
+
+
+class PoolSection(Section):
+    """Backends that are interchangeable. A plain list of them is the short form."""
+
+    backends: Names
+    """Backend ids; at equal scores the earlier one is taken."""
+
+    timeouts: PoolTimeoutsSection = PoolTimeoutsSection()
+    """Timeouts of this pool, where they differ from the top-level `timeouts`."""
+
+    gates: GatesSection = GatesSection()
+    """What it lets in beside the knee."""
+
+    spill: SpillSection = SpillSection()
+    """When it takes work of classes whose first choice is another pool."""
+
+    tpot_target_ms: Annotated[float, Field(gt=0, le=60_000), BeforeValidator(number)] | None = None
+    """Milliseconds per output token to keep to: a backend that exceeds them gets less than its knee."""
+
+
+PoolChoice = Annotated[PoolSection, ShortForm(_pool, _POOL_SHORT)]
+
+
+class HealthSection(Section):
+    """When a backend counts as healthy."""
+
+    interval_s: Seconds = 1.0
+    """Seconds between two probes of a backend."""
+
+    timeout_s: Seconds = 2.0
+    """Seconds one probe may take."""
+
+    failures: Positive = 3
+    """Failures that eject a backend: of probes in a row, of requests less the successes between them."""
+
+    ejection_s: Seconds = 5.0
+    """Seconds of a first ejection; each further one doubles it."""
+
+    ejection_max_s: Seconds = 60.0
+    """Seconds an ejection lasts at most."""
+
+    hang_s: Seconds = 30.0
+    """Seconds without a token, while requests run, that count as a hang; more where one step takes longer."""
+
+    probation_successes: Positive = 3
+    """Requests that must succeed before a backend that came back is trusted again."""
