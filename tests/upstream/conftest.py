@@ -44,6 +44,8 @@ class Engine:
         asked: Per path, how often it was asked.
         headers: Per path, the last request head.
         busiest: Per path, the most requests under way at once.
+        used: Per path, on which connections it was asked, counted from 1.
+        closes: Whether it closes a connection that rests, as one whose patience is over.
     """
 
     port: int = 0
@@ -61,6 +63,9 @@ class Engine:
     asked: dict[str, int] = field(default_factory=dict)
     headers: dict[str, bytes] = field(default_factory=dict)
     busiest: dict[str, int] = field(default_factory=dict)
+    used: dict[str, set[int]] = field(default_factory=dict)
+    closes: bool = False
+    _opened: int = 0
     _under_way: dict[str, int] = field(default_factory=dict)
     _server: asyncio.Server | None = None
     _connections: dict[asyncio.Task[None], asyncio.StreamWriter] = field(default_factory=dict)
@@ -94,6 +99,8 @@ class Engine:
         task = asyncio.current_task()
         assert task is not None
         self._connections[task] = writer
+        self._opened += 1
+        number = self._opened
         try:
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
                 if self.garbage is not None:
@@ -104,10 +111,13 @@ class Engine:
                     head = await reader.readuntil(b"\r\n\r\n")
                     path = head.split(b" ", 2)[1].decode()
                     self._count(path, head)
+                    self.used.setdefault(path, set()).add(number)
                     try:
                         await self._answer(path, head, writer)
                     finally:
                         self._under_way[path] -= 1
+                    if self.closes:
+                        return
         finally:
             writer.close()
             try:

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from gateway.core.health import BackendStatus, HealthRules, Heard, Outcome, State, Verdict
+from gateway.core.health import BackendStatus, EngineSample, HealthRules, Heard, Outcome, State, Verdict
 from gateway.core.values import Backend, Capacity, KneeStep
 from gateway.ports import Clock, Fleet
 from gateway.upstream.probes import Prober, spread
@@ -345,6 +345,29 @@ async def test_a_probe_asks_plainly_and_says_who_asks(clock: Clock, fake_engine:
     assert b"accept-encoding: identity\r\n" in head
     assert b"user-agent: gemma-gateway/" in head
     assert b"authorization" not in head
+
+
+async def test_only_figures_come_on_a_kept_connection(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as engine, probing(watch(clock, engine)):
+        await engine.until_asked("/health", 4)
+        await engine.until_asked("/metrics", 4)
+        assert len(engine.used["/health"]) == engine.asked["/health"]
+        assert len(engine.used["/metrics"]) == 1
+        assert not engine.used["/metrics"] & engine.used["/health"]
+
+
+async def test_a_kept_connection_that_the_engine_closed_costs_no_figures(
+    clock: Clock, fake_engine: Engines
+) -> None:
+    samples: list[EngineSample] = []
+    async with fake_engine() as engine:
+        engine.closes = True
+        prober = watch(clock, engine, on_sample=lambda _, sample: samples.append(sample))
+        async with probing(prober) as fleet:
+            await engine.until_asked("/metrics", 5)
+            await engine.until_asked("/health", engine.asked["/health"] + 2)
+            assert fleet.statuses()["a"].metrics_error == ""
+        assert len(samples) >= 4
 
 
 async def test_one_that_was_never_up_gets_its_boot_budget(clock: Clock, fake_engine: Engines) -> None:
