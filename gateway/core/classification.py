@@ -4,9 +4,10 @@ Every answer comes with its reason, because the operator's question is never "wh
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from gateway.core.values import Bound, Comparison, Estimate, ModelPolicy, Request, TrafficClass
+from gateway.core.values import Comparison, Estimate, ModelPolicy, Request, TrafficClass
 
 _OPERATORS: Mapping[Comparison, Callable[[int, int], bool]] = {
     Comparison.GE: operator.ge,
@@ -27,7 +28,7 @@ def classify(model: ModelPolicy, request: Request, estimate: Estimate) -> tuple[
             if traffic_class.name == request.handed_over_as:
                 return traffic_class, "was handed over as one"
     for traffic_class in model.classes:
-        if mismatch(model, traffic_class, request, estimate) is None:
+        if _missed(model, traffic_class, request, estimate) is None:
             return traffic_class, _reason(model, traffic_class, request, estimate)
     return None
 
@@ -46,55 +47,56 @@ def mismatch(
     model: ModelPolicy, traffic_class: TrafficClass, request: Request, estimate: Estimate
 ) -> str | None:
     """Return the first condition of the class that does not hold, in words, or None if all do."""
+    missed = _missed(model, traffic_class, request, estimate)
+    return None if missed is None else missed[0].format(*missed[1:])
+
+
+def _missed(
+    model: ModelPolicy, traffic_class: TrafficClass, request: Request, estimate: Estimate
+) -> tuple[Any, ...] | None:
+    """Return what `mismatch` says, to be put into words: most of what does not match is never explained."""
     when = traffic_class.when
-    for name, bounds, value in _numbers(traffic_class, request, estimate):
-        for bound in bounds:
+    for name in when.numeric:
+        value = _FIGURES[name](traffic_class, request, estimate)
+        for bound in getattr(when, name):
             if value is None:
-                return f"{name} is not given, needs {_spell(bound)}"
+                return "{} is not given, needs {} {}", _SHOWN[name], bound.op.value, bound.value
             if not _OPERATORS[bound.op](value, bound.value):
-                return f"{name} {value} is not {_spell(bound)}"
+                return "{} {} is not {} {}", _SHOWN[name], value, bound.op.value, bound.value
     if when.reasoning is not None and when.reasoning is not (actual := is_reasoning(model, request)):
-        return f"reasoning is {str(actual).lower()}"
+        return "reasoning is {}", str(actual).lower()
     if when.stream is not None and when.stream is not request.stream:
-        return f"stream is {str(request.stream).lower()}"
+        return "stream is {}", str(request.stream).lower()
     if when.keys and request.key not in when.keys:
-        return f"key {request.key or 'none'} is not one of {', '.join(when.keys)}"
+        return "key {} is not one of {}", request.key or "none", ", ".join(when.keys)
     for name, accepted in when.headers:
         if name not in request.headers:
-            return f"header {name} is absent"
+            return "header {} is absent", name
         if accepted and request.headers[name] not in accepted:
-            return f"header {name} is not one of {', '.join(accepted)}"
+            return "header {} is not one of {}", name, ", ".join(accepted)
     return None
 
 
-def _numbers(
-    traffic_class: TrafficClass, request: Request, estimate: Estimate
-) -> Sequence[tuple[str, tuple[Bound, ...], int | None]]:
-    """Return the figures that a class has conditions on: name, conditions, and what the request has there."""
-    when = traffic_class.when
-    found: list[tuple[str, tuple[Bound, ...], int | None]] = []
-    if when.prompt_tokens:
-        found.append(("prompt_tokens", when.prompt_tokens, estimate.tokens))
-    if when.total_tokens:
-        total_tokens = estimate.tokens + output_tokens(traffic_class, request)
-        found.append(("total_tokens", when.total_tokens, total_tokens))
-    if when.max_tokens:
-        found.append(("max_tokens", when.max_tokens, request.max_tokens))
-    if when.images:
-        found.append(("images", when.images, request.images))
-    if when.audios:
-        found.append(("audio", when.audios, request.audios))
-    if when.tools:
-        found.append(("tools", when.tools, request.tools))
-    return found
+_FIGURES: Mapping[str, Callable[[TrafficClass, Request, Estimate], int | None]] = {
+    "prompt_tokens": lambda _, __, estimate: estimate.tokens,
+    "total_tokens": lambda one, request, estimate: estimate.tokens + output_tokens(one, request),
+    "max_tokens": lambda _, request, __: request.max_tokens,
+    "images": lambda _, request, __: request.images,
+    "audios": lambda _, request, __: request.audios,
+    "tools": lambda _, request, __: request.tools,
+}
+"""What a request has where a class may have conditions on a figure: all of `When`'s."""
+
+_SHOWN: Mapping[str, str] = {name: "audio" if name == "audios" else name for name in _FIGURES}
+"""What the figures are called where operators write and read them."""
 
 
 def _reason(model: ModelPolicy, traffic_class: TrafficClass, request: Request, estimate: Estimate) -> str:
     when = traffic_class.when
     held = [
-        f"{name} {value} {_spell(bound)}"
-        for name, bounds, value in _numbers(traffic_class, request, estimate)
-        for bound in bounds
+        f"{_SHOWN[name]} {_FIGURES[name](traffic_class, request, estimate)} {bound.op.value} {bound.value}"
+        for name in when.numeric
+        for bound in getattr(when, name)
     ]
     if when.reasoning is not None:
         by_name = request.model in model.reasoning_aliases and not request.reasoning
@@ -107,7 +109,3 @@ def _reason(model: ModelPolicy, traffic_class: TrafficClass, request: Request, e
         held.append(f"key {request.key}")
     held += [f"header {name}" for name, _ in when.headers]
     return ", ".join(held) or "takes everything else"
-
-
-def _spell(bound: Bound) -> str:
-    return f"{bound.op.value} {bound.value}"

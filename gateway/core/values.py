@@ -6,7 +6,7 @@ would take there (`Demand`, `Load`), and what was decided and why (`Decision`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from types import MappingProxyType
 from typing import overload
@@ -344,12 +344,22 @@ class Bound:
     value: int
 
 
+class _Numeric:
+    """What `When` works out of itself once: no field of it, since nobody writes or reads it there."""
+
+    __slots__ = ("numeric",)
+    numeric: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
-class When:
+class When(_Numeric):
     """The condition of a class: every field that is set must hold; an empty one always does.
 
     Numeric fields are bounds that must all hold. Counts (`images`, `audios`, `tools`) are numeric
     too; the configuration's `true` is `> 0` and its `false` is `== 0`.
+
+    Attributes:
+        numeric: Names of the numeric fields that are set.
     """
 
     prompt_tokens: tuple[Bound, ...] = ()
@@ -362,6 +372,14 @@ class When:
     stream: bool | None = None
     keys: tuple[str, ...] = ()
     headers: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (lower-case name, accepted values; () = present)
+
+    def __post_init__(self) -> None:
+        names = ("prompt_tokens", "total_tokens", "max_tokens", "images", "audios", "tools")
+        object.__setattr__(self, "numeric", tuple(name for name in names if getattr(self, name)))
+
+    def __reduce__(self) -> tuple[type["When"], tuple[object, ...]]:
+        """Be copied by being made again: `numeric` is no field, and would be lost."""
+        return When, tuple(getattr(self, one.name) for one in fields(self))
 
 
 class WhenLate(StrEnum):

@@ -1,41 +1,47 @@
 """Who is calling: API keys, known by their digests only."""
 
-import hmac
 from collections.abc import Mapping
-from hashlib import sha256
+from hashlib import blake2b, sha256
+from secrets import token_bytes
 
 from gateway.core.errors import Unauthorized
 
 
 class KeyRing:
-    """Names callers by their API key. An empty ring lets everybody in, unnamed."""
+    """Names callers by their API key. An empty ring lets everybody in, unnamed.
+
+    A key is looked up by its digest under a secret of this process, so that how long that takes tells nothing
+    about any key, and takes no longer with a thousand of them than with one. To compare each in constant time
+    takes 0.1 us per key.
+    """
 
     def __init__(self, digests: Mapping[str, bytes]) -> None:
         """Know these keys: name to SHA-256 digest."""
-        self._digests = dict(digests)
+        self._secret = token_bytes(32)
+        self._names: dict[bytes, str] = {}
+        self.replace(digests)
 
     def replace(self, digests: Mapping[str, bytes]) -> None:
         """Know these keys from now on, and no others."""
-        self._digests = dict(digests)
+        self._names = {self._blinded(digest): name for name, digest in digests.items()}
 
     def name_of(self, authorization: str | None) -> str | None:
         """Return the name of the key in an `Authorization` header, or None where no keys are configured.
 
-        Every digest is compared, in constant time, so that timing tells nothing about any of them.
-
         Raises:
             Unauthorized: there is no key in it, or nobody has it.
         """
-        if not self._digests:
+        if not self._names:
             return None
         scheme, _, token = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not token.strip():
+        token = token.strip()
+        if not token or scheme.lower() != "bearer":
             raise Unauthorized("An API key is required: `Authorization: Bearer <key>`.")
-        given = sha256(token.strip().encode()).digest()
-        found = None
-        for name, digest in self._digests.items():
-            if hmac.compare_digest(given, digest):
-                found = name
+        found = self._names.get(self._blinded(sha256(token.encode()).digest()))
         if found is None:
             raise Unauthorized("The API key is not known.")
         return found
+
+    def _blinded(self, digest: bytes) -> bytes:
+        """Return what a key is looked up by: nobody outside can tell two that are nearly alike."""
+        return blake2b(digest, key=self._secret).digest()

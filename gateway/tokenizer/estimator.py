@@ -146,17 +146,19 @@ class PromptEstimator:
 
     def _estimate(self, parts: Pieces, limit_tokens: int) -> Estimate:
         stop_above = self._stop_above(limit_tokens)
-        fixed = total = parts.fixed_tokens
+        total = parts.fixed_tokens
         counts, guessed = [], 0
         for piece in parts.texts:
-            used = fixed if parts.alternatives else total
+            used = parts.fixed_tokens if parts.alternatives else total
             counted = self._count(piece, (stop_above - used) * 100 // piece.percent)
             counts.append(counted.tokens)
             guessed += counted.guessed_tokens
             total = used + piece.weigh(counted.tokens)
             if total > stop_above:
                 return bound(total, limit_tokens)
-        return self._judge(parts, parts.total(counts), exact=not guessed)
+        if parts.alternatives:
+            total = parts.total(counts)
+        return self._judge(parts, total, exact=not guessed)
 
     def _stop_above(self, limit_tokens: int) -> int:
         """Return the tokens above which no window can hold a prompt, margin included."""

@@ -1,6 +1,8 @@
 """Which class a request is, and the reason given for it."""
 
-from dataclasses import replace
+import copy
+import pickle
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -150,3 +152,10 @@ def test_the_callers_limit_goes_before_the_reserve() -> None:
 
     assert output_tokens(traffic_class, REQUEST) == 1_024
     assert output_tokens(traffic_class, replace(REQUEST, max_tokens=7)) == 7
+
+
+def test_a_copied_condition_knows_its_figures() -> None:
+    when = When(prompt_tokens=(Bound(Comparison.GE, 3),), tools=(Bound(Comparison.GT, 0),), stream=True)
+    for made in (when, copy.deepcopy(when), pickle.loads(pickle.dumps(when)), replace(when, stream=False)):
+        assert made.numeric == ("prompt_tokens", "tools")
+    assert "numeric" not in asdict(when)
