@@ -3,10 +3,10 @@
 Only this package knows the order of the steps. It sees ports and pure functions, never an adapter.
 """
 
-from gateway.pipeline.caller import CallerStalled
+from gateway.pipeline.caller import CallerStalled, patience_s
 from gateway.pipeline.passage import LEFT_STATUS
 from gateway.pipeline.peers import Peers
-from gateway.pipeline.pipeline import Pipeline, patience_s
+from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.watch import BackendWatch, Sight
 
 __all__ = ["LEFT_STATUS", "BackendWatch", "CallerStalled", "Peers", "Pipeline", "Sight", "patience_s"]

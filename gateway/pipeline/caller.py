@@ -6,7 +6,7 @@ where the operator says so (`keep_alive_after_s`). Moving on to another backend 
 token.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
 
@@ -23,6 +23,21 @@ SSE_HEADERS: Headers = (
 KEEP_ALIVE = b": keep-alive\n\n"
 KEEP_ALIVE_S = 10.0
 """Time between two comments. 15 s is the most that was found to be safe; a busy process needs some room."""
+
+
+PATIENCE_HEADER = "x-gateway-timeout-s"
+
+
+def patience_s(headers: Mapping[str, str]) -> float | None:
+    """Return how long the caller says it waits for its first token, or None if it does not say."""
+    written = headers.get(PATIENCE_HEADER)
+    if written is None:
+        return None
+    try:
+        wait_s = float(written)
+    except ValueError:
+        return None
+    return wait_s if 0 < wait_s < float("inf") else None
 
 
 class CallerStalled(Exception):

@@ -2,9 +2,9 @@
 
 from gateway.core.asked import Asked
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
-from gateway.core.values import Candidate, Decision, Policy
+from gateway.core.values import Candidate, Decision, Estimate, Policy
 from gateway.core.waiting import Ticket
-from gateway.pipeline.caller import KeepAlive
+from gateway.pipeline.caller import KeepAlive, patience_s
 from gateway.ports import Downstream, Headers, Incoming
 
 LEFT_STATUS = 499
@@ -21,7 +21,7 @@ class Passage:
         downstream: Where the answer goes.
         policy: The policy it started with and keeps.
         estimated_at, admitted_at: As in `RequestRecord`.
-        asked: What it asked, once its prompt is counted.
+        estimate: How long its prompt is, once that is counted.
         decision: Where it may go and why, once decided.
         ticket: With what it stands in line, likewise.
         served_by: The candidate being asked, or that answered.
@@ -45,7 +45,7 @@ class Passage:
         self.policy = policy
         self.estimated_at: float | None = None
         self.admitted_at: float | None = None
-        self.asked: Asked | None = None
+        self.estimate: Estimate | None = None
         self.decision: Decision | None = None
         self.ticket: Ticket | None = None
         self.served_by: Candidate | None = None
@@ -110,7 +110,7 @@ class Passage:
             estimated_at=self.estimated_at,
             admitted_at=self.admitted_at,
             first_byte_at=self.first_byte_at,
-            asked=self.asked,
+            asked=self._asked(),
             decision=self.decision,
             placed=self.served_by,
             is_spill=self.served_by is not None and self.served_by.is_spill,
@@ -123,6 +123,20 @@ class Passage:
             due_s=self._due_s(),
             trace=arrival.trace,
             route=arrival.route,
+        )
+
+    def _asked(self) -> Asked | None:
+        """Return what is kept of what it asked: worked out at its end, since nobody reads it before."""
+        request, model = self.incoming.request, self.policy.model(self.incoming.request.model)
+        if self.estimate is None or model is None:
+            return None
+        return Asked.of(
+            self.policy.version,
+            model,
+            request,
+            self.estimate,
+            size_bytes=self.incoming.size_bytes,
+            patience_s=patience_s(request.headers),
         )
 
     def _due_s(self) -> float | None:

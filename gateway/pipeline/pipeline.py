@@ -15,7 +15,6 @@ from anyio.abc import TaskGroup
 
 from gateway.core import classification, deciding, retry
 from gateway.core.admission import WHOLE
-from gateway.core.asked import Asked
 from gateway.core.box import Standing
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
@@ -45,7 +44,7 @@ from gateway.core.values import (
 from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s, patient
 from gateway.pipeline import caller
 from gateway.pipeline.attempt import Attempt
-from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive
+from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive, patience_s
 from gateway.pipeline.first_tokens import FirstTokens
 from gateway.pipeline.passage import Passage
 from gateway.pipeline.waiting_room import PolicyChanged, WaitingRoom
@@ -320,7 +319,7 @@ class Pipeline:
         if in_force is not policy:  # it has changed while the prompt was counted
             passage.policy = policy = in_force
             model = deciding.model_of(policy, request.model)
-        passage.asked = _asked(policy, model, passage.incoming, estimate)
+        passage.estimate = estimate
         passage.decision, passage.ticket = self._ticket(policy, model, passage.incoming, estimate)
         return passage.ticket
 
@@ -339,7 +338,6 @@ class Pipeline:
         except GatewayError:
             return ticket
         passage.policy, passage.decision, passage.ticket = policy, decision, anew
-        passage.asked = _asked(policy, model, passage.incoming, decision.estimate)
         return replace(anew, failed=ticket.failed, waited_s=ticket.waited_s, deadline=ticket.deadline)
 
     def _ticket(
@@ -497,24 +495,3 @@ class Pipeline:
 
 
 _UNKNOWN = BackendStatus()
-PATIENCE_HEADER = "x-gateway-timeout-s"
-
-
-def patience_s(headers: Mapping[str, str]) -> float | None:
-    """Return how long the caller says it waits for its first token, or None if it does not say."""
-    written = headers.get(PATIENCE_HEADER)
-    if written is None:
-        return None
-    try:
-        wait_s = float(written)
-    except ValueError:
-        return None
-    return wait_s if 0 < wait_s < float("inf") else None
-
-
-def _asked(policy: Policy, model: ModelPolicy, incoming: Incoming, estimate: Estimate) -> Asked:
-    request = incoming.request
-    wait_s = patience_s(request.headers)
-    return Asked.of(
-        policy.version, model, request, estimate, size_bytes=incoming.size_bytes, patience_s=wait_s
-    )
