@@ -287,7 +287,8 @@ def rank(
     """
     eligible: list[Candidate] = []
     excluded: list[tuple[Case, Objection]] = []
-    for fit in _by_pool(policy, traffic_class, demand, views, failed, excluded):
+    for place, (pool, names) in enumerate(_pools(policy, traffic_class)):
+        fit = _fit_in(pool, names, demand, views, failed, excluded, is_spill=place > 0)
         eligible += [_eligible(one) for one in sorted(_scored(fit, policy.weights))]
     return (*eligible, *[_candidate(case, *objection, {}, 0.0) for case, objection in excluded])
 
@@ -302,7 +303,11 @@ def ranking(
     """
     first: Candidate | None = None
     excluded: list[tuple[Case, Objection]] = []
-    for fit in _by_pool(policy, traffic_class, demand, views, _NONE, excluded):
+    for place, (pool, names) in enumerate(_pools(policy, traffic_class)):
+        if place:
+            fit = _fit_in(pool, names, demand, views, _NONE, excluded, is_spill=True)
+        else:
+            fit = _promising_in(policy, pool, names, demand, views, excluded)
         if fit:
             first = _eligible(min(_scored(fit, policy.weights)))
             break
@@ -310,31 +315,102 @@ def ranking(
     return Ranking(first, passed_over, partial(rank, policy, traffic_class, demand, views))
 
 
-def _by_pool(
-    policy: Policy,
-    traffic_class: TrafficClass,
+def _pools(policy: Policy, traffic_class: TrafficClass) -> Iterator[tuple[Pool, Sequence[str]]]:
+    """Yield the pools of a class in its order, each with those of its backends that no earlier one has."""
+    seen: set[str] = set()
+    for pool_id in traffic_class.pools:
+        pool = policy.pools[pool_id]
+        yield pool, [name for name in pool.backends if name not in seen] if seen else pool.backends
+        seen.update(pool.backends)
+
+
+def _fit_in(
+    pool: Pool,
+    names: Sequence[str],
     demand: Demand,
     views: Mapping[str, BackendView],
     failed: frozenset[str],
     excluded: list[tuple[Case, Objection]],
-) -> Iterator[list[Case]]:
-    """Yield those of each pool that may be tried, in its order; the others go to `excluded`."""
-    seen: set[str] = set()
-    for place, pool_id in enumerate(traffic_class.pools):
-        pool = policy.pools[pool_id]
-        fit: list[Case] = []
-        case: Case | None = None
-        for name in pool.backends:
-            if name in seen or (view := views.get(name)) is None:
-                continue
-            case = consider(demand, view, pool, is_spill=place > 0, before=case)
-            objection = _objection(case, failed)
-            if objection is None:
-                fit.append(case)
-            else:
-                excluded.append((case, objection))
-        seen.update(pool.backends)
-        yield fit
+    *,
+    is_spill: bool,
+) -> list[Case]:
+    """Return those of a pool that may be tried, in its order; the others go to `excluded`."""
+    fit: list[Case] = []
+    case: Case | None = None
+    for name in names:
+        view = views.get(name)
+        if view is None:
+            continue
+        case = consider(demand, view, pool, is_spill=is_spill, before=case)
+        objection = _objection(case, failed)
+        if objection is None:
+            fit.append(case)
+        else:
+            excluded.append((case, objection))
+    return fit
+
+
+def _promising_in(
+    policy: Policy,
+    pool: Pool,
+    names: Sequence[str],
+    demand: Demand,
+    views: Mapping[str, BackendView],
+    excluded: list[tuple[Case, Objection]],
+) -> list[Case]:
+    """Return what `_fit_in` does for a first pool, less those that another replica of theirs comes before.
+
+    Replicas that are well differ in how much they have to do, and in what they have seen of the conversation.
+    So of those that have seen the same only the one with the least to do is kept, of several the first, and
+    the others are not scored.
+    """
+    kinds, backends, weights = policy.kinds, policy.backends, policy.weights
+    # Else a millionth of the knee may be lost in the sum of the scores, and their order decides.
+    is_strict = weights.spare_knee > 1e-6 * (weights.speed + weights.slow_context)
+    fit: dict[int | float, tuple[int, Case]] = {}  # with their places: by that, or by what has been seen
+    lead: Case | None = None  # of whose replicas only some are kept
+    kind: int | None = None
+    case: Case | None = None
+    for place, name in enumerate(names, 1):
+        view = views.get(name)
+        if view is None:
+            continue
+        if (
+            lead is not None
+            and kinds.get(name) == kind
+            and view.backend is backends[name]
+            and _stands_like(view, lead.view)
+            and view.load.has_room(lead.claim, lead.limits)
+        ):
+            best = fit.get(-view.prefix_share)
+            if best is None or view.load.share < best[1].view.load.share:
+                like = Case(demand, view, lead.capacity, pool, lead.claim, lead.limits)
+                fit[-view.prefix_share] = place, like
+            continue
+        case = consider(demand, view, pool, before=case)
+        clear = is_clear(case)
+        objection = None if clear else _first_objection(case)
+        if objection is not None:
+            excluded.append((case, objection))
+        elif lead is None and clear and is_strict and view.backend is backends.get(name):
+            lead, kind = case, kinds[name]
+            fit[-view.prefix_share] = place, case
+        else:
+            fit[place] = place, case
+    return [one for _, one in sorted(fit.values())] if len(fit) > 1 else [one for _, one in fit.values()]
+
+
+def _stands_like(view: BackendView, plain: BackendView) -> bool:
+    """Return whether a replica of a backend that is well stands as that does, but for what it has to do."""
+    status, other = view.status, plain.status
+    return (
+        status.state is State.UP
+        and status.served_models == other.served_models
+        and status.context_tokens == other.context_tokens
+        and view.away is None
+        and view.share_max == plain.share_max
+        and view.kv_taken == plain.kv_taken
+    )
 
 
 def consider(
@@ -397,8 +473,10 @@ def decide(
 def _objection(case: Case, failed: frozenset[str]) -> Objection | None:
     if failed and case.view.backend.id in failed:
         return Exclusion.FAILED, "already tried for this request"
-    if is_clear(case):
-        return None
+    return None if is_clear(case) else _first_objection(case)
+
+
+def _first_objection(case: Case) -> Objection | None:
     for rule in _RULES:
         objection = rule(case)
         if objection is not None:

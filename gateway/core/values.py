@@ -6,10 +6,10 @@ would take there (`Demand`, `Load`), and what was decided and why (`Decision`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from types import MappingProxyType
-from typing import overload
+from typing import Any, cast, overload
 
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
@@ -344,15 +344,22 @@ class Bound:
     value: int
 
 
-class _Numeric:
-    """What `When` works out of itself once: no field of it, since nobody writes or reads it there."""
+class _Derived:
+    """A value that has worked something out of itself, beside its fields. A copy of it is made anew."""
 
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), tuple(getattr(self, one.name) for one in fields(cast("Any", self)))
+
+
+class _DerivedOfWhen(_Derived):
     __slots__ = ("numeric",)
     numeric: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class When(_Numeric):
+class When(_DerivedOfWhen):
     """The condition of a class: every field that is set must hold; an empty one always does.
 
     Numeric fields are bounds that must all hold. Counts (`images`, `audios`, `tools`) are numeric
@@ -376,10 +383,6 @@ class When(_Numeric):
     def __post_init__(self) -> None:
         names = ("prompt_tokens", "total_tokens", "max_tokens", "images", "audios", "tools")
         object.__setattr__(self, "numeric", tuple(name for name in names if getattr(self, name)))
-
-    def __reduce__(self) -> tuple[type["When"], tuple[object, ...]]:
-        """Be copied by being made again: `numeric` is no field, and would be lost."""
-        return When, tuple(getattr(self, one.name) for one in fields(self))
 
 
 class WhenLate(StrEnum):
@@ -521,9 +524,22 @@ class ReasoningField(StrEnum):
     BOTH = "both"
 
 
+class _DerivedOfPolicy(_Derived):
+    __slots__ = ("distinct", "kinds", "window_tokens")
+    kinds: Mapping[str, int]
+    distinct: Mapping[str, tuple[Backend, ...]]
+    window_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """Everything that decides where a request goes: one immutable snapshot of the configuration."""
+class Policy(_DerivedOfPolicy):
+    """Everything that decides where a request goes: one immutable snapshot of the configuration.
+
+    Attributes:
+        kinds: Per backend, a number: the same for replicas, which differ in nothing but name and address.
+        distinct: Per pool, one backend of each kind that is in it.
+        window_tokens: The largest window of the fleet: no prompt beyond it can be served.
+    """
 
     models: tuple[ModelPolicy, ...]
     pools: Mapping[str, Pool]
@@ -532,6 +548,23 @@ class Policy:
     retry: RetryPolicy = RetryPolicy()
     reasoning_field: ReasoningField = ReasoningField.AS_SENT
     version: str = ""  # short hash of the file it came from
+
+    def __post_init__(self) -> None:
+        kinds: list[Backend] = []
+        of: dict[str, int] = {}
+        for name, backend in self.backends.items():
+            kind = replace(backend, id="", url="")
+            if kind not in kinds:
+                kinds.append(kind)
+            of[name] = kinds.index(kind)
+        windows = [kind.capacity.context_tokens for kind in kinds]
+        distinct = {
+            name: tuple({of[one]: self.backends[one] for one in pool.backends if one in of}.values())
+            for name, pool in self.pools.items()
+        }
+        object.__setattr__(self, "kinds", of)
+        object.__setattr__(self, "distinct", distinct)
+        object.__setattr__(self, "window_tokens", max(windows, default=0))
 
     def model(self, name: str) -> ModelPolicy | None:
         """Return the model that answers to `name` (its id or an alias), or None."""
@@ -544,11 +577,6 @@ class Policy:
         """Return the lowest target of the pools that a backend belongs to, or None where none has one."""
         targets = (pool.tpot_target_s for pool in self.pools.values() if backend_id in pool.backends)
         return min((target for target in targets if target is not None), default=None)
-
-    @property
-    def window_tokens(self) -> int:
-        """The largest window of the fleet: no prompt beyond it can be served."""
-        return max((backend.capacity.context_tokens for backend in self.backends.values()), default=0)
 
 
 # ------------------------------------------------------------------ what it takes, what was decided

@@ -1,6 +1,6 @@
 """Filter, score, pick: who may be asked, in which order, and why each other one is out."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -596,6 +596,7 @@ VIEWS = st.builds(
     ),
     LOADS,
     STATUSES,
+    prefix_share=mostly(0.0, 0.5),
     share_max=mostly(admission.WHOLE, 500_000),
     kv_taken=mostly(0, 1_800, 3_000),
     long_waiting=mostly(0, 1),
@@ -656,18 +657,84 @@ def named(views: tuple[BackendView, ...], rates: tuple[float | None, ...]) -> di
     }
 
 
-@settings(max_examples=1_000)
-@given(DEMANDS, SEVERAL, RATES, POOLS, st.sampled_from([0, 1, 2]))
+WELL = BackendView(
+    backend("light-0", model="gemma", capacity=COUNTED.capacity),
+    Load(),
+    BackendStatus(state=State.UP, served_models=("gemma",)),
+)
+"""A replica that is well."""
+
+ODD: Mapping[str, Callable[[BackendView], BackendView]] = {
+    "limited": lambda one: replace(one, share_max=500_000),
+    "taken": lambda one: replace(one, kv_taken=1_800),
+    "away": lambda one: replace(one, away=(Exclusion.SWAPPED_OUT, "another model")),
+    "narrow": lambda one: replace(one, status=replace(one.status, context_tokens=1_300)),
+    "other model": lambda one: replace(one, status=replace(one.status, served_models=("other",))),
+    "on trial": lambda one: replace(one, status=replace(one.status, state=State.PROBATION)),
+    "unknown": lambda one: replace(one, status=replace(one.status, state=State.UNKNOWN)),
+    "ejected": lambda one: replace(one, status=replace(one.status, state=State.EJECTED)),
+    "drained": lambda one: replace(one, backend=replace(one.backend, drain=True)),
+    "quick": lambda one: replace(one, backend=replace(one.backend, tokens_per_s=99.0)),
+    "wide": lambda one: replace(one, backend=replace(one.backend, capacity=SMALL)),
+}
+SHARES = st.sampled_from([0, 15_625, 31_250, 499_999, 500_000, 984_375, 1_000_000])
+
+
+def replicas(
+    odd: tuple[str | None, ...], shares: tuple[int, ...], prefixes: tuple[float, ...]
+) -> dict[str, BackendView]:
+    """Return replicas with loads, some of which stand otherwise."""
+    found = {}
+    for name, what, share, prefix in zip("abcd", odd, shares, prefixes, strict=True):
+        one = replace(WELL, load=Load(seqs=share // 15_625, share=share), prefix_share=prefix)
+        one = one if what is None else ODD[what](one)
+        found[name] = replace(one, backend=replace(one.backend, id=name))
+    return found
+
+
+REPLICAS = st.builds(
+    replicas,
+    st.tuples(*[st.sampled_from([None] * 2 * len(ODD) + list(ODD))] * 4),
+    st.tuples(*[SHARES] * 4),
+    st.tuples(*[st.sampled_from([0.0, 0.0, 0.5])] * 4),
+)
+FLEETS = st.one_of(st.builds(named, SEVERAL, RATES), REPLICAS, REPLICAS)
+WEIGHTS = st.builds(
+    Weights,
+    spare_knee=st.sampled_from([0.0, 1e-12, 0.5, 1.0]),
+    speed=st.sampled_from([0.0, 0.2, 1e6]),
+    prefix_affinity=st.sampled_from([0.0, 0.6]),
+    slow_context=st.sampled_from([0.0, 0.3]),
+)
+
+
+@settings(max_examples=3_000)
+@given(
+    st.one_of(DEMANDS, st.just(SHORT), st.just(SHORT)),
+    FLEETS,
+    POOLS,
+    st.sampled_from([4, 4, 4, 2, 1, 0]),
+    WEIGHTS,
+    mostly(frozenset(), *(frozenset(name) for name in "abcd")),
+)
 def test_who_comes_first_is_known_without_the_others(
-    demand: Demand, seen: tuple[BackendView, ...], rates: tuple[float | None, ...], pool: Pool, of_first: int
+    demand: Demand,
+    views: dict[str, BackendView],
+    pool: Pool,
+    of_first: int,
+    weights: Weights,
+    changed: frozenset[str],
 ) -> None:
-    views = named(seen, rates)
     names = tuple(views)
     pools = {
         "one": replace(pool, id="one", backends=names[:of_first]),
         "two": replace(pool, id="two", backends=names),
     }
-    ranked = selection.rank(policy := Policy((), pools, {}), BOTH, demand, views)
+    # What is decided with need not be what is configured: a question may be asked of another fleet.
+    backends = {name: one.backend for name, one in views.items()}
+    views |= {name: replace(views[name], backend=replace(backends[name], drain=True)) for name in changed}
+    policy = Policy((), pools, backends, weights)
+    ranked = selection.rank(policy, BOTH, demand, views)
 
     ranking = selection.ranking(policy, BOTH, demand, views)
 

@@ -481,7 +481,8 @@ async def test_every_job_ends_once_and_whole_whatever_is_killed(site: Site, seed
         }
         assert {what: faults for what, faults in found.items() if faults} == {}, f"seed {seed}"
         assert len(histories) == crowd.accepted == JOBS
-        assert len(seen["swaps"]) >= 2
+        # One may be enough: blows can keep the box from swapping until the first model's jobs are over.
+        assert seen["swaps"], "the box has not been tried"
 
         for number, job in enumerate(crowd.jobs):
             await crowd.forget(job, crowd.names[number % len(crowd.names)])

@@ -89,13 +89,8 @@ def patient(waiting: Waiting) -> Waiting:
 
 def fastest_prefill_s(policy: Policy, traffic_class: TrafficClass, demand: Demand) -> float:
     """Return a prompt's unloaded prefill on the fastest backend of the class's first pool, in seconds."""
-    fastest_s, before = inf, None
-    for name in policy.pools[traffic_class.pools[0]].backends:
-        backend = policy.backends[name]
-        if before is None or not admission.read_alike(backend, before):
-            fastest_s = min(fastest_s, admission.prefill_s(backend, demand))
-        before = backend
-    return 0.0 if before is None else fastest_s
+    distinct = policy.distinct[traffic_class.pools[0]]
+    return min([admission.prefill_s(backend, demand) for backend in distinct], default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
