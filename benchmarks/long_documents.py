@@ -22,43 +22,27 @@ import platform
 import re
 import runpy
 import socket
-import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import yaml
-
 if not __package__:  # python benchmarks/long_documents.py
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import before_engine
+from benchmarks.before_engine import Caller, Engine
 from benchmarks.overhead import clocked, machine
 
-ROOT = Path(__file__).resolve().parents[1]
 SIZES = (262_144, 1_048_576, 4_000_000)
 AT_ONCE, AT_ONCE_BYTES = 64, 4_000_000
 PARTS = ("memory", "cost", "waits")
 WINDOW_TOKENS = 16_000_000
-ANSWER = json.dumps(
-    {
-        "id": "chatcmpl-1",
-        "object": "chat.completion",
-        "created": 1,
-        "model": "gemma-4",
-        "choices": [
-            {"index": 0, "message": {"role": "assistant", "content": "Yes."}, "finish_reason": "stop"}
-        ],
-    }
-).encode()
-MODELS = b'{"object":"list","data":[{"id":"gemma-4","object":"model","max_model_len":%d}]}' % WINDOW_TOKENS
-SAMPLE = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
 
 
 class Documents:
@@ -84,38 +68,6 @@ def body_of(text: str) -> bytes:
     return json.dumps(document, ensure_ascii=False).encode()
 
 
-# ------------------------------------------------------------------ the engine
-
-
-class Engine:
-    """Answers whatever is asked, chats only while `is_open`."""
-
-    def __init__(self) -> None:
-        """Answer at once."""
-        self.is_open = asyncio.Event()
-        self.is_open.set()
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection."""
-        with suppress(asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = re.search(rb"content-length: (\d+)", head.lower())
-                left = int(length[1]) if length else 0
-                while left:
-                    data = await reader.read(left)
-                    if not data:
-                        return
-                    left -= len(data)
-                body = b"{}"
-                for path, answer in ((b"/v1/models", MODELS), (b"/metrics", SAMPLE), (b"/chat/", ANSWER)):
-                    body = answer if path in head.split(b"\r\n", 1)[0] else body
-                if body is ANSWER:
-                    await self.is_open.wait()
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
-        writer.close()
-
-
 # ------------------------------------------------------------------ the gateway
 
 
@@ -124,26 +76,23 @@ class Gateway:
     """A gateway that runs.
 
     Attributes:
-        process: The process.
-        port, admin_port: Where it listens.
+        running: Its process, and where it listens.
         clock: Where it notes what its token counts take.
     """
 
-    process: subprocess.Popen[str]
-    port: int
-    admin_port: int
+    running: before_engine.Process
     clock: Path
 
     def memory_mb(self, name: str) -> float:
         """Return a figure of its memory: `VmRSS`, what it has now, or `VmHWM`, the most it had."""
-        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        text = Path(f"/proc/{self.running.process.pid}/status").read_text()
         found = re.search(rf"{name}:\s+(\d+) kB", text)
         assert found is not None
         return int(found[1]) / 1024
 
     def forget_peak(self) -> None:
         """Begin a new `VmHWM`."""
-        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+        Path(f"/proc/{self.running.process.pid}/clear_refs").write_text("5")
 
 
 def start(folder: Path, engine: str, vocab: Path) -> Gateway:
@@ -166,53 +115,9 @@ def start(folder: Path, engine: str, vocab: Path) -> Gateway:
             }
         },
     }
-    path = folder / "gateway.yaml"
-    path.write_text(yaml.safe_dump(document))
     clock = clocked.made(folder / "clock")
-    words = ["benchmarks.overhead.clocked", str(clock), "serve", "-c", str(path), "--log-level", "warning"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", *words],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    assert process.stderr is not None
-    said = ""
-    for line in process.stderr:
-        said += line
-        if found := re.search(r"serves http://[\d.]+:(\d+).*operators: http://[\d.]+:(\d+)", said, re.DOTALL):
-            return Gateway(process, int(found[1]), int(found[2]), clock)
-    raise SystemExit(f"the gateway did not start:\n{said}")
-
-
-class Caller:
-    """One connection to the gateway."""
-
-    def __init__(self, port: int) -> None:
-        """Connect to `port` with the first request."""
-        self._port = port
-        self._ends: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-
-    async def ask(self, body: bytes) -> None:
-        """Send a chat, and take its answer."""
-        if self._ends is None:
-            self._ends = await asyncio.open_connection("127.0.0.1", self._port)
-        reader, writer = self._ends
-        writer.write(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n" % len(body)
-        )
-        writer.write(body)
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = re.search(rb"content-length: (\d+)", head.lower())
-        answer = await reader.readexactly(int(length[1])) if length else b""
-        if not head.startswith(b"HTTP/1.1 200"):
-            raise SystemExit(f"the gateway answered {head.splitlines()[0].decode()}: {answer[:300]!r}")
-
-    def leave(self) -> None:
-        """Close the connection."""
-        if self._ends is not None:
-            self._ends[1].close()
+    program = ("benchmarks.overhead.clocked", str(clock))
+    return Gateway(before_engine.start(folder / "gateway.yaml", document, program), clock)
 
 
 async def metrics(port: int) -> str:
@@ -229,15 +134,15 @@ async def metrics(port: int) -> str:
 
 async def cost_ms(gateway: Gateway, bodies: Sequence[bytes]) -> tuple[float, float]:
     """Return the CPU that the gateway takes for each of these, one after the other: all, and its count."""
-    caller = Caller(gateway.port)
+    caller = Caller(gateway.running.port)
     await caller.ask(b'{"model":"gemma-4","messages":[{"role":"user","content":"Hi."}]}')
-    before, counted_s = machine.snapshot({gateway.process.pid}), clocked.read_s(gateway.clock)
+    before, counted_s = machine.snapshot({gateway.running.process.pid}), clocked.read_s(gateway.clock)
     for body in bodies:
         await caller.ask(body)
-    used = machine.between(before, machine.snapshot({gateway.process.pid}))
+    used = machine.between(before, machine.snapshot({gateway.running.process.pid}))
     counted_s = clocked.read_s(gateway.clock) - counted_s
     caller.leave()
-    return 1000 * used[gateway.process.pid] / len(bodies), 1000 * counted_s / len(bodies)
+    return 1000 * used[gateway.running.process.pid] / len(bodies), 1000 * counted_s / len(bodies)
 
 
 def look(port: int, told: Connection) -> None:
@@ -259,12 +164,12 @@ async def waits_ms(gateway: Gateway, bodies: Sequence[bytes], at_once: int) -> l
     """Return how long /livez took while these arrived back to back; idle for 3 s where there are none."""
     context = get_context("spawn")
     here, there = context.Pipe()
-    looker = context.Process(target=look, args=(gateway.port, there), daemon=True)
+    looker = context.Process(target=look, args=(gateway.running.port, there), daemon=True)
     looker.start()
     await asyncio.sleep(1.5)  # an interpreter starts
     if not bodies:
         await asyncio.sleep(3)
-    callers = [Caller(gateway.port) for _ in range(at_once)]
+    callers = [Caller(gateway.running.port) for _ in range(at_once)]
     left = list(bodies)
 
     async def send(caller: Caller) -> None:
@@ -288,14 +193,14 @@ async def held_mb(gateway: Gateway, engine: Engine, bodies: Sequence[bytes]) -> 
     before = gateway.memory_mb("VmRSS")
     gateway.forget_peak()
     engine.is_open.clear()
-    callers = [Caller(gateway.port) for _ in bodies]
+    callers = [Caller(gateway.running.port) for _ in bodies]
     async with asyncio.TaskGroup() as tasks:
         for caller, body in zip(callers, bodies, strict=True):
             tasks.create_task(caller.ask(body))
         waits = 0.0
         while waits < len(bodies) - 1:
             await asyncio.sleep(0.2)
-            waits = sum(map(float, _WAITING.findall(await metrics(gateway.admin_port))))
+            waits = sum(map(float, _WAITING.findall(await metrics(gateway.running.admin_port))))
         waiting = gateway.memory_mb("VmRSS")
         engine.is_open.set()
     for caller in callers:
@@ -358,7 +263,7 @@ async def report_memory(gateway: Gateway, engine: Engine, documents: Documents) 
 
 async def measure(vocab: Path, rounds: int, parts: Sequence[str]) -> None:
     """Measure, and print."""
-    documents, engine = Documents(), Engine()
+    documents, engine = Documents(), Engine(WINDOW_TOKENS)
     server = await asyncio.start_server(engine.serve, "127.0.0.1", 0, limit=1 << 20)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     with tempfile.TemporaryDirectory() as folder:
@@ -371,8 +276,7 @@ async def measure(vocab: Path, rounds: int, parts: Sequence[str]) -> None:
             if "waits" in parts:
                 await report_waits(gateway, documents)
         finally:
-            gateway.process.terminate()
-            gateway.process.wait()
+            gateway.running.end()
     server.close()
 
 
