@@ -560,8 +560,8 @@ class BatchStore(Protocol):
     or it is over; and they tell the others that it is being worked at.
     """
 
-    async def create(self, batch: Batch) -> Batch | BatchRefusal:
-        """Accept a batch, or say why not."""
+    async def create(self, batch: Batch, idempotency: Idempotency | None = None) -> Batch | BatchRefusal:
+        """Accept a batch, or say why not. Under an idempotency key used before it is the one of then."""
 
     async def get(self, batch_id: str) -> Batch | None:
         """Return a batch, or None for one that there is not."""

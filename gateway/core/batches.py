@@ -393,6 +393,7 @@ class BatchRefusal(StrEnum):
     FILE_NOT_FOUND = "file_not_found"
     INVALID_PURPOSE = "invalid_purpose"
     TOO_MANY_BATCHES = "too_many_batches"
+    IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"  # with another body
 
 
 # ------------------------------------------------------------------ whoever works at one

@@ -17,10 +17,12 @@ from gateway.core.errors import (
     BodyTooLarge,
     FileNotFound,
     GatewayError,
+    IdempotencyKeyReused,
     InvalidRequest,
     JobRefused,
 )
-from gateway.core.jobs import JobPriority, NewJob
+from gateway.core.idempotency import HEADER, fingerprint, read_key
+from gateway.core.jobs import Idempotency, JobPriority, NewJob
 from gateway.core.responses.items import response_id
 from gateway.core.responses.replay import JobFacts
 from gateway.core.responses.request import chat_param_here, metadata_of
@@ -115,6 +117,9 @@ class Batches:
         if members.get("output_expires_after") is not None:
             keep_s = expiry_of(members["output_expires_after"], "output_expires_after")
         headers = {name: value for name, value in request.headers.items() if name not in _SECRET}
+        idempotency = None
+        if (written := request.headers.get(HEADER)) is not None:
+            idempotency = Idempotency(read_key(written), PATH, fingerprint(body))
         found = await self._store.create(
             Batch(
                 id=f"batch_{secrets.token_hex(16)}",
@@ -125,7 +130,8 @@ class Batches:
                 metadata=None if metadata is None else metadata_of(metadata),
                 headers=headers_kept(headers),
                 output_keep_s=keep_s,
-            )
+            ),
+            idempotency,
         )
         match found:
             case BatchRefusal.FILE_NOT_FOUND:
@@ -133,6 +139,8 @@ class Batches:
                 raise FileNotFound(message, param="input_file_id")
             case BatchRefusal.INVALID_PURPOSE:
                 raise InvalidRequest("The file's purpose must be `batch`.", param="input_file_id")
+            case BatchRefusal.IDEMPOTENCY_KEY_REUSED:
+                raise IdempotencyKeyReused("This Idempotency-Key was used with another request.")
             case BatchRefusal.TOO_MANY_BATCHES:
                 message = "This key has as many batches as it may."
                 raise JobRefused(message, code="too_many_batches", retry_after_s=30)

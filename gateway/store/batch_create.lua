@@ -1,10 +1,20 @@
 -- ARGV  id, owner, endpoint, input file, metadata, headers, how long the files it leaves are kept in ms, ms until it
---       expires, how many of the owner may be open, how many there may be.
--- Returns the batch, or why it is refused.
+--       expires, how many of the owner may be open, how many there may be, then digest of the idempotency key or '',
+--       fingerprint, how long it is kept in ms.
+-- Returns the batch, this one or the one made before it; or why it is refused.
 
 local id, owner, endpoint, input, metadata, headers, keep, expires, open_max, most = unpack(ARGV, OWN_ARGUMENTS)
+local digest, fingerprint, promise_ms = unpack(ARGV, OWN_ARGUMENTS + 10)
 
 local before = show_batch(id)
+if before then
+    return before
+end
+local made, is_reused = submitted(digest, fingerprint)
+if is_reused then
+    return 'idempotency_key_reused'
+end
+before = made and show_batch(made)
 if before then
     return before
 end
@@ -31,6 +41,7 @@ redis.call(
     'times', '', 'total', 0, 'completed', 0, 'failed', 0, 'errors', '', 'output', '', 'error', '',
     'runner', '', 'until', 0, 'fence', 0, 'cursor', 0, 'offset', 0
 )
+remember_submitted(digest, fingerprint, id, promise_ms)
 redis.call('HINCRBY', key('file', input), 'uses', 1)
 redis.call('HINCRBY', key('batches_counts'), owner, 1)
 local arrival = redis.call('INCR', key('arrivals'))

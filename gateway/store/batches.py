@@ -25,9 +25,9 @@ from gateway.core.batches import (
     RunningLine,
 )
 from gateway.core.errors import StoreUnavailable
-from gateway.core.jobs import NewJob, Quota
+from gateway.core.jobs import Idempotency, NewJob, Quota
 from gateway.store.connections import Connections, StoreAway
-from gateway.store.jobs import LOST_S, key_of, milliseconds, owner_of
+from gateway.store.jobs import LOST_S, PROMISE_S, key_of, milliseconds, owner_of, promised
 
 COMMAND_S = 5.0
 """The longest a command may take, and the longest it may wait for its turn: a line may be megabytes long."""
@@ -80,8 +80,9 @@ class RedisBatches:
 
     # ------------------------------------------------------------ callers
 
-    async def create(self, batch: Batch) -> Batch | BatchRefusal:
+    async def create(self, batch: Batch, idempotency: Idempotency | None = None) -> Batch | BatchRefusal:
         """See `ports.BatchStore.create`."""
+        digest, fingerprint = promised(batch.key, idempotency)
         reply = await self._run(
             "create",
             batch.id,
@@ -94,6 +95,9 @@ class RedisBatches:
             milliseconds(WINDOW_S),
             OPEN_MAX,
             KEPT_MAX,
+            digest,
+            fingerprint,
+            milliseconds(PROMISE_S),
         )
         return BatchRefusal(reply.decode()) if isinstance(reply, bytes) else _batch(reply)
 

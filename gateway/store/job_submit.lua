@@ -10,16 +10,13 @@ local before = show(id, true)
 if before then
     return before
 end
-if digest ~= '' then
-    local promise = redis.call('GET', key('submitted', digest))
-    local seen, first = string.match(promise or '', '^(%S+) (%S+)$')
-    if seen and seen ~= fingerprint then
-        return 'idempotency_key_reused'
-    end
-    before = first and show(first, true)
-    if before then
-        return before
-    end
+local first, is_reused = submitted(digest, fingerprint)
+if is_reused then
+    return 'idempotency_key_reused'
+end
+before = first and show(first, true)
+if before then
+    return before
 end
 local bytes = #body + #facts
 local has = redis.call('HMGET', key('quota', owner), 'jobs', 'bytes')
@@ -29,9 +26,7 @@ end
 if tonumber(has[2] or 0) + bytes > tonumber(bytes_max) then
     return 'too_many_bytes'
 end
-if digest ~= '' then
-    redis.call('SET', key('submitted', digest), fingerprint .. ' ' .. id, 'PX', promise_ms)
-end
+remember_submitted(digest, fingerprint, id, promise_ms)
 accept({
     id = id, owner = owner, lane = lane, priority = priority, body = body, facts = facts, keep = keep, batch = batch
 }, expires)

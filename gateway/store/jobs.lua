@@ -22,7 +22,7 @@
 -- arrivals           STRING  counts what gets into a stream, or is accepted
 -- clock              HASH    when the store was last asked, since when without a break, and when it was swept
 -- claimed:<worker>   STRING  "token id" of its last claim
--- submitted:<digest> STRING  "fingerprint id" of the job accepted under an idempotency key
+-- submitted:<digest> STRING  "fingerprint id" of the job or batch accepted under an idempotency key
 -- lines:<batch>, done:<batch>: see batches.lua. The owner of a job that is a line of a batch is "batch:<owner>".
 --
 -- Of each stream the group `workers` has a pending entry exactly for every job that is in progress. An entry
@@ -313,5 +313,21 @@ local function sweep()
                 end
             end
         end
+    end
+end
+
+-- Returns the id of what was accepted under an idempotency key, if anything was, and whether the key stands for
+-- something else.
+local function submitted(digest, fingerprint)
+    if digest == '' then
+        return nil, false
+    end
+    local seen, id = string.match(redis.call('GET', key('submitted', digest)) or '', '^(%S+) (%S+)$')
+    return id, seen ~= nil and seen ~= fingerprint
+end
+
+local function remember_submitted(digest, fingerprint, id, keep_ms)
+    if digest ~= '' then
+        redis.call('SET', key('submitted', digest), fingerprint .. ' ' .. id, 'PX', keep_ms)
     end
 end

@@ -130,10 +130,7 @@ class RedisJobs:
         self, job: NewJob, quota: Quota, idempotency: Idempotency | None = None
     ) -> Job | Refusal:
         """See `ports.JobStore.submit`."""
-        digest, fingerprint = "", ""
-        if idempotency is not None:
-            digest = _digest(owner_of(job.key), idempotency.route, idempotency.key)
-            fingerprint = _digest(idempotency.fingerprint)
+        digest, fingerprint = promised(job.key, idempotency)
         reply = await self._run(
             "submit",
             job.id,
@@ -432,6 +429,14 @@ def key_of(owner: str) -> str | None:
 def milliseconds(seconds: float) -> int:
     """Return a time as scripts take it: at least 1."""
     return max(1, round(seconds * 1000))
+
+
+def promised(key: str | None, idempotency: Idempotency | None) -> tuple[str, str]:
+    """Return under what an idempotency key is kept, and what tells its request; two "" for none."""
+    if idempotency is None:
+        return "", ""
+    digest = _digest(owner_of(key), idempotency.route, idempotency.key)
+    return digest, _digest(idempotency.fingerprint)
 
 
 def _digest(*words: str) -> str:

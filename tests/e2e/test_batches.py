@@ -216,6 +216,27 @@ async def test_a_request_to_make_a_batch_must_be_in_order(gateway: Site) -> None
     assert (missing.value.code, missing.value.param) == ("file_not_found", "input_file_id")
 
 
+async def test_who_asks_twice_with_one_idempotency_key_gets_one_batch(gateway: Site) -> None:
+    client, other = gateway.openai(api_key="a"), gateway.openai(api_key="b")
+    file = await client.files.create(file=("in.jsonl", jsonl(chat("a"))), purpose="batch")
+    right: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+    once = {"Idempotency-Key": "nightly-2026-11-22"}
+
+    first = await client.batches.create(**right, extra_headers=once)
+    again = await client.batches.create(**right, extra_headers=once)
+    assert again.id == first.id
+    with pytest.raises(openai.UnprocessableEntityError) as reused:
+        await client.batches.create(**right, metadata={"a": "b"}, extra_headers=once)
+    assert reused.value.code == "idempotency_key_reused"
+    with pytest.raises(openai.BadRequestError) as none:
+        await client.batches.create(**right, extra_headers={"Idempotency-Key": "two words"})
+    assert none.value.code == "invalid_idempotency_key"
+    theirs = await other.files.create(file=("in.jsonl", jsonl(chat("b"))), purpose="batch")
+    of_other = await other.batches.create(**{**right, "input_file_id": theirs.id}, extra_headers=once)
+    assert of_other.id != first.id
+    assert [batch.id async for batch in client.batches.list()].count(first.id) == 1
+
+
 async def test_a_cancelled_batch_keeps_what_it_has(gateway: Site) -> None:
     client = gateway.openai(api_key="a")
     long: dict[str, Any] = {"max_completion_tokens": 20_000, "ignore_eos": True}

@@ -1,6 +1,7 @@
 """Batches in a real store: one runner at a time, every line written down once, whatever is repeated."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from gateway.core.batches import (
     BatchStatus,
     RunningLine,
 )
-from gateway.core.jobs import JobPriority, JobStatus, NewJob, Quota
+from gateway.core.jobs import Idempotency, JobPriority, JobStatus, NewJob, Quota
 from gateway.store.batches import RedisBatches
 
 QUOTA = Quota(10, 1_000_000)
@@ -72,6 +73,31 @@ async def test_a_batch_is_accepted_and_shown(world: BatchWorld) -> None:
     )
     assert await batches.create(new_batch(metadata={"b": "c"})) == made  # the reply was lost
     assert await batches.get("batch_2") is None
+
+
+async def test_an_idempotency_key_stands_for_one_batch(world: BatchWorld) -> None:
+    batches = world.open()
+    await world.upload(b"")
+    await world.upload(b"", "file-2", "bob")
+    once = Idempotency("again", "/v1/batches", "body")
+    made = await batches.create(new_batch(id="batch_1"), once)
+    assert isinstance(made, Batch)
+    assert await batches.create(new_batch(id="batch_2"), once) == made
+    other = replace(once, fingerprint="another body")
+    assert await batches.create(new_batch(id="batch_2"), other) is BatchRefusal.IDEMPOTENCY_KEY_REUSED
+    of_bob = await batches.create(new_batch(id="batch_b", key="bob", input_file_id="file-2"), once)
+    assert isinstance(of_bob, Batch) and of_bob.id == "batch_b"
+    assert isinstance(await batches.create(new_batch(id="batch_3"), replace(once, key="more")), Batch)
+    found = await batches.page("alice", after=None, limit=10)
+    assert found is not None and [batch.id for batch in found] == ["batch_3", "batch_1"]
+
+
+async def test_what_was_refused_leaves_its_idempotency_key_free(world: BatchWorld) -> None:
+    batches = world.open()
+    once = Idempotency("again", "/v1/batches", "body")
+    assert await batches.create(new_batch(), once) is BatchRefusal.FILE_NOT_FOUND
+    await world.upload(b"")
+    assert isinstance(await batches.create(new_batch(), replace(once, fingerprint="another body")), Batch)
 
 
 async def test_what_is_no_input_file_is_refused(world: BatchWorld) -> None:
