@@ -12,7 +12,7 @@ class KeyRing:
 
     A key is looked up by its digest under a secret of this process, so that how long that takes tells nothing
     about any key, and takes no longer with a thousand of them than with one. To compare each in constant time
-    takes 0.1 us per key.
+    takes 0.06 us per key.
     """
 
     def __init__(self, digests: Mapping[str, bytes]) -> None:
