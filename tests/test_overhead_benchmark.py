@@ -179,25 +179,25 @@ def test_the_table_has_what_was_measured_and_no_more() -> None:
     [
         ({}, []),
         (
-            {"short": result(0.151)},
+            {"short": result(0.421)},
             [
-                "A short request costs the gateway 151 us of CPU, 10.07 times nginx's 15.0 us; "
-                "at most 10 times is allowed."
+                "A short request costs the gateway 421 us of CPU, 28.07 times nginx's 15.0 us; "
+                "at most 28 times is allowed."
             ],
         ),
-        ({"short": result(0.149)}, []),
+        ({"short": result(0.419)}, []),
         (
-            {"streams-256": streams(0.9, 256, 1.0, 1.0)},
+            {"streams-256": streams(1.08, 256, 1.0, 1.0)},
             [
-                "A streamed chunk costs the gateway 43.9 us of CPU, 2.00 times nginx's 22.0 us; "
-                "at most 1.7 times is allowed."
+                "A streamed chunk costs the gateway 52.7 us of CPU, 2.40 times nginx's 22.0 us; "
+                "at most 2.3 times is allowed."
             ],
         ),
         (
-            {"large": large(3.4)},
+            {"large": large(4.7)},
             [
-                "A request of 1 MB beyond its token count costs the gateway 3,000 us of CPU, 3.00 times "
-                "nginx's 1,000 us; at most 2.5 times is allowed."
+                "A request of 1 MB beyond its token count costs the gateway 16,000 us of CPU, 16.00 times "
+                "nginx's 1,000 us; at most 15 times is allowed."
             ],
         ),
         (
