@@ -468,6 +468,12 @@ class JobStore(Protocol):
     async def lanes(self) -> Sequence[Lane]:
         """Return every lane that has jobs, queued or in progress."""
 
+    async def totals(self) -> Mapping[tuple[str, str], int]:
+        """Return how many jobs have ever ended, per (lane, outcome), whoever ended them.
+
+        An outcome is a final status, or `expired` or `poisoned` where a job failed for that.
+        """
+
     async def drain(self, is_drained: bool | None = None) -> float | None:
         """Hand out no more jobs, to no worker, until this is called with False; they are accepted as ever.
 

@@ -15,7 +15,8 @@ once, but ends once: a final status never changes.
 Pure: times are arguments, in epoch seconds of the store's clock.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -211,11 +212,13 @@ class QueueSight:
         lanes: Those that have jobs.
         drained_at: Since when workers take no jobs, by an operator's order; None: they do.
         is_away: Whether the store did not answer; the rest is what it had said before.
+        totals: How many jobs have ever ended, per (lane, outcome); see `JobStore.totals`.
     """
 
     lanes: tuple[Lane, ...] = ()
     drained_at: float | None = None
     is_away: bool = False
+    totals: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
 class Beginning(StrEnum):

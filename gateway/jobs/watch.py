@@ -1,6 +1,7 @@
 """Looks at the queue now and then, for metrics and logs, so that no page has to wait for the store."""
 
 import logging
+from dataclasses import replace
 
 import anyio
 
@@ -38,10 +39,11 @@ class QueueWatch:
         before = self.sight or QueueSight()
         try:
             lanes, drained_at = tuple(await self._store.lanes()), await self._store.drain()
+            totals = await self._store.totals()
         except StoreUnavailable:
-            self.sight = QueueSight(before.lanes, before.drained_at, is_away=True)
+            self.sight = replace(before, is_away=True)
             return
-        self.sight = QueueSight(lanes, drained_at)
+        self.sight = QueueSight(lanes, drained_at, totals=totals)
         if drained_at is not None and before.drained_at is None:
             log.warning(
                 "jobs are drained: workers take none, until an operator undoes it",

@@ -18,6 +18,7 @@
 -- ended              ZSET    "id bytes owner" of jobs that are final, by the time at which they are forgotten
 -- jobs, jobs:<owner> ZSET    jobs in the order in which they were accepted
 -- quota:<owner>      HASH    jobs that are not final, and bytes
+-- totals             HASH    "outcome lane": how many jobs have ended so, ever
 -- drained            STRING  since when no job is handed out, by an operator's order
 -- arrivals           STRING  counts what gets into a stream, or is accepted
 -- clock              HASH    when the store was last asked, since when without a break, and when it was swept
@@ -214,6 +215,8 @@ local function count_end(lane)
     end
 end
 
+local OUTCOMES = {job_expired = 'expired', job_poisoned = 'poisoned'} -- which are failures like others, but for why
+
 local function ended_as(job)
     return job.id .. ' ' .. job.bytes .. ' ' .. job.owner
 end
@@ -228,6 +231,7 @@ local function end_job(job, status, code, message)
     if code then
         set(job, {error_code = code, error_message = message})
     end
+    redis.call('HINCRBY', key('totals'), (OUTCOMES[code] or status) .. ' ' .. job.lane, 1)
     local gone_at = now + job.keep
     redis.call('ZREM', key('expiring'), job.id)
     redis.call('ZADD', key('ended'), gone_at, ended_as(job))

@@ -220,6 +220,16 @@ class RedisJobs:
         """See `ports.JobStore.lanes`."""
         return [_lane(values) for values in await self._run("lanes")]
 
+    async def totals(self) -> Mapping[tuple[str, str], int]:
+        """See `ports.JobStore.totals`."""
+        redis = self._connections.redis
+        found = await self._ask(lambda: redis.hgetall(self._key("totals")))
+        totals = {}
+        for name, count in found.items():
+            outcome, _, lane = name.decode().partition(" ")
+            totals[lane, outcome] = int(count)
+        return totals
+
     async def drain(self, is_drained: bool | None = None) -> float | None:
         """See `ports.JobStore.drain`."""
         order = "" if is_drained is None else int(is_drained)

@@ -6,7 +6,7 @@ A lane is a model and a class of the configuration, so labels stay bounded.
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobStatus, QueueSight
@@ -94,6 +94,11 @@ class _Queue(Collector):
         )
         drained = GaugeMetricFamily("gateway_jobs_drained", "1 while workers take no jobs, by order.")
         away = GaugeMetricFamily("gateway_jobs_store_away", "1 while the store of jobs does not answer.")
+        totals = CounterMetricFamily(
+            "gateway_store_jobs_ended",
+            "Jobs that have ever ended in the store, whoever ended them: the same from every process.",
+            labels=["lane", "outcome"],
+        )
         sight = self._sight()
         if sight is not None:
             now, seen = self._wall(), {lane.name: lane for lane in sight.lanes}
@@ -103,6 +108,8 @@ class _Queue(Collector):
                 jobs.add_metric([name, JobStatus.IN_PROGRESS.value], lane.in_progress if lane else 0)
                 waited_s = now - lane.oldest_at if lane and lane.oldest_at is not None else 0.0
                 oldest.add_metric([name], max(0.0, waited_s))
+            for (name, outcome), count in sorted(sight.totals.items()):
+                totals.add_metric([name, outcome], count)
             drained.add_metric([], float(sight.drained_at is not None))
             away.add_metric([], float(sight.is_away))
-        yield from (jobs, oldest, drained, away)
+        yield from (jobs, oldest, drained, away, totals)

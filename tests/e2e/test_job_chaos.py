@@ -424,6 +424,15 @@ async def settled(site: Site) -> dict[str, Any]:
     return await unsettled(site)
 
 
+async def miscounted(site: Site, crowd: Crowd) -> dict[str, int]:
+    """Return how many jobs the store says to have ended how, if its callers saw otherwise."""
+    counted: Counter[str] = Counter()
+    totals = cast("dict[str, str]", await site.redis.hgetall("{gw:jobs}:totals"))
+    for name, count in totals.items():
+        counted[name.partition(" ")[0]] += int(count)
+    return {} if counted == Counter(job.ending.get("status") for job in crowd.jobs) else dict(counted)
+
+
 def short_stays(seen: Mapping[str, Any], killed: Mapping[tuple[str, float], int]) -> list[dict[str, Any]]:
     """Return the stays of models in the box that were ended too early, and not by a blow."""
     return [
@@ -475,6 +484,7 @@ async def test_every_job_ends_once_and_whole_whatever_is_killed(site: Site, seed
             "journal": journal_faults(histories, crowd),
             "left": await settled(site),
             "read again": await differences(crowd),
+            "counted otherwise": await miscounted(site, crowd),
             "two models at once": seen["violation_log"],
             "short stays": short_stays(seen, site.killed),
             "cut by swaps": seen["cut_requests"] - sum(site.killed.values()),

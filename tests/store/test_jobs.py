@@ -636,6 +636,30 @@ async def test_workers_are_woken_by_new_jobs_and_by_those_given_back(
 # ------------------------------------------------------------------ for operators
 
 
+async def test_every_end_is_counted_whoever_made_it(world: JobWorld, jobs: RedisJobs) -> None:
+    assert await jobs.totals() == {}
+    await world.submit(jobs, "done", "short", "bad", "poison")
+    for id, status in (("done", "completed"), ("short", "incomplete"), ("bad", "failed")):
+        assert (await world.claim(jobs)).id == id
+        assert await jobs.finish(id, 1, JobStatus(status))
+        assert await jobs.finish(id, 1, JobStatus(status))  # the reply was lost
+    await world.claim(jobs, attempts_max=1)
+    await jobs.give_back("poison", 1, failed=True)
+    await world.submit(jobs, "late", lane="a model/with blanks", expires_s=300.0)
+    await world.expire("late")
+    await world.submit(jobs, "unwanted")
+    assert await jobs.claim("w", [LANE], 1) is not None  # finds that one is to be given up
+    await jobs.cancel("unwanted")
+    assert await jobs.totals() == {
+        (LANE, "completed"): 1,
+        (LANE, "incomplete"): 1,
+        (LANE, "failed"): 1,
+        (LANE, "poisoned"): 1,
+        (LANE, "cancelled"): 1,
+        ("a model/with blanks", "expired"): 1,
+    }
+
+
 async def test_lanes_say_what_waits_and_how_fast_it_goes(world: JobWorld, jobs: RedisJobs) -> None:
     assert await jobs.lanes() == []
     await world.submit(jobs, "a", "b", "c", "d")

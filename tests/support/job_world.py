@@ -11,7 +11,7 @@ from gateway.store.jobs import RedisJobs
 LANE = "m/light"
 LONG_S = 1000.0  # nothing is lost by itself
 QUOTA = Quota()
-LEFT = {"arrivals", "clock", "claimed", "submitted", "ends"}
+LEFT = {"arrivals", "clock", "claimed", "submitted", "ends", "totals"}
 """What the store keeps without any job: counters, and what expires by itself."""
 
 

@@ -60,8 +60,12 @@ def world() -> Iterator[World]:
 def test_gauges_are_of_the_last_look_and_of_every_lane(world: World) -> None:
     assert world.value("gateway_jobs", lane=LANE, status="queued") is None
     world.sight = QueueSight(
-        (Lane(LANE, 3, 2, NOW - 90.0), Lane("old/lane", 1, 0, NOW + 5.0)), drained_at=1.0
+        (Lane(LANE, 3, 2, NOW - 90.0), Lane("old/lane", 1, 0, NOW + 5.0)),
+        drained_at=1.0,
+        totals={(LANE, "completed"): 7, ("gone lane", "expired"): 1},
     )
+    assert world.value("gateway_store_jobs_ended_total", lane=LANE, outcome="completed") == 7
+    assert world.value("gateway_store_jobs_ended_total", lane="gone lane", outcome="expired") == 1
     for lane, queued, running, waits_s in (
         (LANE, 3, 2, 90.0),
         ("m/push", 0, 0, 0.0),
