@@ -18,7 +18,7 @@ GATE: Mapping[str, tuple[str, float]] = {
 
 A third above what was measured last (docs/performance.md), and for a document, which neighbours disturb most,
 above what was measured on a busy machine: room for those, and none for a step that is put back into the hot
-path. A gate at the goals, which are not reached, would fail whatever is changed. It moves down with the figures.
+path. A gate at the goals, which are not reached, would fail whatever is changed. It moves with the figures.
 """
 
 
