@@ -471,7 +471,7 @@ class JobStore(Protocol):
     async def totals(self) -> Mapping[tuple[str, str], int]:
         """Return how many jobs have ever ended, per (lane, outcome), whoever ended them.
 
-        An outcome is a final status, or `expired` or `poisoned` where a job failed for that.
+        Outcomes as in `core.jobs.JobOutcome`; one that has not been there is left out.
         """
 
     async def drain(self, is_drained: bool | None = None) -> float | None:

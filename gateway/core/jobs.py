@@ -204,6 +204,17 @@ class Lane:
     oldest_s: float | None = None
 
 
+class JobOutcome(StrEnum):
+    """How a job ended, as it is counted. Few and fixed: each is a metric label."""
+
+    COMPLETED = "completed"
+    INCOMPLETE = "incomplete"
+    FAILED = "failed"  # for any other reason than the last two
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"  # its time was over
+    POISONED = "poisoned"  # too many attempts at it had failed
+
+
 @dataclass(frozen=True, slots=True)
 class QueueSight:
     """What a process saw of the queue when it last looked.

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobStatus, QueueSight
+from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobOutcome, JobStatus, QueueSight
 
 # From what is served at once to what waits for a night, and for a day.
 QUEUE_BUCKETS_S = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 1800, 3600, 7200, 14400, 28800, 57600, 86400)
@@ -108,8 +108,10 @@ class _Queue(Collector):
                 jobs.add_metric([name, JobStatus.IN_PROGRESS.value], lane.in_progress if lane else 0)
                 waited_s = now - lane.oldest_at if lane and lane.oldest_at is not None else 0.0
                 oldest.add_metric([name], max(0.0, waited_s))
-            for (name, outcome), count in sorted(sight.totals.items()):
-                totals.add_metric([name, outcome], count)
+            # Also those that are 0: what appears with its first event has not increased.
+            for name in sorted({*self._lanes(), *(lane for lane, _ in sight.totals)}):
+                for outcome in JobOutcome:
+                    totals.add_metric([name, outcome.value], sight.totals.get((name, outcome.value), 0))
             drained.add_metric([], float(sight.drained_at is not None))
             away.add_metric([], float(sight.is_away))
         yield from (jobs, oldest, drained, away, totals)

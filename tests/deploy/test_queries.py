@@ -14,7 +14,7 @@ from support.promql import Named, named
 from gateway.core.box import State as BoxState
 from gateway.core.box_swaps import SwapCause
 from gateway.core.health import Outcome, State
-from gateway.core.jobs import AttemptOutcome, JobStatus
+from gateway.core.jobs import AttemptOutcome, JobOutcome, JobStatus
 from gateway.core.usage import Ending
 from gateway.core.webhooks import WebhookOutcome
 from gateway.store.fallback import Mode
@@ -36,6 +36,7 @@ VALUES: Mapping[str, type[StrEnum]] = {
     "gateway_job_attempts_total.outcome": AttemptOutcome,
     "gateway_jobs.status": JobStatus,
     "gateway_requests_total.ending": Ending,
+    "gateway_store_jobs_ended_total.outcome": JobOutcome,
     "gateway_store_mode.mode": Mode,
     "gateway_webhooks_total.outcome": WebhookOutcome,
 }

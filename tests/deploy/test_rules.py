@@ -66,7 +66,7 @@ LIMIT = 'gateway_wait_limit_seconds{instance="a",model="m",traffic_class="docs"}
 BOX = 'gateway_box_state{instance="a",box="spark",state="failed"}'
 QUARANTINE = 'gateway_box_quarantined{instance="a",box="spark",backend="qwen"}'
 JOBS_WAIT = 'gateway_jobs_oldest_wait_seconds{instance="a",lane="m/docs"}'
-POISONED = 'gateway_job_attempts_total{instance="a",lane="m/docs",beginning="new",outcome="poisoned"}'
+ENDED = 'gateway_store_jobs_ended_total{instance="%s",lane="m/docs",outcome="%s"}'
 LANE = {"lane": "m/docs"}
 LIGHT = {"backend": "light-0"}
 OPS = {"endpoint": "ops"}
@@ -208,19 +208,21 @@ CASES = [
     ),
     Case("GatewayJobsWaitLong", {JOBS_WAIT: "3000x60"}, 30),
     Case("GatewayJobsWaitLong", {JOBS_WAIT: "4000x60"}, 30, "a job of m/docs has waited 1h 6m 40s", LANE),
-    Case("GatewayJobsPoisoned", {POISONED: "_x5 1x200"}, 150),
+    Case("GatewayJobsPoisoned", {ENDED % ("a", "poisoned"): "3x200"}, 150),
+    Case("GatewayJobsPoisoned", {ENDED % ("a", "failed"): "0x5 9x100"}, 20),
     Case(
         "GatewayJobsPoisoned",
-        {POISONED: "_x5 1x200"},
+        {ENDED % ("a", "poisoned"): "0x5 1x100", ENDED % ("b", "poisoned"): "0x5 1x100"},
         20,
         "jobs of m/docs were given up after failing again and again",
         LANE,
     ),
+    Case("GatewayJobsExpired", {ENDED % ("a", "expired"): "0x5 1x200"}, 150),
     Case(
-        "GatewayJobsPoisoned",
-        {POISONED: "1x100 2x100"},
+        "GatewayJobsExpired",
+        {ENDED % ("a", "expired"): "1x100 2x100"},
         120,
-        "jobs of m/docs were given up after failing again and again",
+        "jobs of m/docs were not done in the time their callers gave them",
         LANE,
     ),
     Case("GatewayJobsStoreAway", {'gateway_jobs_store_away{instance="a"}': "0x20"}, 10),

@@ -66,6 +66,7 @@ def test_gauges_are_of_the_last_look_and_of_every_lane(world: World) -> None:
     )
     assert world.value("gateway_store_jobs_ended_total", lane=LANE, outcome="completed") == 7
     assert world.value("gateway_store_jobs_ended_total", lane="gone lane", outcome="expired") == 1
+    assert world.value("gateway_store_jobs_ended_total", lane="m/push", outcome="poisoned") == 0
     for lane, queued, running, waits_s in (
         (LANE, 3, 2, 90.0),
         ("m/push", 0, 0, 0.0),
