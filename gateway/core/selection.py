@@ -397,7 +397,7 @@ def _promising_in(
             fit[-view.prefix_share] = place, case
         else:
             fit[place] = place, case
-    return [one for _, one in sorted(fit.values())] if len(fit) > 1 else [one for _, one in fit.values()]
+    return [one for _, one in sorted(fit.values())]
 
 
 def _stands_like(view: BackendView, plain: BackendView) -> bool:
