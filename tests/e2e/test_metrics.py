@@ -20,7 +20,7 @@ from support.site import Site, simulated, site
 from gateway.core.box import State as BoxState
 from gateway.core.box_swaps import SwapCause
 from gateway.core.health import Outcome, State
-from gateway.core.jobs import AttemptOutcome, Beginning, JobStatus
+from gateway.core.jobs import AttemptOutcome, Beginning, JobOutcome, JobStatus
 from gateway.core.knee_estimate import Confidence
 from gateway.core.swap_policy import Cause
 from gateway.core.usage import Ending
@@ -93,7 +93,8 @@ def sources(running: Site) -> dict[str, frozenset[str]]:
         "mode": frozenset(Mode),
         "model": frozenset(model.id for model in policy.models),
         "outcome": frozenset(
-            {*Outcome, *AttemptOutcome, *WebhookOutcome, "applied", "refused", "written", "dropped", "failed"}
+            {*Outcome, *AttemptOutcome, *JobOutcome, *WebhookOutcome}
+            | {"applied", "refused", "written", "dropped", "failed"}
         ),
         "pool": frozenset(policy.pools) | {""},
         "prompt_tokens_max": frozenset(str(step) for step in steps) | {"+Inf"},
