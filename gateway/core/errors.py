@@ -140,6 +140,10 @@ class IdempotencyKeyReused(CallerError):
     status = 422
     code = "idempotency_key_reused"
 
+    def __init__(self) -> None:
+        """Say so."""
+        super().__init__("This Idempotency-Key was used with another request.")
+
 
 class ResponseNotFound(CallerError):
     """No response of that id is kept for this caller."""

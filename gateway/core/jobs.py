@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from gateway.core.idempotency import fingerprint, read_key
+
 
 class JobStatus(StrEnum):
     """Where a job stands; OpenAI's words."""
@@ -181,6 +183,15 @@ class Idempotency:
     key: str
     route: str
     fingerprint: str
+
+    @classmethod
+    def of(cls, written: str | None, route: str, body: bytes) -> "Idempotency | None":
+        """Return what the header of a request promises, or None where it has none.
+
+        Raises:
+            InvalidRequest: it is no key.
+        """
+        return None if written is None else cls(read_key(written), route, fingerprint(body))
 
 
 @dataclass(frozen=True, slots=True)

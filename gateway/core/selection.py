@@ -379,7 +379,7 @@ def _promising_in(
             lead is not None
             and kinds.get(name) == kind
             and view.backend is backends[name]
-            and _stands_like(view, lead.view)
+            and _stand_alike(view, lead.view)
             and view.load.has_room(lead.claim, lead.limits)
         ):
             best = fit.get(-view.prefix_share)
@@ -398,19 +398,6 @@ def _promising_in(
         else:
             fit[place] = place, case
     return [one for _, one in sorted(fit.values())]
-
-
-def _stands_like(view: BackendView, plain: BackendView) -> bool:
-    """Return whether a replica of a backend that is well stands as that does, but for what it has to do."""
-    status, other = view.status, plain.status
-    return (
-        status.state is State.UP
-        and status.served_models == other.served_models
-        and status.context_tokens == other.context_tokens
-        and view.away is None
-        and view.share_max == plain.share_max
-        and view.kv_taken == plain.kv_taken
-    )
 
 
 def consider(
@@ -442,10 +429,20 @@ def _are_alike(one: BackendView, other: BackendView) -> bool:
     return (
         a.capacity is b.capacity  # those of one profile share it
         and admission.read_alike(a, b)
+        and _stand_alike(one, other)
+    )
+
+
+def _stand_alike(one: BackendView, other: BackendView) -> bool:
+    """Return whether what is known of two backends at this moment differs in what they have to do at most."""
+    a, b = one.status, other.status
+    return (
+        a.state is b.state
+        and a.served_models == b.served_models
+        and a.context_tokens == b.context_tokens
+        and one.away == other.away
         and one.share_max == other.share_max
         and one.kv_taken == other.kv_taken
-        and one.status.context_tokens == other.status.context_tokens
-        and one.status.state is other.status.state
     )
 
 

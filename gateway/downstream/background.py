@@ -16,7 +16,6 @@ from gateway.core.errors import (
     ResponseNotFound,
     StoreUnavailable,
 )
-from gateway.core.idempotency import fingerprint, read_key
 from gateway.core.jobs import (
     Chunk,
     Idempotency,
@@ -137,13 +136,11 @@ class Background:
             keep_s=self._rules.keep_s if store else self._rules.unstored_keep_s,
             expires_s=_expires_s(request.headers),
         )
-        idempotency = None
-        if idempotency_key is not None:
-            idempotency = Idempotency(read_key(idempotency_key), route, fingerprint(body))
+        idempotency = Idempotency.of(idempotency_key, route, body)
         found = await self._jobs.submit(job, self._rules.quota, idempotency)
         match found:
             case Refusal.IDEMPOTENCY_KEY_REUSED:
-                raise IdempotencyKeyReused("This Idempotency-Key was used with another request.")
+                raise IdempotencyKeyReused()
             case Refusal():
                 raise JobRefused(_REFUSALS[found], code=found.value, retry_after_s=30)
         if found.id == id:

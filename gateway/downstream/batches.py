@@ -21,7 +21,7 @@ from gateway.core.errors import (
     InvalidRequest,
     JobRefused,
 )
-from gateway.core.idempotency import HEADER, fingerprint, read_key
+from gateway.core.idempotency import HEADER
 from gateway.core.jobs import Idempotency, JobPriority, NewJob
 from gateway.core.responses.items import response_id
 from gateway.core.responses.replay import JobFacts
@@ -117,9 +117,7 @@ class Batches:
         if members.get("output_expires_after") is not None:
             keep_s = expiry_of(members["output_expires_after"], "output_expires_after")
         headers = {name: value for name, value in request.headers.items() if name not in _SECRET}
-        idempotency = None
-        if (written := request.headers.get(HEADER)) is not None:
-            idempotency = Idempotency(read_key(written), PATH, fingerprint(body))
+        idempotency = Idempotency.of(request.headers.get(HEADER), PATH, body)
         found = await self._store.create(
             Batch(
                 id=f"batch_{secrets.token_hex(16)}",
@@ -140,7 +138,7 @@ class Batches:
             case BatchRefusal.INVALID_PURPOSE:
                 raise InvalidRequest("The file's purpose must be `batch`.", param="input_file_id")
             case BatchRefusal.IDEMPOTENCY_KEY_REUSED:
-                raise IdempotencyKeyReused("This Idempotency-Key was used with another request.")
+                raise IdempotencyKeyReused()
             case BatchRefusal.TOO_MANY_BATCHES:
                 message = "This key has as many batches as it may."
                 raise JobRefused(message, code="too_many_batches", retry_after_s=30)

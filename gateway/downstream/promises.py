@@ -260,7 +260,7 @@ class Recording(HttpDownstream):
 
 def _refuse(standing: Standing) -> NoReturn:
     if standing is Standing.REUSED:
-        raise IdempotencyKeyReused("This Idempotency-Key was used with another request.")
+        raise IdempotencyKeyReused()
     raise IdempotencyInProgress(
         "The first request with this Idempotency-Key has not ended. Retry to get its answer.",
         retry_after_s=RETRY_AFTER_S,

@@ -24,7 +24,6 @@ KEEP_ALIVE = b": keep-alive\n\n"
 KEEP_ALIVE_S = 10.0
 """Time between two comments. 15 s is the most that was found to be safe; a busy process needs some room."""
 
-
 PATIENCE_HEADER = "x-gateway-timeout-s"
 
 

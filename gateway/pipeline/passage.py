@@ -127,7 +127,8 @@ class Passage:
 
     def _asked(self) -> Asked | None:
         """Return what is kept of what it asked: worked out at its end, since nobody reads it before."""
-        request, model = self.incoming.request, self.policy.model(self.incoming.request.model)
+        request = self.incoming.request
+        model = self.policy.model(request.model)
         if self.estimate is None or model is None:
             return None
         return Asked.of(

@@ -8,13 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from gateway.settings.fields import (
-    AddressText,
-    OptionalAddress,
-    Section,
-    Slug,
-    Text,
-)
+from gateway.settings.fields import AddressText, OptionalAddress, Section, Slug, Text
 from gateway.settings.sections.boxes import BoxSection
 from gateway.settings.sections.decisions import DecisionsSection
 from gateway.settings.sections.fleet import (

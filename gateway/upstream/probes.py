@@ -351,8 +351,11 @@ class _Asker:
         self._headers["accept-encoding"] = "identity"  # compressing would cost the engine's server more
         if watched.secret is not None:
             self._headers["authorization"] = f"Bearer {watched.secret}"
-        self._fresh = _transport(watched, kept=0)
-        self._kept = _transport(watched, kept=1)
+        # Reading the system's certificates takes 20 ms: once, and not where the address says http.
+        verify = watched.verify if watched.url.startswith("https:") else False
+        if verify is True:
+            verify = httpx.create_ssl_context(trust_env=False)
+        self._fresh, self._kept = _transport(verify, kept=0), _transport(verify, kept=1)
         self._requests: dict[str, httpx.Request] = {}
         self._under_way: set[anyio.CancelScope] = set()
 
@@ -403,11 +406,10 @@ class _Asker:
         return bytes(body)
 
 
-def _transport(watched: _Watched, *, kept: int) -> Transport:
+def _transport(verify: ssl.SSLContext | bool, *, kept: int) -> Transport:
     """Return what opens connections to a backend and keeps `kept` of them."""
     return Transport(
-        # Reading the system's certificates takes 20 ms, for nothing where the address says http.
-        verify=watched.verify if watched.url.startswith("https:") else False,
+        verify=verify,
         limits=httpx.Limits(
             max_connections=4, max_keepalive_connections=kept, keepalive_expiry=ways.KEEPALIVE_S
         ),

@@ -7,15 +7,7 @@ from pydantic import model_validator
 from gateway.core.box import BoxRules
 from gateway.core.canary import Canary
 from gateway.core.swap_policy import SwapRules, Trigger
-from gateway.settings.fields import (
-    Command,
-    Positive,
-    Seconds,
-    Section,
-    Slug,
-    Text,
-    Url,
-)
+from gateway.settings.fields import Command, Positive, Seconds, Section, Slug, Text, Url
 
 _TRIGGER, _SWAPS, _CANARY = Trigger(), SwapRules("", {}), Canary()
 _BOX = BoxRules(_SWAPS)

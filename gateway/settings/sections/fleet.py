@@ -4,11 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from gateway.core.values import (
-    Gates,
-    Spill,
-    Timeouts,
-)
+from gateway.core.values import Gates, Spill, Timeouts
 from gateway.settings.fields import (
     BaseUrl,
     Count,
