@@ -15,8 +15,9 @@ from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateC
 IMAGE_BUDGETS = (70, 140, 280, 560, 1120)
 """Soft tokens an image may be given; the processor knows no others."""
 
-TOOLS_PERCENT = 120
-"""Declarations against their compact JSON: 83..118 % over 300 random tool sets, so 120 is never under."""
+QUOTED_TOKENS = 2
+"""What each text among JSON's values costs beside the JSON: the template quotes it by a token at either end,
+where JSON's quotes share theirs with commas and colons."""
 
 MARGIN_FLOOR_TOKENS = 16
 EXACT_MARGIN = 0.001
@@ -80,7 +81,8 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
     if prompt.thinking:
         fixed += costs.think_marker
     if prompt.tools_json:
-        texts.append(Piece(prompt.tools_json, TOOLS_PERCENT))
+        fixed += _quoted(prompt.tools_json)
+        texts.append(Piece(prompt.tools_json))
     if (prompt.thinking or prompt.tools_json) and prompt.turns[0].role not in _SYSTEM_ROLES:
         fixed += costs.per_turn  # a system turn made for them
     previous: Turn | None = None  # the last one that was not a tool's result
@@ -103,7 +105,7 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
             texts.append(Piece(role))
         texts.append(Piece(_content(turn), long=turn.long))
         for name, arguments in turn.tool_calls:
-            fixed += costs.tool_round
+            fixed += costs.tool_round + _quoted(arguments)
             texts += (Piece(name, 200), Piece(arguments))  # the call names it, and so does the result
         calls_open = len(turn.tool_calls)
         previous = turn
@@ -113,6 +115,13 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
     if images or audios:
         fixed += _media(prompt, costs, images, audios)
     return Pieces(fixed, tuple([piece for piece in texts if piece.text or piece.long is not None]))
+
+
+def _quoted(json: str) -> int:
+    """Return what the template's quotes around the texts in some JSON take; keys have none."""
+    texts = (json.count('"') - json.count('\\"')) // 2
+    keys = json.count('":') - json.count('\\":')
+    return QUOTED_TOKENS * max(0, texts - keys)
 
 
 def _completion(prompt: Prompt, costs: TemplateCosts) -> Pieces:

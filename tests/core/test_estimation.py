@@ -1,5 +1,8 @@
 """The chat template's arithmetic, held to prompt lengths that vLLM reported for Gemma 4."""
 
+import json
+from typing import Any
+
 import pytest
 
 from gateway.core.estimation import Piece, Pieces, bound, image_budget, is_plain, margin_tokens, pieces
@@ -26,6 +29,13 @@ def length(prompt: Prompt, costs: TemplateCosts = COSTS) -> int:
 
 def chat(*turns: Turn, thinking: bool = False, tools_json: str = "") -> Prompt:
     return Prompt(turns=turns, thinking=thinking, tools_json=tools_json)
+
+
+def _tool(name: str, description: str, properties: dict[str, Any]) -> str:
+    """Return the JSON of a list of one tool that needs all its properties."""
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return json.dumps([{"type": "function", "function": function}], separators=(",", ":"))
 
 
 def user(*texts: str) -> Turn:
@@ -115,8 +125,51 @@ def test_tools_are_counted_at_a_bound_in_a_system_turn() -> None:
     parts = pieces(chat(user(RIVER), tools_json="[{}]"), COSTS)
 
     assert parts.fixed_tokens == 1 + 5 + 5 + 3 + 4
-    assert parts.texts == (Piece("[{}]", 120), Piece(RIVER))
-    assert parts.total([46, 4]) == 18 + 56 + 4  # 55.2 rounded up; the engine reported 61 for this prompt
+    assert parts.texts == (Piece("[{}]"), Piece(RIVER))
+
+
+LANGUAGES = '["en","de","fr","es","it","pt","nl","sv","da","no","fi","pl","cs","el","tr","ru","uk","ar","he"]'
+FIELDS = ("street", "city", "county", "country", "phone", "email", "fax", "site")
+# JSON, its tokens, and those of what the official template makes of it, both by Gemma's own vocabulary.
+DECLARED = [
+    ("nothing-but-a-name", '[{"type":"function","function":{"name":"now"}}]', 13, 11),
+    (
+        "figures",
+        _tool("add", "Adds.", {one: {"type": "number"} for one in "xyz"}),
+        57,
+        61,
+    ),
+    (
+        "a-list-of-words",
+        _tool(
+            "translate",
+            "Translates the last answer.",
+            {"to": {"type": "string", "enum": json.loads(LANGUAGES)}},
+        ),
+        83,
+        119,
+    ),
+    (
+        "many-described-fields",
+        _tool(
+            "change",
+            "Changes an address.",
+            {one: {"type": "string", "description": f"The {one} to write to."} for one in FIELDS},
+        ),
+        168,
+        211,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("tools_json", "written", "declared"), [row[1:] for row in DECLARED], ids=[row[0] for row in DECLARED]
+)
+def test_declarations_are_never_longer_than_the_bound(tools_json: str, written: int, declared: int) -> None:
+    parts = pieces(chat(user(RIVER), tools_json=tools_json), COSTS)
+
+    bound_tokens = parts.total([written, 4]) - (1 + 5 + 5 + 4 + 3 + 4)
+    assert declared <= bound_tokens <= 1.5 * declared + 8
 
 
 CALL = Turn("assistant", (), tool_calls=(("get_weather", '{"city":"Paris"}'),))
@@ -132,15 +185,52 @@ def test_a_tool_round_takes_its_bound_and_its_texts() -> None:
         Piece('{"city":"Paris"}'),
         Piece(" sunny\n"),
     )
-    # No generation prompt and no empty thought: the model goes on in the turn of its call.
-    assert parts.fixed_tokens == 1 + 5 + 5 + 22
+    # No generation prompt and no empty thought: the model goes on in the turn of its call. Paris is quoted.
+    assert parts.fixed_tokens == 1 + 5 + 5 + 22 + 2
+
+
+# Arguments, their tokens, and those of the whole round f(arguments) -> ok, by the official template.
+CALLED = [
+    ("words", f'{{"tags":{LANGUAGES}}}', 41, 96),
+    ("rows", '{"rows":[' + ",".join(['{"name":"bob","city":"rome"}'] * 10) + "]}", 84, 141),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written", "rendered"), [row[1:] for row in CALLED], ids=[row[0] for row in CALLED]
+)
+def test_arguments_are_never_longer_than_the_bound(arguments: str, written: int, rendered: int) -> None:
+    call = Turn("assistant", (), tool_calls=(("f", arguments),))
+
+    parts = pieces(chat(user("hi"), call, Turn("tool", ("ok",))), COSTS)
+
+    bound_tokens = parts.total([1, 1, written, 1]) - (1 + 6 + 5)
+    assert rendered <= bound_tokens <= 1.5 * rendered
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        ("{}", 0),
+        ("", 0),
+        ('{"a":1,"b":[true,null]}', 0),
+        ('{"a":"b"}', 1),
+        ('{"a": "b", "c": ["d", "e"]}', 3),
+        ('{"a":"say \\"b\\": \\"c\\""}', 1),
+        ('{"a":""}', 1),
+    ],
+)
+def test_texts_are_told_from_keys_and_from_quotes_within_them(arguments: str, texts: int) -> None:
+    call = Turn("assistant", (), tool_calls=(("f", arguments),))
+
+    assert pieces(chat(user("hi"), call), COSTS).fixed_tokens == 1 + 5 + 5 + 22 + 2 * texts
 
 
 def test_the_answer_after_a_tool_round_stands_in_the_same_turn() -> None:
     ended = pieces(chat(user("hi"), CALL, RESULT, assistant("yes")), COSTS)
     asked = pieces(chat(user("hi"), CALL, RESULT, assistant("yes"), user("hi")), COSTS)
 
-    assert ended.fixed_tokens == 1 + 5 + 5 + 22 + 2 + 7
+    assert ended.fixed_tokens == 1 + 5 + 5 + 22 + 2 + 2 + 7
     assert asked.fixed_tokens == ended.fixed_tokens + 5
 
 
