@@ -142,8 +142,12 @@ def drain(undo: bool, admin: str | None, config: Path | None, as_json: bool) -> 
 def _base(admin: str | None, config: Path | None) -> str:
     """Return the URL of the admin port. Ends the command with status 2 where it is none."""
     if admin is not None:
-        parts = urlsplit(admin)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
+        try:
+            parts = urlsplit(admin)
+            is_url = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_url = False
+        if not is_url:
             raise click.BadParameter("write it as http://host:port", param_hint="--admin")
         return admin.rstrip("/")
     if config is None:

@@ -496,19 +496,21 @@ class JobStore(Protocol):
     async def beat(self, worker: str, claims: Collection[tuple[str, int]]) -> Collection[str]:
         """Say that `worker` still has these (job id, attempt). Returns the ids of those it has lost."""
 
-    async def append(self, job_id: str, attempt: int, chunk: Chunk) -> bool:
+    # `claim`, as in `Job`, tells an attempt from one of the same number that the store has forgotten.
+
+    async def append(self, job_id: str, attempt: int, chunk: Chunk, claim: str = "") -> bool:
         """Add a chunk to an answer; one whose number is there already changes nothing.
 
         False: this attempt no longer has the job.
         """
 
     async def finish(
-        self, job_id: str, attempt: int, status: JobStatus, error: JobError | None = None
+        self, job_id: str, attempt: int, status: JobStatus, error: JobError | None = None, claim: str = ""
     ) -> bool:
         """Make a job final. False: this attempt no longer has it, and nothing changed."""
 
     async def give_back(
-        self, job_id: str, attempt: int, *, after_s: float = 0.0, failed: bool = False
+        self, job_id: str, attempt: int, *, after_s: float = 0.0, failed: bool = False, claim: str = ""
     ) -> bool:
         """Queue a job again, at the front, not before `after_s`; `failed`: count it as a failure of the job.
 
@@ -563,7 +565,8 @@ class BatchStore(Protocol):
     """Keeps batches. Every method raises StoreUnavailable when the store does not answer.
 
     Every method may be repeated. Those that name a claim raise BatchLost where another has taken the batch,
-    or it is over; and they tell the others that it is being worked at.
+    or it is over, or the store knows nothing of the claim's last line; and they tell the others that it is
+    being worked at.
     """
 
     async def create(self, batch: Batch, idempotency: Idempotency | None = None) -> Batch | BatchRefusal:

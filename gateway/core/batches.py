@@ -400,7 +400,7 @@ class BatchRefusal(StrEnum):
 
 
 class BatchLost(Exception):
-    """Another works at the batch by now, or it is over."""
+    """Another works at the batch by now, or it is over, or the store has lost some of what was done."""
 
 
 @dataclass(frozen=True, slots=True)

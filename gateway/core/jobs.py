@@ -103,6 +103,7 @@ class Job:
         chunks: Chunks of its answer that are stored.
         size_bytes: Bytes that it and its answer keep in the store.
         worker: Who has it, or had it last.
+        claim: What tells the last claim from every other, also from one that the store has forgotten since.
         error: Why it failed.
     """
 
@@ -118,6 +119,7 @@ class Job:
     chunks: int = 0
     size_bytes: int = 0
     worker: str = ""
+    claim: str = ""
     error: JobError | None = None
 
     @property

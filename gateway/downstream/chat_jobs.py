@@ -51,7 +51,7 @@ class ChatJobs:
         pipeline: Pipeline,
         keys: KeyRing,
         clock: Clock,
-        refused: Callable[[Arrival, GatewayError], None],
+        refused: Callable[[Arrival, GatewayError, str | None], None],
         is_stopping: Callable[[], bool],
     ) -> None:
         """Hand jobs to `background`, and everything else to `pipeline`.
@@ -174,7 +174,7 @@ class ChatJobs:
                 job, _ = await submit(idempotency_key=None)
         except StoreUnavailable as error:
             if not is_in_place:
-                self._refused(request.arrival, error)
+                self._refused(request.arrival, error, request.request.key)
                 raise
             log.warning(
                 "request %s is served without the queue: %s",
@@ -184,7 +184,7 @@ class ChatJobs:
             )
             return None
         except GatewayError as error:
-            self._refused(request.arrival, error)
+            self._refused(request.arrival, error, request.request.key)
             raise
         log.info(
             "request %s is job %s",

@@ -42,6 +42,7 @@ from gateway.core.responses.request import (
 from gateway.core.values import Endpoint
 from gateway.downstream import wire
 from gateway.downstream.background import Background, gone, headers_kept
+from gateway.downstream.files import limit_of
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.promises import Promises
 from gateway.downstream.reading import Readers, Received, Work
@@ -336,9 +337,7 @@ class Responses:
 
 def _page(items: Sequence[Item], query: Mapping[str, Any]) -> dict[str, Any]:
     """Return a page of items as the query asks for it, by `limit`, `order` and `after`."""
-    limit, order = str(query.get("limit", _PAGE)), query.get("order", "desc")
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= _PAGE_MAX:
-        raise InvalidRequest(f"`limit` must be an integer from 1 to {_PAGE_MAX}.", param="limit")
+    limit, order = limit_of(query, _PAGE, _PAGE_MAX), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest("`order` must be asc or desc.", param="order")
     ordered = list(items) if order == "asc" else list(reversed(items))
@@ -347,7 +346,7 @@ def _page(items: Sequence[Item], query: Mapping[str, Any]) -> dict[str, Any]:
         if after not in ids:
             raise InvalidRequest("There is no such item.", param="after")
         ordered = ordered[ids.index(after) + 1 :]
-    page = ordered[: int(limit)]
+    page = ordered[:limit]
     return {
         "object": "list",
         "data": page,

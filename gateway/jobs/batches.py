@@ -143,6 +143,7 @@ class BatchRunner:
                 claim.batch.id,
                 extra=about("batch_lost", id=claim.batch.id),
             )
+            await self._let_go(claim)  # where the store has lost a step nobody else has it
         except StoreUnavailable:
             await self._let_go(claim)  # whoever takes it next goes on from what is stored
             await anyio.sleep(AGAIN_S)
@@ -169,6 +170,7 @@ class BatchRunner:
         lines = _Lines(self._files, claim)
         is_stopped = False
         while True:
+            claim = lines.claim
             sight = await self._batches.look(claim)
             for line in sight.ended:
                 await self._collect(claim, sight, line)
@@ -185,9 +187,9 @@ class BatchRunner:
                 if not is_stopped:
                     await self._stop_jobs(claim, sight)
                     is_stopped = True
-                is_moving = await self._write_rest(claim, sight, lines) or is_moving
+                is_moving = await self._write_rest(sight, lines) or is_moving
             else:
-                is_moving = await self._submit_some(claim, sight, lines) or is_moving
+                is_moving = await self._submit_some(sight, lines) or is_moving
             if lines.is_over and not is_moving and not sight.running:
                 new = _end_of(sight)
                 if await self._batches.move(claim, sight.status, new) and new.is_final:
@@ -243,10 +245,10 @@ class BatchRunner:
 
     # ------------------------------------------------------------ lines become jobs
 
-    async def _submit_some(self, claim: BatchClaim, sight: BatchSight, lines: "_Lines") -> bool:
+    async def _submit_some(self, sight: BatchSight, lines: "_Lines") -> bool:
         """Hand over the next lines, as far as there is room. Returns whether there was."""
         for count in range(SUBMITTED_MAX):
-            line = await lines.peek()
+            claim, line = lines.claim, await lines.peek()
             if line is None:
                 return count > 0
             try:
@@ -310,8 +312,9 @@ class BatchRunner:
                 written = _unanswered(claim.batch, sight, line, None)
                 await self._batches.collect(claim, line.job_id, written, is_answer=False)
 
-    async def _write_rest(self, claim: BatchClaim, sight: BatchSight, lines: "_Lines") -> bool:
+    async def _write_rest(self, sight: BatchSight, lines: "_Lines") -> bool:
         """Write down that the next lines will not run. Returns whether there were any."""
+        claim = lines.claim
         written: list[bytes] = []
         size, number, end = 0, 0, 0
         while size < WRITTEN_MAX and (line := await lines.peek()) is not None:
@@ -329,12 +332,14 @@ class _Lines:
     """The lines of a batch's input file behind those that are dealt with.
 
     Attributes:
+        claim: The claim by which they are dealt with, with the last of them that is.
         end: Where the line behind the next one begins.
         job: What the next line is, where that is known.
         is_over: Whether there is none.
     """
 
     def __init__(self, files: FileStore, claim: BatchClaim) -> None:
+        self.claim = claim
         self._files, self._file_id = files, claim.batch.input_file_id
         self._offset = claim.offset
         self._splitter = LineSplitter(claim.number, claim.offset)
@@ -357,13 +362,19 @@ class _Lines:
                 continue
             raw = self._raws.popleft()
             size = 0 if raw.data is None else len(raw.data)
-            found = await _in_thread_if(size > INLINE_BYTES, partial(self._reader.read, raw))
+            read = partial(self._reader.read, raw)
+            found = await _in_thread_if(size > INLINE_BYTES, read)
+            if isinstance(found, BatchLineError):
+                # Nested more deeply than this stack has room; that of a thread has.
+                found = await anyio.to_thread.run_sync(read)
             if isinstance(found, BatchLine):  # the file was found to be in order
                 self._next, self.end = found, raw.end
         return self._next
 
     def go_on(self) -> None:
         """Leave the next line behind."""
+        if self._next is not None:
+            self.claim = replace(self.claim, number=self._next.number)
         self._next = self.job = None
 
     async def _read_on(self) -> None:

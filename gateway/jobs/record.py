@@ -29,6 +29,7 @@ class JobRecord(Downstream):
     Attributes:
         error: Why an answer that had begun has failed; None while it has not.
         is_lost: Whether the job is no longer this attempt's.
+        has_gap: Whether the store has lost what was written: the job has to go on from what is there.
     """
 
     def __init__(self, store: JobStore, job: Job, *, restarts: bool, on_start: Callable[[], None]) -> None:
@@ -51,7 +52,7 @@ class JobRecord(Downstream):
         self._has_room = anyio.Event()
         self._writing = anyio.Lock()
         self.error: GatewayError | None = None
-        self.is_lost = False
+        self.is_lost = self.has_gap = False
 
     async def start(self, status: int, headers: Headers) -> None:
         """See `ports.Downstream.start`."""
@@ -62,12 +63,13 @@ class JobRecord(Downstream):
 
         Raises:
             JobLost: there is no point in going on.
+            CallerStalled: nor is there after a gap.
         """
-        while len(self._gathered) > GATHERED_MAX and not self.is_lost:
+        while len(self._gathered) > GATHERED_MAX and not self._is_over:
             self._has_room = anyio.Event()
             await self._has_room.wait()
-        if self.is_lost:
-            raise JobLost
+        if self._is_over:
+            raise JobLost if self.is_lost else CallerStalled
         self._gathered += data
         self._has_some.set()
 
@@ -77,7 +79,7 @@ class JobRecord(Downstream):
 
     async def run(self) -> None:
         """Write what gathers, until cancelled or lost. A store that is away is tried again."""
-        while not self.is_lost:
+        while not self._is_over:
             if not self._is_behind:
                 self._has_some = anyio.Event()
                 await self._has_some.wait()
@@ -89,7 +91,7 @@ class JobRecord(Downstream):
 
     async def write_all(self) -> None:
         """Write all that has come. A store that is away is tried again, until cancelled."""
-        while not self.is_lost and self._is_behind:
+        while not self._is_over and self._is_behind:
             try:
                 await self.write()
             except StoreUnavailable:
@@ -104,11 +106,19 @@ class JobRecord(Downstream):
         async with self._writing:
             if self._unwritten is None and self._gathered:
                 self._unwritten = self._next_chunk()
-            if self._unwritten is not None and not self.is_lost:
-                if not await self._store.append(self._job.id, self._job.attempt, self._unwritten):
-                    self.is_lost = True
+            if self._unwritten is not None and not self._is_over:
+                await self._append(self._unwritten)
                 self._unwritten = None
             self._has_room.set()
+
+    async def _append(self, chunk: Chunk) -> None:
+        try:
+            is_held = await self._store.append(self._job.id, self._job.attempt, chunk, self._job.claim)
+        except ValueError:
+            self.has_gap = True
+            self.error = StoreUnavailable("The store has lost some of the answer.")
+        else:
+            self.is_lost = not is_held
 
     def _next_chunk(self) -> Chunk:
         chunk = Chunk(self._number, self._job.attempt, bytes(self._gathered), self._restarts)
@@ -116,6 +126,10 @@ class JobRecord(Downstream):
         self._restarts = False
         self._gathered.clear()
         return chunk
+
+    @property
+    def _is_over(self) -> bool:
+        return self.is_lost or self.has_gap
 
     @property
     def _is_behind(self) -> bool:

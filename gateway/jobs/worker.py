@@ -238,21 +238,21 @@ class Worker:
         job = claim.job
         try:
             with claim.scope:
-                await self._attempt(job)
+                await self._attempt(claim)
             if claim.scope.cancelled_caught and not claim.is_returned:
                 raise JobLost
             if claim.scope.cancelled_caught:
-                await self._give_back(job, after_s=0.0, failed=False)
+                await self._give_back(claim, after_s=0.0, failed=False)
         except JobLost:
             log.info(
                 "job %s: no longer this worker's",
                 job.id,
                 extra=about("job_lost", id=job.id, lane=job.new.lane),
             )
-            self._tell(job, AttemptOutcome.LOST)
+            self._tell(claim, AttemptOutcome.LOST)
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(FINISH_S, shield=True):
-                await self._give_back(job, after_s=0.0, failed=False)
+                await self._give_back(claim, after_s=0.0, failed=False)
             raise
         except Exception:
             log.exception(
@@ -260,31 +260,32 @@ class Worker:
                 job.id,
                 extra=about("internal_error", id=job.id, lane=job.new.lane),
             )
-            await self._give_back(job, after_s=self._rules.retry_s, failed=True)
+            await self._give_back(claim, after_s=self._rules.retry_s, failed=True)
         finally:
             if self._claims.get(job.id) is claim:  # else this worker has the job again
                 self._ahead[job.new.lane].discard(job.id)
                 del self._claims[job.id]
             self._room.set()
 
-    async def _attempt(self, job: Job) -> None:
+    async def _attempt(self, claim: _Claim) -> None:
+        job = claim.job
         stored = await self._answer_so_far(job) if job.chunks else None
         if job.chunks:
-            self._claims[job.id].beginning = Beginning.CONTINUED
+            claim.beginning = Beginning.CONTINUED
         if stored is not None and stored.finish_reason is not None:
-            await self._finish(job, stored.status)  # only the end was missing
+            await self._finish(claim, stored.status)  # only the end was missing
             return
         body = continuation(job.new.body, stored) if stored is not None and self._rules.continues else None
         if body is not None:
             chunks, failure = await self._relay(job, body, restarts=False)
             if not isinstance(failure, BackendRejected):
-                await self._conclude(job, failure)
+                await self._conclude(claim, failure)
                 return
-            job = replace(job, chunks=chunks)  # this engine does not continue answers
+            job = claim.job = replace(job, chunks=chunks)  # this engine does not continue answers
         if job.chunks:
-            self._claims[job.id].beginning = Beginning.RESTARTED
+            claim.beginning = Beginning.RESTARTED
         _, failure = await self._relay(job, job.new.body, restarts=job.chunks > 0)
-        await self._conclude(job, failure)
+        await self._conclude(claim, failure)
 
     async def _relay(self, job: Job, body: bytes, *, restarts: bool) -> tuple[int, GatewayError | None]:
         """Run a request of a job. Returns how many chunks the job has then, and why it failed, or None.
@@ -312,7 +313,7 @@ class Worker:
                 except GatewayError as error:
                     failure = error
                 except CallerStalled:
-                    if not record.is_lost:
+                    if not (record.is_lost or record.has_gap):
                         failure = StoreUnavailable("The store was away for too long to take the answer.")
                 tasks.cancel_scope.cancel()
             await record.write_all()
@@ -323,12 +324,13 @@ class Worker:
             raise JobLost
         return record.chunks, failure or record.error
 
-    async def _conclude(self, job: Job, failure: GatewayError | None) -> None:
+    async def _conclude(self, claim: _Claim, failure: GatewayError | None) -> None:
+        job = claim.job
         match failure:
             case None:
-                await self._finish(job, (await self._answer_so_far(job)).status)
+                await self._finish(claim, (await self._answer_so_far(job)).status)
             case CallerError():
-                await self._finish(job, JobStatus.FAILED, JobError(failure.code, failure.message))
+                await self._finish(claim, JobStatus.FAILED, JobError(failure.code, failure.message))
             case _:
                 rest_s = min(self._rules.retry_s * 2.0 ** min(job.failures, 16), self._rules.retry_max_s)
                 log.warning(
@@ -346,7 +348,7 @@ class Worker:
                     ),
                 )
                 await self._give_back(
-                    job,
+                    claim,
                     after_s=max(failure.retry_after_s or 0.0, rest_s),
                     failed=not isinstance(failure, ShedError),
                 )
@@ -357,15 +359,21 @@ class Worker:
         chunks = await _until_answered(lambda: self._store.all_chunks(job.id))
         return answer_so_far(chunks, choices(job.new.body))
 
-    async def _finish(self, job: Job, status: JobStatus, error: JobError | None = None) -> None:
-        has_ended = await _until_answered(lambda: self._store.finish(job.id, job.attempt, status, error))
+    async def _finish(self, claim: _Claim, status: JobStatus, error: JobError | None = None) -> None:
+        job = claim.job
+        has_ended = await _until_answered(
+            lambda: self._store.finish(job.id, job.attempt, status, error, job.claim)
+        )
         if not has_ended:
             raise JobLost
-        self._tell(job, AttemptOutcome.ENDED, status, error)
+        self._tell(claim, AttemptOutcome.ENDED, status, error)
 
-    async def _give_back(self, job: Job, *, after_s: float, failed: bool) -> None:
+    async def _give_back(self, claim: _Claim, *, after_s: float, failed: bool) -> None:
+        job = claim.job
         is_back = await _until_answered(
-            lambda: self._store.give_back(job.id, job.attempt, after_s=after_s, failed=failed)
+            lambda: self._store.give_back(
+                job.id, job.attempt, after_s=after_s, failed=failed, claim=job.claim
+            )
         )
         if not is_back:
             outcome = AttemptOutcome.LOST
@@ -375,18 +383,17 @@ class Worker:
             outcome = AttemptOutcome.FAILED
         else:
             outcome = AttemptOutcome.POISONED  # the next claim ends it
-        self._tell(job, outcome)
+        self._tell(claim, outcome)
 
     def _tell(
         self,
-        job: Job,
+        claim: _Claim,
         outcome: AttemptOutcome,
         status: JobStatus | None = None,
         error: JobError | None = None,
     ) -> None:
-        claim = self._claims[job.id]
         took_s = anyio.current_time() - claim.at
-        self._on_attempt(AttemptEnd(job, outcome, claim.beginning, took_s, status, error))
+        self._on_attempt(AttemptEnd(claim.job, outcome, claim.beginning, took_s, status, error))
 
 
 async def _until_answered(ask: Callable[[], Awaitable[T]]) -> T:

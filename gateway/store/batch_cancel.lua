@@ -3,6 +3,7 @@
 local id = ARGV[OWN_ARGUMENTS]
 local status = redis.call('HGET', key('batch', id), 'status')
 
+insist(TAG)
 if status == 'validating' or status == 'in_progress' then
     move_batch(id, 'cancelling')
 end

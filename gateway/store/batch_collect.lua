@@ -1,10 +1,11 @@
--- ARGV  id, fence, lease in ms, job, output or error, id of that file, the line.
+-- ARGV  id, fence, last line, lease in ms, job, output or error, id of that file, the line.
 -- Writes down what became of a line that was a job, and forgets the job. A job that goes on is left alone.
 -- Returns 1, also if that was done before; nothing if another has the batch.
 
-local id, fence, lease, job_id, kind, file, line = unpack(ARGV, OWN_ARGUMENTS)
+local id, fence, last, lease, job_id, kind, file, line = unpack(ARGV, OWN_ARGUMENTS)
 
-if not holds_batch(id, fence, lease) then
+insist(TAG)
+if not holds_batch(id, fence, last, lease) then
     return false
 end
 redis.call('LREM', key('done', id), 0, job_id)

@@ -1,10 +1,11 @@
--- ARGV  id, fence, lease in ms, how many lines at most.
+-- ARGV  id, fence, last line, lease in ms, how many lines at most.
 -- Returns status, whether its time is over, ms it has left, how many lines are jobs, and of those that have ended
 -- id and "number custom_id" by turns; nothing if another has the batch.
 
-local id, fence, lease, most = unpack(ARGV, OWN_ARGUMENTS)
+local id, fence, last, lease, most = unpack(ARGV, OWN_ARGUMENTS)
 
-if not holds_batch(id, fence, lease) then
+insist(TAG)
+if not holds_batch(id, fence, last, lease) then
     return false
 end
 local batch = redis.call('HMGET', key('batch', id), 'status', 'expires')

@@ -2,6 +2,7 @@
 
 local id, fence = unpack(ARGV, OWN_ARGUMENTS)
 
+insist(TAG)
 if redis.call('HGET', key('batch', id), 'fence') == fence then
     redis.call('HSET', key('batch', id), 'until', 0)
 end

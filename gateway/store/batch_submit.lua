@@ -1,12 +1,13 @@
--- ARGV  id, fence, lease in ms, number of the line, where the next begins, custom_id, how many lines of the owner may
---       be jobs at once, how many bytes they may hold, then of the job: id, owner, lane, priority, body, facts, keep
---       in ms, ms until it expires or ''.
+-- ARGV  id, fence, last line, lease in ms, number of the line, where the next begins, custom_id, how many lines of the
+--       owner may be jobs at once, how many bytes they may hold, then of the job: id, owner, lane, priority, body,
+--       facts, keep in ms, ms until it expires or ''.
 -- Returns 1, also if the line was handed over before; 0 if too much of the owner is; nothing if another has the batch.
 
-local id, fence, lease, number, offset, custom_id, jobs_max, bytes_max = unpack(ARGV, OWN_ARGUMENTS, OWN_ARGUMENTS + 7)
-local job_id, owner, lane, priority, body, facts, keep, expires = unpack(ARGV, OWN_ARGUMENTS + 8)
+local id, fence, last, lease, number, offset, custom_id = unpack(ARGV, OWN_ARGUMENTS, OWN_ARGUMENTS + 6)
+local jobs_max, bytes_max = unpack(ARGV, OWN_ARGUMENTS + 7, OWN_ARGUMENTS + 8)
+local job_id, owner, lane, priority, body, facts, keep, expires = unpack(ARGV, OWN_ARGUMENTS + 9)
 
-if not holds_batch(id, fence, lease) then
+if not holds_batch(id, fence, last, lease) then
     return false
 end
 if tonumber(redis.call('HGET', key('batch', id), 'cursor')) >= tonumber(number) then

@@ -5,6 +5,7 @@ local runner, lease, each_max = unpack(ARGV, OWN_ARGUMENTS)
 local LOOKED_MAX = 2000
 local counts, first = {}, nil
 
+insist(TAG)
 sweep_files()
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('batches_ended'), '-inf', now, 'LIMIT', 0, SWEPT_MAX)) do
     forget_batch(id)

@@ -1,10 +1,11 @@
--- ARGV  id, fence, lease in ms, number of the last line, where the next begins, id of the error file, how many
---       lines, the lines: those up to that number never become jobs.
+-- ARGV  id, fence, last line, lease in ms, number of the last of these lines, where the next begins, id of the error
+--       file, how many lines, the lines: those up to that number never become jobs.
 -- Returns 1, also if they were written before; nothing if another has the batch.
 
-local id, fence, lease, number, offset, file, count, lines = unpack(ARGV, OWN_ARGUMENTS)
+local id, fence, last, lease, number, offset, file, count, lines = unpack(ARGV, OWN_ARGUMENTS)
 
-if not holds_batch(id, fence, lease) then
+insist(TAG)
+if not holds_batch(id, fence, last, lease) then
     return false
 end
 if tonumber(redis.call('HGET', key('batch', id), 'cursor')) < tonumber(number) then

@@ -10,9 +10,10 @@
 -- batches_ended     ZSET    ids of those that are, by the time at which they are forgotten
 --
 -- `fence` counts how often a batch was taken. Whoever works at it names the number, and is refused once another
--- has taken it. Everything such a runner does is one script, that also renews its lease. A line is handed over as a
--- job, or written down, in the step that moves the cursor behind it; a job's result is written down in the step
--- that forgets the job. So every line is written down once.
+-- has taken it. It also names the last line behind which it has moved the cursor, and is refused where the store has
+-- lost that step: it has to go on from where the cursor is. Everything such a runner does is one script, that also
+-- renews its lease. A line is handed over as a job, or written down, in the step that moves the cursor behind it; a
+-- job's result is written down in the step that forgets the job. So every line is written down once.
 
 local FINAL = {failed = true, completed = true, expired = true, cancelled = true}
 local BATCH_SHOWN = {
@@ -33,9 +34,9 @@ local function move_batch(id, status)
 end
 
 -- Returns whether a runner has the batch, and renews its lease if so.
-local function holds_batch(id, fence, lease)
-    local batch = redis.call('HMGET', key('batch', id), 'fence', 'status')
-    if batch[1] ~= fence or FINAL[batch[2]] then
+local function holds_batch(id, fence, number, lease)
+    local batch = redis.call('HMGET', key('batch', id), 'fence', 'status', 'cursor')
+    if batch[1] ~= fence or FINAL[batch[2]] or tonumber(batch[3]) < tonumber(number) then
         return false
     end
     redis.call('HSET', key('batch', id), 'until', now + lease)

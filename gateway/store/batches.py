@@ -200,7 +200,7 @@ class RedisBatches:
 
     async def _held(self, name: str, claim: BatchClaim, *arguments: str | bytes | int) -> Any:
         """Return what a script says that only whoever has the batch may run."""
-        reply = await self._run(name, claim.batch.id, claim.fence, self._lease_ms, *arguments)
+        reply = await self._run(name, claim.batch.id, claim.fence, claim.number, self._lease_ms, *arguments)
         if reply is None:
             raise BatchLost(claim.batch.id)
         return reply

@@ -6,8 +6,8 @@ nothing is repeated, and everything has a limit.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from importlib import resources
 from typing import Any
 
@@ -18,7 +18,9 @@ from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
+
+from gateway.core.errors import ConfigError
 
 READ_S = 2.0
 """How long one read of a channel lasts before the next: no limit, only a chance to be cancelled."""
@@ -26,6 +28,12 @@ READ_S = 2.0
 UNREACHABLE = (RedisError, OSError, RuntimeError)
 """What a client raises whose server is gone. RuntimeError is uvloop's, for a write to a connection that was
 reset before anybody has read so."""
+
+BACKSTOP_S = 60.0
+"""redis-py's own limits. Those that count are set here: its own do not know that this process stood still."""
+
+ONCE_MORE_S = 0.01
+"""A command whose time is over is given up after one more look at what has come, this long after."""
 
 _FOLDER = resources.files("gateway.store")
 
@@ -49,6 +57,9 @@ class Connections:
                 for its turn before.
             connections_max: Commands at once, each on a connection of its own.
             decodes: Whether replies are text; bytes otherwise.
+
+        Raises:
+            ConfigError: the URL has an option that there is not, or not with that value.
         """
         self._command_s = command_s
         self._turns = asyncio.Semaphore(connections_max)
@@ -57,17 +68,31 @@ class Connections:
             "protocol": 2,  # understood by every version and every proxy
             "retry": Retry(NoBackoff(), 0),
             "retry_on_timeout": False,
-            "socket_connect_timeout": command_s,
             "decode_responses": decodes,
             "encoding_errors": "replace",  # what others wrote must not raise
             "client_name": name,
         }
         if not url.startswith("unix:"):
             settings["socket_keepalive"] = True
-        self.redis = _client(
-            url, settings, max_connections=connections_max, timeout=command_s, socket_timeout=command_s
+        self._pool = _pool(
+            url,
+            settings,
+            max_connections=connections_max,
+            timeout=BACKSTOP_S,
+            socket_timeout=BACKSTOP_S,
+            socket_connect_timeout=BACKSTOP_S,
         )
-        self._listener = _client(url, settings, max_connections=2, timeout=command_s, socket_timeout=None)
+        self.redis = Redis.from_pool(self._pool)
+        # What is lost while it listens it opens again by itself, which nothing else bounds.
+        listener = _pool(
+            url,
+            settings,
+            max_connections=2,
+            timeout=command_s,
+            socket_timeout=None,
+            socket_connect_timeout=command_s,
+        )
+        self._listener = Redis.from_pool(listener)
 
     def connection(self) -> AbstractConnection:
         """Return a new connection, not opened yet, that is the caller's."""
@@ -106,7 +131,7 @@ class Connections:
         """
         failures = self._failures
         try:
-            async with asyncio.timeout(self._command_s):
+            async with patience(self._command_s):
                 await self._turns.acquire()
             try:
                 if failures != self._failures:
@@ -114,7 +139,7 @@ class Connections:
                 # Cancelled half way, it would leave in doubt what was done. asyncio's timeout cancels once; a
                 # cancel scope cancels every await, also those by which redis-py puts its connection back.
                 with anyio.CancelScope(shield=True):
-                    async with asyncio.timeout(self._command_s):
+                    async with patience(self._command_s):
                         return await command()
             finally:
                 self._turns.release()
@@ -123,6 +148,8 @@ class Connections:
             raise StoreAway(f"no answer within {self._command_s:g} s") from error
         except UNREACHABLE as error:
             self._failures += 1
+            if isinstance(error, ResponseError):
+                await self._pool.drop_idle()
             raise StoreAway(f"{type(error).__name__}: {error}") from error
 
     async def close(self, channel: PubSub) -> None:
@@ -137,5 +164,52 @@ class Connections:
                 await self.bounded(client.aclose)
 
 
-def _client(url: str, settings: Mapping[str, Any], **more: Any) -> Redis:
-    return Redis.from_pool(BlockingConnectionPool.from_url(url, **settings, **more))
+def once_more_s(due: float, now: float, command_s: float) -> float:
+    """Return how long a command is still waited for that was due then: as long as nobody looked, if possible.
+
+    What a process has not seen because it stood still says nothing of the server.
+    """
+    return min(max(now - due, ONCE_MORE_S), command_s)
+
+
+@asynccontextmanager
+async def patience(seconds: float) -> AsyncIterator[None]:
+    """Bound the time of a block by what a server takes; see `once_more_s`.
+
+    Raises:
+        TimeoutError: it is over.
+    """
+    loop = asyncio.get_running_loop()
+    due = loop.time() + seconds
+    async with asyncio.timeout(None) as limit:
+
+        def look_once_more() -> None:
+            now = loop.time()
+            limit.reschedule(now + once_more_s(due, now, seconds))
+
+        timer = loop.call_at(due, look_once_more)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+class _Pool(BlockingConnectionPool):
+    """Connections to a server whose place another may take."""
+
+    async def drop_idle(self) -> None:
+        """Close what nobody uses, now that a server has refused something on one of them.
+
+        They may lead to one that has become a replica; new ones find who took its place.
+        """
+        for connection in self._available_connections:
+            await connection.disconnect(nowait=True)  # so it is done at once: nobody takes one half closed
+
+
+def _pool(url: str, settings: Mapping[str, Any], **more: Any) -> _Pool:
+    try:
+        pool = _Pool.from_url(url, **settings, **more)
+        pool.make_connection()  # type: ignore[no-untyped-call]  # opens none, and looks at every option
+    except (RedisError, TypeError, ValueError) as error:
+        raise ConfigError(f"store.url: an option in it is not understood: {error}") from error
+    return pool

@@ -1,11 +1,11 @@
--- ARGV  id, attempt, number, 1 if the answer begins anew with it, data.
+-- ARGV  id, attempt, token of its claim, number, 1 if the answer begins anew with it, data.
 -- Returns 1, also if the chunk is there already; 0 if the attempt does not have the job; -1 if there is a gap.
 
-local id, attempt, number, restarts, data = unpack(ARGV, OWN_ARGUMENTS)
+local id, attempt, token, number, restarts, data = unpack(ARGV, OWN_ARGUMENTS)
 local job = load(id)
 number = tonumber(number)
 
-if not holds(job, attempt) then
+if not holds(job, attempt, token) then
     return 0
 end
 if number < tonumber(job.chunks) then
@@ -14,6 +14,7 @@ end
 if number > tonumber(job.chunks) then
     return -1
 end
+insist(TAG)
 redis.call(
     'XADD', key('chunks', id), '0-' .. string.format('%.0f', number + 1),
     'attempt', attempt, 'restarts', restarts, 'data', data

@@ -2,9 +2,10 @@
 
 local worker, lost = ARGV[OWN_ARGUMENTS], {}
 
+insist(TAG)
 for i = OWN_ARGUMENTS + 1, #ARGV, 2 do
     local job = load(ARGV[i])
-    if holds(job, ARGV[i + 1]) then
+    if holds(job, ARGV[i + 1], '') and job.worker == worker then
         -- Claiming what one has already, with JUSTID, does nothing but set its time to now.
         redis.call('XCLAIM', job.stream, GROUP, worker, 0, job.entry, 'JUSTID')
     else

@@ -45,6 +45,7 @@ local function take(job)
     return false
 end
 
+insist(TAG)
 sweep()
 local last_token, last_id = string.match(redis.call('GET', key('claimed', worker)) or '', '^(%S+) (%S+)$')
 if last_token == token then
@@ -78,7 +79,7 @@ for _ = 1, SWEPT_MAX do
             redis.call('ZREM', key(name, job.lane), id)
         end
         redis.call('HINCRBY', key('running'), job.lane, 1)
-        set(job, {status = 'in_progress', attempt = job.attempt + 1, started = now, worker = worker})
+        set(job, {status = 'in_progress', attempt = job.attempt + 1, started = now, worker = worker, token = token})
         redis.call('SET', key('claimed', worker), token .. ' ' .. id, 'PX', 2 * LOST)
         tell(job)
         return show(id)

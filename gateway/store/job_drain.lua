@@ -2,6 +2,7 @@
 
 local order = ARGV[OWN_ARGUMENTS]
 
+insist(TAG)
 if order == '1' then
     redis.call('SET', key('drained'), string.format('%.0f', now), 'NX')
 elseif order == '0' and redis.call('DEL', key('drained')) == 1 then

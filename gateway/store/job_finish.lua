@@ -1,11 +1,12 @@
--- ARGV  id, attempt, status, then code and message of an error. Returns whether the attempt has ended the job.
+-- ARGV  id, attempt, token of its claim, status, then code and message of an error.
+-- Returns whether the attempt has ended the job.
 
-local id, attempt, status, code, message = unpack(ARGV, OWN_ARGUMENTS)
+local id, attempt, token, status, code, message = unpack(ARGV, OWN_ARGUMENTS)
 local job = load(id)
 
-if holds(job, attempt) then
+if holds(job, attempt, token) then
     end_job(job, status, code, message)
     return 1
 end
 -- It has ended so already: the reply to that was lost.
-return job and job.attempt == attempt and job.status == status and job.error_code == code and 1 or 0
+return is_last(job, attempt, token) and job.status == status and job.error_code == code and 1 or 0

@@ -40,11 +40,11 @@ local BUCKET_MS, LATELY_MS = 10000, 300000 -- of the ends that are counted
 
 local STATE = {
     'status', 'lane', 'priority', 'owner', 'attempt', 'failures', 'bytes', 'created', 'keep', 'stream',
-    'entry', 'chunks', 'worker', 'returned', 'error_code', 'batch'
+    'entry', 'chunks', 'worker', 'token', 'returned', 'error_code', 'batch'
 }
 local SHOWN = {
     'owner', 'lane', 'priority', 'keep', 'expires', 'batch', 'status', 'attempt', 'failures', 'created',
-    'started', 'ended', 'retry_at', 'chunks', 'worker', 'error_code', 'error_message', 'bytes', 'body', 'facts'
+    'started', 'ended', 'retry_at', 'chunks', 'worker', 'error_code', 'error_message', 'bytes', 'token', 'body', 'facts'
 }
 
 local time = redis.call('TIME')
@@ -79,9 +79,15 @@ local function is_final(job)
     return job.status ~= 'queued' and job.status ~= 'in_progress'
 end
 
+-- Whether that is the job's last attempt. One that the store has forgotten may have had the same number: the token of
+-- its claim was another. '' is anybody's.
+local function is_last(job, attempt, token)
+    return job and job.attempt == attempt and (token == '' or job.token == token)
+end
+
 -- Whether an attempt has the job.
-local function holds(job, attempt)
-    return job and job.status == 'in_progress' and job.attempt == attempt
+local function holds(job, attempt, token)
+    return is_last(job, attempt, token) and job.status == 'in_progress'
 end
 
 -- Returns a queued job's place in its lane, from 1; of one that rests, the place that it would get now.

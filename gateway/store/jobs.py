@@ -66,7 +66,7 @@ _SCRIPTS = (
 _SHOWN = (  # as in jobs.lua
     *("owner", "lane", "priority", "keep", "expires", "batch", "status", "attempt", "failures", "created"),
     *("started", "ended", "retry_at", "chunks", "worker", "error_code", "error_message", "bytes"),
-    *("body", "facts"),
+    *("token", "body", "facts"),
 )
 
 
@@ -256,29 +256,32 @@ class RedisJobs:
         flat = [word for claim in claims for word in claim]
         return [job_id.decode() for job_id in await self._run("beat", worker, *flat)]
 
-    async def append(self, job_id: str, attempt: int, chunk: Chunk) -> bool:
+    async def append(self, job_id: str, attempt: int, chunk: Chunk, claim: str = "") -> bool:
         """See `ports.JobStore.append`.
 
         Raises:
             ValueError: a chunk is missing before it.
         """
-        outcome = await self._run("append", job_id, attempt, chunk.number, int(chunk.restarts), chunk.data)
+        outcome = await self._run(
+            "append", job_id, attempt, claim, chunk.number, int(chunk.restarts), chunk.data
+        )
         if outcome < 0:
             raise ValueError(f"a chunk is missing before number {chunk.number} of {job_id}")
         return bool(outcome)
 
     async def finish(
-        self, job_id: str, attempt: int, status: JobStatus, error: JobError | None = None
+        self, job_id: str, attempt: int, status: JobStatus, error: JobError | None = None, claim: str = ""
     ) -> bool:
         """See `ports.JobStore.finish`."""
         words = () if error is None else (error.code, error.message)
-        return bool(await self._run("finish", job_id, attempt, status, *words))
+        return bool(await self._run("finish", job_id, attempt, claim, status, *words))
 
     async def give_back(
-        self, job_id: str, attempt: int, *, after_s: float = 0.0, failed: bool = False
+        self, job_id: str, attempt: int, *, after_s: float = 0.0, failed: bool = False, claim: str = ""
     ) -> bool:
         """See `ports.JobStore.give_back`."""
-        return bool(await self._run("give_back", job_id, attempt, max(0, round(after_s * 1000)), int(failed)))
+        rest_ms = max(0, round(after_s * 1000))
+        return bool(await self._run("give_back", job_id, attempt, claim, rest_ms, int(failed)))
 
     async def waiting(self, wait_s: float) -> Collection[tuple[str, int]]:
         """See `ports.JobStore.waiting`."""
@@ -491,6 +494,7 @@ def _job(reply: Sequence[Any]) -> Job:
         chunks=int(text("chunks")),
         size_bytes=int(text("bytes")),
         worker=text("worker"),
+        claim=text("token"),
         error=JobError(code, text("error_message")) if code else None,
     )
 

@@ -12,7 +12,7 @@ local function is_of(text)
 end
 
 if what == 'begin' then
-    local record = redis.call('HGET', KEYS[1], id)
+    local record = kept(id)
     if record then
         return is_of(record) and {record} or 'reused'
     end
@@ -29,7 +29,7 @@ end
 if what == 'free' then
     return redis.call('DEL', RUNNING)
 end
-if redis.call('HEXISTS', KEYS[1], id) == 1 then
+if kept(id) then
     redis.call('DEL', RUNNING)
     return 0
 end

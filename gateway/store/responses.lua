@@ -1,12 +1,14 @@
 -- After shelf.lua. ARGV: what to do, the id, and for put the record, its life in ms, and the most bytes.
 
 if ARGV[1] == 'get' then
-    return redis.call('HGET', KEYS[1], ARGV[2])
+    return kept(ARGV[2])
 end
 
-local had = drop(ARGV[2])
+local had = kept(ARGV[2]) and 1 or 0
 if ARGV[1] == 'put' then
     put(ARGV[2], ARGV[3], ARGV[4], ARGV[5])
+else
+    drop(ARGV[2])
 end
 settle()
 return had

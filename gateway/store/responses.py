@@ -3,29 +3,17 @@
 Both bound what one owner has in bytes, and forget first what would expire first.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from importlib import resources
 from typing import Any
-
-import anyio
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from gateway.core.errors import StoreUnavailable
 from gateway.ports import Clock
-from gateway.store.connections import UNREACHABLE
+from gateway.store.connections import Connections, StoreAway
 from gateway.store.shelf import Shelf
 
 COMMAND_S = 2.0
-"""The longest a command may take, connecting included: a record may be megabytes long."""
+"""The longest a command may take, and the longest it may wait for its turn: a record may be megabytes."""
 
 CONNECTIONS_MAX = 8
-_FOLDER = resources.files("gateway.store")
-_SCRIPT = "\n".join(
-    _FOLDER.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in ("shelf", "responses")
-)
 
 
 class MemoryResponseStore:
@@ -68,21 +56,17 @@ class RedisResponseStore:
             url: `redis://`, `rediss://` or `unix://`.
             prefix: What every key starts with.
             bytes_max: The most bytes kept for each owner.
-            command_s: The longest a command may take, waiting for a connection included.
+            command_s: The longest a command may take, and the longest it may wait for its turn.
         """
-        self._prefix, self._bytes_max, self._command_s = prefix, bytes_max, command_s
-        pool = BlockingConnectionPool.from_url(
+        self._prefix, self._bytes_max = prefix, bytes_max
+        self._connections = Connections(
             url,
-            max_connections=CONNECTIONS_MAX,
-            timeout=command_s,
-            protocol=2,
-            retry=Retry(NoBackoff(), 0),
-            retry_on_timeout=False,
-            socket_connect_timeout=command_s,
-            socket_timeout=command_s,
+            name="gateway-responses",
+            command_s=command_s,
+            connections_max=CONNECTIONS_MAX,
+            decodes=False,
         )
-        self._redis = Redis.from_pool(pool)
-        self._script: Callable[..., Awaitable[Any]] = self._redis.register_script(_SCRIPT)
+        self._script = self._connections.script("shelf", "responses")
 
     async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
         """See `ports.ResponseStore.put`."""
@@ -102,16 +86,13 @@ class RedisResponseStore:
 
     async def aclose(self) -> None:
         """Close every connection."""
-        await self._redis.aclose()
+        await self._connections.aclose()
 
     async def _run(self, owner: str | None, *arguments: str | bytes | int) -> Any:
         tag = f"{{{self._prefix}:responses:{owner or ''}}}"
         keys = [f"{tag}:{name}" for name in ("records", "expiries", "bytes")]
         try:
-            # As in leases.py: cancelled half way, it would leave in doubt what was done.
-            with anyio.CancelScope(shield=True):
-                async with asyncio.timeout(self._command_s):
-                    return await self._script(keys=keys, args=list(arguments))
-        except (TimeoutError, *UNREACHABLE) as error:
+            return await self._connections.bounded(lambda: self._script(keys=keys, args=list(arguments)))
+        except StoreAway as error:
             message = "The store of responses does not answer. Please retry."
             raise StoreUnavailable(message, retry_after_s=5) from error

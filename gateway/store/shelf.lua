@@ -2,8 +2,10 @@
 -- KEYS  1  records   HASH    id -> record
 --       2  expiries  ZSET    id -> when it expires, in ms of this server's clock
 --       3  bytes     STRING  of all records together
--- Everything is forgotten once the last record has expired; what has expired by now is gone already here.
+-- Everything is forgotten once the last record has expired. Of what has expired by now some is gone already here; the
+-- rest goes with the next scripts, and is not there for `kept`.
 
+local SWEPT_MAX = 200 -- at once: a day's records may expire in one moment, and no script may hold up the server
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local bytes = tonumber(redis.call('GET', KEYS[3]) or '0')
@@ -17,8 +19,9 @@ end
 -- Writes down what was changed; to be called after each change.
 local function settle()
     local last = redis.call('ZREVRANGE', KEYS[2], 0, 0, 'WITHSCORES')[2]
-    if not last then
+    if not last or tonumber(last) <= now then
         redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
+        bytes = 0
         return
     end
     redis.call('SET', KEYS[3], bytes)
@@ -29,6 +32,7 @@ end
 
 -- Keeps a record that is no longer than `bytes_max`; what would expire first makes room for it.
 local function put(id, record, life_ms, bytes_max)
+    drop(id)
     bytes = bytes + #record
     while bytes > tonumber(bytes_max) do
         local first = redis.call('ZRANGE', KEYS[2], 0, 0)[1]
@@ -42,7 +46,13 @@ local function put(id, record, life_ms, bytes_max)
     redis.call('ZADD', KEYS[2], now + tonumber(life_ms), id)
 end
 
-local expired = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)
+-- Returns a record, unless it has expired.
+local function kept(id)
+    local expires = redis.call('ZSCORE', KEYS[2], id)
+    return expires and tonumber(expires) > now and redis.call('HGET', KEYS[1], id)
+end
+
+local expired = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, SWEPT_MAX)
 if #expired > 0 then
     for _, id in ipairs(expired) do
         drop(id)

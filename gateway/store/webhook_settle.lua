@@ -9,6 +9,7 @@ local delivery = tag .. ':webhooks:delivery:' .. endpoint .. ':' .. id
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
+insist(tag)
 if not wait_ms then
     redis.call('ZREM', due, id)
     redis.call('DEL', delivery)

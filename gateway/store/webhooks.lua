@@ -11,6 +11,12 @@
 local WEBHOOKS_KEEP_MS = 7 * 86400000 -- twice what the longest row of attempts takes
 local WEBHOOK_EVENTS_MAX = 100000
 
+-- Has a server that is full carry out the rest of a script: what was accepted must be able to end, and only what is
+-- new is refused. A script's first write is refused, or none; and this one needs no room, for there is no such key.
+local function insist(tag)
+    redis.call('DEL', tag .. ':full')
+end
+
 -- Notes that something has ended, for the endpoints; costs one EXISTS where nobody has any.
 -- tag: what every key starts with; kind: type of the event; subject: id of what has ended; owner: '=' and the
 -- name of the API key it belongs to, or '-'.

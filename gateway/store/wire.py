@@ -21,7 +21,7 @@ from typing import Any
 import anyio
 from redis.asyncio.connection import AbstractConnection
 
-from gateway.store.connections import UNREACHABLE, StoreAway
+from gateway.store.connections import UNREACHABLE, StoreAway, once_more_s, patience
 
 WIRES = 2
 """Connections of a process. One would carry all; what hangs on one must not hold up what comes after it."""
@@ -91,6 +91,7 @@ class _Wire(asyncio.Protocol):
         self._heard = 0.0
         self._is_filling = self._is_left = False
         self._timer: asyncio.TimerHandle | None = None
+        self._overdue: asyncio.Future[list[int]] | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     def behind(self) -> int:
@@ -108,7 +109,7 @@ class _Wire(asyncio.Protocol):
     async def _connect(self) -> None:
         connection = self._connection()
         try:
-            async with asyncio.timeout_at(self._open_by):
+            async with patience(self._open_by - self._loop.time()):
                 await connection.connect()  # type: ignore[no-untyped-call]
         except TimeoutError:
             self.end(f"no answer within {self._command_s:g} s")
@@ -164,12 +165,16 @@ class _Wire(asyncio.Protocol):
         self._timer = None
         if not self._asked:
             return
-        _, since = self._asked[0]
+        reply, since = self._asked[0]
+        now = self._loop.time()
         due = min(max(since, self._heard) + self._command_s, since + 2 * self._command_s)
-        if self._loop.time() >= due:
-            self.end(f"no answer within {self._command_s:g} s")
-        else:
+        if now < due:
             self._timer = self._loop.call_at(due, self._watch)
+        elif reply is not self._overdue:
+            self._overdue = reply
+            self._timer = self._loop.call_later(once_more_s(due, now, self._command_s), self._watch)
+        else:
+            self.end(f"no answer within {self._command_s:g} s")
 
     def data_received(self, data: bytes) -> None:
         """Give each reply to whoever waits for it."""

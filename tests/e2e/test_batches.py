@@ -16,6 +16,10 @@ from support.processes import Process, config, running
 from support.redis_server import RedisServer
 from support.site import Site, simulated, site
 
+from gateway.core.errors import RequestTimeout
+from gateway.downstream.files import UPLOADS_MAX
+from gateway.downstream.multipart import parts_of
+
 KEYS = {
     "a": {"sha256": "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"},  # of "a"
     "b": {"sha256": "3e23e8160039594a33894f6564e1b1348bbd7a0088d42c4acb73eeaed59c009d"},  # of "b"
@@ -335,6 +339,16 @@ async def test_batches_are_listed_page_by_page_newest_first(gateway: Site) -> No
         await ended(client, id)
 
 
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
+@pytest.mark.parametrize("limit", ["0", "10001", "x", "9" * 5000])
+async def test_a_page_that_cannot_be_is_refused(gateway: Site, path: str, limit: str) -> None:
+    async with gateway.http() as client:
+        page = await client.get(f"{path}?limit={limit}", headers={"authorization": "Bearer a"})
+
+    assert page.status_code == 400
+    assert page.json()["error"]["param"] == "limit"
+
+
 async def test_what_is_another_keys_is_not_there(gateway: Site) -> None:
     mine, theirs = gateway.openai(api_key="a"), gateway.openai(api_key="b")
     made = await batch_of(mine, jsonl(chat("a")))
@@ -458,6 +472,37 @@ async def test_whoever_works_at_a_batch_may_be_killed(tmp_path: Path, store: Red
     async with Redis.from_url(store.url, decode_responses=True) as redis:
         left = {name.split(":")[2] async for name in redis.scan_iter(match="{gw:jobs}:*")}
     assert left & {"job", "chunks", "lines", "done", "quota"} == set()
+
+
+async def test_nobody_waits_for_the_slow_uploads_of_another_key(gateway: Site) -> None:
+    begun = (
+        b"POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer a\r\ncontent-length: 1000000\r\n"
+        b"content-type: multipart/form-data; boundary=x\r\n\r\n--x\r\n"
+    )
+    async with AsyncExitStack() as slow:
+        for _ in range(UPLOADS_MAX):
+            port = int(gateway.url.rpartition(":")[2])
+            stream = await slow.enter_async_context(await anyio.connect_tcp("127.0.0.1", port))
+            await stream.send(begun)
+        async with gateway.http() as client:  # by now, what came before has been looked at
+            assert (await client.get("/livez")).status_code == 200
+        with anyio.fail_after(20):
+            made = await gateway.openai(api_key="b").files.create(file=("b", b"{}"), purpose="batch")
+
+    assert made.bytes == 2
+
+
+async def test_an_upload_of_a_byte_now_and_then_is_given_up() -> None:
+    head = b'--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    pieces = iter([head, *[b"y"] * 1_000])
+
+    async def receive() -> Any:  # a caller that sends long before a piece is overdue
+        await anyio.sleep(0.01)
+        return {"type": "http.request", "body": next(pieces), "more_body": True}
+
+    with anyio.fail_after(20), pytest.raises(RequestTimeout):
+        async for _ in parts_of("multipart/form-data; boundary=x", receive, within_s=0.2):
+            pass
 
 
 async def test_an_upload_is_never_in_memory_as_a_whole(tmp_path: Path, store: RedisServer) -> None:

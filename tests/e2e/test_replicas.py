@@ -21,7 +21,8 @@ KNEE = 3
 async def pair(tmp_path: Path) -> AsyncIterator[tuple[Site, Site]]:
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(embedded_valkey())
-        fleet = simulated({"light-0": "h100-tp1-light"})
+        # As fast as the real one: what is to hold a place must not have ended before it is looked at.
+        fleet = simulated({"light-0": "h100-tp1-light"}, speed=1.0)
         backend = await stack.enter_async_context(simulator(fleet["light-0"]))
         sites = []
         for name in ("one", "other"):

@@ -510,7 +510,9 @@ async def test_one_in_place_is_not_streamed_again(one: Site) -> None:
     assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "stream")
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "order=up", "after=msg_1"])
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=101", "limit=x", f"limit={'9' * 5000}", "order=up", "after=msg_1"]
+)
 async def test_a_page_that_cannot_be_is_refused(one: Site, query: str) -> None:
     answer = await one.openai().responses.create(model="gemma-4", input=SKY, max_output_tokens=3)
     async with one.http() as client:

@@ -3,9 +3,11 @@
 import json
 import random
 import secrets
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -14,7 +16,7 @@ from redis.asyncio import Redis
 from support.batch_world import CHAT, BatchWorld, jsonl
 from support.redis_server import legs, own_server
 
-from gateway.core.batches import Batch, BatchLine, BatchStatus
+from gateway.core.batches import Batch, BatchLine, BatchStatus, read_lines
 from gateway.core.errors import AtCapacity, ModelNotFound, StoreUnavailable
 from gateway.core.jobs import Chunk, JobError, JobPriority, JobStatus, NewJob
 from gateway.jobs import BatchRules, BatchRunner
@@ -192,6 +194,28 @@ async def test_what_a_job_has_become_decides_where_its_line_stands(world: BatchW
     assert (batch.completed, batch.failed) == (2, 4)
 
 
+async def test_a_line_that_is_nested_as_deeply_as_can_be_read_is_not_lost(world: BatchWorld) -> None:
+    def line(depth: int) -> bytes:
+        deep = f'{{"model":"m","x":{"[" * depth}{"]" * depth}}}'
+        text = f'{{"custom_id":"r{depth}","method":"POST","url":"{CHAT}","body":{deep}}}\n'
+        return text.encode()
+
+    def readable() -> list[bytes]:
+        lines = [line(sys.getrecursionlimit() - left) for left in range(100)]
+        return [line for line in lines if isinstance(next(read_lines([line], CHAT)), BatchLine)]
+
+    async def read(batch: Batch, line: BatchLine) -> NewJob:
+        return await read_line(batch, replace(line, body=b'{"model":"m"}'))
+
+    lines = await anyio.to_thread.run_sync(readable)
+    await make(world, b"".join(lines[5:]))  # the batch is not read from quite as high in the stack
+    async with working(world), running(world, read):
+        batch = await ended(world)
+
+    assert (batch.status, batch.total) == (BatchStatus.COMPLETED, len(lines) - 5)
+    assert batch.completed == batch.total
+
+
 async def test_a_fleet_that_cannot_say_now_is_asked_again(world: BatchWorld) -> None:
     refused = 0
 
@@ -360,6 +384,38 @@ async def test_runners_that_are_thought_dead_double_nothing(world: BatchWorld, s
     assert (batch.status, batch.completed, batch.failed) == (BatchStatus.COMPLETED, 80, 0)
     assert names(await world.lines(batch.output_file_id)) == wanted(80)
     assert set(workers.begun.values()) == {1}
+
+
+async def test_a_store_that_has_lost_the_last_steps_costs_no_line(world: BatchWorld) -> None:
+    """As after a failover to a replica that lags, of which a runner that was waiting hears nothing."""
+    is_at_fourth, may_go_on, has_all = anyio.Event(), anyio.Event(), anyio.Event()
+
+    async def read(batch: Batch, line: BatchLine) -> NewJob:
+        if line.number == 4:
+            is_at_fourth.set()
+            await may_go_on.wait()
+        if line.number > RULES.queued_max:  # which finds no room
+            has_all.set()
+        return await read_line(batch, line)
+
+    raw = Redis.from_url(world.url)
+    await make(world, jsonl(20))
+    async with running(world, read):
+        await is_at_fourth.wait()
+        before = {name: await raw.dump(name) or b"" async for name in raw.scan_iter()}
+        may_go_on.set()
+        await has_all.wait()
+        back = raw.pipeline(transaction=True)
+        back.flushall()
+        for name, value in before.items():
+            back.restore(name, 0, value)
+        await back.execute()
+        async with working(world):
+            batch = await ended(world)
+    await raw.aclose()
+
+    assert (batch.status, batch.total, batch.completed, batch.failed) == (BatchStatus.COMPLETED, 20, 20, 0)
+    assert names(await world.lines(batch.output_file_id)) == wanted(20)
 
 
 async def test_a_runner_that_is_stopped_lets_its_batches_go(world: BatchWorld) -> None:

@@ -3,7 +3,7 @@
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -160,6 +160,71 @@ async def test_no_more_is_taken_than_can_be_placed(world: JobWorld) -> None:
 # ------------------------------------------------------------------ given back, taken over, stopped
 
 
+async def test_a_worker_whose_claim_the_store_has_forgotten_leaves_the_job_to_who_has_it(
+    world: JobWorld,
+) -> None:
+    first, second, is_asked = Held(0), Held(1), anyio.Event()
+    outcomes = dict[str, AttemptOutcome]()
+    ends = {"first": anyio.Event(), "second": anyio.Event()}
+    rules = replace(RULES, beat_s=1000.0, ahead_max=1)
+    store, other = world.open(), world.open()
+
+    async def hold_first(asked: Asked, number: int) -> None:
+        is_asked.set()
+        await first(asked, number)
+
+    def tell(name: str) -> Callable[[AttemptEnd], None]:
+        def told(end: AttemptEnd) -> None:
+            outcomes[name] = end.outcome
+            ends[name].set()
+
+        return told
+
+    await submit(store, "a")
+    async with AsyncExitStack() as stack:
+        async with world.forgetting():
+            await stack.enter_async_context(
+                working(store, Backend(hold_first), "first", rules, tell("first"))
+            )
+            await is_asked.wait()
+        await stack.enter_async_context(working(other, Backend(second), "second", rules, tell("second")))
+        await until_stored(other, "a", WORDS[0])
+        first.go()
+        with anyio.fail_after(WITHIN_S):
+            await ends["first"].wait()
+            second.go()
+            await ends["second"].wait()
+        assert await content(other, "a") == ANSWER
+
+    assert outcomes == {"first": AttemptOutcome.LOST, "second": AttemptOutcome.ENDED}
+
+
+async def test_an_answer_of_which_the_store_has_lost_the_last_words_goes_on_from_those_that_it_has(
+    world: JobWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, holds, ends = world.open(), (Held(2), Held(4)), list[AttemptOutcome]()
+
+    async def hold(asked: Asked, number: int) -> None:
+        for held in holds:
+            await held(asked, number)
+
+    backend = Backend(hold)
+    await submit(store, "a")
+    async with working(store, backend, on_attempt=lambda end: ends.append(end.outcome)):
+        await until_stored(store, "a", "".join(WORDS[:2]))
+        async with world.forgetting():
+            holds[0].go()
+            await until_stored(store, "a", "".join(WORDS[:4]))
+        holds[1].go()
+        job = await ended(store, "a")
+        assert await content(store, "a") == ANSWER
+
+    assert (job.status, job.failures) == (JobStatus.COMPLETED, 0)
+    assert [asked.so_far for asked in backend.asked] == ["", "".join(WORDS[:2])]
+    assert ends[0] is AttemptOutcome.RETURNED
+    assert "failed inside the gateway" not in caplog.text
+
+
 async def test_a_worker_that_is_stopped_gives_its_job_back_and_another_goes_on(world: JobWorld) -> None:
     here, there = world.open(), world.open()
     first, second = Backend(Held(3)), Backend()
@@ -232,6 +297,37 @@ async def test_a_worker_may_get_a_job_again_that_it_has_lost_without_knowing(wor
         tasks.cancel_scope.cancel()
     assert (job.status, job.attempt, job.failures) == (JobStatus.COMPLETED, 2, 1)
     assert (await content(other, "a"), backend.stopped["a"]) == (ANSWER, 1)
+
+
+async def test_an_attempt_may_take_longer_to_end_than_the_one_that_came_after_it(world: JobWorld) -> None:
+    """What it still has to write waits for the store, say, and that was done by the other one."""
+    store, other = world.open(), world.open()
+    outcomes, is_done, is_late = list[tuple[int, AttemptOutcome]](), anyio.Event(), anyio.Event()
+
+    async def held(asked: Asked, number: int) -> None:
+        if (asked.job.id, asked.job.attempt, number) == ("a", 1, 3):
+            try:
+                await anyio.sleep_forever()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await is_done.wait()
+
+    def told(end: AttemptEnd) -> None:
+        outcomes.append((end.job.attempt, end.outcome))
+        if end.job.id == "a":
+            (is_late if end.job.attempt == 1 else is_done).set()
+
+    await submit(other, "a")
+    async with working(store, Backend(held), rules=replace(RULES, beat_s=1000.0), on_attempt=told) as worker:
+        await until_stored(other, "a", "".join(WORDS[:3]))
+        await world.lose_worker_of("a")
+        with anyio.fail_after(WITHIN_S):
+            await is_late.wait()
+        await submit(other, "b")
+        assert (await ended(other, "b")).status is JobStatus.COMPLETED
+        assert worker.running == 0
+    assert outcomes[:2] == [(2, AttemptOutcome.ENDED), (1, AttemptOutcome.LOST)]
+    assert await content(other, "a") == ANSWER
 
 
 @pytest.mark.parametrize("how", ["cancelled", "deleted"])

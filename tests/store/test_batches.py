@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 from support.batch_world import BatchWorld, new_batch
 from support.job_world import LANE, LEFT
+from support.redis_server import RedisServer
 
 from gateway.core.batches import (
     OPEN_MAX,
@@ -18,6 +20,7 @@ from gateway.core.batches import (
     BatchStatus,
     RunningLine,
 )
+from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import Idempotency, JobPriority, JobStatus, NewJob, Quota
 from gateway.store.batches import RedisBatches
 
@@ -224,6 +227,33 @@ async def test_a_line_becomes_a_job_once_and_is_written_down_once(world: BatchWo
     await submit(batches, claim, 1)  # a reply that was lost long ago
     assert (await batches.look(claim)).running == 0
     assert await world.read(claim.batch.file_id("output")) == b"answer\n"
+
+
+async def test_a_server_that_is_full_takes_no_line_and_those_it_has_are_written_down(
+    stoppable: RedisServer,
+) -> None:
+    redis = Redis.from_url(stoppable.url, decode_responses=True)
+    world = BatchWorld(stoppable.url, "gw", redis)
+    batches = world.open()
+    claim = await running(world, batches, 2)
+    id = await submit(batches, claim, 1)
+    await redis.config_set("maxmemory", 1)
+
+    with pytest.raises(StoreUnavailable):
+        await submit(batches, claim, 2)
+    await batches.release(claim)
+    claim = await world.take(batches)
+    assert claim.number == 1
+    await end(world, id)
+    assert [line.job_id for line in (await batches.look(claim)).ended] == [id]
+    await batches.collect(claim, id, b"answer\n", is_answer=True)
+    assert await world.read(claim.batch.file_id("output")) == b"answer\n"
+    cancelled = await batches.cancel(claim.batch.id)
+    assert cancelled is not None and cancelled.status is S.CANCELLING
+    await batches.write(claim, 2, 200, 1, b"never\n")
+    assert await batches.move(claim, S.CANCELLING, S.CANCELLED)
+    await world.aclose()
+    await redis.aclose()
 
 
 async def test_lines_that_never_run_are_written_down_once(world: BatchWorld) -> None:

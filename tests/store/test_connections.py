@@ -1,12 +1,19 @@
-"""Connections whose server dies, in the event loop that gateways run in."""
+"""Connections whose server dies or makes way for another, or whose process stands still."""
 
+import asyncio
+import time
 from pathlib import Path
+from typing import Any
 
 import anyio.lowlevel
 import pytest
-from support.redis_server import own_server
+from support.redis_server import failover, legs, own_server
 
+from gateway.core.errors import ConfigError
 from gateway.store.connections import Connections, StoreAway
+from gateway.store.redis import RedisLedger
+
+COMMAND_S = 0.2
 
 
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])
@@ -27,3 +34,62 @@ async def test_what_is_sent_on_a_connection_that_has_just_been_reset_finds_the_s
             await connections.bounded(lambda: channel.subscribe("three"))
         await connections.close(channel)
         await connections.aclose()
+
+
+@pytest.mark.parametrize("use_uvloop", [False, True], ids=["asyncio", "uvloop"])
+def test_a_process_that_stood_still_does_not_take_its_server_for_away(
+    tmp_path: Path, use_uvloop: bool
+) -> None:
+    async def main(url: str) -> None:
+        ledger = RedisLedger(url, command_s=COMMAND_S)
+        await ledger.sync()
+        for rounds in range(2, 11):  # of the event loop: so that every step of a command is met by it
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ledger.sync)  # raises StoreAway
+                for _ in range(rounds):
+                    await anyio.lowlevel.checkpoint()
+                stand_still(2 * COMMAND_S)
+        await ledger.aclose()
+
+    with own_server("valkey-9", tmp_path) as server:
+        anyio.run(main, server.url, backend_options={"use_uvloop": use_uvloop})
+
+
+def stand_still(seconds: float) -> None:
+    """Keep the event loop from everything, as a process does that is given no processor."""
+    time.sleep(seconds)
+
+
+@pytest.mark.parametrize("leg", legs(own=True))
+async def test_a_server_that_has_become_a_replica_is_left_for_the_one_in_its_place(
+    leg: str, tmp_path: Path
+) -> None:
+    with failover(leg, tmp_path) as servers:
+        connections = Connections(servers.url, name="test", command_s=10.0, connections_max=4)
+
+        async def write() -> Any:
+            return await connections.bounded(
+                lambda: connections.redis.eval("return redis.call('INCR', KEYS[1])", 1, "k")
+            )
+
+        assert sorted(await asyncio.gather(*(write() for _ in range(4)))) == [1, 2, 3, 4]
+        await servers.demote()
+        servers.take_over()
+
+        with pytest.raises(StoreAway, match=r"READONLY|read only replica"):
+            await write()
+        assert sorted(await asyncio.gather(*(write() for _ in range(4)))) == [1, 2, 3, 4]
+        await connections.aclose()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://127.0.0.1:1/0?no_such_option=1",
+        "redis://127.0.0.1:1/0?db=first",
+        "rediss://127.0.0.1:1/0?ssl_cert_reqs=perhaps",
+    ],
+)
+async def test_an_option_that_there_is_not_is_said_before_anything_is_sent(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"^store\.url: an option in it is not understood: "):
+        Connections(url, name="test", command_s=1.0, connections_max=1)

@@ -12,7 +12,7 @@ import anyio.lowlevel
 import pytest
 from anyio.abc import SocketStream
 from redis.asyncio import Redis
-from support.redis_server import RedisServer
+from support.redis_server import RedisServer, failover
 
 from gateway.core.values import UNLIMITED, Exclusion, Load
 from gateway.ports import Slot
@@ -96,6 +96,17 @@ async def test_a_stall_costs_one_wait_and_then_nothing_is_asked(stoppable: Redis
         assert gateway.ledger.load("b").seqs == 4
         await gateway.ledger.release(after)
         assert (await seen.sums()).seqs == 3
+
+
+async def test_slots_are_shared_again_on_the_server_that_took_the_place_of_one(tmp_path: Path) -> None:
+    with failover("valkey-9", tmp_path) as servers:
+        gateway = Gateway(servers.url)
+        async with running(gateway):
+            await gateway.take()
+            await servers.demote()
+            await gateway.wait_for(Mode.ALONE)
+            servers.take_over()
+            await gateway.wait_for(Mode.SHARED)
 
 
 async def test_two_gateways_go_on_under_half_the_limits_each(stoppable: RedisServer, seen: Store) -> None:

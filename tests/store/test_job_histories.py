@@ -240,7 +240,8 @@ class JobHistories(RuleBasedStateMachine):
     @rule(worker=workers)
     def beat(self, worker: int) -> None:
         lost = self.run(self.stores[worker].beat(f"w{worker}", self.claims))
-        assert list(lost) == [claim[0] for claim in self.claims if not self.holds(claim)]
+        has = [self.holds(claim) and self.models[claim[0]].worker == worker for claim in self.claims]
+        assert list(lost) == [claim[0] for claim, held in zip(self.claims, has, strict=True) if not held]
 
     @rule(worker=workers)
     def die(self, worker: int) -> None:

@@ -792,6 +792,28 @@ async def test_after_everything_was_lost_it_begins_anew(world: JobWorld, jobs: R
     assert await claimed(jobs) == ["b"]
 
 
+async def test_of_two_attempts_of_one_number_the_one_that_the_store_knows_has_the_job(
+    world: JobWorld, jobs: RedisJobs
+) -> None:
+    await world.submit(jobs, "a", "b")
+    async with world.forgetting():
+        forgotten = await world.claim(jobs, "first")
+        assert await jobs.append("a", 1, Chunk(0, 1, b"its words"), forgotten.claim)
+    known = await world.claim(jobs, "second")
+    assert (known.id, known.attempt) == (forgotten.id, forgotten.attempt)
+
+    assert not await jobs.append("a", 1, Chunk(0, 1, b"others"), forgotten.claim)
+    assert not await jobs.finish("a", 1, JobStatus.COMPLETED, None, forgotten.claim)
+    assert not await jobs.give_back("a", 1, claim=forgotten.claim)
+    assert await jobs.beat("first", [("a", 1)]) == ["a"]
+    assert await jobs.beat("second", [("a", 1)]) == []
+    assert await jobs.append("a", 1, Chunk(0, 1, b"words"), known.claim)
+    for _ in range(2):
+        assert await jobs.finish("a", 1, JobStatus.COMPLETED, None, known.claim)
+    assert not await jobs.finish("a", 1, JobStatus.COMPLETED, None, forgotten.claim)
+    assert [chunk.data for chunk in await jobs.chunks("a")] == [b"words"]
+
+
 async def test_a_stream_that_was_deleted_or_written_to_is_put_right(world: JobWorld, jobs: RedisJobs) -> None:
     await world.submit(jobs, "a", "b")
     stream = world.key("new", "normal", LANE)
@@ -918,6 +940,35 @@ async def test_the_documented_acl_is_enough(stoppable: RedisServer) -> None:
         assert await jobs.drain(True)
         await jobs.drain(False)
     await jobs.aclose()
+
+
+async def test_a_server_that_is_full_takes_no_job_and_those_it_has_come_to_their_end(
+    stoppable: RedisServer,
+) -> None:
+    redis = Redis.from_url(stoppable.url, decode_responses=True)
+    world = JobWorld(stoppable.url, "gw", redis)
+    jobs = world.open()
+    await world.submit(jobs, "a", "b", "c")
+    await world.submit(jobs, "d", expires_s=100.0)
+    await world.claim(jobs)
+    await redis.config_set("maxmemory", 1)
+
+    with pytest.raises(StoreUnavailable):
+        await jobs.submit(new_job("e"), QUOTA)
+    assert await jobs.get("e") is None
+    assert (await world.claim(jobs)).id == "b"
+    for id in ("a", "b"):
+        assert await jobs.append(id, 1, Chunk(0, 1, b"x"))
+        assert await jobs.finish(id, 1, JobStatus.COMPLETED)
+    assert await jobs.cancel("c") is not None
+    await redis.config_set("maxmemory", 0)
+    await world.expire("d")
+    await redis.config_set("maxmemory", 1)
+    assert await jobs.beat("w", []) == []
+    assert (await get(jobs, "d")).status is JobStatus.FAILED
+    assert await jobs.drain(True)
+    await world.aclose()
+    await redis.aclose()
 
 
 async def test_a_server_that_may_forget_jobs_is_warned_of(

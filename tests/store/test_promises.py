@@ -233,6 +233,28 @@ async def test_everything_on_a_server_expires(store: Any, on_server: RedisPromis
     assert all(0.9 * LEASE_S < life <= HOUR for life in lives)
 
 
+async def test_many_answers_that_expire_at_once_go_some_at_a_time_and_are_no_answers(
+    store: Any, on_server: RedisPromises
+) -> None:
+    many = [replace(ONE, key=f"k-{number}") for number in range(300)]
+    promises = RedisPromises(store.url, prefix=store.prefix, bytes_max=10**6, command_s=10.0)
+    for one in many:
+        await promises.keep(one, b"x" * 100, HOUR)
+    await promises.keep(replace(ONE, key="stays"), b"x" * 100, HOUR)
+    expiries, size = (f"{{{store.prefix}:promises:a}}:{name}" for name in ("expiries", "bytes"))
+    await store.redis.zadd(expiries, {one.id: number + 1 for number, one in enumerate(many)})
+
+    assert await begun(promises, replace(many[-1], runner="req-2")) is Standing.BEGUN
+    left = await store.redis.zcard(expiries)
+    assert await promises.keep(replace(many[-1], runner="req-2"), b"y" * 200, HOUR)
+    assert await begun(promises, many[-1]) == b"y" * 200
+    assert await begun(promises, replace(ONE, key="stays", runner="req-2")) == b"x" * 100
+    assert 1 < left < 300
+    assert await store.redis.zcard(expiries) == 2
+    assert int(await store.redis.get(size)) == 2 * 64 + 300
+    await promises.aclose()
+
+
 async def test_gateways_on_a_server_share_promises(store: Any, on_server: RedisPromises) -> None:
     other = RedisPromises(store.url, prefix=store.prefix, bytes_max=BYTES_MAX, command_s=10.0)
     assert await begun(on_server, ONE) is Standing.BEGUN

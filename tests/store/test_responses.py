@@ -1,11 +1,12 @@
 """Kept responses: one contract, in memory and on every supported server."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any, cast
 
 import anyio
 import pytest
-from support.redis_server import RedisServer, legs
+from support.redis_server import RedisServer, failover, legs
 
 from gateway.clock import SystemClock
 from gateway.core.errors import StoreUnavailable
@@ -131,6 +132,40 @@ async def test_a_server_that_does_not_answer_is_said_to_be_away(stoppable: Redis
         assert caught.value.retry_after_s is not None
     stoppable.start()
     assert await store.get("a", "r1") is None
+    await store.aclose()
+
+
+async def test_a_server_that_has_become_a_replica_is_left_for_the_one_in_its_place(tmp_path: Path) -> None:
+    with failover("valkey-9", tmp_path) as servers:
+        store = RedisResponseStore(servers.url, prefix="gw", bytes_max=BYTES_MAX, command_s=10.0)
+        await store.put("a", "r1", b"x", HOUR)
+        await servers.demote()
+        servers.take_over()
+
+        with pytest.raises(StoreUnavailable):
+            await store.put("a", "r2", b"x", HOUR)
+        assert await store.put("a", "r2", b"x", HOUR)
+        await store.aclose()
+
+
+async def test_what_has_expired_is_not_there_though_much_has_at_once(
+    open_store: Callable[[str], Any],
+) -> None:
+    server = await open_store("valkey-9")
+    store = RedisResponseStore(server.url, prefix=server.prefix, bytes_max=BYTES_MAX, command_s=10.0)
+    expiries = f"{{{server.prefix}:responses:a}}:expiries"
+    for number in range(450):
+        await store.put("a", f"r{number}", b"x", HOUR)
+    await server.redis.zadd(expiries, {f"r{number}": number + 1 for number in range(449)})
+
+    assert await store.get("a", "r448") is None
+    assert not await store.delete("a", "r448")
+    assert await store.get("a", "r449") == b"x"
+    await server.redis.zadd(expiries, {"r449": 1})
+    assert await store.get("a", "r449") is None
+    await store.put("a", "new", b"x" * BYTES_MAX, HOUR)
+    assert await store.get("a", "new")
+    assert await server.redis.zcard(expiries) == 1
     await store.aclose()
 
 

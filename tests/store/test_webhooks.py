@@ -273,6 +273,22 @@ async def test_what_has_expired_leaves_no_place_behind(store: Store, open_: Open
     assert [json.loads(delivery.body)["data"]["id"] for delivery in await one.claimed()] == ["resp_2"]
 
 
+async def test_what_a_server_tells_of_that_is_full_is_delivered(stoppable: RedisServer) -> None:
+    redis = Redis.from_url(stoppable.url, decode_responses=True)
+    one = Deliveries(RedisWebhooks(stoppable.url, command_s=10.0), "{gw:jobs}", redis)
+    await one.announced("resp_1")
+    await redis.config_set("maxmemory", 1)
+
+    (event,) = await one.webhooks.events(100)
+    await one.webhooks.hand_on(event, (OPS,))
+    (delivery,) = await one.claimed()
+    await one.webhooks.again(delivery, 300.0)
+    assert 290 < await one.due_in_s(delivery) <= 300
+    await one.webhooks.end(delivery)
+    await one.webhooks.aclose()
+    await redis.aclose()
+
+
 async def test_a_store_that_is_away_is_said_to_be(stoppable: RedisServer) -> None:
     webhooks = RedisWebhooks(stoppable.url, command_s=0.5)
     await webhooks.events(1)

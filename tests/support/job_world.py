@@ -1,6 +1,7 @@
 """Jobs in a real store, and a hand on its time: what is pending, expiring or ended can be made older."""
 
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -60,6 +61,19 @@ class JobWorld:
         return {key[start:].split(":")[0] async for key in self.redis.scan_iter(match=f"{self.key('')}*")}
 
     # ------------------------------------------------------------ time
+
+    @asynccontextmanager
+    async def forgetting(self) -> AsyncIterator[None]:
+        """Have the store know nothing of the block at its end, as after a failover to a replica that lags."""
+        async with Redis.from_url(self.url) as raw:
+            names = f"{self.key('')}*"
+            before = {name: await raw.dump(name) or b"" async for name in raw.scan_iter(match=names)}
+            yield
+            back = raw.pipeline(transaction=True)
+            back.delete(*[name async for name in raw.scan_iter(match=names)])
+            for name, value in before.items():
+                back.restore(name, 0, value)
+            await back.execute()
 
     async def is_due(self) -> None:
         """Have the next command sweep, as after a second."""

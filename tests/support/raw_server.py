@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import anyio
-from anyio.abc import SocketStream
+from anyio.abc import Listener, SocketStream, TaskGroup
 
 
 @dataclass
@@ -17,12 +17,19 @@ class RawServer:
         requests: Head and body of every request, as received.
         connections: How many were opened.
         closed: Set whenever a connection was closed by the other side.
+        listener: What it listens with, as long as it runs.
     """
 
     url: str = ""
     requests: list[tuple[bytes, bytes]] = field(default_factory=list)
     connections: int = 0
     closed: anyio.Event = field(default_factory=anyio.Event)
+    listener: Listener[SocketStream] | None = None
+
+    async def refuse(self) -> None:
+        """Listen no more; connections that are open stay."""
+        assert self.listener is not None
+        await self.listener.aclose()
 
 
 Answer = Callable[[SocketStream, int], Awaitable[None]]
@@ -32,8 +39,8 @@ Answer = Callable[[SocketStream, int], Awaitable[None]]
 @asynccontextmanager
 async def raw_server(answer: Answer) -> AsyncIterator[RawServer]:
     """Serve on a free port of 127.0.0.1 while the block runs."""
-    server = RawServer()
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    server = RawServer(listener=listener)
     server.url = f"http://127.0.0.1:{listener.extra(anyio.abc.SocketAttribute.local_port)}"
 
     async def serve(stream: SocketStream) -> None:
@@ -54,8 +61,14 @@ async def raw_server(answer: Answer) -> AsyncIterator[RawServer]:
             except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
                 server.closed.set()
 
+    async def listen(tasks: TaskGroup) -> None:
+        try:
+            await listener.serve(serve, tasks)
+        except* anyio.ClosedResourceError:  # a test has closed it
+            pass
+
     async with listener, anyio.create_task_group() as tasks:
-        tasks.start_soon(listener.serve, serve)
+        tasks.start_soon(listen, tasks)
         yield server
         tasks.cancel_scope.cancel()
 

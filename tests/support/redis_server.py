@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from docker.errors import DockerException
+from redis.asyncio import Redis
 from testcontainers.community.redis import RedisContainer
 
 from gateway.store.embedded import READY, server_command, socket_path
@@ -147,6 +148,39 @@ def own_server(leg: str, folder: Path, *, keeps: bool = False) -> Iterator[Redis
         yield server
     finally:
         server.kill()
+
+
+class Failover:
+    """A server, and another that can take its place.
+
+    Attributes:
+        url: The address that leads to the first, and to the other once that has taken over.
+    """
+
+    def __init__(self, folders: tuple[Path, Path]) -> None:
+        """Know the two by where their sockets are."""
+        self._sockets = [socket_path(folder) for folder in folders]
+        self.url = f"unix://{self._sockets[0]}"
+
+    async def demote(self) -> None:
+        """Make the first one a replica: it refuses to write."""
+        redis = Redis.from_url(self.url)
+        await redis.replicaof("127.0.0.1", 1)
+        await redis.aclose()
+
+    def take_over(self) -> None:
+        """Have the address lead to the other; connections to the first stay open."""
+        self._sockets[1].replace(self._sockets[0])
+
+
+@contextmanager
+def failover(leg: str, folder: Path) -> Iterator[Failover]:
+    """Run two servers of a leg while the block runs."""
+    folders = folder / "a", folder / "b"
+    for one in folders:
+        one.mkdir()
+    with own_server(leg, folders[0]), own_server(leg, folders[1]):
+        yield Failover(folders)
 
 
 @contextmanager

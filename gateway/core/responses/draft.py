@@ -268,7 +268,7 @@ class Draft:
 
     def _close_all(self, events: list[Event]) -> None:
         """End every item: the answer is at its end. If it was cut, the last thing in it was."""
-        if not self.items and not self.calls:
+        if self.speaking is None and not self.calls:
             self._part("output_text", events)  # an answer without a word is a message without a word
         last = self.speaking or list(self.calls.values())[-1]
         last_status = "incomplete" if self.finish_reason in _INCOMPLETE else "completed"
