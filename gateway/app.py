@@ -8,9 +8,11 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 import anyio
@@ -26,10 +28,10 @@ from gateway.core.health import (
     BackendStatus,
     EngineSample,
     State,
-    served_name,
-    usable,
 )
+from gateway.core.selection import kept_out
 from gateway.core.trace import passed_on
+from gateway.core.values import Policy
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.config_routes import config_handlers
 from gateway.downstream.console_routes import Console
@@ -232,7 +234,7 @@ class Gateway:
         self.reloader = Reloader(
             settings,
             environ,
-            self._put_in_force,
+            self._prepare,
             lambda: {name: load.seqs for name, load in self.ledger.loads().items()},
             self.clock,
             on_reload=self._reloaded,
@@ -275,13 +277,30 @@ class Gateway:
             names=settings.document.admin_names,
         )
 
-    async def _put_in_force(self, settings: Settings) -> None:
-        """Make other settings those that count. What may fail comes first; then all changes in one step."""
-        policy = settings.policy()
-        secrets = parts.backend_keys(settings, self._environ)
-        digests = settings.key_digests(self._environ) or {}
-        tls = self._verifications.of(settings)
+    def _prepare(self, settings: Settings) -> Callable[[], Awaitable[None]]:
+        """Return what makes other settings those that count. What may fail is done by then.
 
+        Raises:
+            ConfigError: they cannot be used.
+        """
+        return partial(
+            self._put_in_force,
+            settings,
+            settings.policy(),
+            parts.backend_keys(settings, self._environ),
+            settings.key_digests(self._environ) or {},
+            self._verifications.of(settings),
+        )
+
+    async def _put_in_force(
+        self,
+        settings: Settings,
+        policy: Policy,
+        secrets: Mapping[str, str],
+        digests: Mapping[str, bytes],
+        tls: Mapping[str, ssl.SSLContext | bool],
+    ) -> None:
+        """Make other settings those that count, all in one step."""
         for name in set(self.policy.backends) - set(policy.backends):
             self.counts.forget(name)
         self.settings, self.policy = settings, policy
@@ -329,15 +348,7 @@ class Gateway:
     def readiness(self) -> Mapping[str, bool]:
         """Return what must hold for `/readyz`, each by its name."""
         statuses = self.fleet.statuses()
-        up = any(
-            usable(status)
-            and status.state is not State.UNKNOWN
-            and served_name(backend.model, status)
-            and not backend.drain
-            for backend, status in (
-                (backend, statuses[name]) for name, backend in self.policy.backends.items()
-            )
-        )
+        up = any(kept_out(backend, statuses[name]) is None for name, backend in self.policy.backends.items())
         # A box that changes models serves nobody for minutes, but what waits for it is not lost.
         return {"a_backend_is_up": up or self.boxes.can_serve_later}
 
@@ -428,6 +439,7 @@ class Gateway:
         if self.worker is not None:
             await self.worker.stop()
         await self.console.stop()
+        self.pipeline.is_ending = True
         for listener in self._listeners:
             listener.cut()
         with anyio.move_on_after(STOP_S):

@@ -5,6 +5,7 @@ gateway that serves never loads what only the demo needs.
 """
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -79,6 +80,7 @@ def main() -> None:
 )
 def serve(config: Path, log_level: str, workers: int) -> None:
     """Run the gateway until SIGTERM, then let what runs finish."""
+    _outlive_early_reloads()
     from gateway import process
 
     sys.exit(process.serve(config, log_level, workers))
@@ -93,9 +95,18 @@ def worker(config: Path, log_level: str, admin: str | None) -> None:
 
     Then it takes no more, lets those finish whose answers have begun, and gives the others back.
     """
+    _outlive_early_reloads()
     from gateway import process
 
     sys.exit(process.work(config, log_level, admin))
+
+
+def _outlive_early_reloads() -> None:
+    """Ignore SIGHUP until the gateway listens for it, some seconds from here: it would end the process.
+
+    Nothing is lost: the configuration that is about to be read is the one that the signal is about.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 @main.command()
@@ -209,7 +220,7 @@ def healthcheck(url: str) -> None:
 
     try:
         answer = httpx.get(url, timeout=3.0, trust_env=False)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         _fail(f"{url}: {error}")
     click.echo(answer.text.strip())
     sys.exit(0 if answer.status_code == 200 else 1)
@@ -233,7 +244,7 @@ def tokens(file: Path, vocab: Path | None, as_json: bool) -> None:
         click.echo(f"{measured.tokens} tokens ({measured.mode.value}), {measured.bytes} bytes, {took}")
 
 
-@main.group()
+@main.group(cls=click.RichGroup)  # else one of the class of `main`, with the commands from elsewhere
 def vocab() -> None:
     """Build the vocabulary that makes counts exact."""
 

@@ -34,6 +34,7 @@ from gateway.pipeline import Pipeline
 from gateway.pipeline.box_keeper import JOBS_SETTLE_S, SETTLE_S
 from gateway.ports import Arrival, Recorder
 from gateway.settings import Settings
+from gateway.settings.secrets import carried
 from gateway.settings.sections.boxes import MemberSection, RequestSection
 from gateway.store.batches import RedisBatches
 from gateway.store.boards import MemoryBoard, RedisBoard
@@ -460,7 +461,7 @@ def backend_keys(settings: Settings, environ: Mapping[str, str]) -> Mapping[str,
         key = settings.backend_key(name, environ)
         if key is None:
             continue
-        if not key.isascii() or not key.isprintable():
+        if not carried(key):
             raise ConfigError(f"backend {name}: its API key has a character that no header can carry")
         keys[name] = key
     return keys

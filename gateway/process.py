@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import anyio
 
 from gateway import __version__, app, memory, settings, supervisor
-from gateway.core.errors import ConfigError
+from gateway.core.errors import AddressNotFree, ConfigError
 from gateway.telemetry import logs
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ def serve(config: Path, log_level: str = "info", workers: int = 1) -> int:
     except ConfigError as error:
         for line in str(error).splitlines():
             _say(f"error: {line}")
-        return USAGE
+        return status_of(error)
     return 0
 
 
@@ -54,8 +54,13 @@ def work(config: Path, log_level: str = "info", admin: str | None = None) -> int
     except ConfigError as error:
         for line in str(error).splitlines():
             _say(f"error: {line}")
-        return USAGE
+        return status_of(error)
     return 0
+
+
+def status_of(error: ConfigError) -> int:
+    """Return the exit status of a process that could not start: 1 if it may be able to a moment later."""
+    return supervisor.FAILURE if isinstance(error, AddressNotFree) else USAGE
 
 
 def run(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:

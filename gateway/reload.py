@@ -71,7 +71,7 @@ class Reloader:
         self,
         started: Settings,
         environ: Mapping[str, str],
-        put_in_force: Callable[[Settings], Awaitable[None]],
+        prepare: Callable[[Settings], Callable[[], Awaitable[None]]],
         in_flight: Callable[[], Mapping[str, int]],
         clock: Clock,
         on_reload: Callable[[Reload], None] = lambda _: None,
@@ -81,20 +81,22 @@ class Reloader:
         Args:
             started: The configuration that the process was started with.
             environ: Where `${VAR}` and secrets come from.
-            put_in_force: Makes valid settings those that count; raises ConfigError, and then changes nothing.
+            prepare: Returns what makes valid settings those that count, which cannot fail; raises ConfigError
+                where they cannot be used. Changes nothing itself.
             in_flight: Requests that run, per backend.
             clock: When versions came into force.
             on_reload: Told of everything that was tried.
         """
         self._started = started
         self._environ = environ
-        self._put_in_force = put_in_force
+        self._prepare = prepare
         self._in_flight = in_flight
         self._clock = clock
         self._on_reload = on_reload
         self._turn = anyio.Lock()
         self._versions = deque([Version(started.version, started.source, clock.wall(), "start")])
-        self._refused = b""  # what the file says, if it cannot be used
+        self._refused = b""  # what was tried last, if it cannot be used
+        self._has_failed = False  # what was tried last was not put in force, or could not be read
         self.running = started
 
     @property
@@ -142,6 +144,7 @@ class Reloader:
         except OSError as error:
             found = Reload(error=f"{self.path}: cannot be read: {error.strerror}")
             _refuse(found.error, by)
+            self._has_failed = True
             self._on_reload(found)
             return found
         return await self.apply(source, by)
@@ -153,28 +156,35 @@ class Reloader:
             await anyio.sleep(LOOK_S)
             with suppress(OSError):  # it is being replaced
                 source = await anyio.to_thread.run_sync(self.path.read_bytes, abandon_on_cancel=True)
-                if source == before and source not in (self._versions[0].source, self._refused):
+                if source == before and source != self._refused and self._is_news(source):
                     await self.apply(source, "file")
                 before = source
+
+    def _is_news(self, source: bytes) -> bool:
+        """Return whether this is not in force, or was put back after a failure: that has to be said."""
+        return self._has_failed or source != self._versions[0].source
 
     async def _replace(self, source: bytes, by: str, *, writes: bool) -> Reload:
         async with self._turn:
             try:
                 wanted, found = await self.preview(source)
-                if writes:
+                put_in_force = self._prepare(wanted)
+                if writes:  # once nothing can be wrong with it any more: the next start reads it
                     await anyio.to_thread.run_sync(_write, self.path, source)
-                await self._put_in_force(wanted)
+                await put_in_force()
             except ConfigError as error:
-                self._refused = source
+                self._refused, self._has_failed = source, True
                 found = Reload(error=str(error))
                 _refuse(str(error), by)
             else:
-                self._refused = b""
+                is_news, self._refused, self._has_failed = self._has_failed, b"", False
                 self.running = wanted
                 if wanted.version != self._versions[0].id:
                     self._versions.appendleft(Version(wanted.version, source, self._clock.wall(), by))
                     while len(self._versions) > VERSIONS_KEPT + 1:
                         self._versions.pop()
+                    is_news = True
+                if is_news:
                     _say(found, by)
             self._on_reload(found)
             return found
@@ -186,7 +196,9 @@ class Reloader:
         own = {name: getattr(self.running.document, name) for name in settings.LIVE}
         # What one of several processes has of its own, such as a port, is no change.
         changes = settings.changes(self._written.model_copy(update=own), new.document, in_flight)
-        return wanted, Reload(new.version, changes, tuple(str(one) for one in new.warnings))
+        # What is lacking for sections that are read at the start alone stops the next start, and nothing now.
+        warnings = sorted((*new.warnings, *new.unmet(self._environ)))
+        return wanted, Reload(new.version, changes, tuple(str(one) for one in warnings))
 
     @cached_property
     def _written(self) -> Document:

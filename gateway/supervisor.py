@@ -24,15 +24,16 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from gateway.app import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS
-from gateway.core.errors import ConfigError
+from gateway.core.errors import AddressNotFree, ConfigError
 from gateway.downstream.listener import BACKLOG, bind, url_of
 from gateway.events import about
-from gateway.settings import Settings, load
+from gateway.reload import LOOK_S
+from gateway.settings import Settings, beside, load
 from gateway.store.keeper import keep_store, next_pause_s
 
 log = logging.getLogger("gateway.supervisor")
 
-FAILURE, USAGE = 1, 2
+FAILURE = 1
 END_S = STOP_S + 5.0
 """Seconds a worker gets beyond its drain, or to end at once, before it is killed."""
 
@@ -50,7 +51,8 @@ class Order:
         number: Which one it is, from 0.
         workers: How many there are.
         config: The configuration file.
-        source: What the file said when the parent read it, so that all workers ever started do the same.
+        source: What the file said at the start, so that all workers ever started do the same.
+        changed: What it has said since, as far as that can take effect while they run; None: the same.
         log_level: From which level on to log.
         listen_fd: File descriptor of the socket that applications connect to.
         store_url: Where limits are shared, if the file names no store.
@@ -63,6 +65,7 @@ class Order:
     log_level: str
     listen_fd: int
     store_url: str | None
+    changed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,8 @@ async def serve(
                     order = replace(order, store_url=url)
                 tasks.start_soon(_pass_on, signals, crew)
                 tasks.start_soon(_pass_hints_on, hints, settings, environ, crew)
+                if settings.reload.watch:
+                    tasks.start_soon(_follow, settings, environ, crew)
                 await crew.run(order)
             except ConfigError as error:  # carried out by value: the group would wrap it
                 failure = error
@@ -164,7 +169,7 @@ class Crew:
         self._accepting: dict[int, str | None] = {}
         self._stops = 0
         self._stopping = anyio.Event()
-        self._failure: str | None = None
+        self._failure: ConfigError | None = None
         self._source: str | None = None  # what the file says by now, if that is known
 
     async def run(self, order: Order) -> None:
@@ -177,13 +182,17 @@ class Crew:
             for number in range(order.workers):
                 tasks.start_soon(self._keep, replace(order, number=number))
         if self._failure is not None:
-            raise ConfigError(self._failure)
+            raise self._failure
 
     async def reread(self, source: str | None) -> None:
         """Have every worker read its configuration again; those started later are told `source`."""
-        self._source = source or self._source
+        self.follow(source)
         for process in tuple(self._processes.values()):
             await _tell(process, REREAD)
+
+    def follow(self, source: str | None) -> None:
+        """Have workers that are started from now on be told `source`; None: it cannot be used."""
+        self._source = source or self._source
 
     async def stop(self) -> None:
         """Have every worker drain; the second time, end at once."""
@@ -203,13 +212,14 @@ class Crew:
         pause_s = 0.0
         while not self._stopping.is_set():
             started_at = anyio.current_time()
+            error: Exception | None
             try:
                 status, error = await self._live(order)
             except OSError as failure:  # no memory for it, or no process to spare
-                status, error = FAILURE, f"it cannot be started: {failure}"
+                status, error = FAILURE, OSError(f"it cannot be started: {failure}")
             if self._stopping.is_set():
                 self._note_end(order.number, status)
-            elif status == USAGE and error is not None and not self._is_ready:
+            elif isinstance(error, ConfigError) and not self._is_ready:
                 self._give_up(error)
             else:
                 pause_s = next_pause_s(pause_s, anyio.current_time() - started_at)
@@ -224,9 +234,9 @@ class Crew:
                 with anyio.move_on_after(pause_s):
                     await self._stopping.wait()
 
-    async def _live(self, order: Order) -> tuple[int, str | None]:
+    async def _live(self, order: Order) -> tuple[int, ConfigError | None]:
         """Run one worker to its end. Returns its exit status, and what was wrong with its configuration."""
-        error = None
+        said = None
         async with await anyio.open_process(
             [*self._command, str(order.number)],
             stdin=subprocess.PIPE,
@@ -237,19 +247,21 @@ class Crew:
         ) as process:
             self._processes[order.number] = process
             try:
-                order = replace(order, source=self._source or order.source)
+                order = replace(order, changed=self._source)
                 told = json.dumps(asdict(order)).encode() + b"\n" + STOP * self._stops
                 await _tell(process, told)
                 report = await _report(process)
                 if report is not None and report.error is None:
                     self._accepts(order, process.pid, report.admin_url)
                 elif report is not None:
-                    error = report.error
+                    said = report.error
                 status = await process.wait()
             finally:
                 del self._processes[order.number]
                 self._accepting.pop(order.number, None)
-        return status, error
+        if said is None:
+            return status, None
+        return status, AddressNotFree(said) if status == FAILURE else ConfigError(said)
 
     def _accepts(self, order: Order, pid: int, admin_url: str | None) -> None:
         self._accepting[order.number] = admin_url
@@ -266,7 +278,7 @@ class Crew:
             urls = (self._accepting[number] for number in range(order.workers))
             self._ready(tuple(url for url in urls if url is not None))
 
-    def _give_up(self, error: str) -> None:
+    def _give_up(self, error: ConfigError) -> None:
         self._failure = error  # the others would say the same
         self._stopping.set()
         for process in self._processes.values():
@@ -298,11 +310,30 @@ async def _pass_hints_on(
     hints: AsyncIterator[signal.Signals], settings: Settings, environ: Mapping[str, str], crew: Crew
 ) -> None:
     async for _ in hints:
-        try:
-            source: str | None = load(settings.path, environ).source.decode()
-        except ConfigError:
-            source = None  # the workers say what is wrong with it
-        await crew.reread(source)
+        await crew.reread(_usable(settings, environ))
+
+
+async def _follow(settings: Settings, environ: Mapping[str, str], crew: Crew) -> None:
+    """Read the file whenever it has changed, as the workers do: who is started later begins with that."""
+    before = seen = settings.source
+    while True:
+        await anyio.sleep(LOOK_S)
+        with suppress(OSError):  # it is being replaced
+            source = settings.path.read_bytes()
+            if source == before and source != seen:
+                seen = source
+                crew.follow(_usable(settings, environ, source))
+            before = source
+
+
+def _usable(settings: Settings, environ: Mapping[str, str], source: bytes | None = None) -> str | None:
+    """Return what the file says, if workers started with `settings` can use it; what is wrong, they say."""
+    try:
+        new = load(settings.path, environ, source=source)
+        beside(settings, settings, new).require(environ)
+    except ConfigError:
+        return None
+    return new.source.decode()
 
 
 async def _tell(process: Process, words: bytes) -> None:

@@ -10,6 +10,7 @@ from gateway import __version__
 from gateway.core import admission
 from gateway.core.count_check import CountDrift, CountTracker
 from gateway.core.health import BackendStatus
+from gateway.core.selection import kept_out
 from gateway.core.values import Load, Policy
 from gateway.pipeline import BackendWatch, Peers, Sight
 from gateway.pipeline.box_keeper import BoxKeeper, BoxSight
@@ -96,6 +97,7 @@ class Views:
                 "profile": backend.profile,
                 "pools": pools[name],
                 "drain": backend.drain,
+                "kept_out": ": ".join(kept_out(backend, status) or ()),
                 "quirks": backend.quirks,
                 "in_flight": load.seqs,
                 "knee_seqs": admission.knee_seqs(backend.capacity, 0),

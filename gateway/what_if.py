@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from gateway.core import admission, classification, deciding
 from gateway.core.asked import matched_headers
-from gateway.core.errors import CallerError
+from gateway.core.errors import CallerError, Unauthorized
 from gateway.core.selection import BackendView
 from gateway.core.values import (
     Decision,
@@ -107,8 +107,11 @@ def read(
     """Return a request as the gateway would read it.
 
     Raises:
-        CallerError: it would be refused.
+        CallerError: it would be refused, or no API key has that name.
     """
+    if key is not None and key not in (named := settings.document.keys or {}):
+        there_are = f"there are {', '.join(named)}" if named else "it has no `keys`"
+        raise Unauthorized(f"The configuration names no API key {key!r}; {there_are}.")
     endpoint = Endpoint.COMPLETIONS if completions else Endpoint.CHAT
     return wire.read(endpoint, body, wire_rules(settings), arrival=_NOW, key=key, headers=headers)
 

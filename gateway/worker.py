@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
@@ -44,11 +44,15 @@ def main() -> int:
     try:
         loaded = settings.load(order.config, source=order.source.encode())
         own = loaded.for_worker(order.number, order.workers, order.store_url)
+        if order.changed is not None:
+            new = settings.load(order.config, source=order.changed.encode())
+            # A later change is compared with what all workers were started with, as the others do.
+            own = replace(settings.beside(loaded, own, new), tree=loaded.tree)
         with socket.socket(fileno=order.listen_fd) as listen:
             process.run(_serve, own, listen, stops, report)
     except ConfigError as error:
         report(Report(error=str(error)))
-        return process.USAGE
+        return process.status_of(error)
     return 0
 
 

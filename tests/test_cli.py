@@ -47,6 +47,12 @@ def test_every_command_has_help(command: str) -> None:
     assert "Usage:" in result.output
 
 
+def test_a_group_has_its_own_commands_and_no_others() -> None:
+    assert "build" in run("vocab", "--help").output
+    assert "simulate" not in run("vocab", "--help").output
+    assert run("vocab", "schema").exit_code == run("vocab", "replay", "--help").exit_code == 2
+
+
 def test_version() -> None:
     assert run("version").output == f"gemma-gateway {__version__}\n"
 
@@ -135,6 +141,37 @@ def test_explain_of_what_would_be_refused_is_1(body: str, says: str) -> None:
     assert says in result.output
 
 
+def test_explain_for_a_key_that_there_is_not_is_1(tmp_path: Path) -> None:
+    """A name with a slip in it would silently match no class that asks for it."""
+    keyed = tmp_path / "keyed.yaml"
+    digest = "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"
+    keyed.write_text(Path(DEMO).read_text() + f"keys: {{nightly: {{sha256: {digest}}}}}\n")
+    body = json.dumps(CHAT)
+
+    assert run("explain", "--config", str(keyed), "--key", "nightly", "-", stdin=body).exit_code == 0
+    result = run("explain", "--config", str(keyed), "--key", "nighlty", "-", stdin=body)
+
+    assert result.exit_code == 1
+    assert (
+        "401 invalid_api_key: The configuration names no API key 'nighlty'; there are nightly."
+        in result.output
+    )
+    assert run("explain", "--config", DEMO, "--key", "nightly", "-", stdin=body).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["healthcheck", "http://[::1"], ["jobs", "list", "--admin", "http://[::1"]],
+    ids=lambda command: command[0],
+)
+def test_a_url_that_is_none_is_a_sentence(command: list[str]) -> None:
+    result = run(*command)
+
+    assert result.exit_code in {1, 2}
+    assert isinstance(result.exception, SystemExit)
+    assert "http://" in result.output
+
+
 def test_explain_of_what_fits_nowhere_is_1() -> None:
     body = {**CHAT, "messages": [{"role": "user", "content": "river " * 400_000}]}
 
@@ -175,7 +212,8 @@ def test_workers_are_a_number_above_0(workers: str, monkeypatch: pytest.MonkeyPa
     assert run("serve", "--config", DEMO).exit_code == 2
 
 
-async def test_an_address_that_is_taken_is_2(tmp_path: Path) -> None:
+async def test_an_address_that_is_taken_is_1(tmp_path: Path) -> None:
+    """Not 2, after which a service manager does not try again: it may be free a moment later."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         file = tmp_path / "gateway.yaml"
         port = taken.getsockname()[1]
@@ -183,6 +221,6 @@ async def test_an_address_that_is_taken_is_2(tmp_path: Path) -> None:
             (ROOT / "config" / "demo.yaml").read_text().replace("127.0.0.1:8080", f"127.0.0.1:{port}")
         )
         async with running("serve", "--config", str(file)) as process:
-            assert await process.end() == 2
+            assert await process.end() == 1
 
     assert f"cannot listen on 127.0.0.1:{port}" in process.output

@@ -133,13 +133,13 @@ def spill_limits(
     """Return `most` tightened for work whose first choice was another pool.
 
     The reserve is for the pool's own long documents: those in `load` are what it was kept for, so they
-    use it up instead of adding to it.
+    use it up instead of adding to it. What needs more than it leaves may run alone: it would wait for ever.
     """
     own = load.long_seqs * (WHOLE // knee_seqs(capacity, gates.long_prompt_tokens + 1))
     reserved = max(0, round(rules.reserve * WHOLE) - own)
     return Load(
         most.seqs,
-        min(most.share, WHOLE - reserved),
+        min(most.share, max(WHOLE - reserved, min(WHOLE, wanted.share))),
         most.kv_blocks,
         most.long_seqs,
         most.long_unanswered,

@@ -82,7 +82,7 @@ def _message(answer: bytes) -> Mapping[str, Any] | None:
     try:
         document = json.loads(answer)
         message = document["choices"][0]["message"]
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, RecursionError, KeyError, IndexError, TypeError):
         return None
     return message if isinstance(message, dict) else None
 

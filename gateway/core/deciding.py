@@ -100,10 +100,19 @@ def refusal(
     return _overlong(decision, window, is_kv=Exclusion.CONTEXT_EXCEEDED not in reasons)
 
 
-def _overlong(decision: Decision, window: int, *, is_kv: bool) -> ContextExceeded:
-    """Return the refusal in the words by which clients recognise an overflow."""
+def _overlong(decision: Decision, window: int, *, is_kv: bool) -> CallerError:
+    """Return the refusal, in the words by which clients recognise an overflow where the prompt is part of it.
+
+    They shorten the conversation then, and ask again: in vain where the output alone is too long.
+    """
     demand, estimate = decision.demand, decision.estimate
     output = demand.total_tokens - estimate.tokens_max
+    if output >= window and not is_kv:
+        return InvalidRequest(
+            f"{output} output tokens are too many: this model holds {window} tokens, prompt and output "
+            "together. Please request fewer.",
+            param="max_tokens",
+        )
     about = "at least " if estimate.mode is CountMode.BOUND else ""
     cache = " and fits into no backend's cache" if is_kv else ""
     return ContextExceeded(

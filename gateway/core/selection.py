@@ -8,6 +8,7 @@ in which the pool lists its backends: no dice, so a decision can be explained an
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Protocol
 
 from gateway.core import admission, versions
 from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
@@ -91,13 +92,21 @@ class Case:
     spill_limits: Load | None = None
 
 
+class Standing(Protocol):
+    """What those filters judge that look at the backend alone."""
+
+    @property
+    def view(self) -> BackendView:
+        """The backend."""
+
+
 Objection = tuple[Exclusion, str]
 Filter = Callable[[Case], Objection | None]
 
 _NONE: frozenset[str] = frozenset()
 
 
-def _drain(case: Case) -> Objection | None:
+def _drain(case: Standing) -> Objection | None:
     if case.view.backend.drain:
         return Exclusion.DRAINING, "drained by the operator"
     if case.view.status.state is State.DRAINING:
@@ -144,7 +153,7 @@ def _away(case: Case) -> Objection | None:
     return case.view.away
 
 
-def _model(case: Case) -> Objection | None:
+def _model(case: Standing) -> Objection | None:
     served, wanted = case.view.status.served_models, case.view.backend.model
     if wanted is not None and served and wanted not in served:
         return Exclusion.WRONG_MODEL, f"serves {', '.join(served)}, not {wanted}"
@@ -157,7 +166,7 @@ def _model(case: Case) -> Objection | None:
     return None
 
 
-def _version(case: Case) -> Objection | None:
+def _version(case: Standing) -> Objection | None:
     status, allowed = case.view.status, case.view.backend.versions
     if not allowed:
         return None
@@ -167,7 +176,7 @@ def _version(case: Case) -> Objection | None:
     return (Exclusion.WRONG_VERSION, wrong) if wrong else None
 
 
-def _health(case: Case) -> Objection | None:
+def _health(case: Standing) -> Objection | None:
     status = case.view.status
     if accepts(status, case.view.load.seqs):
         return None
@@ -237,6 +246,22 @@ FILTERS: Mapping[str, Filter] = {
 
 
 _RULES = tuple(FILTERS.values())
+
+
+@valueclass(frozen=True, slots=True)
+class _Alone:
+    view: BackendView
+
+
+def kept_out(backend: Backend, status: BackendStatus) -> Objection | None:
+    """Return why a backend would be given nothing now, whatever is asked for; None if it would be.
+
+    One that nobody has probed yet is a last resort, and none to count on.
+    """
+    if status.state is State.UNKNOWN:
+        return Exclusion.UNHEALTHY, "unknown: not probed yet"
+    case = _Alone(BackendView(backend, Load(), status))
+    return _drain(case) or _health(case) or _model(case) or _version(case)
 
 
 def is_clear(case: Case) -> bool:

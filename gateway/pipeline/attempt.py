@@ -429,7 +429,7 @@ async def _read_all(response: UpstreamResponse, bytes_max: int) -> bytes:
     size = 0
     while data := await response.read():
         size += len(data)
+        parts.append(data)
         if size > bytes_max:
             break
-        parts.append(data)
     return b"".join(parts)

@@ -108,6 +108,7 @@ class _Kept:
     fence: int = 0
     has_heard: bool = False  # from the board
     heard_at: float = 0.0  # monotonic seconds of the last time
+    is_away: bool = False  # it did not answer in the last round
     reports: list[Event] = field(default_factory=list)
     own: Mapping[str, Wants] = field(default_factory=dict)
     others: Mapping[str, Wants] = field(default_factory=dict)
@@ -248,7 +249,8 @@ class BoxKeeper:
             for order in orders:
                 tasks.start_soon(self._carry_out, kept, order)
             self._show(kept, before)
-            if kept.box.state is before.state and not kept.reports:
+            # What was reported while nobody is sure to be the owner has to wait for the board.
+            if kept.box.state is before.state and (kept.is_away or not kept.reports):
                 with anyio.move_on_after(LOOK_S):
                     await kept.wake.wait()
 
@@ -264,6 +266,7 @@ class BoxKeeper:
         )
         await self._read_store(kept)
         now = self._clock.now()
+        kept.is_away = reply is None
         if reply is None:
             if kept.box.state is State.UNKNOWN and not kept.has_heard:
                 found = [name for name in self._ready(kept) if await self._switch.is_in(name)]

@@ -21,6 +21,7 @@ from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
     AnswerUnfit,
     AtCapacity,
+    Draining,
     GatewayError,
     ShedError,
     StreamBroken,
@@ -80,6 +81,7 @@ class Pipeline:
         room: Where requests wait. Its `run` must run as long as requests do.
         watch: What is seen of the backends; likewise.
         first_tokens: Those that cannot be seen; likewise.
+        is_ending: Whether what runs is being cut, because this process ends: nobody has left.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Pipeline:
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
         watch.on_more(self.room.look)
         self.first_tokens = FirstTokens(ledger, clock)
+        self.is_ending = False
 
     async def run(self, incoming: Incoming, downstream: Downstream, estimate: Estimate | None = None) -> None:
         """Serve one request, to its end; `estimate`: its prompt's length, where it is known by now.
@@ -141,11 +144,22 @@ class Pipeline:
             error.headers = tuple(passage.headers())
             raise
         except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
-            passage.ending = Ending.LEFT
+            self._note_cancelled(passage)
             raise
         finally:
             self._judge(passage)
             self._recorder.finished(passage.record(self._clock.now()))
+
+    def _note_cancelled(self, passage: Passage) -> None:
+        """Note how a request has ended that was not brought to its end: its caller has left, or we end.
+
+        A job is given back then, and loses nothing.
+        """
+        passage.ending = Ending.LEFT
+        if self.is_ending and not passage.incoming.request.is_job:
+            is_begun = bool(passage.status)
+            passage.ending = Ending.BROKEN if is_begun else Ending.FAILED
+            passage.error_code = StreamBroken.code if is_begun else Draining.code
 
     def policy_changed(self) -> None:
         """Note that another policy is in force: whoever waits is decided anew under it.

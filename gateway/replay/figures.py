@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
+from gateway.core.errors import InvalidRequest
 from gateway.core.usage import Ending
 from gateway.core.values import Policy
 from gateway.core.virtual_fleet import Fate
@@ -189,7 +190,9 @@ def _is_misfit(fate: Fate[Past]) -> bool:
     return fate.refused in _MISFITS
 
 
-_MISFITS = frozenset({"400", "context_length_exceeded", "unsupported_modality", "too_many_choices"})
+_MISFITS = frozenset(
+    {"400", "context_length_exceeded", "unsupported_modality", "too_many_choices", InvalidRequest.code}
+)
 """Refusals that no load has to do with."""
 
 

@@ -3,6 +3,7 @@
 import ipaddress
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from urllib.parse import urlsplit
 
 from gateway.core.quirks import WORKAROUNDS
@@ -23,6 +24,7 @@ def warnings(settings: Settings) -> tuple[Problem, ...]:
         *_boxes(settings, policy),
         *_webhooks(settings),
         *_exposure(settings),
+        *_keys(settings),
     ]
     return tuple(sorted(settings.problem(warning.path, warning.message) for warning in found))
 
@@ -44,14 +46,14 @@ def _models(policy: Policy) -> Iterator[_Warning]:
         for index, one in enumerate(model.classes):
             path: Path = ("models", model.id, "classes", index)
             yield from (_Warning(path, text) for text in _class(one, earlier, policy, fleet))
-            earlier.append((one.name, reach(one.when)))
+            earlier.append((one.name, reach(one.when, one.output_reserve_tokens)))
         yield from _remainder(model)
 
 
 def _class(
     one: TrafficClass, earlier: Sequence[tuple[str, Reach]], policy: Policy, fleet: Sequence[Backend]
 ) -> Iterator[str]:
-    admits = reach(one.when)
+    admits = reach(one.when, one.output_reserve_tokens)
     if admits.is_empty:
         yield f"class {one.name} never matches: its conditions exclude each other"
         return
@@ -113,7 +115,7 @@ def _modality(
 
 def _remainder(model: ModelPolicy) -> Iterator[_Warning]:
     last = model.classes[-1]
-    if not any(reach(one.when).is_everything for one in model.classes):
+    if not any(reach(one.when, one.output_reserve_tokens).is_everything for one in model.classes):
         yield _Warning(
             ("models", model.id, "classes", len(model.classes) - 1),
             f"requests that match no class of {model.id} are refused; "
@@ -272,6 +274,24 @@ def _exposure(settings: Settings) -> Iterator[_Warning]:
     if settings.admin is not None and not _is_loopback(settings.admin.host):
         message = "the admin address is not a loopback one: everyone who can reach it sees status and metrics"
         yield _Warning(("admin",), message)
+
+
+_OF_NOTHING = sha256(b"").hexdigest()
+
+
+def _keys(settings: Settings) -> Iterator[_Warning]:
+    seen: dict[str, str] = {}
+    for name, section in (settings.document.keys or {}).items():
+        if section.sha256 is None:
+            continue
+        digest, path = section.sha256.lower(), ("keys", name, "sha256")
+        if digest == _OF_NOTHING:
+            yield _Warning(
+                path, f"key {name}: this is the SHA-256 of nothing at all, and no caller has that key"
+            )
+        elif digest in seen:
+            yield _Warning(path, f"key {name} is key {seen[digest]}: who has it counts as {name}")
+        seen[digest] = name
 
 
 _LOCAL_ENDINGS = (".local", ".localhost", ".internal", ".lan", ".home.arpa", ".svc", ".cluster.local")

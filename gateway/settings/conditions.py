@@ -5,7 +5,7 @@ from typing import Any
 
 from gateway.core.values import Bound, Comparison
 
-_PART = re.compile(r"\s*(>=|>|<=|<|==|=|)\s*([0-9][0-9_]*)\s*")
+_PART = re.compile(r"\s*(>=|>|<=|<|==|=|)\s*([0-9]+(?:_[0-9]+)*)\s*")
 _HELP = 'write ">= 16000", "< 100", 4, or several as ">= 16000, < 100000"'
 
 

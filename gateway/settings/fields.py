@@ -87,7 +87,7 @@ _SLUG = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 
 
 def _slug(name: str) -> str:
-    if not re.match(_SLUG, name):
+    if not re.fullmatch(_SLUG, name):
         raise ValueError(
             "names are made of letters, digits, '-', '_' and '.', and start with a letter or digit: "
             "they become metric labels and header values"
@@ -128,7 +128,7 @@ def address(written: str) -> Address:
     bracketed = host.startswith("[") and host.endswith("]")
     bare = host[1:-1] if bracketed else host
     if (
-        not bare
+        bare in {"", "*"}  # getaddrinfo takes "*" for no name at all, which is loopback
         or not port.isascii()
         or not port.isdigit()
         or int(port) > PORT_MAX
@@ -224,11 +224,19 @@ def _store_url(written: str) -> str:
         url = urlsplit(written)
         _ = url.port
     except ValueError:
-        raise ValueError("this is no URL; write it as redis://host:6379/0") from None
+        raise ValueError(f"this is no URL; write it as redis://host:6379/0. {_ESCAPED}") from None
     if url.scheme not in {"redis", "rediss", "unix"} or not (url.hostname or url.path):
         raise ValueError("write it as redis://host:6379/0, rediss://host:6379/0 or unix:///path")
+    if url.scheme == "unix":
+        return written
+    if not url.hostname or url.fragment or "@" in url.path + url.query:
+        raise ValueError(f"write it as redis://host:6379/0. {_ESCAPED}")
+    if not re.fullmatch(r"/?[0-9]*", url.path):
+        raise ValueError("what follows host and port is the number of a database, as in redis://host:6379/0")
     return written
 
+
+_ESCAPED = "In a password, write % as %25, / as %2F, ? as %3F, # as %23 and @ as %40"
 
 StoreUrl = Annotated[
     str,
@@ -383,7 +391,7 @@ def _ascending(steps: tuple[KneeStepSection, ...]) -> tuple[KneeStepSection, ...
 KneeCurve = Annotated[
     tuple[KneeStepSection, ...],
     AfterValidator(_ascending),
-    ShortForm(_knee, {"type": "integer", "minimum": 1}),
+    ShortForm(_knee, {"type": "integer", "minimum": 1, "exclusiveMaximum": 1000}),
 ]
 """A knee: one number for every prompt length, or a curve."""
 

@@ -31,14 +31,22 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The requests a condition admits. Intervals are keyed by the fields of `When`."""
+    """The requests a condition admits.
+
+    Attributes:
+        counts: Intervals, by the fields of `When`. A total is one by this class's own reserve.
+        output_reserve_tokens: Output that counts in a total where the caller gives no `max_tokens`.
+        headers: Accepted values; an empty set is "any value".
+        max_tokens_given: A condition on max_tokens never matches where there is none.
+    """
 
     counts: Mapping[str, Interval]
+    output_reserve_tokens: int = 0
     reasoning: bool | None = None
     stream: bool | None = None
     keys: frozenset[str] | None = None
-    headers: Mapping[str, frozenset[str]] = field(default_factory=dict)  # an empty set is "any value"
-    max_tokens_given: bool = False  # a condition on max_tokens never matches where there is none
+    headers: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    max_tokens_given: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -54,12 +62,25 @@ class Reach:
         """Return whether every request in this one is certainly in the other."""
         return (
             all(self.counts[name].within(other.counts[name]) for name in COUNTED)
+            and self._totals(other.output_reserve_tokens).within(other.counts["total_tokens"])
             and other.max_tokens_given <= self.max_tokens_given
             and other.reasoning in {None, self.reasoning}
             and other.stream in {None, self.stream}
             and (other.keys is None or (self.keys is not None and self.keys <= other.keys))
             and all(_header_within(self.headers.get(name), wanted) for name, wanted in other.headers.items())
         )
+
+    def _totals(self, reserve_tokens: int) -> Interval:
+        """Return the totals of these requests as a class with that reserve sees them.
+
+        The same where `max_tokens` is given; else the reserve stands in for it.
+        """
+        total = self.counts["total_tokens"]
+        if self.max_tokens_given:
+            return total
+        more = reserve_tokens - self.output_reserve_tokens
+        low = max(total.low + more, self.counts["prompt_tokens"].low)
+        return Interval(low, None if total.high is None else total.high + more)
 
     def without(self, earlier: "Reach") -> "Reach":
         """Return what is left once an earlier class took its requests.
@@ -80,10 +101,11 @@ class Reach:
         return replace(self, counts=left)
 
 
-def reach(when: When) -> Reach:
-    """Return what a condition admits."""
+def reach(when: When, output_reserve_tokens: int) -> Reach:
+    """Return what the condition of a class with that reserve admits."""
     return Reach(
         counts=_closed({name: _interval(getattr(when, name)) for name in COUNTED}),
+        output_reserve_tokens=output_reserve_tokens,
         reasoning=when.reasoning,
         stream=when.stream,
         keys=frozenset(when.keys) or None,
@@ -127,4 +149,4 @@ def _header_within(given: frozenset[str] | None, wanted: frozenset[str]) -> bool
     return given is not None and (not wanted or (bool(given) and given <= wanted))
 
 
-_EVERYTHING = reach(When())
+_EVERYTHING = reach(When(), 0)

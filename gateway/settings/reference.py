@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gateway.settings.schema import schema
+from gateway.settings.schema import FILLED_IN, schema
 
 BEGIN, END = "<!-- keys: generated -->", "<!-- /keys -->"
 _ONCE = {"KneeStepSection"}  # explained where it is first used
@@ -100,6 +100,8 @@ _WORDS = {"string": "text", "integer": "whole number", "number": "number", "bool
 def _plain_kinds(value: Mapping[str, Any], defs: Mapping[str, Any]) -> Iterator[str]:
     types = value.get("type", ())
     for kind in [types] if isinstance(types, str) else types:
+        if kind == "string" and value.get("pattern") == FILLED_IN:
+            continue  # any value may be filled in: the text says so
         if kind == "array":
             inner = _takes(value["items"], defs) if "items" in value else ""
             yield f"list of {inner}" if inner and inner != "a section" else "list"

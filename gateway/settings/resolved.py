@@ -1,5 +1,6 @@
 """A configuration that was read: what `app.py` asks it, and the policy it yields."""
 
+import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -38,7 +39,7 @@ from gateway.settings.document import Document
 from gateway.settings.fields import PORT_MAX, Address, address, curve, written
 from gateway.settings.problems import Problem
 from gateway.settings.references import Finding
-from gateway.settings.secrets import SecretMissing, SecretRef, digest
+from gateway.settings.secrets import SecretMissing, SecretRef, carried, digest
 from gateway.settings.sections.boxes import BoxSection
 from gateway.settings.sections.decisions import DecisionsSection
 from gateway.settings.sections.fleet import BackendSection, GatesSection, HealthSection, PoolSection
@@ -398,7 +399,8 @@ class Settings:
         return BackendTls(self._file(section.ca_file), section.verify)
 
     def unmet(self, environ: Mapping[str, str]) -> tuple[Problem, ...]:
-        """Return what the file names and this machine lacks: variables, key files, certificates, vocabulary.
+        """Return what the file names and this machine lacks, or has in a form that cannot be used: variables,
+        key files, certificates, vocabulary, the folder of the decisions.
 
         `check` warns of these, for it may run elsewhere; `serve` cannot start with one.
         """
@@ -416,9 +418,12 @@ class Settings:
     def _unmet(self, environ: Mapping[str, str]) -> Iterator[Problem]:
         for path, secret in self._secrets():
             try:
-                secret.read(environ)
+                found = secret.read(environ)
             except SecretMissing as error:
                 yield self.problem(path, str(error))
+            else:
+                if path[0] != "keys" and not carried(found):  # it is sent, not only compared
+                    yield self.problem(path, "it has a character that no header can carry")
         for name, section in self.document.webhooks.items():
             try:
                 _read_all(self._webhook_secret(name), environ)
@@ -429,9 +434,18 @@ class Settings:
             _headers(self._otlp_secret(), environ)
         except (SecretMissing, ValueError) as error:
             yield self.problem(("telemetry", "otlp", "headers_env"), str(error))
+        yield from self._unmet_files()
+
+    def _unmet_files(self) -> Iterator[Problem]:
         for path, file in self._files():
             if not file.is_file():
                 yield self.problem(path, f"there is no file {file}")
+        for name in self.document.backends:
+            tls = self.tls(name)
+            if tls.verify and tls.ca_file is not None and (fault := _authorities_fault(tls.ca_file)):
+                yield self.problem(("backends", name, "tls", "ca_file"), fault)
+        if self.decisions_file is not None and not self.decisions_file.parent.is_dir():
+            yield self.problem(("decisions", "file"), f"there is no folder {self.decisions_file.parent}")
 
     def _secrets(self) -> Iterator[tuple[TreePath, SecretRef]]:
         for name, backend in self.document.backends.items():
@@ -510,6 +524,17 @@ def _headers(secret: SecretRef | None, environ: Mapping[str, str]) -> Mapping[st
             raise ValueError("headers are written as name=value,name=value")
         headers[name] = value
     return headers
+
+
+def _authorities_fault(file: Path) -> str:
+    """Return what is wrong with a file of certificates, or "" if they can be used, or it is not there."""
+    try:
+        ssl.create_default_context(cafile=str(file))
+    except (FileNotFoundError, IsADirectoryError):
+        return ""
+    except (OSError, ssl.SSLError) as error:
+        return f"{file} holds no certificates: {error}"
+    return ""
 
 
 def _read_all(secret: SecretRef, environ: Mapping[str, str]) -> tuple[bytes, ...]:

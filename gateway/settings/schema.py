@@ -1,9 +1,17 @@
 """The JSON Schema of the configuration file, generated from its models."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from gateway.settings.document import Document
+
+FILLED_IN = r"\$\{"
+"""Marks text with `${NAME}` in it: what it will be is not known before it is filled in."""
+
+_NAMED, _LISTED = ("properties", "patternProperties", "$defs"), ("anyOf", "oneOf", "allOf", "prefixItems")
+_ONE = ("items", "additionalProperties")
+_FIGURES = frozenset({"integer", "number", "boolean"})
 
 
 def schema() -> dict[str, Any]:
@@ -13,6 +21,8 @@ def schema() -> dict[str, Any]:
     for section in (generated, *definitions.values()):
         for key in section.get("properties", {}).values():
             _complete(key, definitions)
+    generated = json.loads(json.dumps(generated))  # each part once: some are shared
+    _may_be_filled_in(generated)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Gemma Gateway configuration",
@@ -28,3 +38,21 @@ def _complete(key: dict[str, Any], definitions: Mapping[str, Any]) -> None:
         key["additionalProperties"] = False
     if isinstance(key.get("default"), dict):
         del key["default"]  # a section's defaults stand in the section
+
+
+def _may_be_filled_in(schema: dict[str, Any]) -> None:
+    """Let `${NAME}` stand wherever a value may, as it may in the file; keys are not filled in."""
+    inner = [one for name in _NAMED for one in schema.get(name, {}).values()]
+    inner += [one for name in _LISTED for one in schema.get(name, ())]
+    inner += [schema[name] for name in _ONE if isinstance(schema.get(name), dict)]
+    for one in inner:
+        _may_be_filled_in(one)
+    pattern, types = schema.get("pattern", ""), schema.get("type", [])
+    types = [types] if isinstance(types, str) else types
+    if not _FIGURES.isdisjoint(types) and "string" not in types:
+        schema.update(type=[*types, "string"], pattern=FILLED_IN)
+    elif pattern and "${" not in pattern.replace("\\", ""):
+        schema["pattern"] = f"{pattern}|{FILLED_IN}"
+    elif "enum" in schema or isinstance(schema.get("const"), str):
+        own = {name: schema.pop(name) for name in ("type", "enum", "const") if name in schema}
+        schema["anyOf"] = [own, {"type": "string", "pattern": FILLED_IN}]

@@ -39,6 +39,11 @@ class SecretRef:
         return secret
 
 
+def carried(secret: str) -> bool:
+    """Return whether an HTTP header can carry it."""
+    return secret.isascii() and secret.isprintable()
+
+
 def digest(secret: str) -> bytes:
     """Return the SHA-256 of a key: what the gateway keeps and compares."""
     return hashlib.sha256(secret.encode()).digest()

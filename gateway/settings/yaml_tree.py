@@ -153,7 +153,10 @@ class _Builder:
     def _constructed(self, node: yaml.Node) -> Any:
         """Return the value of a scalar. PyYAML lets Python's own errors out for dates and numbers."""
         try:
-            return self._loader.construct_object(node, deep=True)
+            value = self._loader.construct_object(node, deep=True)
+            if isinstance(value, int):
+                str(value)  # one in hexadecimal may be too long to be written, in a message for one
+            return value
         except (ValueError, KeyError, OverflowError) as error:
             self._tree.problems.append(
                 (_mark(node.start_mark), f"this is no value: {error}; put text in quotes")

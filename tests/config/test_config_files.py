@@ -143,3 +143,16 @@ def _keys(value: Any) -> set[str]:
     if isinstance(value, list):
         return {key for inner in value for key in _keys(inner)}
     return set()
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if "\n#   knee " in file.read_text("utf-8")], ids=lambda file: file.stem
+)
+def test_the_knee_in_a_comment_is_the_one_in_force(file: Path) -> None:
+    line = re.search(r"^#   knee (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    assert line
+    for backend in load(file).policy().backends.values():
+        figures = iter(re.findall(r"[\d,]*\d", line[1]))
+        steps = dict.fromkeys(step.seqs for step in backend.capacity.knee)
+        missing = [seqs for seqs in steps if f"{seqs}" not in figures]  # in this order
+        assert not missing, f"{backend.id}: {line[1]}"

@@ -246,6 +246,24 @@ def test_spilled_work_leaves_a_reserve(load: Load, prefill_s: float, reason: Exc
     assert admission.full(load, claim, tightened) is reason
 
 
+@pytest.mark.parametrize(
+    ("prompt_tokens", "seqs"),
+    [pytest.param(20_000, 1, id="a-knee-of-one"), pytest.param(100, 4, id="choices")],
+)
+def test_spilled_work_that_needs_the_whole_knee_runs_alone(prompt_tokens: int, seqs: int) -> None:
+    capacity = Capacity(context_tokens=32_768, knee=(KneeStep(16_000, 4), KneeStep(None, 1)))
+    claim = admission.claim(capacity, demand(prompt_tokens, seqs=seqs), Gates())
+    most = admission.limits(capacity, claim, Gates())
+
+    def reason(load: Load) -> Exclusion | None:
+        tightened = admission.spill_limits(capacity, most, claim, load, Gates(), Spill(reserve=0.125))
+        return admission.full(load, claim, tightened)
+
+    assert claim.share == admission.WHOLE
+    assert reason(Load()) is None
+    assert reason(Load(seqs=1, share=1)) is Exclusion.AT_KNEE
+
+
 def test_a_pools_own_bounds_hold_for_spilled_work_too() -> None:
     gates = Gates(prefill_s=0.2)
     claim = admission.claim(WIDE, demand(1_000), gates, 0.1)

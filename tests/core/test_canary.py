@@ -53,6 +53,7 @@ def answer(content: Any, **fields: Any) -> bytes:
             id="marked-thought",
         ),
         pytest.param(PLAIN, b"<html>", "its answer is no chat completion", id="no-json"),
+        pytest.param(PLAIN, b"[" * 100_000, "its answer is no chat completion", id="nested-without-end"),
         pytest.param(PLAIN, b'{"choices": []}', "its answer is no chat completion", id="no-choice"),
         pytest.param(PLAIN, b"[]", "its answer is no chat completion", id="no-object"),
     ],

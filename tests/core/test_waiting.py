@@ -1,5 +1,6 @@
 """The waiting line: who may start, in which order, who is refused, and what they are told."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -1294,3 +1295,41 @@ def test_looking_at_waiters_changes_nothing_and_is_bounded() -> None:
     assert site.line.waiters(2.0) == site.line.waiters(2.0)
     assert len(site.line) == 200
     assert WaitingLine().waiters(0.0) == []
+
+
+def test_a_document_waits_for_no_backend_that_it_was_tried_on() -> None:
+    site = Site()
+    site.enter("busy", traffic_class=PLAIN)
+    assert site.start() == ["busy"]
+    either = replace(LONG, pools=("push", "light"))
+    site.enter("document", traffic_class=either, prompt=20_000, failed=frozenset({"push"}))
+    assert site.start() == []
+    assert site.line.long_waiting() == {}
+
+    site.enter("chat", traffic_class=CHAT)
+
+    assert site.start() == ["chat"]  # push is idle, and nobody else wants it
+    site.line.leave("document")
+    assert site.line.long_waiting() == {}
+
+
+class Name(str):
+    """A name of which it can be seen whether anybody still has it."""
+
+
+def test_nothing_is_kept_of_work_without_a_limit_that_has_left_while_somebody_else_waits_on() -> None:
+    site = Site()
+    site.enter("busy")
+    assert site.start() == ["busy"]
+    site.enter("waits on")
+    name = Name("job")
+    kept = weakref.ref(name)
+    site.enter(name, traffic_class=replace(PLAIN, waiting=patient(PLAIN.waiting)))
+    site.turn()
+    assert site.line.position(name) == 2
+
+    site.line.leave(name)
+    del name
+
+    assert site.turn().look_again_at == PLAIN.waiting.max_wait_s
+    assert kept() is None

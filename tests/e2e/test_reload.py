@@ -1,16 +1,19 @@
 """Another configuration while the gateway runs, over real sockets: nothing that runs notices."""
 
+import os
 import signal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import httpx
 import openai
 import pytest
 import yaml
 from support.processes import config, running
+from support.redis_server import RedisServer
 from support.site import Site, simulated, site
 
 from gateway.core.health import State
@@ -18,6 +21,10 @@ from gateway.core.health import State
 FLEET = {"light-0": "h100-tp1-light", "light-1": "h100-tp1-light", "light-2": "h100-tp1-light"}
 PATIENT = {"max_wait_s": 100, "ttft_target_s": 100}  # so that none of these is refused for load
 CLASSES = [{"class": "short_chat", "pools": ["light"], "waiting": PATIENT}]
+ONE_POOL: dict[str, Any] = {
+    "pools": {"light": ["light-0"]},
+    "models": {"gemma-4": {"classes": CLASSES}},
+}
 ASK: dict[str, Any] = {"model": "gemma-4", "messages": [{"role": "user", "content": "Tell me a story."}]}
 
 
@@ -142,6 +149,15 @@ async def test_what_cannot_change_is_named_and_stays(gateway: Site) -> None:
     assert again.json()["needs_restart"] == ["listen", "requests"]  # until it is restarted
 
 
+async def test_what_the_next_start_would_lack_is_a_warning_now(gateway: Site) -> None:
+    document = written(gateway) | {"tokenizer": {"vocab": "none.tiktoken"}}
+
+    answer = await put(gateway, document)
+
+    assert answer.json()["needs_restart"] == ["tokenizer"]
+    assert any("there is no file" in warning for warning in answer.json()["warnings"])
+
+
 async def test_a_configuration_is_replaced_only_by_who_has_seen_it(gateway: Site) -> None:
     document = written(gateway)
     async with httpx.AsyncClient(base_url=gateway.admin_url, trust_env=False) as client:
@@ -187,6 +203,59 @@ async def test_a_file_that_cannot_be_used_changes_nothing_and_says_why(gateway: 
     assert f'gateway_config_info{{version="{version}"}} 1.0' in page
 
 
+@pytest.mark.parametrize("way", ["file", "gone", "put"])
+async def test_what_is_in_force_and_in_the_file_is_no_failure_any_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """Who puts the file back as it was has done what the alert asks for, and nothing else will change."""
+    async with site(tmp_path, fleet=simulated({"light-0": "h100-tp1-light"}), **ONE_POOL) as running_site:
+        path, registry = running_site.gateway.settings.path, running_site.gateway.metrics.registry
+        good = path.read_bytes()
+        caplog.set_level("INFO", logger="gateway.config")
+
+        def is_successful(wanted: float) -> bool:
+            return registry.get_sample_value("gateway_config_last_reload_successful") == wanted
+
+        if way == "put":
+            await put(running_site, "pools: [")
+        elif way == "gone":
+            path.unlink()
+            await running_site.gateway.reloader.reread("signal")
+        else:
+            path.write_text("pools: [")
+            await running_site.eventually(lambda: is_successful(0))
+        path.write_bytes(good)
+        await running_site.eventually(lambda: is_successful(1))
+
+        (version,) = running_site.gateway.reloader.versions
+    assert f"configuration {version.id} is in force (file)" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("backend", "written_there", "says"),
+    [
+        ({"api_key_file": "secret"}, "two words\nand a line", "no header can carry"),
+        ({"url": "https://127.0.0.1:9", "tls": {"ca_file": "secret"}}, "no PEM", "holds no certificates"),
+    ],
+)
+async def test_what_turns_out_unusable_never_gets_into_the_file(
+    gateway: Site, backend: Mapping[str, object], written_there: str, says: str
+) -> None:
+    """The file says all the same what is in force: the next start, and other processes, read it."""
+    path = gateway.gateway.settings.path
+    (path.parent / "secret").write_text(written_there)
+    before = path.read_bytes()
+    document = written(gateway)
+    document["backends"]["light-1"] |= backend
+
+    answer = await put(gateway, document)
+
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+    assert path.read_bytes() == before
+    assert len(gateway.gateway.reloader.versions) == 1
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_signal_and_a_changed_file(tmp_path: Path, workers: int) -> None:
     rest = {"models": {"gemma-4": {"classes": CLASSES}}, "reload": {"watch": workers == 1}}
@@ -206,4 +275,23 @@ async def test_a_signal_and_a_changed_file(tmp_path: Path, workers: int) -> None
         path.write_text("nothing: here")
         process.process.send_signal(signal.SIGHUP)
         await process.wait_for("the configuration stays as it is")
+        assert await process.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("arguments", [("serve",), ("serve", "--workers", "2"), ("worker",)], ids=" ".join)
+async def test_a_signal_that_comes_before_the_file_is_read_ends_nothing(
+    tmp_path: Path, store: RedisServer, arguments: Sequence[str]
+) -> None:
+    rest = {"models": {"gemma-4": {"classes": CLASSES}}, "reload": {"watch": False}}
+    rest |= {"store": store.url, "jobs": {}}
+    backends = {"light-0": ("http://127.0.0.1:9", "h100-tp1-light")}
+    text = config(tmp_path, backends, {"light": ["light-0"]}, yaml.safe_dump(rest)).read_text()
+    pipe = tmp_path / "slow.yaml"
+    os.mkfifo(pipe)
+    async with running(*arguments, "-c", str(pipe)) as process:
+        # Opened once the other end is: the process has come to reading it.
+        with await anyio.to_thread.run_sync(pipe.open, "w") as writing:
+            process.process.send_signal(signal.SIGHUP)
+            writing.write(text)
+        await process.wait_for("operators: ")
         assert await process.end(signal.SIGTERM) == 0

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import struct
 import zlib
 from collections.abc import AsyncIterator, Mapping
@@ -463,6 +464,7 @@ async def test_operators_see_the_fleet_and_why(fleet: Site) -> None:
     assert f'gateway_requests_total{{backend="{newest["backend"]}"' in metrics
     assert 'gateway_backend_state{backend="push",state="up"} 1.0' in metrics
     assert unknown.status_code == 404
+    assert "Known views: backends, " in unknown.json()["error"]["message"]
 
 
 async def test_what_somebody_else_runs_on_a_backend_is_seen(
@@ -506,6 +508,62 @@ async def test_liveness_and_readiness(fleet: Site) -> None:
 
     assert ready.status_code == 200
     assert ready.json() == {"ready": True, "checks": {"a_backend_is_up": True, "not_draining": True}}
+
+
+async def test_a_backend_that_serves_another_model_is_said_and_makes_nothing_ready(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It answers, and gets nothing: who reads the log has to find out why."""
+    caplog.set_level("INFO", logger="gateway.fleet")
+    light = simulated({"light-0": "h100-tp1-light"})
+    async with site(tmp_path, fleet=light, backend={"model": "gemma-4-mini"}, **ONE_POOL) as running:
+        served = running.gateway.fleet.statuses()["light-0"].served_models[0]
+        async with running.http() as client:
+            ready = await client.get("/readyz")
+
+    assert ready.status_code == 503
+    assert ready.json()["checks"]["a_backend_is_up"] is False
+    fleet_log = [record for record in caplog.records if record.name == "gateway.fleet"]
+    assert [one.getMessage() for one in fleet_log if one.levelname == "WARNING"] == [
+        f"light-0: serves {served}, not gemma-4-mini"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("configured", "why"),
+    [
+        pytest.param({"model": "another"}, r"wrong_model: serves \S+, not another", id="another-model"),
+        pytest.param({"versions": "< 0.1"}, "wrong_version: .*", id="another-version"),
+        pytest.param({"drain": True}, "draining: drained by the operator", id="drained"),
+        pytest.param({}, "", id="as-configured"),
+    ],
+)
+async def test_a_backend_that_would_be_given_nothing_counts_as_none(
+    tmp_path: Path, configured: dict[str, Any], why: str
+) -> None:
+    async with (
+        site(
+            tmp_path,
+            fleet=simulated({"light-0": "h100-tp1-light"}),
+            backend=configured,
+            pools={"light": ["light-0"]},
+            models={"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
+        ) as running,
+        running.http() as client,
+    ):
+        answer = await client.post(
+            "/v1/chat/completions", json={"model": "gemma-4", "messages": HELLO, "max_tokens": 1}
+        )
+        ready = await client.get("/readyz")
+        shown = (await client.get(f"{running.admin_url}/admin/backends")).json()["light-0"]
+        page = (await client.get(f"{running.admin_url}/metrics")).text
+
+    status = 503 if why else 200
+    assert (answer.status_code, ready.status_code) == (status, status)
+    assert shown["state"] == "up"
+    assert re.fullmatch(why, shown["kept_out"])
+    assert f'gateway_backend_usable{{backend="light-0"}} {0.0 if why else 1.0}' in page
+    assert f'gateway_backend_drained{{backend="light-0"}} {float("drain" in configured)}' in page
 
 
 async def test_draining_finishes_streams_and_refuses_new_work(fleet: Site) -> None:

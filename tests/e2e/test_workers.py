@@ -100,6 +100,11 @@ class Gateway:
             base_url=f"{self.url}/v1", api_key="x", max_retries=0, timeout=120, http_client=kept
         )
 
+    async def version(self, number: int) -> str:
+        """Return which configuration a worker has in force."""
+        async with httpx.AsyncClient(trust_env=False) as http:
+            return (await http.get(f"{self.admin[number]}/admin/config")).headers["etag"]
+
     async def requests(self, number: int) -> dict[str, Any]:
         """Return the requests that a worker remembers, by id."""
         async with httpx.AsyncClient(trust_env=False) as http:
@@ -250,6 +255,39 @@ async def test_a_worker_that_is_killed_is_replaced_and_gives_back_what_it_held(g
     assert await gateway.process.end(signal.SIGTERM) == 0
 
 
+async def test_a_worker_that_is_replaced_has_the_configuration_of_the_others(tmp_path: Path) -> None:
+    keys = [tmp_path / name for name in ("first.key", "second.key")]
+    for key in keys:
+        key.write_text("x")
+    async with AsyncExitStack() as stack:
+        simulate = ("simulate", "--profile", "h100-tp1-light", "--port", "0", "--speed", "20")
+        simulator = await stack.enter_async_context(running(*simulate))
+        backend = (await simulator.wait_for(r"(http://127\.0\.0\.1:\d+)"))[1]
+        config = configured(tmp_path, backend, keys={"app": {"file": "first.key"}})
+        process = await stack.enter_async_context(running(*serve(config), own_group=True))
+        gateway = Gateway(process, config, backend)
+        await gateway.serving()
+
+        # The second section needs a restart: of all, not of one.
+        configured(tmp_path, backend, keys={"app": {"file": "second.key"}}, requests={"max_body_bytes": 100})
+        await process.wait_for(rf"(?s)(is in force \(file\).*){{{WORKERS}}}")
+        keys[0].unlink()
+        killed = gateway.pid(1)
+        os.kill(killed, signal.SIGKILL)
+        started = await process.wait_for(
+            r"(?s)worker 1 ended.*worker 1 \(pid \d+\) accepts connections, operators: (http:[^\s\"]+)",
+            within_s=20,
+        )
+
+        gateway.admin = (gateway.admin[0], started[1])
+        assert await gateway.version(0) == await gateway.version(1)
+        async with gateway.client_of(1) as client:
+            chat: Any = [{"role": "user", "content": "word " * 100}]
+            answer = await client.chat.completions.create(model="gemma-4", messages=chat, max_tokens=1)
+            assert answer.choices[0].finish_reason == "length"
+        assert await process.end(signal.SIGTERM) == 0
+
+
 @pytest.mark.parametrize("gateway", [FAST], indirect=True)
 async def test_a_connection_that_waits_to_be_accepted_outlives_every_worker(gateway: Gateway) -> None:
     pids = [gateway.pid(number) for number in range(WORKERS)]
@@ -356,7 +394,7 @@ async def test_what_one_worker_cannot_use_ends_all(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         config = configured(tmp_path, "http://127.0.0.1:9", admin=f"127.0.0.2:{port - 1}")
         async with running(*serve(config)) as process:
-            assert await process.end() == 2
+            assert await process.end() == 1
             await process.wait_for("<ended>")
 
     assert process.output.count(f"error: cannot listen on 127.0.0.2:{port}") == 1

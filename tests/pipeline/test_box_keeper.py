@@ -3,10 +3,12 @@
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import anyio
 import pytest
+from support.redis_server import own_server
 
 from gateway.core.box import BoxRules, State
 from gateway.core.errors import StoreUnavailable
@@ -28,8 +30,8 @@ from gateway.core.values import (
 from gateway.core.waiting import Ticket, WaitingLine
 from gateway.pipeline import box_keeper
 from gateway.pipeline.box_keeper import ALONE_S, READY_S, BoxKeeper, BoxSight
-from gateway.ports import JobStore
-from gateway.store.boards import MemoryBoard
+from gateway.ports import BoxBoard, JobStore
+from gateway.store.boards import MemoryBoard, RedisBoard
 from gateway.store.memory import MemoryLedger
 
 PATIENT = Waiting(max_wait_s=36_000, ttft_target_s=2_700)
@@ -59,6 +61,8 @@ class Machine:
     is_away: bool = False
     unseen_since: float | None = None
     looked: anyio.Event = field(default_factory=anyio.Event)
+    looks: int = 0
+    stops: anyio.Event | None = None  # when what it is told to stop has stopped; None: at once
     shared: dict[str, Any] = field(default_factory=dict)
 
     # ports.Switch
@@ -71,6 +75,8 @@ class Machine:
         return ""
 
     async def stop(self, backend_id: str, fence: int) -> str:
+        if self.stops is not None:
+            await self.stops.wait()
         self.inside.discard(backend_id)
         self.orders.append(f"stop {backend_id}")
         return ""
@@ -95,6 +101,7 @@ class Machine:
         pass
 
     def _note_look(self) -> None:
+        self.looks += 1
         self.looked.set()
         self.looked = anyio.Event()
 
@@ -106,6 +113,7 @@ class Machine:
         return self.lanes_there
 
     async def drain(self, is_drained: bool | None = None) -> float | None:
+        await anyio.lowlevel.checkpoint()  # a store is never there at once
         if self.drained_at is not None:
             self._note_look()
         return self.drained_at
@@ -129,16 +137,18 @@ class Process:
     machine: Machine
     name: str = "one"
     line: WaitingLine = field(default_factory=WaitingLine)
+    board: BoxBoard | None = None
 
     def __post_init__(self) -> None:
+        shared = MemoryBoard(
+            lambda: self.machine.now, process=self.name, ttl_s=1e9, shared=self.machine.shared
+        )
         self.keeper = BoxKeeper(
             {"spark": RULES},
             POLICY.backends,
             boot_s=BOOT_S,
             switch=self.machine,
-            board=MemoryBoard(
-                lambda: self.machine.now, process=self.name, ttl_s=1e9, shared=self.machine.shared
-            ),
+            board=self.board or shared,
             fleet=self.machine,
             ledger=MemoryLedger(),
             line=self.line,
@@ -288,6 +298,33 @@ async def test_a_store_that_is_away_for_long_holds_nothing_up() -> None:
         await one.until(lambda: one.sight.stored["gemma"].count == 0)
         machine.is_away = False
         await one.until(lambda: one.sight.stored["gemma"].count == 12)
+
+
+async def test_a_report_waits_for_a_store_that_is_away_without_asking_it_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with own_server("valkey-9", tmp_path) as server:
+        board, other = (RedisBoard.at(server.url, "gw") for _ in range(2))
+        machine = Machine(stops=anyio.Event())
+        one = Process(machine, board=board)
+        async with at_work(one):
+            machine.now += 1000
+            machine.lanes_there = [stored(12, 900.0)]
+            await one.is_at(State.STOPPING, "qwen")
+            server.kill()
+            monkeypatch.setattr(box_keeper, "LOOK_S", 1.0)
+            await one.another_look()
+            assert machine.stops is not None
+            machine.stops.set()
+            before, asked = machine.looks, 100
+            for _ in range(asked):
+                assert await other.sync("another-box", fence=0, state="", note="") is None
+                await anyio.lowlevel.checkpoint()
+            assert machine.looks - before < asked / 4  # one a second
+            server.start()
+            await one.is_at(State.RESIDENT, "gemma")
+        await board.aclose()
+        await other.aclose()
 
 
 async def test_callers_are_told_when_their_jobs_can_start() -> None:

@@ -11,6 +11,7 @@ import pytest
 from support.world import ABORT, CRASH, DONE, HELLO, ROLE, STOP, USAGE, WHOLE, Caller, Script, World
 
 from gateway.core import admission
+from gateway.core.answers import MESSAGE_CHARS_MAX
 from gateway.core.errors import (
     BackendRejected,
     ContextExceeded,
@@ -272,6 +273,21 @@ async def test_a_backends_verdict_on_the_content_is_final(world: World) -> None:
     assert world.notes.requests[0].ending is Ending.REJECTED
 
 
+@pytest.mark.parametrize("read_bytes", [1_000, 60_000, 200_000])
+async def test_a_verdict_that_quotes_a_document_is_passed_on_as_it_begins(
+    world: World, read_bytes: int
+) -> None:
+    body = b'{"error":{"message":"content must be a string, input: %b","code":400}}' % (b"river " * 30_000)
+    parts = [body[at : at + read_bytes] for at in range(0, len(body), read_bytes)]
+    world.answers(light_0=Script(parts, status=400))
+
+    with pytest.raises(BackendRejected) as caught:
+        await world.run(world.request())
+
+    assert caught.value.message.startswith("content must be a string, input: river river")
+    assert len(caught.value.message) == MESSAGE_CHARS_MAX
+
+
 # ---------------------------------------------------------------- after the first byte
 
 
@@ -470,6 +486,16 @@ async def test_a_prompt_that_fits_nowhere_is_refused_in_words_that_sdks_recognis
         "(300016 input + 512 output). Input tokens exceed the configured limit [context_length_exceeded]."
     )
     assert dict(caught.value.headers)[b"x-gateway-class"] == b"long_document"
+    assert world.upstream.targets == []
+
+
+async def test_an_output_that_fits_nowhere_is_not_blamed_on_the_prompt(world: World) -> None:
+    """Clients that take it for too long a conversation cut that down, and are refused again."""
+    with pytest.raises(InvalidRequest) as caught:
+        await world.run(world.request(max_tokens=262_144))
+
+    assert (caught.value.code, caught.value.param) == ("invalid_request", "max_tokens")
+    assert "context" not in caught.value.message
     assert world.upstream.targets == []
 
 

@@ -97,8 +97,14 @@ def test_moves_say_from_where_to_where_and_give_an_example(logged: Logged, confi
             "no_class",
             "No class of model `gemma-4` takes this request.",
         ),
+        (
+            {"max_tokens": 100_000},
+            {"models": classes({**SHORT, "pools": ["light"]})},
+            "invalid_request",
+            "100000 output tokens are too many: this model holds 32768 tokens, prompt and output together.",
+        ),
     ],
-    ids=["length", "images", "choices", "model", "class"],
+    ids=["length", "images", "choices", "model", "class", "output"],
 )
 def test_what_fits_nowhere_is_refused_in_the_words_its_caller_would_hear(
     logged: Logged,

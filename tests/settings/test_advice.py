@@ -1,5 +1,6 @@
 """Warnings: each doubtful thing is named, and a good file has none."""
 
+import hashlib
 from collections.abc import Callable
 
 import pytest
@@ -188,6 +189,22 @@ def test_a_class_for_images_is_compared_with_backends_that_take_them(checked: Ch
     # light is shorter than push, but push takes no image: nothing better exists for them
     assert "class: image" in plain
     assert checked(plain).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        pytest.param("A" * 64, "key b is key a: who has it counts as b", id="twice-the-same"),
+        pytest.param(
+            hashlib.sha256(b"").hexdigest(), "the SHA-256 of nothing at all", id="an-empty-variable"
+        ),
+    ],
+)
+def test_a_key_that_nobody_is_known_by(checked: Check, plain: str, second: str, message: str) -> None:
+    keys = f"keys:\n  a: {{sha256: {'a' * 64}}}\n  b: {{sha256: {second}}}\n"
+    (warning,) = checked(keys + plain).warnings
+    assert message in warning.message
+    assert warning.line == 3
 
 
 def test_keys_close_the_open_door(checked: Check, plain: str) -> None:

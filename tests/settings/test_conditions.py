@@ -39,6 +39,8 @@ def test_comparisons(written: Any, meant: list[tuple[Comparison, int]]) -> None:
         pytest.param("about 16000", id="words"),
         pytest.param(">= 16K", id="a-unit-that-may-mean-two-things"),
         pytest.param("=> 16000", id="a-sign-the-wrong-way-round"),
+        pytest.param(">= 16_", id="an-underscore-behind-it"),
+        pytest.param(">= 16__000", id="two-underscores"),
         pytest.param(">= -1", id="negative-text"),
         pytest.param(-1, id="negative"),
         pytest.param(">= 1,", id="a-comma-too-many"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -95,6 +96,9 @@ def test_load_raises_with_every_problem_on_its_line(tmp_path: Path) -> None:
             for name in ("localhost", "LOCALHOST.", "127.1", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0")
         ),
         pytest.param(("light: {url", "li ght: {url"), "letters, digits", id="backend-name"),
+        pytest.param(
+            ("class: image", 'class: "image\\n"'), "letters, digits", id="a-line-break-after-a-name"
+        ),
         pytest.param(("profile: h100-tp1-light", "profile: h100"), "there are h100-tp1-light,", id="profile"),
         pytest.param(("  light: [light]", "  light: [light, light]"), "listed twice", id="backend-twice"),
         pytest.param(("  light: [light]", "  light: []"), "at least one is needed", id="empty-pool"),
@@ -142,6 +146,9 @@ def test_load_raises_with_every_problem_on_its_line(tmp_path: Path) -> None:
         ),
         pytest.param(("backends:", "admin: 127.0.0.1:8080\nbackends:"), "the same address", id="one-address"),
         pytest.param(("backends:", "admin: 9090\nbackends:"), "127.0.0.1:9090", id="port-alone"),
+        pytest.param(
+            ("backends:", "listen: '*:8080'\nbackends:"), "0.0.0.0:8080", id="a-star-for-everywhere"
+        ),
         pytest.param(("backends:", "listen: ::1:8080\nbackends:"), "[::1]:8080", id="v6-without-brackets"),
         pytest.param(
             ("backends:", "health: {failures: true}\nbackends:"), "a number is needed", id="true-as-number"
@@ -210,12 +217,43 @@ def test_each_mistake_has_its_own_words(
         pytest.param(("backends:", "keys: {a: {sha256: hunter2}}\nbackends:"), id="a-key-for-its-digest"),
         pytest.param(("9001,", "9001, api_key_env: [hunter2],"), id="a-key-for-its-variable"),
         pytest.param(("http://127.0.0.1:9001", "${SECRET}"), id="from-the-environment"),
+        pytest.param(
+            ("backends:", "store: redis://:hun/hunter2@host:6379\nbackends:"), id="a-slash-in-a-password"
+        ),
+        pytest.param(
+            ("backends:", "store: redis://:/hunter2@host:6379\nbackends:"), id="a-password-without-a-host"
+        ),
+        pytest.param(
+            ("backends:", "store: redis://:a@b/hunter2@host:6379\nbackends:"), id="a-host-in-a-password"
+        ),
+        pytest.param(
+            ("backends:", "store: 'redis://:a@b#hunter2@host:6379'\nbackends:"), id="a-hash-in-a-password"
+        ),
     ],
 )
 def test_no_message_repeats_a_secret(checked: Check, plain: str, change: tuple[str, str]) -> None:
     report = checked(plain.replace(*change, 1), {"SECRET": "http://u:hunter2@host/v1"})
     assert not report.ok
     assert "hunter2" not in "".join(map(str, report.problems))
+
+
+@pytest.mark.parametrize("password", ["hun/ter", "/hunter", "a@b/hunter", "a@b#hunter", "a@b?hunter"])
+def test_a_password_that_cuts_the_url_of_the_store_short_is_found(
+    checked: Check, plain: str, password: str
+) -> None:
+    """A server elsewhere would be asked, or none, while the gateway counts alone."""
+    bent = f"store: redis://:${{PASSWORD}}@host:6379/0\n{plain}"
+    (problem,) = checked(bent, {"PASSWORD": password}).problems
+    assert problem.line == 1
+    assert "write % as %25, / as %2F" in problem.message
+
+    encoded = quote(password, safe="")
+    assert checked(bent, {"PASSWORD": encoded}).ok
+
+
+def test_the_database_of_the_store_is_a_number(checked: Check, plain: str) -> None:
+    (problem,) = checked(f"store: redis://host:6379/first\n{plain}").problems
+    assert "the number of a database" in problem.message
 
 
 def test_a_file_that_cannot_be_read_is_a_problem_without_a_line(tmp_path: Path) -> None:

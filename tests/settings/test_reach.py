@@ -1,11 +1,35 @@
 """What conditions admit: which include which, what is left, what can never match."""
 
-import pytest
+from itertools import product
 
-from gateway.core.values import Bound, Comparison, When
-from gateway.settings.reach import Interval, reach
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.core.classification import mismatch
+from gateway.core.values import (
+    Bound,
+    Comparison,
+    CountMode,
+    Endpoint,
+    Estimate,
+    ModelPolicy,
+    Prompt,
+    Request,
+    TrafficClass,
+    When,
+)
+from gateway.settings import reach as reaching
+from gateway.settings.reach import Interval, Reach
 
 GE, GT, LE, LT, EQ = Comparison.GE, Comparison.GT, Comparison.LE, Comparison.LT, Comparison.EQ
+
+
+RESERVE = 1000
+
+
+def reach(when: When, output_reserve_tokens: int = RESERVE) -> Reach:
+    return reaching.reach(when, output_reserve_tokens)
 
 
 def at(op: Comparison, value: int) -> tuple[Bound, ...]:
@@ -94,3 +118,59 @@ def test_everything_is_everything_and_a_bound_that_excludes_nothing_too() -> Non
 )
 def test_what_an_earlier_class_leaves(earlier: When, later: When, high: int | None) -> None:
     assert reach(later).without(reach(earlier)).counts["prompt_tokens"].high == high
+
+
+@pytest.mark.parametrize(
+    ("later", "reserve", "is_within"),
+    [
+        pytest.param(When(total_tokens=at(GE, 100)), 20, True, id="a-smaller-reserve"),
+        pytest.param(When(total_tokens=at(GE, 100)), 21, False, id="a-larger-one-makes-a-longer-total"),
+        pytest.param(When(total_tokens=at(GE, 101)), 21, True, id="as-much-longer-as-the-reserve"),
+        pytest.param(
+            When(total_tokens=at(GE, 100), max_tokens=at(GE, 1)), 21, True, id="where-max-tokens-is-given"
+        ),
+        pytest.param(When(prompt_tokens=at(GE, 100)), 9000, True, id="a-prompt-is-a-total-by-itself"),
+        pytest.param(When(prompt_tokens=at(GE, 99)), 9000, False, id="a-shorter-prompt-is-none"),
+    ],
+)
+def test_a_total_is_one_by_the_reserve_of_its_class(later: When, reserve: int, is_within: bool) -> None:
+    assert reach(later, reserve).within(reach(When(total_tokens=at(GE, 100)), 20)) is is_within
+
+
+def test_an_upper_end_of_totals_holds_by_the_reserve_of_its_class() -> None:
+    short = reach(When(total_tokens=at(LE, 100)), 20)
+
+    assert reach(When(total_tokens=at(LE, 100)), 21).within(short), "less of it is prompt"
+    assert not reach(When(total_tokens=at(LE, 100)), 19).within(short)
+
+
+bounds = st.lists(st.builds(Bound, st.sampled_from(Comparison), st.integers(0, 12)), max_size=2).map(tuple)
+conditions = st.builds(When, prompt_tokens=bounds, total_tokens=bounds, max_tokens=bounds)
+classes = st.lists(
+    st.builds(
+        TrafficClass,
+        st.just("one"),
+        st.just(()),
+        when=conditions,
+        output_reserve_tokens=st.integers(1, 6),
+    ),
+    min_size=2,
+    max_size=2,
+)
+
+
+@settings(deadline=None)
+@given(classes)
+def test_what_is_said_to_be_taken_is_taken_by_the_earlier_class(pair: list[TrafficClass]) -> None:
+    earlier, later = (reach(one.when, one.output_reserve_tokens) for one in pair)
+    model = ModelPolicy("m", classes=tuple(pair))
+    left = later.without(earlier)
+
+    for prompt, most in product(range(16), (None, *range(1, 16))):
+        request = Request(Endpoint.CHAT, "m", Prompt(), max_tokens=most)
+        estimate = Estimate(prompt, prompt, CountMode.EXACT)
+        first, second = (mismatch(model, one, request, estimate) is None for one in pair)
+        assert not (second and later.is_empty)
+        assert not (second and not first and later.within(earlier))
+        if second and not first:
+            assert Interval(prompt, prompt).within(left.counts["prompt_tokens"])

@@ -1,5 +1,6 @@
 """The JSON Schema and the tables of keys: fresh, complete, and of one mind with the loader."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import jsonschema
 import pytest
 import yaml
 
-from gateway.settings import schema
+from gateway.settings import CheckReport, schema
 from gateway.settings.reference import BEGIN, END, schema_text, tables
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +85,7 @@ def test_short_forms_and_long_ones_are_in_the_schema(plain: str, change: tuple[s
         pytest.param(("tokenizer", "tokeniser"), id="unknown-key"),
         pytest.param(("9001,", "9001, knee_seqs: 4,"), id="key-in-the-wrong-section"),
         pytest.param(("9001,", "9001, limits: {kv_budget: 2},"), id="out-of-range"),
+        pytest.param(("9001,", "9001, limits: {knee_seqs: 1000},"), id="a-knee-out-of-range"),
         pytest.param(("light: {url", "li ght: {url"), id="name"),
         pytest.param(("http://", "ftp://"), id="scheme"),
         pytest.param(("[push]\n", "[]\n"), id="empty-pool"),
@@ -101,3 +103,36 @@ def test_what_the_loader_refuses_an_editor_marks(plain: str, change: tuple[str, 
     assert bent != plain
     with pytest.raises(jsonschema.ValidationError):
         validator().validate(yaml.safe_load(bent))
+
+
+FILLED_IN = [
+    pytest.param(("9001,", "9001, limits: {knee_seqs: '${KNEE}', kv_budget: '${SHARE}'},"), id="figures"),
+    pytest.param(("backends:", "reload: {watch: '${FLAG}'}\nbackends:"), id="a-flag"),
+    pytest.param(("class: image", "class: '${NAME}'"), id="a-name"),
+    pytest.param(("tokenizer: approximate", "tokenizer: '${COUNT:-approximate}'"), id="the-tokenizer"),
+    pytest.param(("light: [light]", "light: ['${LIGHT:-light}']"), id="a-list"),
+    pytest.param(("{images: true}", "{images: '${FLAG}', prompt_tokens: '${LONG}'}"), id="conditions"),
+    pytest.param(
+        ("pools: [push]}", "pools: [push], waiting: {when_late: '${WORD}', max_wait_s: '${SHARE}'}}"),
+        id="a-word-of-several",
+    ),
+]
+
+
+@pytest.mark.parametrize("change", FILLED_IN)
+def test_what_is_filled_in_by_the_loader_is_no_mistake_to_an_editor(
+    checked: Callable[..., CheckReport], plain: str, change: tuple[str, str]
+) -> None:
+    bent = plain.replace(*change, 1)
+    assert bent != plain
+    known = {"KNEE": "4", "SHARE": "0.5", "FLAG": "true", "NAME": "image", "LONG": ">= 9", "WORD": "demote"}
+    assert checked(bent, known).ok
+    validator().validate(yaml.safe_load(bent))
+
+
+def test_keys_are_not_filled_in_and_plain_text_is_no_figure(plain: str) -> None:
+    for change in (("  light: {url", "  '${LIGHT}': {url"), ("9001,", "9001, limits: {knee_seqs: many},")):
+        bent = plain.replace(*change, 1)
+        assert bent != plain
+        with pytest.raises(jsonschema.ValidationError):
+            validator().validate(yaml.safe_load(bent))

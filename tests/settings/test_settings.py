@@ -383,6 +383,45 @@ def test_a_key_that_is_not_there_warns_in_check_and_stops_serve(
         settings.require({})
 
 
+@pytest.mark.parametrize(
+    ("backend", "rest", "place", "message"),
+    [
+        pytest.param("api_key_file: two.lines", "", (3, 68), "a character that no header", id="key"),
+        pytest.param(
+            "tls: {ca_file: two.lines}", "", (3, 69), "two.lines holds no certificates", id="authorities"
+        ),
+        pytest.param(
+            "drain: false", "decisions: {file: there/d.jsonl}", (6, 19), "there is no folder", id="folder"
+        ),
+    ],
+)
+def test_what_is_there_and_cannot_be_used_warns_in_check_and_stops_serve(
+    loaded: Load,
+    checked: Check,
+    tmp_path: Path,
+    backend: str,
+    rest: str,
+    place: tuple[int, int],
+    message: str,
+) -> None:
+    (tmp_path / "two.lines").write_text("one\ntwo\n")
+    text = one(f"profile: spark-fp8, {backend}").replace("http:", "https:") + rest
+    report = checked(text)
+    assert report.ok
+    (warning,) = (one for one in report.warnings if message in one.message)
+    assert (warning.line, warning.column) == place
+    with pytest.raises(ConfigError, match=message):
+        loaded(text).require({})
+
+
+def test_authorities_that_nobody_asks_may_be_anything(checked: Check, tmp_path: Path) -> None:
+    (tmp_path / "two.lines").write_text("one\ntwo\n")
+    report = checked(
+        one("profile: spark-fp8, tls: {ca_file: two.lines, verify: false}").replace("http:", "https:")
+    )
+    assert not any("holds no" in warning.message for warning in report.warnings)
+
+
 def test_caller_keys_are_digests_whatever_they_come_from(loaded: Load, plain: str, tmp_path: Path) -> None:
     (tmp_path / "c.key").write_text("gamma\n")
     digest = {word: hashlib.sha256(word.encode()).digest() for word in ("alpha", "beta", "gamma")}

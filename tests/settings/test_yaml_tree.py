@@ -35,6 +35,7 @@ def test_a_path_written_in_full_finds_its_short_form() -> None:
         pytest.param("a: !!python/object:os.system x\n", "tag", 1, id="foreign-tag"),
         pytest.param("a:\n  b: 2001-99-99\n", "this is no value: month", 2, id="a-date-that-is-none"),
         pytest.param(f"a: {'9' * 5000}\n", "this is no value", 1, id="a-number-too-long-to-read"),
+        pytest.param(f"a: 0x{'f' * 5000}\n", "this is no value", 1, id="a-number-too-long-to-write"),
         pytest.param("a: 1\n? [x]\n: 2\n", "a key must be text", 2, id="a-list-as-key"),
         pytest.param("a: \x00\n", "not YAML that can be used", 1, id="a-character-yaml-has-not"),
         pytest.param("a: " + "[" * 5000, "not YAML that can be used", 1, id="nested-too-deep"),

@@ -358,7 +358,7 @@ class WaitingLine:
     def _insert(self, lane: Lane, entry: Entry, now: float) -> None:
         lane.add(entry, now)
         self._waiting[entry.ticket.id] = entry
-        heappush(self._expiries, (entry.expires_at, entry.number, entry))
+        self._note_expiry(entry)
         if entry.is_long:
             self._count_long(entry, 1)
 
@@ -369,7 +369,10 @@ class WaitingLine:
             self._count_long(entry, -1)
 
     def _count_long(self, entry: Entry, change: int) -> None:
-        for name in entry.ticket.first_pool:
+        ticket = entry.ticket
+        for name in ticket.first_pool:
+            if name in ticket.failed:  # it waits for the others
+                continue
             count = self._long_waiting.get(name, 0) + change
             if count:
                 self._long_waiting[name] = count
@@ -453,7 +456,12 @@ class WaitingLine:
         self._lane(entry.ticket).send_behind(entry)
         longest_s = entry.ticket.traffic_class.waiting.longest_wait_s
         entry.expires_at = _expiry(entry.ticket, entry.entered_at, longest_s)
-        heappush(self._expiries, (entry.expires_at, entry.number, entry))
+        self._note_expiry(entry)
+
+    def _note_expiry(self, entry: Entry) -> None:
+        # What never expires would never come to the front, and so be kept long after it has left.
+        if entry.expires_at < inf:
+            heappush(self._expiries, (entry.expires_at, entry.number, entry))
 
     def _expire(self, now: float) -> list[Refused]:
         refused: list[Refused] = []
@@ -504,7 +512,8 @@ class WaitingLine:
             heappop(self._expiries)
         if not self._waiting:
             return None
-        return min([self._expiries[0][0], *self._gone_until.values()])
+        first = [self._expiries[0][0]] if self._expiries else []
+        return min([*first, *self._gone_until.values()], default=None)
 
 
 def _waiter(entry: Entry, position: int, now: float) -> Waiter:

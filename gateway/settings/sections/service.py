@@ -113,7 +113,7 @@ class StoreSection(Section):
     """Where gateways in front of one fleet share their limits. A plain URL is the short form."""
 
     url: StoreUrl
-    """Redis or Valkey: redis://host:6379/0, rediss:// with TLS, unix:///path. A password through ${VAR}."""
+    """Redis or Valkey: redis://host:6379/0, rediss:// for TLS, unix:///path. Password: ${VAR}, %-encoded."""
 
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")] = "gw"
     """In front of every key: fleets that share a server need one each."""
