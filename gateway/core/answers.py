@@ -33,6 +33,11 @@ _PRIVATE: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]+"), "[path]"),
 )
 MESSAGE_CHARS_MAX = 4_000
+_MESSAGE_BYTES_MAX = 6 * MESSAGE_CHARS_MAX  # as it may be escaped
+_MESSAGE = re.compile(
+    r'\s*\{\s*(?:"error"\s*:\s*\{\s*)?"(?:message|detail)"\s*:\s*'
+    r'"((?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)'
+)
 _OWN_VERDICTS = frozenset({400, 413, 422})
 
 
@@ -57,7 +62,7 @@ class BackendError:
     @property
     def public_message(self) -> str:
         """Its own words for the caller, without addresses and paths of the operator's machines."""
-        message = self.message[:MESSAGE_CHARS_MAX]
+        message = self.message[:MESSAGE_CHARS_MAX].encode(errors="replace").decode()  # not half a character
         for pattern, words in _PRIVATE:
             message = pattern.sub(words, message)
         return message
@@ -77,8 +82,15 @@ def read_error(body: bytes) -> BackendError:
     try:
         decoded = json.loads(body)
     except (ValueError, RecursionError):
-        return BackendError("The backend refused the request without saying why.")
+        return BackendError(_beginning(body) or "The backend refused the request without saying why.")
     return error_of(decoded) or BackendError("The backend refused the request without saying why.")
+
+
+def _beginning(body: bytes) -> str:
+    """Return how the message in a body that was cut begins: engines quote what they refuse, all of it."""
+    found = _MESSAGE.match(body[:_MESSAGE_BYTES_MAX].decode(errors="ignore"))
+    text = "" if found is None else str(json.loads(f'"{found[1]}"', strict=False))
+    return text.encode(errors="ignore").decode()  # the cut may have halved a character
 
 
 def error_of(decoded: object) -> BackendError | None:

@@ -64,7 +64,7 @@ class RequestRecord:
         model: Name the caller sent.
         stream: Whether it was streamed.
         ending: How it ended.
-        status: HTTP status the caller saw; 499 when it left before one was sent.
+        status: HTTP status the caller saw; 499 when it left, or was cut, before one was sent.
         error_code: `error.code` the caller saw, or "".
         key: Name of its API key, or None.
         wall_at: Epoch seconds of its arrival.
@@ -112,7 +112,12 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds per output token after the first, or None where it cannot be known."""
+        """Mean seconds per output token after the first, or None where it cannot be known.
+
+        The tokens of several sequences are reported as one sum, and come side by side.
+        """
         if self.usage is None or self.first_byte_at is None or self.usage.completion_tokens < 2:
+            return None
+        if self.decision is not None and self.decision.demand.seqs > 1:
             return None
         return (self.ended_at - self.first_byte_at) / (self.usage.completion_tokens - 1)

@@ -229,10 +229,21 @@ def retry_after_s(value: str | None, now: float) -> float | None:
 # ------------------------------------------------------------------ addresses
 
 _METADATA = frozenset(
-    map(ipaddress.ip_address, ("169.254.169.254", "fd00:ec2::254", "100.100.100.200", "168.63.129.16"))
+    map(
+        ipaddress.ip_address,
+        (
+            "169.254.169.254",
+            "fd00:ec2::254",
+            "fd20:ce::254",
+            "fd00:42::42",
+            "100.100.100.200",
+            "192.0.0.192",
+            "168.63.129.16",
+        ),
+    )
 )
-"""Where clouds tell a machine its credentials: AWS, Google, Azure and others; AWS by IPv6; Alibaba; Azure's
-wire server, which has a public address."""
+"""Where clouds tell a machine its credentials: AWS, Google, Azure and others; AWS, Google and Scaleway by
+IPv6; Alibaba; Oracle's classic one; Azure's wire server. The last two look like public addresses."""
 
 _PRIVATE = tuple(
     map(

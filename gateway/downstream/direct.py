@@ -3,8 +3,8 @@
 The ASGI way of a request (a scope, a task group that listens for its caller's leaving, a message per piece)
 costs more than all that is decided about it. So an ordinary chat, a POST with a length and a good key, is
 taken here as soon as its head is complete, and becomes a `Call` like any other. Whatever is not ordinary
-takes the ASGI way: chunked bodies, HTTP/1.0, `Expect`, upgrades, requests sent before the answer to the last
-one, and every one that is refused by its head.
+takes the ASGI way: chunked bodies, HTTP/1.0, `Expect`, requests sent before the answer to the last one, and
+every one that is refused by its head.
 
 This leans on uvicorn's protocol class: a call stands where its `RequestResponseCycle` would, so that
 keep-alive, pipelining, the end of connections and the graceful end of the server stay uvicorn's business.

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,9 @@ PIECE_BYTES = 1024 * 1024
 UPLOADS_MAX = 16
 """Uploads that are taken in at once; the others wait."""
 
+UPLOADS_PER_KEY = 4
+"""Likewise of one API key, where there are keys: nobody waits for another's slow uploads alone."""
+
 UPLOADS_OVERHEAD = 64 * 1024
 """What a form may have beside its file."""
 
@@ -67,6 +70,7 @@ class Files:
         self._keys = keys
         self._rules = rules
         self._turns = anyio.CapacityLimiter(UPLOADS_MAX)
+        self._turns_of: dict[str, anyio.CapacityLimiter] = {}
 
     async def find(self, key: str | None, id: str, param: str | None = None) -> StoredFile:
         """Return a file of this API key.
@@ -140,6 +144,12 @@ class Files:
 
     # -------------------------------------------------------------- uploads
 
+    def _turn(self, key: str | None) -> AbstractAsyncContextManager[object]:
+        """Return where an upload waits for others of its key."""
+        if key is None:
+            return nullcontext()
+        return self._turns_of.setdefault(key, anyio.CapacityLimiter(UPLOADS_PER_KEY))
+
     async def _upload(self, key: str | None, request: Request[Any, Any, Any]) -> StoredFile:
         announced = request.headers.get("content-length", "0")
         if announced.isdigit() and int(announced) > FILE_BYTES_MAX + UPLOADS_OVERHEAD:
@@ -147,7 +157,7 @@ class Files:
         upload = _Upload(self._store, self._rules, key)
         is_whole = False
         try:
-            async with self._turns:
+            async with self._turn(key), self._turns:
                 content_type = request.headers.get("content-type", "")
                 async for part in parts_of(content_type, request.receive, self._rules.within_s):
                     match part:
@@ -251,7 +261,8 @@ def limit_of(query: Mapping[str, Any], default: int, most: int) -> int:
         InvalidRequest: it is no such number.
     """
     written = str(query.get("limit", default))
-    if not written.isascii() or not written.isdigit() or not 1 <= int(written) <= most:
+    # More digits than that are no number of objects, and int() has a limit of its own.
+    if not written.isascii() or not written.isdigit() or len(written) > 9 or not 1 <= int(written) <= most:
         raise InvalidRequest(f"`limit` must be an integer from 1 to {most}.", param="limit")
     return int(written)
 

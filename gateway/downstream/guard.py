@@ -5,6 +5,7 @@ plain text. This adds what is missing, and leaves everything else to it.
 """
 
 import asyncio
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -19,9 +20,14 @@ HEAD_BYTES_MAX = 65_536
 HEAD_WITHIN_S = 15.0
 CONNECTIONS_MAX = 8_192
 LINGER_S = 60.0
-"""How long a connection that is to be closed may wait for its caller to read what was written."""
+"""How long a connection that is to be closed may wait for its caller to read what was written; and how long
+the rest of a body may take once it was answered without it."""
 
-_FRAMING = (b"content-length", b"transfer-encoding")
+READ_BYTES_MAX = 262_144
+"""What event loops read at once."""
+
+_OF_UPGRADES = frozenset({b"upgrade", b"http2-settings"})
+"""Headers, and what `Connection` says of them, by which a request asks for another protocol."""
 
 
 class HeadTooLarge(InvalidRequest):
@@ -32,16 +38,21 @@ class HeadTooLarge(InvalidRequest):
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a bound on heads: in bytes, in time, and in connections that may send one."""
+    """uvicorn's protocol with a bound on heads: in bytes, in time, and in connections that may send one.
+
+    What stands behind a body in chunks, its trailers, is bounded like a head; uvicorn would keep all of it.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As uvicorn calls it."""
         super().__init__(*args, **kwargs)
-        self._head_bytes = 0  # of a head that is not complete
+        self._head_bytes = 0  # of a head, or of trailers, not complete
         self._is_in_head = True
-        self._is_last = False  # what follows the request is not HTTP/1.1, as far as its sender is concerned
+        self._wants_upgrade = False  # a request whose head is to be read again, without that
+        self._rest_at = 0  # where its head ended in what came
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._rest_timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # the request that is being answered
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -56,6 +67,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Forget the connection. uvicorn tells only the last request on it, which may not have begun."""
         self._stop_timer()
         self._stop_stall_timer()
+        self._stop_rest_timer()
         super().connection_lost(exc)
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -63,13 +75,17 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        cycle.on_response = self._asgi_answered
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; a head that does not end within its bound ends the connection."""
-        if self.transport.is_closing() or self._is_last:
+        if self.transport.is_closing():
             return
         super().data_received(data)
+        if self._wants_upgrade:
+            self._read_without_upgrade(data[self._rest_at :])
+            return
         if self._is_in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
@@ -86,24 +102,38 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Begin its body.
 
-        The parser skips the body of a request that asks for another protocol, and would take what it finds
-        next for a request: it could be anybody's bytes. So nothing is read behind such a request, and it
-        must have no body.
+        A server may pass over a wish for another protocol, and Java's client utters it with its first request
+        on every connection. But the parser then skips the body, and would take what it finds next for a
+        request: it could be anybody's bytes. So such a head is read once more, without that wish.
         """
         self.head_is_complete()
-        self._is_last = self.parser.should_upgrade()
-        if self._is_last and any(name in _FRAMING and value != b"0" for name, value in self.headers):
-            self._refuse(
-                InvalidRequest("Send a request with a body without `Upgrade`: this is HTTP/1.1 only.")
-            )
-            return
-        super().on_headers_complete()
-        if self._is_last:
-            self.cycle.keep_alive = False
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+        elif self.parser.get_method() == b"CONNECT":
+            self._refuse(InvalidRequest("This is no proxy."))
+        else:
+            self._wants_upgrade = True
+
+    def on_chunk_header(self) -> None:
+        """Bound what comes until it is of a body: behind the last chunk, that is trailers."""
+        self._is_in_head = True
+        self._head_bytes = -READ_BYTES_MAX  # which counts what was read with them, too
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of a body."""
+        self._is_in_head = False
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End a request, unless it was refused."""
-        if not self.transport.is_closing():
+        """End a request, unless it was refused, or is read again."""
+        self._is_in_head = False
+        if self._rest_timer is not None:  # it was answered before: only now the connection is idle
+            self._stop_rest_timer()
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        if not self.transport.is_closing() and not self._wants_upgrade:
             super().on_message_complete()
 
     def pause_writing(self) -> None:
@@ -133,6 +163,26 @@ class GuardedProtocol(HttpToolsProtocol):
         """Refuse what is not HTTP."""
         self._refuse(InvalidRequest(msg))
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """See where the parser has left off. (uvicorn calls this as it does.)"""
+        error = sys.exception()
+        assert isinstance(error, httptools.HttpParserUpgrade)
+        (self._rest_at,) = error.args
+
+    def _read_without_upgrade(self, rest: bytes) -> None:
+        """Read a request again that asked for another protocol; `rest` is what has come behind its head."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                wishes = (wish.strip() for wish in value.split(b","))
+                value = b", ".join(wish for wish in wishes if wish.lower() not in _OF_UPGRADES)
+            if name not in _OF_UPGRADES:
+                lines.append(b"%b: %b" % (name, value))
+        self._wants_upgrade = False
+        self.parser = self.new_parser()
+        self.data_received(b"\r\n".join((*lines, b"", rest)))
+
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._head_overdue)
 
@@ -145,6 +195,20 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
+
+    def _asgi_answered(self) -> None:
+        """Go on after an answer; one that was given before its request was complete does not wait for ever.
+
+        uvicorn's own timer ends with the first byte of the rest, and with that alone nobody sends any more.
+        """
+        if self._running is not None and self._running.more_body and not self.transport.is_closing():
+            self._rest_timer = self.loop.call_later(LINGER_S, self.transport.close)
+        self.on_response_complete()
+
+    def _stop_rest_timer(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
 
     def _stalled(self) -> None:
         """Drop a connection that is to be closed, and cannot be as long as its caller does not read."""

@@ -14,7 +14,7 @@ import anyio
 import uvicorn
 from litestar.types import ASGIApp
 
-from gateway.core.errors import ConfigError
+from gateway.core.errors import AddressNotFree
 from gateway.downstream.direct import DirectProtocol
 from gateway.downstream.direct_call import Chats
 from gateway.downstream.guard import GuardedProtocol
@@ -29,7 +29,7 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a socket bound to that address and not yet listening; port 0 picks a free one.
 
     Raises:
-        ConfigError: it is taken, or is no address of this machine.
+        AddressNotFree: it is taken, or is no address of this machine.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -41,7 +41,7 @@ def bind(host: str, port: int) -> socket.socket:
             bound.bind(address)
             undo.pop_all()
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        raise AddressNotFree(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return bound
 
 

@@ -18,6 +18,9 @@ from gateway.downstream.relay import CallerGone
 FIELDS_MAX = 16
 FIELD_BYTES_MAX = 4096
 
+PACE_BYTES_S = 16 * 1024
+"""A form that comes more slowly than this, all in all, is given up: a byte now and then is no upload."""
+
 
 @dataclass(frozen=True, slots=True)
 class Field:
@@ -55,7 +58,7 @@ async def parts_of(content_type: str, receive: Receive, within_s: float) -> Asyn
     Args:
         content_type: The request's header.
         receive: Where it arrives.
-        within_s: How long each piece of it may take.
+        within_s: How long each piece of it may take, and how far it may be behind its pace.
 
     Raises:
         InvalidRequest: it is no form.
@@ -66,15 +69,18 @@ async def parts_of(content_type: str, receive: Receive, within_s: float) -> Asyn
     if kind != "multipart/form-data" or not options.get("boundary"):
         raise InvalidRequest("Send a form (`multipart/form-data`).", code="invalid_multipart")
     reader = _Reader(options["boundary"])
+    begun, size = anyio.current_time(), 0
     more = True
     while more:
         with anyio.move_on_after(within_s) as limit:
+            limit.deadline = min(limit.deadline, begun + within_s + size / PACE_BYTES_S)
             message = await receive()
         if limit.cancelled_caught:
-            raise RequestTimeout(f"Nothing more of the upload came for {within_s:g} s.")
+            raise RequestTimeout(f"Nothing more of the upload came for {within_s:g} s, or next to nothing.")
         if message["type"] != "http.request":
             raise CallerGone
         more = message["more_body"]
+        size += len(message["body"])
         for part in reader.feed(message["body"], is_last=not more):
             yield part
 

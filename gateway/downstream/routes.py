@@ -249,7 +249,8 @@ class Operators:
         @get("/admin/{view:str}")
         async def admin(view: FromPath[str]) -> Response[bytes]:
             if view not in self._views:
-                raise NotFoundException(f"known views: {', '.join(sorted((*self._views, 'jobs')))}")
+                known = ", ".join(sorted((*self._views, "jobs")))
+                raise RouteNotFound(f"There is nothing at /admin/{view[:100]}. Known views: {known}.")
             # In a thread: the rankings of some hundred decisions are made there, where nobody has read them.
             body = await anyio.to_thread.run_sync(indented, self._views[view]())
             return Response(body, media_type=MediaType.JSON)

@@ -129,23 +129,28 @@ class Serving:
                 self._idle.set()
 
     async def _run(self, arrival: Arrival, read: Read, call: Call) -> None:
+        key = None
         try:
-            work = await read(await self._receive(arrival, call))
+            head = self._head(call)
+            key = head.key
+            work = await read(await self._receive(arrival, head, call))
         except GatewayError as error:
-            self.refused(arrival, error)
+            self.refused(arrival, error, key)
             raise
         except CallerGone:
-            self.refused(arrival, None)
+            self.refused(arrival, None, key)
             return
         try:
             await call.run(partial(work, call.downstream))
         except CallerStalled:  # without an end, the server drops the connection: nobody takes it for whole
             return
 
-    async def _receive(self, arrival: Arrival, call: Call) -> Received:
+    def _head(self, call: Call) -> Head:
         if call.method != "POST":
             raise MethodNotAllowed("Use POST.")
-        head = call.head or self.head(call.headers)
+        return call.head or self.head(call.headers)
+
+    async def _receive(self, arrival: Arrival, head: Head, call: Call) -> Received:
         for secret in _SECRET:
             head.headers.pop(secret, None)
         return Received(
@@ -156,8 +161,8 @@ class Serving:
             forwarded=[pair for pair in call.headers if pair[0] in _FORWARDED],
         )
 
-    def refused(self, arrival: Arrival, error: GatewayError | None) -> None:
-        """Record a request that ended before it could be read; None: the caller left."""
+    def refused(self, arrival: Arrival, error: GatewayError | None, key: str | None) -> None:
+        """Record a request that ended before it was run, with the name of its key; no error: it was left."""
         self._recorder.finished(
             RequestRecord(
                 id=arrival.id,
@@ -166,7 +171,7 @@ class Serving:
                 ending=Ending.LEFT if error is None else Ending.of(error),
                 status=LEFT_STATUS if error is None else error.http_status,
                 error_code="" if error is None else error.code,
-                key=None,
+                key=key,
                 wall_at=arrival.wall_at,
                 received_at=arrival.received_at,
                 ended_at=self._clock.now(),

@@ -9,7 +9,6 @@ What the gateway reads of a chat is decoded a second time, all at once, into `Ch
 twice and decoded once. Whatever does not fit that is read member by member, and each complaint names its own.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import msgspec
 from gateway.core.errors import InvalidRequest
 from gateway.core.value import valueclass
 from gateway.core.values import NO_CHANGES, Changes, Endpoint, LongText, Prefixes, Prompt, Request, Turn
+from gateway.downstream import half_characters
 from gateway.downstream.chat_shapes import (
     CHAT,
     CONTENT,
@@ -53,7 +53,6 @@ _PARTS = frozenset(
         "input_audio",
     }
 )
-MENDED_BYTES_MAX = 1_048_576
 _BOM = b"\xef\xbb\xbf"
 _ASIDE = frozenset(
     {"tools", "stream_options", "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs"}
@@ -69,7 +68,9 @@ class WireRules:
 
     Attributes:
         choices_max: Most choices (`n` times prompts) of one request.
-        messages_max: Most messages, parts of messages and prompts, each; work per item is bounded by it.
+        messages_max: Most messages, parts and tool calls of a message, and prompts, each; work per item is
+            bounded by it.
+        parts_max: Most parts and tool calls of all messages together.
         tools_max: Most tools.
         token_ids_max: Most tokens of a prompt that comes as ids.
         remote_media: Whether images and audio may be URLs that the backend fetches.
@@ -79,6 +80,7 @@ class WireRules:
 
     choices_max: int = 16
     messages_max: int = 4_096
+    parts_max: int = 16_384
     tools_max: int = 1_024
     token_ids_max: int = 1_048_576
     remote_media: bool = False
@@ -340,26 +342,11 @@ def members_of(body: bytes) -> dict[str, msgspec.Raw]:
             "The request body must be a JSON object, of a sensible number of members."
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        mended = _without_half_characters(body)
-        if mended is None:
+        whole = half_characters.mended(body)
+        if whole is None:
             message = f"The request body is not valid JSON: {error}."
             raise InvalidRequest(message, code="invalid_json") from error
-    return members_of(mended)
-
-
-def _without_half_characters(body: bytes) -> bytes | None:
-    """Return the body with lone surrogates replaced, as engines do; None if that is not its trouble.
-
-    Half an emoji, which JavaScript cuts off, is legal JSON; strict decoders refuse it all the same.
-    """
-    if len(body) > MENDED_BYTES_MAX or b"\\ud" not in body.lower():
-        return None
-    try:
-        text = json.dumps(json.loads(body), ensure_ascii=False, separators=(",", ":"))
-    except (ValueError, RecursionError):
-        return None
-    mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
-    return None if mended == body else mended
+    return members_of(whole)
 
 
 # Made once: a decoder that is made for each call takes longer than a short body.
@@ -502,7 +489,7 @@ def _chat(
         raise InvalidRequest("`messages` must not be empty.", param="messages")
     turns: list[Turn] = []
     read: list[tuple[int, int]] = []  # per message, a hash of everything up to it, and the size of that
-    key = size = 0
+    key = size = parts = 0
     for index, one in enumerate(messages):
         message = _message(raws[index], f"messages.{index}") if one is None else one
         role = message.role
@@ -516,6 +503,10 @@ def _chat(
             key = hash((key, role, content.key))
             size += content.size_bytes
         else:
+            parts += _count_parts(message, f"messages.{index}", rules)
+            if parts > rules.parts_max:
+                complaint = f"The messages have more than {rules.parts_max} parts and tool calls together."
+                raise InvalidRequest(complaint, code="too_many_items", param="messages")
             turns.append(_turn(message, f"messages.{index}", rules))
             raws = raws or fields.items("messages", most=rules.messages_max)
             spelled = bytes(raws[index])
@@ -555,6 +546,19 @@ def _message(raw: msgspec.Raw, where: str) -> Message:
     return Message(role, content, calls, *thoughts)
 
 
+def _count_parts(message: Message, where: str, rules: WireRules) -> int:
+    """Return how many parts and tool calls a message has, before any of them is looked at."""
+    content, calls = message.content, message.tool_calls
+    parts = len(content) if isinstance(content, list) else 0
+    if parts > rules.messages_max:
+        complaint = f"A message has more than {rules.messages_max} parts."
+        raise InvalidRequest(complaint, code="too_many_items", param=f"{where}.content")
+    if not isinstance(calls, list):
+        return parts
+    _check_length(calls, f"{where}.tool_calls", rules.messages_max)
+    return parts + len(calls)
+
+
 def _turn(message: Message, where: str, rules: WireRules) -> Turn:
     content = message.content
     if isinstance(content, list):
@@ -579,9 +583,6 @@ def _call(call: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _parts(content: Sequence[object], where: str, rules: WireRules) -> tuple[list[str], int, int]:
-    if len(content) > rules.messages_max:
-        message = f"A message has more than {rules.messages_max} parts."
-        raise InvalidRequest(message, code="too_many_items", param=where)
     texts: list[str] = []
     images = audios = 0
     for index, part in enumerate(content):
@@ -603,7 +604,7 @@ def _known_part(part: object, where: str) -> Mapping[str, Any]:
     if not isinstance(part, Mapping):
         raise InvalidRequest("A part of a message must be an object.", param=where)
     kind = part.get("type", "")
-    if "video_url" in part or kind not in _PARTS:
+    if "video_url" in part or not isinstance(kind, str) or kind not in _PARTS:
         message = f"Parts of type {str(kind)[:40]!r} are not supported."
         raise InvalidRequest(message, code="unsupported_content", param=where)
     return part

@@ -73,6 +73,11 @@ class ClientConnection(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["state"]["connection"] = self
 
+    def on_message_complete(self) -> None:
+        """Read on: uvicorn stops for a long body, and hears of no client's leaving until it goes on."""
+        super().on_message_complete()
+        self.flow.resume_reading()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the answer under way that its client is gone."""
         super().connection_lost(exc)

@@ -9,6 +9,7 @@ import errno
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from time import monotonic
 
 import anyio
 import httpx
@@ -153,14 +154,16 @@ class _Response:
 
 
 async def _send(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
-    try:
-        return await _send_once(client, request)
-    except _StaleConnection:
-        # It was kept, and the backend closed it at this very moment, before it read the request.
-        pass
+    since = monotonic()
     try:
         return await _send_once(client, request)
     except _StaleConnection as error:
+        if monotonic() - since >= ways.STALE_S:
+            raise UpstreamLost("The connection to the backend broke before it answered.") from error
+        # It was kept, and the backend closed it at this very moment, before it read the request.
+    try:
+        return await _send_once(client, request)
+    except (_StaleConnection, UpstreamUnreachable) as error:  # gone: it may have read it, and died of it
         raise UpstreamLost("The backend closed the connection without an answer.") from error
 
 

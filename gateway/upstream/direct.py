@@ -62,6 +62,7 @@ def _opening(size: int) -> bytes:
 
 _OPENINGS = tuple(_opening(size) for size in range(GLANCED_BYTES_MAX + 1))
 
+_LOST = "The connection to the backend broke before it answered."
 _USER_AGENT = f"gemma-gateway/{__version__}".encode()
 
 
@@ -153,13 +154,19 @@ class _DirectWay(Way):
 
     async def ask(self, head: bytes, body: bytes, connect_s: float) -> "_Connection":
         """Send a request, and return its connection once the status is known. Raises as `Upstream.open`."""
+        was_sent = False
         if (kept := self._kept()) is not None:
             try:
                 return await self._ask_on(kept, head, body)
-            except _Stale:
-                pass  # the backend closed it at this very moment, before it read the request
+            except _Stale as stale:  # the backend closed it at this very moment, before it read the request
+                was_sent = stale.was_sent
         since = monotonic()
-        connection = await self._connected(connect_s)
+        try:
+            connection = await self._connected(connect_s)
+        except UpstreamUnreachable as error:
+            if was_sent:  # it is gone: it may have read the request after all, and died of it
+                raise UpstreamLost(_LOST) from error
+            raise
         connection.connect_s = monotonic() - since
         return await self._ask_on(connection, head, body)
 
@@ -249,7 +256,11 @@ class _DirectWay(Way):
 
 
 class _Stale(Exception):
-    """A kept connection turned out to be closed."""
+    """A kept connection turned out to be closed; `was_sent`: after a request had been written to it."""
+
+    def __init__(self, *, was_sent: bool) -> None:
+        super().__init__()
+        self.was_sent = was_sent
 
 
 class _Connection(asyncio.Protocol):
@@ -265,8 +276,9 @@ class _Connection(asyncio.Protocol):
         self._error: Exception | None = None
         self._is_lost = False
         self._is_asked = False  # a request is under way
+        self._asked_at = 0.0
         self._has_answer = False  # bytes of its answer have come
-        self._head_bytes = 0
+        self._head_bytes = 0  # since the last of a body
         self._is_headed = False
         self._is_complete = False
         self._is_framed = False  # the answer says where it ends
@@ -294,11 +306,11 @@ class _Connection(asyncio.Protocol):
         """Send a request, and return when the head of its answer is there.
 
         Raises:
-            _Stale: it was kept, and was closed before anything of an answer came.
+            _Stale: it was kept, and was closed before or as the request was written.
             UpstreamLost, UpstreamFailed, UpstreamTimeout: as `ports.Upstream.open`.
         """
         if self._is_lost:
-            raise _Stale
+            raise _Stale(was_sent=False)
         self._begin()
         if len(body) < APART_BYTES:
             self._transport.write(head + body)
@@ -345,7 +357,7 @@ class _Connection(asyncio.Protocol):
         parts = self._parts
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()
-        self._buffered = 0
+        self._buffered = self._head_bytes = 0
         self._read_on()
         return data
 
@@ -394,8 +406,6 @@ class _Connection(asyncio.Protocol):
             self._fail(UpstreamFailed("The backend sent something that nobody asked for."))
             return
         self._has_answer = True
-        if not self._is_headed:
-            self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -403,8 +413,10 @@ class _Connection(asyncio.Protocol):
         # It does not tell when the length of the next chunk has begun: then this is no line's end.
         self._is_between_chunks = self._is_between_chunks and data.endswith(b"\r\n")
         self._see_whether_whole()
-        if not self._is_headed and self._head_bytes > HEAD_BYTES_MAX:
-            self._fail(UpstreamFailed("The backend sent a head without an end."))
+        if not self._parts and not self._is_complete:  # of a head, or of trailers
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES_MAX:
+                self._fail(UpstreamFailed("The backend sent a head without an end."))
         if self._take is not None:
             self._pour_out()
             return
@@ -484,6 +496,7 @@ class _Connection(asyncio.Protocol):
         """Forget the answer before."""
         self._on_gone = None
         self._is_asked = True
+        self._asked_at = self._loop.time()
         self._has_answer = self._is_headed = self._is_complete = self._is_framed = False
         self._is_between_chunks = False
         self._head_bytes = self._buffered = 0
@@ -521,7 +534,7 @@ class _Connection(asyncio.Protocol):
         if parts:
             data = parts[0] if len(parts) == 1 else b"".join(parts)
             parts.clear()
-            self._buffered = 0
+            self._buffered = self._head_bytes = 0
             try:
                 goes_on = take(data)
             except Exception as error:  # noqa: BLE001 - raised where it is poured
@@ -543,9 +556,9 @@ class _Connection(asyncio.Protocol):
             return UpstreamFailed("The connection to the backend broke.")
         if self._has_answer:
             return UpstreamFailed("The backend sent something that is not HTTP.")
-        if self._is_used:
-            return _Stale()
-        return UpstreamLost("The connection to the backend broke before it answered.")
+        if self._is_used and self._loop.time() - self._asked_at < ways.STALE_S:
+            return _Stale(was_sent=True)
+        return UpstreamLost(_LOST)
 
     def _fail(self, error: Exception) -> None:
         self._error = error

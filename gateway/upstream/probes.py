@@ -442,11 +442,11 @@ async def _models(asker: _Asker, rules: HealthRules) -> ProbeOk | ModelsFailed:
         )
     except _Unexpected as error:
         return ModelsFailed(f"/v1/models: {error.detail}", key_refused=error.status in (401, 403))
-    except ValueError:
+    except (ValueError, RecursionError):
         return ModelsFailed("/v1/models: no list of models")
     try:
         version = _read_version(await asker.get("/version", rules.scrape_timeout_s))
-    except (_Unexpected, ValueError):
+    except (_Unexpected, ValueError, RecursionError):
         version = ""  # other engines have no such path
     return ProbeOk(models, context_tokens, version)
 

@@ -38,6 +38,10 @@ class Way(ABC):
 KEEPALIVE_S = 4.0
 """vLLM closes an idle connection after 5.0 s (measured); one given up earlier is never written into."""
 
+STALE_S = 1.0
+"""A kept connection that ends within this of a request was being closed when that was written, as far as can
+be told. Later, whoever read the request may have died of it."""
+
 CLOSE_S = 1.0
 """How long closing may take: whoever waits for it has its answer."""
 

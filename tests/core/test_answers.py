@@ -45,6 +45,41 @@ def test_five_shapes_become_one(body: bytes, message: str, param: str | None) ->
     assert (error.message, error.param) == (message, param)
 
 
+QUOTES = "1 validation error:\n {'input': 'caf\u00e9 \U0001f30a \\\" " + "x" * 100
+
+
+@pytest.mark.parametrize("is_ascii", [True, False])
+@pytest.mark.parametrize("shape", ['{"error":{"message":%s,"code":400}}', '{"detail": %s}', '{"message":%s}'])
+def test_an_error_that_was_cut_says_how_it_began(shape: str, is_ascii: bool) -> None:
+    """Engines quote what they refuse: a whole document, if need be."""
+    whole = (shape % json.dumps(QUOTES, ensure_ascii=is_ascii)).encode()
+    begins = whole.index(b"1 val")
+
+    said = {read_error(whole[:end]).message for end in range(begins + 1, whole.index(b"xx") + 1)}
+
+    assert all(QUOTES.startswith(message) for message in said - {SILENT})
+    assert max(said - {SILENT}, key=len) == QUOTES[: QUOTES.index("xx")]
+    assert len(said) > 20
+
+
+@pytest.mark.parametrize(
+    "end", [b"\\", b"\\q", b"\\u12", b"\\uzzzz", b"\\ud83c", b"\xf0\x9f", b"\n", b'"', b'"]']
+)
+def test_an_error_that_is_no_json_says_what_it_says_until_there(end: bytes) -> None:
+    assert read_error(b' { "error" : {"message":"Too \\"long\\"' + end).message.rstrip() == 'Too "long"'
+
+
+def test_an_error_with_half_a_character_can_be_passed_on() -> None:
+    assert read_error(b'{"error":{"message":"not \\ud83c"}}').public_message == "not ?"
+
+
+def test_of_an_error_that_was_cut_no_more_is_read_than_is_shown() -> None:
+    error = read_error(b'{"error":{"message":"' + b"x" * 1_000_000)
+
+    assert set(error.message) == {"x"}
+    assert len(error.message) < 50_000
+
+
 @pytest.mark.parametrize(
     ("status", "message", "kind", "outcome"),
     [

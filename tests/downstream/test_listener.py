@@ -11,7 +11,7 @@ from anyio.abc import SocketStream
 from litestar import Litestar, get
 
 from gateway.core.errors import ConfigError
-from gateway.downstream import guard
+from gateway.downstream import guard, listener
 from gateway.downstream.listener import Listener, bind, url_of
 
 
@@ -25,16 +25,16 @@ async def listening() -> AsyncIterator[int]:
     app = Litestar([hello], openapi_config=None, logging_config=None)
     bound = bind("127.0.0.1", 0)
     port: int = bound.getsockname()[1]
-    listener = Listener(app, bound)
+    server = Listener(app, bound)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(listener.run_until_stopped)
-        await listener.wait_started()
+        tasks.start_soon(server.run_until_stopped)
+        await server.wait_started()
         try:
             yield port
         finally:
-            listener.cut()
+            server.cut()
             with anyio.CancelScope(shield=True):
-                await listener.wait_ended()
+                await server.wait_ended()
 
 
 async def answer_to(port: int, *parts: bytes) -> tuple[bytes, Any]:
@@ -98,6 +98,67 @@ async def test_a_head_has_a_bound() -> None:
 
     assert line.startswith(b"HTTP/1.1 431")
     assert body["error"]["code"] == "headers_too_large"
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("opening", "more"),
+    [
+        pytest.param(b"", b"a: b\r\n" * 10_000, id="many"),
+        pytest.param(b"a: ", b"b" * 60_000, id="one"),
+    ],
+)
+async def test_trailers_have_a_bound(opening: bytes, more: bytes) -> None:
+    async with listening() as port, await anyio.connect_tcp("127.0.0.1", port) as stream:
+        await stream.send(CHUNKED + b"5\r\nhello\r\n0\r\n" + opening)
+        with anyio.fail_after(10), pytest.raises((anyio.BrokenResourceError, anyio.EndOfStream)):
+            for _ in range(1_000):  # which a connection that is not closed takes, all of them
+                await stream.send(more)
+            await stream.send(b"\r\n\r\n")
+            while True:
+                assert b"200 OK" not in await stream.receive()
+
+
+async def test_trailers_within_it_pass_whatever_body_is_before_them() -> None:
+    async with listening() as port, await anyio.connect_tcp("127.0.0.1", port) as stream:
+        body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in [b"z" * 50_000] * 20)
+        await stream.send(CHUNKED + body + b"0\r\n")
+        await stream.send(b"a: b\r\n" * 1_000)
+        await stream.send(b"\r\nGET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        with anyio.fail_after(10):
+            received = await everything(stream)
+
+    assert [answer[:3] for answer in received.split(b"HTTP/1.1 ")[1:]] == [b"405", b"200"]
+
+
+REFUSED = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n"
+
+
+async def test_the_rest_of_a_body_that_was_answered_without_it_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard, "LINGER_S", 0.1)
+    async with listening() as port, await anyio.connect_tcp("127.0.0.1", port) as stream:
+        await stream.send(REFUSED)
+        assert (await stream.receive()).startswith(b"HTTP/1.1 405")
+        await stream.send(b"begun")
+        with anyio.fail_after(10):
+            await everything(stream)
+
+
+async def test_a_connection_whose_body_came_after_its_answer_may_be_used_and_ends_when_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listener, "KEEPALIVE_S", 0.3)
+    async with listening() as port, await anyio.connect_tcp("127.0.0.1", port) as stream:
+        for _ in range(2):
+            await stream.send(REFUSED)
+            assert (await stream.receive()).startswith(b"HTTP/1.1 405")
+            await stream.send(b"0123456789")
+        with anyio.fail_after(10):
+            await everything(stream)
 
 
 async def test_a_head_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,11 +151,46 @@ ATTACKS = {
     "NUL in a name": Attack(headed(b"X\x00: y", length()), BODY),
     "NUL in a length": Attack(headed(length(b"\x00" + str(N).encode())), BODY),
     # another protocol
-    "upgrade": Attack(headed(length(), b"Connection: upgrade", b"Upgrade: h2c"), BODY),
-    "upgrade to a hidden request": Attack(
-        headed(length(len(HIDDEN)), b"Connection: upgrade", b"Upgrade: other"), HIDDEN
+    "upgrade": one(headed(length(), b"Connection: upgrade", b"Upgrade: h2c")),
+    "upgrade as Java asks": one(
+        headed(
+            b"Connection: Upgrade, HTTP2-Settings",
+            length(),
+            b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA",
+            b"Upgrade: h2c",
+        )
     ),
-    "upgrade in chunks": Attack(headed(coded(), b"Connection: upgrade", b"Upgrade: websocket"), CHUNKED),
+    "upgrade by two": one(
+        headed(
+            length(), b"Connection: upgrade", b"Upgrade: h2c", b"Connection: upgrade", b"Upgrade: websocket"
+        )
+    ),
+    "upgrade to a hidden request": Attack(
+        headed(length(len(HIDDEN)), b"Connection: upgrade", b"Upgrade: other"),
+        HIDDEN,
+        (400,),
+        is_closed=False,
+    ),
+    "upgrade in chunks": one(headed(coded(), b"Connection: upgrade", b"Upgrade: websocket"), CHUNKED),
+    "upgrade, and the end": Attack(
+        headed(length(), b"Connection: close, upgrade", b"Upgrade: h2c"),
+        BODY + HIDDEN,
+        (200,),
+        asked=("first",),
+    ),
+    "upgrade, and two lengths": Attack(
+        headed(length(), length(), b"Connection: upgrade", b"Upgrade: h2c"), BODY
+    ),
+    "upgrade, length and chunked": Attack(
+        headed(length(), coded(), b"Connection: upgrade", b"Upgrade: h2c"), CHUNKED
+    ),
+    "upgrade with a request behind it": Attack(
+        headed(length(), b"Connection: upgrade", b"Upgrade: h2c"),
+        BODY + UNKNOWN,
+        (200, 401),
+        is_closed=False,
+        asked=("first",),
+    ),
     "upgrade without a body": Attack(
         headed(
             b"Connection: upgrade",
@@ -163,7 +198,9 @@ ATTACKS = {
             head=NO_LENGTH.replace(LINE.encode(), b"GET /v1/models HTTP/1.1"),
         ),
         HIDDEN,
-        (200,),
+        (200, 200),
+        is_closed=False,
+        asked=("hidden",),
     ),
     "connect": Attack(
         headed(length(), head=NO_LENGTH.replace(LINE.encode(), b"CONNECT gateway:80 HTTP/1.1")), HIDDEN

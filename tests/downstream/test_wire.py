@@ -153,6 +153,9 @@ def test_completions_in_all_their_forms(prompt: object, expected: Prompt, seqs: 
 # ---------------------------------------------------------------- refusing
 
 
+ODD_KINDS: list[Any] = [[], {}, 1, None]
+
+
 @pytest.mark.parametrize(
     ("raw", "code", "param"),
     [
@@ -211,6 +214,15 @@ def test_completions_in_all_their_forms(prompt: object, expected: Prompt, seqs: 
             "messages.0.content.0",
             id="a-part-nobody-can-count",
         ),
+        *(
+            pytest.param(
+                body(messages=message([{"type": kind, "text": "x"}])),
+                "unsupported_content",
+                "messages.0.content.0",
+                id=f"a-part-whose-type-is-{kind}",
+            )
+            for kind in ODD_KINDS
+        ),
         pytest.param(
             body(messages=message([3])), "invalid_request", "messages.0.content.0", id="part-number"
         ),
@@ -223,6 +235,21 @@ def test_completions_in_all_their_forms(prompt: object, expected: Prompt, seqs: 
         pytest.param(body(messages=[{"role": "user"}] * 5_000), "too_many_items", "messages", id="messages"),
         pytest.param(
             body(messages=message(["x"] * 5_000)), "too_many_items", "messages.0.content", id="parts"
+        ),
+        pytest.param(
+            body(messages=[{"role": "assistant", "tool_calls": [{}] * 5_000}]),
+            "too_many_items",
+            "messages.0.tool_calls",
+            id="tool-calls",
+        ),
+        pytest.param(
+            body(messages=message(["x"] * 4_000) * 5), "too_many_items", "messages", id="parts-together"
+        ),
+        pytest.param(
+            body(messages=[{"role": "assistant", "tool_calls": [{}] * 4_000}] * 5),
+            "too_many_items",
+            "messages",
+            id="tool-calls-together",
         ),
         pytest.param(body(tools=[{}] * 2_000), "too_many_items", "tools", id="tools"),
         pytest.param(body(tools={}), "invalid_request", "tools", id="tools-object"),
@@ -427,6 +454,11 @@ def test_a_prompt_of_ids_is_bounded_before_it_is_decoded() -> None:
         pytest.param(
             b'{"model":"m","messages":[{"role":"user","content":"x"}],"tools":[{"d":"\\ud83d"}]}',
             id="half-an-emoji-in-a-tool",
+        ),
+        pytest.param(
+            b'{"model":"m","image":"%b","messages":[{"role":"user","content":"cut \\ud83d"}]}'
+            % (b"A" * 2_000_000),
+            id="half-an-emoji-beside-an-image",
         ),
     ],
 )

@@ -193,6 +193,18 @@ async def test_a_client_that_leaves_stops_the_work(
     assert aborted in (await client.get("/metrics")).text
 
 
+async def test_a_client_that_leaves_after_a_long_body_stops_the_work(
+    server: Simulator, client: httpx.AsyncClient, chat: Chat, until: Until
+) -> None:
+    body = chat(max_tokens=4_000, ignore_eos=True, unknown="x" * 200_000)
+    server.host.hang()  # nothing ends by itself
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(post, client, body)
+        await until(lambda: server.load == 1)
+        tasks.cancel_scope.cancel()
+    await until(lambda: not server.load)
+
+
 async def test_a_client_that_leaves_while_its_prompt_is_read_never_reaches_the_engine(
     server: Simulator, client: httpx.AsyncClient, chat: Chat, until: Until
 ) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import socket
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
@@ -229,6 +229,44 @@ async def test_a_kept_connection_that_the_backend_just_closed_costs_nothing() ->
     assert len(server.requests) == 3
 
 
+async def lost_behind_a_first_answer(lose: Callable[[RawServer, SocketStream], Awaitable[None]]) -> None:
+    """Ask twice on one connection, and have `lose` do something instead of the second answer."""
+
+    async def answer(stream: SocketStream, number: int) -> None:
+        if number == 1:
+            await lose(server, stream)
+        else:
+            await stream.send(answer_of(b"{}"))
+
+    async with serving(answer) as (server, upstream, target):
+        async with upstream.open(target, Timeouts()) as response:
+            assert await whole(response) == b"{}"
+        with pytest.raises(UpstreamLost):
+            async with upstream.open(target, Timeouts()):
+                pass
+
+    assert len(server.requests) == 2
+
+
+async def test_a_kept_connection_that_ends_long_after_the_request_may_have_ended_because_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ways, "STALE_S", 0.0)
+
+    async def lose(_: RawServer, stream: SocketStream) -> None:
+        await stream.aclose()  # as a process does that is killed over what it has read
+
+    await lost_behind_a_first_answer(lose)
+
+
+async def test_a_backend_that_is_gone_with_a_kept_connection_may_be_gone_because_of_the_request() -> None:
+    async def lose(server: RawServer, stream: SocketStream) -> None:
+        await server.refuse()
+        await stream.aclose()
+
+    await lost_behind_a_first_answer(lose)
+
+
 async def test_a_request_that_was_read_is_not_sent_twice() -> None:
     async def answer(stream: SocketStream, _: int) -> None:
         await stream.aclose()
@@ -384,6 +422,49 @@ async def test_a_head_without_an_end_is_given_up() -> None:
         with pytest.raises(UpstreamFailed):
             async with upstream.open(target, Timeouts()):
                 pass
+
+
+@pytest.mark.usefixtures("only_direct")
+@pytest.mark.parametrize("is_poured", [False, True], ids=["read", "poured"])
+@pytest.mark.parametrize(
+    ("opening", "more"),
+    [(b"", b"x-more: " + b"y" * 1000 + b"\r\n"), (b"x-more: ", b"y" * 1000)],
+    ids=["many", "one"],
+)
+async def test_trailers_without_an_end_are_given_up(opening: bytes, more: bytes, is_poured: bool) -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(STREAM_HEAD + chunk(b"x") + b"0\r\n" + opening)
+        with suppress(anyio.BrokenResourceError):
+            for _ in range(10_000):
+                await stream.send(more)
+            await stream.send(b"\r\n\r\n")
+
+    async with serving(answer) as (_, upstream, target):
+        async with upstream.open(target, Timeouts()) as response:
+            with pytest.raises(UpstreamFailed):
+                if is_poured:
+                    await response.pour(lambda _: True)
+                else:
+                    await whole(response)
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_chunks_whose_lines_come_by_themselves_are_no_trailers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "HEAD_BYTES_MAX", 100)
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(STREAM_HEAD[: len(STREAM_HEAD) // 2])
+        await stream.send(STREAM_HEAD[len(STREAM_HEAD) // 2 :])
+        for _ in range(200):
+            await stream.send(b"1\r\n")
+            await anyio.lowlevel.checkpoint()
+            await stream.send(b"x\r\n")
+            await anyio.lowlevel.checkpoint()
+        await stream.send(LAST_CHUNK)
+
+    async with serving(answer) as (_, upstream, target):
+        async with upstream.open(target, Timeouts()) as response:
+            assert await whole(response) == b"x" * 200
 
 
 @pytest.mark.usefixtures("only_direct")

@@ -267,9 +267,10 @@ async def test_metrics_that_are_missing_are_said_and_cost_nothing_else(
         (b'{"data":[]}', (), "serves nothing, not gemma"),
         (b"[1]", (), "cannot tell what it serves: /v1/models: no list of models"),
         (b"\xff", (), "cannot tell what it serves: /v1/models: no list of models"),
+        (b"[" * 100_000, (), "cannot tell what it serves: /v1/models: no list of models"),
         (b'{"data":[7,{"id":7}]}', (), "serves nothing, not gemma"),
     ],
-    ids=["another-model", "no-model", "no-object", "no-json", "odd-entries"],
+    ids=["another-model", "no-model", "no-object", "no-json", "nested-without-end", "odd-entries"],
 )
 async def test_a_list_of_models_that_is_wrong_is_said(
     body: bytes, served: tuple[str, ...], error: str, clock: Clock, fake_engine: Engines

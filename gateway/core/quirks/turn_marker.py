@@ -11,6 +11,9 @@ from gateway.core.quirks.remedy import Remedy, beginning
 
 MARKER = "<turn|>"
 
+_BEFORE_ALL = frozenset({"role", "content"})
+_BEFORE_WORDS = _BEFORE_ALL | {"reasoning", "reasoning_content"}
+
 
 class TurnMarker(Remedy):
     """Takes a trailing marker off every choice."""
@@ -28,7 +31,9 @@ class TurnMarker(Remedy):
             kept = text.removesuffix(MARKER)
         else:
             # A call or a thought after it: it was not the end. Without a word, it still may be.
-            follows = any(value for name, value in part.items() if name not in ("role", "content"))
+            # A thought in the same event as words came before them.
+            before = _BEFORE_WORDS if said else _BEFORE_ALL
+            follows = any(value for name, value in part.items() if name not in before)
             held = "" if follows else _held(text)
             kept = text.removesuffix(held)
             if held:

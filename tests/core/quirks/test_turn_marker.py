@@ -17,6 +17,7 @@ from support.engine_events import (
 )
 
 from gateway.core.quirks import MendingReader
+from gateway.core.quirks.channels import Channels
 from gateway.core.quirks.turn_marker import MARKER, TurnMarker
 from gateway.core.values import Endpoint
 
@@ -41,6 +42,16 @@ def test_a_trailing_marker_is_gone_wherever_the_bytes_are_cut(end: str) -> None:
     assert said(out) == "caf\u00e9 <b>"
     assert decoded(out)[-1]["choices"][0]["finish_reason"] == "stop"
     assert len(decoded(out)) == len(decoded(wire))
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_marker_in_an_event_with_the_end_of_a_thought(end: str) -> None:
+    wire = role() + b"".join(ENDS[end]("<|channel>thought\nHm.<channel|>Yes." + MARKS)) + DONE
+
+    out = at_every_cut(lambda: [Channels(1, shows_thought=True), TurnMarker()], wire)
+
+    assert said(out) == "Yes."
+    assert said(out, "reasoning") == "Hm."
 
 
 @pytest.mark.parametrize("cuts", [cut for n in (1, 2, 3) for cut in itertools.combinations(range(7), n)])
