@@ -59,7 +59,7 @@ def is_notable(record: RequestRecord) -> bool:
     """Return whether a request went wrong, was tried twice, or was answered later than its class wants."""
     if record.ending not in _IN_ORDER or len(record.attempts) > 1:
         return True
-    if record.ttft_target_s is None:
+    if record.ttft_target_s is None or not record.route:  # nobody looks on at a job
         return False
     first = record.first_byte_at if record.stream else record.admitted_at
     return first is not None and first - record.received_at > record.ttft_target_s

@@ -55,8 +55,8 @@ class _JsonFormatter(logging.Formatter):
         if fields.get("event") == "request":
             return self.request_line(record.levelname, record.created, fields)
         line = {**self._origin(record), **fields, "message": record.getMessage()}
-        if hasattr(record, "kept_back"):
-            line["kept_back"] = record.kept_back
+        if kept_back := getattr(record, "kept_back", 0):
+            line["kept_back"] = kept_back
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
@@ -150,7 +150,7 @@ class Calm(logging.Filter):
                 continue
             del self._seen[kind]
             if minute.newest is not None:
-                minute.newest.kept_back = minute.lines - CALM_LINES
+                minute.newest.kept_back = minute.lines - CALM_LINES - 1  # it is written after all
                 found.append(minute.newest)
         return found
 
@@ -317,7 +317,15 @@ def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
 
 
 def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
-    """Write a line when a backend's state changed."""
+    """Write a line when a backend's state changed, and one when what it serves became wrong, or right."""
+    if new.model_error != old.model_error and (new.model_error or new.served_models):
+        fleet_log.log(
+            logging.WARNING if new.model_error else logging.INFO,
+            "%s: %s",
+            backend_id,
+            new.model_error or "serves the right model now",
+            extra=about("backend_model", backend=backend_id, reason=new.model_error or None),
+        )
     if new.state is old.state:
         return
     # What a box does with its own models is no cause for worry.

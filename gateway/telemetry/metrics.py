@@ -18,6 +18,7 @@ from gateway.core.box_swaps import Swap
 from gateway.core.count_check import CountDrift
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, State
+from gateway.core.selection import kept_out
 from gateway.core.swap_policy import Wants
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.values import Backend, Load
@@ -90,6 +91,7 @@ class Metrics:
 
         `store_modes` says of each way of counting slots whether it is in force; of none without a store.
         """
+        self._backends = backends
         self.registry = CollectorRegistry(auto_describe=True)
         registry = self.registry
         self.requests = Counts(
@@ -257,6 +259,8 @@ class Metrics:
 
     def finished(self, record: RequestRecord) -> None:
         """See `ports.Recorder.finished`."""
+        if record.ending is Ending.SHED and not record.route:
+            return  # a job for which nobody has room is given back: nothing was refused, and it goes on
         decision = record.decision
         name = decision.traffic_class if decision else ""
         self.requests.add((name, record.pool, record.backend, record.ending, record.error_code))
@@ -273,6 +277,17 @@ class Metrics:
             self.waiting_time.observe((name,), record.admitted_at - record.estimated_at)
         if record.first_byte_at is not None:
             self._served(record, name)
+        elif record.ending is Ending.LEFT:  # whoever leaves before it is due says nothing of that
+            self._first_token(record, name, record.ended_at, only_late=True)
+
+    def _first_token(self, record: RequestRecord, name: str, at: float, *, only_late: bool = False) -> None:
+        """Count the first token of a stream that came at `at`, or had not come by then."""
+        if not record.stream or not record.route or record.due_s is None:  # nobody looks on at a job
+            return
+        is_late = at - record.received_at > record.due_s
+        if is_late or not only_late:
+            timeliness = Timeliness.LATE if is_late else Timeliness.TIMELY
+            self.first_tokens.add((name, record.backend, timeliness))
 
     def _served(self, record: RequestRecord, name: str) -> None:
         decision, first, usage = record.decision, record.first_byte_at, record.usage
@@ -281,10 +296,7 @@ class Metrics:
         where = (name, record.backend)
         if record.stream:
             self.ttft.observe(where, first - record.received_at)
-        if record.stream and record.route and record.due_s is not None:  # nobody looks on at a job
-            is_late = first - record.received_at > record.due_s
-            timeliness = Timeliness.LATE if is_late else Timeliness.TIMELY
-            self.first_tokens.add((*where, timeliness))
+        self._first_token(record, name, first)
         self.duration.observe(where, record.ended_at - record.received_at)
         if record.is_spill:
             self.spills.add((name, record.pool))
@@ -294,9 +306,9 @@ class Metrics:
         self.tokens_out.add(where, usage.completion_tokens)
         if record.stream and (tpot_s := record.tpot_s) is not None:
             self.tpot.observe(where, tpot_s)
-        if decision.estimate.tokens > 0:
-            error = (usage.prompt_tokens - decision.estimate.tokens) / decision.estimate.tokens
-            self.estimate_error.observe((record.backend,), error)
+        estimated = decision.estimate.tokens
+        if estimated > 0 and decision.demand.prompts == 1:  # of several, the sum is reported
+            self.estimate_error.observe((record.backend,), (usage.prompt_tokens - estimated) / estimated)
 
     def backend_changed(self, backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
         """Note that a backend's status changed."""
@@ -312,6 +324,10 @@ class Metrics:
 
     def config_in_force(self, version: str, at: float) -> None:
         """Note that a configuration is in force since `at`, in epoch seconds."""
+        for name in self._backends():  # what appears with its first event has not increased
+            self.restarts.labels(name)
+            for state in State:
+                self.state_changes.labels(name, state.value)
         self.config_info.clear()
         self.config_info.labels(version).set(1)
         self.config_loaded_at.set(at)
@@ -355,6 +371,8 @@ class _Fleet(Collector):
                 "gateway_knee_seqs": "The backend's knee for short prompts: the ceiling of in flight.",
                 "gateway_knee_used_ratio": "Share of the knee in use, prompt lengths considered.",
                 "gateway_kv_blocks": "KV blocks reserved by what is in flight.",
+                "gateway_backend_usable": "1 while it would be given requests that it has room for.",
+                "gateway_backend_drained": "1 while the operator has it drained.",
                 "gateway_engine_running": "Sequences the engine says it runs.",
                 "gateway_engine_waiting": "Sequences the engine says it queues.",
                 "gateway_engine_kv_usage_ratio": "Share of KV blocks the engine says it uses.",
@@ -372,6 +390,8 @@ class _Fleet(Collector):
             load, status = loads.get(name, Load()), statuses.get(name, BackendStatus())
             values: dict[str, float] = {
                 "gateway_in_flight": load.seqs,
+                "gateway_backend_usable": kept_out(backend, status) is None,
+                "gateway_backend_drained": backend.drain,
                 "gateway_knee_seqs": backend.capacity.knee[0].seqs,
                 "gateway_knee_used_ratio": load.share / admission.WHOLE,
                 "gateway_kv_blocks": load.kv_blocks,

@@ -143,7 +143,10 @@ def _histograms(family: Family, since_ns: int, now_ns: int) -> Iterator[Histogra
             start_time_unix_nano=since_ns,
             time_unix_nano=now_ns,
             count=below[-1],
-            sum=next((sample.value for sample in samples if sample.name.endswith("_sum")), 0.0),
+            sum=next(  # none where values may be below 0, which the protocol asks for
+                (sample.value for sample in samples if sample.name.endswith("_sum")),
+                None,  # type: ignore[arg-type]
+            ),
             bucket_counts=[one - before for one, before in zip(below, [0, *below], strict=False)],
             explicit_bounds=[float(sample.labels["le"]) for sample in buckets[:-1]],
             min=None,  # type: ignore[arg-type]  # not known, which the protocol allows

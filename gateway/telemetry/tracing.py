@@ -36,7 +36,7 @@ from gateway.core import trace
 from gateway.core.health import Outcome
 from gateway.core.trace import SpanRef, Trace
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
-from gateway.core.values import Backend, Candidate
+from gateway.core.values import Backend, Candidate, Endpoint
 
 Value: TypeAlias = str | bool | int | float | Sequence[str]
 
@@ -179,7 +179,7 @@ class Tracing:
         rules, total_s = self._rules, record.ended_at - record.received_at
         if rules.slow_total_s is not None and total_s > rules.slow_total_s:
             return True
-        if record.ttft_target_s is None or not record.stream:
+        if record.ttft_target_s is None or not record.stream or not record.route:  # nobody looks on at a job
             return False
         first_s = total_s if record.first_byte_at is None else record.first_byte_at - record.received_at
         return first_s > rules.slow_factor * record.ttft_target_s
@@ -238,7 +238,7 @@ class _Spans:
             yield self._span("gateway.first_token", part, ref, asked_at, first)
             yield self._span("gateway.decode", within.child(_DECODE), ref, first, attempt.ended_at)
         yield self._span(
-            f"chat {self._model()}",
+            f"{self._operation_name()} {self._model()}",
             ref,
             self._trace.own,
             attempt.started_at,
@@ -285,7 +285,7 @@ class _Spans:
                 "gateway.estimate_mode": decision.estimate.mode.value,
                 "gateway.candidates": [_words(candidate) for candidate in decision.candidates],
             }
-            if record.usage is not None:
+            if record.usage is not None and decision.demand.prompts == 1:  # of several, the sum is reported
                 facts["gateway.estimate_error_tokens"] = record.usage.prompt_tokens - decision.estimate.tokens
         if record.admitted_at is not None and record.estimated_at is not None:
             facts["gateway.queue_s"] = round(record.admitted_at - record.estimated_at, 6)
@@ -309,9 +309,10 @@ class _Spans:
         }
         if attempt.outcome is Outcome.OK:
             facts |= self._genai()
-        if attempt.first_byte_at is not None and self._conventions is Conventions.CURRENT:
-            took_s = attempt.first_byte_at - attempt.started_at
-            facts["gen_ai.response.time_to_first_chunk"] = round(took_s, 6)
+        # Of an answer in one piece the first chunk is the last one, too.
+        first = attempt.first_byte_at if self._record.stream else None
+        if first is not None and self._conventions is Conventions.CURRENT:
+            facts["gen_ai.response.time_to_first_chunk"] = round(first - attempt.started_at, 6)
         return facts
 
     def _operation(self) -> dict[str, Value | None]:
@@ -319,7 +320,11 @@ class _Spans:
             Conventions.CURRENT: "gen_ai.provider.name",
             Conventions.V1_41: "gen_ai.system",
         }[self._conventions]
-        return {"gen_ai.operation.name": "chat", provider: "vllm"}
+        return {"gen_ai.operation.name": self._operation_name(), provider: "vllm"}
+
+    def _operation_name(self) -> str:
+        """Return what the conventions call what backends are asked for: chats, but for one route."""
+        return "text_completion" if self._record.route == Endpoint.COMPLETIONS else "chat"
 
     def _genai(self) -> dict[str, Value | None]:
         usage = self._record.usage

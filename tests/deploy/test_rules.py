@@ -25,7 +25,7 @@ class Case:
 
     alert: str
     series: Mapping[str, str]
-    at: int
+    at: float
     summary: str = ""  # "": it does not fire
     labels: Mapping[str, str] = field(default_factory=dict)
 
@@ -53,6 +53,8 @@ def webhooks(outcome: str, values: str) -> dict[str, str]:
 
 UP = 'up{job="gemma-gateway",instance="a"}'
 STATE = 'gateway_backend_state{instance="a",backend="light-0",state="%s"}'
+USABLE = 'gateway_backend_usable{instance="a",backend="%s"}'
+DRAINED = 'gateway_backend_drained{instance="a",backend="light-0"}'
 ALONE = 'gateway_store_mode{instance="a",mode="alone"}'
 RELOADED = 'gateway_config_last_reload_successful{instance="a"}'
 CONFIG = 'gateway_config_info{instance="%s",version="%s"}'
@@ -70,16 +72,17 @@ ENDED = 'gateway_store_jobs_ended_total{instance="%s",lane="m/docs",outcome="%s"
 LANE = {"lane": "m/docs"}
 LIGHT = {"backend": "light-0"}
 OPS = {"endpoint": "ops"}
+PENDING = 'gateway_webhooks_pending{instance="a",endpoint="ops"}'
 
 CASES = [
     Case("GatewayDown", {UP: "1x5 0x10"}, 7),
     Case(
         "GatewayDown", {UP: "1x5 0x10"}, 9, "a cannot be scraped", {"job": "gemma-gateway", "instance": "a"}
     ),
-    Case("GatewayNoBackend", {STATE % "up": "0x20", STATE % "probation": "1x20"}, 9),
+    Case("GatewayNoBackend", {USABLE % "light-0": "0x20", USABLE % "light-1": "1x20"}, 9),
     Case(
         "GatewayNoBackend",
-        {STATE % "up": "1x5 0x10", STATE % "probation": "0x20", STATE % "down": "1x20"},
+        {USABLE % "light-0": "1x5 0x10", USABLE % "light-1": "0x20"},
         9,
         "a has no backend that takes requests",
         {"instance": "a"},
@@ -154,6 +157,15 @@ CASES = [
         "light-0 does not answer, or makes no progress",
         LIGHT,
     ),
+    Case("GatewayBackendDown", {STATE % "down": "1x20", DRAINED: "1x20"}, 10),
+    Case(
+        "GatewayBackendDown",
+        {STATE % "down": "1x20", DRAINED: "0x20"},
+        10,
+        "light-0 does not answer, or makes no progress",
+        LIGHT,
+    ),
+    Case("GatewayBackendEjected", {STATE % "ejected": "1x40", DRAINED: "1x40"}, 35),
     Case("GatewayBackendEjected", {STATE % "ejected": "0x20 1x3 0x10"}, 25),
     Case(
         "GatewayBackendEjected",
@@ -163,6 +175,14 @@ CASES = [
         LIGHT,
     ),
     Case("GatewayBackendFlaps", {EJECTIONS: "0+0.1x60"}, 40),
+    Case("GatewayBackendFlaps", {EJECTIONS: "5x40 6x2 7x2 8x2 9x10"}, 50.5),
+    Case(
+        "GatewayBackendFlaps",
+        {EJECTIONS: "0x40 1x2 2x2 3x2 4x2 5x10"},
+        55.5,
+        "light-0 was ejected 5 times in half an hour",
+        LIGHT,
+    ),
     Case(
         "GatewayBackendFlaps",
         {EJECTIONS: "0+1x60"},
@@ -170,11 +190,12 @@ CASES = [
         "light-0 was ejected 30 times in half an hour",
         LIGHT,
     ),
-    Case("GatewayBackendRestarts", {RESTARTS: "0x10 1x20"}, 25),
+    Case("GatewayBackendRestarts", {RESTARTS: "0x10 1x20"}, 25.5),
+    Case("GatewayBackendRestarts", {RESTARTS: "1x400 2x60"}, 420.5),
     Case(
         "GatewayBackendRestarts",
         {RESTARTS: "0x10 1x5 2x10"},
-        25,
+        25.5,
         "the engine of light-0 has restarted 2 times in 6 hours",
         LIGHT,
     ),
@@ -239,8 +260,18 @@ CASES = [
         250,
         "workers take no jobs, by an order of hours ago",
     ),
-    Case("GatewayWebhooksFail", webhooks("failed", "0+1x60") | webhooks("delivered", "0+1x60"), 50),
-    Case("GatewayWebhooksFail", webhooks("failed", "0+1x60"), 50, "nothing reaches the webhook ops", OPS),
+    Case("GatewayWebhooksFail", {PENDING: "3x60"} | webhooks("delivered", "0+1x60"), 50),
+    Case("GatewayWebhooksFail", {PENDING: "1x5 0x60"} | webhooks("failed", "2x60"), 50),
+    *(  # one delivery, long after one that failed, and long before the next attempt
+        Case(
+            "GatewayWebhooksFail",
+            {PENDING: "1x300"} | webhooks("failed", "2x5 3x30 4x120 5x300"),
+            at,
+            "nothing reaches the webhook ops",
+            OPS,
+        )
+        for at in (20, 33, 90, 150, 280)
+    ),
     Case("GatewayWebhooksLost", webhooks("delivered", "_x5 1x60"), 20),
     Case(
         "GatewayWebhooksLost",
@@ -263,12 +294,12 @@ def unit_test(case: Case) -> dict[str, Any]:
         "exp_annotations": {"summary": case.summary},
     }
     return {
-        "name": f"{case.alert} at {case.at}",
+        "name": f"{case.alert} at {case.at:g}",
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in case.series.items()],
         "alert_rule_test": [
             {
-                "eval_time": f"{case.at}m",
+                "eval_time": f"{case.at * 60:.0f}s",
                 "alertname": case.alert,
                 "exp_alerts": [expected] if case.summary else [],
             }
@@ -289,7 +320,7 @@ def test_the_rules_are_valid_and_do_what_they_say(tmp_path: Path) -> None:
     promtool("check", "rules", str(RULES))
     tests = {
         "rule_files": [str(RULES)],
-        "evaluation_interval": "1m",
+        "evaluation_interval": "20s",  # rules are looked at between two scrapes, too
         "tests": [unit_test(case) for case in CASES],
     }
     path = tmp_path / "rules_test.yml"

@@ -1,12 +1,16 @@
 """What a running gateway writes while its store is dead: once that it is away, once that it is back."""
 
+import hashlib
 import io
 import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import anyio
+import httpx
 import pytest
 from support.redis_server import own_server
 from support.site import simulated, site
@@ -75,3 +79,72 @@ async def test_a_dead_store_is_told_once_however_much_is_asked_of_it(
     assert all("event" in line for line in lines)
     noise = [line for line in lines if line["event"] not in ("request", "store_away", "store_back")]
     assert len(noise) < 15, noise
+
+
+async def test_what_is_cut_at_the_end_has_not_been_left_by_its_caller(
+    tmp_path: Path, out: io.StringIO
+) -> None:
+    chat = {"model": "gemma-4", "messages": [{"role": "user", "content": "Count from 1 to 5000."}]}
+    endings: list[type[Exception]] = []
+
+    async def ask(url: str, *, stream: bool, begun: anyio.Event) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+            try:
+                async with client.stream(
+                    "POST", "/v1/chat/completions", json=chat | {"stream": stream}
+                ) as got:
+                    async for _ in got.aiter_bytes():
+                        begun.set()
+            except httpx.TransportError as error:
+                endings.append(type(error))
+
+    async with anyio.create_task_group() as tasks:
+        async with site(
+            tmp_path,
+            fleet=simulated({"light-0": "h100-tp1-light"}, speed=0.5),
+            pools={"light": ["light-0"]},
+            models={"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
+        ) as running:
+            begun = anyio.Event()
+            tasks.start_soon(partial(ask, running.url, stream=True, begun=begun))
+            tasks.start_soon(partial(ask, running.url, stream=False, begun=anyio.Event()))
+            await begun.wait()
+            await running.eventually(lambda: running.gateway.in_flight == 2)
+
+    assert len(endings) == 2
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    cut = {line["stream"]: line for line in lines if line["event"] == "request"}
+    assert {line["level"] for line in cut.values()} == {"error"}
+    assert (cut[True]["ending"], cut[True]["code"]) == ("broken", "stream_broken")
+    assert (cut[False]["ending"], cut[False]["code"]) == ("failed", "draining")
+
+
+async def test_the_line_of_a_refused_request_says_whose_it_was(tmp_path: Path, out: io.StringIO) -> None:
+    async def bad(client: httpx.AsyncClient, path: str, body: bytes, **headers: str) -> int:
+        known = {"authorization": "Bearer sk-known", "content-type": "application/json", **headers}
+        return (await client.post(path, content=body, headers=known)).status_code
+
+    chat = b'{"model": "gemma-4", "messages": "none"}'
+    async with (
+        site(
+            tmp_path,
+            fleet=simulated({"light-0": "h100-tp1-light"}),
+            pools={"light": ["light-0"]},
+            models={"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
+            keys={"reports": {"sha256": hashlib.sha256(b"sk-known").hexdigest()}},
+            requests={"max_body_bytes": 1000},
+        ) as running,
+        running.http() as client,
+    ):
+        statuses = [
+            await bad(client, "/v1/chat/completions", b"{"),
+            await bad(client, "/v1/chat/completions", chat),
+            await bad(client, "/v1/chat/completions", b"1" * 2000),
+            await bad(client, "/v1/completions", b"{}"),
+            await bad(client, "/v1/responses", b'{"model": "gemma-4"}'),
+            await bad(client, "/v1/chat/completions", b"{", authorization="Bearer sk-unknown"),
+        ]
+    assert statuses == [400, 400, 413, 400, 400, 401]
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    refused = [line.get("key") for line in lines if line["event"] == "request"]
+    assert refused == [*["reports"] * 5, None]

@@ -13,7 +13,7 @@ import pytest
 from anyio.abc import SocketStream
 from support.otlp_receiver import Receiver, Span, receiver
 from support.raw_server import raw_server
-from support.redis_server import RedisServer, binary
+from support.redis_server import RedisServer, binary, own_server
 from support.site import Site, simulated, site
 
 SECRET = "a sentence that nobody else may read"
@@ -93,6 +93,21 @@ async def test_a_request_is_a_trace(tmp_path: Path, otlp: Receiver) -> None:
     assert attempt.attributes["gen_ai.provider.name"] == "vllm"
     assert attempt.attributes["gen_ai.response.time_to_first_chunk"] > 0
     assert attempt.attributes["server.port"] == httpx.URL(gateway.backends["light-0"].url).port
+
+
+async def test_the_route_says_what_backends_are_asked_for(tmp_path: Path, otlp: Receiver) -> None:
+    async with traced(tmp_path, otlp.url, share=1) as gateway:
+        await gateway.openai().chat.completions.create(**ASK)
+        await gateway.openai().completions.create(model="gemma-4", prompt=SECRET, max_tokens=5)
+    spans = await otlp.spans()
+
+    for operation, route in (("chat", "/v1/chat/completions"), ("text_completion", "/v1/completions")):
+        server, attempt = one(spans, f"POST {route}"), one(spans, f"{operation} gemma-4")
+        assert attempt.parent_id == server.span_id
+        for span in (server, attempt):
+            assert span.attributes["gen_ai.operation.name"] == operation
+        # Neither was streamed: when the first token came is not known.
+        assert "gen_ai.response.time_to_first_chunk" not in attempt.attributes
 
 
 async def test_no_text_is_sent(tmp_path: Path, otlp: Receiver) -> None:
@@ -224,9 +239,43 @@ async def test_metrics_are_pushed_as_they_are_shown(tmp_path: Path, otlp: Receiv
     (ttft,) = found["gateway_request_duration_seconds"]["histogram"]["dataPoints"]
     assert sum(map(int, ttft["bucketCounts"])) == int(ttft["count"]) == 1
     assert len(ttft["bucketCounts"]) == len(ttft["explicitBounds"]) + 1
+    assert ttft["sum"] > 0
+    (error,) = found["gateway_estimate_error_ratio"]["histogram"]["dataPoints"]
+    assert int(error["count"]) == 1
+    assert "sum" not in error  # it may go down: no receiver could use it, and 0 would be wrong
     assert found["gateway_request_duration_seconds"]["unit"] == "s"
     shown = set(re.findall(r"^# TYPE (\w+) ", page, re.M))
     assert set(found) <= shown
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0, {}), (1, {"chosen": 2})], ids=["none", "all"])
+async def test_a_job_is_not_slow_for_a_first_token_that_nobody_waits_for(
+    tmp_path: Path, share: int, kept: dict[str, int]
+) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    classes = [{"class": "short_chat", "pools": ["light"], "waiting": {"ttft_target_s": 0.001}}]
+    with own_server("valkey-9", folder, keeps=True) as store:
+        async with site(
+            tmp_path,
+            fleet=simulated({"light-0": "h100-tp1-light"}),
+            pools={"light": ["light-0"]},
+            models={"gemma-4": {"classes": classes}},
+            telemetry={"otlp": {"endpoint": DEAD}, "traces": {"share": share}},
+            store={"url": store.url},
+            jobs={},
+        ) as gateway:
+            client = gateway.openai()
+            job = await client.responses.create(model="gemma-4", input=SECRET, background=True)
+            with anyio.fail_after(60):
+                while job.status in ("queued", "in_progress"):
+                    job = await client.responses.retrieve(job.id)
+            async with gateway.http() as http:
+                page = (await http.get(f"{gateway.admin_url}/metrics")).text
+    counted = {
+        why: int(float(count)) for why, count in re.findall(r'traces_total{reason="(\w+)"} (\S+)', page)
+    }
+    assert counted == kept
 
 
 async def test_a_job_is_a_trace_of_its_own_linked_to_who_handed_it_over(

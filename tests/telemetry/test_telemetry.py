@@ -132,12 +132,46 @@ def test_a_first_token_is_late_when_its_class_wants_it_sooner_and_somebody_looks
     assert value(subject, "gateway_time_to_first_token_seconds_count", **where) == 4
 
 
+def test_a_first_token_that_a_caller_no_longer_waited_for_is_late() -> None:
+    subject = metrics()
+    left = replace(
+        RECORD, ending=Ending.LEFT, route="/v1/chat/completions", first_byte_at=None, usage=None, due_s=2.0
+    )
+    subject.finished(left)  # after 2.5 s
+    subject.finished(replace(left, backend="", pool=""))  # still in line
+    subject.finished(replace(left, due_s=3.0))  # sooner than anybody wants it
+    subject.finished(replace(left, route=""))
+    subject.finished(replace(left, stream=False))
+
+    late = {"traffic_class": "short_chat", "timeliness": "late"}
+    assert value(subject, "gateway_first_tokens_total", **late, backend="light-0") == 1
+    assert value(subject, "gateway_first_tokens_total", **late, backend="") == 1
+    assert b'timeliness="timely"' not in subject.exposition()[0]
+    assert value(subject, "gateway_time_to_first_token_seconds_count", **late) is None
+
+
 def test_a_spill_is_counted() -> None:
     subject = metrics()
 
     subject.finished(replace(RECORD, pool="push", backend="push", is_spill=True))
 
     assert value(subject, "gateway_spills_total", traffic_class="short_chat", pool="push") == 1
+
+
+def test_a_job_that_finds_no_room_is_no_request_that_was_refused() -> None:
+    subject = metrics()
+    total = {
+        "traffic_class": "short_chat",
+        "pool": "light",
+        "backend": "light-0",
+        "ending": "shed",
+        "code": "",
+    }
+
+    subject.finished(replace(RECORD, ending=Ending.SHED, route=""))
+    assert value(subject, "gateway_requests_total", **total) is None
+    subject.finished(replace(RECORD, ending=Ending.SHED, route="/v1/chat/completions"))
+    assert value(subject, "gateway_requests_total", **total) == 1
 
 
 def test_an_unknown_model_leaves_no_label_of_the_callers_choosing() -> None:
@@ -155,6 +189,25 @@ def test_an_unknown_model_leaves_no_label_of_the_callers_choosing() -> None:
 def test_a_token_rate_needs_a_stream_of_two_tokens() -> None:
     assert replace(RECORD, usage=Usage(110, 1)).tpot_s is None
     assert replace(RECORD, first_byte_at=None).tpot_s is None
+
+
+def test_what_is_reported_as_a_sum_is_not_taken_for_one_of_its_parts() -> None:
+    subject = metrics()
+    where = {"traffic_class": "short_chat", "backend": "light-0"}
+    demands = [Demand(seqs=8, prompt_tokens=100, total_tokens=200, prompts=prompts) for prompts in (1, 8)]
+    several_answers, several_prompts = [
+        replace(RECORD, usage=Usage(110 * demand.prompts, 160), decision=replace(DECISION, demand=demand))
+        for demand in demands
+    ]
+
+    for record in (several_answers, several_prompts):
+        subject.finished(record)
+
+    assert value(subject, "gateway_time_per_output_token_seconds_count", **where) is None
+    assert value(subject, "gateway_estimate_error_ratio_bucket", backend="light-0", le="0.1") == 1
+    assert value(subject, "gateway_estimate_error_ratio_count", backend="light-0") == 1
+    assert value(subject, "gateway_input_tokens_total", **where) == 110 + 880
+    assert value(subject, "gateway_output_tokens_total", **where) == 320
 
 
 def test_gauges_are_read_when_asked_for() -> None:
@@ -184,6 +237,18 @@ def test_gauges_are_read_when_asked_for() -> None:
     assert value(subject, "gateway_wait_limit_seconds", **line) == 15
     assert value(subject, "gateway_backend_waiting", backend="light-0") == 3
     assert value(subject, "gateway_backend_waiting", backend="push") == 0
+
+
+def test_what_no_backend_has_done_yet_is_counted_as_none() -> None:
+    backends = dict(BACKENDS)
+    subject = metrics(backends=lambda: backends)
+    subject.config_in_force("1", 0.0)
+    backends["new"] = BACKENDS["push"]
+    subject.config_in_force("2", 1.0)
+
+    for name in ("light-0", "push", "new"):
+        assert value(subject, "gateway_backend_restarts_total", backend=name) == 0
+        assert value(subject, "gateway_backend_state_changes_total", backend=name, state="ejected") == 0
 
 
 def test_states_and_restarts_are_counted() -> None:
@@ -222,7 +287,7 @@ def test_the_journal_keeps_the_newest() -> None:
 
 def test_the_journal_keeps_what_went_wrong_or_was_late_beside_the_rest() -> None:
     journal = Journal(entries_max=2, notable_max=2)
-    late = replace(RECORD, id="late", ttft_target_s=0.4)
+    late = replace(RECORD, id="late", ttft_target_s=0.4, route="/v1/chat/completions")
 
     for record in (late, *(replace(RECORD, id=f"req-{number}") for number in range(5))):
         journal.finished(record)
@@ -246,6 +311,7 @@ def test_the_journal_keeps_what_went_wrong_or_was_late_beside_the_rest() -> None
         ({"ttft_target_s": 0.4}, True),
         ({"ttft_target_s": 0.4, "stream": False}, False),  # it had its place in time
         ({"ttft_target_s": 0.1, "stream": False}, True),
+        ({"ttft_target_s": 0.4, "route": ""}, False),  # a job: nobody looks on
         ({"ending": Ending.LEFT}, False),
         ({"ending": Ending.SHED}, True),
         ({"ending": Ending.REJECTED}, True),
@@ -253,7 +319,7 @@ def test_the_journal_keeps_what_went_wrong_or_was_late_beside_the_rest() -> None
     ],
 )
 def test_what_is_notable(fields: dict[str, Any], is_so: bool) -> None:
-    assert is_notable(replace(RECORD, **fields)) is is_so
+    assert is_notable(replace(RECORD, **{"route": "/v1/chat/completions", **fields})) is is_so
 
 
 def test_a_recorder_hands_everything_on() -> None:
