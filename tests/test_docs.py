@@ -99,6 +99,24 @@ def test_every_workaround_is_documented_with_its_issue_and_no_other() -> None:
     assert set(WORKAROUNDS) <= set(profiles.QUIRKS)
 
 
+def test_every_row_of_a_table_has_a_head_and_as_many_cells() -> None:
+    """Else it is shown as a line of text, or without its last cells."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        before, cells, is_code = "", 0, False
+        for line in page.read_text().splitlines():
+            is_code ^= line.startswith("```")
+            if line.startswith("|") and not is_code:
+                found = len(re.findall(r"(?<!\\)\|", line))
+                assert found == cells or not before.startswith("|"), f"{page.name}: {line}"
+                if not before.startswith("|"):
+                    is_head = True
+                elif is_head:
+                    assert not line.strip("|:- "), f"{page.name}: {before}"
+                    is_head = False
+                cells = found
+            before = line
+
+
 def test_every_relative_link_leads_somewhere() -> None:
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):

@@ -195,8 +195,12 @@ def test_the_units_let_streams_finish_and_reload_by_a_signal(name: str) -> None:
     assert service["KillSignal"] == "SIGTERM"
     if name == "gemma-gateway":
         assert service["KillMode"] == "mixed"  # the workers' store must outlive their drain
+        assert service["DynamicUser"] == "yes"  # who may write nowhere else:
+        assert f"/var/lib/{service['StateDirectory']}/jobs" in (ROOT / "deploy" / "README.md").read_text()
     assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"  # on which it reads its file again
     assert service["RestartPreventExitStatus"] == "2"
+    assert service["Restart"] == "always"
+    assert unit["Unit"]["StartLimitIntervalSec"] == "0"  # by default systemd gives up after five in 10 s
 
 
 @pytest.mark.parametrize(("name", "port"), [("gateway", "9090"), ("worker", "9091")])
