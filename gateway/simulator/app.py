@@ -344,7 +344,7 @@ class _Generation:
         self._identity = identity
         self._fault = fault if fault is not None and fault.fault in _MID_ANSWER else None
         self._host = backplane.host
-        self._answer = Answer(call)
+        self._answer = Answer(call, lambda: exchange.connection.was_left)
 
     async def run(self) -> None:
         """Answer, unless the client leaves first."""

@@ -4,6 +4,7 @@ uvicorn's HTTP protocol speaks to the clients; the sockets are handled here, bec
 able to refuse connections, cut them, and come back, all on one port.
 """
 
+import select
 import socket
 from asyncio import Task, get_running_loop
 from collections.abc import Callable
@@ -20,6 +21,7 @@ KEEP_ALIVE_S = 5  # vLLM's: an idle connection is closed after it
 ENDING_S = 1.0  # real seconds that answers get to write their last bytes
 _BACKLOG = 2048
 _LOOK_S = 0.002
+_HANGUP = getattr(select, "POLLRDHUP", select.POLLHUP)  # Linux has the first
 
 
 def wire(application: Any) -> Config:
@@ -89,6 +91,15 @@ class ClientConnection(HttpToolsProtocol):
     def is_lost(self) -> bool:
         """See `exchange.Connection.is_lost`."""
         return self._lost.is_set()
+
+    @property
+    def was_left(self) -> bool:
+        """See `exchange.Connection.was_left`."""
+        if self.is_lost or self.transport.is_closing():
+            return True
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), _HANGUP)
+        return bool(poll.poll(0))
 
     def write(self, data: bytes) -> None:
         """See `app.Connection.write`."""

@@ -24,7 +24,11 @@ class Connection(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether its client has closed it."""
+        """Whether its client has closed it, as far as has been noticed."""
+
+    @property
+    def was_left(self) -> bool:
+        """Whether its client has closed it, noticed or not: a question to the kernel."""
 
     def write(self, data: bytes) -> None:
         """Write bytes past the HTTP layer."""

@@ -7,7 +7,7 @@ prefill keeps everybody waiting, as on the real thing.
 
 import itertools
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import anyio
@@ -60,9 +60,10 @@ class Answer:
         seats: One per choice.
         is_dead: The engine died under it.
         has_left: The client closed the connection.
+        was_left: Whether it has, noticed or not.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, was_left: Callable[[], bool]) -> None:
         now = anyio.current_time()
         self.seats = [
             Seat(script, call.prompt_tokens[call.prompt_of(index)], self, now)
@@ -70,6 +71,7 @@ class Answer:
         ]
         self.is_dead = False
         self.has_left = False
+        self.was_left = was_left
         self._news = anyio.Event()
 
     @property
@@ -288,12 +290,14 @@ class EngineHost:
             seat.answer.wake()
         for last, count in since.items():
             tally.observe("inter_token_latency_seconds", now - last, count)
+        unread = 0  # ended as ever, but nobody was there any more: the next moment would have aborted them
         for number in result.finished:
             seat = self._seats.pop(number)
             seat.finish = seat.script.finish_reason
+            unread += seat.answer.was_left()
             self._note_finished(seat, now)
         if result.finished:
-            self._note_held()
+            self._note_held(unread)
 
     def _note_finished(self, seat: Seat, now: float) -> None:
         tally = self.tally

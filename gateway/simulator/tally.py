@@ -105,7 +105,8 @@ class Sequences:
 
     Attributes:
         held: How many at present.
-        aborted: How many were aborted before their end, since the start: mostly because their client left.
+        aborted: How many were aborted before their end, since the start, mostly because their client left;
+            or ended when their client had left, before that was noticed.
         changes: `(when, held, aborted)` after every change since `forget`, oldest first.
         is_whole: Whether none of these changes was dropped for want of room.
     """

@@ -1,5 +1,7 @@
 """The routes about the server, and how answers behave over time."""
 
+import json
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -247,6 +249,23 @@ async def test_the_history_of_what_the_engine_held(
     assert [change[1:] for change in told["changes"]] == [[1, 0], [0, 1]]
     first, second = (change[0] for change in told["changes"])
     assert first <= second
+
+
+async def test_a_client_that_left_in_the_moment_of_the_end_counts_as_one_that_left(
+    server: Simulator, chat: Chat, until: Until
+) -> None:
+    # Whoever counts places has given this one back by then: the next request may come before the end of this.
+    body = json.dumps(chat(max_tokens=1)).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    server.host.hang()
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port)) as client:
+        client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        await until(lambda: server.host.engine.running == 1)
+    server.host.resume()
+    await until(lambda: server.host.is_idle)
+
+    assert [change[1:] for change in server.host.tally.sequences.changes] == [(1, 0), (0, 1)]
 
 
 def test_a_history_that_grew_too_long_says_so() -> None:
