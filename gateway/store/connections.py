@@ -35,6 +35,12 @@ BACKSTOP_S = 60.0
 ONCE_MORE_S = 0.01
 """A command whose time is over is given up after one more look at what has come, this long after."""
 
+LOOKS = 10
+"""Parts of a command's time, at the end of each of which this process looks at the clock."""
+
+LATE_PART = 0.25
+"""What a part counts whose end this process saw late, by as much as the part is long."""
+
 _FOLDER = resources.files("gateway.store")
 
 
@@ -174,20 +180,31 @@ def once_more_s(due: float, now: float, command_s: float) -> float:
 
 @asynccontextmanager
 async def patience(seconds: float) -> AsyncIterator[None]:
-    """Bound the time of a block by what a server takes; see `once_more_s`.
+    """Bound the time of a block by what a server takes, who is asked several things one after the other.
+
+    A process that starts, or that has hardly a processor, stands still again and again, and hears each answer
+    only after that. So the time is counted in `LOOKS` parts, and one whose end was seen late as `LATE_PART`.
 
     Raises:
         TimeoutError: it is over.
     """
     loop = asyncio.get_running_loop()
-    due = loop.time() + seconds
+    part_s = max(seconds, 0.0) / LOOKS
+    left, due = float(LOOKS), loop.time() + part_s
+    timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as limit:
 
-        def look_once_more() -> None:
+        def look() -> None:
+            nonlocal left, due, timer
             now = loop.time()
-            limit.reschedule(now + once_more_s(due, now, seconds))
+            left -= LATE_PART if now - due >= part_s > 0 else 1.0
+            due = now + part_s
+            if left > 0:
+                timer = loop.call_at(due, look)
+            else:
+                limit.reschedule(now + ONCE_MORE_S)
 
-        timer = loop.call_at(due, look_once_more)
+        timer = loop.call_at(due, look)
         try:
             yield
         finally:

@@ -118,6 +118,8 @@ class _Wire(asyncio.Protocol):
         else:
             if not self._is_left:  # else nobody waits any longer
                 self._writer = _taken(connection, self)
+                self._heard = self._loop.time()
+                self._asked = deque((reply, self._heard) for reply, _ in self._asked)
                 self._flush()
         finally:
             await connection.disconnect(nowait=True)
@@ -161,9 +163,15 @@ class _Wire(asyncio.Protocol):
             self.end(_text(error))
 
     def _watch(self) -> None:
-        """See that the oldest command is not too old; its time runs from the reply before it."""
+        """See that the oldest command is not too old; its time runs from the reply before it.
+
+        Before there is a connection it runs for whoever opens that.
+        """
         self._timer = None
         if not self._asked:
+            return
+        if self._writer is None:
+            self._timer = self._loop.call_later(self._command_s, self._watch)
             return
         reply, since = self._asked[0]
         now = self._loop.time()

@@ -70,19 +70,21 @@ class History:
         """Return the most it held at a time."""
         return max((held for _, held in self._within(since, until)), default=0)
 
-    def peak_counted(self, since: float, until: float) -> int:
-        """Return the most it held at a time, without what no gateway counted any more.
+    def above(self, limit: int, since: float, until: float) -> Sequence[tuple[float, int, int]]:
+        """Return each moment at which it held more than that, without what no gateway counted any more.
 
         A gateway closes the connection to the engine, and then gives the place back. The next request may
         reach the engine before it has noticed that the other one's connection is closed. So as many as the
         engine aborts in the next moment may have been there beyond the limit.
+
+        A moment: seconds since `since`, how many it held, how many of them it was about to abort.
         """
-        most = 0
+        moments = []
         for when, held, aborted in self.changes:
             if since <= when < until:
                 last = bisect_right(self.changes, when + NOTICE_S, key=itemgetter(0)) - 1
-                most = max(most, held - (self.changes[last][2] - aborted))
-        return most
+                moments.append((when - since, held, self.changes[last][2] - aborted))
+        return [(when, held, gone) for when, held, gone in moments if held - gone > limit]
 
     def _within(self, since: float, until: float) -> Iterator[tuple[float, int]]:
         for (when, held, _), (end, _, _) in pairwise([*self.changes, (until, 0, 0)]):
@@ -464,14 +466,14 @@ async def test_two_gateways_keep_every_limit_whatever_happens(site: Site) -> Non
         # Nobody leaves: never above, not by one.
         assert history.peak(calm_at, leaving_at) <= knee, name
         # Callers leave, a gateway dies, its leases run out, it comes again: never above what is counted.
-        assert history.peak_counted(calm_at, away_at) <= knee, name
+        assert history.above(knee, calm_at, away_at) == [], name
         # The store is away. Before, all places may have been one gateway's; the other has its part besides.
-        assert history.peak_counted(away_at, away_at + stay_s) <= knee + part(knee), name
+        assert history.above(knee + part(knee), away_at, away_at + stay_s) == [], name
         # As soon as those have ended, each has its part and no more.
-        assert history.peak_counted(away_at + stay_s, back_at) <= 2 * part(knee), name
+        assert history.above(2 * part(knee), away_at + stay_s, back_at) == [], name
         # The store is back, empty: who comes first may fill what the other has not registered yet.
-        assert history.peak_counted(back_at, shared_at + stay_s) <= knee + part(knee), name
-        assert history.peak_counted(shared_at + stay_s, over_at) <= knee, name
+        assert history.above(knee + part(knee), back_at, shared_at + stay_s) == [], name
+        assert history.above(knee, shared_at + stay_s, over_at) == [], name
     assert left == {}
     assert crowd.faults == []
     assert crowd.endings["answered"] > 1_000

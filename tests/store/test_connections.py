@@ -10,6 +10,7 @@ import pytest
 from support.redis_server import failover, legs, own_server
 
 from gateway.core.errors import ConfigError
+from gateway.core.values import Load
 from gateway.store.connections import Connections, StoreAway
 from gateway.store.redis import RedisLedger
 
@@ -49,6 +50,29 @@ def test_a_process_that_stood_still_does_not_take_its_server_for_away(
                 for _ in range(rounds):
                     await anyio.lowlevel.checkpoint()
                 stand_still(2 * COMMAND_S)
+        await ledger.aclose()
+
+    with own_server("valkey-9", tmp_path) as server:
+        anyio.run(main, server.url, backend_options={"use_uvloop": use_uvloop})
+
+
+@pytest.mark.parametrize("use_uvloop", [False, True], ids=["asyncio", "uvloop"])
+def test_a_process_that_stands_still_again_and_again_reaches_its_server_all_the_same(
+    tmp_path: Path, use_uvloop: bool
+) -> None:
+    async def main(url: str) -> None:
+        ledger = RedisLedger(url, command_s=COMMAND_S)
+        async with anyio.create_task_group() as tasks:
+
+            async def meet() -> None:
+                await ledger.acquire("a", Load(seqs=1), Load(seqs=4))  # connects; these raise StoreAway
+                await ledger.sync()  # on connections of another kind
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(meet)
+            while True:
+                stand_still(COMMAND_S / 2)
+                await anyio.lowlevel.checkpoint()
         await ledger.aclose()
 
     with own_server("valkey-9", tmp_path) as server:
