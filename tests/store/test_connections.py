@@ -61,7 +61,7 @@ def test_a_process_that_stands_still_again_and_again_reaches_its_server_all_the_
     tmp_path: Path, use_uvloop: bool
 ) -> None:
     async def main(url: str) -> None:
-        ledger = RedisLedger(url, command_s=COMMAND_S)
+        ledger = RedisLedger(url, command_s=COMMAND_S / 4)
         async with anyio.create_task_group() as tasks:
 
             async def meet() -> None:
@@ -71,7 +71,7 @@ def test_a_process_that_stands_still_again_and_again_reaches_its_server_all_the_
 
             tasks.start_soon(meet)
             while True:
-                stand_still(COMMAND_S / 2)
+                stand_still(COMMAND_S / 8)
                 await anyio.lowlevel.checkpoint()
         await ledger.aclose()
 
