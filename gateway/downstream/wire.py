@@ -37,6 +37,13 @@ from gateway.ports import Arrival, Headers
 MODEL_CHARS_MAX = 256
 """Names are echoed, kept and shown: one longer than this is no name."""
 
+CONTAINERS_MAX = 200_000
+"""Objects and arrays in a long body; each takes a token of its own, nearly always."""
+
+VALUES_MAX = 2_000_000
+"""Commas in a long body: more than a million token ids have, or an empty table that fits a window."""
+
+_COUNTED_BYTES = 1_048_576
 _TEXTS = ("text", "refusal", "thinking")
 _MEDIA = ("image_url", "audio_url", "video_url")
 _PARTS = frozenset(
@@ -332,8 +339,10 @@ def members_of(body: bytes) -> dict[str, msgspec.Raw]:
     """Return the members of a request body, undecoded.
 
     Raises:
-        InvalidRequest: it is not JSON, or not an object.
+        InvalidRequest: it is not JSON, or not an object, or of more values than any model reads.
     """
+    if len(body) >= LONG_BYTES:
+        _check_values(body)
     body = body.removeprefix(_BOM)
     try:
         return _decode_members(body)
@@ -347,6 +356,24 @@ def members_of(body: bytes) -> dict[str, msgspec.Raw]:
             message = f"The request body is not valid JSON: {error}."
             raise InvalidRequest(message, code="invalid_json") from error
     return members_of(whole)
+
+
+def _check_values(body: bytes) -> None:
+    """Refuse a body of millions of values: making them holds up everybody, for a microsecond each.
+
+    What is counted may stand in texts as well: the limits are above what a window of 262,144 tokens holds.
+
+    Raises:
+        InvalidRequest: it is one.
+    """
+    opened = commas = 0
+    for at in range(0, len(body), _COUNTED_BYTES):
+        end = at + _COUNTED_BYTES
+        opened += body.count(b"{", at, end) + body.count(b"[", at, end)
+        commas += body.count(b",", at, end)
+        if opened > CONTAINERS_MAX or commas > VALUES_MAX:
+            message = f"At most {CONTAINERS_MAX:,} objects and arrays and {VALUES_MAX:,} values per request."
+            raise InvalidRequest(message, code="too_many_items")
 
 
 # Made once: a decoder that is made for each call takes longer than a short body.

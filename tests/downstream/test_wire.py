@@ -164,7 +164,7 @@ ODD_KINDS: list[Any] = [[], {}, 1, None]
         pytest.param(body() + b"x", "invalid_json", None, id="bytes-after-the-object"),
         pytest.param(b"[1]", "invalid_request", None, id="not-an-object"),
         pytest.param(b"[" * 200_000, "invalid_request", None, id="nested-without-end"),
-        pytest.param(b'{"model":"m","messages":' + b"[" * 200_000, "invalid_json", None, id="nested-inside"),
+        pytest.param(b'{"model":"m","messages":' + b"[" * 150_000, "invalid_json", None, id="nested-inside"),
         pytest.param(b'{"model":"\xff","messages":[]}', "invalid_json", "model", id="not-utf-8"),
         pytest.param(
             b'{"messages":[{"role":"user","content":"x"}]}', "invalid_request", "model", id="no-model"
@@ -251,6 +251,9 @@ ODD_KINDS: list[Any] = [[], {}, 1, None]
             "messages",
             id="tool-calls-together",
         ),
+        pytest.param(body(messages=message([{}] * 200_001)), "too_many_items", None, id="objects"),
+        pytest.param(body(metadata=[[]] * 200_001), "too_many_items", None, id="arrays"),
+        pytest.param(body(metadata=[0] * 2_000_002), "too_many_items", None, id="numbers"),
         pytest.param(body(tools=[{}] * 2_000), "too_many_items", "tools", id="tools"),
         pytest.param(body(tools={}), "invalid_request", "tools", id="tools-object"),
         pytest.param(body(model="x" * 257), "invalid_request", "model", id="a-name-that-is-none"),
@@ -525,7 +528,7 @@ def outcome(raw: bytes, *, at_once: bool) -> object:
         ),
         pytest.param(body(messages=[{"role": "user", "content": "x", "name": "a", "y": [{}]}]), id="beside"),
         pytest.param(body(messages=[{"role": "user"}] * 5_000), id="too-many"),
-        pytest.param(body(messages=[{"role": "user", "content": "{" * 300_000}]), id="long-and-many-braces"),
+        pytest.param(body(messages=[{"role": "user", "content": "{" * 150_000}]), id="long-and-many-braces"),
         pytest.param(body(messages=[{"role": "user", "content": "x" * 300_000}]), id="long"),
         pytest.param(b'{"model":3,"messages":[{"role":"u"}],"model":"b"}', id="the-last-of-two"),
         pytest.param(b'{"model":"b","messages":[{"role":"u"}],"model":3}', id="the-last-is-bad"),
