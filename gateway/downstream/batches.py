@@ -218,7 +218,7 @@ class BatchLines:
                 headers=received.headers,
             )
 
-        incoming = await self._readers.run(len(received.body), read)
+        incoming = await self._readers.run(read, received.body)
         for name in NOT_IN_STREAMS:
             if incoming.member(name):
                 message = f"`{name}` is not offered in batches: no engine streams such an answer."

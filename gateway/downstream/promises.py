@@ -76,7 +76,7 @@ class Promises:
         if written is None:
             return await read(received)
         arrival, key, body = received.arrival, read_key(written), received.body
-        found = await self._readers.run(len(body), lambda: fingerprint(body))
+        found = await self._readers.run(lambda: fingerprint(body), body)
         promise = Promise(received.key, arrival.route, key, found, arrival.id)
         before = await self.keeping.store.begin(promise, self.keeping.lease_s)
         if isinstance(before, bytes):

@@ -97,11 +97,11 @@ def _is_half_a_call(item: Item) -> bool:
 
 @dataclass(slots=True)
 class Found:
-    """What a request builds on: the conversation before it, items by their ids, and the bytes these were."""
+    """What a request builds on: the conversation before it, items by their ids, and the records of both."""
 
     context: Sequence[Item] = ()
     stored: dict[str, Item] = field(default_factory=dict)
-    size_bytes: int = 0
+    records: list[bytes] = field(default_factory=list)
 
 
 class Responses:
@@ -131,7 +131,7 @@ class Responses:
 
     async def read(self, received: Received) -> Work:
         """Return what answers a request to create a response. See `reading.Read`."""
-        raws, members = await self._readers.run(len(received.body), lambda: _members(received.body))
+        raws, members = await self._readers.run(lambda: _members(received.body), received.body)
         background = self._background_of(members)
         read_on = partial(self._read_on, raws=raws, members=members, background=background)
         if background is not None:
@@ -164,7 +164,7 @@ class Responses:
 
     async def line(self, received: Received, token: str) -> tuple[Incoming, JobFacts]:
         """Return the chat request that a batch's line is, and what its response needs beside the answer."""
-        raws, members = await self._readers.run(len(received.body), lambda: _members(received.body))
+        raws, members = await self._readers.run(lambda: _members(received.body), received.body)
         asked = await self._asked(received, raws, members, token)
         return asked.incoming, asked.facts(received, token, {"store": False})
 
@@ -177,8 +177,9 @@ class Responses:
     ) -> "Asked":
         found = await self._look_up(received.key, needs(members, self._rules.messages_max))
         return await self._readers.run(
-            len(received.body) + found.size_bytes,
             lambda: _translated(received, self._rules, raws, members, token, found),
+            received.body,
+            *found.records,
         )
 
     # -------------------------------------------------------------- in the background
@@ -238,7 +239,7 @@ class Responses:
         found = Found()
         if wanted.previous is not None:
             record = await self._record(key, wanted.previous, "previous_response_id")
-            found.size_bytes += len(record)
+            found.records.append(record)
             found.context = (await self._opened(record)).items()
         homes = {home for item in wanted.items if (home := home_of(item)) is not None}
         if len(homes) > REFERENCES_MAX:
@@ -247,7 +248,7 @@ class Responses:
         for home in homes:
             kept = await self._keeping.store.get(key, home)
             if kept is not None:
-                found.size_bytes += len(kept)
+                found.records.append(kept)
                 found.stored |= {item["id"]: item for item in (await self._opened(kept)).items()}
         return found
 
@@ -264,7 +265,7 @@ class Responses:
         return record
 
     async def _opened(self, record: bytes) -> Kept:
-        return await self._readers.run(len(record), lambda: msgspec.json.decode(record, type=Kept))
+        return await self._readers.run(lambda: msgspec.json.decode(record, type=Kept), record)
 
     # -------------------------------------------------------------- what is kept
 

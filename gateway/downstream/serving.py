@@ -203,7 +203,7 @@ class Relayed:
         Raises:
             GatewayError: it is nothing that can be asked for.
         """
-        return await self._readers.run(len(received.body), partial(self._read, received))
+        return await self._readers.run(partial(self._read, received), received.body)
 
     def _read(self, received: Received) -> wire.WireRequest:
         return wire.read(
