@@ -55,7 +55,7 @@ class Engine:
                         return
                     left -= len(data)
                 body = self._others.get(path, b"{}")
-                if path == b"/v1/chat/completions":
+                if path in (b"/v1/chat/completions", b"/v1/completions"):
                     await self.is_open.wait()
                     body = self._answer
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
