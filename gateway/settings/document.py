@@ -42,10 +42,10 @@ class Document(Section):
     """Where applications connect, as host:port."""
 
     admin: OptionalAddress = "127.0.0.1:9090"
-    """Where operators connect (status, metrics, jobs); off for nowhere. Never expose it."""
+    """Where operators connect (status, metrics, jobs), as host:port; off: no admin port. Never expose it."""
 
     admin_names: tuple[Text, ...] = ()
-    """Host names by which operators call it, beside addresses, localhost and names without a dot."""
+    """Host names that operators use for it, besides addresses, localhost and names without a dot."""
 
     tokenizer: TokenizerChoice
     """How prompts are counted: {vocab: FILE} exactly, `approximate` with a band. There is no default."""
@@ -54,7 +54,7 @@ class Document(Section):
     """The vLLM servers, each under a name of your own."""
 
     pools: Annotated[dict[Slug, PoolChoice], Field(min_length=1)]
-    """Which backends are interchangeable."""
+    """Groups of interchangeable backends."""
 
     boxes: dict[Slug, BoxSection] = Field(default_factory=dict)
     """Machines on which several backends take turns, one model at a time."""
@@ -63,25 +63,25 @@ class Document(Section):
     """The names applications send, and the classes of work behind each."""
 
     profiles: dict[Slug, SiteProfileSection] = Field(default_factory=dict)
-    """Profiles of your own: a shipped one with any figure replaced."""
+    """Your own profiles: a shipped one with some figures replaced."""
 
     timeouts: TimeoutsSection = TimeoutsSection()
-    """Timeouts of every pool that sets none of its own."""
+    """Timeouts of every pool that does not set its own."""
 
     routing: RoutingSection = RoutingSection()
-    """How a backend is picked."""
+    """How a backend is chosen."""
 
     keys: Keys = None
-    """API keys of callers, each under a name. Left out, the gateway is open to everyone who can reach it."""
+    """API keys of callers, each under a name. Unset: the gateway is open to everyone who can reach it."""
 
     requests: RequestsSection = RequestsSection()
     """What is accepted from callers."""
 
     answers: AnswersSection = AnswersSection()
-    """What callers get."""
+    """How answers look to callers."""
 
     responses: ResponsesSection = ResponsesSection()
-    """What is kept of /v1/responses."""
+    """How long, and how much, of /v1/responses is kept."""
 
     idempotency: IdempotencySection = IdempotencySection()
     """Answers kept for `Idempotency-Key`."""
@@ -90,22 +90,22 @@ class Document(Section):
     """When a backend counts as healthy."""
 
     store: StoreChoice | None = None
-    """Redis or Valkey through which several gateways share limits. Left out, this process counts alone."""
+    """Redis or Valkey through which several gateways share limits. Unset: this process counts alone."""
 
     jobs: JobsSection | None = None
-    """Requests that are handed over, and whose answers are fetched later. Left out, there are none."""
+    """Requests that are submitted now and whose answers are fetched later. Unset: no jobs."""
 
     webhooks: dict[Slug, WebhookSection] = Field(default_factory=dict)
-    """Who is told when jobs end, each under a name. Needs `jobs`."""
+    """Endpoints that are notified when jobs end, each under a name. Needs `jobs`."""
 
     telemetry: TelemetrySection = TelemetrySection()
     """What is sent to an OpenTelemetry receiver."""
 
     decisions: DecisionsSection | None = None
-    """A log of decisions, to try another policy on. Left out, none is written."""
+    """A log of routing decisions, for replaying them under another policy. Unset: none is written."""
 
     reload: ReloadSection = ReloadSection()
-    """Another configuration while the gateway runs."""
+    """Changing the configuration while the gateway runs."""
 
     shutdown: ShutdownSection = ShutdownSection()
     """What happens on SIGTERM."""

@@ -358,10 +358,10 @@ class KneeStepSection(Section):
     """One step of a knee curve."""
 
     prompt_tokens: Annotated[str, AfterValidator(_upper_end)] | None = None
-    """Up to which prompt length it counts, as "<= 2000". The last step has none: it is for the rest."""
+    """Longest prompt it applies to, as "<= 2000". The last step has none: it covers the rest."""
 
     seqs: Knee
-    """Sequences at once that still pay off at that length."""
+    """The knee at that length: sequences at once that still raise throughput."""
 
     @property
     def step(self) -> KneeStep:

@@ -14,22 +14,22 @@ _BOX = BoxRules(_SWAPS)
 
 
 class ExecSection(Section):
-    """Commands of this machine that start and stop a model, an ssh call for example."""
+    """Commands on this machine that start and stop a model, for example over ssh."""
 
     start: Command
-    """Starts it and returns without waiting until it answers: a list of words. It may be run twice."""
+    """Starts it and returns without waiting until it answers: a list of words. It may be run again."""
 
     stop: Command
-    """Stops it and returns when its memory is free. Nothing to stop is no failure."""
+    """Stops it and returns when its memory is free. Must succeed if there is nothing to stop."""
 
     shell: bool = False
-    """Run them by /bin/sh; each is one text then."""
+    """Run the commands with /bin/sh; each is then a single string."""
 
     timeout_s: Seconds = 60.0
-    """Seconds a command may take; then it is killed and has failed."""
+    """Seconds a command may take; after that it is killed and counts as failed."""
 
     kill_with_gateway: bool = False
-    """Whether a command that runs when the gateway ends is killed. If not, it is left to finish."""
+    """Whether to kill a command that still runs when the gateway exits. If not, it is left to finish."""
 
     @model_validator(mode="after")
     def _words(self) -> "ExecSection":
@@ -45,80 +45,80 @@ class RequestSection(Section):
     """One HTTP request. A status of 200 to 299 is success; redirects are not followed."""
 
     method: Literal["GET", "POST", "PUT", "DELETE"] = "POST"
-    """Its method."""
+    """HTTP method."""
 
     url: Url
-    """Where it goes, path and query included."""
+    """Full URL, including path and query."""
 
     body: dict[str, Any] | None = None
-    """What is sent as JSON. Left out, nothing is."""
+    """JSON body to send. Unset: no body."""
 
 
 class HttpSection(Section):
-    """Requests that start and stop a model: llama-swap, or an agent of your own on the box."""
+    """HTTP requests that start and stop a model: llama-swap, or your own agent on the box."""
 
     start: RequestSection
-    """Starts it. It may be sent twice."""
+    """Starts it. It may be sent more than once."""
 
     stop: RequestSection
-    """Stops it and is answered when its memory is free. Nothing to stop is no failure."""
+    """Stops it; must answer when its memory is free, and succeed if there is nothing to stop."""
 
     token_env: Text | None = None
-    """Environment variable with a token, sent as `authorization: Bearer`."""
+    """Environment variable that holds a token, sent as `authorization: Bearer`."""
 
     timeout_s: Seconds = 60.0
-    """Seconds a request may take. Some agents answer only when the model does."""
+    """Seconds a request may take. Some agents answer only once the model is up."""
 
 
 class SleepSection(Section):
-    """vLLM's sleep mode: the server stays, its memory is freed. It needs VLLM_SERVER_DEV_MODE=1."""
+    """vLLM's sleep mode: the server keeps running, its memory is freed. Needs VLLM_SERVER_DEV_MODE=1."""
 
     level: Literal[1, 2] = 1
-    """1 keeps the weights in the machine's memory; 2 reads them anew, and on unified memory frees more."""
+    """1 keeps the weights in host memory; 2 reloads them on wake-up, and frees more on unified memory."""
 
     timeout_s: Seconds = 60.0
-    """Seconds that falling asleep, or waking up, may take."""
+    """Seconds that going to sleep or waking up may take."""
 
 
 class CanarySection(Section):
-    """What a model is asked after every boot, before it serves: a healthy server may answer nonsense."""
+    """A test question after every boot, before the model serves: a healthy server may answer nonsense."""
 
     prompt: Text = _CANARY.prompt
     """The question, at temperature 0."""
 
     expect: Text = _CANARY.expect
-    """What the answer must contain, in small or capital letters."""
+    """What the answer must contain; case is ignored."""
 
     reasoning: bool = _CANARY.reasoning
-    """Ask for a thought, which must not be empty."""
+    """Ask for reasoning; it must not be empty."""
 
     max_tokens: Positive = _CANARY.max_tokens
-    """Tokens the answer may have, a thought included."""
+    """Tokens the answer may have, reasoning included."""
 
     timeout_s: Seconds = _CANARY.timeout_s
-    """Seconds it may take."""
+    """Seconds the answer may take."""
 
 
 class MemberSection(Section):
-    """One model of the box: how it is started and stopped, by exactly one of three ways, and when."""
+    """One model of the box: how it is started and stopped (in exactly one of three ways), and when."""
 
     exec: ExecSection | None = None
-    """By commands."""
+    """Start and stop it by commands."""
 
     http: HttpSection | None = None
-    """By requests."""
+    """Start and stop it by HTTP requests."""
 
     sleep: SleepSection | None = None
-    """By vLLM's sleep mode."""
+    """Start and stop it by vLLM's sleep mode."""
 
     jobs: Positive = _TRIGGER.jobs
-    """As many requests that wait for it start a swap."""
+    """Number of requests waiting for it that starts a swap."""
 
     max_wait_s: Seconds = _TRIGGER.wait_s
-    """Seconds after which one that waits for it starts a swap."""
+    """Seconds after which a single request waiting for it starts a swap."""
 
     canary: CanarySection = CanarySection()
-    """What it is asked before it serves."""
+    """Test question that it must answer before it serves."""
 
     @model_validator(mode="after")
     def _one_way(self) -> "MemberSection":
@@ -134,19 +134,19 @@ class BoxSection(Section):
     """The backends that share it, by their names under the top-level `backends`."""
 
     default: Slug
-    """Whose model is in when nobody wants anything."""
+    """The backend whose model is resident when there is no work."""
 
     boot_budget_s: Seconds = _BOX.boot_budget_s
-    """Seconds from the start of a model to its first answer; beyond them it is put into quarantine."""
+    """Seconds from starting a model to its first answer; if it takes longer, it is quarantined."""
 
     residency_s: Seconds = _SWAPS.residency_s
-    """Seconds a model that came in stays at least."""
+    """Minimum seconds a model stays resident after a swap."""
 
     idle_s: Seconds = _SWAPS.idle_s
-    """Seconds without work after which the box goes back to the default."""
+    """Seconds without work after which the box returns to the default."""
 
     launch_record: Text | None = None
-    """File that keeps a hash of every start command, to warn when one changes; relative to this file."""
+    """File with a hash of every start command, used to warn when one changes; relative to this file."""
 
     @model_validator(mode="after")
     def _several(self) -> "BoxSection":

@@ -4,16 +4,16 @@ from gateway.settings.fields import Positive, Section, Text
 
 
 class DecisionsSection(Section):
-    """One line per request that ended, for `gemma-gateway replay` (docs/replay.md). Never any text."""
+    """One line per ended request, for `gemma-gateway replay` (docs/replay.md). It never holds any text."""
 
     file: Text
-    """Where they are appended; relative to this file. Its folder must be there."""
+    """File to append to; relative to this file. Its folder must exist."""
 
     max_bytes: Positive = 64 * 1024 * 1024
-    """Bytes at which the file is set aside, as FILE.1, and another one begun."""
+    """Size in bytes at which the file is rotated to FILE.1."""
 
     files: Positive = 5
-    """Files that are kept, the one that is written to among them."""
+    """Number of files kept, including the current one."""
 
     key_names: bool = True
-    """Whether a line holds the name (never more) of its caller's API key."""
+    """Whether a line holds the name of its caller's API key (never the key itself)."""

@@ -36,35 +36,35 @@ def _tokenizer(written: Any) -> Any:
 
 
 class TokenizerSection(Section):
-    """How prompts are counted. `approximate` in place of this section: by class counts, with a band."""
+    """How prompts are counted. `approximate` instead of this section: estimated, with an error band."""
 
     model_config = ConfigDict(json_schema_extra={"required": ["vocab"]})
 
     vocab: Text | None = None
-    """The site's own vocabulary, built by `gemma-gateway vocab build`; relative to this file. Exact."""
+    """Your model's vocabulary, built by `gemma-gateway vocab build`; relative to this file. Exact."""
 
 
 TokenizerChoice = Annotated[TokenizerSection, ShortForm(_tokenizer, {"const": "approximate"})]
 
 
 class LimitsSection(Section):
-    """A backend's own figures, in place of its profile's."""
+    """A backend's own figures, overriding its profile's."""
 
     knee_seqs: KneeCurve | None = None
-    """Requests at once: one number, or a curve as [{prompt_tokens: "<= 2000", seqs: 64}, {seqs: 12}]."""
+    """The knee: one number of requests, or a curve [{prompt_tokens: "<= 2000", seqs: 64}, {seqs: 12}]."""
 
     context_tokens: Positive | None = None
     """Prompt plus output of one request: the engine's `--max-model-len`."""
 
     kv_blocks: Positive | None = None
-    """Size of the KV pool in blocks. An explicit null leaves KV to the engine alone."""
+    """KV pool size in blocks. An explicit null leaves KV admission to the engine alone."""
 
     kv_budget: Share | None = None
-    """Share of the KV blocks that admission plans with, above 0 and up to 1."""
+    """Share of the KV blocks that admission may plan with, above 0 and up to 1."""
 
 
 class ModalitiesSection(Section):
-    """What a backend accepts besides text, in place of what its profile says."""
+    """What a backend accepts besides text, overriding its profile."""
 
     images_max: Count | None = None
     """Images per request; 0 for none, an explicit null for no limit."""
@@ -74,36 +74,36 @@ class ModalitiesSection(Section):
 
 
 class QuirksSection(Section):
-    """What a backend's engine is known to do wrong, where that differs from its profile: docs/quirks.md."""
+    """Known bugs of a backend's engine, where they differ from its profile: docs/quirks.md."""
 
     add: QuirkNames = ()
-    """Quirks it has besides those of its profile."""
+    """Quirks it has in addition to its profile's."""
 
     remove: QuirkNames = ()
-    """Quirks of its profile that it has not, as after an upgrade."""
+    """Quirks of its profile that it does not have, for example after an upgrade."""
 
 
 class TlsSection(Section):
-    """How an https backend's certificate is checked."""
+    """How an https backend's certificate is verified."""
 
     ca_file: Text | None = None
-    """Certificates to trust instead of the system's, in PEM; relative to this file."""
+    """Certificates to trust instead of the system's, in PEM format; relative to this file."""
 
     verify: bool = True
-    """Whether the certificate is checked at all."""
+    """Whether the certificate is verified at all."""
 
 
 class BackendSection(Section):
     """One vLLM server."""
 
     url: BaseUrl
-    """Scheme, host and port, without /v1. Two backends never share a URL: each is counted alone."""
+    """Scheme, host and port, without /v1. Two backends must not share a URL: each is counted separately."""
 
     profile: Text
     """The profile its figures come from: a shipped one (docs/profiles.md) or one under `profiles`."""
 
     model: Text | None = None
-    """The name it serves the model under. Left out, it is learned from the backend's /v1/models."""
+    """The name under which it serves the model. Unset: learned from the backend's /v1/models."""
 
     api_key_env: Text | None = None
     """Environment variable that holds the backend's API key."""
@@ -112,25 +112,25 @@ class BackendSection(Section):
     """File that holds the backend's API key; relative to this file."""
 
     limits: LimitsSection = LimitsSection()
-    """Figures that differ from the profile's."""
+    """Figures that override the profile's."""
 
     modalities: ModalitiesSection = ModalitiesSection()
-    """Images and audio, where they differ from the profile's."""
+    """Images and audio, where they differ from the profile."""
 
     quirks: QuirksSection = QuirksSection()
-    """Known misbehaviour of its engine, where it differs from the profile's."""
+    """Known bugs of its engine, where they differ from the profile's."""
 
     drain: bool = False
-    """Finish what runs there, send nothing new."""
+    """Let running requests finish, send nothing new."""
 
     boot_budget_s: Seconds | None = None
-    """Seconds it may take to become ready before that counts as a fault. Left out: the profile's."""
+    """Seconds it may take to become ready before that counts as a fault. Unset: the profile's."""
 
     tls: TlsSection = TlsSection()
-    """How an https backend's certificate is checked."""
+    """How an https backend's certificate is verified."""
 
     versions: Versions | None = None
-    """Engine versions it may have, as ">= 0.20, < 0.24"; with another it gets no traffic. Left out: any."""
+    """Allowed engine versions, as ">= 0.20, < 0.24"; with any other it gets no traffic. Unset: any."""
 
     @model_validator(mode="after")
     def _one_key(self) -> "BackendSection":
@@ -149,14 +149,14 @@ class TimeoutsSection(Section):
     """Seconds from sending the request to the first generated byte; a long prefill happens here."""
 
     idle_s: Seconds = _TIMEOUTS.idle_s
-    """Seconds between two reads after that."""
+    """Seconds between two reads after the first byte."""
 
     total_s: Seconds = _TIMEOUTS.total_s
     """Seconds for the whole attempt; keep-alive comments cannot extend it."""
 
 
 class PoolTimeoutsSection(Section):
-    """A pool's own timeouts. What is left out comes from the top-level `timeouts`."""
+    """A pool's own timeouts. Anything unset comes from the top-level `timeouts`."""
 
     connect_s: Seconds | None = None
     """Seconds to open the connection."""
@@ -165,36 +165,36 @@ class PoolTimeoutsSection(Section):
     """Seconds from sending the request to the first generated byte."""
 
     idle_s: Seconds | None = None
-    """Seconds between two reads after that."""
+    """Seconds between two reads after the first byte."""
 
     total_s: Seconds | None = None
     """Seconds for the whole attempt."""
 
 
 class GatesSection(Section):
-    """What a pool lets in beside the knee, per backend: docs/routing.md says what each is worth."""
+    """A pool's admission limits besides the knee, per backend: docs/routing.md says what each is worth."""
 
     long_prompt_tokens: Positive = _GATES.long_prompt_tokens
-    """From this length on a prompt is long."""
+    """Prompts of at least this length are long."""
 
     long_prefills: Count | None = None
-    """Long prompts read at once; 0: only where nothing else runs. Left out: 0 for chat pools, else 1."""
+    """Long prompts prefilled at once; 0: only on an idle backend. Unset: 0 for chat pools, else 1."""
 
     long_seqs: Positive | None = None
-    """Long documents a backend may hold: 4 to 6 where somebody reads along, 12 to 16 for throughput."""
+    """Long documents a backend may hold: 4 to 6 for interactive readers, 12 to 16 for throughput."""
 
     prefill_s: Seconds | None = None
-    """Seconds of prompt work outstanding at which it takes no more. Left out: 0.6 for chat pools."""
+    """Seconds of outstanding prefill at which a backend takes no more prompts. Unset: 0.6 for chat pools."""
 
 
 class SpillSection(Section):
-    """When a pool takes work that would rather go to an earlier pool of its class."""
+    """When a pool takes work that prefers an earlier pool of its class."""
 
     reserve: Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)] = _SPILL.reserve
-    """Share of the knee that is left free for the pool's own work."""
+    """Share of the knee that stays free for the pool's own work."""
 
     prefill_s: Seconds = _SPILL.prefill_s
-    """Seconds of prompt work outstanding from which on it takes none."""
+    """Seconds of outstanding prefill from which on it takes no spilled work."""
 
 
 _POOL_SHORT: dict[str, Any] = {"type": "array", "items": {"type": "string"}, "minItems": 1}
@@ -205,22 +205,22 @@ def _pool(written: Any) -> Any:
 
 
 class PoolSection(Section):
-    """Backends that are interchangeable. A plain list of them is the short form."""
+    """Interchangeable backends. A plain list is the short form."""
 
     backends: Names
-    """Backend ids; at equal scores the earlier one is taken."""
+    """Backend ids; at equal scores the earlier one wins."""
 
     timeouts: PoolTimeoutsSection = PoolTimeoutsSection()
     """Timeouts of this pool, where they differ from the top-level `timeouts`."""
 
     gates: GatesSection = GatesSection()
-    """What it lets in beside the knee."""
+    """Admission limits besides the knee."""
 
     spill: SpillSection = SpillSection()
     """When it takes work of classes whose first choice is another pool."""
 
     tpot_target_ms: Annotated[float, Field(gt=0, le=60_000), BeforeValidator(number)] | None = None
-    """Milliseconds per output token to keep to: a backend that exceeds them gets less than its knee."""
+    """Target milliseconds per output token; a backend that exceeds it gets less than its knee."""
 
 
 PoolChoice = Annotated[PoolSection, ShortForm(_pool, _POOL_SHORT)]
@@ -236,16 +236,16 @@ class HealthSection(Section):
     """Seconds one probe may take."""
 
     failures: Positive = 3
-    """Failures that eject a backend: of probes in a row, of requests less the successes between them."""
+    """Failures that eject a backend: consecutive failed probes, or failed requests minus successes."""
 
     ejection_s: Seconds = 5.0
-    """Seconds of a first ejection; each further one doubles it."""
+    """Seconds of the first ejection; each further one doubles it."""
 
     ejection_max_s: Seconds = 60.0
-    """Seconds an ejection lasts at most."""
+    """Longest ejection in seconds."""
 
     hang_s: Seconds = 30.0
-    """Seconds without a token, while requests run, that count as a hang; more where one step takes longer."""
+    """Seconds without a token, while requests run, that count as a hang; more if one step takes longer."""
 
     probation_successes: Positive = 3
-    """Requests that must succeed before a backend that came back is trusted again."""
+    """Requests that must succeed before a recovered backend is trusted again."""

@@ -26,16 +26,16 @@ _WAITING, _WEIGHTS = Waiting(), Weights()
 
 
 class WhenSection(Section):
-    """A condition: every key that is given must hold; without any it always does."""
+    """A condition: every key given must hold; an empty one always holds."""
 
     prompt_tokens: Comparisons | None = None
-    """The prompt's estimated length, template, tools and images included."""
+    """Estimated prompt length, including template, tools and images."""
 
     total_tokens: Comparisons | None = None
-    """That plus the output: `max_tokens`, or `output_reserve_tokens` where the caller gives none."""
+    """Prompt plus output: `max_tokens`, or `output_reserve_tokens` if the caller gives none."""
 
     max_tokens: Comparisons | None = None
-    """`max_completion_tokens` or `max_tokens` as the caller gave it."""
+    """`max_completion_tokens` or `max_tokens` as sent by the caller."""
 
     images: CountComparisons | None = None
     """Images in the request: true for any, false for none, or a comparison."""
@@ -47,89 +47,89 @@ class WhenSection(Section):
     """Tools offered to the model: true for any, false for none, or a comparison."""
 
     reasoning: bool | None = None
-    """Whether a thought is asked for: `reasoning_effort`, `enable_thinking`, or a reasoning alias."""
+    """Whether reasoning is requested: `reasoning_effort`, `enable_thinking`, or a reasoning alias."""
 
     stream: bool | None = None
     """Whether the answer is streamed."""
 
     key: Names | None = None
-    """Name of the caller's API key under `keys`: one, or a list of which any will do."""
+    """Name of the caller's API key under `keys`: one, or a list of accepted names."""
 
     header: dict[str, HeaderValues] = Field(default_factory=dict)
-    """Request headers by name: the value, a list of accepted values, or true where any value will do."""
+    """Request headers by name: the value, a list of accepted values, or true for any value."""
 
 
 class WaitingSection(Section):
-    """How requests of a class wait for a place when every backend is full."""
+    """How requests of a class wait for a slot when every backend is full."""
 
     max_wait_s: Seconds | None = None
-    """The longest a request waits; would it be longer, it is refused at once. Left out: 1.2, 900 or 600."""
+    """Longest wait; a longer forecast is refused at once. Unset: 1.2 (chat), 900 (documents) or 600."""
 
     ttft_target_s: Seconds | None = None
-    """Seconds from arrival in which the first token is wanted. It orders the line. Left out: 2, 60 or 600."""
+    """Target seconds to the first token; orders the queue. Unset: 2 (chat), 60 (documents) or 600."""
 
     prefill_weight: Weight | None = None
-    """How many times a prompt's own reading time comes on top of that. Above 1, short ones go first."""
+    """Multiples of a prompt's own prefill time added to that target. Above 1, short prompts go first."""
 
     waiting_max: Positive = _WAITING.waiting_max
-    """Requests of the class that may wait."""
+    """How many requests of the class may wait."""
 
     waiting_bytes_max: Positive = _WAITING.waiting_bytes_max
-    """Bytes they may hold together."""
+    """Total bytes that they may hold."""
 
     when_late: Literal["refuse", "demote"] = "refuse"
-    """What becomes of one that is late: refused with 429, or sent behind the others."""
+    """What happens to a late request: refused with 429, or moved behind the others."""
 
     demoted_wait_s: Seconds | None = None
-    """The longest one that was sent behind waits, in all. Left out: twice max_wait_s, and 60 at least."""
+    """Longest total wait of a demoted request. Unset: twice max_wait_s, and at least 60."""
 
     keep_alive_after_s: Seconds | None = None
-    """Seconds after which a stream without a token gets its headers, then comments. Left out: never."""
+    """Seconds after which a stream without a token gets its headers, then comments. Unset: never."""
 
     passes_max: Count = _WAITING.passes_max
-    """How many smaller requests may pass one that does not fit yet."""
+    """How many smaller requests may overtake one that does not fit yet."""
 
 
 class QueueSection(Section):
-    """The class's chats are jobs, served in place: they wait in the store, for as long as it takes."""
+    """The class's chats run as jobs while their callers wait: they queue in the store, without a limit."""
 
     on_disconnect: Literal["cancel", "finish"] = "cancel"
-    """What becomes of one whose caller leaves before its answer is complete."""
+    """What happens to one whose caller leaves before its answer is complete."""
 
 
 class ClassSection(Section):
-    """One kind of work and where it goes. Classes are tried top to bottom; the first that matches wins."""
+    """One kind of work and where it goes. Classes are tried top to bottom; the first match wins."""
 
     name: Slug = Field(alias="class")
-    """short_chat, long_document, reasoning, or a name of your own; callers see it in x-gateway-class."""
+    """short_chat, long_document, reasoning, or your own name; callers see it in x-gateway-class."""
 
     when: WhenSection = WhenSection()
-    """What makes a request one of these. Left out, everything is."""
+    """Which requests belong to it. Unset: all."""
 
     pools: Names
     """Pool ids, first choice first; the later ones are the spill order."""
 
     output_reserve_tokens: Positive = _CLASS.output_reserve_tokens
-    """Output to plan for when the caller gives no `max_tokens`."""
+    """Output tokens to plan for when the caller gives no `max_tokens`."""
 
     priority: int = _CLASS.priority
-    """Among the classes that wait, the higher goes first."""
+    """Among waiting classes, the higher goes first."""
 
     waiting: WaitingSection = WaitingSection()
     """How its requests wait when every backend is full."""
 
     queue: QueueSection | None = None
-    """Serve its chats as jobs, in place (docs/jobs.md). Needs `jobs`. Left out: they wait in the line."""
+    """Run its chats as jobs, with the caller waiting (docs/jobs.md). Needs `jobs`. Unset: a normal wait."""
 
 
 class PromptSection(Section):
     """Constants of the chat template that prompt length depends on (docs/measurements.md#prompt-length)."""
 
     image_tokens: Count = _COSTS.image
-    """Soft tokens per image: the processor's budget. A request's own `max_soft_tokens` goes before it."""
+    """Soft tokens per image: the processor's budget. A request's own `max_soft_tokens` overrides it."""
 
     audio_tokens: Count = _COSTS.audio
-    """Soft tokens of an audio part of unknown length: the most one can have."""
+    """Soft tokens of an audio part of unknown length: the maximum."""
 
     empty_thought_tokens: Count = _COSTS.empty_thought
     """Tokens of the empty thought a template writes when thinking is off; 0 for templates without it."""
@@ -139,20 +139,20 @@ class ModelSection(Section):
     """A name applications send, and its classes. Each backend gets its own served name."""
 
     aliases: tuple[Text, ...] = ()
-    """Other names that mean the same model."""
+    """Other names of the same model."""
 
     reasoning_aliases: tuple[Text, ...] = ()
-    """Names that also make a request a reasoning one."""
+    """Other names that also request reasoning."""
 
     classes: Annotated[tuple[ClassSection, ...], Field(min_length=1)]
-    """Tried top to bottom; the first that matches wins."""
+    """Tried top to bottom; the first match wins."""
 
     prompt: PromptSection = PromptSection()
     """Constants of the chat template."""
 
 
 class WeightsSection(Section):
-    """How much each score counts when the backends of a pool are ranked; 0 switches one off."""
+    """How much each score counts when the backends of a pool are ranked; 0 turns a score off."""
 
     spare_knee: Weight = _WEIGHTS.spare_knee
     """Prefer the backend with the largest share of its knee free."""
@@ -164,14 +164,14 @@ class WeightsSection(Section):
     """Prefer the replica that holds a conversation's prefix: a tie-break (docs/measurements.md#affinity)."""
 
     slow_context: Weight = _WEIGHTS.slow_context
-    """Keep prompts from a busy backend that stalls at their length (docs/quirks.md#context_2k_stall)."""
+    """Keep prompts away from a busy backend that stalls at their length (docs/quirks.md#context_2k_stall)."""
 
 
 class RoutingSection(Section):
-    """How a backend is picked."""
+    """How a backend is chosen."""
 
     weights: WeightsSection = WeightsSection()
     """How much each score counts."""
 
     attempts_max: Attempts = RetryPolicy().attempts_max
-    """How many backends may be tried before the caller hears of a failure."""
+    """How many backends may be tried before the caller sees a failure."""

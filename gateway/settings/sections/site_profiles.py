@@ -32,10 +32,10 @@ class Sourced(Section, Generic[_T]):
     """The figure itself."""
 
     basis: Literal["measured", "derived", "fitted", "guessed"] = "guessed"
-    """How it came about. A figure that does not say counts as guessed."""
+    """How the figure was obtained. Unset: guessed."""
 
     source: Text = "site configuration"
-    """Who measured it, or what it was worked out from."""
+    """Who measured it, or what it was derived from."""
 
 
 def _bare(written: Any) -> Any:
@@ -127,13 +127,13 @@ class CapacitySection(Section):
     context_tokens: Whole = None
     """Prompt plus output of one sequence: the engine's `--max-model-len`."""
     knee: Annotated[KneeFigure | None, _CURVE] = None
-    """Sequences at once that still raise output tokens/s: a number, or a curve over prompt length."""
+    """Sequences up to which output tokens/s still rise: a number, or a curve over prompt length."""
     kv: Annotated[KvFigure | None, _FORMULA] = None
     """How KV blocks are counted."""
     kv_blocks: OptionalWhole = None
-    """Size of the KV pool in blocks; a value of null leaves KV to the engine alone."""
+    """KV pool size in blocks; a value of null leaves KV admission to the engine alone."""
     kv_budget: Annotated[ShareFigure | None, _NUMBER] = None
-    """Share of the KV blocks that admission plans with, above 0 and up to 1."""
+    """Share of the KV blocks that admission may plan with, above 0 and up to 1."""
 
 
 class ProfileModalitiesSection(Section):
@@ -149,18 +149,18 @@ class FlagsSection(Section):
     """Launch flags that matter to the simulated backend."""
 
     max_num_seqs: OptionalWhole = None
-    """Sequences the engine runs at once; null where its command line does not say."""
+    """Sequences the engine runs at once; null if its command line does not say."""
     max_num_batched_tokens: Whole = None
     """Token budget of one engine step."""
     reserve_full_isl: Annotated[SwitchFigure | None, _SWITCH] = None
-    """Whether a prompt must fit into free KV as a whole before it is started."""
+    """Whether a whole prompt must fit into free KV before it starts."""
 
 
 class PerfSection(Section):
     """The latency model: see docs/measurements.md#latency-model."""
 
     t_fixed: Number = None
-    """Seconds of every step that nothing changes."""
+    """Fixed seconds per step."""
     t_mem: Number = None
     """Seconds per step to read the weights."""
     kv_read: Number = None
@@ -174,7 +174,7 @@ class PerfSection(Section):
     t_attn: Number = None
     """Seconds per unit of prefill attention."""
     sharp: Annotated[SharpFigure | None, _NUMBER] = None
-    """How sharply memory time and compute time hide each other; 1 adds them."""
+    """How completely memory time and compute time overlap; 1 adds them."""
     accept: Number = None
     """Tokens a sequence gains per step; above 1 with speculative decoding. Also scales the speed score."""
     draft: Annotated[CountFigure | None, _INTEGER] = None
@@ -195,7 +195,7 @@ class SiteProfileSection(Section):
     checkpoint: Text | None = None
     """Public name of the weights."""
     served_model: Text | None = None
-    """Name it usually serves them under; the simulated backend answers to it."""
+    """Name under which it usually serves them; the simulated backend answers to it."""
     engine_version: Text | None = None
     """vLLM version its figures were measured with."""
     capacity: CapacitySection = CapacitySection()
@@ -207,7 +207,7 @@ class SiteProfileSection(Section):
     perf: PerfSection = PerfSection()
     """The latency model."""
     boot_s: Annotated[OptionalSecondsFigure | None, _NUMBER_OR_NULL] = None
-    """Cold boot in seconds, as measured; a value of null where nobody did."""
+    """Measured cold boot in seconds; a value of null if nobody measured it."""
     boot_budget_s: Annotated[SecondsFigure | None, _NUMBER] = None
     """Seconds it may take to become ready before that counts as a fault."""
 

@@ -8,46 +8,46 @@ from gateway.settings.fields import Seconds, Section, Text, Url, number
 
 
 class OtlpSection(Section):
-    """An OpenTelemetry receiver (a collector, or a vendor's), reached by OTLP over HTTP."""
+    """An OpenTelemetry receiver (a collector or a vendor's), reached by OTLP over HTTP."""
 
     endpoint: Url
-    """Its base URL, such as http://127.0.0.1:4318; /v1/traces and /v1/metrics are added."""
+    """Its base URL, such as http://127.0.0.1:4318; /v1/traces and /v1/metrics are appended."""
 
     headers_env: Text | None = None
-    """Environment variable with headers that it wants, as `name=value,name=value`."""
+    """Environment variable with the headers to send, as `name=value,name=value`."""
 
     service_name: Text = "gemma-gateway"
-    """What the gateway is called there. `OTEL_RESOURCE_ATTRIBUTES` says more of it."""
+    """The gateway's service name there. `OTEL_RESOURCE_ATTRIBUTES` adds attributes."""
 
 
 class TracesSection(Section):
-    """Which requests are kept as traces. Failed ones always are. Never any text."""
+    """Which requests are kept as traces. Failed ones always are. Traces never contain text."""
 
     share: Annotated[float, Field(ge=0, le=1), BeforeValidator(number)] = 0.01
-    """Share of all requests that is kept anyway; the same ones on every gateway."""
+    """Share of all requests kept in any case; every gateway keeps the same ones."""
 
     follow_callers: bool = True
-    """Whether a request is kept because its caller's `traceparent` says that it keeps its own part."""
+    """Whether to keep a request because its caller's `traceparent` has the sampled flag."""
 
     slow_factor: Seconds = 1.0
-    """A stream whose first token comes later than this many times its class's `ttft_target_s` is kept."""
+    """Keep a stream whose first token takes longer than this many times its class's `ttft_target_s`."""
 
     slow_total_s: Seconds | None = None
-    """A request that takes longer in all is kept; left out, none is for that."""
+    """Keep a request that takes longer than this in total. Unset: no such limit."""
 
     genai_conventions: Literal["current", "1.41"] = "current"
-    """Version of OpenTelemetry's GenAI names. Most dashboards know 1.41, the last before they moved."""
+    """Version of OpenTelemetry's GenAI names. Most dashboards use 1.41, the last before they changed."""
 
 
 class PushSection(Section):
-    """Metrics by OTLP, beside the page for Prometheus; the same ones."""
+    """Metrics over OTLP: the same ones as on the Prometheus page."""
 
     interval_s: Seconds = 30.0
-    """Seconds between two of them."""
+    """Seconds between two exports."""
 
 
 class TelemetrySection(Section):
-    """What is sent to an OpenTelemetry receiver. Without `otlp`: nothing, and nothing is paid for it."""
+    """What is sent to an OpenTelemetry receiver. Without `otlp`: nothing, at no cost."""
 
     otlp: OtlpSection | None = None
     """Where it is sent."""
@@ -56,4 +56,4 @@ class TelemetrySection(Section):
     """Traces of requests; an explicit null for none."""
 
     metrics: PushSection | None = None
-    """Metrics; left out, they are only shown on the admin port."""
+    """Metrics. Unset: they are only available on the admin port."""
