@@ -40,6 +40,10 @@ from gateway.core.values import (
 WHOLE = 1_000_000
 """A backend's knee in units of `Load.share`."""
 
+PROMPT_TOKENS_MAX = 1_048_576
+"""The longest prompt whose work is predicted, chunk by chunk: no deployment has such a window. A longer one is
+refused, and may be of any length: callers write the budget of their images themselves."""
+
 
 def knee_step(capacity: Capacity, prompt_tokens: int) -> KneeStep:
     """Return the step of the knee curve that holds for prompts of that length."""
@@ -55,7 +59,10 @@ def knee_seqs(capacity: Capacity, prompt_tokens: int) -> int:
 
 
 def prefill_s(backend: Backend, demand: Demand) -> float:
-    """Return the seconds an idle backend works on the prompt; 0 where no latency model is known."""
+    """Return the seconds an idle backend works on the prompt; 0 where no latency model is known.
+
+    Of a prompt beyond `PROMPT_TOKENS_MAX`: on one of that length.
+    """
     if backend.perf is None:
         return 0.0
     return _prefill_s(backend.perf, padded(backend.quirks, demand.prompt_tokens), backend.batched_tokens)
@@ -73,6 +80,8 @@ def read_alike(one: Backend, other: Backend) -> bool:
 @lru_cache(maxsize=4096)
 def _prefill_s(perf: PerfModel, prompt_tokens: int, batched_tokens: int) -> float:
     """Asked for one prompt several times: backends of a pool are alike, and a decision may be made anew."""
+    if prompt_tokens > PROMPT_TOKENS_MAX:
+        return _prefill_s(perf, PROMPT_TOKENS_MAX, batched_tokens)
     return perf.prefill_s(prompt_tokens, batched_tokens)
 
 

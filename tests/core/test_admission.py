@@ -215,6 +215,15 @@ def test_a_backend_without_a_latency_model_predicts_no_prompt_work() -> None:
     assert admission.prefill_s(Backend("b", "http://b", WIDE), demand(5_000)) == 0.0
 
 
+def test_the_work_of_a_prompt_without_measure_is_that_of_the_longest_predicted() -> None:
+    perf = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=0.001, t_attn=0, sharp=1)
+    known = Backend("a", "http://a", WIDE, perf=perf, batched_tokens=2_048)
+    longest_s = admission.prefill_s(known, demand(admission.PROMPT_TOKENS_MAX))
+
+    assert longest_s == pytest.approx(admission.PROMPT_TOKENS_MAX / 1000)
+    assert admission.prefill_s(known, demand(100 * admission.PROMPT_TOKENS_MAX)) == longest_s
+
+
 # ------------------------------------------------------------------ spill
 
 
