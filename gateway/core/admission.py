@@ -41,8 +41,8 @@ WHOLE = 1_000_000
 """A backend's knee in units of `Load.share`."""
 
 PROMPT_TOKENS_MAX = 1_048_576
-"""The longest prompt whose work is predicted, chunk by chunk: no deployment has such a window. A longer one is
-refused, and may be of any length: callers write the budget of their images themselves."""
+"""The longest prompt whose work is predicted, chunk by chunk: no deployment has such a window. A longer one
+is refused, and may be of any length: callers write the budget of their images themselves."""
 
 
 def knee_step(capacity: Capacity, prompt_tokens: int) -> KneeStep:

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from types import MappingProxyType
 
 import anyio
@@ -15,6 +16,7 @@ from anyio.abc import TaskGroup
 
 from gateway.core import classification, deciding, retry
 from gateway.core.admission import WHOLE
+from gateway.core.blame import Blame
 from gateway.core.box import Standing
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
@@ -29,7 +31,7 @@ from gateway.core.errors import (
 )
 from gateway.core.health import BackendStatus, Outcome, served_name
 from gateway.core.selection import BackendView
-from gateway.core.usage import Ending
+from gateway.core.usage import AttemptRecord, Ending
 from gateway.core.values import (
     Backend,
     Candidate,
@@ -117,6 +119,7 @@ class Pipeline:
         self._recorder = recorder
         self._clock = clock
         self._standings = standings
+        self._blame = Blame()
         self._running: dict[str, set[Attempt]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._newest = policy()
@@ -484,10 +487,20 @@ class Pipeline:
         passage.unreported.clear()
 
     def _judge(self, passage: Passage) -> None:
-        """Tell the fleet of what is left. Backends that all refused a request alike: it is the request."""
-        if len(passage.unreported) > 1 and not passage.crashes:
-            passage.unreported = [replace(one, outcome=Outcome.REJECTED) for one in passage.unreported]
+        """Tell the fleet of what is left. Backends that all refused a request alike: it is the request.
+
+        So it may be if there was only one to ask; then a request counts once, however often it is sent.
+        """
+        left = passage.unreported
+        if left and not passage.crashes and (len(left) > 1 or self._is_repeated(passage, left[0])):
+            passage.unreported = [replace(one, outcome=Outcome.REJECTED) for one in left]
         self._report(passage)
+
+    def _is_repeated(self, passage: Passage, attempt: AttemptRecord) -> bool:
+        if attempt.outcome is not Outcome.FAILED:
+            return False
+        digest = blake2b(passage.incoming.body_for(""), digest_size=16).digest()
+        return not self._blame.is_new(attempt.backend, digest, self._clock.now())
 
     def _learn(self, passage: Passage, candidate: Candidate) -> None:
         request, decision = passage.incoming.request, passage.decision

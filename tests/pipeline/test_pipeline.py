@@ -215,6 +215,19 @@ async def test_what_every_backend_refuses_alike_is_the_requests_fault(world: Wor
     assert {outcome for _, outcome in world.fleet.reports} == {Outcome.REJECTED}
 
 
+async def test_where_only_one_could_be_asked_a_request_counts_once_however_often_it_is_sent(
+    world: World,
+) -> None:
+    world.fleet.known |= {name: BackendStatus(state=State.DOWN) for name in ("light-1", "push")}
+    for text in ("poison", "poison", "poison", "another"):
+        world.answers(light_0=Script(status=500))
+        with pytest.raises(UpstreamFailed):
+            await world.run(world.request(), members={"user": text})
+
+    outcomes = [outcome for _, outcome in world.fleet.reports]
+    assert outcomes == [Outcome.FAILED, Outcome.REJECTED, Outcome.REJECTED, Outcome.FAILED]
+
+
 async def test_a_failure_is_held_against_a_backend_as_soon_as_another_answers(world: World) -> None:
     gate = anyio.Event()
     world.answers(light_0=Script(status=500), light_1=Script([ROLE + HELLO, gate, STOP + DONE]))

@@ -70,7 +70,7 @@ class Incoming:
 
     def body_for(self, served_model: str, changes: Changes = NO_CHANGES) -> bytes:
         changed = {".".join(path): value for path, value in changes.items()}
-        return json.dumps({"model": served_model, **changed}).encode()
+        return json.dumps({"model": served_model, **self.members, **changed}).encode()
 
 
 class ScriptedResponse:
