@@ -88,6 +88,7 @@ class RedisServer:
         self._command = [*server_command(binary, folder, port=port, keeps=keeps), "--set-proc-title", "no"]
         self.url = f"unix://{socket_path(folder)}"
         self.tcp_url = f"redis://127.0.0.1:{port}"
+        self._folder = folder
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -100,6 +101,7 @@ class RedisServer:
         """Start it, with what it has kept, and return when it answers."""
         process = subprocess.Popen(
             self._command,
+            cwd=self._folder,  # where it leaves what it gets as a replica
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
