@@ -58,7 +58,7 @@ def read(text: str, now: float) -> Box | None:
             },
             boot_s={name: float(took) for name, took in report["boot_s"].items()},
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, OverflowError, RecursionError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -79,5 +79,5 @@ def read_note(text: str, now: float) -> Mapping[str, Wants]:
         return {
             str(name): Wants(int(count), now - float(age)) for name, (count, age) in json.loads(text).items()
         }
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, OverflowError, RecursionError, TypeError, AttributeError):
         return {}

@@ -125,7 +125,7 @@ class BoxSwitch:
             if isinstance(member.way, BySleep):
                 return json.loads(await _of(member, "GET", "/is_sleeping", IS_IN_S))["is_sleeping"] is False
             await _of(member, "GET", "/health", IS_IN_S)
-        except (_Failed, ValueError, KeyError, TypeError):
+        except (_Failed, ValueError, RecursionError, KeyError, TypeError):
             return False
         return True
 
@@ -236,7 +236,7 @@ async def _served(member: Member) -> str:
     page = await _of(member, "GET", "/v1/models", IS_IN_S)
     try:
         return str(json.loads(page)["data"][0]["id"])
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, RecursionError, KeyError, IndexError, TypeError):
         raise _Failed("/v1/models: no list of models") from None
 
 

@@ -47,7 +47,12 @@ def test_what_one_process_counted_and_planned_stays_with_it() -> None:
     assert written(own, 1000.0) == written(BOX, 1000.0)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"state": "asleep"}', written(BOX, 0.0)[:-9]])
+ENDLESS = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "null", '{"state": "asleep"}', written(BOX, 0.0)[:-9], ENDLESS]
+)
 def test_what_cannot_be_read_is_no_report(text: str) -> None:
     assert read(text, 0.0) is None
 
@@ -61,6 +66,8 @@ def test_what_waits_is_told_as_ages() -> None:
     assert read_note(told, 50.0) == {"gemma": Wants(2, 40.0)}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", '{"gemma": 3}', '{"gemma": [1, "x"]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", '{"gemma": 3}', '{"gemma": [1, "x"]}', '{"gemma": [1e999, 1]}', ENDLESS]
+)
 def test_a_note_that_cannot_be_read_says_nothing(text: str) -> None:
     assert read_note(text, 0.0) == {}

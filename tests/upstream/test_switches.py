@@ -139,6 +139,7 @@ async def test_a_server_that_is_not_there_needs_no_sleep_and_one_that_refuses_ha
         pytest.param(answer("200 OK", b'{"is_sleeping": false}'), True, id="awake"),
         pytest.param(answer("200 OK", b'{"is_sleeping": true}'), False, id="asleep"),
         pytest.param(answer("200 OK", b"[]"), False, id="says-nothing"),
+        pytest.param(answer("200 OK", b"[" * 100_000), False, id="nested-without-end"),
         pytest.param(answer("404 Not Found"), False, id="cannot-sleep"),
     ],
 )
@@ -166,6 +167,10 @@ async def test_a_model_whose_name_is_not_configured_is_asked_for_it() -> None:
     async with answering(models, says("42")) as server:
         assert await switch(member(way, server.url, model=None)).ask("qwen") == ""
         assert json.loads(server.requests[1][1])["model"] == "qwen-3"
+    async with answering(answer("200 OK", b"[" * 100_000)) as server:
+        assert (
+            await switch(member(way, server.url, model=None)).ask("qwen") == "/v1/models: no list of models"
+        )
 
 
 def test_a_start_command_that_changes_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
