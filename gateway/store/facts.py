@@ -33,9 +33,15 @@ BYTES_MAX = 65_536
 """No process may say more of itself: 256 callers with names of 60 characters each, and 100 backends, fit."""
 
 REASON_CHARS_MAX = 300
+FEW_MAX = 10_000
+"""More ejections of a backend, or long prompts that wait for it, are told as so many. A number beyond its
+range would make all of a gateway's facts unreadable."""
+
+LEFT_MAX_S = 86_400.0
+"""Likewise of the time for which a verdict holds."""
 
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
-_Few = Annotated[int, Meta(ge=0, le=10_000)]
+_Few = Annotated[int, Meta(ge=0, le=FEW_MAX)]
 _Share = Annotated[int, Meta(ge=1, le=WHOLE)]
 _KINDS = {kind.value: kind for kind in TextKind}
 
@@ -44,7 +50,7 @@ class _Verdict(Struct):
     number: Annotated[int, Meta(ge=1, le=2**53)]
     state: Literal["ejected", "draining"]
     reason: str
-    left_s: Annotated[float, Meta(ge=0, le=86_400)]
+    left_s: Annotated[float, Meta(ge=0, le=LEFT_MAX_S)]
     ejections: _Few = 0
 
 
@@ -71,8 +77,8 @@ def encode(facts: Facts) -> str:
                 number=verdict.number,
                 state="draining" if verdict.state is State.DRAINING else "ejected",
                 reason=_plain(verdict.reason),
-                left_s=round(verdict.left_s, 3),
-                ejections=verdict.ejections,
+                left_s=min(round(verdict.left_s, 3), LEFT_MAX_S),
+                ejections=min(verdict.ejections, FEW_MAX),
             )
             for name, verdict in facts.verdicts.items()
         },
@@ -80,7 +86,7 @@ def encode(facts: Facts) -> str:
         ratios={kind.value: (ratio.answers, ratio.mean_log) for kind, ratio in facts.learned.ratios.items()},
         margin=facts.learned.p99_tokens,
         started=[(*flow, tokens) for flow, tokens in facts.started.items()],
-        long_waiting=dict(facts.long_waiting),
+        long_waiting={name: min(count, FEW_MAX) for name, count in facts.long_waiting.items()},
         knee_shares=dict(facts.knee_shares),
     )
     return msgspec.json.encode(document).decode()

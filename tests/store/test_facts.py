@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ Connect = Callable[..., RedisLedger]
 @pytest.mark.parametrize("facts", [Facts(), FULL], ids=["nothing", "everything"])
 def test_what_is_written_is_read(facts: Facts) -> None:
     assert decode(encode(facts)) == facts
+
+
+def test_what_has_no_bound_is_told_as_far_as_it_is_read() -> None:
+    verdict = Verdict(1, State.EJECTED, "out for the 10,001st time", 90_000.0, 10_001)
+    told = decode(encode(Facts(verdicts={"a": verdict}, long_waiting={"a": 10_001})))
+
+    assert told is not None
+    assert told.verdicts["a"] == replace(verdict, left_s=86_400.0, ejections=10_000)
+    assert told.long_waiting == {"a": 10_000}
 
 
 def test_members_that_came_later_are_not_needed() -> None:
