@@ -66,6 +66,17 @@ def test_a_body_keeps_what_it_says() -> None:
     assert json.loads(found.body) == body
 
 
+def test_a_body_is_as_long_as_it_was() -> None:
+    written = '{"text":"Привет, 世界"}'.encode()
+    (found,) = read(line(body=json.loads(written)))
+    assert isinstance(found, BatchLine)
+    assert found.body == written
+
+
+def test_half_a_character_stays_an_escape() -> None:
+    assert read(line(body={"text": "\ud83d"})) == [BatchLine(1, "a", b'{"text":"\\ud83d"}')]
+
+
 @pytest.mark.parametrize(
     ("raw", "code", "param"),
     [
