@@ -6,20 +6,18 @@ A batch is validated as a whole before any of it runs: one bad line fails it, an
 every line, up to `ERRORS_MAX`. Ids of lines come of the batch and the line's number, so reading a file again
 after a crash makes the same ids.
 
-    VALIDATING -> IN_PROGRESS -> FINALIZING -> COMPLETED
-        |  |         |  |            |
-        |  |         |  +------------+-------> EXPIRED
-        |  |         v
-        |  +-----> CANCELLING -> CANCELLED
-        +-> FAILED
+    VALIDATING    becomes IN_PROGRESS, FAILED, EXPIRED or CANCELLING
+    IN_PROGRESS   becomes FINALIZING, EXPIRED or CANCELLING
+    FINALIZING    becomes COMPLETED
+    CANCELLING    becomes CANCELLED
 
-Pure: lines and times are arguments.
+Pure: lines are arguments; the store makes every step from one status to the next.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NoReturn
 
@@ -64,21 +62,10 @@ class BatchStatus(StrEnum):
     @property
     def is_final(self) -> bool:
         """Whether it never changes again."""
-        return not _NEXT[self]
+        return self in _FINAL
 
 
-_NEXT = {
-    BatchStatus.VALIDATING: frozenset(
-        {BatchStatus.FAILED, BatchStatus.IN_PROGRESS, BatchStatus.EXPIRED, BatchStatus.CANCELLING}
-    ),
-    BatchStatus.IN_PROGRESS: frozenset({BatchStatus.FINALIZING, BatchStatus.EXPIRED, BatchStatus.CANCELLING}),
-    BatchStatus.FINALIZING: frozenset({BatchStatus.COMPLETED, BatchStatus.EXPIRED}),
-    BatchStatus.CANCELLING: frozenset({BatchStatus.CANCELLED}),
-    BatchStatus.FAILED: frozenset[BatchStatus](),
-    BatchStatus.COMPLETED: frozenset[BatchStatus](),
-    BatchStatus.EXPIRED: frozenset[BatchStatus](),
-    BatchStatus.CANCELLED: frozenset[BatchStatus](),
-}
+_FINAL = frozenset({BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED})
 
 
 # ------------------------------------------------------------------ the input file
@@ -233,24 +220,6 @@ class InputReader:
         return BatchLineError(code, message)
 
 
-def read_lines(lines: Iterable[bytes], endpoint: str) -> Iterator[BatchLine | BatchLineError]:
-    """Yield the requests of an input file, and an error for every line that is none; see `InputReader`.
-
-    Args:
-        lines: The file's lines, with or without their ends.
-        endpoint: The batch's own, which every line must name.
-    """
-    reader = InputReader(endpoint)
-    for number, data in enumerate(lines, start=1):
-        found = reader.read(RawLine(number, data, 0))
-        if found is not None:
-            yield found
-        if reader.is_over:
-            return
-    if (error := reader.end()) is not None:
-        yield error
-
-
 def _line(number: int, raw: bytes, endpoint: str, seen: dict[str, int]) -> BatchLine:
     members = _decoded(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
     custom_id = members.get("custom_id")
@@ -361,13 +330,6 @@ class Batch:
     def file_id(self, kind: str) -> str:
         """Return the id that its file of a `kind`, output or error, has if there is one."""
         return f"file-{hashlib.sha256(f'{self.id} {kind}'.encode()).hexdigest()[:32]}"
-
-
-def advanced(batch: Batch, status: BatchStatus, now: int) -> Batch:
-    """Return a batch in its next status; unchanged where that does not follow the one it is in."""
-    if status not in _NEXT[batch.status]:
-        return batch
-    return replace(batch, status=status, times={**batch.times, status: now})
 
 
 def batch_object(batch: Batch) -> dict[str, Any]:

@@ -22,6 +22,7 @@
         BackendRejected         4xx the backend's own verdict on the content, in our shape
       ShedError               refused before any backend saw it; safe to retry after a wait
         AtCapacity              429 rate_limit_error / queue_full, ...         + Retry-After
+        JobRefused              429 rate_limit_error / too_many_jobs, ...      + Retry-After
         Draining                503 server_error / draining                    + Retry-After
         OutOfResources          503 server_error / out_of_resources            + Retry-After
         StoreUnavailable        503 server_error / store_unavailable           + Retry-After

@@ -6,7 +6,6 @@ from enum import StrEnum
 from typing import Any
 
 PURPOSE_INPUT = "batch"
-PURPOSE_OUTPUT = "batch_output"
 EXPIRES_MIN_S = 3_600
 EXPIRES_MAX_S = 30 * 86_400
 """Between these a caller may choose how long a file is kept; OpenAI's limits."""

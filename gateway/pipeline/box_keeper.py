@@ -116,7 +116,6 @@ class _Kept:
     lanes_at: float = 0.0  # monotonic seconds
     standings: Mapping[str, Standing | None] = field(default_factory=dict)
     out: frozenset[str] = frozenset()
-    booting_since: float | None = None
     swaps: SwapTracker = field(default_factory=SwapTracker)
     wake: anyio.Event = field(default_factory=anyio.Event)
 

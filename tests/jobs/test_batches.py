@@ -13,10 +13,11 @@ from typing import Any
 import anyio
 import pytest
 from redis.asyncio import Redis
+from support.batch_lines import read_lines
 from support.batch_world import CHAT, BatchWorld, jsonl
 from support.redis_server import legs, own_server
 
-from gateway.core.batches import Batch, BatchLine, BatchStatus, read_lines
+from gateway.core.batches import Batch, BatchLine, BatchStatus
 from gateway.core.errors import AtCapacity, ModelNotFound, StoreUnavailable
 from gateway.core.jobs import Chunk, JobError, JobPriority, JobStatus, NewJob
 from gateway.jobs import BatchRules, BatchRunner
