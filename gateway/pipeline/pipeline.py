@@ -198,11 +198,12 @@ class Pipeline:
         Raises:
             CallerError: no backend could ever take it.
         """
-        policy = self._policy()
-        model = deciding.model_of(policy, incoming.request.model)
-        estimate = estimate or await self._estimator.estimate(
-            incoming.request.prompt, model.template, policy.window_tokens
-        )
+        policy, request = self._policy(), incoming.request
+        model = deciding.model_of(policy, request.model)
+        if estimate is None:
+            estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
+            policy = self._policy()  # it may have changed while the prompt was counted
+            model = deciding.model_of(policy, request.model)
         decision, ticket = self._ticket(policy, model, incoming, estimate)
         self._check_fit(decision, ticket)
         return decision

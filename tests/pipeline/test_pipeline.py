@@ -8,7 +8,21 @@ from typing import Any
 
 import anyio
 import pytest
-from support.world import ABORT, CRASH, DONE, HELLO, ROLE, STOP, USAGE, WHOLE, Caller, Script, World
+from support.world import (
+    ABORT,
+    CRASH,
+    DONE,
+    HELLO,
+    POLICY,
+    ROLE,
+    STOP,
+    USAGE,
+    WHOLE,
+    Caller,
+    Incoming,
+    Script,
+    World,
+)
 
 from gateway.core import admission
 from gateway.core.answers import MESSAGE_CHARS_MAX
@@ -27,7 +41,7 @@ from gateway.core.errors import (
 )
 from gateway.core.health import BackendStatus, Outcome, State
 from gateway.core.usage import Ending
-from gateway.core.values import Backend, Demand, Load, Modalities, Policy, Pool, Timeouts
+from gateway.core.values import Backend, Demand, Load, Modalities, Policy, Pool, Timeouts, TrafficClass
 from gateway.pipeline import CallerStalled
 from gateway.ports import Arrival, Slot
 
@@ -670,6 +684,21 @@ async def test_a_request_keeps_the_policy_it_started_with(world: World) -> None:
         await anyio.wait_all_tasks_blocked()
 
     assert caller.headers["x-gateway-backend"] == "light-1"
+
+
+async def test_where_a_job_would_go_is_decided_under_the_policy_that_came_meanwhile(world: World) -> None:
+    (model,) = POLICY.models
+    newer = replace(POLICY, models=(replace(model, classes=(TrafficClass("chat", ("push",)),)),))
+
+    def reloaded() -> None:
+        world.policy = newer
+        world.pipeline.policy_changed()
+
+    world.estimates.meanwhile = reloaded
+
+    decision = await world.pipeline.place_of(Incoming(world.request()))
+
+    assert (decision.traffic_class, decision.pools) == ("chat", ("push",))
 
 
 async def test_a_conversation_returns_to_its_replica(world: World) -> None:

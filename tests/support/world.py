@@ -193,8 +193,11 @@ class Estimates:
 
     tokens: int = 100
     observed: list[int] = field(default_factory=list)
+    meanwhile: Callable[[], None] | None = None  # what happens while a prompt is counted
 
     async def estimate(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
+        if self.meanwhile is not None:
+            self.meanwhile()
         return Estimate(self.tokens, self.tokens + 16, CountMode.EXACT)
 
     def observe(self, prompt: Prompt, estimate: Estimate, actual_tokens: int) -> None:
