@@ -87,6 +87,7 @@ class Views:
     def backends(self) -> Mapping[str, Any]:
         """Return every backend as an operator wants to see it."""
         policy, now, sights = self._policy(), self._clock.now(), self._watch.sights()
+        loads, statuses = self._ledger.loads(), self._fleet.statuses()
         pools = {
             name: [pool.id for pool in policy.pools.values() if name in pool.backends]
             for name in policy.backends
@@ -110,8 +111,8 @@ class Views:
                 **_status_view(status, now),
             }
             for name, backend in policy.backends.items()
-            for load in [self._ledger.loads().get(name, Load())]
-            for status in [self._fleet.statuses()[name]]
+            for load in [loads.get(name, Load())]
+            for status in [statuses[name]]
         }
 
 
