@@ -313,10 +313,10 @@ def metrics_push(
     section, otlp = settings.telemetry.metrics, settings.telemetry.otlp
     if section is None or otlp is None:
         return None
-    from gateway.telemetry.otlp_metrics import MetricsPush
+    from gateway.telemetry.otlp_metrics import MetricsPush, sender
 
-    headers = settings.otlp_headers(environ)
-    return MetricsPush(metrics.registry, otlp.endpoint, headers, otlp.service_name, section.interval_s, clock)
+    to = sender(otlp.endpoint, settings.otlp_headers(environ))
+    return MetricsPush(metrics.registry, to, otlp.service_name, section.interval_s, clock)
 
 
 def decision_log(settings: Settings, metrics: Metrics, clock: SystemClock) -> DecisionLog | None:

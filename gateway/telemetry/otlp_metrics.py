@@ -16,6 +16,7 @@ from opentelemetry.sdk.metrics.export import (
     Histogram,
     HistogramDataPoint,
     Metric,
+    MetricExporter,
     MetricExportResult,
     MetricsData,
     NumberDataPoint,
@@ -38,24 +39,26 @@ log = logging.getLogger("gateway.telemetry")
 _SCOPE = InstrumentationScope("gemma-gateway", __version__)
 
 
+def sender(endpoint: str, headers: Mapping[str, str]) -> MetricExporter:
+    """Return what sends to the base URL `endpoint`, with `headers`; `/v1/metrics` is added."""
+    return OTLPMetricExporter(f"{endpoint.rstrip('/')}/v1/metrics", headers=dict(headers), timeout=10)
+
+
 class MetricsPush:
     """Sends a registry to an OTLP receiver, again and again."""
 
     def __init__(
         self,
         registry: CollectorRegistry,
-        endpoint: str,
-        headers: Mapping[str, str],
+        sender: MetricExporter,
         service: str,
         interval_s: float,
         clock: Clock,
     ) -> None:
-        """Send every `interval_s` to the base URL `endpoint`; `/v1/metrics` is added."""
+        """Send through `sender` every `interval_s`."""
         self._registry = registry
         self._clock = clock
-        self._sender = OTLPMetricExporter(
-            f"{endpoint.rstrip('/')}/v1/metrics", headers=dict(headers), timeout=10
-        )
+        self._sender = sender
         self._resource = Resource.create({"service.name": service, "service.version": __version__})
         self._interval_s = interval_s
         self._since_ns = self._now_ns()
@@ -66,8 +69,8 @@ class MetricsPush:
         while True:
             await anyio.sleep(self._interval_s)
             data = metrics_data(self._registry, self._resource, self._since_ns, self._now_ns())
-            taken = await anyio.to_thread.run_sync(self._sender.export, data, abandon_on_cancel=True)
-            was_away, is_away = is_away, taken is not MetricExportResult.SUCCESS
+            is_taken = await anyio.to_thread.run_sync(self._send, data, abandon_on_cancel=True)
+            was_away, is_away = is_away, not is_taken
             if is_away and not was_away:
                 log.warning(
                     "metrics are not taken by the OTLP receiver; the next are sent as planned",
@@ -75,6 +78,13 @@ class MetricsPush:
                 )
             elif was_away and not is_away:
                 log.info("metrics are taken by the OTLP receiver again", extra=about("metrics_taken"))
+
+    def _send(self, data: MetricsData) -> bool:
+        """Return whether the receiver has taken it."""
+        try:
+            return self._sender.export(data) is MetricExportResult.SUCCESS
+        except Exception:  # noqa: BLE001 - some exporters raise where an answer is late: that ends nothing
+            return False
 
     def _now_ns(self) -> int:
         return int(self._clock.wall() * 1e9)
