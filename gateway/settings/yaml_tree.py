@@ -81,7 +81,8 @@ def parse(text: str, environ: Mapping[str, str]) -> Tree:
             tree.data = _Builder(loader, tree, environ).build(node, ())
     except yaml.MarkedYAMLError as error:
         tree.problems.append((_mark(error.problem_mark), _what(error)))
-    except (yaml.YAMLError, _TooMuch, RecursionError) as error:
+    except (yaml.YAMLError, _TooMuch, RecursionError, ValueError, OverflowError) as error:
+        # The last two are Python's own, of an escape for a character that there is not.
         tree.problems.append((Mark(1, 1), f"this is not YAML that can be used: {error}"))
     return tree
 
@@ -157,9 +158,11 @@ class _Builder:
             if isinstance(value, int):
                 str(value)  # one in hexadecimal may be too long to be written, in a message for one
             return value
-        except (ValueError, KeyError, OverflowError) as error:
+        except (ValueError, KeyError, OverflowError, AttributeError) as error:
+            # The last of them is for a text that a tag calls a date, and that is none.
+            why = "it is no date" if isinstance(error, AttributeError) else error
             self._tree.problems.append(
-                (_mark(node.start_mark), f"this is no value: {error}; put text in quotes")
+                (_mark(node.start_mark), f"this is no value: {why}; put text in quotes")
             )
             return None
 
