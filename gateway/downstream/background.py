@@ -257,6 +257,7 @@ class Background:
         """Return a job's place in the queue, and in how many seconds it starts, each None where not known."""
         now = self._clock.now()
         if now - self._lanes[0] > LANES_FOR_S:
+            self._lanes = now, self._lanes[1]  # whoever asks meanwhile is told by what was known
             try:
                 self._lanes = now, {lane.name: lane for lane in await self._jobs.lanes()}
             except StoreUnavailable:
