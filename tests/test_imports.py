@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from gateway.settings.sections.site_profiles import Sourced
+
 ROOT = Path(__file__).parents[1]
 CONTRACTS: list[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
     "tool"
@@ -118,3 +120,10 @@ def test_importing_opens_no_socket_and_loads_nothing_that_only_the_demo_needs(mo
     assert seen["opened"] == []
     unwanted = {"openai", "tokenizers", "gateway.demo", "gateway.simulator"}
     assert unwanted.isdisjoint(seen["loaded"])
+
+
+def test_kinds_of_figures_are_not_searched_for_docstrings() -> None:
+    # Pydantic would look through every module for each: a fifth of the time that a gateway takes to start.
+    kinds = Sourced.__subclasses__()
+    assert len(kinds) > 10
+    assert [kind for kind in kinds if kind.model_config["use_attribute_docstrings"]] == []
