@@ -46,6 +46,20 @@ class OneHeavyAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # a worker is started by a run that does so already
         config.add_cleanup(leftovers.end_with_this_process())
+        _compile_once(config)
+
+
+def _compile_once(config: pytest.Config) -> None:
+    """Have all that is started compile a module once, also where nothing may be written beside its source.
+
+    Else each process compiles the thousand modules of a gateway for itself: half of its start and more.
+    """
+    cache: pytest.Cache | None = getattr(config, "cache", None)  # none with -p no:cacheprovider
+    if cache is not None and os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        environ = pytest.MonkeyPatch()
+        environ.delenv("PYTHONDONTWRITEBYTECODE")
+        environ.setenv("PYTHONPYCACHEPREFIX", str(cache.mkdir("bytecode")))
+        config.add_cleanup(environ.undo)
 
 
 def pytest_xdist_auto_num_workers() -> int | None:

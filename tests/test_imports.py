@@ -122,6 +122,13 @@ def test_importing_opens_no_socket_and_loads_nothing_that_only_the_demo_needs(mo
     assert unwanted.isdisjoint(seen["loaded"])
 
 
+def test_what_a_test_starts_keeps_what_it_compiles(pytestconfig: pytest.Config) -> None:
+    if not hasattr(pytestconfig, "cache"):
+        pytest.skip("there is no place for it")
+    command = [sys.executable, "-c", "import sys; print(sys.dont_write_bytecode)"]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "False\n"
+
+
 def test_kinds_of_figures_are_not_searched_for_docstrings() -> None:
     # Pydantic would look through every module for each: a fifth of the time that a gateway takes to start.
     kinds = Sourced.__subclasses__()
