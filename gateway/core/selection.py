@@ -391,7 +391,7 @@ def _promising_in(
     """
     kinds, backends, weights = policy.kinds, policy.backends, policy.weights
     # Else a millionth of the knee may be lost in the sum of the scores, and their order decides.
-    is_strict = weights.spare_knee > 1e-6 * (weights.speed + weights.slow_context)
+    is_strict = weights.spare_knee > 1e-6 * (weights.speed + weights.prefix_affinity + weights.slow_context)
     fit: dict[int | float, tuple[int, Case]] = {}  # with their places: by that, or by what has been seen
     lead: Case | None = None  # of whose replicas only some are kept
     kind: int | None = None

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.core import admission, selection
@@ -709,6 +709,14 @@ WEIGHTS = st.builds(
 
 
 @settings(max_examples=3_000)
+@example(
+    demand=SHORT,
+    views=replicas((None,) * 4, (500_000, 0, 0, 499_999), (0.5, 0.0, 0.0, 0.5)),
+    pool=Pool("light", ("light-0",)),
+    of_first=4,
+    weights=Weights(spare_knee=1e-12, speed=0.0, prefix_affinity=0.6),  # in their sum, both have the same
+    changed=frozenset(),
+)
 @given(
     st.one_of(DEMANDS, st.just(SHORT), st.just(SHORT)),
     FLEETS,
