@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.core.errors import GatewayError, InvalidRequest, OutOfResources, RequestTimeout
 from gateway.downstream.errors import envelope, headers_of
+from gateway.downstream.old_http import as_http_1_0
 
 HEAD_BYTES_MAX = 65_536
 HEAD_WITHIN_S = 15.0
@@ -76,6 +77,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
         cycle.on_response = self._asgi_answered
+        if cycle.scope["http_version"] != "1.1":
+            app = as_http_1_0(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:

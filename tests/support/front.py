@@ -291,6 +291,18 @@ class Wire:
         self._buffer = rest[2:]
         return data
 
+    async def until_closed(self) -> bytes:
+        """Return all that comes until the connection ends. Raises Closed if it is reset."""
+        received, self._buffer = self._buffer, b""
+        with anyio.fail_after(20):
+            while True:
+                try:
+                    received += await self.stream.receive()
+                except anyio.EndOfStream:
+                    return received
+                except anyio.BrokenResourceError as error:
+                    raise Closed from error
+
     async def is_closed(self) -> bool:
         """Return whether the connection ends here, with nothing more on it."""
         with anyio.fail_after(20):

@@ -1,0 +1,100 @@
+"""Requests of HTTP/1.0: answers without chunks, and connections that are kept where both sides know."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+import pytest
+from anyio.abc import SocketStream
+from support.front import KEY, Closed, Front, chat, front, post
+from support.raw_server import LAST_CHUNK, STREAM_HEAD, chunk
+from support.world import DONE, HELLO, ROLE
+
+CHAT = "POST /v1/chat/completions HTTP/1.0"
+KEEP = "Connection: Keep-Alive"
+
+
+@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """Tests of pytest run on asyncio's own loop, the gateway on uvloop: its transports are others."""
+    return "asyncio", {"use_uvloop": request.param}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request, and how it is answered.
+
+    Attributes:
+        has_length: Whether the answer says how long it is.
+        is_kept: Whether the connection is kept.
+    """
+
+    request: bytes
+    status: int = 200
+    has_length: bool = True
+    is_kept: bool = False
+
+
+BODY = chat()
+CHUNKED = post(b"", KEEP, "Transfer-Encoding: chunked", length=None, line=CHAT) + chunk(BODY) + LAST_CHUNK
+CASES = {
+    "chat": Case(post(line=CHAT)),
+    "chat, kept": Case(post(BODY, KEEP, line=CHAT), is_kept=True),
+    "chat, kept in a list": Case(post(BODY, "Connection: TE, keep-alive", line=CHAT), is_kept=True),
+    "chat, closed": Case(post(BODY, "Connection: close", line=CHAT)),
+    "stream": Case(post(chat(stream=True), line=CHAT), has_length=False),
+    "stream, kept": Case(post(chat(stream=True), KEEP, line=CHAT), has_length=False),
+    "wrong key": Case(post(BODY, KEEP, line=CHAT, key="other"), 401, is_kept=True),
+    "chunked": Case(CHUNKED),
+    "to be told to go on": Case(post(BODY, "Expect: 100-continue", line=CHAT)),
+    "get": Case(f"GET /v1/models HTTP/1.0\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()),
+    "get, kept": Case(b"GET /readyz HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", is_kept=True),
+    "no route": Case(b"GET / HTTP/1.0\r\n\r\n", 404),
+    "later than 1.1": Case(b"GET /readyz HTTP/2.0\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+async def test_an_answer_has_a_length_or_ends_with_its_connection(case: Case) -> None:
+    async with front("direct") as site, site.caller() as caller:
+        await caller.send(case.request)
+        got = await caller.head()
+
+        assert got.status == case.status
+        assert got.header("transfer-encoding") is None
+        assert got.header("connection") == ("keep-alive" if case.is_kept else "close")
+        if not case.has_length:
+            assert got.header("content-length") is None
+            body = await caller.until_closed()
+            assert body.startswith(b"data: ") and body.endswith(b"\n\n" + DONE)
+            return
+        assert (await caller.rest_of(got)).is_whole
+        if case.is_kept:
+            assert (await caller.ask(post(line=CHAT))).status == 200
+        assert await caller.is_closed()
+
+
+def cut(site: Front) -> None:
+    site.listener.cut()
+
+
+def fail(site: Front) -> None:
+    for task in site.listener.server_state.tasks:
+        task.cancel()
+
+
+@pytest.mark.parametrize("end", [cut, fail])
+async def test_a_stream_that_breaks_off_does_not_end_as_one_that_is_whole(
+    end: Callable[[Front], None],
+) -> None:
+    async def begin(stream: SocketStream, _: object) -> None:
+        await stream.send(STREAM_HEAD + chunk(ROLE + HELLO))
+        await anyio.sleep_forever()
+
+    async with front("direct", begin) as site, site.caller() as caller:
+        await caller.send(post(chat(stream=True), line=CHAT))
+        await caller.head()
+        end(site)
+
+        with pytest.raises(Closed):
+            await caller.until_closed()
