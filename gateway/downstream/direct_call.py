@@ -67,6 +67,9 @@ class Connection(Protocol):
     def on_response_complete(self) -> None:
         """Go on with the next request."""
 
+    def linger(self) -> None:
+        """Close the connection behind an answer whose request has not come as a whole."""
+
     def receive_no_more(self) -> None:
         """Take no more of the body of a call."""
 
@@ -322,7 +325,9 @@ class DirectCall(HttpDownstream):
         if self._is_chunked and not self.disconnected:
             self._transport.write(b"0\r\n\r\n")
         self.response_complete = True
-        if not self.keep_alive:
+        if self._failure is not None:
+            self._protocol.linger()
+        elif not self.keep_alive:
             self._transport.close()
         self._protocol.on_response_complete()
 

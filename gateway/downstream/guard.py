@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.core.errors import GatewayError, InvalidRequest, OutOfResources, RequestTimeout
 from gateway.downstream.errors import envelope, headers_of
+from gateway.downstream.lingering import Exit, Lingering
 from gateway.downstream.old_http import as_http_1_0
 
 HEAD_BYTES_MAX = 65_536
@@ -77,6 +78,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
         cycle.on_response = self._asgi_answered
+        cycle.transport = Exit(self.transport, self._close_behind_asgi)  # type: ignore[assignment]
         if cycle.scope["http_version"] != "1.1":
             app = as_http_1_0(cycle, app)
         super()._start_asgi_task(cycle, app)
@@ -155,6 +157,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._stop_timer()
 
+    def linger(self) -> None:
+        """Close the connection behind an answer whose request has not come as a whole."""
+        if not self.transport.is_closing():
+            self.transport.write_eof()
+            self.transport.set_protocol(Lingering(self))
+            self._rest_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
     def new_parser(self) -> httptools.HttpRequestParser:
         """Return a parser for what comes from now on, as uvicorn makes it."""
         parser = httptools.HttpRequestParser(self)
@@ -204,9 +213,17 @@ class GuardedProtocol(HttpToolsProtocol):
 
         uvicorn's own timer ends with the first byte of the rest, and with that alone nobody sends any more.
         """
-        if self._running is not None and self._running.more_body and not self.transport.is_closing():
+        is_rest_to_come = self._running is not None and self._running.more_body
+        if is_rest_to_come and self._rest_timer is None and not self.transport.is_closing():
             self._rest_timer = self.loop.call_later(LINGER_S, self.transport.close)
         self.on_response_complete()
+
+    def _close_behind_asgi(self) -> None:
+        """Close the connection: its last answer is complete, or will never be."""
+        if self._running is not None and self._running.response_complete and self._running.more_body:
+            self.linger()
+        else:
+            self.transport.close()
 
     def _stop_rest_timer(self) -> None:
         if self._rest_timer is not None:

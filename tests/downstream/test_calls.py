@@ -371,6 +371,42 @@ async def test_a_caller_that_leaves_in_its_body_is_recorded_as_that(way: str) ->
         assert site.backend.requests == []
 
 
+# ---------------------------------------------------------------- answers that come before the request
+
+
+LAST = "Connection: close"
+MUCH = b" " * 5_000_000
+LINE_1_0 = "POST /v1/chat/completions HTTP/1.0"
+EARLY = {
+    "wrong key": (post(MUCH, LAST, key="other"), 401, BodyLimits()),
+    "wrong key, HTTP/1.0": (post(MUCH, line=LINE_1_0, key="other"), 401, BodyLimits()),
+    "too long": (post(MUCH, LAST), 413, BodyLimits(bytes_max=1_000)),
+    "more than may wait": (post(MUCH), 503, BodyLimits(together_max=1_000_000)),
+}
+
+
+@pytest.mark.parametrize(("request_", "status", "limits"), EARLY.values(), ids=EARLY.keys())
+async def test_a_last_answer_reaches_a_caller_that_is_still_sending(
+    way: str, request_: bytes, status: int, limits: BodyLimits
+) -> None:
+    async with front(way, limits=limits) as site, site.caller() as caller:
+        await caller.send(request_)
+        got = await caller.answer()
+
+        assert (got.status, got.is_whole, got.header("connection")) == (status, True, "close")
+        assert await caller.until_closed() == b""
+        await site.idle()
+
+
+async def test_the_rest_of_a_last_request_is_not_waited_for(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.downstream.guard.LINGER_S", 0.05)
+    async with front(way) as site, site.caller() as caller:
+        assert (await caller.ask(post(b"{", LAST, key="other", length=9))).status == 401
+        await site.eventually(lambda: not site.listener.server_state.connections)
+
+
 # ---------------------------------------------------------------- callers that leave
 
 
