@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.core.errors import GatewayError, InvalidRequest, OutOfResources, RequestTimeout
 from gateway.downstream.errors import envelope, headers_of
-from gateway.downstream.lingering import Exit, Lingering
+from gateway.downstream.lingering import Exit, Lingering, last_unless_told_to_go_on
 from gateway.downstream.old_http import as_http_1_0
 
 HEAD_BYTES_MAX = 65_536
@@ -81,6 +81,8 @@ class GuardedProtocol(HttpToolsProtocol):
         cycle.transport = Exit(self.transport, self._close_behind_asgi)  # type: ignore[assignment]
         if cycle.scope["http_version"] != "1.1":
             app = as_http_1_0(cycle, app)
+        elif cycle.waiting_for_100_continue:
+            app = last_unless_told_to_go_on(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:

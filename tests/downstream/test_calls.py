@@ -398,6 +398,19 @@ async def test_a_last_answer_reaches_a_caller_that_is_still_sending(
         await site.idle()
 
 
+async def test_an_answer_instead_of_being_told_to_go_on_is_the_last(way: str) -> None:
+    """What comes next on such a connection may be the body, or another request: nobody can say."""
+    expecting = post(b"", "Expect: 100-continue", key="other", length=5)
+    async with front(way) as site, site.caller() as caller:
+        got = await caller.ask(expecting)
+        await caller.send(post())
+
+        assert (got.status, got.header("connection")) == (401, "close")
+        assert await caller.until_closed() == b""
+        await site.idle()
+        assert site.backend.requests == []
+
+
 async def test_the_rest_of_a_last_request_is_not_waited_for(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
