@@ -2,8 +2,31 @@
 
 import msgspec
 
-from gateway.core.errors import Draining, GatewayError, OutOfResources, RequestTimeout, Unauthorized
+from gateway.core.errors import (
+    Draining,
+    GatewayError,
+    InvalidRequest,
+    OutOfResources,
+    RequestTimeout,
+    Unauthorized,
+)
 from gateway.ports import Headers
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The path exists, the method on it does not.
+
+    Attributes:
+        allowed: The methods that do, as the header `Allow` lists them.
+    """
+
+    status = 405
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, allowed: str) -> None:
+        """Refuse a method where there are only those `allowed`."""
+        super().__init__(message)
+        self.allowed = allowed
 
 
 def envelope(error: GatewayError, code: str | None = None) -> bytes:
@@ -23,6 +46,8 @@ def headers_of(error: GatewayError, body: bytes) -> Headers:
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, MethodNotAllowed):
+        headers.append((b"allow", error.allowed.encode()))
     if isinstance(error, Draining | OutOfResources | RequestTimeout):
         headers.append((b"connection", b"close"))
     return headers

@@ -24,7 +24,7 @@ from gateway.downstream import wire
 from gateway.downstream.background import Background
 from gateway.downstream.batches import Batches, Batching, BatchLines
 from gateway.downstream.chat_jobs import ChatJobs
-from gateway.downstream.errors import envelope, headers_of
+from gateway.downstream.errors import MethodNotAllowed, envelope, headers_of
 from gateway.downstream.files import Files
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.operator_guard import OperatorGuard
@@ -40,7 +40,6 @@ from gateway.downstream.responses import PATH as RESPONSES
 from gateway.downstream.responses import Keeping, Responses
 from gateway.downstream.serving import (
     InternalError,
-    MethodNotAllowed,
     Relayed,
     ServedChats,
     Serving,
@@ -301,7 +300,8 @@ def _framework_error(request: Request[Any, Any, Any], error: HTTPException) -> R
     if isinstance(error, NotFoundException):
         return _render(RouteNotFound(f"There is nothing at {request.url.path}."))
     if isinstance(error, MethodNotAllowedException):
-        return _render(MethodNotAllowed("This method is not allowed here."))
+        allowed = (error.headers or {}).get("allow", "")
+        return _render(MethodNotAllowed("This method is not allowed here.", allowed))
     if error.status_code < 500:
         return _render(InvalidRequest(error.detail or "The request is malformed."))
     return _unexpected(request, error)

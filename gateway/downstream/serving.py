@@ -7,11 +7,12 @@ from functools import partial
 
 import anyio
 
-from gateway.core.errors import Draining, GatewayError, InvalidRequest
+from gateway.core.errors import Draining, GatewayError
 from gateway.core.trace import Trace
 from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import Endpoint
 from gateway.downstream import wire
+from gateway.downstream.errors import MethodNotAllowed
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.reading import Read, Readers, Received, Work
 from gateway.downstream.relay import BodyLimits, Call, CallerGone, Head, HttpDownstream, Uploads, send_error
@@ -24,13 +25,6 @@ log = logging.getLogger("gateway.downstream")
 _FORWARDED = frozenset({b"traceparent", b"tracestate"})
 _SECRET = frozenset({"authorization", "cookie", "proxy-authorization"})
 _CHAT = Endpoint.CHAT.value
-
-
-class MethodNotAllowed(InvalidRequest):
-    """The path exists, the method on it does not."""
-
-    status = 405
-    code = "method_not_allowed"
 
 
 class InternalError(GatewayError):
@@ -147,7 +141,7 @@ class Serving:
 
     def _head(self, call: Call) -> Head:
         if call.method != "POST":
-            raise MethodNotAllowed("Use POST.")
+            raise MethodNotAllowed("Use POST.", "POST")
         return call.head or self.head(call.headers)
 
     async def _receive(self, arrival: Arrival, head: Head, call: Call) -> Received:
