@@ -26,6 +26,7 @@ from gateway.downstream.batches import Batches, Batching, BatchLines
 from gateway.downstream.chat_jobs import ChatJobs
 from gateway.downstream.errors import MethodNotAllowed, envelope, headers_of
 from gateway.downstream.files import Files
+from gateway.downstream.heads import Heads, with_head
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.operator_guard import OperatorGuard
 from gateway.downstream.promises import PromiseKeeping, Promises
@@ -130,7 +131,7 @@ class Applications:
         """Callers whose answer is a job's."""
         return 0 if self._chat_jobs is None else self._chat_jobs.waiting
 
-    def asgi_app(self) -> Litestar:
+    def asgi_app(self) -> ASGIApp:
         """Return the application that listens to applications."""
 
         @asgi(Endpoint.CHAT.value, copy_scope=True)
@@ -171,7 +172,7 @@ class Applications:
         def readyz() -> Response[dict[str, Any]]:
             return _readiness({**self._readiness(), "not_draining": not self.serving.is_draining})
 
-        return Litestar(
+        app = Litestar(
             [
                 chat,
                 completions,
@@ -190,6 +191,7 @@ class Applications:
             exception_handlers=EXCEPTION_HANDLERS,
             after_request=_with_id,
         )
+        return Heads(app)
 
     async def _read_chat(self, chat_jobs: ChatJobs, relayed: Relayed, received: Received) -> Work:
         """Return what answers a chat where there are jobs. One that is handed over is found as one again."""
@@ -265,7 +267,7 @@ class Operators:
             exception_handlers=EXCEPTION_HANDLERS,
             after_request=_with_id,
         )
-        return OperatorGuard(app, self._names)
+        return Heads(OperatorGuard(app, self._names))
 
 
 @get(["/livez", "/healthz"], sync_to_thread=False, media_type=MediaType.TEXT)
@@ -280,8 +282,10 @@ def _readiness(checks: Mapping[str, bool]) -> Response[dict[str, Any]]:
 
 
 def _with_id(response: Response[Any]) -> Response[Any]:
-    """Give an answer that has none a request id."""
+    """Give an answer that has none a request id, and one that lists methods the whole list."""
     response.headers.setdefault("x-request-id", new_request_id())
+    if "Allow" in response.headers:  # as Litestar spells it
+        response.headers["Allow"] = with_head(response.headers["Allow"])
     return response
 
 
@@ -300,7 +304,7 @@ def _framework_error(request: Request[Any, Any, Any], error: HTTPException) -> R
     if isinstance(error, NotFoundException):
         return _render(RouteNotFound(f"There is nothing at {request.url.path}."))
     if isinstance(error, MethodNotAllowedException):
-        allowed = (error.headers or {}).get("allow", "")
+        allowed = with_head((error.headers or {}).get("allow", ""))
         return _render(MethodNotAllowed("This method is not allowed here.", allowed))
     if error.status_code < 500:
         return _render(InvalidRequest(error.detail or "The request is malformed."))
