@@ -223,7 +223,10 @@ def worker(
         if metrics is not None:
             metrics.attempt_ended(end)
 
-    return Worker(jobs, process_name(), read, pipeline.run, rules, attempt_ended)
+    def has_model(lane: str) -> bool:
+        return pipeline.has_model(lane.rpartition("/")[0])
+
+    return Worker(jobs, process_name(), read, pipeline.run, rules, attempt_ended, has_model)
 
 
 def batching(settings: Settings) -> Batching | None:

@@ -4,13 +4,17 @@ A worker takes no more than it can place: of each lane at most `ahead_max` jobs 
 a backend, so that what waits, waits in the store, in its order and for every worker. Nothing of a job lives
 here alone. A worker that dies is missed within seconds, and another one goes on from what is stored.
 
-What ends a job: its answer, or a refusal of its content. What does not: a backend that fails, a fleet that
-is full or down, this process being stopped. Then the job is given back, and counts as failed only where an
-attempt took a backend's time, so that an outage of hours costs no job.
+What ends a job: its answer, or a backend's refusal of its content. What does not: a backend that fails, a
+fleet that is full or down, this process being stopped. Then the job is given back, and counts as failed only
+where an attempt took a backend's time, so that an outage of hours costs no job.
+
+Gateways of one store may have different configurations for a while. So jobs of a model that this one does
+not have are left to the others, and one that this process itself refuses, though another has accepted it,
+ends only after it has been refused as often as it may fail.
 """
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -26,6 +30,7 @@ from gateway.core.jobs import (
     Job,
     JobError,
     JobStatus,
+    Lane,
 )
 from gateway.events import about
 from gateway.jobs.record import AGAIN_S, JobLost, JobRecord
@@ -70,6 +75,9 @@ Read = Callable[[Job, bytes], Incoming]
 Run = Callable[[Incoming, Downstream], Awaitable[None]]
 """Serves a request, to its end: `Pipeline.run`."""
 
+HasModel = Callable[[str], bool]
+"""Whether the model of a lane is configured here."""
+
 
 @dataclass(slots=True)
 class _Claim:
@@ -93,10 +101,12 @@ class Worker:
         run: Run,
         rules: WorkerRules,
         on_attempt: Callable[[AttemptEnd], None] = lambda _: None,
+        has_model: HasModel = lambda _: True,
     ) -> None:
         """Work jobs of `store` off, as `name`, which no other worker has.
 
-        `on_attempt` is told of every attempt that is over.
+        `on_attempt` is told of every attempt that is over. Lanes whose model this process does not have are
+        left alone.
         """
         self._store = store
         self._name = name
@@ -104,6 +114,8 @@ class Worker:
         self._run = run
         self._rules = rules
         self._on_attempt = on_attempt
+        self._has_model = has_model
+        self._foreign: frozenset[str] = frozenset()  # lanes that are left alone
         self._claims: dict[str, _Claim] = {}
         self._ahead: dict[str, set[str]] = {}  # per lane, the jobs that have no answer yet
         self._room = anyio.Event()
@@ -173,7 +185,7 @@ class Worker:
             await self._changed()
             return None
         try:
-            lanes = [lane.name for lane in await self._store.lanes()]
+            lanes = self._own_lanes(await self._store.lanes())
             open_lanes = [name for name in lanes if len(self._ahead.get(name, ())) < self._rules.ahead_max]
             job = await self._store.claim(self._name, open_lanes, self._rules.attempts_max)
             if job is None:
@@ -182,6 +194,24 @@ class Worker:
         except StoreUnavailable:
             await anyio.sleep(self._rules.look_s)
             return None
+
+    def _own_lanes(self, lanes: Iterable[Lane]) -> list[str]:
+        """Return the lanes whose model is configured here. Of the others the log tells, once each."""
+        own, foreign = [], set[str]()
+        for lane in lanes:
+            if self._has_model(lane.name):
+                own.append(lane.name)
+            elif lane.queued:
+                foreign.add(lane.name)
+                if lane.name not in self._foreign:
+                    log.warning(
+                        "jobs of %s wait (%d): this process has no such model, and leaves them to others",
+                        lane.name,
+                        lane.queued,
+                        extra=about("jobs_left_alone", lane=lane.name, queued=lane.queued),
+                    )
+        self._foreign = frozenset(foreign)
+        return own
 
     async def _changed(self) -> None:
         """Return when there may be something to claim, or room for it."""
@@ -329,10 +359,12 @@ class Worker:
         match failure:
             case None:
                 await self._finish(claim, (await self._answer_so_far(job)).status)
-            case CallerError():
+            case CallerError() if self._is_final(job, failure):
                 await self._finish(claim, JobStatus.FAILED, JobError(failure.code, failure.message))
             case _:
                 rest_s = min(self._rules.retry_s * 2.0 ** min(job.failures, 16), self._rules.retry_max_s)
+                if isinstance(failure, CallerError):
+                    rest_s = self._rules.retry_max_s  # who can take it, or another configuration, gets time
                 log.warning(
                     "job %s: attempt %d: %s",
                     job.id,
@@ -352,6 +384,10 @@ class Worker:
                     after_s=max(failure.retry_after_s or 0.0, rest_s),
                     failed=not isinstance(failure, ShedError),
                 )
+
+    def _is_final(self, job: Job, failure: CallerError) -> bool:
+        """Return whether a refusal ends a job: a backend's does, our own if it was the last try."""
+        return isinstance(failure, BackendRejected) or job.failures + 1 >= self._rules.attempts_max
 
     # ------------------------------------------------------------ what must reach the store
 

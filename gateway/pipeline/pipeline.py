@@ -173,6 +173,10 @@ class Pipeline:
         self._backends = kept | dict(self._policy().backends)
         self.room.send_on()
 
+    def has_model(self, name: str) -> bool:
+        """Return whether a model answers to a name."""
+        return self._policy().model(name) is not None
+
     def may_queue(self, model: str) -> bool:
         """Return whether any class of a model serves its chats through the queue."""
         found = self._policy().model(model)

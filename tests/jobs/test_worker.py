@@ -58,9 +58,10 @@ async def working(
     name: str = "w",
     rules: WorkerRules = RULES,
     on_attempt: Callable[[AttemptEnd], None] = lambda _: None,
+    has_model: Callable[[str], bool] = lambda _: True,
 ) -> AsyncIterator[Worker]:
     """Run a worker while the block runs."""
-    worker = Worker(store, name, read, backend.run, rules, on_attempt)
+    worker = Worker(store, name, read, backend.run, rules, on_attempt, has_model)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(store.run)
         tasks.start_soon(worker.run)
@@ -412,7 +413,7 @@ async def test_a_store_that_is_away_for_longer_than_a_worker_may_be_costs_nothin
             end.set()
         elif at == 0:
             end.set()
-            raise InvalidRequest("It is wrong.")
+            raise BackendRejected("It is wrong.", status=400, code="wrong")
 
     await submit(store, "a")
     async with working(store, Backend(before), "first"), working(other, Backend(before), "second"):
@@ -470,11 +471,22 @@ def failing(error: Exception, times: int, number: int) -> Any:
         (StreamBroken("It broke."), 2, 3, JobStatus.COMPLETED, None, 2),
         (StreamBroken("It broke."), 3, 0, JobStatus.FAILED, "job_poisoned", 3),
         (NoBackend("None is up."), 5, 0, JobStatus.COMPLETED, None, 0),
-        (InvalidRequest("It is wrong."), 1, 0, JobStatus.FAILED, "invalid_request", 0),
+        (BackendRejected("It is wrong.", status=400, code="wrong"), 1, 0, JobStatus.FAILED, "wrong", 0),
+        (InvalidRequest("It has no place."), 2, 0, JobStatus.COMPLETED, None, 2),
+        (InvalidRequest("It has no place."), 3, 0, JobStatus.FAILED, "invalid_request", 2),
         (CallerStalled(), 1, 3, JobStatus.COMPLETED, None, 0),
         (ZeroDivisionError(), 1, 3, JobStatus.COMPLETED, None, 1),
     ],
-    ids=["breaks", "keeps-breaking", "fleet-down", "refused", "store-too-slow", "fault-of-ours"],
+    ids=[
+        "breaks",
+        "keeps-breaking",
+        "fleet-down",
+        "refused",
+        "refused-by-us",
+        "always-refused-by-us",
+        "store-too-slow",
+        "fault-of-ours",
+    ],
 )
 async def test_what_a_failure_costs(
     world: JobWorld,
@@ -493,6 +505,32 @@ async def test_what_a_failure_costs(
     assert (job.error.code if job.error else None) == code
     if status is JobStatus.COMPLETED:
         assert await content(store, "a") == ANSWER
+
+
+async def test_jobs_of_a_model_that_a_worker_has_not_wait_for_one_that_has_it(
+    world: JobWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, other, models = world.open(), world.open(), {"m"}
+    await store.submit(NewJob(id="a", key="alice", lane="new/light", body=BODY), QUOTA)
+    await submit(store, "b")
+
+    def has_model(lane: str) -> bool:
+        return lane.partition("/")[0] in models
+
+    async with working(store, Backend(), has_model=has_model):
+        await ended(store, "b")
+        waits = await store.get("a")
+        assert waits is not None
+        assert (waits.status, waits.attempt, waits.position) == (JobStatus.QUEUED, 0, 1)
+        async with working(other, Backend(), "other"):
+            assert (await ended(store, "a")).worker == "other"
+        told = [getattr(record, "fields", {}) for record in caplog.records]
+        left_alone = [fields for fields in told if fields.get("event") == "jobs_left_alone"]
+        assert left_alone == [{"event": "jobs_left_alone", "lane": "new/light", "queued": 1}]
+
+        await store.submit(NewJob(id="c", key="alice", lane="new/light", body=BODY), QUOTA)
+        models.add("new")  # the configuration has it by now
+        assert (await ended(store, "c")).worker == "w"
 
 
 async def test_an_engine_that_does_not_continue_answers_begins_anew(world: JobWorld) -> None:
@@ -523,14 +561,19 @@ async def test_an_engine_that_does_not_continue_answers_begins_anew(world: JobWo
         ([StreamBroken("It broke.")], True, ["new failed", "continued ended completed"]),
         ([StreamBroken("It broke.")], False, ["new failed", "restarted ended completed"]),
         ([NoBackend("None is up.")], True, ["new returned", "continued ended completed"]),
-        ([InvalidRequest("It is wrong.")], True, ["new ended failed"]),
+        ([BackendRejected("It is wrong.", status=400, code="wrong")], True, ["new ended failed"]),
+        (
+            [InvalidRequest("It has no place.")] * 3,
+            True,
+            ["new failed", "continued failed", "continued ended failed"],
+        ),
         (
             [StreamBroken("It broke.")] * 3,
             True,
             ["new failed", "continued failed", "continued poisoned"],
         ),
     ],
-    ids=["well", "continued", "restarted", "returned", "refused", "poisoned"],
+    ids=["well", "continued", "restarted", "returned", "refused", "refused-by-us", "poisoned"],
 )
 async def test_every_attempt_is_told_of(
     world: JobWorld, before: list[Exception], continues: bool, told: list[str]
