@@ -2,15 +2,13 @@
 
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-from redis.asyncio import Redis
+from support.redis_server import RedisServer, limited
 
 from gateway.core.class_counts import TextKind
 from gateway.core.facts import Attempts, Facts, Learned, Ratio
@@ -406,27 +404,20 @@ async def test_what_others_said_fades_while_the_server_is_away(stoppable: Any) -
         await gateway.ledger.aclose()
 
 
-async def test_the_documented_rights_are_enough(stoppable: Any) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "store.md").read_text()
-    (listed,) = re.findall(r"An ACL needs: (.*?)\(and `(\+client)`", page, re.DOTALL)
-    rights = re.sub(r"[`,]|\band\b", " ", " ".join(listed)).split()
-    redis: Any = Redis.from_url(stoppable.url)
-    none = ("reset", "resetchannels", "on", ">secret")
-    await redis.execute_command("ACL", "SETUSER", "gateway", *none, *rights)
-    await redis.aclose()
-    url = stoppable.url.replace("unix://", "unix://gateway:secret@")
-    here, there = Gateway(RedisLedger(url)), Gateway(RedisLedger(url))
-    async with anyio.create_task_group() as tasks:
+async def test_the_documented_rights_are_enough(stoppable: RedisServer) -> None:
+    async with limited(stoppable) as url:
+        here, there = Gateway(RedisLedger(url)), Gateway(RedisLedger(url))
+        async with anyio.create_task_group() as tasks:
+            for gateway in (here, there):
+                tasks.start_soon(gateway.ledger.run)
+            await here.hears({there.ledger.owner: saying()})
+            slot = await here.ledger.acquire("b", Load(seqs=1), Load(seqs=1))
+            assert isinstance(slot, Slot)
+            await here.ledger.answered(slot)
+            await here.ledger.release(slot)
+            there.facts = FULL
+            there.ledger.exchange.publish_now()
+            await here.hears({there.ledger.owner: FULL})
+            tasks.cancel_scope.cancel()
         for gateway in (here, there):
-            tasks.start_soon(gateway.ledger.run)
-        await here.hears({there.ledger.owner: saying()})
-        slot = await here.ledger.acquire("b", Load(seqs=1), Load(seqs=1))
-        assert isinstance(slot, Slot)
-        await here.ledger.answered(slot)
-        await here.ledger.release(slot)
-        there.facts = FULL
-        there.ledger.exchange.publish_now()
-        await here.hears({there.ledger.owner: FULL})
-        tasks.cancel_scope.cancel()
-    for gateway in (here, there):
-        await gateway.ledger.aclose()
+            await gateway.ledger.aclose()

@@ -1,7 +1,6 @@
 """Jobs over real servers: accepted once, handed out in order, ended once, and forgotten in time."""
 
 import logging
-import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +11,7 @@ import anyio
 import pytest
 from redis.asyncio import Redis
 from support.job_world import LANE, LEFT, QUOTA, JobWorld, new_job
-from support.redis_server import RedisServer, own_server
+from support.redis_server import RedisServer, limited, own_server
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import (
@@ -907,39 +906,33 @@ async def test_whoever_listens_hears_again_after_the_store_was_away(
 
 
 async def test_the_documented_acl_is_enough(stoppable: RedisServer) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "store.md").read_text(encoding="utf-8")
-    (rights,) = re.findall(r"An ACL for jobs needs:\n\n```\n(.*?)```", text, re.DOTALL)
-    admin = Redis.from_url(stoppable.url)
-    await admin.execute_command(
-        "ACL", "SETUSER", "gateway", "on", "resetchannels", ">secret", *rights.split()
-    )  # type: ignore[no-untyped-call]
-    await admin.aclose()
-    jobs = RedisJobs(stoppable.url.replace("unix://", "unix://gateway:secret@"), lost_s=0.2)
-    async with listening(jobs):
-        new = new_job("a", expires_s=100.0, keep_s=0.001)
-        assert isinstance(await jobs.submit(new, QUOTA, PROMISE), Job)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(waits, jobs, "a", 0, JobStatus.QUEUED)
-            assert await claimed(jobs) == ["a"]
-        with anyio.fail_after(WITHIN_S):
-            await jobs.give_back("a", 1, after_s=0.001)
-            while not await claimed(jobs):
-                pass
-            while (await jobs.claim("another", None, 3)) is None:  # until the first is lost
-                pass
-        assert await jobs.beat("another", [("a", 3)]) == []
-        await jobs.append("a", 3, Chunk(0, 3, b"x"))
-        assert len(await jobs.chunks("a")) == len(await jobs.find()) == len(await jobs.lanes()) == 1
-        await jobs.cancel("a")
-        await jobs.retry("a")
-        await jobs.cancel("a")
-        with anyio.fail_after(WITHIN_S):
-            while await jobs.get("a"):
-                pass
-        assert not await jobs.delete("a")
-        assert await jobs.drain(True)
-        await jobs.drain(False)
-    await jobs.aclose()
+    async with limited(stoppable) as url:
+        jobs = RedisJobs(url, lost_s=0.2)
+        async with listening(jobs):
+            new = new_job("a", expires_s=100.0, keep_s=0.001)
+            assert isinstance(await jobs.submit(new, QUOTA, PROMISE), Job)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(waits, jobs, "a", 0, JobStatus.QUEUED)
+                assert await claimed(jobs) == ["a"]
+            with anyio.fail_after(WITHIN_S):
+                await jobs.give_back("a", 1, after_s=0.001)
+                while not await claimed(jobs):
+                    pass
+                while (await jobs.claim("another", None, 3)) is None:  # until the first is lost
+                    pass
+            assert await jobs.beat("another", [("a", 3)]) == []
+            await jobs.append("a", 3, Chunk(0, 3, b"x"))
+            assert len(await jobs.chunks("a")) == len(await jobs.find()) == len(await jobs.lanes()) == 1
+            await jobs.cancel("a")
+            await jobs.retry("a")
+            await jobs.cancel("a")
+            with anyio.fail_after(WITHIN_S):
+                while await jobs.get("a"):
+                    pass
+            assert not await jobs.delete("a")
+            assert await jobs.drain(True)
+            await jobs.drain(False)
+        await jobs.aclose()
 
 
 async def test_a_server_that_is_full_takes_no_job_and_those_it_has_come_to_their_end(

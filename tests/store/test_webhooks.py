@@ -1,16 +1,14 @@
 """Deliveries in a real store: handed on once, claimed by one at a time, never lost."""
 
 import json
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import anyio
 import pytest
 from redis.asyncio import Redis
-from support.redis_server import RedisServer
+from support.redis_server import RedisServer, limited
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import JobStatus, NewJob, Quota
@@ -303,20 +301,14 @@ async def test_a_store_that_is_away_is_said_to_be(stoppable: RedisServer) -> Non
 
 
 async def test_the_documented_acl_is_enough(stoppable: RedisServer) -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    jobs = re.findall(r"An ACL for jobs needs:\n\n```\n(.*?)```", (docs / "store.md").read_text(), re.DOTALL)
-    own = re.findall(r"An ACL for webhooks needs, .*: `(.*)`", (docs / "webhooks.md").read_text())
-    rights = f"{jobs[0]} {own[0]}".split()
-    admin = Redis.from_url(stoppable.url)
-    await admin.execute_command("ACL", "SETUSER", "gateway", "on", "resetchannels", ">secret", *rights)  # type: ignore[no-untyped-call]
-    await admin.aclose()
-    webhooks = RedisWebhooks(stoppable.url.replace("unix://", "unix://gateway:secret@"))
-    await webhooks.events(1)
-    await webhooks.announce("response.completed", "resp_1", None)
-    (event,) = await webhooks.events(1)
-    await webhooks.hand_on(event, [OPS])
-    (delivery,) = await webhooks.claim({"ops": 1})
-    await webhooks.again(delivery, 0.0)
-    await webhooks.end(delivery)
-    assert await webhooks.pending(["ops"]) == {"ops": 0}
-    await webhooks.aclose()
+    async with limited(stoppable) as url:
+        webhooks = RedisWebhooks(url)
+        await webhooks.events(1)
+        await webhooks.announce("response.completed", "resp_1", None)
+        (event,) = await webhooks.events(1)
+        await webhooks.hand_on(event, [OPS])
+        (delivery,) = await webhooks.claim({"ops": 1})
+        await webhooks.again(delivery, 0.0)
+        await webhooks.end(delivery)
+        assert await webhooks.pending(["ops"]) == {"ops": 0}
+        await webhooks.aclose()

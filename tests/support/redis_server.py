@@ -7,16 +7,18 @@ extra; else the test fails. Tests that stop their server always take the binary.
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
@@ -27,6 +29,7 @@ from testcontainers.community.redis import RedisContainer
 from gateway.store.embedded import READY, server_command, socket_path
 
 START_S = 20.0
+PASSWORD = "secret"
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,23 @@ def own_server(leg: str, folder: Path, *, keeps: bool = False) -> Iterator[Redis
         yield server
     finally:
         server.kill()
+
+
+def acl_orders() -> list[list[str]]:
+    """Return the commands by which docs/store.md makes a user with just enough rights, word by word."""
+    page = (Path(__file__).parents[2] / "docs" / "store.md").read_text(encoding="utf-8")
+    found = re.findall(r"^```\n(ACL SETUSER .*?)```", page, re.MULTILINE | re.DOTALL)
+    return [order.replace("PASSWORD", PASSWORD).split() for order in found]
+
+
+@asynccontextmanager
+async def limited(server: RedisServer) -> AsyncIterator[str]:
+    """Make that user, and yield the URL by which it connects. Nothing may have been refused it at the end."""
+    async with cast("Any", Redis.from_url(server.url, decode_responses=True)) as admin:
+        for order in acl_orders():
+            await admin.execute_command(*order)
+        yield server.url.replace("unix://", f"unix://gateway:{PASSWORD}@")
+        assert await admin.execute_command("ACL", "LOG") == []
 
 
 class Failover:
