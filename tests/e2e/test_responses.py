@@ -590,6 +590,29 @@ async def test_a_picture_goes_where_pictures_are_taken(fleet: Site) -> None:
     assert with_picture.usage.input_tokens > without.usage.input_tokens + 100
 
 
+async def test_a_tool_may_answer_with_a_picture(fleet: Site) -> None:
+    client = fleet.openai()
+    first = await client.responses.create(
+        model="gemma-4", input="Call get_weather for Paris.", tools=[WEATHER], tool_choice="required"
+    )
+    call: Any = first.output[-1]
+    pixel = base64.b64encode(bytes.fromhex("89504e470d0a1a0a")).decode()
+    output = [
+        {"type": "input_text", "text": "Look."},
+        {"type": "input_image", "image_url": f"data:image/png;base64,{pixel}"},
+    ]
+    usages = []
+    for parts in (output, output[:1]):
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": parts}
+        answer = await client.responses.create(
+            model="gemma-4", previous_response_id=first.id, input=[result], tools=[WEATHER]
+        )
+        assert answer.usage is not None
+        usages.append(answer.usage.input_tokens)
+
+    assert usages[0] > usages[1] + 100
+
+
 async def test_nothing_of_what_was_said_reaches_the_operators(one: Site) -> None:
     await one.openai().responses.create(model="gemma-4", input=SKY, max_output_tokens=5)
     async with httpx.AsyncClient(base_url=one.admin_url, trust_env=False) as client:

@@ -4,7 +4,8 @@ An item is kept in one form: with a type, an id, and its content as a list of pa
 response it belongs to, so that a reference to an item needs no index to be found by.
 
 Gemma's chat template decides what becomes of some: it has one place for system text, at the head; it renders
-a thought only in a message that calls tools; and it names the tool that a result comes from.
+a thought only in a message that calls tools; and it names the tool that a result comes from, of which it
+renders nothing but text.
 """
 
 import re
@@ -129,7 +130,7 @@ def _read_call(item: Item, where: str) -> Item:
 def _read_output(item: Item, where: str) -> Item:
     output = item.get("output")
     if not isinstance(output, str):
-        output = _read_parts(output, f"{where}.output", {name: _read_text for name in _TEXTS})
+        output = _read_parts(output, f"{where}.output", _OUTPUT_READERS)
     return {"call_id": _text(item, "call_id", where), "output": output, "status": "completed"}
 
 
@@ -193,12 +194,8 @@ def _read_audio(part: Item, where: str) -> Item:
     return {"input_audio": {name: _text(audio, name, f"{where}.input_audio") for name in names}}
 
 
-_PART_READERS: PartReaders = {
-    **{name: _read_text for name in _TEXTS},
-    "refusal": _read_refusal,
-    "input_image": _read_image,
-    "input_audio": _read_audio,
-}
+_OUTPUT_READERS: PartReaders = {**{name: _read_text for name in _TEXTS}, "input_image": _read_image}
+_PART_READERS: PartReaders = {**_OUTPUT_READERS, "refusal": _read_refusal, "input_audio": _read_audio}
 
 
 # ------------------------------------------------------------------ to a chat
@@ -220,22 +217,28 @@ def messages_of(items: Sequence[Item], instructions: str | None, *, own: int) ->
         chat.messages.append({"role": "system", "content": instructions})
     for index, item in enumerate(items, start=own - len(items)):
         chat.add(item, f"input.{index}.call_id" if index >= 0 else "previous_response_id")
-    chat.close()
+    chat.end()
     return _one_system_message(chat.messages)
 
 
 class _Chat:
-    """Puts the items of one turn of the assistant into one message: its thought, its words, its calls."""
+    """Puts the items of one turn of the assistant into one message: its thought, its words, its calls.
+
+    The images among the results of those calls follow behind all of them, in a message of the user.
+    """
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._open: Message | None = None
         self._thought = ""
         self._tools: dict[str, str] = {}  # the tool's name by the id of its call
+        self._images: list[Item] = []  # parts, of the results that were added last
 
     def add(self, item: Item, where: str) -> None:
         """Add an item; `where` is blamed for the result of a call that nobody made."""
         kind = item["type"]
+        if kind != "function_call_output":
+            self._show_images()
         if kind == "function_call":
             self._call(item)
             return
@@ -252,6 +255,11 @@ class _Chat:
         else:
             role = "user" if item["role"] == "user" else "system"
             self.messages.append({"role": role, "content": _content(item)})
+
+    def end(self) -> None:
+        """End the conversation."""
+        self.close()
+        self._show_images()
 
     def close(self) -> None:
         """End the assistant's message; a thought that led to words alone is what the template leaves out."""
@@ -275,8 +283,24 @@ class _Chat:
             message = "There is no function call with this `call_id` in the conversation before it."
             raise InvalidRequest(message, param=where)
         output = item["output"]
-        text = output if isinstance(output, str) else "\n".join(part["text"] for part in output)
-        self.messages.append({"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": text})
+        if not isinstance(output, str):
+            output = "\n".join(self._shown(part, name) for part in output)
+        self.messages.append(
+            {"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": output}
+        )
+
+    def _shown(self, part: Item, name: str) -> str:
+        """Return what stands in the result of the tool for a part of it."""
+        if part["type"] != "input_image":
+            return str(part["text"])
+        mark = f"[image {len(self._images) // 2 + 1}]"
+        self._images += [{"type": "text", "text": f"{mark} of {name}:"}, _chat_part(part)]
+        return mark
+
+    def _show_images(self) -> None:
+        if self._images:
+            self.messages.append({"role": "user", "content": self._images})
+            self._images = []
 
 
 def _content(item: Item) -> str | list[Item]:

@@ -36,6 +36,23 @@ def thought(text: str) -> dict[str, Any]:
     return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
 
 
+def pictured(call_id: str, *parts: str) -> dict[str, Any]:
+    """Return the result of a call in which each part is a text, or the picture."""
+    output = [
+        {"type": "input_image", "image_url": part} if part == PNG else {"type": "input_text", "text": part}
+        for part in parts
+    ]
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
+def shown(title: str) -> list[dict[str, Any]]:
+    """Return the parts that the picture becomes in a chat."""
+    return [
+        {"type": "text", "text": title},
+        {"type": "image_url", "image_url": {"url": PNG, "detail": "auto"}},
+    ]
+
+
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "42"}
 
 
@@ -139,6 +156,36 @@ RESULT = {"type": "function_call_output", "call_id": "c1", "output": "42"}
             id="a-result-in-parts",
         ),
         pytest.param(
+            [
+                call("look", "c1"),
+                call("f", "c2"),
+                pictured("c1", "Two:", PNG, PNG),
+                {**RESULT, "call_id": "c2"},
+                said("I see."),
+                call("look", "c3"),
+                pictured("c3", PNG),
+            ],
+            [
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [called("look", "c1"), called("f", "c2")],
+                },
+                {
+                    "role": "tool",
+                    "tool_call_id": "c1",
+                    "name": "look",
+                    "content": "Two:\n[image 1]\n[image 2]",
+                },
+                {"role": "tool", "tool_call_id": "c2", "name": "f", "content": "42"},
+                user([*shown("[image 1] of look:"), *shown("[image 2] of look:")]),
+                {"role": "assistant", "content": "I see.", "tool_calls": [called("look", "c3")]},
+                {"role": "tool", "tool_call_id": "c3", "name": "look", "content": "[image 1]"},
+                user(shown("[image 1] of look:")),
+            ],
+            id="pictures-stand-behind-the-results-they-are-in",
+        ),
+        pytest.param(
             [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "In short."}]}, call()],
             [{"role": "assistant", "content": None, "tool_calls": [called()], "reasoning": "In short."}],
             id="a-summary-where-there-is-no-thought",
@@ -197,7 +244,7 @@ def test_all_system_text_at_the_head_is_one_message() -> None:
         (RESULT, "invalid_request", "input.1.call_id"),
         ({**RESULT, "output": None}, "invalid_request", "input.1.output"),
         (
-            {**RESULT, "output": [{"type": "input_image", "image_url": PNG}]},
+            {**RESULT, "output": [{"type": "input_file", "file_id": "f"}]},
             "unsupported_content",
             "input.1.output.0.type",
         ),
