@@ -433,7 +433,10 @@ def _tool(
     tools: Sequence[Any],
     options: SimulatorOptions,
 ) -> tuple[str, str] | None:
-    """Return the call the answer ends in: forced, or because the user named a tool."""
+    """Return the call the answer ends in: forced, or because the user named a tool.
+
+    Left the choice, it calls no tool a second time in a turn while there is another; so an agent's steps end.
+    """
     functions = {
         str(tool["function"].get("name")): tool["function"]
         for tool in tools
@@ -441,19 +444,34 @@ def _tool(
     }
     choice = data.get("tool_choice")
     name: str | None = None
+    called = _called_in_this_turn(messages)
     if isinstance(choice, Mapping) and isinstance(choice.get("function"), Mapping):
         name = str(choice["function"].get("name"))
         if name not in functions:
             raise bad_request(f"Tool '{name}' has not been passed in `tools`.")
     elif choice == "required":
-        name = next(iter(functions), None)
+        name = next((known for known in functions if known not in called), next(reversed(functions), None))
     if name is not None:
         if Quirk.TOOL_CHOICE_IGNORED in options.quirks:
             return None
     elif choice != "none" and messages[-1].get("role") == "user":
         said = str(messages[-1].get("content")).casefold()
-        name = next((known for known in functions if known.casefold() in said), None)
+        name = next((tool for tool in functions if tool not in called and tool.casefold() in said), None)
     return None if name is None else (name, sample_json(functions[name].get("parameters") or {}))
+
+
+def _called_in_this_turn(messages: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the tools that were called since the assistant last had the last word."""
+    called: set[str] = set()
+    for message in reversed(messages):
+        if message.get("role") != "assistant":
+            continue
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or not calls:
+            break
+        functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
+        called |= {str(function.get("name")) for function in functions if isinstance(function, Mapping)}
+    return called
 
 
 def _fixed_text(data: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str | None:

@@ -76,6 +76,51 @@ async def test_a_tool_is_not_called(client: httpx.AsyncClient, chat: Chat, membe
     assert message["content"]
 
 
+def _called(*names: str) -> list[dict[str, Any]]:
+    """Return the messages of a step in which these tools were called, and answered."""
+    functions = [{"name": name, "arguments": "{}"} for name in names]
+    calls = [{"id": one["name"], "type": "function", "function": one} for one in functions]
+    results = [{"role": "tool", "tool_call_id": name, "content": "Done."} for name in names]
+    return [{"role": "assistant", "content": None, "tool_calls": calls}, *results]
+
+
+@pytest.mark.parametrize(
+    ("choice", "then", "expected"),
+    [
+        pytest.param("required", [], ["get_weather"], id="first"),
+        pytest.param("required", _called("get_weather"), ["final_answer"], id="then-the-next"),
+        pytest.param(
+            "required", [*_called("get_weather"), *_called("final_answer")], ["final_answer"], id="last-again"
+        ),
+        pytest.param(
+            "required",
+            [
+                *_called("get_weather"),
+                {"role": "assistant", "content": "Sun."},
+                {"role": "user", "content": "?"},
+            ],
+            ["get_weather"],
+            id="a-new-turn",
+        ),
+        pytest.param(
+            "auto",
+            [*_called("get_weather"), {"role": "user", "content": "What get_weather saw."}],
+            [],
+            id="asked-for-in-words-but-done",
+        ),
+    ],
+)
+async def test_a_turn_goes_on_to_another_tool(
+    client: httpx.AsyncClient, chat: Chat, choice: str, then: list[dict[str, Any]], expected: list[str]
+) -> None:
+    final = {"type": "function", "function": {"name": "final_answer", "parameters": {"type": "object"}}}
+    body = chat("Name a river.", tools=[WEATHER, final], tool_choice=choice)
+    body["messages"] += then
+    message = (await post(client, body)).json()["choices"][0]["message"]
+
+    assert [call["function"]["name"] for call in message.get("tool_calls", ())] == expected
+
+
 # ------------------------------------------------------------------ refusals
 
 LONG = "river stone " * 3_000
