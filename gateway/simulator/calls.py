@@ -486,7 +486,10 @@ def _fixed_text(data: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) 
 
 
 def _said_by(role: str, message: Mapping[str, Any]) -> str | None:
+    """Return the text of a message with that role; None if it has another, or is not one text."""
     content = message.get("content")
+    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], Mapping):
+        content = content[0].get("text")
     return content if message.get("role") == role and isinstance(content, str) else None
 
 

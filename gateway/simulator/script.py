@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import unquote
 
 from gateway.simulator import pieces, prose
 
@@ -188,40 +189,75 @@ _SAMPLES = {
 }
 _SCALARS: dict[object, object] = {"integer": 3, "number": 1.5, "boolean": True, "null": None}
 _DEPTH_MAX = 6
+_CHOICES = ("enum", "examples")
+_SAYS_MORE = frozenset({"const", *_CHOICES})
+"""What is taken before a reference or a union that stands beside it."""
 
 
 def sample_json(schema: object) -> str:
-    """Return JSON text that fits a schema, as far as types, enums and required members go."""
-    return json.dumps(_sample(schema, "", 0), ensure_ascii=False)
+    """Return JSON text that fits a schema, as far as types, enums, references and required members go."""
+    return json.dumps(_Sampler(schema).value(schema, "", 0), ensure_ascii=False)
 
 
-def _sample(schema: object, name: str, depth: int) -> object:
-    if not isinstance(schema, Mapping) or depth > _DEPTH_MAX:
+class _Sampler:
+    """Finds values that fit the parts of a schema."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+
+    def value(self, schema: object, name: str, depth: int) -> object:
+        """Return a value of the member `name` that fits."""
+        schema = self._followed(schema)
+        if not isinstance(schema, Mapping) or depth > _DEPTH_MAX:
+            return {}
+        if "const" in schema:
+            constant: object = schema["const"]
+            return constant
+        for choices in _CHOICES:
+            if isinstance(schema.get(choices), list) and schema[choices]:
+                first: object = schema[choices][0]
+                return first
+        kind = schema.get("type")
+        if isinstance(kind, list) and kind:
+            kind = kind[0]
+        if kind == "string":
+            return _SAMPLES.get(name, "a quiet afternoon")
+        if kind == "array":
+            return [self.value(schema.get("items"), name, depth + 1)]
+        return _SCALARS[kind] if kind in _SCALARS else self._object(schema, depth)
+
+    def _followed(self, schema: object) -> object:
+        """Return the schema that another stands for, through references and the first of each union."""
+        for _ in range(_DEPTH_MAX):
+            if not isinstance(schema, Mapping) or not _SAYS_MORE.isdisjoint(schema):
+                return schema
+            part = self._referred(schema["$ref"]) if "$ref" in schema else _first_of_a_union(schema)
+            if part is None:
+                return schema
+            schema = part
         return {}
-    if "const" in schema:
-        constant: object = schema["const"]
-        return constant
-    for choices in ("enum", "examples"):
-        if isinstance(schema.get(choices), list) and schema[choices]:
-            first: object = schema[choices][0]
-            return first
-    for union in ("anyOf", "oneOf"):
+
+    def _referred(self, reference: object) -> object:
+        """Return the part of the schema that a reference such as `#/$defs/City` names, or None."""
+        start, *path = str(reference).split("/")
+        found = self._root if start == "#" else None
+        for step in path:
+            step = unquote(step).replace("~1", "/").replace("~0", "~")
+            found = found.get(step) if isinstance(found, Mapping) else None
+        return found
+
+    def _object(self, schema: Mapping[str, Any], depth: int) -> dict[str, object]:
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping):
+            return {}
+        required = schema.get("required")
+        names = required if isinstance(required, list) and required else list(properties)
+        return {str(key): self.value(properties.get(key), str(key), depth + 1) for key in names}
+
+
+def _first_of_a_union(schema: Mapping[str, Any]) -> object:
+    for union in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(union), list) and schema[union]:
-            return _sample(schema[union][0], name, depth + 1)
-    kind = schema.get("type")
-    if isinstance(kind, list) and kind:
-        kind = kind[0]
-    if kind == "string":
-        return _SAMPLES.get(name, "a quiet afternoon")
-    if kind == "array":
-        return [_sample(schema.get("items"), name, depth + 1)]
-    return _SCALARS[kind] if kind in _SCALARS else _sample_object(schema, depth)
-
-
-def _sample_object(schema: Mapping[str, Any], depth: int) -> dict[str, object]:
-    properties = schema.get("properties")
-    if not isinstance(properties, Mapping):
-        return {}
-    required = schema.get("required")
-    names = required if isinstance(required, list) and required else list(properties)
-    return {str(key): _sample(properties.get(key), str(key), depth + 1) for key in names}
+            first: object = schema[union][0]
+            return first
+    return None

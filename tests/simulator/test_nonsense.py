@@ -45,8 +45,12 @@ def test_what_can_be_asked_for(text: str, answer: str | None) -> None:
     assert asked_for(text) == answer
 
 
-async def test_it_repeats_a_word_word_for_word(client: httpx.AsyncClient, chat: Chat) -> None:
-    answer = (await client.post(URL, json=chat('Reply with the word "heron".', temperature=0))).json()
+WORD = 'Reply with the word "heron".'
+
+
+@pytest.mark.parametrize("content", [WORD, [{"type": "text", "text": WORD}]], ids=["string", "part"])
+async def test_it_repeats_a_word_word_for_word(client: httpx.AsyncClient, chat: Chat, content: Any) -> None:
+    answer = (await client.post(URL, json=chat(content, temperature=0))).json()
 
     assert answer["choices"][0]["message"]["content"] == "heron"
     assert answer["choices"][0]["finish_reason"] == "stop"

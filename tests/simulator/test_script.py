@@ -112,6 +112,18 @@ SCHEMAS = [
         id="required-members-only",
     ),
     pytest.param({"type": "object", "properties": {"n": {"type": "integer"}}}, {"n": 3}, id="all-members"),
+    pytest.param(
+        {
+            "$defs": {"City": {"properties": {"name": {"type": "string"}}}, "a/b": {"type": "integer"}},
+            "properties": {
+                "cities": {"type": "array", "items": {"$ref": "#/$defs/City"}},
+                "n": {"allOf": [{"$ref": "#/$defs/a~1b"}]},
+                "unknown": {"$ref": "#/$defs/nothing"},
+            },
+        },
+        {"cities": [{"name": "Ada"}], "n": 3, "unknown": {}},
+        id="references",
+    ),
     pytest.param({}, {}, id="anything"),
     pytest.param(None, {}, id="no-schema"),
 ]
@@ -127,3 +139,5 @@ def test_a_schema_that_contains_itself_ends() -> None:
     schema["properties"] = {"child": schema}
 
     assert json.loads(sample_json(schema))["child"]["child"]
+    assert json.loads(sample_json({"properties": {"child": {"$ref": "#"}}}))["child"]["child"]
+    assert json.loads(sample_json({"$ref": "#"})) == {}
