@@ -32,6 +32,13 @@ config_option = click.option(
     help="The configuration file.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+log_level_option = click.option(
+    "--log-level",
+    default="info",
+    show_default=True,
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="The lowest level that is logged.",
+)
 
 
 class Commands(click.RichGroup):
@@ -68,7 +75,7 @@ def main() -> None:
 
 @main.command()
 @config_option
-@click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
+@log_level_option
 @click.option(
     "--workers",
     default=1,
@@ -76,10 +83,10 @@ def main() -> None:
     type=click.IntRange(min=1),
     envvar=WORKERS_ENV,
     show_envvar=True,
-    help="Processes that serve the port together.",
+    help="Number of processes that share the port.",
 )
 def serve(config: Path, log_level: str, workers: int) -> None:
-    """Run the gateway until SIGTERM, then let what runs finish."""
+    """Run the gateway until SIGTERM, then let running requests finish."""
     _outlive_early_reloads()
     from gateway import process
 
@@ -88,12 +95,12 @@ def serve(config: Path, log_level: str, workers: int) -> None:
 
 @main.command()
 @config_option
-@click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
-@click.option("--admin", metavar="HOST:PORT", help="Where operators connect, in place of the file's `admin`.")
+@log_level_option
+@click.option("--admin", metavar="HOST:PORT", help="Admin port, overriding `admin` in the file.")
 def worker(config: Path, log_level: str, admin: str | None) -> None:
-    """Work jobs off until SIGTERM, beside the gateways that take them in. Applications cannot connect.
+    """Run jobs that gateways have accepted, until SIGTERM. Applications cannot connect.
 
-    Then it takes no more, lets those finish whose answers have begun, and gives the others back.
+    On SIGTERM it takes no more jobs, finishes those whose answers have begun, and returns the others.
     """
     _outlive_early_reloads()
     from gateway import process
@@ -113,7 +120,7 @@ def _outlive_early_reloads() -> None:
 @click.argument("config", type=click.Path(path_type=Path, dir_okay=False), envvar=CONFIG_ENV)
 @json_option
 def check(config: Path, as_json: bool) -> None:
-    """Say everything that is wrong or doubtful in a configuration file, with line and suggestion."""
+    """Report all errors and warnings in a configuration file, with line numbers and suggestions."""
     from gateway import settings
 
     report = settings.check(config)
@@ -142,13 +149,13 @@ def check(config: Path, as_json: bool) -> None:
     "-c",
     type=click.Path(path_type=Path, dir_okay=False),
     envvar=CONFIG_ENV,
-    help="The configuration file. With --live: decide under this one, in place of the one in force.",
+    help="The configuration file. With --live: decide under this one instead of the one in force.",
 )
 @click.argument("request_file", type=click.File("rb"), metavar="REQUEST.json")
-@click.option("--completions", is_flag=True, help="The request is one for /v1/completions.")
-@click.option("--key", help="Decide as if the caller had the API key of this name.")
+@click.option("--completions", is_flag=True, help="The request is for /v1/completions.")
+@click.option("--key", help="Decide as if the caller used the API key with this name.")
 @click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="Add a request header.")
-@click.option("--live", metavar="ADMIN_URL", help="Ask a running gateway, by its admin port.")
+@click.option("--live", metavar="ADMIN_URL", help="Ask a running gateway through its admin port.")
 @json_option
 @click.pass_context
 def explain(
@@ -163,7 +170,7 @@ def explain(
 ) -> None:
     """Show where a request would go, and why. Sends nothing. `-` reads the request from standard input.
 
-    The fleet is taken to be idle and healthy, as configured; with --live it is as it stands.
+    The fleet is assumed to be idle and healthy, as configured; with --live, its current state is used.
     """
     from gateway import explain as explaining
     from gateway import process, settings
@@ -215,7 +222,7 @@ def version() -> None:
 @main.command()
 @click.argument("url", default="http://127.0.0.1:8080/readyz")
 def healthcheck(url: str) -> None:
-    """Exit 0 if URL answers 200: for containers and scripts, without curl."""
+    """Exit with status 0 if URL answers 200, otherwise 1. For containers and scripts without curl."""
     import httpx
 
     try:
@@ -228,10 +235,12 @@ def healthcheck(url: str) -> None:
 
 @main.command()
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--vocab", type=click.Path(path_type=Path, dir_okay=False), help="Count exactly, with this.")
+@click.option(
+    "--vocab", type=click.Path(path_type=Path, dir_okay=False), help="Count exactly, with this vocabulary."
+)
 @json_option
 def tokens(file: Path, vocab: Path | None, as_json: bool) -> None:
-    """Count a text file: tokens, how they were counted, and how long that took."""
+    """Count the tokens of a text file; show how they were counted and how long it took."""
     from dataclasses import asdict
 
     from gateway import tokenizer
@@ -246,14 +255,20 @@ def tokens(file: Path, vocab: Path | None, as_json: bool) -> None:
 
 @main.group(cls=click.RichGroup)  # else one of the class of `main`, with the commands from elsewhere
 def vocab() -> None:
-    """Build the vocabulary that makes counts exact."""
+    """Build the vocabulary for exact token counts."""
 
 
 @vocab.command("build")
 @click.argument("tokenizer_json", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--out", "-o", required=True, type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--out",
+    "-o",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The file to write.",
+)
 def vocab_build(tokenizer_json: Path, out: Path) -> None:
-    """Convert the `tokenizer.json` that lies beside the weights you serve. Do it once."""
+    """Convert the `tokenizer.json` stored next to the weights you serve. You need this only once."""
     from gateway import tokenizer
 
     built = _usable(lambda: tokenizer.build(tokenizer_json, out))

@@ -40,7 +40,7 @@ def _common(command: F) -> F:
             type=click.Path(path_type=Path, dir_okay=False),
             envvar=CONFIG_ENV,
             show_envvar=True,
-            help="A configuration file that says where the admin port is.",
+            help="A configuration file that names the admin port.",
         ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     )
@@ -51,19 +51,25 @@ def _common(command: F) -> F:
 
 @click.group()
 def jobs() -> None:
-    """Look into the queue of jobs, and handle what is in it.
+    """List, inspect, cancel, retry and drain jobs.
 
-    Asks the admin port of any gateway or worker on the same store: of --admin, else of the configuration
-    file, else http://127.0.0.1:9090.
+    Uses the admin port of any gateway or worker on the same store: --admin, else the address in the
+    configuration file, else http://127.0.0.1:9090.
     """
 
 
 @jobs.command("list")
-@click.option("--status", type=click.Choice([status.value for status in JobStatus]), help="Only these.")
-@click.option("--key", help="Only those of the API key of this name.")
-@click.option("--lane", metavar="MODEL/CLASS", help="Only those of this lane.")
 @click.option(
-    "--limit", default=100, show_default=True, type=click.IntRange(1, 1000), help="As many at most."
+    "--status", type=click.Choice([status.value for status in JobStatus]), help="Only jobs with this status."
+)
+@click.option("--key", help="Only jobs of the API key with this name.")
+@click.option("--lane", metavar="MODEL/CLASS", help="Only jobs of this lane.")
+@click.option(
+    "--limit",
+    default=100,
+    show_default=True,
+    type=click.IntRange(1, 1000),
+    help="Maximum number of jobs to show.",
 )
 @_common
 def list_(
@@ -75,7 +81,7 @@ def list_(
     config: Path | None,
     as_json: bool,
 ) -> None:
-    """Show what waits and runs, lane by lane, and the jobs, newest first."""
+    """Show the lanes with their waiting and running jobs, then the jobs, newest first."""
     filters = {"status": status, "key": key, "lane": lane, "limit": str(limit)}
     asked = {name: value for name, value in filters.items() if value is not None}
     view = _ask("GET", _base(admin, config), "", asked)
@@ -95,7 +101,7 @@ def list_(
 @click.argument("job_id", metavar="ID")
 @_common
 def show(job_id: str, admin: str | None, config: Path | None, as_json: bool) -> None:
-    """Show all that is known of a job, but for what was asked and answered."""
+    """Show everything known about a job, except the text of request and answer."""
     view = _ask("GET", _base(admin, config), f"/{quote(job_id, safe='')}")
     if as_json:
         click.echo(json.dumps(view, indent=2))
@@ -107,7 +113,7 @@ def show(job_id: str, admin: str | None, config: Path | None, as_json: bool) -> 
 @click.argument("job_id", metavar="ID")
 @_common
 def cancel(job_id: str, admin: str | None, config: Path | None, as_json: bool) -> None:
-    """End a job that waits or runs. Fails for one that is over."""
+    """Cancel a waiting or running job. Fails if it has ended."""
     view = _ask("POST", _base(admin, config), f"/{quote(job_id, safe='')}/cancel")
     _done(view, as_json, f"{view['id']} is {view['status']}")
     if view["status"] != JobStatus.CANCELLED:
@@ -118,7 +124,7 @@ def cancel(job_id: str, admin: str | None, config: Path | None, as_json: bool) -
 @click.argument("job_id", metavar="ID")
 @_common
 def retry(job_id: str, admin: str | None, config: Path | None, as_json: bool) -> None:
-    """Queue a job again, from the start, that failed or was cancelled. It expires no more."""
+    """Run a failed or cancelled job again from the start. It no longer expires."""
     view = _ask("POST", _base(admin, config), f"/{quote(job_id, safe='')}/retry")
     place = "" if view["position"] is None else f", place {view['position']} of {view['lane']}"
     _done(view, as_json, f"{view['id']} is {view['status']}{place}")
@@ -128,9 +134,9 @@ def retry(job_id: str, admin: str | None, config: Path | None, as_json: bool) ->
 @click.option("--undo", is_flag=True, help="Let workers take jobs again.")
 @_common
 def drain(undo: bool, admin: str | None, config: Path | None, as_json: bool) -> None:
-    """Have no worker of this store take jobs any more. Jobs are accepted, and those that run finish.
+    """Stop all workers on this store from taking jobs. New jobs are accepted; running ones finish.
 
-    The order is kept in the store: it outlives restarts, until --undo.
+    The order is kept in the store: it survives restarts, until --undo.
     """
     view = _ask("POST", _base(admin, config), "/undrain" if undo else "/drain")
     _done(view, as_json, "workers take jobs" if not view["drained"] else _drained(view).plain)

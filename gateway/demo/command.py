@@ -6,7 +6,9 @@ import rich_click as click
 
 
 @click.command()
-@click.option("--serve", is_flag=True, help="Keep fleet and gateway up afterwards, for your own requests.")
+@click.option(
+    "--serve", is_flag=True, help="Keep fleet and gateway running afterwards, for your own requests."
+)
 @click.option(
     "--speed",
     default=10.0,
@@ -18,16 +20,16 @@ import rich_click as click
     "--port",
     default=0,
     type=click.IntRange(0, 65535),
-    help="Where the gateway listens.  [default: a free port]",
+    help="Port of the gateway.  [default: a free port]",
 )
-@click.option("--plain", is_flag=True, help="Plain lines instead of the live view.")
+@click.option("--plain", is_flag=True, help="Print plain lines instead of the live view.")
 @click.option("--requests", "size", default="full", type=click.Choice(["full", "small"]), hidden=True)
 def demo(serve: bool, speed: float, port: int, plain: bool, size: str) -> None:
     """Watch the gateway at work on this machine: no GPU, no internet, half a minute.
 
-    Five simulated Gemma 4 servers, a Qwen that shares the machine of one, and the real gateway run as
-    processes on loopback. The `openai` client sends chats, documents, an image, reasoning, tool calls and
-    jobs, and you see what goes where, and why.
+    Five simulated Gemma 4 servers, a Qwen that shares a machine with one of them, and the real gateway
+    run as processes on loopback. The `openai` client sends chats, documents, an image, reasoning, tool
+    calls and jobs, and you see what goes where, and why.
     """
     from gateway.demo.run import DemoOptions, run
 

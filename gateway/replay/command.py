@@ -42,14 +42,14 @@ BROKEN_SHOWN = 10
     envvar=CONFIG_ENV,
     show_envvar=True,
     required=True,
-    help="The configuration that is tried.",
+    help="The configuration to try.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def replay(files: tuple[Path, ...], config: Path, as_json: bool) -> None:
-    """Show what another configuration would have done with the requests of a log of decisions.
+    """Show what another configuration would have done with the requests in a decision log.
 
-    Takes all files of a log, and of all gateways before the same fleet; sends nothing. docs/replay.md says
-    what the figures are worth.
+    Give it all files of a log, of all gateways in front of the same fleet. Sends nothing. docs/replay.md
+    says how far to trust the figures.
     """
     try:
         tried = Tried.of(settings.load(config))

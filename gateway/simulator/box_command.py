@@ -17,7 +17,7 @@ _SPARK = ("gemma=spark-nvfp4", "qwen=qwen")
     "--port",
     required=True,
     type=click.IntRange(0, 65535),
-    help="Where it takes orders; the models listen on the ports after it. 0 for any free ones.",
+    help="Port for orders; the models listen on the ports after it. 0 for any free ones.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
@@ -28,7 +28,7 @@ _SPARK = ("gemma=spark-nvfp4", "qwen=qwen")
     help="A model of the box, and the deployment it imitates: a profile of `simulate`, or `qwen`.  "
     f"[default: {' and '.join(_SPARK)}]",
 )
-@click.option("--resident", metavar="NAME", help="Model that is up at the start; none, if not given.")
+@click.option("--resident", metavar="NAME", help="Model that is up at startup. [default: none]")
 @click.option(
     "--sleep-mode",
     is_flag=True,
@@ -55,27 +55,37 @@ _SPARK = ("gemma=spark-nvfp4", "qwen=qwen")
     default=0.7,
     show_default=True,
     type=click.FloatRange(min=0),
-    help="Seconds from the order to stop until the memory is free.",
+    help="Seconds from the stop order until the memory is free.",
 )
 @click.option(
-    "--sleep", "sleep_s", default=2.0, show_default=True, type=click.FloatRange(min=0), help="To fall asleep."
+    "--sleep",
+    "sleep_s",
+    default=2.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Seconds to fall asleep.",
 )
 @click.option(
-    "--wake", "wake_s", default=5.0, show_default=True, type=click.FloatRange(min=0), help="To wake."
+    "--wake",
+    "wake_s",
+    default=5.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Seconds to wake up.",
 )
 @click.option(
     "--fail-boots",
     default=0,
     show_default=True,
     type=click.IntRange(min=0),
-    help="How many boots of each model fail at first.",
+    help="Number of boots of each model that fail at first.",
 )
 @click.option(
     "--boots",
     "plans",
     multiple=True,
     metavar="[NAME=]END,...",
-    help=f"How the boots after those end, of each model or of one: {', '.join(Boot)}.",
+    help=f"How later boots end, of each model or of one: {', '.join(Boot)}.",
 )
 @click.option(
     "--fail-chance",
@@ -84,7 +94,9 @@ _SPARK = ("gemma=spark-nvfp4", "qwen=qwen")
     type=click.FloatRange(0, 1),
     help="Probability that any further boot fails.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of that chance, of the texts and their lengths.")
+@click.option(
+    "--seed", default=0, show_default=True, help="Seed of that probability, of the texts and their lengths."
+)
 @click.option("--answer-tokens", default=200, show_default=True, type=click.IntRange(min=1))
 @click.option("--thought-tokens", default=450, show_default=True, type=click.IntRange(min=1))
 def simulate_box(
@@ -107,7 +119,7 @@ def simulate_box(
 ) -> None:
     """Run a simulated box until SIGTERM: two models or more, and one memory that holds one of them.
 
-    By default the DGX Spark that Gemma shares with Qwen. Nothing runs until it is started:
+    By default it is the DGX Spark that Gemma shares with Qwen. Nothing runs until you start it:
 
     \b
       gemma-gateway simulate-box --port 9100 --speed 20
@@ -115,8 +127,8 @@ def simulate_box(
       curl http://127.0.0.1:9100/models
       gemma-gateway box-switch --control http://127.0.0.1:9100 --wait stop gemma
 
-    A second model that starts, or wakes, while the first holds the memory gets both killed.
-    GET /box shows what happened: violations, requests cut off, swaps, and who answered when.
+    If a second model starts or wakes while the first holds the memory, both are killed.
+    GET /box shows what happened: violations, requests cut off, swaps, and which model answered when.
     """
     import anyio
 
@@ -179,21 +191,21 @@ def simulate_box(
 
 
 @click.command("box-switch", hidden=True)
-@click.option("--control", required=True, metavar="URL", help="Where the box takes orders.")
-@click.option("--wait", is_flag=True, help="Return when it is done, not when the order is taken.")
+@click.option("--control", required=True, metavar="URL", help="URL of the box's port for orders.")
+@click.option("--wait", is_flag=True, help="Return when it is done, not when the order is accepted.")
 @click.option(
     "--timeout",
     default=900.0,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
-    help="Seconds.",
+    help="Seconds to wait.",
 )
 @click.argument("order", type=click.Choice(["start", "stop"]))
 @click.argument("name")
 def box_switch(control: str, wait: bool, timeout: float, order: str, name: str) -> None:
     """Tell a simulated box to start or stop a model.
 
-    Exit status: 0 if the box took the order, with --wait if it carried it out; else 1.
+    Exit status: 0 if the box accepted the order, or with --wait carried it out; otherwise 1.
     """
     from urllib.parse import quote
 

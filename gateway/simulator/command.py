@@ -37,11 +37,15 @@ def _boot(text: str) -> float | None:
     default="0",
     show_default=True,
     metavar="SECONDS",
-    help="How long it refuses connections first; `profile` for the boot time its profile says.",
+    help="How long it refuses connections at first; `profile` for the boot time of its profile.",
 )
-@click.option("--api-key", envvar="VLLM_API_KEY", help="Key its /v1 routes ask for.  [env: VLLM_API_KEY]")
-@click.option("--served-model", metavar="NAME", help="Name it serves the model under, if not the profile's.")
-@click.option("--seed", default=0, show_default=True, help="Of its texts and their lengths.")
+@click.option(
+    "--api-key", envvar="VLLM_API_KEY", help="API key that its /v1 routes require.  [env: VLLM_API_KEY]"
+)
+@click.option(
+    "--served-model", metavar="NAME", help="Name under which it serves the model, if not the profile's."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of its texts and their lengths.")
 @click.option(
     "--accept",
     type=click.FloatRange(min=1),
@@ -55,18 +59,18 @@ def _boot(text: str) -> float | None:
     default=0.0,
     show_default=True,
     type=click.FloatRange(min=0),
-    help="Seconds that running answers get on SIGTERM; 0 cuts them off, as vLLM does.",
+    help="Seconds that running answers get after SIGTERM; 0 cuts them off, as vLLM does.",
 )
 @click.option("--answer-tokens", default=200, show_default=True, type=click.IntRange(min=1))
 @click.option("--thought-tokens", default=450, show_default=True, type=click.IntRange(min=1))
 @click.option(
     "--fault",
     type=click.Choice([fault.value for fault in Fault]),
-    help="Go wrong like this. POST /simulator/fault changes it.",
+    help="Simulate this fault. POST /simulator/fault changes it.",
 )
-@click.option("--fault-count", type=click.IntRange(min=1), help="Requests it strikes; all, if not given.")
+@click.option("--fault-count", type=click.IntRange(min=1), help="Number of requests affected. [default: all]")
 @click.option(
-    "--fault-seconds", type=click.FloatRange(min=0), help="How long refuse, hang and the like last."
+    "--fault-seconds", type=click.FloatRange(min=0), help="How long faults like refuse and hang last."
 )
 @click.option("--fault-after", default=3, show_default=True, help="Events a stream sends before it breaks.")
 @click.option(
@@ -74,7 +78,7 @@ def _boot(text: str) -> float | None:
     "quirks",
     multiple=True,
     type=click.Choice([quirk.value for quirk in Quirk]),
-    help="Misbehave like this.",
+    help="Simulate this known engine bug.",
 )
 def simulate(
     profile: str,
@@ -96,7 +100,7 @@ def simulate(
     fault_after: int,
     quirks: tuple[str, ...],
 ) -> None:
-    """Run one simulated Gemma 4 server until SIGTERM: vLLM's wire and a real deployment's latency, no GPU."""
+    """Run one simulated Gemma 4 server until SIGTERM: vLLM's API, a real deployment's latency, no GPU."""
     from gateway import profiles
 
     if profile == "help":
