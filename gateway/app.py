@@ -361,7 +361,7 @@ class Gateway:
                     self.queue and self.queue.sight and not self.queue.sight.is_away
                 ),
             }
-        return {**self.readiness(), "not_draining": not self.applications.serving.is_draining}
+        return {**self.readiness(), "not_draining": not self.applications.serving.is_leaving}
 
     @property
     def in_flight(self) -> int:
@@ -369,6 +369,23 @@ class Gateway:
         if self.settings.is_job_worker and self.worker is not None:
             return self.worker.running
         return self.applications.serving.in_flight
+
+    @property
+    def notice_s(self) -> float:
+        """Seconds between the order to stop and the first request that is refused."""
+        return 0.0 if self.settings.is_job_worker else self.settings.shutdown.notice_s
+
+    async def give_notice(self) -> None:
+        """Be not ready, and go on as ever for `notice_s`."""
+        notice_s = self.notice_s
+        if notice_s:
+            log.info(
+                "leaving: not ready, and everything is served for %g s more",
+                notice_s,
+                extra=about("leaving", notice_s=notice_s),
+            )
+            self.applications.serving.is_leaving = True
+            await anyio.sleep(notice_s)
 
     async def drain(self) -> None:
         """Take nothing new, and return when everything that is `in_flight` has ended."""
@@ -433,7 +450,7 @@ class Gateway:
                     await self._stop(tasks)
 
     async def _stop(self, tasks: TaskGroup) -> None:
-        self.applications.serving.is_draining = True
+        self.applications.serving.refuse()
         if self.batch_runner is not None:
             await self.batch_runner.stop()
         if self.worker is not None:
@@ -528,15 +545,16 @@ async def serve_until(
         ready(running)
         await anext(stops)
         what = "jobs" if gateway.settings.is_job_worker else "requests"
-        log.info(
-            "draining: %d %s in flight; a second signal ends them",
-            gateway.in_flight,
-            what,
-            extra=about("draining", in_flight=gateway.in_flight),
-        )
-        with anyio.move_on_after(gateway.settings.shutdown.drain_s):
+        with anyio.move_on_after(gateway.notice_s + gateway.settings.shutdown.drain_s):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_cancel_on_next, stops, tasks)
+                await gateway.give_notice()
+                log.info(
+                    "draining: %d %s in flight; a second signal ends them",
+                    gateway.in_flight,
+                    what,
+                    extra=about("draining", in_flight=gateway.in_flight),
+                )
                 await gateway.drain()
                 tasks.cancel_scope.cancel()
         if left := gateway.in_flight:

@@ -131,7 +131,7 @@ async def serve(
         def announce(admin_urls: tuple[str, ...]) -> None:
             ready(Serving(url_of(listen), workers, admin_urls))
 
-        crew = Crew(settings.shutdown.drain_s, announce)
+        crew = Crew(settings.shutdown.notice_s + settings.shutdown.drain_s, announce)
         async with anyio.create_task_group() as tasks:
             try:
                 if settings.store is None:
@@ -158,9 +158,12 @@ class Crew:
         ended_well: Whether each that was told to stop has ended by itself, with status 0.
     """
 
-    def __init__(self, drain_s: float, ready: Callable[[tuple[str, ...]], None]) -> None:
-        """Call `ready` once, with the workers' URLs for operators, when all accept connections."""
-        self.drain_s = drain_s
+    def __init__(self, end_s: float, ready: Callable[[tuple[str, ...]], None]) -> None:
+        """Call `ready` once, with the workers' URLs for operators, when all accept connections.
+
+        `end_s`: how long each may take to end by itself.
+        """
+        self.end_s = end_s
         self.ended_well = True
         self._command = _command()
         self._ready = ready
@@ -299,7 +302,7 @@ async def _pass_on(signals: AsyncIterator[signal.Signals], crew: Crew) -> None:
     await anext(signals)
     log.info("draining all workers; a second signal ends them", extra=about("draining"))
     await crew.stop()
-    with anyio.move_on_after(crew.drain_s + END_S):
+    with anyio.move_on_after(crew.end_s + END_S):
         await anext(signals)
         await crew.stop()
         await anyio.sleep(END_S)

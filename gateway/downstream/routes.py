@@ -170,7 +170,7 @@ class Applications:
 
         @get("/readyz", sync_to_thread=False)
         def readyz() -> Response[dict[str, Any]]:
-            return _readiness({**self._readiness(), "not_draining": not self.serving.is_draining})
+            return _readiness({**self._readiness(), "not_draining": not self.serving.is_leaving})
 
         app = Litestar(
             [

@@ -40,6 +40,7 @@ class Serving:
         limits: What bounds the body of a request.
         uploads: What is being received.
         in_flight: Requests that are being served.
+        is_leaving: Whether this gateway is about to stop, and no more should be sent to it.
         is_draining: Whether new ones are refused.
     """
 
@@ -59,6 +60,7 @@ class Serving:
         self.limits = limits
         self.uploads = Uploads()
         self.in_flight = 0
+        self.is_leaving = False
         self.is_draining = False
         self._keys = keys
         self._recorder = recorder
@@ -66,9 +68,13 @@ class Serving:
         self._trace_of = trace_of
         self._idle = anyio.Event()
 
+    def refuse(self) -> None:
+        """Refuse new work from now on."""
+        self.is_leaving = self.is_draining = True
+
     async def drain(self) -> None:
         """Refuse new work from now on, and return when everything that runs has ended."""
-        self.is_draining = True
+        self.refuse()
         if self.in_flight or self.uploads.calls:
             await self._idle.wait()
 

@@ -77,6 +77,7 @@ Knee = Annotated[int, Field(ge=1, lt=1000), BeforeValidator(number)]  # core/adm
 Count = Annotated[int, Field(ge=0), BeforeValidator(number)]
 Attempts = Annotated[int, Field(ge=1, le=10), BeforeValidator(number)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)]
+Pause = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number)]
 Share = Annotated[float, Field(gt=0, le=1), BeforeValidator(number)]
 Figure = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number)]

@@ -170,6 +170,41 @@ async def test_sigterm_drains_and_a_second_signal_ends_at_once(processes: dict[s
                 pass
 
 
+@pytest.mark.parametrize("notice_s", ["0.05", "600"], ids=["passes", "is cut short"])
+async def test_a_gateway_that_leaves_serves_on_until_its_notice_is_over(
+    tmp_path: Path, notice_s: str
+) -> None:
+    rest = f"""
+models: {{gemma-4: {{classes: [{{class: short_chat, pools: [light]}}]}}}}
+health: {{interval_s: 0.2}}
+shutdown: {{notice_s: {notice_s}}}
+"""
+    simulate = ("simulate", "--profile", "h100-tp1-light", "--port", "0", "--speed", "50")
+    async with running(*simulate) as light:
+        backends = {"light-0": ((await light.wait_for(r"(http://\S+:\d+)"))[1], "h100-tp1-light")}
+        file = config(tmp_path, backends, {"light": ["light-0"]}, rest)
+        async with (
+            running("serve", "--config", str(file)) as gateway,
+            httpx.AsyncClient(trust_env=False) as http,
+        ):
+            url, admin = await addresses(gateway)
+            gateway.process.send_signal(signal.SIGTERM)
+            await gateway.wait_for('"leaving"')
+            if notice_s == "600":
+                for port in (url, admin):
+                    said = await http.get(f"{port}/readyz")
+                    assert (said.status_code, said.json()["checks"]["not_draining"]) == (503, False)
+                answer = await http.post(
+                    f"{url}/v1/chat/completions",
+                    json={"model": "gemma-4", "messages": [{"role": "user", "content": "Hello?"}]},
+                )
+                assert answer.status_code == 200
+                assert await gateway.end(signal.SIGTERM, within_s=10) == 0
+            else:
+                await gateway.wait_for('"draining"')
+                assert await gateway.end(within_s=10) == 0
+
+
 async def test_sigterm_without_work_ends_it(processes: dict[str, Process]) -> None:
     await addresses(processes["gateway"])
 
