@@ -32,6 +32,9 @@ _PRIVATE: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"), "[address]"),
     (re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]+"), "[path]"),
 )
+TOKENS_MAX = 2**53
+"""A backend that reports more tokens has not counted them."""
+
 MESSAGE_CHARS_MAX = 4_000
 _MESSAGE_BYTES_MAX = 6 * MESSAGE_CHARS_MAX  # as it may be escaped
 _MESSAGE = re.compile(
@@ -190,7 +193,7 @@ def usage_of(usage: object) -> Usage | None:
     if not isinstance(usage, dict):
         return None
     prompt_tokens = usage.get("prompt_tokens")
-    if not isinstance(prompt_tokens, int) or prompt_tokens < 0:
+    if not isinstance(prompt_tokens, int) or not 0 <= prompt_tokens <= TOKENS_MAX:
         return None
     return Usage(
         prompt_tokens=prompt_tokens,
@@ -202,4 +205,4 @@ def usage_of(usage: object) -> Usage | None:
 
 def _count(holder: Any, name: str) -> int:
     value = holder.get(name) if isinstance(holder, dict) else None
-    return max(0, value) if isinstance(value, int) else 0
+    return value if isinstance(value, int) and 0 <= value <= TOKENS_MAX else 0

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.core.answers import read_answer, read_error, verdict
+from gateway.core.answers import TOKENS_MAX, read_answer, read_error, usage_of, verdict
 from gateway.core.errors import BackendRejected, UpstreamBusy, UpstreamError, UpstreamFailed
 from gateway.core.health import Outcome
 from gateway.core.usage import Usage
@@ -219,9 +219,27 @@ def test_an_error_under_200_is_an_error() -> None:
     assert answer.error.message == "boom"
 
 
-@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": "3"}, [], {"prompt_tokens": None}])
+@pytest.mark.parametrize(
+    "usage",
+    [
+        None,
+        {},
+        {"prompt_tokens": "3"},
+        [],
+        {"prompt_tokens": None},
+        {"prompt_tokens": -1},
+        {"prompt_tokens": TOKENS_MAX + 1},
+    ],
+)
 def test_a_usage_that_says_nothing(usage: object) -> None:
     answer = read_answer({"choices": [], "usage": usage})
 
     assert answer is not None
     assert answer.usage is None
+
+
+@pytest.mark.parametrize("tokens", [-1, TOKENS_MAX + 1, 10**400, "3", None])
+def test_a_count_that_is_none_is_nothing(tokens: object) -> None:
+    found = usage_of({"prompt_tokens": TOKENS_MAX, "completion_tokens": tokens})
+
+    assert found == Usage(prompt_tokens=TOKENS_MAX, completion_tokens=0)
