@@ -220,8 +220,7 @@ class ShutdownSection(Section):
     """What happens on SIGTERM."""
 
     notice_s: Pause = 0.0
-    """Seconds in which `/readyz` is 503 and everything is still served, so that whoever balances load over
-    several gateways turns to the others before this one refuses what comes."""
+    """Seconds for which `/readyz` is 503 while everything is still served: load balancers move away first."""
 
     drain_s: Seconds = 600.0
     """Seconds that running requests get to finish before they are cut; a second signal cuts them at once."""
