@@ -10,7 +10,7 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/gemma-gateway
 WORKDIR /src
 
-# What it depends on first: that layer is kept as long as the lock file is.
+# Dependencies first: that layer is cached as long as the lock file is unchanged.
 COPY requirements.lock ./
 RUN /opt/gemma-gateway/bin/pip install --require-hashes --no-deps -r requirements.lock
 
@@ -22,9 +22,9 @@ RUN /opt/gemma-gateway/bin/pip install --no-deps . \
 FROM python:3.13-slim-bookworm
 COPY --from=build /opt/gemma-gateway /opt/gemma-gateway
 
-# A prompt of 200,000 tokens is a body of about 1 MB. By default glibc takes every block above 128 KB
-# fresh from the kernel and gives it back at once, so that each such request pays for zeroing the same
-# pages again. With these it keeps them.
+# A prompt of 200,000 tokens is a body of about 1 MB. By default glibc requests every block above 128 KB
+# from the kernel and returns it when it is freed, so that each such request pays for zeroing the same
+# pages again. With these settings it keeps them.
 ENV PATH=/opt/gemma-gateway/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \

@@ -91,7 +91,7 @@ class WaitingSection(Section):
 
 
 class QueueSection(Section):
-    """The class's chats run as jobs while their callers wait: they queue in the store, without a limit."""
+    """The class's chats run as jobs while their callers wait: they queue in the store, with no time limit."""
 
     on_disconnect: Literal["cancel", "finish"] = "cancel"
     """What happens to one whose caller leaves before its answer is complete."""
