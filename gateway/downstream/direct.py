@@ -40,7 +40,7 @@ class DirectProtocol(GuardedProtocol):
     def data_received(self, data: bytes) -> None:
         """Take bytes. A body that is not complete with those of its head has a time to be complete in."""
         super().data_received(data)
-        if self._is_receiving and self._body_timer is None:
+        if self._is_receiving and self._body_timer is None and not self._call.is_begun:
             self._body_timer = self.loop.call_later(self._chats.limits.within_s, self._body_overdue)
             self._fill()
 
