@@ -185,7 +185,8 @@ class Stage:
     ) -> None:
         """Send a burst of short chats, spread over so many GPU seconds; `streamed_every` 0 streams none.
 
-        Where `until` does not hold then, more are sent, one by one, up to three times as many in all.
+        Where `until` does not hold then, more are sent, one by one, up to three times as many in all. Their
+        answers are the longer the more there are: a machine that sends slowly has them under way together.
         """
         burst = next(self._bursts)
         async with anyio.create_task_group() as tasks:
@@ -194,10 +195,11 @@ class Stage:
                     if until():
                         break
                     await anyio.sleep(TOP_UP_S)
+                longer = 1 + number // chats
                 ask = prompts.chat(
                     next(self._chats),
-                    max_tokens=max_tokens,
-                    min_tokens=min_tokens,
+                    max_tokens=max_tokens * longer,
+                    min_tokens=min_tokens * longer,
                     stream=streamed_every > 0 and number % streamed_every == 0,
                     burst=burst,
                 )
