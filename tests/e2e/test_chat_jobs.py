@@ -38,12 +38,17 @@ async def chat_site(
     store: RedisServer,
     *,
     speed: float = 20.0,
+    first_speed: float | None = None,
     on_disconnect: str = "cancel",
     waiting: dict[str, Any] | None = None,
     **sections: Any,
 ) -> AsyncIterator[Site]:
-    """Run a gateway that serves thinking through the queue, and everything else as ever."""
-    fleet = simulated({"light-0": "h100-tp1-light", "light-1": "h100-tp1-light"}, speed=speed)
+    """Run a gateway that serves thinking through the queue, and everything else as ever.
+
+    `first_speed`: that of the backend that gets the first request, where it is another.
+    """
+    fleet = simulated({"light-0": "h100-tp1-light"}, speed=first_speed or speed)
+    fleet |= simulated({"light-1": "h100-tp1-light"}, speed=speed)
     reasoning = {
         "class": "reasoning",
         "when": {"reasoning": True},
@@ -537,19 +542,23 @@ async def test_who_leaves_takes_the_job_along_or_not(
             assert caught.value.code == "job_cancelled"
 
 
+SLOW_THEN_FAST: Any = {"first_speed": 2.0, "speed": 50.0}
+"""However slow the machine, an answer is far from its end when its backend dies; the other soon ends it."""
+
+
 async def crash_the_backend_of_the_one_that_runs(running: Site) -> None:
     loads = running.gateway.ledger.loads()
     await fault(running.backends[next(name for name, load in loads.items() if load.seqs)].url, "crash")
 
 
 async def test_a_stream_goes_on_where_its_backend_dies(tmp_path: Path, store: RedisServer) -> None:
-    async with chat_site(tmp_path, store, speed=20.0) as running:
+    async with chat_site(tmp_path, store, **SLOW_THEN_FAST) as running:
         client = running.openai(api_key="a")
         stream = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
         chunks = []
         async for chunk in stream:
             chunks.append(chunk)
-            if chunk.choices and chunk.choices[0].delta.content and len(chunks) > 0:
+            if chunk.choices and chunk.choices[0].delta.content:
                 await crash_the_backend_of_the_one_that_runs(running)
                 break
         chunks += [chunk async for chunk in stream]
@@ -566,7 +575,7 @@ async def test_a_stream_whose_answer_begins_anew_ends_and_the_answer_is_fetched(
     tmp_path: Path, store: RedisServer
 ) -> None:
     """Nothing is shown twice: what was sent is void, and that is said."""
-    async with chat_site(tmp_path, store, speed=20.0, jobs={"resume": "restart"}) as running:
+    async with chat_site(tmp_path, store, **SLOW_THEN_FAST, jobs={"resume": "restart"}) as running:
         client = running.openai(api_key="a")
         stream = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
         chunks = [await anext(stream)]
@@ -585,7 +594,7 @@ async def test_a_stream_whose_answer_begins_anew_ends_and_the_answer_is_fetched(
 
 
 async def test_a_whole_answer_does_not_show_that_its_backend_died(tmp_path: Path, store: RedisServer) -> None:
-    async with chat_site(tmp_path, store, speed=10.0, jobs={"resume": "restart"}) as running:
+    async with chat_site(tmp_path, store, **SLOW_THEN_FAST, jobs={"resume": "restart"}) as running:
         client = running.openai(api_key="a")
         answers: list[Any] = []
         async with anyio.create_task_group() as tasks:
@@ -637,7 +646,7 @@ async def test_what_a_backend_refuses_is_the_callers_error(gateway: Site, stream
 
 
 async def test_a_job_that_fails_after_words_ends_their_stream(tmp_path: Path, store: RedisServer) -> None:
-    async with chat_site(tmp_path, store, speed=10.0, jobs={"attempts_max": 1}) as running:
+    async with chat_site(tmp_path, store, speed=2.0, jobs={"attempts_max": 1}) as running:
         client = running.openai(api_key="a")
         stream = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
         first = await anext(stream)
