@@ -17,6 +17,9 @@ for _, id in ipairs(open) do
     if not owner then -- deleted by hand
         redis.call('ZREM', key('batches_open'), id)
     elseif tonumber(taken_until) > now then
+        if tonumber(taken_until) > now + lease then -- this server's clock has gone back
+            redis.call('HSET', key('batch', id), 'until', now + lease)
+        end
         counts[owner] = (counts[owner] or 0) + 1
     else
         free[#free + 1] = {id, owner}

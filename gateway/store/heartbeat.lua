@@ -26,6 +26,9 @@ if OWN_FACTS ~= '' then
     redis.call('HSET', FACTS, OWNER, OWN_FACTS)
 end
 if TTL > 0 then -- whoever leaves must not end what the others keep there
+    for _, owner in ipairs(redis.call('ZRANGEBYSCORE', REPLICAS, string.format('(%.0f', now + TTL), '+inf')) do
+        redis.call('ZADD', REPLICAS, now + TTL, owner) -- this server's clock has gone back
+    end
     for _, key in ipairs(KEYS) do
         redis.call('PEXPIREAT', key, now + 2 * TTL)
     end

@@ -288,12 +288,46 @@ local function take_over(stream)
     end
 end
 
+local function streams_of(lane)
+    local found = {}
+    for _, priority in ipairs(PRIORITIES) do
+        for _, kind in ipairs({'again', 'new'}) do
+            local stream = key(kind, priority, lane)
+            if redis.call('EXISTS', stream) == 1 then
+                found[#found + 1] = stream
+            end
+        end
+    end
+    return found
+end
+
+-- This server's clock has gone back: what was put down before is not to last until it has come there again. Who has a
+-- job has it from now on, until it is missed; what rests has rested.
+local function set_back()
+    for _, lane in ipairs(redis.call('HKEYS', key('running'))) do
+        for _, stream in ipairs(streams_of(lane)) do
+            local at = '0-0'
+            repeat
+                at = redis.call('XAUTOCLAIM', stream, GROUP, BY_SWEEP, 0, at, 'COUNT', SWEPT_MAX, 'JUSTID')[1]
+            until at == '0-0'
+        end
+    end
+    for _, lane in ipairs(redis.call('SMEMBERS', key('lanes'))) do
+        for _, id in ipairs(redis.call('ZRANGE', key('resting', lane), 0, -1)) do
+            redis.call('ZADD', key('resting', lane), now, id)
+        end
+    end
+end
+
 -- Does what time has made due. Whoever comes does it, at most once in SWEEP_MS.
 local function sweep()
     local clock = redis.call('HMGET', key('clock'), 'heard', 'since', 'swept')
     local heard, since, swept = tonumber(clock[1] or 0), tonumber(clock[2] or 0), tonumber(clock[3] or 0)
     if now - heard > LOST / 2 then
         since = now -- the store was away, or everybody else: nobody could be heard of
+    elseif heard - now > SWEEP_MS then
+        since = now
+        set_back()
     end
     local is_due = now - swept >= SWEEP_MS or now < swept
     redis.call('HSET', key('clock'), 'heard', now, 'since', since, 'swept', is_due and now or swept)
@@ -314,13 +348,8 @@ local function sweep()
     end
     if now - since >= LOST then
         for _, lane in ipairs(redis.call('HKEYS', key('running'))) do
-            for _, priority in ipairs(PRIORITIES) do
-                for _, kind in ipairs({'again', 'new'}) do
-                    local stream = key(kind, priority, lane)
-                    if redis.call('EXISTS', stream) == 1 then
-                        take_over(stream)
-                    end
-                end
+            for _, stream in ipairs(streams_of(lane)) do
+                take_over(stream)
             end
         end
     end

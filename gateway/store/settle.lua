@@ -61,6 +61,10 @@ for at = 1, #all, 2 do
     elseif owner == OWNER then
         mine = account
     elseif account and account[EXPIRES] > now then
+        if account[EXPIRES] > now + TTL then -- this server's clock has gone back
+            account[EXPIRES] = now + TTL
+            redis.call('HSET', ACCOUNTS, owner, text(account))
+        end
         owners = owners + 1
         waiting, keeping = waiting + account[WAITED], keeping + account[KEPT_ON]
         for i = 1, COUNTERS do

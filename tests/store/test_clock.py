@@ -1,0 +1,128 @@
+"""The server's clock has gone back an hour: what it knows lasts as long from now on as it would have."""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
+
+import anyio
+import pytest
+from support.batch_world import BatchWorld
+from support.job_world import LANE, JobWorld
+
+from gateway.core.jobs import Job, JobStatus
+from gateway.core.values import UNLIMITED, Load
+from gateway.store.leases import Leases, Order
+
+HOUR_MS = 3_600_000
+TTL_S = 60.0
+LOST_S = 0.2
+WITHIN_S = 20.0
+ONE = Load(seqs=1)
+NOTHING, NO_CEILING = Load(), Load(-1, -1, -1, -1, -1, -1)
+FREE = Load(UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED)
+
+
+@pytest.fixture
+async def open_leases(store: Any) -> AsyncIterator[Callable[[str], Leases]]:
+    """Return a function that makes a process's leases."""
+    made: list[Leases] = []
+
+    def open_(owner: str) -> Leases:
+        options: Any = {"ttl_s": TTL_S, "command_s": 10, "connections_max": 2}
+        made.append(Leases(store.url, prefix=store.prefix, owner=owner, **options))
+        return made[-1]
+
+    yield open_
+    for leases in made:
+        await leases.aclose()
+
+
+async def now_ms(redis: Any) -> int:
+    seconds, microseconds = await redis.time()
+    return int(seconds * 1000 + microseconds // 1000)
+
+
+async def jobs_an_hour_ahead(world: JobWorld, *running: str) -> None:
+    """Have what the store wrote down of jobs lie in its future."""
+    redis = cast("Any", world.redis)
+    ahead = await now_ms(redis) + HOUR_MS
+    await redis.hset(world.key("clock"), mapping={"heard": ahead, "since": ahead, "swept": ahead})
+    for id in running:
+        stream, entry, worker = await redis.hmget(world.key("job", id), ["stream", "entry", "worker"])
+        await redis.xclaim(stream, "workers", worker, 0, [entry], time=ahead, justid=True)
+    for id in await redis.zrange(world.key("resting", LANE), 0, -1):
+        await redis.zadd(world.key("resting", LANE), {id: ahead})
+
+
+async def test_jobs_of_a_worker_that_died_and_jobs_that_rest_go_on(world: JobWorld) -> None:
+    jobs = world.open(lost_s=LOST_S)
+    await world.submit(jobs, "dead", "alive", "rests")
+    for id, worker in (("dead", "first"), ("alive", "second"), ("rests", "second")):
+        assert (await world.claim(jobs, worker)).id == id
+    assert await jobs.give_back("rests", 1, after_s=0.05)
+    await jobs_an_hour_ahead(world, "dead", "alive")
+
+    found: dict[str, Job] = {}
+    with anyio.fail_after(WITHIN_S):
+        while len(found) < 2:
+            assert await jobs.beat("second", [("alive", 1)]) == []
+            if (job := await jobs.claim("third", None, 3)) is not None:
+                found[job.id] = job
+            await jobs.beat("third", [(job.id, job.attempt) for job in found.values()])
+    assert {id: (job.attempt, job.failures) for id, job in found.items()} == {"rests": (2, 0), "dead": (2, 1)}
+    assert await jobs.finish("alive", 1, JobStatus.COMPLETED)
+
+
+async def test_a_batch_whose_process_died_is_taken_up(store: Any) -> None:
+    world = BatchWorld(store.url, store.prefix, store.redis)
+    batches = world.open(lease_s=LOST_S)
+    made = await world.batch(batches)
+    assert await batches.take("first") is not None
+    await world.redis.hset(world.key("batch", made.id), "until", await now_ms(store.redis) + HOUR_MS)
+
+    with anyio.fail_after(WITHIN_S):
+        while (claim := await batches.take("second")) is None:
+            pass
+    assert claim.batch.id == made.id
+    await world.aclose()
+
+
+async def test_the_places_of_a_process_that_died_come_free(
+    store: Any, open_leases: Callable[[str], Leases]
+) -> None:
+    dead, alive = open_leases("dead"), open_leases("alive")
+    order = Order(1, NOTHING, NOTHING, NO_CEILING, waits=False, may_keep=False, deaf=0, claims=[(ONE, FREE)])
+    await dead.settle("b", order)
+    key, now = store.key("b", "accounts"), await now_ms(store.redis)
+    written = (await store.redis.hget(key, "dead")).partition(" ")[2]
+    await store.redis.hset(key, "dead", f"{now + HOUR_MS} {written}")
+
+    assert (await alive.settle("b", order)).others == ONE  # it may be there
+
+    account = (await store.accounts())["dead"]
+    assert now + TTL_S * 1000 <= account.expires_ms <= await now_ms(store.redis) + TTL_S * 1000
+    assert account.used == ONE
+
+
+async def test_a_process_that_died_is_counted_no_longer_than_any(
+    store: Any, open_leases: Callable[[str], Leases]
+) -> None:
+    replicas, now = f"{{{store.prefix}}}:replicas", await now_ms(store.redis)
+    await store.redis.zadd(replicas, {"dead": now + HOUR_MS})
+    assert (await open_leases("alive").heartbeat()).replicas == 2
+    assert await store.redis.zscore(replicas, "dead") <= await now_ms(store.redis) + TTL_S * 1000
+
+
+async def test_a_box_whose_owner_died_is_owned_again(
+    store: Any, open_leases: Callable[[str], Leases]
+) -> None:
+    dead, alive = open_leases("dead"), open_leases("alive")
+    assert (await dead.box("spark", 0, "", "note"))[0]
+    tag, now = f"{{{store.prefix}:box:spark}}", await now_ms(store.redis)
+    await store.redis.pexpire(f"{tag}:owner", HOUR_MS)
+    await store.redis.hset(f"{tag}:notes", "dead", f"{now + HOUR_MS} note")
+
+    assert await alive.box("spark", 0, "", "") == (0, "", ["note"])
+
+    assert await store.redis.pttl(f"{tag}:owner") <= TTL_S * 1000
+    until_ms, _, note = (await store.redis.hget(f"{tag}:notes", "dead")).partition(" ")
+    assert int(until_ms) <= await now_ms(store.redis) + TTL_S * 1000 and note == "note"
