@@ -573,6 +573,25 @@ class Policy(_DerivedOfPolicy):
                 return model
         return None
 
+    def context_tokens(self, name: str) -> int:
+        """Return the most tokens, prompt and output, that a request for this name may have.
+
+        It is the window of the largest backend of any class that such a request may be of; 0 for no model.
+        """
+        model = self.model(name)
+        if model is None:
+            return 0
+        reasons = name in model.reasoning_aliases
+        pools: set[str] = set()
+        for one in model.classes:
+            if reasons and one.when.reasoning is False:
+                continue
+            pools.update(one.pools)
+            if one.when == When() or (reasons and one.when == When(reasoning=True)):
+                break
+        backends = [backend for pool in pools for backend in self.distinct.get(pool, ())]
+        return max((backend.capacity.context_tokens for backend in backends), default=0)
+
     def tpot_target_s(self, backend_id: str) -> float | None:
         """Return the lowest target of the pools that a backend belongs to, or None where none has one."""
         targets = (pool.tpot_target_s for pool in self.pools.values() if backend_id in pool.backends)

@@ -151,15 +151,16 @@ class Applications:
         @get("/v1/models", sync_to_thread=False)
         def models(request: Request[Any, Any, Any]) -> dict[str, Any]:
             self._keys.name_of(request.headers.get("authorization"))
-            return {"object": "list", "data": [self._card(name) for name in self._names()]}
+            return {"object": "list", "data": list(self._cards().values())}
 
         @get("/v1/models/{name:path}", sync_to_thread=False)
         def model(request: Request[Any, Any, Any], name: FromPath[str]) -> dict[str, Any]:
             self._keys.name_of(request.headers.get("authorization"))
             wanted = name.removeprefix("/")
-            if wanted not in self._names():
+            card = self._cards().get(wanted)
+            if card is None:
                 raise ModelNotFound(f"The model `{wanted}` does not exist.", param="model")
-            return self._card(wanted)
+            return card
 
         @asgi("/v1/embeddings", copy_scope=True)
         async def embeddings(scope: Scope, receive: Receive, send: Send) -> None:
@@ -204,12 +205,20 @@ class Applications:
 
         return await self._promises.read(received, read)
 
-    def _names(self) -> Sequence[str]:
-        models = self._policy().models
-        return [name for model in models for name in (model.id, *model.aliases, *model.reasoning_aliases)]
-
-    def _card(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self._started_at, "owned_by": "gemma-gateway"}
+    def _cards(self) -> Mapping[str, dict[str, Any]]:
+        """Return every model as it is listed, by each of its names; `max_model_len` as vLLM has it."""
+        policy = self._policy()
+        return {
+            name: {
+                "id": name,
+                "object": "model",
+                "created": self._started_at,
+                "owned_by": "gemma-gateway",
+                "max_model_len": policy.context_tokens(name),
+            }
+            for model in policy.models
+            for name in (model.id, *model.aliases, *model.reasoning_aliases)
+        }
 
 
 class Operators:

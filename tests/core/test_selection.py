@@ -24,11 +24,13 @@ from gateway.core.values import (
     KneeStep,
     Load,
     Modalities,
+    ModelPolicy,
     Policy,
     Pool,
     Spill,
     TrafficClass,
     Weights,
+    When,
 )
 from gateway.core.versions import bounds
 
@@ -334,6 +336,32 @@ def test_a_backend_in_two_pools_is_considered_once() -> None:
         ("light", "light-0"),
         ("push", "push"),
     ]
+
+
+REASONING = TrafficClass("reasoning", ("light",), When(reasoning=True))
+QUICK = TrafficClass("quick", ("push",), When(reasoning=False))
+LIGHT = TrafficClass("light", ("light",))
+
+
+@pytest.mark.parametrize(
+    ("classes", "name", "tokens"),
+    [
+        pytest.param([LIGHT], "gemma-4", 32_768, id="one-class"),
+        pytest.param([CHAT], "gemma-4", 262_144, id="where-it-spills-to"),
+        pytest.param([REASONING, CHAT], "gemma-4", 262_144, id="the-class-that-holds-most"),
+        pytest.param([LIGHT, CHAT], "gemma-4", 32_768, id="behind-one-that-takes-all"),
+        pytest.param([REASONING, CHAT], "gemma-4-thinking", 32_768, id="a-name-that-asks-for-a-thought"),
+        pytest.param([QUICK, LIGHT], "gemma-4-thinking", 32_768, id="not-where-none-is-asked-for"),
+        pytest.param([CHAT], "gpt-5", 0, id="no-model"),
+    ],
+)
+def test_a_name_has_the_largest_window_that_its_requests_may_get(
+    classes: list[TrafficClass], name: str, tokens: int
+) -> None:
+    backends = {one.id: one for one in (backend("light-0"), backend("light-1"), backend("push", LARGE))}
+    models = (ModelPolicy("gemma-4", tuple(classes), reasoning_aliases=("gemma-4-thinking",)),)
+
+    assert replace(policy(), models=models, backends=backends).context_tokens(name) == tokens
 
 
 def test_the_decision_keeps_every_candidate_with_its_scores() -> None:

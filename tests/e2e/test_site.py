@@ -160,9 +160,9 @@ async def test_several_choices_all_finish(fleet: Site) -> None:
 async def test_models_are_listed(fleet: Site) -> None:
     client = fleet.openai()
 
-    names = [model.id async for model in client.models.list()]
+    listed = {model.id: model.model_extra async for model in client.models.list()}
 
-    assert names == ["gemma-4", "google/gemma-4-31B-it"]
+    assert listed == {name: {"max_model_len": 262_144} for name in ("gemma-4", "google/gemma-4-31B-it")}
     assert (await client.models.retrieve("google/gemma-4-31B-it")).id == "google/gemma-4-31B-it"
 
 
