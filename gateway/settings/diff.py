@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.core.values import Bound
+from gateway.core.versions import VersionBound
 from gateway.settings.document import Document
 from gateway.settings.fields import Section
 
@@ -160,6 +161,8 @@ def _plain(value: Any) -> Any:
         return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_plain(one) for one in value)
     return value
 
 
@@ -180,9 +183,11 @@ def _shown(value: Any) -> str:
         case bool():
             return "true" if value else "false"
         case int() | float():
-            return f"{value:g}"
+            return repr(value).removesuffix(".0")
         case str():
             return value
+        case VersionBound():
+            return value.text
         case Bound():
             return f"{value.op.value} {value.value}"
         case tuple() | list() | set() | frozenset():

@@ -101,6 +101,27 @@ def set_at(*path: Any) -> Edit:
         (set_at("keys", "b", {"sha256": "1" * 64}), ("key b is new",)),
         (lambda data: data.pop("keys"), ("callers need no API key any more", "key a is gone")),
         (set_at("routing", "weights", "speed", 0.5), ("routing.weights.speed 1 -> 0.5",)),
+        (set_at("health", "interval_s", 0.1234567), ("health.interval_s 1 -> 0.1234567",)),
+        (
+            set_at("backends", "push", "limits", {"kv_blocks": 1_234_567}),
+            ("backend push: limits.kv_blocks none -> 1234567",),
+        ),
+        (
+            set_at(
+                "backends",
+                "push",
+                "limits",
+                {"knee_seqs": [{"prompt_tokens": "<= 9", "seqs": 3}, {"seqs": 2}]},
+            ),
+            (
+                "backend push: limits.knee_seqs none -> "
+                "[{prompt_tokens: <= 9, seqs: 3}, {prompt_tokens: none, seqs: 2}]",
+            ),
+        ),
+        (
+            set_at("backends", "push", "versions", ">= 0.20, < 0.24"),
+            ("backend push: versions none -> [>= 0.20, < 0.24]",),
+        ),
     ],
 )
 def test_what_takes_effect_at_once(edit: Edit, said: tuple[str, ...]) -> None:
