@@ -72,9 +72,19 @@ def number(written: Any) -> Any:
     return written
 
 
-Positive = Annotated[int, Field(ge=1), BeforeValidator(number)]
+WHOLE_MAX = 2**53
+"""The largest whole number; those up to it are whole ones as floats too, which most figures become."""
+
+
+def _countable(number: int) -> int:
+    if number > WHOLE_MAX:
+        raise ValueError(f"it must be at most {WHOLE_MAX:,}")
+    return number
+
+
+Positive = Annotated[int, Field(ge=1), BeforeValidator(number), AfterValidator(_countable)]
 Knee = Annotated[int, Field(ge=1, lt=1000), BeforeValidator(number)]  # core/admission.py counts to 999
-Count = Annotated[int, Field(ge=0), BeforeValidator(number)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(number), AfterValidator(_countable)]
 Attempts = Annotated[int, Field(ge=1, le=10), BeforeValidator(number)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)]
 Pause = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number)]

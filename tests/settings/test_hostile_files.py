@@ -59,3 +59,21 @@ def test_any_damage_to_a_good_file(place: Path, plain: str, cut: int, junk: str)
 def test_any_bytes(place: Path, raw: bytes) -> None:
     place.write_bytes(raw)
     assert not check(place, {}).ok
+
+
+@pytest.mark.parametrize(
+    ("line", "path"),
+    [
+        ("limits: {kv_blocks: %s}", "backends.light.limits.kv_blocks"),
+        ("limits: {context_tokens: %s}", "backends.light.limits.context_tokens"),
+        ("modalities: {images_max: %s}", "backends.light.modalities.images_max"),
+    ],
+)
+@pytest.mark.parametrize("number", [2**53 + 1, 10**400], ids=["one-more", "beyond-floats"])
+def test_a_number_without_end(place: Path, plain: str, line: str, path: str, number: int) -> None:
+    start = plain.index("profile:")
+    place.write_text(f"{plain[:start]}{line % number}, {plain[start:]}", encoding="utf-8")
+
+    assert [problem.message for problem in check(place, {}).problems] == [
+        f"{path}: it must be at most 9,007,199,254,740,992" + (f", not {number}" if number < 10**40 else "")
+    ]
