@@ -243,9 +243,11 @@ class Application:
             await exchange.reply(refusal.status, refusal.body, vary=False)
             await exchange.connection.close()
             return
-        asked = read(data, backplane.options)
+        asked = _understood(lambda: read(data, backplane.options))
         asked.refuse_by_length()
         counts = await _offload(asked.chars, lambda: [prompt.count() for prompt in asked.prompts])
+        if not all(counts):
+            raise refusals.bad_request("The decoder prompt cannot be empty")
         call = asked.call(counts)
         if fault is not None and fault.fault in NONSENSE:
             call = replace(call, scripts=tuple(spoilt(script, fault.fault) for script in call.scripts))
@@ -453,6 +455,15 @@ async def _offload(chars: int, work: Callable[[], T]) -> T:
     if chars <= _INLINE_CHARS:
         return work()
     return await anyio.to_thread.run_sync(work)
+
+
+def _understood(read: Callable[[], T]) -> T:
+    """Return what `read` returns. A member that it trips over has a type that vLLM's models refuse."""
+    try:
+        return read()
+    except (TypeError, AttributeError, ValueError, LookupError) as error:
+        problem = refusals.FieldProblem("type_error", "body", str(error), None)
+        raise refusals.malformed([problem]) from error
 
 
 def _described(order: FaultOrder | None) -> Mapping[str, object]:
