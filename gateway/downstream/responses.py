@@ -21,6 +21,7 @@ from litestar.response import Stream
 from gateway.core.errors import (
     GatewayError,
     InvalidRequest,
+    RouteNotFound,
     StoreUnavailable,
     UpstreamFailed,
 )
@@ -311,7 +312,12 @@ class Responses:
                 msgspec.json.encode(await self._background.response(job)), media_type=MediaType.JSON
             )
 
-        return [retrieve, input_items, forget, cancel]
+        @post([PATH + "/compact", PATH + "/input_tokens"])
+        async def elsewhere(request: Request[Any, Any, Any]) -> None:
+            # OpenAI's API has these; without a route of their own they would be ids that take no POST.
+            raise RouteNotFound(f"There is nothing at {request.url.path}.")
+
+        return [retrieve, input_items, forget, cancel, elsewhere]
 
     async def _shown(
         self, background: Background, job: Job, request: Request[Any, Any, Any]
