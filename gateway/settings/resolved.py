@@ -444,6 +444,8 @@ class Settings:
             tls = self.tls(name)
             if tls.verify and tls.ca_file is not None and (fault := _authorities_fault(tls.ca_file)):
                 yield self.problem(("backends", name, "tls", "ca_file"), fault)
+        if self.jobs_folder is not None and self.jobs is not None and _is_homeless(self.jobs.data_dir):
+            yield self.problem(("jobs", "data_dir"), f"there is no home {Path(self.jobs.data_dir).parts[0]}")
         if self.decisions_file is not None and not self.decisions_file.parent.is_dir():
             yield self.problem(("decisions", "file"), f"there is no folder {self.decisions_file.parent}")
 
@@ -483,7 +485,7 @@ class Settings:
         return SecretRef(section.secret_env, self._file(section.secret_file))
 
     def _file(self, written: str | None) -> Path | None:
-        return None if written is None else self.path.parent / Path(written).expanduser()
+        return None if written is None else self.path.parent / _at_home(Path(written))
 
     # -------------------------------------------------------------- messages
 
@@ -496,6 +498,18 @@ class Settings:
     def summary(self) -> tuple[str, ...]:
         """What the file says, in a few lines for a person."""
         return tuple(_summary(self.document))
+
+
+def _at_home(path: Path) -> Path:
+    """Return a path with `~` and `~user` filled in. It stays as it is where nobody knows where they live."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
+
+
+def _is_homeless(written: str) -> bool:
+    return written.startswith("~") and _at_home(Path(written)) == Path(written)
 
 
 def _admin(text: str) -> str | None:

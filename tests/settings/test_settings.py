@@ -450,6 +450,31 @@ def test_tls(loaded: Load, tmp_path: Path) -> None:
     assert [problem.message for problem in settings.unmet({})] == [f"there is no file {tmp_path / 'ca.pem'}"]
 
 
+@pytest.mark.parametrize(
+    ("written", "lacking"),
+    [
+        ("decisions: {file: ~nobody-here/d.jsonl}\n", "there is no folder %s/~nobody-here"),
+        (
+            "keys: {a: {file: ~nobody-here/a.key}}\n",
+            "%s/~nobody-here/a.key cannot be read: No such file or directory",
+        ),
+        ("jobs: {data_dir: ~nobody-here/jobs}\n", "there is no home ~nobody-here"),
+    ],
+)
+def test_the_home_of_somebody_whom_this_machine_does_not_know(
+    loaded: Load, plain: str, tmp_path: Path, written: str, lacking: str
+) -> None:
+    (found,) = loaded(plain + written).unmet({})
+
+    assert found.message == lacking.replace("%s", str(tmp_path))
+
+
+def test_a_vocabulary_in_a_home_that_is_not_there(loaded: Load, plain: str, tmp_path: Path) -> None:
+    settings = loaded(plain.replace("approximate", "{vocab: ~nobody-here/v}"))
+
+    assert [one.message for one in settings.unmet({})] == [f"there is no file {tmp_path / '~nobody-here/v'}"]
+
+
 def test_the_summary_says_where_requests_go(loaded: Load) -> None:
     assert loaded(EXAMPLE).summary == (
         "5 backends in 3 pools",
