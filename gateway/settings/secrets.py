@@ -22,12 +22,14 @@ class SecretRef:
         """Return the secret, without the line end that files are written with.
 
         Raises:
-            SecretMissing: there is no such variable or file, or it is empty.
+            SecretMissing: there is no such variable or file, or it is empty, or not text.
         """
         if self.env is not None:
             secret = environ.get(self.env, "").strip()
             if not secret:
                 raise SecretMissing(f"environment variable {self.env} is not set")
+            if any("\ud800" <= char <= "\udfff" for char in secret):  # bytes that are not UTF-8
+                raise SecretMissing(f"environment variable {self.env} is not text")
             return secret
         try:
             secret = (self.file or Path()).read_text(encoding="utf-8").strip()

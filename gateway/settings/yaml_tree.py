@@ -157,6 +157,8 @@ class _Builder:
             value = self._loader.construct_object(node, deep=True)
             if isinstance(value, int):
                 str(value)  # one in hexadecimal may be too long to be written, in a message for one
+            if isinstance(value, str) and "\0" in value:
+                raise ValueError(r"no name, file or command can have \0 in it")
             return value
         except (ValueError, KeyError, OverflowError, AttributeError) as error:
             # The last of them is for a text that a tag calls a date, and that is none.

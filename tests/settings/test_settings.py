@@ -1,6 +1,7 @@
 """What a configuration means: one example in full, then what each section changes."""
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -434,6 +435,15 @@ def test_caller_keys_are_digests_whatever_they_come_from(loaded: Load, plain: st
     }
     with pytest.raises(ConfigError, match="key b: environment variable B"):
         settings.key_digests({})
+
+
+def test_a_key_that_is_not_text(loaded: Load, plain: str) -> None:
+    settings = loaded(plain + "keys: {b: {env: B}}\n")
+    environ = {"B": os.fsdecode(b"s3cr\xfft")}
+
+    assert [one.message for one in settings.unmet(environ)] == ["environment variable B is not text"]
+    with pytest.raises(ConfigError, match="key b: environment variable B is not text"):
+        settings.key_digests(environ)
 
 
 def test_settings_do_not_show_what_the_environment_filled_in(loaded: Load, plain: str) -> None:

@@ -41,6 +41,7 @@ def test_a_path_written_in_full_finds_its_short_form() -> None:
         pytest.param("a: \x00\n", "not YAML that can be used", 1, id="a-character-yaml-has-not"),
         pytest.param('a: "\\U00110000"\n', "not YAML that can be used", 1, id="an-escape-beyond-unicode"),
         pytest.param('a: "\\UFFFFFFFF"\n', "not YAML that can be used", 1, id="an-escape-beyond-numbers"),
+        pytest.param('a:\n  b: "x\\0y"\n', r"can have \0 in it", 2, id="an-escape-for-the-end-of-a-text"),
         pytest.param("a: " + "[" * 5000, "not YAML that can be used", 1, id="nested-too-deep"),
         pytest.param("a: 1\n---\nb: 2\n", "single document", 2, id="two-documents"),
         pytest.param("", "the file is empty", 1, id="empty"),
