@@ -60,6 +60,16 @@ def test_a_box_yields_its_rules(loaded: Callable[[str], Settings]) -> None:
             "{http: {start: {url: 'http://u:secret@box/a'}, stop: {url: 'http://box/b'}}}",
             "no credentials in URLs; name the token with token_env",
         ),
+        (
+            "{sleep: {level: 2}}",
+            "{http: {start: {url: 'http://box/a', body: {since: 2026-01-01}}, stop: {url: 'http://box/b'}}}",
+            "http.start.body: this cannot be sent as JSON (Object of type date is not JSON serializable); put",
+        ),
+        (
+            "{sleep: {level: 2}}",
+            "{http: {start: {url: 'http://box/a'}, stop: {url: 'http://box/b', body: {all: [.nan]}}}}",
+            "http.stop.body: this cannot be sent as JSON",
+        ),
         ('">= 0.20, < 0.24"', '"0.20"', 'write it as ">= 0.20, < 0.24"'),
         ('">= 0.20, < 0.24"', "0.20", "write it in quotes"),
     ],

@@ -1,8 +1,9 @@
 """Machines on which models take turns: `boxes`."""
 
+import json
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from gateway.core.box import BoxRules
 from gateway.core.canary import Canary
@@ -52,6 +53,16 @@ class RequestSection(Section):
 
     body: dict[str, Any] | None = None
     """JSON body to send. Unset: no body."""
+
+    @field_validator("body")
+    @classmethod
+    def _can_be_sent(cls, body: dict[str, Any] | None) -> dict[str, Any] | None:
+        """YAML has dates, bytes and numbers that JSON has not."""
+        try:
+            json.dumps(body, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"this cannot be sent as JSON ({error}); put text in quotes") from None
+        return body
 
 
 class HttpSection(Section):
