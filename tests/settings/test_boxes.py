@@ -63,7 +63,7 @@ def test_a_box_yields_its_rules(loaded: Callable[[str], Settings]) -> None:
         (
             "{sleep: {level: 2}}",
             "{http: {start: {url: 'http://box/a', body: {since: 2026-01-01}}, stop: {url: 'http://box/b'}}}",
-            "http.start.body: this cannot be sent as JSON (Object of type date is not JSON serializable); put",
+            "http.start.body: this cannot be sent as JSON (Object of type date is not JSON serializable)",
         ),
         (
             "{sleep: {level: 2}}",
