@@ -236,8 +236,8 @@ class _DirectWay(Way):
                 )
         except TimeoutError as error:
             raise UpstreamUnreachable("The backend cannot be reached.") from error
-        except OSError as error:  # ssl.SSLError and socket.gaierror are among these
-            if error.errno in (errno.EMFILE, errno.ENFILE):
+        except (OSError, UnicodeError) as error:  # ssl.SSLError and socket.gaierror; a name that is none
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise OutOfResources("This gateway has no connections left.", retry_after_s=1) from error
             raise UpstreamUnreachable("The backend cannot be reached.") from error
         return connection

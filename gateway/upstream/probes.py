@@ -386,11 +386,11 @@ class _Asker:
             scope.deadline = min(scope.deadline, anyio.current_time() + HURRY_S)
 
     async def _exchange(self, path: str, transport: Transport) -> bytes:
-        request = self._requests.get(path)
-        if request is None:
-            request = self._requests[path] = httpx.Request("GET", self._url + path, headers=self._headers)
         body = bytearray()
         try:
+            request = self._requests.get(path)
+            if request is None:
+                request = self._requests[path] = httpx.Request("GET", self._url + path, headers=self._headers)
             response = await transport.handle_async_request(request)
             try:
                 if response.status_code != 200:
@@ -403,6 +403,8 @@ class _Asker:
                 await response.aclose()
         except httpx.HTTPError as error:
             raise _unexpected(error) from error
+        except (httpx.InvalidURL, UnicodeError) as error:  # "xn--": a name that cannot be looked up
+            raise _Unexpected(ProbeFault.BROKEN, "its URL names no host that can be") from error
         return bytes(body)
 
 

@@ -283,7 +283,7 @@ async def _exchange(
                     if len(body) > ANSWER_BYTES_MAX:
                         raise _Failed(f"more than {ANSWER_BYTES_MAX} bytes")
                 return bytes(body)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:  # its own text may quote a header
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # its own text may quote a header
             raise _Failed(f"no answer ({type(error).__name__})") from error
     raise _Failed(f"no answer in {timeout_s:g} s")
 

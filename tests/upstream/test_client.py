@@ -302,6 +302,14 @@ async def test_a_connection_that_breaks_mid_body_is_a_failure() -> None:
             await response.read()
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 300])
+async def test_a_host_that_can_have_no_address_is_unreachable(host: str) -> None:
+    async with client_of(f"http://{host}:8000") as (upstream, target):
+        with pytest.raises(UpstreamUnreachable):
+            async with upstream.open(target, Timeouts()):
+                pass
+
+
 async def test_nobody_there_is_unreachable() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused

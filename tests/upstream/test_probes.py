@@ -70,6 +70,16 @@ async def test_first_contact_learns_what_the_backend_is(clock: Clock, fake_engin
     assert status.engine.started_at == 1e9
 
 
+@pytest.mark.parametrize("host", ["xn--", "a\x7f", "\u2603", "a..b", "a" * 300])
+async def test_a_host_that_can_have_no_address(clock: Clock, host: str) -> None:
+    fleet = Prober({"a": backend("a", f"http://{host}:8000")}, QUICK, clock, secrets={}, tls={})
+
+    async with probing(fleet):
+        await fleet.wait_for(lambda seen: seen["a"].last_error != "")
+
+    assert fleet.statuses()["a"].state is State.BOOTING
+
+
 async def test_it_is_a_fleet_that_knows_nothing_before_it_runs(clock: Clock, fake_engine: Engines) -> None:
     async with fake_engine() as engine:
         fleet: Fleet = watch(clock, engine)
