@@ -461,7 +461,7 @@ def _understood(read: Callable[[], T]) -> T:
     """Return what `read` returns. A member that it trips over has a type that vLLM's models refuse."""
     try:
         return read()
-    except (TypeError, AttributeError, ValueError, LookupError) as error:
+    except (TypeError, AttributeError, ValueError, ArithmeticError, LookupError) as error:
         problem = refusals.FieldProblem("type_error", "body", str(error), None)
         raise refusals.malformed([problem]) from error
 

@@ -453,10 +453,11 @@ async def test_quirk_tool_markup_stands_in_the_text(options: SimulatorOptions, c
         ("/v1/completions", {"prompt": "x", "stop": 3}),
         ("/v1/completions", {"prompt": "x", "stop": True}),
         ("/v1/completions", {"prompt": [[]]}),
+        ("/v1/completions", {"prompt": "x", "temperature": 10**400}),
         ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [3]}]}),
         ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": 3}]}]}),
     ],
-    ids=["stop-number", "stop-flag", "no-token", "call-number", "function-number"],
+    ids=["stop-number", "stop-flag", "no-token", "huge", "call-number", "function-number"],
 )
 async def test_what_has_another_type_than_vllms_is_refused_as_by_vllm(
     client: httpx.AsyncClient, path: str, fields: dict[str, Any]
