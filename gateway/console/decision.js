@@ -1,4 +1,4 @@
-// A decision as a picture: every candidate, its score by parts, or the reason it is out.
+// A decision as a picture: every candidate, its score by parts, or the reason it is excluded.
 
 import { h, number, percent, words } from "./dom.js";
 
@@ -10,7 +10,7 @@ const PARTS = [
   ["slow_context", "slow context"],
 ];
 
-/** The candidates, best first. `chosen`: the backend that it was given a place on at last. */
+/** The candidates, best first. `chosen`: the backend that served it in the end. */
 export function candidateTable(candidates, chosen = null) {
   const parts = PARTS.filter(([name]) => name !== "slow_context" || candidates.some((one) => one.scores[name]));
   const best = Math.max(0.001, ...candidates.map((one) => one.score));
@@ -21,7 +21,7 @@ export function candidateTable(candidates, chosen = null) {
     h(
       "thead",
       {},
-      h("tr", {}, ...["", "backend", "pool"].map((name) => h("th", { scope: "col", text: name })), h("th", { scope: "col", class: "n", text: "held" }), h("th", { scope: "col", text: "score" }), h("th", { scope: "col", text: "by parts, or why not" })),
+      h("tr", {}, ...["", "backend", "pool"].map((name) => h("th", { scope: "col", text: name })), h("th", { scope: "col", class: "n", text: "in flight" }), h("th", { scope: "col", text: "score" }), h("th", { scope: "col", text: "parts of the score, or why excluded" })),
     ),
     h(
       "tbody",

@@ -80,7 +80,7 @@ function update(element, name, backend, box) {
   of(".bar b").style.left = planned === null ? "0" : width(planned);
   of(".bar").title = planned === null ? "used by the engine" : `used by the engine; mark: reserved by the gateway (${percent(planned)})`;
   say(of(".meters .value"), engine ? percent(engine.kv_usage) : "–");
-  say(of(".engine"), engine ? `${number(engine.running)} run, ${number(engine.waiting)} queue` : "not seen");
+  say(of(".engine"), engine ? `${number(engine.running)} run, ${number(engine.waiting)} queue` : "no data");
   of(".engine").classList.toggle("attention", Boolean(engine && engine.waiting));
   say(of(".version"), backend.engine_version || "–");
 
@@ -92,13 +92,13 @@ function boxWords(name, box) {
   const next = box.next;
   const soon = next.in_s === null ? "" : ` in ${clock(next.in_s)}`;
   const waits = box.waiting[name]?.requests;
-  const queue = waits ? `; ${number(waits)} wait for it` : "";
+  const queue = waits ? `; ${number(waits)} waiting for it` : "";
   if (box.backend === name) {
-    const leaves = next.backend && next.backend !== name ? `; ${next.backend}${soon}` : "";
+    const leaves = next.backend && next.backend !== name ? `; then ${next.backend}${soon}` : "";
     return `${box.id}: ${words(box.state)}${leaves}${queue}`;
   }
-  const comes = next.backend === name ? `; comes${soon || " next"}` : "";
-  return `${box.id}: out${comes}${queue}`;
+  const comes = next.backend === name ? `; starts${soon || " next"}` : "";
+  return `${box.id}: not running${comes}${queue}`;
 }
 
 function whyWords(backend) {
@@ -107,6 +107,6 @@ function whyWords(backend) {
   if (backend.model_error) return backend.model_error;
   const tpot = backend.tpot;
   if (tpot && tpot.knee_share < 0.995) return `TPOT target ${Math.round(tpot.target_ms)} ms allows ${percent(tpot.knee_share)} of the knee`;
-  if (backend.restarts) return `${number(backend.restarts)} restart${backend.restarts === 1 ? "" : "s"} seen`;
+  if (backend.restarts) return `${number(backend.restarts)} restart${backend.restarts === 1 ? "" : "s"} detected`;
   return "";
 }

@@ -3,13 +3,13 @@
 import { FINE, at, colourOf, number, s, words } from "./dom.js";
 
 const WIDTH = 620;
-const LEFT = 150;
+const LEFT = 172;
 const RIGHT = WIDTH - 130;
 const NODE = 8;
 const GAP = 10;
 const LABEL = 26; // what a name with its figure needs
 const NOWHERE = "not served";
-const WITHOUT_BACKEND = { replayed: "replayed", handed_over: "to the jobs", left: "left" };
+const WITHOUT_BACKEND = { replayed: "replayed", handed_over: "submitted as job", left: "caller left" };
 
 export function showFlow(history) {
   const place = at("flow-chart");
@@ -39,7 +39,7 @@ function joined(flows) {
   const models = new Set(flows.map(([flow]) => flow.model).filter(Boolean));
   const found = new Map();
   for (const [flow, count] of flows) {
-    const from = flow.traffic_class ? (models.size > 1 ? `${flow.model} ${flow.traffic_class}` : flow.traffic_class) : "not decided";
+    const from = flow.traffic_class ? (models.size > 1 ? `${flow.model} ${flow.traffic_class}` : flow.traffic_class) : "not classified";
     const to = flow.backend || (WITHOUT_BACKEND[flow.ending] ?? NOWHERE);
     const isBad = !FINE.has(flow.ending);
     const key = JSON.stringify([from, to, isBad]);
@@ -59,7 +59,7 @@ function side(links, nameOf) {
     node.count += link.count;
     nodes.set(name, node);
   }
-  const last = (node) => (node.name === NOWHERE || node.name === "not decided" ? 1 : 0);
+  const last = (node) => (node.name === NOWHERE || node.name === "not classified" ? 1 : 0);
   return [...nodes.values()].sort((one, other) => last(one) - last(other) || one.name.localeCompare(other.name));
 }
 

@@ -31,11 +31,11 @@ function show(view) {
     const wait = lane.queued ? `, oldest ${seconds(lane.oldest_wait_s)}` : "";
     return `${lane.lane}: ${number(lane.queued)} queued, ${number(lane.in_progress)} in progress${wait}`;
   });
-  say(at("job-lanes"), [...(view.drained ? ["drained: workers take no more"] : []), ...lanes].join(" · "));
+  say(at("job-lanes"), [...(view.drained ? ["drained: workers take no more jobs"] : []), ...lanes].join(" · "));
   const list = at("job-list");
   list.classList.toggle("empty", !view.jobs.length);
   if (!view.jobs.length) {
-    say(list, "No job is kept.");
+    say(list, "There are no jobs.");
     return;
   }
   // What is focused is found again: the list is drawn anew.
@@ -45,7 +45,7 @@ function show(view) {
     h(
       "table",
       {},
-      h("thead", {}, h("tr", {}, ...["since", "job", "lane", "key", "status", "tries", "age", ""].map((name, index) => h("th", { scope: "col", class: index === 5 || index === 6 ? "n" : null, text: name })))),
+      h("thead", {}, h("tr", {}, ...["since", "job", "lane", "key", "status", "attempts", "age", ""].map((name, index) => h("th", { scope: "col", class: index === 5 || index === 6 ? "n" : null, text: name })))),
       h("tbody", {}, ...view.jobs.map(row)),
     ),
   );
@@ -53,7 +53,7 @@ function show(view) {
 }
 
 function row(job) {
-  const status = words(job.status) + (job.position === null ? "" : `, place ${number(job.position)}`);
+  const status = words(job.status) + (job.position === null ? "" : `, position ${number(job.position)}`);
   return h(
     "tr",
     { "data-job": job.id, "data-status": job.status },

@@ -31,7 +31,7 @@ export function showLatency(history) {
       cell.classList.toggle("old", isOld);
       say(cell.querySelector(".p50"), last < 0 ? "–" : seconds(p50[last]));
       say(cell.querySelector(".p95"), last < 0 ? "" : seconds(p95[last]));
-      cell.querySelector("svg").setAttribute("aria-label", last < 0 ? "nothing yet" : `median ${seconds(p50[last])}, 95th percentile ${seconds(p95[last])}`);
+      cell.querySelector("svg").setAttribute("aria-label", last < 0 ? "no data yet" : `median ${seconds(p50[last])}, 95th percentile ${seconds(p95[last])}`);
     }
   });
 }
@@ -43,7 +43,7 @@ function row(name) {
       { class: `chart ${kind}` },
       h("div", { class: "scale", "aria-hidden": "true" }, h("span", { class: "most" }), h("span", { class: "least" })),
       s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" }),
-      h("div", { class: "figures" }, h("span", { class: "p50", title: "half are faster" }), h("span", { class: "p95", title: "95 of 100 are faster" })),
+      h("div", { class: "figures" }, h("span", { class: "p50", title: "median" }), h("span", { class: "p95", title: "95th percentile" })),
     );
   return h("div", { class: "lines", "data-lines": name }, h("strong", { text: name }), cell("ttft"), cell("tpot"));
 }

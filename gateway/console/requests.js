@@ -61,7 +61,7 @@ function show(isAsked) {
   const newer = found.filter((row) => row.number > newest).length;
   say(at("hold"), isHeld || open ? `${isHeld ? "Held" : "Held while one is open"}${newer ? `, ${number(newer)} newer` : ""}` : "Hold");
   at("no-requests").hidden = shown.length > 0;
-  say(at("no-requests"), rows.length ? "None of the last requests is like that." : "Nothing has ended yet.");
+  say(at("no-requests"), rows.length ? "None of the last requests matches." : "No request has ended yet.");
   current = Math.min(current, Math.max(0, shown.length - 1));
   const longest = Math.max(...shown.map((row) => row.total_s), 0.001);
   keyed(at("request-table"), ["head", ...shown], (item) => (item === "head" ? "head" : item.id), body, (element, item) => {
@@ -161,7 +161,7 @@ function detail(record) {
     h("p", { class: "verdict", text: verdict(record, phases) }),
     waterfall(record, phases),
     decision ? h("p", { class: "demand" }, h("b", { text: decision.traffic_class }), `: ${decision.class_reason}. ${demandLine(decision)}.`) : null,
-    decision ? h("h3", { text: "Candidates, as it came in" }) : null,
+    decision ? h("h3", { text: "Candidates when it arrived" }) : null,
     decision ? candidateTable(decision.candidates, record.backend) : null,
     placedWords(record),
     h(
@@ -178,11 +178,11 @@ function detail(record) {
 function phasesOf(record) {
   const since = (time) => (time === null ? null : time - record.received_at);
   const end = since(record.ended_at);
-  const found = [{ name: "read and count", kind: "estimate", from: 0, to: since(record.estimated_at) ?? end }];
+  const found = [{ name: "read and count tokens", kind: "estimate", from: 0, to: since(record.estimated_at) ?? end }];
   let from = found[0].to;
   for (const [index, attempt] of record.attempts.entries()) {
     const started = since(attempt.started_at);
-    found.push({ name: index ? "wait again" : "wait for a place", kind: "wait", from, to: started });
+    found.push({ name: index ? "wait again" : "wait for a slot", kind: "wait", from, to: started });
     const connected = since(attempt.connected_at);
     if (connected !== null && connected > started) found.push({ name: `connect to ${attempt.backend}`, kind: "connect", from: started, to: connected });
     const first = since(attempt.first_byte_at);
@@ -203,7 +203,7 @@ function phasesOf(record) {
   const last = record.attempts.at(-1);
   const isOver = last ? ["ok", "cancelled"].includes(last.outcome) : FINE.has(record.ending) && record.ending !== "left";
   if (isOver && end - from > 0.01 * end) found.push({ name: "end", kind: "estimate", from, to: end });
-  else if (!isOver && record.decision && end - from > 0.001) found.push({ name: last ? "wait again" : "wait for a place", kind: "wait", from, to: end });
+  else if (!isOver && record.decision && end - from > 0.001) found.push({ name: last ? "wait again" : "wait for a slot", kind: "wait", from, to: end });
   return found;
 }
 
@@ -215,7 +215,7 @@ function verdict(record, phases) {
   const share = (longest.to - longest.from) / Math.max(total, 1e-9);
   const most = share > 0.4 ? ` Most of it: ${longest.name}, ${seconds(longest.to - longest.from)}.` : "";
   const nobody = longest.kind === "wait" && record.decision ? nobodyWords(record.decision.candidates) : "";
-  return `${how[0].toUpperCase()}${how.slice(1)}, ${went}, in ${seconds(total)}.${most}${nobody ? ` Nobody had room (${nobody}).` : ""}${lateWords(record, phases)}`;
+  return `${how[0].toUpperCase()}${how.slice(1)}, ${went}, in ${seconds(total)}.${most}${nobody ? ` No backend had a free slot (${nobody}).` : ""}${lateWords(record, phases)}`;
 }
 
 /** Where the time to a late first token went. */
@@ -224,7 +224,7 @@ function lateWords(record, phases) {
   if (first === null || !record.ttft_target_s || first <= record.ttft_target_s) return "";
   const before = phases.filter((phase) => phase.from < first - 1e-6 && phase.to - phase.from > 0.05 * first);
   const told = before.map((phase) => `${seconds(phase.to - phase.from)} ${phase.name}`).join(", ");
-  return ` First token after ${seconds(first)}, where its class wants it within ${round(record.ttft_target_s)}: ${told}.`;
+  return ` First token after ${seconds(first)}, but its class wants it within ${round(record.ttft_target_s)}: ${told}.`;
 }
 
 function waterfall(record, phases) {
@@ -247,7 +247,7 @@ function waterfall(record, phases) {
         h("span", { class: "n", text: seconds(phase.to - phase.from) }),
       );
     }),
-    target === null ? null : h("li", { class: "axis" }, h("span", { class: "name" }), h("span", { class: "note", text: `dashed: first token wanted by ${round(target)}` })),
+    target === null ? null : h("li", { class: "axis" }, h("span", { class: "name" }), h("span", { class: "note", text: `dashed: first token wanted within ${round(target)}` })),
   );
 }
 
@@ -255,5 +255,5 @@ function placedWords(record) {
   const placed = record.placed;
   const had = record.decision?.candidates.find((one) => one.backend === placed?.backend);
   if (!placed || !had || had.excluded === null) return null;
-  return h("p", { class: "note", text: `When its turn came, ${placed.backend} held ${number(placed.load.seqs)} of ${number(placed.knee_seqs)}.` });
+  return h("p", { class: "note", text: `When its turn came, ${placed.backend} had ${number(placed.load.seqs)} of ${number(placed.knee_seqs)} in flight.` });
 }

@@ -9,7 +9,7 @@ export function showWaiting(waiting) {
   const place = at("waiting-line");
   place.classList.toggle("empty", !waiting.line.length);
   if (!waiting.line.length) {
-    say(place, "Nobody waits.");
+    say(place, "No request is waiting.");
     return;
   }
   const left = waiting.total - waiting.line.length;
@@ -25,7 +25,7 @@ export function showWaiting(waiting) {
 }
 
 function summary(one) {
-  const rate = one.drain_per_s ? `, ${one.drain_per_s.toFixed(one.drain_per_s < 10 ? 1 : 0)} places/s` : "";
+  const rate = one.drain_per_s ? `, ${one.drain_per_s.toFixed(one.drain_per_s < 10 ? 1 : 0)} slots/s` : "";
   return h("span", { class: "pill" }, swatch(one.class), `${one.class} ${number(one.waiting)}${rate}`);
 }
 
@@ -43,7 +43,7 @@ function row(one, limit) {
     "tr",
     { "data-request": one.id, title: `${one.id}; wants ${one.pool} first` },
     h("td", { class: "n", text: number(one.position) }),
-    h("td", {}, swatch(one.traffic_class), one.traffic_class, one.is_behind ? h("em", { text: " behind" }) : null, one.tries ? h("em", { text: " again" }) : null),
+    h("td", {}, swatch(one.traffic_class), one.traffic_class, one.is_behind ? h("em", { text: " behind" }) : null, one.tries ? h("em", { text: " retry" }) : null),
     h("td", { text: one.key ?? "–" }),
     h("td", { class: "n", text: number(one.prompt_tokens) }),
     h("td", { class: one.due_in_s < 0 ? "n attention" : "n", text: seconds(one.due_in_s) }),

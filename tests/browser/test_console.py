@@ -1,6 +1,6 @@
 """The operator's console in a real browser, in front of a real gateway with jobs and simulated backends.
 
-The light backends are quick. The slow one has two places and is at work for as long as a test likes.
+The light backends are quick. The slow one has two slots and is at work for as long as a test likes.
 """
 
 import json
@@ -140,7 +140,7 @@ async def test_a_gauge_moves_under_load_and_whoever_waits_is_seen(bench: Bench) 
     await bench.page.until(
         f"document.querySelector('{place('slow')} .gauge').getAttribute('aria-valuenow') === '0'"
     )
-    assert await bench.shown("#waiting-line") == "Nobody waits."
+    assert await bench.shown("#waiting-line") == "No request is waiting."
 
 
 async def test_a_request_opens_into_a_waterfall_with_every_candidate(bench: Bench) -> None:
@@ -245,7 +245,7 @@ async def test_a_new_request_is_decided_on_the_fleet_as_it_is(bench: Bench) -> N
         await bench.page.js(f"document.querySelector('#body').value = {json.dumps(json.dumps(body))}")
         await bench.page.click('#question [type="submit"]')
 
-        assert "nobody at once" in await bench.shown('[data-answer="in-force"] .winner')
+        assert "no backend at once" in await bench.shown('[data-answer="in-force"] .winner')
         assert "2 in flight, 100% of its knee" in await bench.shown('#answers [data-candidate="slow"]')
     assert not any("Rumpelstiltskin" in json.dumps(one) for one in await kept(bench))
 
@@ -302,7 +302,7 @@ async def test_what_went_wrong_is_found_among_the_rest(bench: Bench) -> None:
     assert "404 model not found" in await bench.shown(f'tbody[data-request="{bad}"]')
     await bench.page.js("document.querySelector('#find').focus()")
     await bench.page.write("no such thing")
-    assert await bench.shown("#no-requests") == "None of the last requests is like that."
+    assert await bench.shown("#no-requests") == "None of the last requests matches."
 
 
 async def test_flow_and_latency_are_drawn_from_what_has_ended(bench: Bench) -> None:
