@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from gateway.demo import words
 from gateway.demo.story import Exchange, Note, Stage, Story
 
-REASON_PATIENCE_S = 5.0
-"""How long a line waits for the gateway's reason before it is printed without."""
+REASON_PATIENCE_S = 30.0
+"""How long a line waits for the gateway's reason before it is printed without: on a busy machine that is late."""
 
 
 class PlainLines:
