@@ -215,7 +215,7 @@ def _spill(case: Case) -> Objection | None:
     if most is None:
         return None
     if load.long_unanswered and not case.claim.long_seqs:
-        return Exclusion.SPILL_LONG, "it reads a long prompt"
+        return Exclusion.SPILL_LONG, "it is prefilling a long prompt"
     if case.view.long_waiting:
         return Exclusion.SPILL_LONG, f"{case.view.long_waiting} long prompts wait for it"
     match admission.full(load, case.claim, most):

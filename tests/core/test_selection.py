@@ -465,7 +465,7 @@ def objection(
             SHORT,
             busy("push", Load(seqs=1, long_seqs=1, long_unanswered=1)),
             Exclusion.SPILL_LONG,
-            "it reads a long prompt",
+            "it is prefilling a long prompt",
             id="spill-beside-a-long-prompt",
         ),
         pytest.param(
