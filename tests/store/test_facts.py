@@ -252,9 +252,9 @@ async def test_what_is_urgent_is_heard_at_once(store: Store, connect: Connect) -
     here, there = (Gateway(connect(store, refresh_s=600.0)) for _ in range(2))
     synced = anyio.Event()
     async with anyio.create_task_group() as tasks:
-        for gateway in (here, there):
-            tasks.start_soon(gateway.ledger.run, lambda failure: synced.set())
-        await synced.wait()
+        tasks.start_soon(here.ledger.run, lambda failure: synced.set())
+        await synced.wait()  # nobody looks again by himself: who comes second has heard of the first
+        tasks.start_soon(there.ledger.run)
         await there.hears({here.ledger.owner: saying()})
         here.facts = FULL
         here.ledger.exchange.publish_now()
