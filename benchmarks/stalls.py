@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import base64
 import http.client
+import itertools
 import json
 import os
 import platform
@@ -23,7 +24,7 @@ import runpy
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -192,7 +193,7 @@ def document(engine: int, vocab: Path) -> dict[str, Any]:
 async def measure(gateway: Gateway, other: Connection, rounds: int) -> None:
     """Send a body of each kind in turns, and print what that did."""
     found: dict[str, list[tuple[float, float]]] = {kind.name: [] for kind in KINDS}
-    sizes, marks = {}, _marks()
+    sizes, marks = {}, map("{}. ".format, itertools.count(1))
     turns = Turns()
     async with gateway.running() as running, anyio.create_task_group() as tasks:
         memory.settle()
@@ -219,13 +220,6 @@ async def measure(gateway: Gateway, other: Connection, rounds: int) -> None:
     for name, times in found.items():
         cpu_s, wall_s = (min(column) for column in zip(*times, strict=True))
         print(f"| {name} | {sizes[name]:,} | {1000 * cpu_s:.1f} | {1000 * wall_s:.1f} |")
-
-
-def _marks() -> Iterator[str]:
-    number = 0
-    while True:
-        number += 1
-        yield f"{number}. "
 
 
 def main() -> None:

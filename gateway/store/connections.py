@@ -170,14 +170,6 @@ class Connections:
                 await self.bounded(client.aclose)
 
 
-def once_more_s(due: float, now: float, command_s: float) -> float:
-    """Return how long a command is still waited for that was due then: as long as nobody looked, if possible.
-
-    What a process has not seen because it stood still says nothing of the server.
-    """
-    return min(max(now - due, ONCE_MORE_S), command_s)
-
-
 @asynccontextmanager
 async def patience(seconds: float) -> AsyncIterator[None]:
     """Bound the time of a block by what a server takes, who is asked several things one after the other.

@@ -21,7 +21,7 @@ from typing import Any
 import anyio
 from redis.asyncio.connection import AbstractConnection
 
-from gateway.store.connections import UNREACHABLE, StoreAway, once_more_s, patience
+from gateway.store.connections import ONCE_MORE_S, UNREACHABLE, StoreAway, patience
 
 WIRES = 2
 """Connections of a process. One would carry all; what hangs on one must not hold up what comes after it."""
@@ -180,7 +180,7 @@ class _Wire(asyncio.Protocol):
             self._timer = self._loop.call_at(due, self._watch)
         elif reply is not self._overdue:
             self._overdue = reply
-            self._timer = self._loop.call_later(once_more_s(due, now, self._command_s), self._watch)
+            self._timer = self._loop.call_later(_once_more_s(due, now, self._command_s), self._watch)
         else:
             self.end(f"no answer within {self._command_s:g} s")
 
@@ -339,6 +339,14 @@ def _number(number: int) -> bytes:
 def _word(word: str) -> bytes:
     text = word.encode()
     return b"$%d\r\n%b\r\n" % (len(text), text)
+
+
+def _once_more_s(due: float, now: float, command_s: float) -> float:
+    """Return how long a command is still waited for that was due then: as long as nobody looked, if possible.
+
+    What a process has not seen because it stood still says nothing of the server.
+    """
+    return min(max(now - due, ONCE_MORE_S), command_s)
 
 
 def _text(error: BaseException) -> str:
