@@ -8,6 +8,7 @@ import anyio.to_thread
 
 from gateway.core.value import valueclass
 from gateway.downstream.long_texts import SLICE_BYTES
+from gateway.downstream.occurrences import occurrences
 from gateway.downstream.relay import HttpDownstream
 from gateway.ports import Arrival, Headers
 
@@ -18,7 +19,7 @@ INLINE_OBJECTS = 1_000
 """Objects in a body that is read where it is: a part takes 2 us, an item of a response 12."""
 
 COUNTED_BYTES = 16_384
-"""In a smaller body they are not looked for, which takes 0.05 ms per MB."""
+"""In a smaller body they are not looked for, which takes up to 0.1 ms."""
 
 READERS = 2
 
@@ -69,4 +70,9 @@ def _is_quick(read_from: Sequence[bytes]) -> bool:
     size = sum(map(len, read_from))
     if size <= COUNTED_BYTES:
         return True
-    return size <= INLINE_BYTES and sum(some.count(b"{") for some in read_from) <= INLINE_OBJECTS
+    if size > INLINE_BYTES:
+        return False
+    left = INLINE_OBJECTS
+    for some in read_from:
+        left -= occurrences(b"{", some, left)
+    return left >= 0

@@ -10,7 +10,7 @@ import pytest
 from gateway.core.errors import InvalidRequest
 from gateway.core.values import Changes, Endpoint, LongText
 from gateway.downstream import long_texts, wire
-from gateway.downstream.cut_out import ESCAPED_MAX, MARK, QUOTES_MAX
+from gateway.downstream.cut_out import ESCAPED_MAX, MARK, QUOTES_MAX, may_hold_long_texts
 from gateway.downstream.long_texts import KEPT_BYTES, LONG_BYTES, SLICE_BYTES, unread_text
 from gateway.downstream.wire import WireRequest, WireRules
 from gateway.ports import Arrival
@@ -169,6 +169,35 @@ def test_wherever_the_ends_are_guessed_what_is_read_is_right() -> None:
         assert found.request == as_a_whole(body).request
         assert json.loads(found.body_for("m")) == json.loads(body)
     assert 20 < cut < 180
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (body_of([message("x" * 9)]), False),
+        (body_of([message(PROSE * 20) for _ in range(200)]), False),
+        (json.dumps({"messages": [message(PROSE * 20)] * 200}, separators=(",", ":")).encode(), False),
+        (body_of([message("x" * 9)] * 5_000), False),
+        (body_of([message("x")] * 3_000 + [message(DOCUMENT)] + [message("x")] * 3_000), True),
+        (body_of([message(DOCUMENT)]), True),
+        (body_of([message('", "' * LONG_BYTES)]), True),
+        (json.dumps([message("x")] * 3_000, indent="\t").replace(" ", "").encode(), True),  # not seen: fine
+    ],
+    ids=["short", "many", "compact", "tiny", "between", "one", "like-an-array", "written-with-tabs"],
+)
+def test_where_no_text_can_be_long_none_is_looked_for(body: bytes, expected: bool) -> None:
+    assert may_hold_long_texts(body) is expected
+
+
+def test_no_long_text_is_overlooked() -> None:
+    dice = random.Random(5)
+    for _ in range(200):
+        before = json.dumps(
+            ["".join(dice.choices(PARTS, k=dice.randrange(30))) for _ in range(dice.randrange(9_000))]
+        )
+        content = json.dumps("".join(dice.choices(PARTS, k=LONG_BYTES)))
+        content = content[: LONG_BYTES - 2].rstrip("\\").ljust(LONG_BYTES - 1, "x") + '"'
+        assert may_hold_long_texts(f"[{before}, {content}]".encode())
 
 
 # ---------------------------------------------------------------- what is decoded by now
