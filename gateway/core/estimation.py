@@ -7,7 +7,7 @@ and tool rounds, is counted at an upper bound. Figures: docs/estimate.md#the-tem
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from gateway.core.value import valueclass
 from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateCosts, Turn
@@ -103,7 +103,7 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
         if role not in _ONE_TOKEN_ROLES:
             fixed -= 1
             texts.append(Piece(role))
-        texts.append(Piece(_content(turn), long=turn.long))
+        texts.append(Piece(_content(turn)) if turn.long is None else Piece("", long=_around(turn, turn.long)))
         for name, arguments in turn.tool_calls:
             fixed += costs.tool_round + _quoted(arguments)
             texts += (Piece(name, 200), Piece(arguments))  # the call names it, and so does the result
@@ -151,7 +151,32 @@ def _content(turn: Turn) -> str:
         return "".join([_without_thoughts(text) for text in turn.texts])
     if len(turn.texts) == 1:
         return turn.texts[0].strip()
-    return (" " if turn.role in _SYSTEM_ROLES else "").join(text.strip() for text in turn.texts)
+    return _joint(turn).join(text.strip() for text in turn.texts)
+
+
+def _joint(turn: Turn) -> str:
+    """Return what the template writes between two texts."""
+    return " " if turn.role in _SYSTEM_ROLES else ""
+
+
+def _around(turn: Turn, long: LongText) -> LongText:
+    """Return a turn's long text with its other texts, likewise. An assistant has none: it is looked into."""
+    if not turn.texts:
+        return long
+    joint = _joint(turn)
+    before = "".join([text.strip() + joint for text in turn.texts[: turn.texts_before_long]])
+    after = "".join([joint + text.strip() for text in turn.texts[turn.texts_before_long :]])
+
+    def pieces() -> Iterator[str]:
+        held = before
+        for index, piece in enumerate(long.pieces()):
+            if index:
+                yield held
+            held = piece if index else held + piece
+        yield held + after
+
+    size_bytes = long.size_bytes + 4 * (len(before) + len(after))
+    return LongText(size_bytes, hash((before, long.key, after)), pieces)
 
 
 def _without_thoughts(text: str) -> str:

@@ -51,7 +51,8 @@ class Turn:
         tool_calls: `(name, compact JSON arguments)` of each call an assistant message carries.
         images: Image parts in it.
         audios: Audio parts in it.
-        long: Its text, where that is a long one; `texts` is empty then.
+        long: One more text part, where that is a long one.
+        texts_before_long: How many of `texts` stand before it.
     """
 
     role: str
@@ -60,6 +61,7 @@ class Turn:
     images: int = 0
     audios: int = 0
     long: LongText | None = None
+    texts_before_long: int = 0
 
 
 @valueclass(frozen=True, slots=True)

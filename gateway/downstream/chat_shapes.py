@@ -6,6 +6,9 @@ import msgspec
 
 _NULL = msgspec.Raw(b"null")
 
+LOOKED_INTO = frozenset({"assistant", "tool"})
+"""Whose texts the chat template looks into: they are decoded, however long they are."""
+
 
 class Message(msgspec.Struct, gc=False):
     """What is read of a message of a chat, where it has the types that it should."""

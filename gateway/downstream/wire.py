@@ -25,14 +25,16 @@ from gateway.downstream.chat_shapes import (
     CONTENT,
     LONG_CHAT,
     LONG_MESSAGE,
+    LOOKED_INTO,
     UNFIT,
     Chat,
     LongMessage,
     Message,
 )
-from gateway.downstream.cut_out import MARK, CutOut, cut_out, may_hold_long_texts
-from gateway.downstream.long_texts import LONG_BYTES, SLICE_BYTES, long_text, take_a_break, unread_text
+from gateway.downstream.cut_out import CutOut, cut_out, may_hold_long_texts
+from gateway.downstream.long_texts import LONG_BYTES, SLICE_BYTES, long_text, take_a_break
 from gateway.downstream.occurrences import occurrences
+from gateway.downstream.placing import put_long
 from gateway.ports import Arrival, Headers
 
 MODEL_CHARS_MAX = 256
@@ -65,7 +67,6 @@ _ASIDE = frozenset(
     {"tools", "stream_options", "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs"}
 )
 """What is read of a chat besides `Chat`: mostly absent."""
-_LOOKED_INTO = frozenset({"assistant", "tool"})
 _INCLUDE_USAGE = msgspec.Raw(b'{"include_usage":true}')
 
 
@@ -205,20 +206,8 @@ def _read_around(
         seen = CHAT.decode(cut.rest.removeprefix(_BOM))
     except (InvalidRequest, *UNFIT):
         return None
-    marked = [index for index, message in enumerate(seen.messages) if message.content == MARK]
-    if len(marked) != 1:
+    if not rules.drop_fields.isdisjoint(members) or not put_long(seen.messages, cut.text):
         return None
-    message = seen.messages[marked[0]]
-    if message.tool_calls is not None or message.role in _LOOKED_INTO:
-        return None
-    if not rules.drop_fields.isdisjoint(members):
-        return None
-    content: Any = unread_text(cut.text)
-    if content is None:
-        return None
-    seen.messages[marked[0]] = Message(
-        message.role, content, None, message.reasoning, message.reasoning_content
-    )
     try:
         return read_members(
             Endpoint.CHAT,
@@ -278,7 +267,7 @@ def read_members(
     include_usage = bool(options.get("include_usage"))
     chat = endpoint is Endpoint.CHAT
     prompt, prefixes, prompts = (
-        _chat(fields, seen, tools, rules, is_bare=is_bare) if chat else _completion(fields, rules)
+        _chat(fields, seen, tools, rules, cut, is_bare=is_bare) if chat else _completion(fields, rules)
     )
     choices = (fields.count("n", least=1) if seen is None else _count(seen.n, "n", 1)) or 1
     choices *= prompts
@@ -495,7 +484,7 @@ def _opened(message: LongMessage) -> Message:
         len(memoryview(raw)) < LONG_BYTES
         or bytes(memoryview(raw)[:1]) != b'"'
         or message.tool_calls is not None
-        or message.role in _LOOKED_INTO
+        or message.role in LOOKED_INTO
     ):
         content = CONTENT.decode(raw)
     else:
@@ -504,9 +493,15 @@ def _opened(message: LongMessage) -> Message:
 
 
 def _chat(
-    fields: _Fields, seen: Chat | None, tools: Sequence[Any], rules: WireRules, *, is_bare: bool
+    fields: _Fields,
+    seen: Chat | None,
+    tools: Sequence[Any],
+    rules: WireRules,
+    cut: CutOut | None,
+    *,
+    is_bare: bool,
 ) -> tuple[Prompt, Prefixes, int]:
-    """`is_bare`: it has nothing that `Chat` does not show."""
+    """`cut`: what the members lack. `is_bare`: they are none that `Chat` does not show."""
     raws: Sequence[msgspec.Raw] = ()
     if seen is None:
         raws = fields.items("messages", most=rules.messages_max)
@@ -539,6 +534,8 @@ def _chat(
             turns.append(_turn(message, f"messages.{index}", rules))
             raws = raws or fields.items("messages", most=rules.messages_max)
             spelled = bytes(raws[index])
+            if cut is not None:
+                spelled = cut.put_back(spelled)
             key = hash((key, spelled))
             size += len(spelled)
         read.append((key, size))
@@ -590,10 +587,16 @@ def _count_parts(message: Message, where: str, rules: WireRules) -> int:
 
 def _turn(message: Message, where: str, rules: WireRules) -> Turn:
     content = message.content
+    read: list[str | LongText] = []
+    images = audios = 0
     if isinstance(content, list):
-        texts, images, audios = _parts(content, f"{where}.content", rules)
-    else:
-        texts, images, audios = [] if content is None else [content], 0, 0
+        read, images, audios = _parts(content, f"{where}.content", rules)
+    elif content is not None:
+        read.append(content)
+    texts = [text for text in read if isinstance(text, str)]
+    long, before = None, 0
+    if len(texts) < len(read):
+        before, long = next((at, text) for at, text in enumerate(read) if isinstance(text, LongText))
     listed: object = message.tool_calls
     if listed is not None and not isinstance(listed, list):
         raise InvalidRequest("`tool_calls` must be an array.", param=f"{where}.tool_calls")
@@ -601,7 +604,7 @@ def _turn(message: Message, where: str, rules: WireRules) -> Turn:
     if calls:  # the template keeps a thought only where a tool call came of it
         thought = message.reasoning or message.reasoning_content
         texts = [*texts, thought] if isinstance(thought, str) else texts
-    return Turn(role=message.role, texts=tuple(texts), tool_calls=calls, images=images, audios=audios)
+    return Turn(message.role, tuple(texts), calls, images, audios, long, before)
 
 
 def _call(call: Mapping[str, Any]) -> tuple[str, str]:
@@ -611,8 +614,8 @@ def _call(call: Mapping[str, Any]) -> tuple[str, str]:
     return str(function.get("name", "")), spelled
 
 
-def _parts(content: Sequence[object], where: str, rules: WireRules) -> tuple[list[str], int, int]:
-    texts: list[str] = []
+def _parts(content: Sequence[object], where: str, rules: WireRules) -> tuple[list[str | LongText], int, int]:
+    texts: list[str | LongText] = []
     images = audios = 0
     for index, part in enumerate(content):
         if isinstance(part, str):
@@ -620,7 +623,7 @@ def _parts(content: Sequence[object], where: str, rules: WireRules) -> tuple[lis
             continue
         fields = _known_part(part, f"{where}.{index}")
         # Engines go by the keys of a part as much as by its type, so all of them count.
-        texts += [fields[name] for name in _TEXTS if isinstance(fields.get(name), str)]
+        texts += [fields[name] for name in _TEXTS if isinstance(fields.get(name), str | LongText)]
         for name in _MEDIA:
             if fields.get(name) is not None:
                 _check_source(name, fields[name], f"{where}.{index}", rules)

@@ -3,12 +3,14 @@
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from gateway.core import estimation
 from gateway.core.errors import InvalidRequest
-from gateway.core.values import Changes, Endpoint, LongText
+from gateway.core.values import Changes, Endpoint, LongText, Prompt, TemplateCosts
 from gateway.downstream import long_texts, wire
 from gateway.downstream.cut_out import ESCAPED_MAX, MARK, QUOTES_MAX, may_hold_long_texts
 from gateway.downstream.long_texts import KEPT_BYTES, LONG_BYTES, SLICE_BYTES, unread_text
@@ -86,13 +88,93 @@ def test_a_body_with_one_long_text_is_cut_and_read_as_a_whole_one_is(name: str) 
     assert cut.body_for("served", changes) == whole.body_for("served", changes)
 
 
+BASE64 = "iVBORw0KGgo+/" * 9_000
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + BASE64, "detail": "high"}}
+QUESTION = {"type": "text", "text": " What is it about? "}
+LONG_PART = {"type": "text", "text": f"\n{DOCUMENT}\n"}
+IN_PARTS: dict[str, bytes] = {
+    "a-text": body_of([message([LONG_PART])]),
+    "before-a-text": body_of([message([LONG_PART, QUESTION])]),
+    "between-texts": body_of([message([QUESTION, LONG_PART, QUESTION]), message("Hurry.")]),
+    "in-a-system-prompt": body_of([message([QUESTION, LONG_PART, QUESTION], role="system"), message("Hm?")]),
+    "nothing-but-blanks": body_of(
+        [message([QUESTION, {"type": "text", "text": " " * LONG_BYTES}, QUESTION])]
+    ),
+    "a-text-beside-an-image": body_of(
+        [message([{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}, LONG_PART])]
+    ),
+    "an-image": body_of([message("Look."), message([QUESTION, IMAGE])]),
+    "an-image-by-itself": body_of([message([{"type": "image_url", "image_url": "data:," + BASE64}])]),
+    "a-recording": body_of(
+        [message([QUESTION, {"type": "input_audio", "input_audio": {"data": BASE64, "format": "wav"}}])]
+    ),
+    "an-image-of-several-slices": body_of(
+        [message([IMAGE | {"image_url": {"url": "data:image/png;base64," + BASE64 * 20}}, QUESTION])]
+    ),
+}
+
+
+def counted(request: WireRequest) -> list[str]:
+    """Return the texts that are counted."""
+    texts = estimation.pieces(request.request.prompt, TemplateCosts()).texts
+    return [piece.text if piece.long is None else "".join(piece.long.pieces()) for piece in texts]
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_so_is_one_whose_long_text_is_a_part_or_no_text(name: str) -> None:
+    body = IN_PARTS[name]
+
+    cut, whole = read(body), as_a_whole(body)
+
+    assert cut.cut is not None
+    assert whole.cut is None
+    assert counted(cut) == counted(whole)
+    assert estimation.pieces(cut.request.prompt, TemplateCosts()).fixed_tokens == (
+        estimation.pieces(whole.request.prompt, TemplateCosts()).fixed_tokens
+    )
+    assert replace(cut.request, prompt=Prompt()) == replace(whole.request, prompt=Prompt())
+    assert cut.member("messages") == whole.member("messages")
+    assert cut.body_for("served") == whole.body_for("served")
+
+
+def test_a_part_is_known_again_only_among_the_same_texts() -> None:
+    def key(*parts: dict[str, str]) -> object:
+        (piece,) = estimation.pieces(read(body_of([message(parts)])).request.prompt, TemplateCosts()).texts
+        assert piece.long is not None
+        return piece.long.size_bytes, piece.long.key
+
+    assert key(LONG_PART, QUESTION) == key(LONG_PART, QUESTION)
+    assert len({key(LONG_PART), key(LONG_PART, QUESTION), key(QUESTION, LONG_PART)}) == 3
+
+
+def test_an_image_from_elsewhere_is_refused_however_long_its_address() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(body_of([message([IMAGE | {"image_url": {"url": "https://example.com/" + BASE64}}])]))
+
+    assert caught.value.code == "remote_media_not_allowed"
+
+
+def test_an_image_with_a_line_break_in_it_is_no_json() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(body_of([message([IMAGE])]).replace(b"+/iV", b"+/\niV", 1))
+
+    assert caught.value.code == "invalid_json"
+
+
 ASIDE: dict[str, bytes] = {
     "short": body_of([message("x" * (LONG_BYTES - 3))]),
     "two-long-ones": body_of([message(DOCUMENT), message(DOCUMENT + "x")]),
     "an-assistants": body_of([message(DOCUMENT, role="assistant")]),
     "a-tools": body_of([message(DOCUMENT, role="tool")]),
     "beside-calls": body_of([message(DOCUMENT, tool_calls=[])]),
-    "in-parts": body_of([message([{"type": "text", "text": DOCUMENT}])]),
+    "an-assistants-part": body_of([message([{"type": "text", "text": DOCUMENT}], role="assistant")]),
+    "a-part-beside-calls": body_of([message([{"type": "text", "text": DOCUMENT}], tool_calls=[])]),
+    "two-long-parts": body_of([message([{"type": "text", "text": DOCUMENT + end} for end in "ab"])]),
+    "a-bare-part": body_of([message([DOCUMENT])]),
+    "a-refusal": body_of([message([{"type": "refusal", "refusal": DOCUMENT}])]),
+    "an-image-with-an-escape": body_of([message([IMAGE | {"image_url": {"url": "data:\\" + BASE64}}])]),
+    "an-image-beyond-ascii": body_of([message([IMAGE | {"image_url": {"url": "data:ä" + BASE64}}])]),
+    "a-part-of-a-part": body_of([message([IMAGE | {"text": {"a": {"b": DOCUMENT}}}])]),
     "no-message": body_of([message("x")], user=DOCUMENT),
     "too-much-before-it": body_of([message(str(n)) for n in range(QUOTES_MAX)] + [message(DOCUMENT)]),
     "a-quoting-system-prompt": body_of([message('"' * (ESCAPED_MAX + 1), role="system"), message(DOCUMENT)]),
@@ -169,6 +251,24 @@ def test_wherever_the_ends_are_guessed_what_is_read_is_right() -> None:
         assert found.request == as_a_whole(body).request
         assert json.loads(found.body_for("m")) == json.loads(body)
     assert 20 < cut < 180
+
+
+def test_in_parts_as_well() -> None:
+    dice = random.Random(4)
+    cut = 0
+    for _ in range(150):
+        texts = [
+            "".join(dice.choices(PARTS, k=dice.choice([1, 9, 700, 40_000])))
+            for _ in range(dice.randrange(1, 5))
+        ]
+        parts = [{"type": "text", "text": text} for text in texts]
+        body = body_of([message(parts, role=dice.choice(["user", "system"])), message("Well?")])
+        found, whole = read(body), as_a_whole(body)
+        cut += found.cut is not None
+        assert counted(found) == counted(whole)
+        assert found.request.prefixes == whole.request.prefixes
+        assert json.loads(found.body_for("m")) == json.loads(body)
+    assert 20 < cut < 130
 
 
 @pytest.mark.parametrize(
