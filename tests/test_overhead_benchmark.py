@@ -231,6 +231,17 @@ def test_who_answers_nothing_has_no_figures() -> None:
     assert throughput_table(measured(**nothing))[2] == "| gateway |  |  |  |  |  |  |"
 
 
+def test_other_long_requests_are_compared_where_they_were_measured() -> None:
+    from benchmarks.overhead.verdict import others_table
+
+    found = measured(
+        agent=result(0.4, counted_s=0.1, at_rest_s=0.1), image=result(0.3, counted_s=0, at_rest_s=0)
+    )
+
+    assert others_table(measured()) == []
+    assert others_table(found)[2] == "| gateway | 200 us | 300 us |"
+
+
 def test_what_went_wrong_is_said() -> None:
     found = measured(short=result(0.05, bad=3, broken=0), gap=gap(25, 26) | {"left_behind": 2})
 
@@ -316,5 +327,6 @@ def test_the_vocabulary_made_here_counts_english_as_gemmas_does(tmp_path: Path) 
     assert summary.warnings == ()
     assert mode is CountMode.EXACT
     assert 3.8 < len(text) / tokens < 4.6
-    assert scenarios.large().count(b"serial=00000000") == 1
+    for body in (scenarios.large(), scenarios.agent(), scenarios.image()):
+        assert body.count(b"serial=00000000") == 1
     assert len(scenarios.large()) == pytest.approx(1_000_000, rel=0.05)

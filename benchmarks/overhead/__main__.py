@@ -142,6 +142,7 @@ def compare(bench: Bench, options: argparse.Namespace, wanted: Sequence[targets.
         said.append(f"The vocabulary holds {count.vocabulary_mb:.0f} MB.")
         print_lines([" ".join(said)])
     print_lines(verdict.throughput_table(measured))
+    print_lines(verdict.others_table(measured))
     for name, one in measured.items():
         for problem in one.unclean():
             print(f"not clean: {name}: {problem}")

@@ -1,8 +1,10 @@
 """What callers ask for while somebody measures."""
 
+import base64
 import json
+import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.overhead import vocabulary
@@ -12,6 +14,8 @@ RATE_HZ = 40
 CHUNKS = 200
 LARGE_BYTES = 1_000_000
 OPEN_LOOP_HZ = 100
+ROUNDS, RESULT_CHARS, TOOLS = 60, 5_000, 40
+"""Of an agent: its calls, what each brought, and its tools."""
 
 _QUESTION = "Explain in two sentences why memory bandwidth limits how fast tokens are generated."
 
@@ -21,14 +25,19 @@ def _orders(chunks: int, every_us: int, after_us: int) -> str:
     return f"[engine chunks={chunks:04d} every_us={every_us} after_us={after_us}]"
 
 
-def _chat(orders: str, question: str, streamed: bool) -> bytes:
+def _chat(
+    orders: str, asked: str | list[dict[str, object]], streamed: bool, tools: Sequence[object] = ()
+) -> bytes:
+    """`asked`: what the user says, or all messages behind the first."""
+    has_messages = isinstance(asked, list) and "role" in asked[0]
     body = {
         "model": "gemma-4",
         **({"stream": True} if streamed else {}),
         "messages": [
             {"role": "system", "content": f"You are a helpful assistant. {orders}"},
-            {"role": "user", "content": question},
+            *(asked if has_messages else [{"role": "user", "content": asked}]),
         ],
+        **({"tools": tools} if tools else {}),
         "max_tokens": CHUNKS,
         "temperature": 0.7,
     }
@@ -45,6 +54,48 @@ def large() -> bytes:
     prose = vocabulary.prose()
     document = (prose * (LARGE_BYTES // len(prose) + 1))[:LARGE_BYTES]
     return _chat(_orders(1, 0, 0), f"Document serial=00000000.\n{document}", streamed=False)
+
+
+def image() -> bytes:
+    """Return a question, whose number every caller changes, about an image of 1 MB in base64."""
+    data = base64.b64encode(random.Random(1).randbytes(LARGE_BYTES * 3 // 4)).decode()
+    parts: list[dict[str, object]] = [
+        {"type": "text", "text": "What is in picture serial=00000000?"},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+    ]
+    return _chat(_orders(1, 0, 0), parts, streamed=False)
+
+
+def agent() -> bytes:
+    """Return an agent's request after 60 calls of its tools: only the end of it is new, by its number."""
+    prose = vocabulary.prose()
+    texts = (prose[at : at + RESULT_CHARS] for at in range(0, len(prose), RESULT_CHARS))
+    messages: list[dict[str, object]] = [{"role": "user", "content": "Find out why the build fails."}]
+    for number, text in zip(range(ROUNDS), texts, strict=False):
+        arguments = json.dumps({"path": f"src/module_{number}.py", "first_line": number})
+        call = {"id": f"call_{number}", "type": "function"}
+        call_function = {"name": "read_file", "arguments": arguments}
+        messages += [
+            {"role": "assistant", "content": None, "tool_calls": [call | {"function": call_function}]},
+            {"role": "tool", "tool_call_id": f"call_{number}", "content": text},
+        ]
+    messages.append({"role": "user", "content": "Now try attempt serial=00000000."})
+    parameters = {
+        "type": "object",
+        "properties": {"path": {"type": "string"}, "first_line": {"type": "integer"}},
+    }
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": "read_file" if number == 0 else f"tool_{number}",
+                "description": prose[number * 400 : number * 400 + 400],
+                "parameters": parameters,
+            },
+        }
+        for number in range(TOOLS)
+    ]
+    return _chat(_orders(1, 0, 0), messages, streamed=False, tools=tools)
 
 
 def renumbered(body: str, number: int) -> str:
@@ -109,6 +160,8 @@ def scenarios() -> Mapping[str, Scenario]:
         "streams-512": Scenario(_streams(512)),
         "streams-1024": Scenario(_streams(1024), direct=True),
         "large": Scenario(Load(large(), 4), clocked=True),
+        "agent": Scenario(Load(agent(), 4), clocked=True),
+        "image": Scenario(Load(image(), 4), clocked=True),
         "gap": Scenario(
             Load(streamed(), 16, ramp_s=0.4, warm_s=0.8, stretch=1.5), Load(large(), 1, warm_s=0, stretch=1.5)
         ),

@@ -102,8 +102,8 @@ class Measured:
             scenario, lambda result: 1e6 * result["cpu_s"] / result["good"] if result["good"] else None
         )
 
-    def beyond_count_us(self) -> float | None:
-        """Return the CPU per 1 MB request without what its token count took there and then.
+    def beyond_count_us(self, scenario: str = "large") -> float | None:
+        """Return the CPU per long request without what its token count took there and then.
 
         Nor with what goes on at rest: at some twenty requests a second that would be a millisecond of each.
         """
@@ -112,7 +112,7 @@ class Measured:
             beyond_s: float = result["cpu_s"] - result["counted_s"] - result["at_rest_s"]
             return 1e6 * beyond_s / result["good"] if result["good"] else None
 
-        return self._best("large", figure)
+        return self._best(scenario, figure)
 
     def counted_us(self) -> float | None:
         """Return the CPU that the token count of a 1 MB request took between requests."""
@@ -395,7 +395,27 @@ def throughput_table(measured: Mapping[str, Measured]) -> list[str]:
         lines.append([name, *(cell.strip() for cell in cells)])
     head = ["", "short requests/s", "1 MB requests/s", "latency p50 at 100/s"]
     head += [f"{count:,} streams: CPU per chunk, delay p99" for count in (256, 512, 1024)]
-    return table(head, lines)
+    return table(head, lines) if any(any(line[1:]) for line in lines) else []
+
+
+def others_table(measured: Mapping[str, Measured]) -> list[str]:
+    """Return what other long requests cost beyond their token count; nothing where none was measured."""
+    nginx = measured.get(NGINX, Measured([], ""))
+    lines = []
+    for name, one in measured.items():
+        cells = []
+        for scenario in ("agent", "image"):
+            times = (
+                None
+                if name == NGINX
+                else ratio(one.beyond_count_us(scenario), nginx.beyond_count_us(scenario))
+            )
+            compared = "" if times is None else f", {times:.1f} x nginx"
+            cells.append(_text(one.beyond_count_us(scenario), "us") + compared)
+        if any(cells):
+            lines.append([name, *cells])
+    head = ["CPU beyond the token count", "an agent's request of 350 KB", "an image of 1 MB"]
+    return table(head, lines) if lines else []
 
 
 def workers_table(runs: Mapping[int, Measured]) -> list[str]:

@@ -12,6 +12,7 @@ twice and decoded once. Whatever does not fit that is read member by member, and
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
@@ -531,13 +532,18 @@ def _chat(
             if parts > rules.parts_max:
                 complaint = f"The messages have more than {rules.parts_max} parts and tool calls together."
                 raise InvalidRequest(complaint, code="too_many_items", param="messages")
-            turns.append(_turn(message, f"messages.{index}", rules))
-            raws = raws or fields.items("messages", most=rules.messages_max)
-            spelled = bytes(raws[index])
-            if cut is not None:
-                spelled = cut.put_back(spelled)
-            key = hash((key, spelled))
-            size += len(spelled)
+            turn = _turn(message, f"messages.{index}", rules)
+            turns.append(turn)
+            if isinstance(content, list):
+                raws = raws or fields.items("messages", most=rules.messages_max)
+                spelled = bytes(raws[index])
+                if cut is not None:
+                    spelled = cut.put_back(spelled)
+                key = hash((key, spelled))
+                size += len(spelled)
+            else:
+                key = hash((key, role, turn.texts, turn.tool_calls))
+                size += len(role) + sum(map(len, chain(turn.texts, *turn.tool_calls)))
         read.append((key, size))
     prefixes = tuple([(key, upto / size) for key, upto in read])
     if is_bare:

@@ -5,7 +5,6 @@ loop goes on serving. What is refused for its sheer size is refused before any o
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable
 from pathlib import Path
 from threading import Lock
 
@@ -25,19 +24,22 @@ from gateway.tokenizer.vocab import Vocabulary, load
 
 INLINE_BYTES = 16_384
 """Up to here a count takes 1 ms, hostile text 4 ms (docs/estimate.md#time): no thread is worth its hop."""
-INLINE_TEXTS = 256
+INLINE_TEXTS = 512
+"""With roles and names, each of which takes 1 us, or 3 if its count is not remembered."""
 THREADS = 2
 WAITING_MAX = 256
 """Large prompts that may be counted or wait for it: at 60 ms per MB and two threads, seconds of work."""
 REMEMBERED_CHARS_MIN = 2048
+CONVERSATION_TEXTS = 8
+"""A prompt of so many comes again, longer by a few: their counts are remembered however short they are."""
 ESCAPED_CHAR_BYTES = 12
 """What a character takes in JSON at most: an emoji as two escapes."""
-REMEMBERED_MAX = 16_384
-"""Texts whose counts are kept, about 2 MB in all: the earlier turns of some thousand conversations."""
+REMEMBERED_MAX = 32_768
+"""Texts whose counts are kept, in 7 MB: the earlier turns of a thousand conversations."""
 
 
-TextKey = Hashable
-"""What a text is known by: its length and hash."""
+TextKey = int
+"""What a text is known by: a hash of its length and of its hash."""
 
 
 @valueclass(frozen=True, slots=True)
@@ -138,19 +140,21 @@ class PromptEstimator:
 
     def _known_bytes(self, parts: Pieces) -> int:
         """Return how much of a prompt needs no counting because its count is remembered."""
+        chars_min = _remembered_from(parts)
         return sum(
             piece.long.size_bytes if piece.long is not None else _bytes_max(piece.text)
             for piece in parts.texts
-            if _key(piece) in self.remembered
+            if _key(piece, chars_min) in self.remembered
         )
 
     def _estimate(self, parts: Pieces, limit_tokens: int) -> Estimate:
         stop_above = self._stop_above(limit_tokens)
         total = parts.fixed_tokens
         counts, guessed = [], 0
+        chars_min = _remembered_from(parts)
         for piece in parts.texts:
             used = parts.fixed_tokens if parts.alternatives else total
-            counted = self._count(piece, (stop_above - used) * 100 // piece.percent)
+            counted = self._count(piece, _key(piece, chars_min), (stop_above - used) * 100 // piece.percent)
             counts.append(counted.tokens)
             guessed += counted.guessed_tokens
             total = used + piece.weigh(counted.tokens)
@@ -178,9 +182,8 @@ class PromptEstimator:
         margin = margin_tokens(total, mode, self._margin.tokens)
         return TextEstimate(total, total + margin, mode, kind, parts.fixed_tokens, counted)
 
-    def _count(self, piece: Piece, stop_above_tokens: int) -> Counted:
-        """Return the tokens of a text, from memory if it is long and was met before."""
-        key = _key(piece)
+    def _count(self, piece: Piece, key: TextKey | None, stop_above_tokens: int) -> Counted:
+        """Return the tokens of a text, from memory if it is known by a key and was met before."""
         if key is None:
             return count(self.vocabulary, piece.text, stop_above_tokens)
         counted = self.remembered.get(key)
@@ -236,11 +239,16 @@ def open_estimator(vocab: Path | None) -> PromptEstimator:
     return PromptEstimator(None if vocab is None else load(vocab))
 
 
-def _key(piece: Piece) -> TextKey | None:
+def _remembered_from(parts: Pieces) -> int:
+    """Return how many characters a text must have for its count to be worth remembering."""
+    return 1 if len(parts.texts) >= CONVERSATION_TEXTS and not parts.alternatives else REMEMBERED_CHARS_MIN
+
+
+def _key(piece: Piece, chars_min: int) -> TextKey | None:
     """Return what a text is known by; None for one that is not worth remembering."""
     if piece.long is not None:
-        return piece.long.size_bytes, piece.long.key
-    return None if len(piece.text) < REMEMBERED_CHARS_MIN else (len(piece.text), hash(piece.text))
+        return hash((piece.long.size_bytes, piece.long.key))
+    return None if len(piece.text) < chars_min else hash((len(piece.text), piece.text))
 
 
 def _sample(parts: Pieces) -> str:

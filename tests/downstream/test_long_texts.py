@@ -176,6 +176,24 @@ def test_a_text_is_the_same_read_at_once_or_member_by_member() -> None:
     assert by_member.dropped == ("messages_",)
 
 
+def test_calls_are_a_prefix_of_what_follows_them_however_they_are_read() -> None:
+    def calls(name: str) -> dict[str, object]:
+        function = {"name": name, "arguments": '{"a": 1}'}
+        return message(None, role="assistant", tool_calls=[{"type": "function", "function": function}])
+
+    short = read([message("x"), calls("f")]).request.prefixes
+    long = read([message("x"), calls("f"), message("y", role="tool")]).request.prefixes
+    other = read([message("x"), calls("g")]).request.prefixes
+    dropped = WireRules(drop_fields=frozenset({"messages_"}))
+    body = json.dumps({"model": "m", "messages_": 1, "messages": [message("x"), calls("f")]}).encode()
+    by_member = wire.read(Endpoint.CHAT, body, dropped, arrival=Arrival("req-1", 0.0, 0.0)).request.prefixes
+
+    assert [key for key, _ in short] == [key for key, _ in long[:2]] == [key for key, _ in by_member]
+    assert short[0] == other[0]
+    assert short[1] != other[1]
+    assert long[1][1] < short[1][1] == 1
+
+
 def test_a_long_body_travels_on_as_it_was_sent() -> None:
     messages = [message(TEXTS["one-emoji"]), message("x")]
 

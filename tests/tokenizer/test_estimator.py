@@ -19,6 +19,7 @@ from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateC
 from gateway.ports import Estimator
 from gateway.tokenizer import PromptEstimator, Vocabulary, open_estimator
 from gateway.tokenizer.estimator import (
+    CONVERSATION_TEXTS,
     INLINE_BYTES,
     INLINE_TEXTS,
     REMEMBERED_CHARS_MIN,
@@ -357,6 +358,21 @@ async def test_short_texts_are_not_worth_remembering(make: Make) -> None:
     assert len(estimator.remembered) == 0
 
 
+async def test_all_texts_of_a_conversation_are(make: Make) -> None:
+    encoding = Encoding()
+    estimator = make(encoding)
+    turns = ["x" * size for size in range(10, 10 + CONVERSATION_TEXTS)]
+
+    await estimator.estimate(chat(*turns[:-1]), COSTS, WINDOW)
+    assert len(estimator.remembered) == 0
+    await estimator.estimate(chat(*turns), COSTS, WINDOW)
+    encoding.sizes.clear()
+    again = await estimator.estimate(chat(*turns, "y" * 40), COSTS, WINDOW)
+
+    assert encoding.sizes == [40]
+    assert again == await make(Encoding()).estimate(chat(*turns, "y" * 40), COSTS, WINDOW)
+
+
 async def test_a_count_that_stopped_early_is_not_remembered(make: Make) -> None:
     estimator = make(Encoding())
     prompt = chat("x" * 300_000)
@@ -378,14 +394,14 @@ async def test_closing_forgets_what_was_counted(make: Make) -> None:
 
 def test_the_least_recently_used_counts_are_forgotten() -> None:
     remembered = RememberedCounts(entries_max=2)
-    remembered.put(b"a", Counted(1))
-    remembered.put(b"b", Counted(2))
-    assert remembered.get(b"a") == Counted(1)
-    remembered.put(b"c", Counted(3))
+    remembered.put(10, Counted(1))
+    remembered.put(20, Counted(2))
+    assert remembered.get(10) == Counted(1)
+    remembered.put(30, Counted(3))
 
-    assert remembered.get(b"b") is None
-    assert remembered.get(b"a") == Counted(1)
-    assert remembered.get(b"c") == Counted(3)
+    assert remembered.get(20) is None
+    assert remembered.get(10) == Counted(1)
+    assert remembered.get(30) == Counted(3)
 
 
 # ------------------------------------------------------------------ what it learns
