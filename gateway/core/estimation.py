@@ -34,11 +34,16 @@ class Piece:
     """One text to count, and how much each of its tokens weighs in the prompt, in percent.
 
     Where it is a long one, that is `long`, and `text` is empty.
+
+    Attributes:
+        comes_again: Whether it is likely to come again with a request that has nothing else in common, as a
+            system prompt is.
     """
 
     text: str
     percent: int = 100
     long: LongText | None = None
+    comes_again: bool = False
 
     def weigh(self, tokens: int) -> int:
         """Return what `tokens` of this text add to the prompt, rounded up."""
@@ -82,7 +87,7 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
         fixed += costs.think_marker
     if prompt.tools_json:
         fixed += _quoted(prompt.tools_json)
-        texts.append(Piece(prompt.tools_json))
+        texts.append(Piece(prompt.tools_json, comes_again=True))
     if (prompt.thinking or prompt.tools_json) and prompt.turns[0].role not in _SYSTEM_ROLES:
         fixed += costs.per_turn  # a system turn made for them
     previous: Turn | None = None  # the last one that was not a tool's result
@@ -103,7 +108,7 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
         if role not in _ONE_TOKEN_ROLES:
             fixed -= 1
             texts.append(Piece(role))
-        texts.append(Piece(_content(turn)) if turn.long is None else Piece("", long=_around(turn, turn.long)))
+        texts.append(_piece(turn))
         for name, arguments in turn.tool_calls:
             fixed += costs.tool_round + _quoted(arguments)
             texts += (Piece(name, 200), Piece(arguments))  # the call names it, and so does the result
@@ -143,6 +148,12 @@ def _media(prompt: Prompt, costs: TemplateCosts, images: int, audios: int) -> in
 def image_budget(prompt: Prompt, costs: TemplateCosts) -> int:
     """Return the soft tokens an image of this prompt may take."""
     return costs.image if prompt.image_budget is None else prompt.image_budget
+
+
+def _piece(turn: Turn) -> Piece:
+    if turn.long is not None:
+        return Piece("", 100, _around(turn, turn.long))
+    return Piece(_content(turn), 100, None, turn.role in _SYSTEM_ROLES)
 
 
 def _content(turn: Turn) -> str:

@@ -248,7 +248,9 @@ def _key(piece: Piece, chars_min: int) -> TextKey | None:
     """Return what a text is known by; None for one that is not worth remembering."""
     if piece.long is not None:
         return hash((piece.long.size_bytes, piece.long.key))
-    return None if len(piece.text) < chars_min else hash((len(piece.text), piece.text))
+    if len(piece.text) < chars_min and not piece.comes_again:
+        return None
+    return hash((len(piece.text), piece.text))
 
 
 def _sample(parts: Pieces) -> str:

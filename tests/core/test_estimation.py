@@ -125,7 +125,7 @@ def test_tools_are_counted_at_a_bound_in_a_system_turn() -> None:
     parts = pieces(chat(user(RIVER), tools_json="[{}]"), COSTS)
 
     assert parts.fixed_tokens == 1 + 5 + 5 + 3 + 4
-    assert parts.texts == (Piece("[{}]"), Piece(RIVER))
+    assert parts.texts == (Piece("[{}]", comes_again=True), Piece(RIVER))
 
 
 LANGUAGES = '["en","de","fr","es","it","pt","nl","sv","da","no","fi","pl","cs","el","tr","ru","uk","ar","he"]'

@@ -358,6 +358,18 @@ async def test_short_texts_are_not_worth_remembering(make: Make) -> None:
     assert len(estimator.remembered) == 0
 
 
+async def test_a_system_prompt_and_tools_are_however_short(make: Make) -> None:
+    encoding = Encoding()
+    estimator = make(encoding)
+    system = Turn("system", ("x" * 30,))
+
+    for size in (40, 50):
+        prompt = Prompt(turns=(system, Turn("user", ("y" * size,))), tools_json="z" * 20)
+        await estimator.estimate(prompt, COSTS, WINDOW)
+
+    assert sorted(encoding.sizes) == [20, 30, 40, 50]
+
+
 async def test_all_texts_of_a_conversation_are(make: Make) -> None:
     encoding = Encoding()
     estimator = make(encoding)
