@@ -423,6 +423,7 @@ def _translated(
             key=received.key,
             headers=received.headers,
             forwarded=received.forwarded,
+            seen=wire.seen_of(chat),
         )
     except GatewayError as error:
         error.param = chat_param_here(error.param)

@@ -455,6 +455,13 @@ def _mapping(value: object) -> Mapping[str, Any]:
 # ------------------------------------------------------------------ chat
 
 
+def seen_of(members: Mapping[str, msgspec.Raw]) -> Chat | None:
+    """Return what is read of a chat with these members; None: it is long, or to be read one by one."""
+    encode = msgspec.json.encode
+    body = b"{%b}" % b",".join([b"%b:%b" % (encode(name), bytes(raw)) for name, raw in members.items()])
+    return None if len(body) > SLICE_BYTES or may_hold_long_texts(body) else _seen(body, at_once=True)
+
+
 def _seen(body: bytes, *, at_once: bool) -> Chat | None:
     """Return what is read of a chat; None where it is to be read member by member.
 
