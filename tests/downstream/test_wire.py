@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,14 +141,39 @@ def test_a_requests_own_image_budget_is_honoured() -> None:
         (["a", "bcd"], Prompt(raw_texts=("a", "bcd")), 2),
         ([1, 2, 3], Prompt(raw_tokens=3), 1),
         ([[1, 2], [1, 2, 3]], Prompt(raw_tokens=3), 2),
+        (list(range(100_000)), Prompt(raw_tokens=100_000), 1),
+        ([123_456] * 100_001 + [10**30], Prompt(raw_tokens=100_002), 1),
+        ([7] * 100_000 + [True], Prompt(raw_tokens=100_001), 1),  # as in a short one
+        ([[1] * 40_000, [2] * 40_001], Prompt(raw_tokens=40_001), 2),
+        (["1"] * 40_000, Prompt(raw_texts=("1",) * 40_000), 40_000),
     ],
-    ids=["text", "texts", "ids", "lists-of-ids"],
+    ids=[
+        "text",
+        "texts",
+        "ids",
+        "lists-of-ids",
+        "many-ids",
+        "a-large-id",
+        "no-id",
+        "long-lists",
+        "many-texts",
+    ],
 )
 def test_completions_in_all_their_forms(prompt: object, expected: Prompt, seqs: int) -> None:
-    request = read(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode(), RULES).request
+    rules = replace(RULES, choices_max=40_000)
+    request = read(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode(), rules).request
 
     assert request.prompt == expected
     assert (request.seqs, request.choices) == (seqs, seqs)
+
+
+@pytest.mark.parametrize("last", [1.0, 1.5, "1", None, [1], {}])
+def test_a_long_array_of_ids_and_something_else_is_refused_as_a_short_one_is(last: object) -> None:
+    for count in (1, 100_000):
+        prompt = json.dumps({"model": "m", "prompt": [1] * count + [last]}).encode()
+        with pytest.raises(InvalidRequest) as caught:
+            read(Endpoint.COMPLETIONS, prompt, RULES)
+        assert caught.value.param == "prompt"
 
 
 # ---------------------------------------------------------------- refusing
