@@ -1,56 +1,92 @@
-"""Puts what was cut out of a chat where it belongs: into a message, a text part, an image or a recording."""
+"""Puts what was cut out of a chat where it belongs: into messages, text parts, images and recordings."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
-from gateway.downstream.chat_shapes import LOOKED_INTO, Message
-from gateway.downstream.cut_out import MARK
+import msgspec
+
+from gateway.core.value import valueclass
+from gateway.downstream.chat_shapes import LOOKED_INTO, UNFIT, Message
+from gateway.downstream.cut_out import number_of
 from gateway.downstream.long_texts import is_plain, unread_text
 
+_TEXT: Final = "text"
 _SOURCES = ("image_url", "audio_url", "input_audio")
 _SHOWN_BYTES = 64
+_decode = msgspec.json.Decoder(str).decode
 
 
-def put_long(messages: list[Message], text: memoryview) -> bool:
-    """Put what was cut out of a chat where its mark stands; return False where that is no place for it."""
-    marked = list(_marked(messages))
-    if len(marked) != 1:
+@valueclass(frozen=True, slots=True)
+class _Place:
+    """Where a string was in a chat.
+
+    Attributes:
+        message: The index of its message.
+        part: The object in it that it is a member of; None: it is the message's content.
+        name: Of that member.
+        number: Of the string.
+    """
+
+    message: int
+    part: dict[str, Any] | None
+    name: str
+    number: int
+
+
+def put_long(messages: list[Message], texts: Sequence[memoryview]) -> bool:
+    """Put what was cut out of a chat where its marks stand; return False where that is no place for it."""
+    places = list(_places(messages))
+    if sorted(place.number for place in places) != list(range(len(texts))):
         return False
-    index, holder, name = marked[0]
-    message = messages[index]
-    if message.tool_calls is not None or message.role in LOOKED_INTO:
-        return False
-    if holder is not None and name != "text":
+    have_long: set[int] = set()
+    return all(_put(messages, place, texts[place.number], have_long) for place in places)
+
+
+def _put(messages: list[Message], place: _Place, text: memoryview, have_long: set[int]) -> bool:
+    """`have_long`: the messages with a long text by now. A second one is decoded, as a short one is."""
+    part, name = place.part, place.name
+    if part is not None and name != _TEXT:
         if not is_plain(text):
             return False
-        holder[name] = bytes(text[:_SHOWN_BYTES]).decode()  # all that is looked at of an image
+        part[name] = bytes(text[:_SHOWN_BYTES]).decode()  # all that is looked at of an image
         return True
-    long: Any = unread_text(text)
-    if long is None:
+    message = messages[place.message]
+    is_decoded = message.role in LOOKED_INTO or message.tool_calls is not None or place.message in have_long
+    found: Any = _decoded(text) if is_decoded else unread_text(text)
+    if found is None:
         return False
-    if holder is None:
-        thoughts = message.reasoning, message.reasoning_content
-        messages[index] = Message(message.role, long, None, *thoughts)
-    else:
-        holder[name] = long
+    have_long.add(place.message)
+    if part is not None:
+        part[name] = found
+        return True
+    thoughts = message.reasoning, message.reasoning_content
+    messages[place.message] = Message(message.role, found, message.tool_calls, *thoughts)
     return True
 
 
-def _marked(messages: Sequence[Message]) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
-    """Yield which message has the mark in it, and which member of what it is there; None: its content."""
+def _decoded(text: memoryview) -> str | None:
+    try:
+        return _decode(b"".join((b'"', text, b'"')))
+    except UNFIT:
+        return None
+
+
+def _places(messages: Sequence[Message]) -> Iterator[_Place]:
     for index, message in enumerate(messages):
-        if message.content == MARK:
-            yield index, None, ""
+        if (number := number_of(message.content)) is not None:
+            yield _Place(index, None, "", number)
         elif isinstance(message.content, list):
             for part in message.content:
                 if isinstance(part, dict):
-                    yield from ((index, holder, name) for holder, name in _marked_in(part))
+                    yield from _places_in(part, index)
 
 
-def _marked_in(part: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    for name in ("text", *_SOURCES):
+def _places_in(part: dict[str, Any], index: int) -> Iterator[_Place]:
+    for name in (_TEXT, *_SOURCES):
         value = part.get(name)
-        if value == MARK:
-            yield part, name
+        if (number := number_of(value)) is not None:
+            yield _Place(index, part, name, number)
         elif isinstance(value, dict):
-            yield from ((value, inner) for inner in value if value[inner] == MARK)
+            for inner, source in value.items():
+                if (number := number_of(source)) is not None:
+                    yield _Place(index, value, inner, number)

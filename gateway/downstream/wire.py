@@ -198,16 +198,18 @@ def _read_around(
     headers: Mapping[str, str] | None,
     forwarded: Headers,
 ) -> WireRequest | None:
-    """Return what is read of a chat whose long text was cut out of it; None: it is to be read as a whole.
+    """Return what is read of a chat whose long strings were cut out; None: it is to be read as a whole.
 
     So is whatever there is to complain about.
     """
+    if len(cut.rest) > SLICE_BYTES:
+        return None  # too much to be decoded at once
     try:
         members = members_of(cut.rest)
         seen = CHAT.decode(cut.rest.removeprefix(_BOM))
     except (InvalidRequest, *UNFIT):
         return None
-    if not rules.drop_fields.isdisjoint(members) or not put_long(seen.messages, cut.text):
+    if not rules.drop_fields.isdisjoint(members) or not put_long(seen.messages, cut.texts):
         return None
     try:
         return read_members(

@@ -19,6 +19,7 @@ from gateway.ports import Arrival
 
 PROSE = 'The "river" was wide,\nand nobody\thad crossed it since the \\spring. '
 DOCUMENT = PROSE * 3_000
+PLAIN = "The river was wide. " * 4_000
 
 
 def body_of(messages: object, **fields: object) -> bytes:
@@ -64,6 +65,15 @@ FOUND: dict[str, bytes] = {
     "escaped": json.dumps({"messages": [message("😀ä" * 60_000)], "model": "m"}).encode(),
     "behind-a-byte-order-mark": b"\xef\xbb\xbf" + body_of([message(DOCUMENT)]),
     "of-several-slices": body_of([message(DOCUMENT * 20)]),
+    "an-assistants": body_of([message(DOCUMENT, role="assistant")]),
+    "a-tools": body_of([message("x"), message(DOCUMENT, role="tool")]),
+    "beside-calls": body_of([message(DOCUMENT, tool_calls=[])]),
+    "two-without-quotes": body_of([message(PLAIN, role="system"), message(PLAIN + "x")]),
+    "between-two-without-quotes": body_of([message(PLAIN), message("x"), message(DOCUMENT), message(PLAIN)]),
+    "many-without-quotes": body_of([message(f"{PLAIN}{number}") for number in range(40)]),
+    "short-with-many-quotes-between": body_of(
+        [message(PLAIN), message('"' * ESCAPED_MAX * 2), message(PLAIN, role="tool")]
+    ),
     "named-twice": body_of([message("x")])[:-1]
     + b',"messages":'
     + json.dumps([message(DOCUMENT)]).encode()
@@ -108,6 +118,14 @@ IN_PARTS: dict[str, bytes] = {
     "a-recording": body_of(
         [message([QUESTION, {"type": "input_audio", "input_audio": {"data": BASE64, "format": "wav"}}])]
     ),
+    "an-assistants": body_of([message([LONG_PART], role="assistant")]),
+    "beside-calls": body_of([message([LONG_PART], tool_calls=[])]),
+    "several-images": body_of([message([QUESTION, IMAGE, IMAGE]), message([IMAGE, QUESTION])] * 5),
+    "a-text-between-images": body_of([message([IMAGE, LONG_PART, IMAGE]), message("x"), message([IMAGE])]),
+    "two-texts-and-an-image": body_of(
+        [message([{"type": "text", "text": PLAIN}, IMAGE, QUESTION, {"type": "text", "text": PLAIN + "x"}])]
+    ),
+    "a-result-with-an-image": body_of([message([IMAGE, QUESTION], role="tool")]),
     "an-image-of-several-slices": body_of(
         [message([IMAGE | {"image_url": {"url": "data:image/png;base64," + BASE64 * 20}}, QUESTION])]
     ),
@@ -164,11 +182,6 @@ def test_an_image_with_a_line_break_in_it_is_no_json() -> None:
 ASIDE: dict[str, bytes] = {
     "short": body_of([message("x" * (LONG_BYTES - 3))]),
     "two-long-ones": body_of([message(DOCUMENT), message(DOCUMENT + "x")]),
-    "an-assistants": body_of([message(DOCUMENT, role="assistant")]),
-    "a-tools": body_of([message(DOCUMENT, role="tool")]),
-    "beside-calls": body_of([message(DOCUMENT, tool_calls=[])]),
-    "an-assistants-part": body_of([message([{"type": "text", "text": DOCUMENT}], role="assistant")]),
-    "a-part-beside-calls": body_of([message([{"type": "text", "text": DOCUMENT}], tool_calls=[])]),
     "two-long-parts": body_of([message([{"type": "text", "text": DOCUMENT + end} for end in "ab"])]),
     "a-bare-part": body_of([message([DOCUMENT])]),
     "a-refusal": body_of([message([{"type": "refusal", "refusal": DOCUMENT}])]),
