@@ -12,6 +12,7 @@ twice and decoded once. Whatever does not fit that is read member by member, and
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Annotated, Any
 
@@ -262,15 +263,15 @@ def read_members(
         raise InvalidRequest(f"`model` is longer than {MODEL_CHARS_MAX} characters.", param="model")
     stream = fields.flag("stream") if seen is None else bool(seen.stream)
     options: Mapping[str, Any] = {}
-    tools: Sequence[Any] = ()
+    tools, tools_json = 0, ""
     is_bare = _ASIDE.isdisjoint(members)
     if not is_bare:
         options = _mapping(fields.any("stream_options"))
-        tools = fields.array("tools", most=rules.tools_max)
+        tools, tools_json = _tools(fields, rules.tools_max)
     include_usage = bool(options.get("include_usage"))
     chat = endpoint is Endpoint.CHAT
     prompt, prefixes, prompts = (
-        _chat(fields, seen, tools, rules, cut, is_bare=is_bare) if chat else _completion(fields, rules)
+        _chat(fields, seen, tools_json, rules, cut, is_bare=is_bare) if chat else _completion(fields, rules)
     )
     choices = (fields.count("n", least=1) if seen is None else _count(seen.n, "n", 1)) or 1
     choices *= prompts
@@ -293,7 +294,7 @@ def read_members(
         reasoning=prompt.thinking,
         images=images,
         audios=audios,
-        tools=len(tools),
+        tools=tools,
         include_usage=include_usage,
         key=key,
         headers=headers or {},
@@ -388,11 +389,6 @@ class _Fields:
     def any(self, name: str) -> Any:
         raw = self.raw(name)
         return None if raw is None else decoded(raw, name)
-
-    def array(self, name: str, *, most: int) -> list[Any]:
-        """Return an array member, [] where it is absent; its length is known before an item is looked at."""
-        raw = self.raw(name)
-        return [] if raw is None else [decoded(item, name) for item in _items(raw, name, most)]
 
     def items(self, name: str, *, most: int) -> list[msgspec.Raw]:
         """Return the items of an array that must be there, undecoded."""
@@ -506,7 +502,7 @@ def _opened(message: LongMessage) -> Message:
 def _chat(
     fields: _Fields,
     seen: Chat | None,
-    tools: Sequence[Any],
+    tools_json: str,
     rules: WireRules,
     cut: CutOut | None,
     *,
@@ -564,11 +560,27 @@ def _chat(
     has_budget = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
     prompt = Prompt(
         turns=tuple(turns),
-        tools_json=msgspec.json.encode(tools).decode() if tools else "",
+        tools_json=tools_json,
         thinking=thinking or (effort is not None and effort != "none"),
         image_budget=budget if has_budget else None,
     )
     return prompt, prefixes, 1
+
+
+def _tools(fields: _Fields, most: int) -> tuple[int, str]:
+    """Return how many tools there are, and their compact JSON."""
+    raw = fields.raw("tools")
+    if raw is None:
+        return 0, ""
+    written = bytes(raw)
+    return _read_tools(written, most) if len(written) < LONG_BYTES else _read_tools.__wrapped__(written, most)
+
+
+@lru_cache(maxsize=64)  # an application sends the same ones with every request
+def _read_tools(written: bytes, most: int) -> tuple[int, str]:
+    raws = _items(msgspec.Raw(written), "tools", most)
+    tools = [decoded(raw, "tools") for raw in raws]
+    return len(tools), msgspec.json.encode(tools).decode() if tools else ""
 
 
 def _message(raw: msgspec.Raw, where: str) -> Message:

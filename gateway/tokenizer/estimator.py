@@ -5,6 +5,8 @@ loop goes on serving. What is refused for its sheer size is refused before any o
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -120,17 +122,21 @@ class PromptEstimator:
         if at_least_tokens > limit_tokens:
             return bound(at_least_tokens, limit_tokens)
         parts = pieces(prompt, costs)
-        if size.texts <= INLINE_TEXTS and (
-            size.bytes_max <= INLINE_BYTES or size.bytes_max - self._known_bytes(parts) <= INLINE_BYTES
-        ):
-            return self._estimate(parts, limit_tokens)
+        known: Sequence[Counted | None] = ()
+        if size.texts <= INLINE_TEXTS:
+            if size.bytes_max <= INLINE_BYTES:
+                return self._estimate(parts, limit_tokens)
+            known = self._known(parts)
+            if _bytes_to_count(parts, known) <= INLINE_BYTES:
+                return self._estimate(parts, limit_tokens, known)
         if self._waiting >= WAITING_MAX:
             raise AtCapacity(
                 "Too many long prompts are waiting to be measured.", code="estimator_busy", retry_after_s=1
             )
         self._waiting += 1
         try:
-            return await anyio.to_thread.run_sync(self._estimate, parts, limit_tokens, limiter=self._threads)
+            count = partial(self._estimate, parts, limit_tokens, known)
+            return await anyio.to_thread.run_sync(count, limiter=self._threads)
         finally:
             self._waiting -= 1
 
@@ -138,23 +144,25 @@ class PromptEstimator:
         """Return what `estimate` does, on the calling thread: for commands that have nothing else to do."""
         return self._estimate(pieces(prompt, costs), limit_tokens)
 
-    def _known_bytes(self, parts: Pieces) -> int:
-        """Return how much of a prompt needs no counting because its count is remembered."""
+    def _known(self, parts: Pieces) -> Sequence[Counted | None]:
+        """Return the counts of a prompt's texts, in order, as far as they are remembered."""
         chars_min = _remembered_from(parts)
-        return sum(
-            piece.long.size_bytes if piece.long is not None else _bytes_max(piece.text)
-            for piece in parts.texts
-            if _key(piece, chars_min) in self.remembered
-        )
+        keys = [_key(piece, chars_min) for piece in parts.texts]
+        return [None if key is None else self.remembered.get(key) for key in keys]
 
-    def _estimate(self, parts: Pieces, limit_tokens: int) -> Estimate:
+    def _estimate(self, parts: Pieces, limit_tokens: int, known: Sequence[Counted | None] = ()) -> Estimate:
+        """`known`: what is known of the texts' counts; (): nothing is looked up yet."""
         stop_above = self._stop_above(limit_tokens)
         total = parts.fixed_tokens
         counts, guessed = [], 0
         chars_min = _remembered_from(parts)
-        for piece in parts.texts:
+        for index, piece in enumerate(parts.texts):
             used = parts.fixed_tokens if parts.alternatives else total
-            counted = self._count(piece, _key(piece, chars_min), (stop_above - used) * 100 // piece.percent)
+            counted = known[index] if known else None
+            if counted is None:
+                counted = self._count(
+                    piece, _key(piece, chars_min), (stop_above - used) * 100 // piece.percent
+                )
             counts.append(counted.tokens)
             guessed += counted.guessed_tokens
             total = used + piece.weigh(counted.tokens)
@@ -279,6 +287,15 @@ class _Size:
     texts: int
 
 
+def _bytes_to_count(parts: Pieces, known: Sequence[Counted | None]) -> int:
+    """Return what the texts whose counts are not known take in UTF-8 at most."""
+    return sum(
+        piece.long.size_bytes if piece.long is not None else _bytes_max(piece.text)
+        for piece, counted in zip(parts.texts, known, strict=True)
+        if counted is None
+    )
+
+
 def _bytes_max(text: str) -> int:
     """Return what a text takes in UTF-8 at most."""
     return len(text) if text.isascii() else 4 * len(text)
@@ -299,8 +316,6 @@ def _size(prompt: Prompt) -> _Size:
             break
     together = sum(map(len, texts))
     bytes_max = 4 * together  # whatever they are
-    if bytes_max > INLINE_BYTES:
-        bytes_max = sum(map(_bytes_max, texts))
     for long in longs:
         together += long.size_bytes // ESCAPED_CHAR_BYTES
         bytes_max += long.size_bytes

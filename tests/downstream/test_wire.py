@@ -167,6 +167,16 @@ def test_completions_in_all_their_forms(prompt: object, expected: Prompt, seqs: 
     assert (request.seqs, request.choices) == (seqs, seqs)
 
 
+def test_tools_that_were_read_before_are_checked_against_the_rules_of_today() -> None:
+    asked = body(tools=[{"type": "function", "function": {"name": "f"}}] * 3)
+
+    assert read(Endpoint.CHAT, asked, RULES).request.tools == 3
+    assert read(Endpoint.CHAT, asked, RULES).request.prompt.tools_json.count('"f"') == 3
+    with pytest.raises(InvalidRequest) as caught:
+        read(Endpoint.CHAT, asked, replace(RULES, tools_max=2))
+    assert caught.value.code == "too_many_items"
+
+
 @pytest.mark.parametrize("last", [1.0, 1.5, "1", None, [1], {}])
 def test_a_long_array_of_ids_and_something_else_is_refused_as_a_short_one_is(last: object) -> None:
     for count in (1, 100_000):

@@ -125,14 +125,14 @@ async def test_text_that_cannot_be_encoded_makes_the_estimate_approximate(make: 
 
 async def test_a_small_prompt_is_counted_on_the_spot(make: Make) -> None:
     encoding = Encoding()
-    await make(encoding).estimate(chat("x" * (INLINE_BYTES - 100)), COSTS, WINDOW)
+    await make(encoding).estimate(chat("x" * INLINE_BYTES), COSTS, WINDOW)
 
     assert encoding.threads == [threading.get_ident()]
 
 
 LARGE = [
-    ("ascii", chat("x" * INLINE_BYTES)),
-    ("other-scripts-take-more-bytes", chat("я" * (INLINE_BYTES // 4))),
+    ("ascii", chat("x" * (INLINE_BYTES + 1))),
+    ("other-scripts-take-more-bytes", chat("я" * (INLINE_BYTES // 4 + 1))),
     ("in-many-messages", chat(*["x" * 1000] * 17)),
     ("of-many-small-messages", chat(*["x" * 10] * INLINE_TEXTS)),
     ("a-completion", Prompt(raw_texts=("x" * (INLINE_BYTES + 1),))),
@@ -180,7 +180,7 @@ async def test_large_prompts_wait_for_two_threads_and_beyond_a_bound_are_shed(ma
     done: list[Estimate] = []
 
     async def one(number: int) -> None:
-        done.append(await estimator.estimate(chat("x" * (INLINE_BYTES + number)), COSTS, WINDOW))
+        done.append(await estimator.estimate(chat("x" * (INLINE_BYTES + 1 + number)), COSTS, WINDOW))
 
     async with anyio.create_task_group() as tasks:
         for number in range(WAITING_MAX):
@@ -188,7 +188,7 @@ async def test_large_prompts_wait_for_two_threads_and_beyond_a_bound_are_shed(ma
         await anyio.wait_all_tasks_blocked()
 
         with pytest.raises(AtCapacity) as shed:
-            await estimator.estimate(chat("y" * INLINE_BYTES), COSTS, WINDOW)
+            await estimator.estimate(chat("y" * (INLINE_BYTES + 1)), COSTS, WINDOW)
         release.set()
         small = await estimator.estimate(chat("hi"), COSTS, WINDOW)
 
@@ -196,13 +196,13 @@ async def test_large_prompts_wait_for_two_threads_and_beyond_a_bound_are_shed(ma
     assert small.tokens == AROUND
     assert len(done) == WAITING_MAX
     assert len(set(encoding.threads) - {threading.get_ident()}) == THREADS
-    assert (await estimator.estimate(chat("y" * INLINE_BYTES), COSTS, WINDOW)).tokens > 0
+    assert (await estimator.estimate(chat("y" * (INLINE_BYTES + 1)), COSTS, WINDOW)).tokens > 0
 
 
 async def test_a_caller_that_leaves_while_waiting_gives_its_place_back(make: Make) -> None:
     release = threading.Event()
     estimator = make(Encoding(hold=lambda: release.wait(timeout=20)))
-    prompt = chat("x" * INLINE_BYTES)
+    prompt = chat("x" * (INLINE_BYTES + 1))
 
     async with anyio.create_task_group() as tasks:
         for _ in range(THREADS):
