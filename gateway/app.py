@@ -380,7 +380,7 @@ class Gateway:
         notice_s = self.notice_s
         if notice_s:
             log.info(
-                "leaving: not ready, and everything is served for %g s more",
+                "leaving: /readyz is 503 from now on; requests are still served for %g s",
                 notice_s,
                 extra=about("leaving", notice_s=notice_s),
             )
@@ -550,7 +550,7 @@ async def serve_until(
                 tasks.start_soon(_cancel_on_next, stops, tasks)
                 await gateway.give_notice()
                 log.info(
-                    "draining: %d %s in flight; a second signal ends them",
+                    "draining: %d %s in flight; a second signal cuts them off",
                     gateway.in_flight,
                     what,
                     extra=about("draining", in_flight=gateway.in_flight),
@@ -558,7 +558,7 @@ async def serve_until(
                 await gateway.drain()
                 tasks.cancel_scope.cancel()
         if left := gateway.in_flight:
-            log.error("ending with %d %s in flight", left, what, extra=about("cut", in_flight=left))
+            log.error("cutting off %d %s in flight", left, what, extra=about("cut", in_flight=left))
     log.info("stopped", extra=about("stopped"))
 
 

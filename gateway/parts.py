@@ -355,7 +355,7 @@ def say_how_it_counts(estimator: PromptEstimator) -> None:
     vocabulary = estimator.vocabulary
     if vocabulary is None:
         log.warning(
-            "prompts are counted approximately: a vocabulary would make counts exact",
+            "prompts are counted approximately: for exact counts, set `tokenizer: {vocab: FILE}`",
             extra=about("counts_approximately"),
         )
         return

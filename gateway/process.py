@@ -74,7 +74,7 @@ def run(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
 
 
 def _announce(running: app.Running) -> None:
-    does = f"serves {running.url}/v1" if running.url else "works jobs off"
+    does = f"serves {running.url}/v1" if running.url else "runs jobs"
     _say(f"gemma-gateway {__version__} {does}")
     if running.admin_url:
         _say(f"operators: {running.admin_url}/admin/backends")

@@ -208,7 +208,7 @@ class Reloader:
 
 def _refuse(reason: str, by: str) -> None:
     log.error(
-        "the configuration stays as it is (%s): %s",
+        "the new configuration was refused, the old one stays in force (%s): %s",
         by,
         reason,
         extra=about("config_refused", by=by, reason=reason),
@@ -226,7 +226,7 @@ def _say(found: Reload, by: str) -> None:
         log.info("configuration: %s", change, extra=about("config_change", change=str(change)))
     for section in found.changes.at_start:
         log.warning(
-            "configuration: %s has changed: that needs a restart",
+            "configuration: the change to %s takes effect only after a restart",
             section,
             extra=about("config_needs_restart", section=str(section)),
         )

@@ -208,7 +208,11 @@ class Crew:
         """End every worker by force."""
         self._stopping.set()
         for number, process in self._processes.items():
-            log.error("worker %d does not end: killed", number, extra=about("worker_killed", worker=number))
+            log.error(
+                "worker %d did not stop when told to: killed",
+                number,
+                extra=about("worker_killed", worker=number),
+            )
             _kill(process)
 
     async def _keep(self, order: Order) -> None:
@@ -300,7 +304,7 @@ class Crew:
 
 async def _pass_on(signals: AsyncIterator[signal.Signals], crew: Crew) -> None:
     await anext(signals)
-    log.info("draining all workers; a second signal ends them", extra=about("draining"))
+    log.info("draining all workers; a second signal cuts off what is in flight", extra=about("draining"))
     await crew.stop()
     with anyio.move_on_after(crew.end_s + END_S):
         await anext(signals)

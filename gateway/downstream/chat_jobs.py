@@ -187,7 +187,7 @@ class ChatJobs:
             self._refused(request.arrival, error, request.request.key)
             raise
         log.info(
-            "request %s is job %s",
+            "request %s became job %s",
             request.arrival.id,
             job.id,
             extra=about("request_queued", id=request.arrival.id, job=job.id),

@@ -181,7 +181,7 @@ class _Feed:
             with anyio.move_on_after(self._stall_s) as patience:
                 await downstream.send(b"".join(events))
             if patience.cancelled_caught:
-                log.info("a console does not read, and is dropped", extra=about("console_dropped"))
+                log.info("a console stopped reading and was disconnected", extra=about("console_dropped"))
                 raise CallerStalled
             with anyio.move_on_after(self._tick_s):
                 await self._stopped.wait()

@@ -251,7 +251,7 @@ class DirectCall(HttpDownstream):
         try:
             await self._chats.chat(self)
         except Exception:
-            log.exception("a call failed", extra=about("internal_error"))
+            log.exception("a request failed inside the gateway", extra=about("internal_error"))
         finally:
             self._chats.uploads.bytes -= self.received
             self.received = 0

@@ -198,7 +198,7 @@ class InPlace:
             job = await self._background.cancel(self._waiter.key, job.id) or job
         except StoreUnavailable as error:
             log.warning(
-                "job %s: its caller waits no more, and it could not be cancelled: %s",
+                "job %s: its caller stopped waiting, but it could not be cancelled and keeps running: %s",
                 job.id,
                 error,
                 extra=about("job_not_cancelled", id=job.id),
@@ -232,14 +232,14 @@ class InPlace:
                 await self._background.cancel(self._waiter.key, job.id)
             except StoreUnavailable as error:
                 log.warning(
-                    "job %s: its caller has left, and it could not be cancelled: %s",
+                    "job %s: its caller has left, but it could not be cancelled and keeps running: %s",
                     job.id,
                     error,
                     extra=about("job_not_cancelled", id=job.id),
                 )
         if patience.cancelled_caught:
             log.warning(
-                "job %s: its caller has left, and it could not be cancelled in time",
+                "job %s: its caller has left, but it could not be cancelled in time and keeps running",
                 job.id,
                 extra=about("job_not_cancelled", id=job.id),
             )

@@ -46,7 +46,7 @@ class _Desk:
         @post(f"{PATH}/{{job_id:str}}/cancel", status_code=200)
         async def cancel(job_id: FromPath[str]) -> Response[bytes]:
             found = await self._jobs.cancel(job_id)
-            log.info("an operator cancels job %s", job_id, extra=about("operator_cancelled_job", id=job_id))
+            log.info("an operator cancelled job %s", job_id, extra=about("operator_cancelled_job", id=job_id))
             return self._shown(found, job_id)
 
         @post(f"{PATH}/{{job_id:str}}/retry", status_code=200)
@@ -56,9 +56,7 @@ class _Desk:
                 raise JobEnded(
                     f"The job is {found.status.value}: only failed and cancelled ones are tried again."
                 )
-            log.info(
-                "an operator has job %s tried again", job_id, extra=about("operator_retried_job", id=job_id)
-            )
+            log.info("an operator retried job %s", job_id, extra=about("operator_retried_job", id=job_id))
             return self._shown(found, job_id)
 
         @post(f"{PATH}/drain", status_code=200)

@@ -153,7 +153,7 @@ class BatchRunner:
             raise
         except Exception:
             log.exception(
-                "batch %s failed inside the gateway; it is taken up again",
+                "batch %s failed inside the gateway; it will be resumed",
                 claim.batch.id,
                 extra=about("internal_error", id=claim.batch.id),
             )

@@ -46,8 +46,8 @@ class QueueWatch:
         self.sight = QueueSight(lanes, drained_at, totals=totals)
         if drained_at is not None and before.drained_at is None:
             log.warning(
-                "jobs are drained: workers take none, until an operator undoes it",
+                "jobs are drained: workers take none until `gemma-gateway jobs drain --undo`",
                 extra=about("jobs_drained"),
             )
         elif drained_at is None and before.drained_at is not None:
-            log.warning("jobs are drained no more: workers take them again", extra=about("jobs_undrained"))
+            log.warning("jobs are no longer drained: workers take them again", extra=about("jobs_undrained"))

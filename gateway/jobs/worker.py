@@ -205,7 +205,7 @@ class Worker:
                 foreign.add(lane.name)
                 if lane.name not in self._foreign:
                     log.warning(
-                        "jobs of %s wait (%d): this process has no such model, and leaves them to others",
+                        "jobs of %s are left to other processes (%d waiting): this one has no such model",
                         lane.name,
                         lane.queued,
                         extra=about("jobs_left_alone", lane=lane.name, queued=lane.queued),
@@ -366,7 +366,7 @@ class Worker:
                 if isinstance(failure, CallerError):
                     rest_s = self._rules.retry_max_s  # who can take it, or another configuration, gets time
                 log.warning(
-                    "job %s: attempt %d: %s",
+                    "job %s: attempt %d failed: %s",
                     job.id,
                     job.attempt,
                     failure.message,

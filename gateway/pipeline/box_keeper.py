@@ -287,7 +287,7 @@ class BoxKeeper:
         kept.reports.clear()
         if gained:
             log.info(
-                "box %s: this gateway switches it (%d)",
+                "box %s: this gateway now switches its models (fence %d)",
                 kept.name,
                 kept.fence,
                 extra=about("box_owned", box=kept.name, fence=kept.fence),

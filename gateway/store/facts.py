@@ -219,9 +219,7 @@ class Exchange:
         try:
             return decode(told.text)
         except ValueError as error:
-            text = (
-                "what gateway %.100r says of itself cannot be read (%.200s); further such cases are not told"
-            )
+            text = "the facts from gateway %.100r cannot be read (%.200s); further cases are not logged"
             self._complain("unreadable", text, told.owner, error)
             return None
 

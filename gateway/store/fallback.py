@@ -155,7 +155,7 @@ class FallbackLedger:
         elif self.mode is Mode.ALONE:
             away_s = anyio.current_time() - self._alone_since
             log.warning(
-                "the store is back after %.1f s: slots are shared again",
+                "the store is available again after %.1f s: slots are shared again",
                 away_s,
                 extra=about("store_back", store="limits", away_s=round(away_s, 1)),
             )
@@ -169,7 +169,7 @@ class FallbackLedger:
         if self.mode is Mode.ALONE:
             return
         log.error(
-            "the store is away (%s): counting alone, under every limit divided by %d",
+            "the store is unavailable (%s): this process counts alone, with every limit divided by %d",
             failure,
             self.replicas,
             extra=about("store_away", store="limits", replicas=self.replicas),

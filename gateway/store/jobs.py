@@ -322,13 +322,13 @@ class RedisJobs:
             raise
         if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
             log.warning(
-                "the store forgets jobs when it is full: its maxmemory-policy is %s",
+                "the job store may lose jobs when it is full: its maxmemory-policy is %s, not noeviction",
                 policy,
                 extra=about("store_forgets", store="jobs", reason=f"maxmemory-policy {policy}"),
             )
         if not info.get("aof_enabled", 1):
             log.warning(
-                "the store forgets jobs when it is restarted: its appendonly is off",
+                "the job store may lose jobs when it restarts: its appendonly is off",
                 extra=about("store_forgets", store="jobs", reason="appendonly off"),
             )
 
@@ -414,12 +414,12 @@ class RedisJobs:
             reply = await self._connections.bounded(command)
         except StoreAway as error:
             if not self._is_away:
-                log.error("the store of jobs is away: %s", error, extra=about("store_away", store="jobs"))
+                log.error("the job store is unavailable: %s", error, extra=about("store_away", store="jobs"))
             self._is_away = True
             message = "The store of jobs does not answer. Please retry."
             raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
         if self._is_away:
-            log.warning("the store of jobs is back", extra=about("store_back", store="jobs"))
+            log.warning("the job store is available again", extra=about("store_back", store="jobs"))
         self._is_away = False
         return reply
 

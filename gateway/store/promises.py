@@ -147,7 +147,7 @@ class RedisPromises:
         except StoreAway as error:
             if not self._is_away:
                 log.error(
-                    "the store of idempotency keys is away: %s",
+                    "the store for idempotency keys is unavailable: %s",
                     error,
                     extra=about("store_away", store="idempotency"),
                 )
@@ -156,7 +156,8 @@ class RedisPromises:
             raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
         if self._is_away:
             log.warning(
-                "the store of idempotency keys is back", extra=about("store_back", store="idempotency")
+                "the store for idempotency keys is available again",
+                extra=about("store_back", store="idempotency"),
             )
         self._is_away = False
         return reply

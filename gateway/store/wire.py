@@ -196,7 +196,7 @@ class _Wire(asyncio.Protocol):
                 self._answer(lines[at], lines[at + 1 : at + 1 + following])
                 at += 1 + following
         except (ValueError, IndexError):
-            self.end("ProtocolError: what came is no reply to a command")
+            self.end("ProtocolError: the server sent something that is not a reply")
             return
         self._unread = b"\r\n".join([*lines[at:], rest])
         if at:

@@ -147,7 +147,9 @@ class DecisionLog:
         except Exception:
             self._files.close()
             log.exception(
-                "requests could not be written to %s", self._files.path, extra=about("decisions_failed")
+                "decisions: requests could not be written to %s",
+                self._files.path,
+                extra=about("decisions_failed"),
             )
             self._on_lines("failed", len(batch))
         else:
@@ -162,7 +164,7 @@ class DecisionLog:
                 return
             lost, self._unsaid, self._said_at = self._unsaid, 0, now
         log.warning(
-            "decisions: %d requests are missing in %s: %s",
+            "decisions: %d requests are missing from %s: %s",
             lost,
             self._files.path,
             why,

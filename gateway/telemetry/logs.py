@@ -99,7 +99,7 @@ class _HumanFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         kept_back = getattr(record, "kept_back", 0)
-        return super().format(record) + (f" (and {kept_back} such lines before)" if kept_back else "")
+        return super().format(record) + (f" (and {kept_back} earlier lines like this)" if kept_back else "")
 
 
 @dataclass(slots=True)
@@ -353,7 +353,7 @@ def count_drifted(drift: CountDrift) -> None:
     level = logging.INFO if drift.cause is Cause.NONE else logging.WARNING
     fleet_log.log(
         level,
-        "%s: the engine has %+d sequences against the gateway's count (%s)",
+        "%s: the engine has %+d sequences compared with the gateway's count (%s)",
         drift.backend,
         drift.lasting_seqs,
         drift.cause.sentence(),
@@ -410,8 +410,8 @@ def webhook_attempted(attempt: WebhookAttempt) -> None:
         then = f"attempt {delivery.failures + 1} of {len(SCHEDULE_S)}, the next in {attempt.retry_s:.0f} s"
     else:
         then = {
-            WebhookOutcome.GONE: "it gets nothing more until a restart",
-            WebhookOutcome.DROPPED: "it does not get this one",
+            WebhookOutcome.GONE: "nothing more is sent to it until the gateway restarts",
+            WebhookOutcome.DROPPED: "this delivery was dropped",
         }.get(attempt.outcome, f"given up after {delivery.failures + 1} attempts")
     webhooks_log.log(
         logging.WARNING if is_retried else logging.ERROR,

@@ -73,11 +73,11 @@ class MetricsPush:
             was_away, is_away = is_away, not is_taken
             if is_away and not was_away:
                 log.warning(
-                    "metrics are not taken by the OTLP receiver; the next are sent as planned",
+                    "the OTLP receiver does not accept metrics; the gateway keeps trying",
                     extra=about("metrics_not_taken"),
                 )
             elif was_away and not is_away:
-                log.info("metrics are taken by the OTLP receiver again", extra=about("metrics_taken"))
+                log.info("the OTLP receiver accepts metrics again", extra=about("metrics_taken"))
 
     def _send(self, data: MetricsData) -> bool:
         """Return whether the receiver has taken it."""

@@ -308,7 +308,7 @@ def note_launch(member: Member) -> None:
         return
     if old is not None:
         log.warning(
-            "%s is started otherwise than the last time: what was compiled for it is not used",
+            "%s starts with different flags than last time: its compile cache is cold, so it boots slowly",
             name,
             extra=about("launch_changed", backend=name),
         )
@@ -319,7 +319,7 @@ def note_launch(member: Member) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         log.warning(
-            "%s cannot be written: %s",
+            "%s cannot be written (%s): a change of start flags will go unnoticed",
             path,
             reason,
             extra=about("launch_not_noted", backend=name, reason=reason),

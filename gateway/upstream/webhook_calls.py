@@ -125,10 +125,10 @@ class WebhookCaller:
             found = ()
         addresses = list(dict.fromkeys(found))
         if not addresses:
-            return failed(delivery, "its host has no address")
+            return failed(delivery, "its host name does not resolve")
         for address in addresses:  # all of them: which is connected to must not be a matter of luck
             if why := address_refusal(address, allow_private=endpoint.allow_private):
-                detail = f"its host has the address {address} ({why}), to which nothing is sent"
+                detail = f"its host resolves to {address} ({why}), where webhooks are never sent"
                 return failed(delivery, detail, outcome=WebhookOutcome.REFUSED)
         detail = ""
         for address in addresses[:ADDRESSES_MAX]:

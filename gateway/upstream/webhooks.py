@@ -88,7 +88,7 @@ class Webhooks:
         except StoreUnavailable as error:
             if not self._is_away:
                 log.error(
-                    "webhooks wait: the store is away (%s)",
+                    "webhooks are on hold: the store is unavailable (%s)",
                     error,
                     extra=about("store_away", store="webhooks"),
                 )
@@ -97,7 +97,7 @@ class Webhooks:
             return
         if self._is_away:
             log.warning(
-                "webhooks go on: the store answers again", extra=about("store_back", store="webhooks")
+                "webhooks are sent again: the store is available", extra=about("store_back", store="webhooks")
             )
         self._is_away = False
         if not has_more:
@@ -111,7 +111,7 @@ class Webhooks:
             hearers = [endpoint for endpoint in self._endpoints.values() if endpoint.hears(event)]
             for endpoint in await self._store.hand_on(event, hearers):
                 lost = Delivery(event.id, endpoint.name, 0, 0, event.body)
-                detail = "too much waits for it already"
+                detail = "too many deliveries are already waiting for it"
                 self._on_attempt(WebhookAttempt(lost, WebhookOutcome.DROPPED, detail))
         return len(events) == EVENTS_AT_ONCE
 

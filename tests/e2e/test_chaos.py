@@ -446,7 +446,7 @@ async def test_two_gateways_keep_every_limit_whatever_happens(site: Site) -> Non
         back_at = clock.wall()
         site.valkey.start()
         for member in (one, other):
-            await member.process.wait_for("the store is back", within_s=SETTLE_S)
+            await member.process.wait_for("the store is available again", within_s=SETTLE_S)
         shared_at = clock.wall()
         await ended(crowd, 400)
         over_at = clock.wall()
@@ -481,8 +481,8 @@ async def test_two_gateways_keep_every_limit_whatever_happens(site: Site) -> Non
     for member in (one, other):
         errors = [line for line in member.output.splitlines() if '"level": "error"' in line]
         # Said once each time: a machine that stands still for a moment sees it away once more.
-        assert len(errors) == member.output.count("the store is away (") > 0, errors
-        assert "counting alone, under every limit divided by 2" in errors[0]
+        assert len(errors) == member.output.count("the store is unavailable (") > 0, errors
+        assert "this process counts alone, with every limit divided by 2" in errors[0]
 
 
 async def nothing_left(site: Site) -> Mapping[str, Any]:

@@ -52,7 +52,7 @@ class World:
     async def worker(self) -> "Working":
         """Start a worker."""
         process = await self.stack.enter_async_context(running("worker", "--config", str(self.file)))
-        await process.wait_for("works jobs off")
+        await process.wait_for("runs jobs")
         return Working(process, await admin_of(process))
 
 
@@ -184,7 +184,7 @@ async def test_a_worker_that_must_end_gives_its_jobs_back(
         assert not (await working.get("/readyz")).json()["checks"]["not_draining"]
         assert await working.process.end(*[signal.SIGTERM] * (how == "a-second-signal")) == 0
 
-        assert "ending with 1 jobs in flight" in working.process.output
+        assert "cutting off 1 jobs in flight" in working.process.output
         assert (await serving.openai.responses.retrieve(job.id)).status == "queued"
         await serving.openai.responses.cancel(job.id)
 
@@ -275,7 +275,7 @@ async def test_a_drain_holds_until_it_is_undone_through_every_restart(
         )
         assert undone.json == {"drained": False, "drained_for_s": None}
         await serving.until(job.id, "completed", "incomplete")
-        await second.process.wait_for("jobs are drained no more")
+        await second.process.wait_for("jobs are no longer drained")
 
 
 async def test_jobs_are_looked_at_cancelled_and_tried_again(tmp_path: Path, store: RedisServer) -> None:

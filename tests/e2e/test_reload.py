@@ -274,7 +274,7 @@ async def test_a_signal_and_a_changed_file(tmp_path: Path, workers: int) -> None
         await process.wait_for(r"routing.attempts_max \d -> 4" + r"(?s:.*)-> 4" * (workers - 1))
         path.write_text("nothing: here")
         process.process.send_signal(signal.SIGHUP)
-        await process.wait_for("the configuration stays as it is")
+        await process.wait_for("the new configuration was refused")
         assert await process.end(signal.SIGTERM) == 0
 
 

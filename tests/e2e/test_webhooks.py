@@ -263,12 +263,12 @@ async def test_a_store_that_comes_back_is_used_again(world: World, caplog: pytes
     async with receiver() as ops:
         async with world.process(endpoint("ops", ops.url)) as process:
             world.server.kill()
-            await world.until(lambda: "the store is away" in caplog.text)
+            await world.until(lambda: "the store is unavailable" in caplog.text)
             world.server.start()
-            await world.until(lambda: "the store answers again" in caplog.text)
+            await world.until(lambda: "the store is available" in caplog.text)
             await process.store.announce("response.completed", "resp_1", None)
             await world.until(lambda: process.outcomes() == [WebhookOutcome.DELIVERED])
-    assert len([record for record in caplog.records if "away" in record.message]) == 1
+    assert len([record for record in caplog.records if "unavailable" in record.message]) == 1
 
 
 DELIVERING = """

@@ -195,7 +195,7 @@ def test_what_cannot_be_read_is_complained_of_once(caplog: pytest.LogCaptureFixt
 
     (complaint,) = caplog.records
     assert complaint.levelno == logging.ERROR
-    assert r"gateway 'gateway\n0' says of itself cannot be read" in complaint.message
+    assert r"the facts from gateway 'gateway\n0' cannot be read" in complaint.message
     assert list(site.heard[-1]) == ["b"]
 
 

@@ -201,8 +201,11 @@ async def test_changes_are_told_once_each(stoppable: RedisServer, caplog: pytest
     assert gateway.ledger.changes == {Mode.ALONE: 1, Mode.SHARED: 1}
     away, back = [record for record in caplog.records if record.name == "gateway.store"]
     assert away.levelno == logging.ERROR
-    assert "away (no answer within 0.3 s): counting alone, under every limit divided by 1" in away.message
-    assert "the store is back" in back.message
+    assert (
+        "unavailable (no answer within 0.3 s): this process counts alone, with every limit divided by 1"
+        in away.message
+    )
+    assert "the store is available again" in back.message
     assert woken == ["b", "b"]  # on return, every limit has grown; then the release
 
 

@@ -862,8 +862,8 @@ async def test_a_store_that_is_away_says_so_and_comes_back(
         while (await jobs.get("a")) is None:  # what was sent is done when its turn comes
             pass
     assert [record.message.split(":")[0] for record in caplog.records] == [
-        "the store of jobs is away",
-        "the store of jobs is back",
+        "the job store is unavailable",
+        "the job store is available again",
     ]
     await jobs.aclose()
 
@@ -974,8 +974,8 @@ async def test_a_server_that_may_forget_jobs_is_warned_of(
         async with listening(jobs):
             pass
     assert [record.message for record in caplog.records] == [
-        "the store forgets jobs when it is full: its maxmemory-policy is allkeys-lru",
-        "the store forgets jobs when it is restarted: its appendonly is off",
+        "the job store may lose jobs when it is full: its maxmemory-policy is allkeys-lru, not noeviction",
+        "the job store may lose jobs when it restarts: its appendonly is off",
     ]
     await redis.config_set("maxmemory-policy", "noeviction")
     await redis.config_set("appendonly", "yes")

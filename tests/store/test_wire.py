@@ -280,7 +280,9 @@ def reply(number: int) -> bytes:
 async def test_bytes_that_are_no_reply_end_the_connection(tmp_path: Path, nonsense: bytes) -> None:
     puppet = Puppet(tmp_path, lambda number: [nonsense if number == 1 else reply(number)])
     async with puppet.run(), wires_to(puppet.url) as wires:
-        assert away(await ask(wires, 1, 2)) == {"ProtocolError: what came is no reply to a command"}
+        assert away(await ask(wires, 1, 2)) == {
+            "ProtocolError: the server sent something that is not a reply"
+        }
         assert await ask(wires, 3) == [[3, 7]]
         assert puppet.connections == 2
 

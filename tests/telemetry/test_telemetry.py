@@ -521,13 +521,16 @@ DELIVERY = Delivery("evt_1", "ops", claim=1, failures=1, body=b"{}")
         pytest.param(
             judge(DELIVERY, 410),
             "ERROR",
-            "webhook ops: evt_1 failed: HTTP 410; it gets nothing more until a restart",
+            "webhook ops: evt_1 failed: HTTP 410; nothing more is sent to it until the gateway restarts",
             id="gone",
         ),
         pytest.param(
-            WebhookAttempt(DELIVERY, WebhookOutcome.DROPPED, "too much waits for it already"),
+            WebhookAttempt(
+                DELIVERY, WebhookOutcome.DROPPED, "too many deliveries are already waiting for it"
+            ),
             "ERROR",
-            "webhook ops: evt_1 failed: too much waits for it already; it does not get this one",
+            "webhook ops: evt_1 failed: too many deliveries are already waiting for it; "
+            "this delivery was dropped",
             id="dropped",
         ),
     ],

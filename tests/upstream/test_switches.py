@@ -185,7 +185,7 @@ def test_a_start_command_that_changes_is_warned_of(tmp_path: Path, caplog: pytes
         note_launch(first)
         assert caplog.messages == []
         note_launch(other)
-        assert "qwen is started otherwise than the last time" in caplog.messages[0]
+        assert "qwen starts with different flags than last time" in caplog.messages[0]
         note_launch(stopped_otherwise)
         assert len(caplog.messages) == 1
     assert json.loads(record.read_text()) == {"qwen": other.launch_hash}

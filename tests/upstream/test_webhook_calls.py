@@ -274,9 +274,9 @@ async def test_an_address_that_does_not_answer_is_passed_over() -> None:
 
 async def test_a_name_without_an_address() -> None:
     made = await attempt(endpoint("http://hooks.invalid/"))
-    assert (made.outcome, made.detail) == (WebhookOutcome.FAILED, "its host has no address")
+    assert (made.outcome, made.detail) == (WebhookOutcome.FAILED, "its host name does not resolve")
     long = await attempt(endpoint(f"http://{'a' * 70}.invalid/"))
-    assert (long.outcome, long.detail) == (WebhookOutcome.FAILED, "its host has no address")
+    assert (long.outcome, long.detail) == (WebhookOutcome.FAILED, "its host name does not resolve")
 
 
 # ------------------------------------------------------------------ TLS
