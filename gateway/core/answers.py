@@ -132,7 +132,7 @@ def verdict(status: int, error: BackendError) -> tuple[GatewayError, Outcome]:
             f"The backend does not serve this route or model (status {status})."
         ), Outcome.MISCONFIGURED
     if status in (408, 429, 503):
-        return UpstreamBusy("The backend refused the request for load.", retry_after_s=1), Outcome.BUSY
+        return UpstreamBusy("The backend refused the request because of load.", retry_after_s=1), Outcome.BUSY
     if status >= 500 and _STOPPING.search(error.message):
         return UpstreamBusy("The backend is stopping.", retry_after_s=1), Outcome.DRAINING
     if status >= 500 or status < 200:
@@ -168,9 +168,9 @@ class Answer:
         if self.error is not None:
             return self.error
         if ABORTED in self.finish_reasons:
-            return BackendError("The engine gave up the request: it is stopping.", code=ABORTED)
+            return BackendError("The engine aborted the request: it is stopping.", code=ABORTED)
         if len(self.finish_reasons) < choices or None in self.finish_reasons:
-            return BackendError("The answer is not finished.")
+            return BackendError("The answer is incomplete.")
         return None
 
 

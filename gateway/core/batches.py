@@ -226,7 +226,7 @@ def _line(number: int, raw: bytes, endpoint: str, seen: dict[str, int]) -> Batch
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= CUSTOM_ID_MAX or _is_broken(custom_id):
         raise _Bad(
             "invalid_custom_id",
-            f"custom_id must be a text of 1 to {CUSTOM_ID_MAX} characters.",
+            f"custom_id must be a string of 1 to {CUSTOM_ID_MAX} characters.",
             "custom_id",
         )
     if (first := seen.setdefault(custom_id, number)) != number:
@@ -242,7 +242,7 @@ def _line(number: int, raw: bytes, endpoint: str, seen: dict[str, int]) -> Batch
     if not isinstance(body, dict):
         raise _Bad("invalid_body", "body must be a JSON object.", "body")
     if body.get("stream"):
-        raise _Bad("invalid_body", "An answer to a batch cannot be streamed.", "body.stream")
+        raise _Bad("invalid_body", "Requests of a batch cannot be streamed: leave out stream.", "body.stream")
     return BatchLine(number, custom_id, _encoded(body))
 
 
@@ -250,7 +250,7 @@ def _decoded(raw: bytes) -> Mapping[str, Any]:
     try:
         members = json.loads(raw.decode(), parse_constant=_refuse)
     except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise _Bad("invalid_json_line", "The line is not JSON in UTF-8.") from None
+        raise _Bad("invalid_json_line", "The line is not valid JSON in UTF-8.") from None
     if not isinstance(members, dict):
         raise _Bad("invalid_json_line", "The line is not a JSON object.")
     return members

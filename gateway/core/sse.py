@@ -192,7 +192,7 @@ class StreamReader:
                 return
             decoded = self._decoded(payload)
             if decoded is None:
-                self.fault = BackendError("The backend sent something that is not an event.")
+                self.fault = BackendError("The backend sent an invalid event.")
                 return
             self.fault = error_of(decoded)
             if self.fault is None:
@@ -223,7 +223,7 @@ class StreamReader:
                 continue
             reason = choice.get("finish_reason")
             if reason == ABORTED:
-                self.fault = BackendError("The engine gave up the request: it is stopping.", code=ABORTED)
+                self.fault = BackendError("The engine aborted the request: it is stopping.", code=ABORTED)
                 return
             if reason is not None:
                 index = choice.get("index")

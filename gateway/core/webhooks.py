@@ -169,7 +169,7 @@ def read_secret(written: str) -> bytes:
     except ValueError:
         key = b""
     if kind != "whsec" or len(key) not in SECRET_BYTES:
-        raise ValueError("a webhook's secret is whsec_ and the base64 of 24 to 64 random bytes")
+        raise ValueError("a webhook's secret must be whsec_ followed by the base64 of 24 to 64 random bytes")
     return key
 
 

@@ -57,8 +57,8 @@ _HEADERS_KEPT = 32
 _HEADER_CHARS_KEPT = 256
 
 _REFUSALS: Mapping[Refusal, str] = {
-    Refusal.TOO_MANY_JOBS: "This key has as many jobs waiting as it may have.",
-    Refusal.TOO_MANY_BYTES: "The jobs and results of this key hold as many bytes as they may.",
+    Refusal.TOO_MANY_JOBS: "This API key has reached its limit of jobs waiting or running.",
+    Refusal.TOO_MANY_BYTES: "The jobs of this API key have reached their limit of bytes. Delete some.",
 }
 
 
@@ -211,7 +211,7 @@ class Background:
         """Return a finished job as it would be kept if it had been answered in place."""
         facts = JobFacts.of(job)
         if facts.is_chat:
-            message = "That was a chat, and is no response to go on from: send its messages as `input`."
+            message = "That was a chat, which a response cannot continue: send its messages as `input`."
             raise InvalidRequest(message, code="unsupported_parameter", param="previous_response_id")
         context, said = (facts.conversation.get(name, []) for name in ("context", "input"))
         response = await self.response(job)
@@ -333,5 +333,7 @@ def _expires_s(headers: Mapping[str, str]) -> float | None:
     except ValueError:
         expires_s = -1.0
     if not 0 < expires_s <= 30 * 86_400:
-        raise InvalidRequest(f"`{EXPIRES_HEADER}` must be seconds, up to 30 days.", param=EXPIRES_HEADER)
+        raise InvalidRequest(
+            f"`{EXPIRES_HEADER}` must be a number of seconds, at most 30 days.", param=EXPIRES_HEADER
+        )
     return expires_s

@@ -140,7 +140,7 @@ class Batches:
             case BatchRefusal.IDEMPOTENCY_KEY_REUSED:
                 raise IdempotencyKeyReused()
             case BatchRefusal.TOO_MANY_BATCHES:
-                message = "This key has as many batches as it may."
+                message = "This API key has reached its limit of open batches."
                 raise JobRefused(message, code="too_many_batches", retry_after_s=30)
         return found
 
@@ -221,6 +221,6 @@ class BatchLines:
         incoming = await self._readers.run(read, received.body)
         for name in NOT_IN_STREAMS:
             if incoming.member(name):
-                message = f"`{name}` is not offered in batches: no engine streams such an answer."
+                message = f"`{name}` is not supported in batches: engines do not stream such answers."
                 raise InvalidRequest(message, code="unsupported_parameter", param=name)
         return incoming, JobFacts({}, token, 0, headers_kept(received.headers), {}, is_chat=True)

@@ -150,7 +150,7 @@ class _Desk:
             message = 'Say which configuration this replaces: `If-Match: "VERSION"`, from the ETag of GET.'
             raise MatchRequired(message)
         if given.strip() != "*" and self.current.id not in _TAG.findall(given):
-            raise ConfigurationChanged(f"Another configuration is in force by now: {self.current.id}.")
+            raise ConfigurationChanged(f"The configuration has changed: {self.current.id} is in force now.")
 
     async def replaced(self, source: bytes, by: str) -> Response[Any]:
         try:

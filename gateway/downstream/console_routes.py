@@ -120,7 +120,7 @@ class Console:
         def request(request_id: FromPath[str]) -> Response[bytes]:
             found = self._source.request(request_id)
             if found is None:
-                raise RequestForgotten("Nothing is kept of that request any more.")
+                raise RequestForgotten("That request is no longer kept.")
             return Response(compact(found), media_type=MediaType.JSON)
 
         @asgi("/admin/live", copy_scope=True)

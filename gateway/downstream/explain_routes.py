@@ -91,7 +91,7 @@ def _question(source: bytes) -> Question:
     try:
         asked = msgspec.json.decode(source, type=_Asked)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"This is not a question for `explain`: {error}.") from error
+        raise InvalidRequest(f"The body is not a valid question for `explain`: {error}.") from error
     body = bytes(asked.request)
     if bool(body) == bool(asked.request_id):
         raise InvalidRequest("Give either `request`, the body of a request, or `request_id`, of a past one.")

@@ -280,4 +280,4 @@ def page_of(objects: Sequence[Mapping[str, Any]], limit: int) -> Mapping[str, An
 
 
 def _too_large() -> BodyTooLarge:
-    return BodyTooLarge(f"A file may have {FILE_BYTES_MAX:,} bytes.", code="file_too_large")
+    return BodyTooLarge(f"A file may have at most {FILE_BYTES_MAX:,} bytes.", code="file_too_large")

@@ -117,7 +117,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             super().on_headers_complete()
         elif self.parser.get_method() == b"CONNECT":
-            self._refuse(InvalidRequest("This is no proxy."))
+            self._refuse(InvalidRequest("This is not a proxy."))
         else:
             self._wants_upgrade = True
 
@@ -242,7 +242,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _head_overdue(self) -> None:
         self._head_timer = None
         if not self.transport.is_closing():
-            self._refuse(RequestTimeout(f"No complete request came within {HEAD_WITHIN_S:g} s."))
+            self._refuse(RequestTimeout(f"No complete request arrived within {HEAD_WITHIN_S:g} s."))
 
     def _refuse(self, error: GatewayError) -> None:
         self._stop_timer()

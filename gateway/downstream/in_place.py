@@ -133,7 +133,7 @@ class InPlace:
                 await self._send(data)
             if replay.is_broken:
                 raise StreamBroken(
-                    "The backend failed, and the answer was begun anew: what came before is void. "
+                    "The backend failed, and the answer was started again: discard what came before. "
                     f"The new answer will be at /v1/chat/completions/{chat_id(job.id)}."
                 )
             job = await self._in_time(job, has_begun=replay.chunks > 0)

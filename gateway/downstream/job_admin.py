@@ -54,7 +54,7 @@ class _Desk:
             found = await self._jobs.retry(job_id)
             if found is not None and found.status.is_final:
                 raise JobEnded(
-                    f"The job is {found.status.value}: only failed and cancelled ones are tried again."
+                    f"The job is {found.status.value}: only failed and cancelled ones can be retried."
                 )
             log.info("an operator retried job %s", job_id, extra=about("operator_retried_job", id=job_id))
             return self._shown(found, job_id)
@@ -72,13 +72,13 @@ class _Desk:
     @property
     def _jobs(self) -> JobStore:
         if self._kept is None:
-            raise RouteNotFound("This gateway has no `jobs`.")
+            raise RouteNotFound("This gateway has no `jobs` in its configuration.")
         return self._kept
 
     async def _overview(self, query: Sequence[tuple[str, str]]) -> Mapping[str, Any]:
         for name, _ in query:
             if name not in _FILTERS:
-                raise InvalidRequest(f"Jobs are filtered by {', '.join(_FILTERS)}.", param=name)
+                raise InvalidRequest(f"Jobs can be filtered by {', '.join(_FILTERS)}.", param=name)
         asked = dict(query)
         found = await self._jobs.find(
             key=asked.get("key"),
@@ -152,7 +152,7 @@ def _ago(then: float | None, now: float) -> float | None:
 
 def _status(written: str | None) -> JobStatus | None:
     if written is not None and written not in list(JobStatus):
-        raise InvalidRequest(f"`status` is one of {', '.join(JobStatus)}.", param="status")
+        raise InvalidRequest(f"`status` must be one of {', '.join(JobStatus)}.", param="status")
     return None if written is None else JobStatus(written)
 
 
@@ -160,7 +160,7 @@ def _limit(written: str | None) -> int:
     if written is None:
         return LIMIT
     if not (written.isascii() and written.isdigit() and 1 <= int(written[:9]) <= LIMIT_MAX):
-        raise InvalidRequest(f"`limit` is a number up to {LIMIT_MAX}.", param="limit")
+        raise InvalidRequest(f"`limit` must be a number from 1 to {LIMIT_MAX}.", param="limit")
     return int(written[:9])
 
 

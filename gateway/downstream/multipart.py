@@ -76,7 +76,9 @@ async def parts_of(content_type: str, receive: Receive, within_s: float) -> Asyn
             limit.deadline = min(limit.deadline, begun + within_s + size / PACE_BYTES_S)
             message = await receive()
         if limit.cancelled_caught:
-            raise RequestTimeout(f"Nothing more of the upload came for {within_s:g} s, or next to nothing.")
+            raise RequestTimeout(
+                f"The upload stalled: nothing, or next to nothing, arrived for {within_s:g} s."
+            )
         if message["type"] != "http.request":
             raise CallerGone
         more = message["more_body"]

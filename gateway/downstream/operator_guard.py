@@ -42,14 +42,14 @@ class OperatorGuard:
         hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
         if scope["path"] not in _OPEN and not (len(hosts) == 1 and self._is_trusted(hosts[0])):
             return (
-                "The admin port is not called by this name: use its address, localhost, a name without a "
+                "The admin port does not accept this host name: use its address, localhost, a name without a "
                 "dot, or one of `admin_names` in the configuration."
             )
         if scope.get("method") not in _SAFE:
             own = _is_own(headers, hosts[0] if hosts else "")
-            return None if own else "Nothing is changed here for a web page, but for the console."
+            return None if own else "Web pages other than the console cannot change anything here."
         if _is_from_elsewhere(dict(headers)):
-            return "Nothing is shown here to a web page, but to the console."
+            return "Web pages other than the console cannot read anything here."
         return None
 
     def _is_trusted(self, host: str) -> bool:

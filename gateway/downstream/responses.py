@@ -191,7 +191,7 @@ class Responses:
         if wanted is not None and not isinstance(wanted, bool):
             raise InvalidRequest("`background` must be true or false.", param="background")
         if wanted and self._background is None:
-            message = "Responses in the background are not offered here: the gateway has no `jobs`."
+            message = "Background responses are not available: the gateway has no `jobs`."
             raise InvalidRequest(message, code="background_not_supported", param="background")
         return self._background if wanted else None
 
@@ -259,7 +259,7 @@ class Responses:
         if job is not None and self._background is not None and job.status.is_final:
             return await self._background.record(job)
         if job is not None:
-            message = "That response has not come to its end yet."
+            message = "That response has not ended yet."
             raise InvalidRequest(message, code="response_not_finished", param=param)
         if record is None:
             raise gone(id, param)
@@ -281,7 +281,7 @@ class Responses:
                 return await self._shown(self._background, job, request)
             record = await self._record(key, response_id)
             if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
-                message = "Only a response that runs in the background can be streamed again."
+                message = "Only background responses can be streamed again."
                 raise InvalidRequest(message, code="unsupported_parameter", param="stream")
             response = msgspec.json.decode(record, type=KeptResponse).response
             return Response(bytes(response), media_type=MediaType.JSON)
@@ -306,7 +306,7 @@ class Responses:
             job = None if self._background is None else await self._background.cancel(key, response_id)
             if job is None or self._background is None:
                 await self._record(key, response_id)
-                message = "Only a response that runs in the background can be cancelled."
+                message = "Only background responses can be cancelled."
                 raise InvalidRequest(message, code="not_in_background")
             return Response(
                 msgspec.json.encode(await self._background.response(job)), media_type=MediaType.JSON
@@ -532,7 +532,7 @@ class Answer(Downstream):
         try:
             draft.add(msgspec.json.decode(b"".join(self.parts)))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise UpstreamFailed("The backend sent something that is not an answer.") from error
+            raise UpstreamFailed("The backend sent an invalid answer.") from error
         draft.complete(self._now())
         await self._keep()
         body = msgspec.json.encode(draft.response)

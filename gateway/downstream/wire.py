@@ -42,6 +42,9 @@ from gateway.ports import Arrival, Headers
 MODEL_CHARS_MAX = 256
 """Names are echoed, kept and shown: one longer than this is no name."""
 
+MEMBERS_MAX = 512
+"""Members of a body: no engine knows nearly as many."""
+
 CONTAINERS_MAX = 200_000
 """Objects and arrays in a long body; each takes a token of its own, nearly always."""
 
@@ -343,7 +346,7 @@ def members_of(body: bytes) -> dict[str, msgspec.Raw]:
         return _decode_members(body)
     except msgspec.ValidationError as error:
         raise InvalidRequest(
-            "The request body must be a JSON object, of a sensible number of members."
+            f"The request body must be a JSON object of at most {MEMBERS_MAX} members."
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         whole = half_characters.mended(body)
@@ -370,7 +373,7 @@ def _check_values(body: bytes) -> None:
 
 # Made once: a decoder that is made for each call takes longer than a short body.
 _decode_members: Callable[[bytes], dict[str, msgspec.Raw]] = msgspec.json.Decoder(
-    Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=512)]
+    Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=MEMBERS_MAX)]
 ).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_ids = msgspec.json.Decoder(list[int]).decode

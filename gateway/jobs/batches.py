@@ -408,7 +408,7 @@ def _unanswered(batch: Batch, sight: BatchSight, line: RunningLine, job: Job | N
     if sight.status is BatchStatus.CANCELLING:
         code, message = "batch_cancelled", "The batch was cancelled before this request had ended."
     elif sight.is_due or has_expired:
-        code, message = "batch_expired", "This request had not ended when the time of the batch was over."
+        code, message = "batch_expired", "The batch expired before this request had ended."
     elif job is None:
         code, message = "request_lost", "The result of this request was lost."
     else:

@@ -344,7 +344,9 @@ class Worker:
                     failure = error
                 except CallerStalled:
                     if not (record.is_lost or record.has_gap):
-                        failure = StoreUnavailable("The store was away for too long to take the answer.")
+                        failure = StoreUnavailable(
+                            "The store was unavailable for too long to save the answer."
+                        )
                 tasks.cancel_scope.cancel()
             await record.write_all()
         finally:

@@ -333,7 +333,7 @@ class Attempt:
         body = await _read_all(response, ANSWER_BYTES_MAX)
         answer = answers.read_answer(decode_answer(body))
         if answer is None:
-            raise self._faulty(BackendError("The backend sent something that is not an answer."))
+            raise self._faulty(BackendError("The backend sent an invalid answer."))
         passage = self._passage
         if (fault := answer.fault(passage.incoming.request.choices)) is not None:
             raise self._faulty(fault)

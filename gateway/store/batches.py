@@ -213,7 +213,7 @@ class RedisBatches:
         try:
             return await self._connections.bounded(command)
         except StoreAway as error:
-            message = "The store of batches does not answer. Please retry."
+            message = "The batch store does not answer. Please retry."
             raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
 
 

@@ -102,7 +102,7 @@ class RedisFiles:
         try:
             return await self._connections.bounded(command)
         except StoreAway as error:
-            message = "The store of files does not answer. Please retry."
+            message = "The file store does not answer. Please retry."
             raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
 
 

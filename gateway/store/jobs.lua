@@ -254,7 +254,7 @@ local function end_job(job, status, code, message)
 end
 
 local function expire(job)
-    end_job(job, 'failed', 'job_expired', 'The job had not ended when its time was over.')
+    end_job(job, 'failed', 'job_expired', 'The job expired before it had ended.')
 end
 
 local function forget(id, bytes, owner)

@@ -416,7 +416,7 @@ class RedisJobs:
             if not self._is_away:
                 log.error("the job store is unavailable: %s", error, extra=about("store_away", store="jobs"))
             self._is_away = True
-            message = "The store of jobs does not answer. Please retry."
+            message = "The job store does not answer. Please retry."
             raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
         if self._is_away:
             log.warning("the job store is available again", extra=about("store_back", store="jobs"))

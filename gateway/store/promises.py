@@ -152,7 +152,7 @@ class RedisPromises:
                     extra=about("store_away", store="idempotency"),
                 )
             self._is_away = True
-            message = "The store of idempotency keys does not answer. Please retry, or send no key."
+            message = "The store for idempotency keys does not answer. Please retry, or send no key."
             raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
         if self._is_away:
             log.warning(

@@ -94,5 +94,5 @@ class RedisResponseStore:
         try:
             return await self._connections.bounded(lambda: self._script(keys=keys, args=list(arguments)))
         except StoreAway as error:
-            message = "The store of responses does not answer. Please retry."
+            message = "The response store does not answer. Please retry."
             raise StoreUnavailable(message, retry_after_s=5) from error

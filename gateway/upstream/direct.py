@@ -403,7 +403,7 @@ class _Connection(asyncio.Protocol):
         if self._take_whole is not None and self._is_taken_whole(data, self._take_whole):
             return  # the parser has not seen it, and stands between two chunks as before
         if not self._is_asked:  # nobody has asked for anything
-            self._fail(UpstreamFailed("The backend sent something that nobody asked for."))
+            self._fail(UpstreamFailed("The backend sent unrequested data."))
             return
         self._has_answer = True
         try:
@@ -416,7 +416,7 @@ class _Connection(asyncio.Protocol):
         if not self._parts and not self._is_complete:  # of a head, or of trailers
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
-                self._fail(UpstreamFailed("The backend sent a head without an end."))
+                self._fail(UpstreamFailed("The headers of the backend's answer are too long."))
         if self._take is not None:
             self._pour_out()
             return

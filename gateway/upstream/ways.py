@@ -116,7 +116,7 @@ class Ways(ABC, Generic[W]):
         """
         way = self._ways.get(backend.id)
         if way is None or way.url != backend.url:
-            raise UpstreamUnreachable("The backend is not configured any more.")
+            raise UpstreamUnreachable("The backend is no longer configured.")
         way.in_flight += 1
         return way
 

@@ -193,11 +193,11 @@ def test_what_is_no_answer(decoded: object) -> None:
     ("choices", "wanted", "fault"),
     [
         pytest.param([{"finish_reason": "stop"}], 1, None, id="finished"),
-        pytest.param([{"finish_reason": "abort"}], 1, "gave up the request", id="abort"),
-        pytest.param([], 1, "not finished", id="no-choice"),
-        pytest.param([1], 1, "not finished", id="not-a-choice"),
-        pytest.param([{"finish_reason": None}], 1, "not finished", id="no-reason"),
-        pytest.param([{"finish_reason": "stop"}], 2, "not finished", id="one-of-two"),
+        pytest.param([{"finish_reason": "abort"}], 1, "aborted the request", id="abort"),
+        pytest.param([], 1, "incomplete", id="no-choice"),
+        pytest.param([1], 1, "incomplete", id="not-a-choice"),
+        pytest.param([{"finish_reason": None}], 1, "incomplete", id="no-reason"),
+        pytest.param([{"finish_reason": "stop"}], 2, "incomplete", id="one-of-two"),
         pytest.param([{"finish_reason": "stop"}, {"finish_reason": "length"}], 2, None, id="two-of-two"),
     ],
 )

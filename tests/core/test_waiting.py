@@ -752,7 +752,7 @@ def test_a_wait_that_is_known_to_be_too_long_is_refused_at_once_with_the_truth()
     assert (refused.reason, refused.position) == (Reason.WAIT_TOO_LONG, 2)
     assert refused.expected_wait_s == pytest.approx(20.0)
     assert refused.retry_after_s == pytest.approx(20.0)
-    assert refused.sentence() == "A place would come free too late (position 2, about 20.0 s to wait)."
+    assert refused.sentence() == "A slot would become free too late (position 2, about 20.0 s to wait)."
 
 
 @pytest.mark.parametrize("failed_s", [0.005, 70.0], ids=["at once", "after long silence"])

@@ -121,7 +121,7 @@ async def test_a_stream_whose_store_goes_away_is_cut_off_and_taken_up_again(
 
     assert [event.sequence_number for event in (*seen, *rest)] == list(range(len(seen) + len(rest)))
     assert rest[-1].type == "response.incomplete"
-    assert "was cut off: The store of jobs does not answer" in caplog.text
+    assert "was cut off: The job store does not answer" in caplog.text
     assert "Exception in ASGI application" not in caplog.text
 
 

@@ -310,7 +310,7 @@ async def test_jobs_are_looked_at_cancelled_and_tried_again(tmp_path: Path, stor
         assert (over.status, over.err) == (1, f"{waits.id} was over already\n")
         assert (answered.status, answered.err) == (
             1,
-            f"The job is {ended.status}: only failed and cancelled ones are tried again.\n",
+            f"The job is {ended.status}: only failed and cancelled ones can be retried.\n",
         )
         assert (again.status, again.json["attempts"]) == (0, 1)
         assert begun.status == "in_progress"
@@ -361,7 +361,7 @@ async def test_a_store_that_is_away_is_said_and_counted(tmp_path: Path, store: R
         await until_metric(serving.admin, "gateway_jobs_store_away", 1)
         ready = (await working.get("/readyz")).json()
 
-        assert (listed.status, listed.err) == (1, "The store of jobs does not answer. Please retry.\n")
+        assert (listed.status, listed.err) == (1, "The job store does not answer. Please retry.\n")
         with anyio.fail_after(WITHIN_S):
             while ready["checks"]["the_store_of_jobs_answers"]:
                 ready = (await working.get("/readyz")).json()
@@ -374,7 +374,7 @@ async def test_a_gateway_without_jobs_says_so(tmp_path: Path) -> None:
     file = lonely(tmp_path)
     async with running("serve", "--config", str(file)) as process:
         said = await command("list", "--admin", await admin_of(process))
-    assert (said.status, said.err) == (1, "This gateway has no `jobs`.\n")
+    assert (said.status, said.err) == (1, "This gateway has no `jobs` in its configuration.\n")
 
 
 @pytest.mark.parametrize(

@@ -344,7 +344,7 @@ async def test_a_job_whose_time_is_over_fails_also_if_nobody_asks_for_it(
     assert await jobs.claim("other", [], 3) is None
     job = await get(jobs, "a")
     assert job.status is JobStatus.FAILED
-    assert job.error == JobError("job_expired", "The job had not ended when its time was over.")
+    assert job.error == JobError("job_expired", "The job expired before it had ended.")
     assert await jobs.beat("w", [("a", 1)]) == ["a"]
     assert not await jobs.finish("a", 1, JobStatus.COMPLETED)
     assert await world.quota() == (0, SIZE)

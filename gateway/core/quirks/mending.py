@@ -9,7 +9,7 @@ from gateway.core.naming import ModelNames
 from gateway.core.quirks.remedy import Remedies, Remedy
 from gateway.core.sse import StreamReader
 
-_NO_ANSWER = BackendError("The backend sent something that is not an answer.")
+_NO_ANSWER = BackendError("The backend sent an invalid answer.")
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 

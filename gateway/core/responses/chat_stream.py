@@ -56,7 +56,7 @@ class ChatStream:
         except (ValueError, RecursionError):
             chunk = None
         if not isinstance(chunk, Mapping):
-            return self.draft.fail("server_error", "The backend sent something that is not an event.")
+            return self.draft.fail("server_error", "The backend sent an invalid event.")
         error = chunk.get("error")
         if isinstance(error, Mapping):
             return self.draft.fail(str(error.get("type")), str(error.get("message")))

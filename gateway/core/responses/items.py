@@ -178,7 +178,7 @@ def _read_refusal(part: Item, where: str) -> Item:
 
 def _read_image(part: Item, where: str) -> Item:
     if part.get("file_id") is not None:
-        message = "This gateway keeps no files. Send the image itself as a `data:` URL."
+        message = "Images cannot be given by `file_id`. Send the image itself as a `data:` URL."
         raise InvalidRequest(message, code="unsupported_content", param=f"{where}.file_id")
     detail = part.get("detail")
     if detail is not None and not isinstance(detail, str):

@@ -61,9 +61,9 @@ _LEFT_OUT = frozenset(
 _REFUSED: Mapping[str, str] = {
     "conversation": "Conversations are not kept here: use `previous_response_id`, or send the items.",
     "prompt": "Prompt templates are not kept here: send `instructions` and `input`.",
-    "context_management": "Nothing is left out of a conversation here: send the items that shall count.",
+    "context_management": "Conversations are not shortened here: send only the items to keep.",
 }
-_NO_LOGPROBS = "Log probabilities are not offered in responses; `/v1/chat/completions` has them."
+_NO_LOGPROBS = "Log probabilities are not supported in responses: use `/v1/chat/completions`."
 _EFFORTS: Mapping[str, str] = {
     "none": "none",
     "minimal": "low",
@@ -242,7 +242,7 @@ def _refuse_what_is_not_offered(members: Mapping[str, Any]) -> None:
             raise InvalidRequest(message, code="unsupported_parameter", param=name)
     truncation = _text(members, "truncation")
     if truncation not in (None, "disabled"):
-        message = "Nothing is left out of a prompt that is too long: `truncation` can only be `disabled`."
+        message = "Prompts that are too long are not truncated: `truncation` must be `disabled`."
         raise InvalidRequest(message, code="unsupported_parameter", param="truncation")
     include = members.get("include")
     if include is not None and not isinstance(include, list):
@@ -309,7 +309,7 @@ def metadata_of(written: object) -> Mapping[str, str]:
     ):
         raise InvalidRequest(
             f"`metadata` must be an object of at most {_METADATA_MAX} strings of at most "
-            f"{_METADATA_VALUE_MAX} characters, their names of at most {_METADATA_KEY_MAX}.",
+            f"{_METADATA_VALUE_MAX} characters, with names of at most {_METADATA_KEY_MAX}.",
             param="metadata",
         )
     return written
@@ -329,9 +329,7 @@ def _tool(tool: object, where: str) -> Mapping[str, Any]:
         raise InvalidRequest("A tool must be an object.", param=where)
     kind = tool.get("type")
     if kind != "function":
-        message = (
-            f"Tools of type {str(kind)[:40]!r} are not offered here: only functions that the caller runs."
-        )
+        message = f"Tools of type {str(kind)[:40]!r} are not supported: only functions that the caller runs."
         raise InvalidRequest(message, code="unsupported_parameter", param=f"{where}.type")
     if not _text(tool, "name", f"{where}.name"):
         raise InvalidRequest("A function needs a `name`.", param=f"{where}.name")
@@ -358,7 +356,7 @@ def _chat_tools(tools: Sequence[Mapping[str, Any]], choice: object) -> Mapping[s
                 if chosen not in ("auto", "required"):
                     raise InvalidRequest("`mode` must be auto or required.", param="tool_choice.mode")
             case kind:
-                message = f"Tools of type {str(kind)[:40]!r} are not offered here."
+                message = f"Tools of type {str(kind)[:40]!r} are not supported."
                 raise InvalidRequest(message, code="unsupported_parameter", param="tool_choice.type")
     elif choice not in (None, "none", "auto", "required"):
         raise InvalidRequest("`tool_choice` must be none, auto, required or an object.", param="tool_choice")
@@ -374,7 +372,7 @@ def _names(written: object, known: set[str], where: str) -> set[str]:
     tools = written if isinstance(written, list) else []
     names = {str(tool.get("name")) if isinstance(tool, Mapping) else "" for tool in tools}
     if not names or not names <= known:
-        raise InvalidRequest("It names a function that is not in `tools`.", param=where)
+        raise InvalidRequest("`tool_choice` names a function that is not in `tools`.", param=where)
     return names
 
 

@@ -121,11 +121,11 @@ class Refused:
             case Reason.QUEUE_FULL:
                 what = "The queue for requests like this one is full"
             case Reason.WAITED_TOO_LONG:
-                what = f"No place came free within {self.waited_s:.1f} s"
+                what = f"No slot became free within {self.waited_s:.1f} s"
             case Reason.DEADLINE:
-                what = "A place would come free only after the request's own deadline"
+                what = "A slot would become free only after the request's own deadline"
             case Reason.WAIT_TOO_LONG:
-                what = "A place would come free too late"
+                what = "A slot would become free too late"
         if self.expected_wait_s is None:
             return f"{what} (position {self.position})."
         return f"{what} (position {self.position}, about {self.expected_wait_s:.1f} s to wait)."

@@ -272,8 +272,8 @@ def test_an_answer_without_a_word_is_a_message_without_a_word() -> None:
         (SCRIPTS["failed"], "server_error", "It broke."),
         ([chunk({"content": "x"})], "server_error", "The answer ended before it was finished."),
         ([chunk({"content": "x"}), DONE], "server_error", "The answer ended before it was finished."),
-        ([b"data: {\n\n"], "server_error", "The backend sent something that is not an event."),
-        ([b"data: [1]\n\n"], "server_error", "The backend sent something that is not an event."),
+        ([b"data: {\n\n"], "server_error", "The backend sent an invalid event."),
+        ([b"data: [1]\n\n"], "server_error", "The backend sent an invalid event."),
         (
             [b'data: {"error": {"type": "rate_limit_error", "message": "Full."}}\n\n'],
             "rate_limit_exceeded",
