@@ -137,7 +137,7 @@ def show(found: Mapping[str, Any], console: Console | None = None) -> None:
     if outlook is not None and outlook["waiting"]:
         wait_s = outlook["expected_wait_s"]
         about = "" if wait_s is None else f", about {wait_s:.1f} s"
-        console.print(f"behind {outlook['waiting']} of its class that wait{about}")
+        console.print(f"behind {outlook['waiting']} waiting of its class{about}")
     for note in found["notes"]:
         console.print(f"[dim]{note}[/]")
 

@@ -132,7 +132,8 @@ def decided(
         else ClassVerdict(
             one.name,
             matched=False,
-            why=classification.mismatch(model, one, request, estimate) or "would match, but stands below",
+            why=classification.mismatch(model, one, request, estimate)
+            or "would match, but an earlier class already does",
         )
         for one in model.classes
     ]
@@ -209,7 +210,7 @@ class WhatIf:
     def _again(self, policy: Policy, request_id: str) -> Explanation:
         record = self._journal.find(request_id)
         if record is None or record.asked is None or record.decision is None:
-            raise RequestForgotten("Nothing is kept of that request that could be decided again.")
+            raise RequestForgotten("That request is no longer kept, or too little of it to decide it again.")
         request = record.asked.request(record.key)
         views, notes = self._views(policy, _held(record.decision))
         found = decided(policy, request, record.asked.estimate, views)
@@ -231,20 +232,20 @@ class WhatIf:
             views[name] = replace(view, backend=backend, share_max=share_max)
         if not unknown:
             return views, ()
-        return views, (f"Not in the running fleet, and taken to be idle and healthy: {', '.join(unknown)}.",)
+        return views, (f"Not in the running fleet, so assumed to be idle and healthy: {', '.join(unknown)}.",)
 
     def _unkept(self, policy: Policy, request: Request) -> Sequence[str]:
         """Return what is not known of a past request."""
         notes = [
-            "Decided again from what is kept of the request: its length as it was estimated, its key and its "
-            "features. The text is not kept, so the length is not counted anew. The fleet is as it is now."
+            "Decided again from what is kept of the request: its estimated length, its key and its features. "
+            "The text is not kept, so the length is not counted again. The fleet is as it is now."
         ]
         missing = set(matched_headers(policy, request.model)) - set(
             matched_headers(self._policy(), request.model)
         )
         if missing:
             names = ", ".join(sorted(missing))
-            notes.append(f"Headers that the policy in force does not ask for are not kept: {names}.")
+            notes.append(f"Headers that the policy in force has no conditions on are not kept: {names}.")
         return notes
 
     def _outlook(self, model: str, traffic_class: str) -> Outlook:

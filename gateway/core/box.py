@@ -240,13 +240,13 @@ def standing(box: Box, backend: str) -> Standing | None:
 def _elsewhere(box: Box, backend: str) -> str:
     match box.state:
         case State.UNKNOWN:
-            return "its box has not been looked at yet"
+            return "its box has not been checked yet"
         case State.BOOTING | State.CHECKING if box.backend == backend:
             return f"its model is {box.state.value}"
         case State.DRAINING | State.STOPPING if box.target == backend:
             return f"its model is next; {box.backend} is {box.state.value}"
         case State.DRAINING | State.STOPPING if box.backend == backend:
-            return f"{box.state.value}: its box changes to {box.target}"
+            return f"{box.state.value}: its box is switching to {box.target}"
     return f"its model is out; {box.backend} is {box.state.value}"
 
 
@@ -317,7 +317,7 @@ def unowned(found: frozenset[str], now: float) -> Box | None:
     if len(found) != 1:
         return None
     (name,) = found
-    reason = "found in; the store is away"
+    reason = "found running; the store is unavailable"
     return Box(State.RESIDENT, now, reason, name, resident_since=now, batch_at=now, busy_at=now)
 
 
@@ -328,7 +328,9 @@ def left_alone(box: Box, now: float) -> Box:
     """
     if box.state is not State.DRAINING or box.backend in box.quarantine:
         return box
-    return _enter(replace(box, target="", cause=Cause.NOTHING), State.RESIDENT, now, "the store is away")
+    return _enter(
+        replace(box, target="", cause=Cause.NOTHING), State.RESIDENT, now, "the store is unavailable"
+    )
 
 
 # ------------------------------------------------------------------ transitions
@@ -422,7 +424,7 @@ def _is_time(box: Box, now: float) -> bool:
 def _resident(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
     name = box.backend
     if name in look.lost:
-        why = f"{name} is gone, though nobody here has stopped it"
+        why = f"{name} is gone, but this gateway did not stop it"
         return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
     if look.in_flight.get(name) or look.wants.get(name, Wants()).count:
         box = replace(box, busy_at=now)
@@ -441,7 +443,7 @@ def _why(planned: Plan, wants: Mapping[str, Wants], now: float) -> str:
             return f"{what} for {planned.target}"
         case Cause.AGE:
             return f"a request has waited {now - (wanted.oldest_at or now):.0f} s for {planned.target}"
-    return f"back to {planned.target}: nobody wants the model that is in"
+    return f"back to {planned.target}: nothing waits for the model that is in"
 
 
 def _draining(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
@@ -449,7 +451,7 @@ def _draining(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
     is_sound = name not in look.lost and name not in box.quarantine
     under_way = Plan(box.cause, box.target, box.since)
     if is_sound and is_called_off(rules.swaps, _residency(box, look.wants), under_way, now):
-        why = f"no swap to {box.target} for now"
+        why = f"swap to {box.target} called off for now"
         box = replace(box, target="", cause=Cause.NOTHING, batch_at=now)
         return _enter(box, State.RESIDENT, now, why), ()
     is_empty = not look.in_flight.get(name) or name in look.lost
@@ -480,7 +482,7 @@ def _found(box: Box, found: frozenset[str], now: float, rules: BoxRules) -> Step
     usable = [name for name in members if name in found and (name not in gone or gone[name].gone)]
     if box.state is State.FAILED:
         if usable:
-            return _check(replace(box, backend=usable[0]), now, "found in")
+            return _check(replace(box, backend=usable[0]), now, "found running")
         return replace(box, retry_at=now + INSPECT_S), ()
     was = box.backend
     if not usable and was:  # it was in, and is lost
@@ -490,13 +492,13 @@ def _found(box: Box, found: frozenset[str], now: float, rules: BoxRules) -> Step
         if not home:
             return _failed(box, "every model of the box is in quarantine", now)
         others = tuple(name for name in members if name != home)
-        return _stop(box, others, home, now, "found no model in")
+        return _stop(box, others, home, now, "found no model running")
     kept = next((name for name in (was, rules.swaps.default) if name in usable), usable[0])
     others = tuple(name for name in members if name in found and name != kept)
     if others:
-        step = _stop(box, others, kept, now, f"found {len(found)} models in")
+        step = _stop(box, others, kept, now, f"found {len(found)} models running")
         return replace(step[0], is_started=True), step[1]
-    return _check(replace(box, backend=kept), now, "found in")
+    return _check(replace(box, backend=kept), now, "found running")
 
 
 def _done(box: Box, failure: str, now: float, rules: BoxRules) -> Step:
@@ -514,11 +516,11 @@ def _done(box: Box, failure: str, now: float, rules: BoxRules) -> Step:
         case State.BOOTING:
             return replace(box, is_started=True, reason="started"), ()
         case State.CHECKING if failure:
-            return _quarantined(box, f"its canary: {failure}", now, rules)
+            return _quarantined(box, f"canary failed: {failure}", now, rules)
         case State.CHECKING:
             trusted = {name: held for name, held in box.quarantine.items() if name != box.backend}
             box = replace(box, quarantine=trusted, resident_since=now, batch_at=now, busy_at=now)
-            return _enter(box, State.RESIDENT, now, "answers rightly"), ()
+            return _enter(box, State.RESIDENT, now, "answers correctly"), ()
     return box, ()
 
 
@@ -536,7 +538,7 @@ def _stopped(box: Box, now: float) -> Step:
         return _stop(box, box.pending, box.target, now, box.reason)
     target, is_in = box.target, box.is_started
     box = replace(box, backend=target, target="", cause=Cause.NOTHING)
-    return _check(box, now, "found in") if is_in else _boot(box, now, f"{box.reason}; it has to boot")
+    return _check(box, now, "found running") if is_in else _boot(box, now, f"{box.reason}; it has to boot")
 
 
 # ---- steps that several transitions share
@@ -573,7 +575,7 @@ def _quarantined(box: Box, reason: str, now: float, rules: BoxRules) -> Step:
     box = replace(box, quarantine={**box.quarantine, name: Quarantine(reason, now)}, restarts=rest)
     home = _fallback(box, rules, name)
     if not home:
-        return _failed(box, f"{name} is in quarantine ({reason}), and there is no other", now)
+        return _failed(box, f"{name} is in quarantine ({reason}), and the box has no other model to run", now)
     box = replace(box, target=home, pending=(), is_started=False, cause=Cause.NOTHING)
     return _enter(box, State.DRAINING, now, f"{name} is in quarantine: {reason}"), ()
 

@@ -62,7 +62,7 @@ def fault(canary: Canary, answer: bytes) -> str:
     """Return what is wrong with a whole answer, in words; "" if it is right."""
     message = _message(answer)
     if message is None:
-        return "its answer is no chat completion"
+        return "its answer is not a chat completion"
     content = message.get("content")
     thought = message.get("reasoning") or message.get("reasoning_content")
     if not isinstance(content, str) or not content.strip():
@@ -70,11 +70,11 @@ def fault(canary: Canary, answer: bytes) -> str:
     for text in (content, thought):
         marker = next((one for one in MARKERS if isinstance(text, str) and one in text), None)
         if marker is not None:
-            return f"its answer has a {marker} in it: {_short(str(text))}"
+            return f"its answer contains {marker}: {_short(str(text))}"
     if canary.reasoning and not (isinstance(thought, str) and thought.strip()):
-        return "it was asked to think, and its thought is empty"
+        return "it was asked to think, but its reasoning is empty"
     if canary.expect.casefold() not in content.casefold():
-        return f"expected {canary.expect!r}, it says {_short(content)}"
+        return f"expected {canary.expect!r}, it said {_short(content)}"
     return ""
 
 

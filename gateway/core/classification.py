@@ -26,7 +26,7 @@ def classify(model: ModelPolicy, request: Request, estimate: Estimate) -> tuple[
     if request.handed_over_as:
         for traffic_class in model.classes:
             if traffic_class.name == request.handed_over_as:
-                return traffic_class, "was handed over as one"
+                return traffic_class, "the job was accepted as one"
     for traffic_class in model.classes:
         if _missed(model, traffic_class, request, estimate) is None:
             return traffic_class, _reason(model, traffic_class, request, estimate)

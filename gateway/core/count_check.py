@@ -40,11 +40,9 @@ class Cause(StrEnum):
         """Return the same for an operator."""
         match self:
             case Cause.OTHERS:
-                return "somebody else uses that server: another gateway without the same store, or a client"
+                return "something else uses this server: another gateway without the same store, or a client"
             case Cause.HELD:
-                return (
-                    "places are held for requests that it does not have: callers that read slowly, or a leak"
-                )
+                return "slots are held for requests that the engine does not have: slow callers, or a leak"
         return "the counts agree"
 
 

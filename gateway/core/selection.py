@@ -128,7 +128,10 @@ def _fit(case: Case) -> Objection | None:
                 f"wants {demand.seqs} sequences, knee {admission.knee_seqs(capacity, demand.prompt_tokens)}",
             )
         case reason:
-            return reason, f"needs {case.claim.kv_blocks} KV blocks of {admission.blocks_planned(capacity)}"
+            return (
+                reason,
+                f"needs {case.claim.kv_blocks} KV blocks, holds {admission.blocks_planned(capacity)}",
+            )
 
 
 def _modality(case: Case) -> Objection | None:
@@ -160,7 +163,7 @@ def _model(case: Standing) -> Objection | None:
     if wanted is None and not served:
         error = case.view.status.model_error
         reason = Exclusion.WRONG_MODEL if error else Exclusion.NOT_ASKED
-        return reason, error or "the name it serves the model under is not known yet"
+        return reason, error or "the name of the model it serves is not known yet"
     if wanted is None and len(served) > 1:
         return Exclusion.WRONG_MODEL, f"serves {', '.join(served)}: set `model` to choose one"
     return None
@@ -171,7 +174,7 @@ def _version(case: Standing) -> Objection | None:
     if not allowed:
         return None
     if not status.served_models:  # they are asked for together
-        return Exclusion.NOT_ASKED, "its engine's version is being asked"
+        return Exclusion.NOT_ASKED, "its engine's version is not known yet"
     wrong = versions.misfit(allowed, status.version)
     return (Exclusion.WRONG_VERSION, wrong) if wrong else None
 
@@ -206,7 +209,7 @@ def _room(case: Case) -> Objection | None:
         case reason:
             detail = f"{load.seqs} in flight, {load.share / admission.WHOLE:.0%} of its knee"
             if most.share < admission.WHOLE:
-                detail += f"; the target for TPOT allows {most.share / admission.WHOLE:.0%}"
+                detail += f"; the TPOT target allows {most.share / admission.WHOLE:.0%}"
     return reason, detail
 
 

@@ -74,7 +74,7 @@ def misfit(allowed: tuple[VersionBound, ...], version: str) -> str:
     if not allowed:
         return ""
     if not version:
-        return "the engine does not say its version"
+        return "the engine does not report its version"
     known = order(version)
     if known is None:
         return f"engine version {version} cannot be compared"

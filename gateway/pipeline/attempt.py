@@ -411,11 +411,11 @@ class Attempt:
             if self.is_answered:
                 return StreamBroken(fault.message)
             return AnswerUnfit(fault.message, code=fault.code)
-        self._detail = fault.gist or "an error or no answer under status 200"
+        self._detail = fault.gist or "status 200, but an error or an invalid answer"
         self._passage.crashes += fault.is_crash
         is_stopping = fault.code == ABORTED
         if is_stopping:
-            self._detail = "the engine gave up the request: it is stopping"
+            self._detail = "the engine aborted the request: it is stopping"
         self._outcome = Outcome.DRAINING if is_stopping else Outcome.FAILED
         if self.is_answered:
             return StreamBroken("The backend failed before the answer was complete.")

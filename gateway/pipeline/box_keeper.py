@@ -391,7 +391,7 @@ class BoxKeeper:
         is_new_boot = box.state is State.BOOTING and before.state is not State.BOOTING
         awaited = {*(kept.out - out), *([box.backend] if is_new_boot else [])}
         for name in awaited:
-            self._fleet.await_boot(name, f"the box {kept.name} is at it: {box.reason}")
+            self._fleet.await_boot(name, f"box {kept.name}: {box.reason}")
         kept.out = out
         standings = {name: standing(box, name) for name in kept.backends}
         is_news = {name for name, one in standings.items() if one is None} != {

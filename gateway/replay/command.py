@@ -88,12 +88,12 @@ def show(report: Report, console: Console | None = None) -> None:
     for refusal in report.refusals:
         words = escape(f"{refusal.example}: {refusal.words}")
         console.print(
-            f"[bold red]{refusal.requests}[/] would be refused ({refusal.code}), {refusal.new} of them were "
-            f"not; {words}",
+            f"[bold red]{refusal.requests}[/] would be refused ({refusal.code}), {refusal.new} of them not "
+            f"refused before; {words}",
             soft_wrap=True,
         )
     if report.accepted:
-        console.print(f"[green]{report.accepted}[/] that were refused would be let in")
+        console.print(f"[green]{report.accepted}[/] that were refused would be accepted")
     console.print()
     console.print(_table(report))
     for line in _distance(report):
@@ -107,7 +107,7 @@ def _head(report: Report) -> Iterator[str]:
     yield f"recorded under {report.recorded_policy or 'an unknown policy'}, tried: {report.other_policy}"
     if report.undecided:
         ends = ", ".join(f"{count} {ending}" for ending, count in sorted(report.undecided.items()))
-        yield f"not decided again, for their prompts were never counted: {ends}"
+        yield f"not decided again, because their prompts were never counted: {ends}"
     if report.broken:
         yield f"[yellow]{len(report.broken)} lines could not be read[/]:"
         yield from (f"  {escape(line)}" for line in report.broken[:BROKEN_SHOWN])

@@ -84,7 +84,7 @@ def compare(log: Log, other: Tried) -> Report:
         recorded_policy="" if base is None else base.version,
         other_policy=other.policy.version,
         broken=[
-            f"{one.file}:{one.line}: {'it has no end' if one.is_torn else one.why}" for one in log.broken
+            f"{one.file}:{one.line}: {'it is incomplete' if one.is_torn else one.why}" for one in log.broken
         ],
         notes=[*notes(decided, base, other, pasts), *moves.notes()],
         moved=moves.moved,

@@ -130,13 +130,13 @@ class Moves:
         """Yield what is doubtful about that."""
         if self._otherwise:
             yield (
-                f"{self._otherwise} requests are of another class when the recorded policy decides about "
-                "them again: the log does not hold what it went by"
+                f"{self._otherwise} requests get another class when the recorded policy decides them again: "
+                "the log lacks something it decided by"
             )
         if self._bounds:
             yield (
                 f"{self._bounds} prompts were only counted up to the recorded fleet's largest window; "
-                "whether they fit the other one is not known"
+                "whether they fit into the other fleet's is not known"
             )
 
 

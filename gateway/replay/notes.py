@@ -24,18 +24,18 @@ def notes(
     guessed = sum(past.is_guessed and past.entry.past.ending is not Ending.REJECTED for past in pasts)
     if guessed:
         yield (
-            f"{guessed} of {len(pasts)} requests were not completed: their answers are taken to be as long "
+            f"{guessed} of {len(pasts)} requests were not completed: their answers are assumed to be as long "
             "as the median of their class"
         )
     out = sum(any(why in _OUT for why in entry.past.out.values()) for entry in decided)
     if out:
         yield (
-            f"{out} requests came while a backend was out (down, drained, or with another model); the "
+            f"{out} requests arrived while a backend was out (down, drained, or with another model); the "
             "simulation has all of them up"
         )
     boxes = {*other.boxes, *(() if base is None else base.boxes)}
     if boxes:
-        yield f"box {', '.join(sorted(boxes))}: the simulation has all its models in at once"
+        yield f"box {', '.join(sorted(boxes))}: the simulation runs all its models at once"
     pools = [pool.id for pool in other.policy.pools.values() if pool.tpot_target_s is not None]
     if pools:
         yield f"pool {', '.join(pools)}: the simulation does not follow tpot_target_ms"
@@ -66,27 +66,27 @@ def _fleets(old: Policy, new: Policy) -> Iterator[str]:
     kept = [name for name in old.backends if name in new.backends]
     other = [name for name in kept if old.backends[name].capacity != new.backends[name].capacity]
     if other:
-        yield f"another capacity than recorded: {', '.join(sorted(other))}"
+        yield f"capacity differs from the recorded one: {', '.join(sorted(other))}"
 
 
 def _unknown_features(decided: Sequence[Entry], policy: Policy) -> Iterator[str]:
     """Yield what the other policy goes by that the log does not hold."""
     conditions = [one.when for model in policy.models for one in model.classes]
     if any(when.keys for when in conditions) and all(entry.past.key is None for entry in decided):
-        yield "the other policy goes by the names of API keys, and none is in the log"
+        yield "the other policy has conditions on API keys, but the log has no key names"
     for name in sorted({name for when in conditions for name, _ in when.headers}):
         having = [
             entry.asked.headers[name] for entry in decided if entry.asked and name in entry.asked.headers
         ]
         if not having:
             yield (
-                f"the other policy goes by header {name}, and no line has it: the log holds only headers "
-                "that the recorded policy went by"
+                f"the other policy has a condition on header {name}, but no line has it: the log holds only "
+                "headers that the recorded policy had conditions on"
             )
         named = any(matched_headers(policy, model.id).get(name) for model in policy.models)
         unnamed = sum(value is OTHER for value in having)
         if named and unnamed:
             yield (
-                f"{unnamed} requests had a value in header {name} that no recorded condition named: it is "
-                "taken for one that the other policy does not name either"
+                f"{unnamed} requests had a value in header {name} that no recorded condition named: the "
+                "other policy is assumed not to name it either"
             )

@@ -77,7 +77,7 @@ def read(files: Sequence[Path]) -> Log:
     if not entries:
         names = ", ".join(map(str, files))
         said = f" ({len(broken)} broken lines, the first is {_place(broken[0])})" if broken else ""
-        raise Unusable(f"{names}: no request is in it{said}")
+        raise Unusable(f"{names}: there are no requests in it{said}")
     entries = [_as_it_came(entry, policies) for entry in entries]
     entries.sort(key=lambda entry: entry.past.at)
     return Log(tuple(map(str, files)), entries, policies, broken)
@@ -97,7 +97,7 @@ def _take(
         found = decision_lines.read(line)
     except NewerFormat as error:
         raise Unusable(
-            f"{file}:{number}: this is a log of a newer format; this program knows formats up to "
+            f"{file}:{number}: this log has a newer format; this program reads formats up to "
             f"{decision_lines.VERSION}"
         ) from error
     except ValueError as error:

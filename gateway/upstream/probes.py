@@ -404,7 +404,7 @@ class _Asker:
         except httpx.HTTPError as error:
             raise _unexpected(error) from error
         except (httpx.InvalidURL, UnicodeError) as error:  # "xn--": a name that cannot be looked up
-            raise _Unexpected(ProbeFault.BROKEN, "its URL names no host that can be") from error
+            raise _Unexpected(ProbeFault.BROKEN, "the host name in its URL is invalid") from error
         return bytes(body)
 
 
@@ -486,7 +486,7 @@ def _unexpected(error: httpx.HTTPError) -> _Unexpected:
             case ConnectionRefusedError():
                 return _Unexpected(ProbeFault.REFUSED, "connection refused")
             case socket.gaierror():
-                return _Unexpected(ProbeFault.UNRESOLVED, "its name has no address")
+                return _Unexpected(ProbeFault.UNRESOLVED, "its host name does not resolve")
             case ssl.SSLError():
                 return _Unexpected(ProbeFault.BROKEN, f"TLS: {cause.reason or 'failed'}")
             case OSError(errno=errno.EMFILE | errno.ENFILE):

@@ -232,7 +232,9 @@ async def test_another_policy_has_another_winner(bench: Bench) -> None:
     await bench.page.key("Enter", modifiers=2)
 
     assert await bench.shown(".difference") == "light → push"
-    assert "would match, but stands below" in await bench.shown('[data-answer="edited"] .verdicts')
+    assert "would match, but an earlier class already does" in await bench.shown(
+        '[data-answer="edited"] .verdicts'
+    )
     assert "[>= 16000] -> [>= 1]" in await bench.shown('[data-answer="edited"] .changes')
     assert "text is not kept" in await bench.shown('[data-answer="edited"]')
     assert await config(bench) == before  # nothing has changed

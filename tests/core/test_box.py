@@ -115,7 +115,7 @@ def test_a_swap_drains_stops_boots_and_checks() -> None:
     box = gemma_resident().look(wants=QWEN_WANTED, in_flight={"gemma": 2})
     assert (box.at, box.ordered) == ((State.DRAINING, "gemma", "qwen"), [])
     assert box.box.reason == "2 requests wait for qwen"
-    assert standing(box.box, "gemma") == (Exclusion.SWAPPED_OUT, "draining: its box changes to qwen")
+    assert standing(box.box, "gemma") == (Exclusion.SWAPPED_OUT, "draining: its box is switching to qwen")
 
     # Nobody is cut off, however long the last one takes.
     assert box.look(3000, wants=QWEN_WANTED, in_flight={"gemma": 1}).ordered == []
@@ -252,11 +252,11 @@ def test_a_start_that_fails_three_times_is_given_up() -> None:
 
 def test_a_wrong_answer_is_quarantine_though_the_server_is_healthy() -> None:
     box = booting_qwen().look(300, ready=frozenset({"qwen"}))
-    box.done("it says '<turn|>'")
-    assert box.box.quarantine["qwen"].reason == "its canary: it says '<turn|>'"
+    box.done("it said '<turn|>'")
+    assert box.box.quarantine["qwen"].reason == "canary failed: it said '<turn|>'"
     assert standing(box.box, "qwen") == (
         Exclusion.UNHEALTHY,
-        "in quarantine: its canary: it says '<turn|>'",
+        "in quarantine: canary failed: it said '<turn|>'",
     )
     gemma_is_booted_instead(box)
 
@@ -357,7 +357,7 @@ def test_a_new_owner_goes_on_where_the_last_one_was(box: Box, ordered: list[tupl
 
 
 def test_who_restarts_the_gateway_gives_a_backend_in_quarantine_another_chance() -> None:
-    quarantine = {"qwen": Quarantine("its canary", 500.0), "gemma": Quarantine("its canary", 900.0)}
+    quarantine = {"qwen": Quarantine("canary failed", 500.0), "gemma": Quarantine("canary failed", 900.0)}
     failed = Box(State.FAILED, 900.0, "all in quarantine", quarantine=quarantine)
     kept = Script(failed).on(TookOver(started_at=400.0))
     assert (kept.at[0], set(kept.box.quarantine)) == (State.FAILED, {"gemma", "qwen"})
@@ -385,7 +385,7 @@ def test_a_model_that_is_still_in_serves_while_nobody_hears_of_the_owner() -> No
     for state in (State.STOPPING, State.BOOTING, State.CHECKING, State.FAILED):
         other = replace(draining, state=state)
         assert left_alone(other, 1000.0) is other
-    wrong = replace(draining, quarantine={"gemma": Quarantine("its canary")})
+    wrong = replace(draining, quarantine={"gemma": Quarantine("canary failed")})
     assert left_alone(wrong, 1000.0) is wrong
 
 

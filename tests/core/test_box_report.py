@@ -20,7 +20,7 @@ BOX = Box(
     resident_since=100.0,
     batch_at=110.0,
     busy_at=980.0,
-    quarantine={"phi": Quarantine("its canary: its answer is empty", 600.0, gone=True)},
+    quarantine={"phi": Quarantine("canary failed: its answer is empty", 600.0, gone=True)},
     restarts={"gemma": (500.0,)},
     boot_s={"gemma": 301.5},
     swaps=3,

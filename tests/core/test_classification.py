@@ -57,7 +57,7 @@ def estimate(tokens: int) -> Estimate:
             replace(REQUEST, handed_over_as="long_document"),
             100,
             "long_document",
-            "was handed over as one",
+            "the job was accepted as one",
             id="a-job-keeps-its-class",
         ),
         pytest.param(

@@ -297,7 +297,7 @@ def test_what_it_serves_is_kept_and_a_wrong_model_is_said() -> None:
     ("wanted", "served", "error"),
     [
         (None, ("any",), ""),
-        (None, ("a", "b"), "serves 2 models: configure which one"),
+        (None, ("a", "b"), "serves 2 models: set `model` to choose one"),
         ("a", ("b", "a"), ""),
         ("a", (), "serves nothing, not a"),
     ],

@@ -198,7 +198,7 @@ KV = Capacity(
             view(backend("light-0", KV)),
             Demand(seqs=1, prompt_tokens=30_000, total_tokens=30_000),
             Exclusion.KV_EXCEEDED,
-            "needs 938 KV blocks of 900",
+            "needs 938 KV blocks, holds 900",
             id="kv",
         ),
         pytest.param(
@@ -275,7 +275,7 @@ KV = Capacity(
             view(backend("light-0"), status=BackendStatus(state=State.UP)),
             SHORT,
             Exclusion.NOT_ASKED,
-            "the name it serves the model under is not known yet",
+            "the name of the model it serves is not known yet",
             id="model-not-known-yet",
         ),
         pytest.param(
@@ -512,7 +512,7 @@ def objection(
             SHORT,
             busy("light-0", load(32), share_max=admission.WHOLE // 2),
             Exclusion.AT_KNEE,
-            "32 in flight, 50% of its knee; the target for TPOT allows 50%",
+            "32 in flight, 50% of its knee; the TPOT target allows 50%",
             id="a-target-for-tpot-holds-it-lower",
         ),
         pytest.param(
@@ -572,9 +572,9 @@ def test_what_never_fits_is_said_even_while_the_model_is_out() -> None:
     [
         pytest.param(replace(UP, version="0.23.4"), None, id="allowed"),
         pytest.param(replace(UP, version="0.24.0"), "engine version 0.24.0, not < 0.24", id="too-new"),
-        pytest.param(UP, "the engine does not say its version", id="silent"),
+        pytest.param(UP, "the engine does not report its version", id="silent"),
         pytest.param(
-            replace(UP, served_models=()), "its engine's version is being asked", id="not-asked-yet"
+            replace(UP, served_models=()), "its engine's version is not known yet", id="not-asked-yet"
         ),
     ],
 )

@@ -52,7 +52,7 @@ def test_what_is_no_version_has_no_order(version: str) -> None:
         ),
         pytest.param("== 0.25.1", "0.25.1", "", id="exactly"),
         pytest.param("> 0.24, <= 0.25.1", "0.25.1", "", id="closed-end"),
-        pytest.param(">= 0.20", "", "the engine does not say its version", id="silent"),
+        pytest.param(">= 0.20", "", "the engine does not report its version", id="silent"),
         pytest.param(">= 0.20", "nightly", "engine version nightly cannot be compared", id="unreadable"),
     ],
 )

@@ -124,7 +124,7 @@ def test_a_backend_fails_traffic_moves_on_and_it_comes_back(serving: Serving) ->
 def test_the_box_changes_models_for_jobs_and_back_for_a_request(serving: Serving) -> None:
     # A busy machine may miss what lasts a second: the boots it sees.
     assert re.findall(r"spark-box: booting (\w+):", serving.said) == ["qwen", "spark"]
-    assert "spark-box: resident spark: answers rightly" in serving.said
+    assert "spark-box: resident spark: answers correctly" in serving.said
     assert "6 jobs for qwen have ended" in serving.said
     assert "6 jobs handed over, 6 ended. The box changed models 2 times." in serving.said
 

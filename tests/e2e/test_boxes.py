@@ -210,7 +210,7 @@ async def test_a_model_that_answers_nonsense_never_gets_a_request(tmp_path: Path
             tasks.start_soon(ask)
             tasks.start_soon(ask)
         assert [answer.status_code for answer in answers] == [503, 503]
-        assert "its canary: expected '42', it says" in site.box().quarantine["qwen"].reason
+        assert "canary failed: expected '42', it said" in site.box().quarantine["qwen"].reason
         # It is not tried again, and the other one serves.
         await site.resident("gemma")
         assert (await site.ask("qwen")).status_code == 503

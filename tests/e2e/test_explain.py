@@ -91,7 +91,7 @@ async def test_another_policy_is_tried_and_nothing_changes(fleet: Site) -> None:
     found = (await asked(fleet, request=CHAT, config=config(fleet, pools=pools, backends=backends))).json()
 
     assert candidate(found, "new")["excluded"] is None
-    assert found["notes"] == ["Not in the running fleet, and taken to be idle and healthy: new."]
+    assert found["notes"] == ["Not in the running fleet, so assumed to be idle and healthy: new."]
     assert "backend new is new" in " ".join(found["changes"])
     assert found["policy"] != before.version
     assert fleet.gateway.policy is before
@@ -133,7 +133,7 @@ async def test_of_a_past_request_its_text_and_what_nobody_asked_for_are_not_kept
     assert json.loads(kept)["asked"]["headers"] == {"x-tier": True}  # it had one, of another value
     assert SECRET_TEXT not in kept
     assert found["decision"]["traffic_class"] == "rest"
-    assert "Headers that the policy in force does not ask for are not kept: x-other." in found["notes"]
+    assert "Headers that the policy in force has no conditions on are not kept: x-other." in found["notes"]
 
 
 async def test_what_would_be_refused_is_an_answer(fleet: Site) -> None:
@@ -151,7 +151,7 @@ async def test_what_would_be_refused_is_an_answer(fleet: Site) -> None:
     [
         ({}, 400, "Give either"),
         ({"request": CHAT, "request_id": "req-1"}, 400, "Give either"),
-        ({"request_id": "req-none"}, 404, "Nothing is kept"),
+        ({"request_id": "req-none"}, 404, "no longer kept"),
         ({"request": CHAT, "model": "x"}, 400, "unknown field"),
         ({"request": CHAT, "headers": {"a": 1}}, 400, "Expected `str`"),
         ({"request": CHAT, "config": "pools: {"}, 400, "gateway.yaml:1"),

@@ -130,8 +130,8 @@ async def test_what_was_served_is_written_down_and_tried_under_other_policies(tm
     assert same.same_pool_share == 1
     assert sum(same.recorded.served.values()) == 16 + len(DOCUMENTS)
     assert same.notes == [
-        "15 requests had a value in header x-team that no recorded condition named: it is taken for one that "
-        "the other policy does not name either"
+        "15 requests had a value in header x-team that no recorded condition named: the other policy is "
+        "assumed not to name it either"
     ]
 
     documents = sorted(one.past.prompt.tokens for one in log.entries if one.past.prompt)[-4:-2]

@@ -500,7 +500,7 @@ async def test_what_somebody_else_runs_on_a_backend_is_seen(
         said = [record.getMessage() for record in caplog.records if "+2" in record.getMessage()]
         assert said == [
             "light-0: the engine has +2 sequences compared with the gateway's count "
-            "(somebody else uses that server: another gateway without the same store, or a client)"
+            "(something else uses this server: another gateway without the same store, or a client)"
         ]
 
 

@@ -32,10 +32,10 @@ def test_for_people(written: Written, tried: str) -> None:
     result = replay(str(file), "-c", tried)
 
     assert result.exit_code == 0
-    assert f"{file}:6: it has no end" in result.output
+    assert f"{file}:6: it is incomplete" in result.output
     assert "1 of 4 requests move" in result.output
     assert f"class short_chat -> long_document: 1 (such as {file}:3)" in result.output
-    assert "1 would be refused (context_length_exceeded), 0 of them were not" in result.output
+    assert "1 would be refused (context_length_exceeded), 0 of them not refused before" in result.output
     assert "[context_length_exceeded]." in result.output  # brackets are no markup
     assert "recorded" in result.output
     assert "predicted" in result.output
@@ -64,7 +64,8 @@ def test_several_files_are_one_log(written: Written, tried: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [(b"", "no request is in it"), (b'{"v":99}\n', "a log of a newer format")]
+    ("content", "says"),
+    [(b"", "there are no requests in it"), (b'{"v":99}\n', "this log has a newer format")],
 )
 def test_a_log_that_cannot_be_used_is_1(tmp_path: Path, tried: str, content: bytes, says: str) -> None:
     file = tmp_path / "decisions.jsonl"

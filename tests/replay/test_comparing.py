@@ -159,12 +159,12 @@ def test_what_was_refused_and_would_be_let_in_is_counted(logged: Logged, configu
         (
             [line(1)],
             {"backends": {**SITE["backends"], "push": {**SITE["backends"]["push"], "profile": "h200-fp8"}}},
-            "another capacity than recorded: push",
+            "capacity differs from the recorded one: push",
         ),
         (
             [line(1)],
             {"models": classes({**SHORT, "class": "team", "when": {"header": {"x-team": "red"}}}, SHORT)},
-            "goes by header x-team, and no line has it",
+            "has a condition on header x-team, but no line has it",
         ),
         (
             [line(1, headers={"x-team": True})],
@@ -177,14 +177,14 @@ def test_what_was_refused_and_would_be_let_in_is_counted(logged: Logged, configu
                 "keys": {"nightly": {"sha256": "0" * 64}},
                 "models": classes({**SHORT, "class": "night", "when": {"key": "nightly"}}, SHORT),
             },
-            "goes by the names of API keys, and none is in the log",
+            "has conditions on API keys, but the log has no key names",
         ),
         (
             [line(1), line(2, ending=Ending.FAILED, tokens_out=None)],
             {},
             "1 of 2 requests were not completed",
         ),
-        ([line(1, out={"push": "unhealthy"})], {}, "1 requests came while a backend was out"),
+        ([line(1, out={"push": "unhealthy"})], {}, "1 requests arrived while a backend was out"),
         (
             [line(1)],
             {"pools": {**SITE["pools"], "light": {"backends": ["light-0", "light-1"], "tpot_target_ms": 50}}},
@@ -203,7 +203,7 @@ def test_what_was_refused_and_would_be_let_in_is_counted(logged: Logged, configu
         (
             [line(1, traffic_class="long_document")],
             {},
-            "1 requests are of another class when the recorded policy decides about them again",
+            "1 requests get another class when the recorded policy decides them again",
         ),
     ],
     ids=[

@@ -63,11 +63,11 @@ def test_files_are_joined_by_arrival(written: Written, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", r"log: no request is in it$"),
-        (b"\n\n", r"log: no request is in it$"),
-        (b"nonsense\nmore\n", r"log: no request is in it \(2 broken lines, the first is .*log:1\)"),
-        (gzip.compress(b"x" * 100), r"no request is in it \(1 broken lines"),
-        (b'{"v":2,"kind":"request"}\n', r"log:1: this is a log of a newer format; .* formats up to 1"),
+        (b"", r"log: there are no requests in it$"),
+        (b"\n\n", r"log: there are no requests in it$"),
+        (b"nonsense\nmore\n", r"log: there are no requests in it \(2 broken lines, the first is .*log:1\)"),
+        (gzip.compress(b"x" * 100), r"there are no requests in it \(1 broken lines"),
+        (b'{"v":2,"kind":"request"}\n', r"log:1: this log has a newer format; .* formats up to 1"),
         (b'{"v":2,"kind":"something new"}\n', r"newer format"),
     ],
     ids=["empty", "blank", "text", "gzip", "newer", "newer kind"],
@@ -81,5 +81,5 @@ def test_what_nothing_can_be_learned_from_is_refused(tmp_path: Path, content: by
 
 
 def test_a_file_of_policies_alone_is_empty(written: Written) -> None:
-    with pytest.raises(Unusable, match="no request is in it"):
+    with pytest.raises(Unusable, match="there are no requests in it"):
         reading.read([written()])

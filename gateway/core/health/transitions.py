@@ -130,7 +130,7 @@ def _models_failed(
 
 def _model_error(served: Sequence[str], wanted: str | None) -> str:
     if wanted is None:
-        return "" if len(served) == 1 else f"serves {len(served)} models: configure which one"
+        return "" if len(served) == 1 else f"serves {len(served)} models: set `model` to choose one"
     return "" if wanted in served else f"serves {', '.join(served) or 'nothing'}, not {wanted}"
 
 
@@ -146,14 +146,14 @@ def _probe_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendS
         case State.BOOTING | State.DOWN:
             return _on_probation(status, now, f"answers again, after {away_s:.0f} s")
         case State.EJECTED if now >= status.ejected_until:
-            return _on_probation(status, now, f"penalty over; it was: {status.last_error}")
+            return _on_probation(status, now, f"penalty over; last error: {status.last_error}")
         case State.DRAINING if now - status.since >= rules.drain_s:
             return _on_probation(
-                status, now, f"said it was stopping, still answers {rules.drain_s:.0f} s later"
+                status, now, f"said it was stopping, but still answers {rules.drain_s:.0f} s later"
             )
         case State.HUNG if status.engine is None or now - status.engine.at >= rules.hang_s:
             # Its metrics fell silent, so nothing could ever show that it recovered.
-            return _on_probation(status, now, "was hung; no metrics to judge it by any more")
+            return _on_probation(status, now, "was hung; its metrics are no longer available")
     return status
 
 
@@ -243,7 +243,7 @@ def _after_progress(
     status = replace(status, progress_at=now)
     generated = old is not None and new.generation_tokens > old.generation_tokens
     if status.state is State.HUNG:
-        how = "generates again" if generated else "moves again"
+        how = "generates again" if generated else "makes progress again"
         return _on_probation(status, now, f"{how}, after {still_s:.0f} s")
     if status.state is State.PROBATION and generated and still_s >= rules.probation_s:
         return _enter(status, State.UP, now, f"generates, {still_s:.0f} s without a failure")
