@@ -185,7 +185,7 @@ def explain(
                 live, body, completions=completions, key=key, headers=fields, config=source
             )
         elif config is None:
-            raise click.UsageError(f"Say which configuration: --config FILE, or {CONFIG_ENV}.")
+            raise click.UsageError(f"No configuration is given: use --config FILE, or set {CONFIG_ENV}.")
         else:
             loaded = _usable(lambda: settings.load(config))
             explanation = _usable(

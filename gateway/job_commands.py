@@ -91,7 +91,7 @@ def list_(
     console = _console()
     if view["drained"]:
         console.print(_drained(view))
-    console.print(_lanes(view["lanes"]) if view["lanes"] else "no job waits or runs")
+    console.print(_lanes(view["lanes"]) if view["lanes"] else "no jobs are waiting or running")
     if view["jobs"]:
         console.print()
         console.print(_jobs(view["jobs"]))
@@ -117,7 +117,7 @@ def cancel(job_id: str, admin: str | None, config: Path | None, as_json: bool) -
     view = _ask("POST", _base(admin, config), f"/{quote(job_id, safe='')}/cancel")
     _done(view, as_json, f"{view['id']} is {view['status']}")
     if view["status"] != JobStatus.CANCELLED:
-        _fail(f"{_plain(view['id'])} was over already")
+        _fail(f"{_plain(view['id'])} had already ended")
 
 
 @jobs.command()
@@ -163,7 +163,7 @@ def _base(admin: str | None, config: Path | None) -> str:
     except ConfigError as error:
         _fail(str(error), USAGE)
     if where is None or where.port == 0:
-        _fail(f"{config}: it does not say where the admin port is: name it by --admin", USAGE)
+        _fail(f"{config}: it does not say where the admin port is: give --admin URL", USAGE)
     host = _ANYWHERE.get(where.host, where.host)
     return f"http://[{host}]:{where.port}" if ":" in host else f"http://{host}:{where.port}"
 
@@ -180,11 +180,9 @@ def _ask(method: str, base: str, path: str, query: Mapping[str, str] | None = No
         _fail(_plain(said["error"]["message"]))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = str(error) or type(error).__name__
-        _fail(
-            f"nothing answers at {base}: {reason}; --admin URL or --config FILE say where the admin port is"
-        )
+        _fail(f"nothing answers at {base}: {reason}; give the admin port with --admin URL or --config FILE")
     except (ValueError, KeyError, TypeError):
-        _fail(f"{base} is no admin port of a gateway (status {answer.status_code})")
+        _fail(f"{base} is not the admin port of a gateway (status {answer.status_code})")
 
 
 def _done(view: Mapping[str, Any], as_json: bool, sentence: str) -> None:
@@ -210,7 +208,7 @@ def _drained(view: Mapping[str, Any]) -> Text:
 
 
 def _lanes(lanes: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("lane", "queued", "in progress", "oldest waits", "end per minute")
+    table = _table("lane", "queued", "in progress", "oldest waits", "ended per minute")
     for lane in lanes:
         rate = lane["drain_per_s"]
         table.add_row(
@@ -255,12 +253,12 @@ def _history(job: Mapping[str, Any]) -> Table:
         "batch": job["batch"],
         "accepted": _moment(job["created_at"], job["age_s"]),
         "last taken": _moment(job["started_at"], None, job["worker"]),
-        "runs for": None if job["running_s"] is None else _span(job["running_s"]),
+        "running for": None if job["running_s"] is None else _span(job["running_s"]),
         "ended": _moment(job["ended_at"], None),
-        "took in all": _span(job["total_s"]) if job["ended_at"] is not None else None,
+        "total time": _span(job["total_s"]) if job["ended_at"] is not None else None,
         "expires in": None if job["expires_in_s"] is None else _span(job["expires_in_s"]),
         "attempts": f"{job['attempts']}, of which {job['failures']} failed",
-        "answer": f"{job['chunks']} chunks; {job['bytes']:,} bytes are kept, its request included",
+        "answer": f"{job['chunks']} chunks; {job['bytes']:,} bytes kept, including its request",
         "error": None if error is None else f"{error['code']}: {error['message']}",
     }
     table = Table(box=None, pad_edge=False, show_header=False)

@@ -40,7 +40,7 @@ def prompt_tokens_max(text: str) -> int:
     """
     match = _UP_TO.fullmatch(text)
     if match is None:
-        raise ValueError(f'{text!r} is no upper end; write it as "<= 2000"')
+        raise ValueError(f'{text!r} is not an upper bound; write it as "<= 2000"')
     return int(match.group(1))
 
 

@@ -183,7 +183,7 @@ def _unused(settings: Settings, policy: Policy) -> Iterator[_Warning]:
     for name in settings.mixed_pools & policy.pools.keys():
         message = (
             f"pool {name} is for chats and for long documents: while one is read, every chat on its backend "
-            "stands still. Give documents a pool of their own, or say that you mean it: "
+            "stands still. Give documents a pool of their own, or, if that is intended, set "
             "gates: {long_prefills: 1}"
         )
         yield _Warning(("pools", name), message)
@@ -203,11 +203,12 @@ def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
                 with_key = section.api_key_env or section.api_key_file
                 what = "prompts and its API key" if with_key else "prompts"
                 message = (
-                    f"backend {name} is reached over plain http outside this network: {what} travel in clear"
+                    f"backend {name} is reached over plain http outside this network: "
+                    f"{what} are sent unencrypted"
                 )
                 yield _Warning((*path, "url"), message)
             if "tls" in section.model_fields_set:
-                yield _Warning((*path, "tls"), f"backend {name} has an http URL: tls changes nothing")
+                yield _Warning((*path, "tls"), f"backend {name} has an http URL: tls has no effect")
         elif not section.tls.verify:
             yield _Warning((*path, "tls", "verify"), f"backend {name}: its certificate is not checked")
         yield from (_Warning((*path, "quirks"), text) for text in _quirks(name, settings))
@@ -233,7 +234,8 @@ def _webhooks(settings: Settings) -> Iterator[_Warning]:
         url = urlsplit(section.url)
         if url.scheme == "http" and not _is_private(url.hostname or ""):
             message = (
-                f"webhook {name} is sent over plain http outside this network: who reads it knows job ids"
+                f"webhook {name} is sent over plain http outside this network: "
+                "whoever reads it learns job ids"
             )
             yield _Warning(("webhooks", name, "url"), message)
 
@@ -261,7 +263,7 @@ def _quirks(name: str, settings: Settings) -> Iterator[str]:
         if quirk in base:
             yield f"backend {name}: its profile has the quirk {quirk} already"
         elif quirk not in WORKAROUNDS:
-            yield f"backend {name}: nothing is done about the quirk {quirk}: adding it changes nothing"
+            yield f"backend {name}: the gateway has no remedy for the quirk {quirk}: adding it has no effect"
     for quirk in own.remove:
         if quirk not in base:
             yield f"backend {name}: its profile has no quirk {quirk} to remove"
@@ -269,7 +271,7 @@ def _quirks(name: str, settings: Settings) -> Iterator[str]:
 
 def _exposure(settings: Settings) -> Iterator[_Warning]:
     if settings.document.keys is None and not _is_loopback(settings.listen.host):
-        message = "no `keys`, and not only this machine can connect: everyone who can reach it may use it"
+        message = "no `keys`, and `listen` is not a loopback address: everyone who can reach it may use it"
         yield _Warning(("listen",), message)
     if settings.admin is not None and not _is_loopback(settings.admin.host):
         message = "the admin address is not a loopback one: everyone who can reach it sees status and metrics"
@@ -286,11 +288,9 @@ def _keys(settings: Settings) -> Iterator[_Warning]:
             continue
         digest, path = section.sha256.lower(), ("keys", name, "sha256")
         if digest == _OF_NOTHING:
-            yield _Warning(
-                path, f"key {name}: this is the SHA-256 of nothing at all, and no caller has that key"
-            )
+            yield _Warning(path, f"key {name}: this is the SHA-256 of empty text, which no caller's key has")
         elif digest in seen:
-            yield _Warning(path, f"key {name} is key {seen[digest]}: who has it counts as {name}")
+            yield _Warning(path, f"key {name} is the same as key {seen[digest]}: its callers count as {name}")
         seen[digest] = name
 
 

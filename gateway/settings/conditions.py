@@ -18,14 +18,14 @@ def bounds(written: Any) -> tuple[Bound, ...]:
         ValueError: it is written otherwise; the message says how to.
     """
     if isinstance(written, bool):
-        raise ValueError(f"a number is compared here, not {str(written).lower()}; {_HELP}")
+        raise ValueError(f"this needs a number to compare with, not {str(written).lower()}; {_HELP}")
     if isinstance(written, int):
         return (_bound(Comparison.EQ, written),)
     if isinstance(written, str):
         return tuple(_parse(part) for part in written.split(","))
     if isinstance(written, list) and written:
         return tuple(bound for part in written for bound in bounds(part))
-    raise ValueError(f"this is no comparison; {_HELP}")
+    raise ValueError(f"this is not a comparison; {_HELP}")
 
 
 def count_bounds(written: Any) -> tuple[Bound, ...]:
@@ -49,15 +49,13 @@ def header_values(written: Any) -> tuple[str, ...]:
         return (written,)
     if isinstance(written, list) and written and all(isinstance(value, str) and value for value in written):
         return tuple(written)
-    raise ValueError(
-        "write a value, a list of values, or true where any value will do; put numbers in quotes"
-    )
+    raise ValueError("write a value, a list of values, or true for any value; put numbers in quotes")
 
 
 def _parse(part: str) -> Bound:
     match = _PART.fullmatch(part)
     if match is None:
-        raise ValueError(f"{part.strip()!r} is no comparison; {_HELP}")
+        raise ValueError(f"{part.strip()!r} is not a comparison; {_HELP}")
     sign = match[1]
     return _bound(Comparison.EQ if sign in {"", "="} else Comparison(sign), int(match[2]))
 

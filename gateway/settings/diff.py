@@ -125,14 +125,14 @@ def _classes(model: str, old: Mapping[str, Section], new: Mapping[str, Section])
 def _keys(old: Document, new: Document) -> Iterator[str]:
     before, after = old.keys or {}, new.keys or {}
     if bool(before) is not bool(after):
-        yield "callers need an API key" if after else "callers need no API key any more"
+        yield "callers need an API key" if after else "callers no longer need an API key"
     for name in sorted(set(before) | set(after)):
         if name not in after:
             yield f"key {name} is gone"
         elif name not in before:
             yield f"key {name} is new"
         elif before[name] != after[name]:
-            yield f"key {name} is another one"
+            yield f"key {name} has changed"
 
 
 def _rest(old: Document, new: Document) -> Iterator[str]:

@@ -181,7 +181,7 @@ def _base_url(written: str) -> str:
         url = urlsplit(written)
         port, host = url.port, url.hostname
     except ValueError:
-        raise ValueError("this is no URL; write it as http://host:port") from None
+        raise ValueError("this is not a URL; write it as http://host:port") from None
     if url.scheme not in {"http", "https"} or not host or port == 0:
         raise ValueError("write it as http://host:port or https://host:port")
     if url.username is not None or url.password is not None:
@@ -204,7 +204,7 @@ def _url(written: str) -> str:
         url = urlsplit(written)
         _ = url.port
     except ValueError:
-        raise ValueError("this is no URL; write it as http://host:port/path") from None
+        raise ValueError("this is not a URL; write it as http://host:port/path") from None
     if url.scheme not in {"http", "https"} or not url.hostname or url.fragment:
         raise ValueError("write it as http://host:port/path or https://host:port/path")
     if url.username is not None or url.password is not None:
@@ -235,7 +235,7 @@ def _store_url(written: str) -> str:
         url = urlsplit(written)
         _ = url.port
     except ValueError:
-        raise ValueError(f"this is no URL; write it as redis://host:6379/0. {_ESCAPED}") from None
+        raise ValueError(f"this is not a URL; write it as redis://host:6379/0. {_ESCAPED}") from None
     if url.scheme not in {"redis", "rediss", "unix"} or not (url.hostname or url.path):
         raise ValueError("write it as redis://host:6379/0, rediss://host:6379/0 or unix:///path")
     if url.scheme == "unix":
@@ -266,7 +266,7 @@ def _webhook_url(written: str) -> str:
         url = urlsplit(written)
         port, host = url.port, url.hostname
     except ValueError:
-        raise ValueError("this is no URL; write it as https://host/path") from None
+        raise ValueError("this is not a URL; write it as https://host/path") from None
     if url.scheme not in {"http", "https"} or not host or port == 0:
         raise ValueError("write it as https://host/path")
     if url.username is not None or url.password is not None:

@@ -94,7 +94,7 @@ def beside(started: Settings, running: Settings, new: Settings) -> Settings:
                 source=new.source,
                 warnings=new.warnings,
             )
-    message = "beside what cannot change while the gateway runs: "
+    message = "together with settings that cannot change while the gateway runs: "
     raise ConfigError("\n".join(f"{'.'.join(map(str, one.path))}: {message}{one.message}" for one in found))
 
 

@@ -130,7 +130,7 @@ def _models(top: Mapping[str, Any]) -> Iterator[Finding]:
             yield from _names((*at, "when", "key"), "API key", key, keys)
             label = one.get("class")
             if isinstance(label, str) and label in classes:
-                message = f"class {label} is there twice; use one entry, or two names: it labels metrics"
+                message = f"class {label} is listed twice; use one entry, or two names: they label metrics"
                 yield Finding((*at, "class"), message)
             elif isinstance(label, str):
                 classes[label] = index
@@ -152,7 +152,7 @@ def _webhooks(top: Mapping[str, Any]) -> Iterator[Finding]:
         url, allow_private = section.get("url"), section.get("allow_private") is True
         if isinstance(url, str) and (why := _never_sent_to(url, allow_private)):
             hint = "; `allow_private: true` allows it" if why in ("private", "loopback") else ""
-            yield Finding((*path, "url"), f"nothing is sent to this address ({why}){hint}")
+            yield Finding((*path, "url"), f"webhooks are never sent to this address ({why}){hint}")
 
 
 def _never_sent_to(url: str, allow_private: bool) -> str:

@@ -182,11 +182,11 @@ class Settings:
             ConfigError: there are no jobs, or processes would fill backends beyond their limits.
         """
         if self.jobs is None:
-            raise ConfigError(f"{self.path}: it has no `jobs`: there is nothing for a worker to do")
+            raise ConfigError(f"{self.path}: it has no `jobs`, so there is nothing for a worker to do")
         if self.store is None and self.jobs.work_in_serve:
             message = (
-                "without a `store`, the process that serves counts places on backends for itself alone, and "
-                "a worker beside it would fill them twice: name a `store`, or write `work_in_serve: false`"
+                "without a `store`, the process that serves counts slots on backends for itself alone, and a "
+                "worker beside it would fill them twice: name a `store`, or write `work_in_serve: false`"
             )
             raise ConfigError(str(self.problem(("jobs",), message, at_key=True)))
         own = self.document if admin is None else self.document.model_copy(update={"admin": _admin(admin)})
@@ -216,9 +216,7 @@ class Settings:
         if self.admin is not None and self.admin.port:
             port = self.admin.port + number
             if port > PORT_MAX:
-                message = (
-                    f"worker {number} would have port {port} for operators: there is none above {PORT_MAX}"
-                )
+                message = f"worker {number} would need admin port {port}: the highest port is {PORT_MAX}"
                 raise ConfigError(str(self.problem(("admin",), message)))
             own["admin"] = written(self.admin.host, port)
         return replace(self, document=self.document.model_copy(update=own), workers=workers)
@@ -445,7 +443,9 @@ class Settings:
             if tls.verify and tls.ca_file is not None and (fault := _authorities_fault(tls.ca_file)):
                 yield self.problem(("backends", name, "tls", "ca_file"), fault)
         if self.jobs_folder is not None and self.jobs is not None and _is_homeless(self.jobs.data_dir):
-            yield self.problem(("jobs", "data_dir"), f"there is no home {Path(self.jobs.data_dir).parts[0]}")
+            yield self.problem(
+                ("jobs", "data_dir"), f"there is no home directory {Path(self.jobs.data_dir).parts[0]}"
+            )
         if self.decisions_file is not None and not self.decisions_file.parent.is_dir():
             yield self.problem(("decisions", "file"), f"there is no folder {self.decisions_file.parent}")
 
@@ -654,10 +654,12 @@ def findings(document: Document) -> Iterator[Finding]:
         for index, section in enumerate(policy.classes):
             waiting = _waiting(section)
             if waiting.demoted_wait_s is not None and waiting.demoted_wait_s < waiting.max_wait_s:
-                message = f"this is the wait in all, and not below max_wait_s, {waiting.max_wait_s:g} here"
+                message = (
+                    f"this is the total wait, so it cannot be below max_wait_s, {waiting.max_wait_s:g} here"
+                )
                 yield Finding(("models", model, "classes", index, "waiting", "demoted_wait_s"), message)
             if section.queue is not None and document.jobs is None:
-                message = "its chats would be jobs, and there are none: add `jobs: {}`"
+                message = "its chats would become jobs, which are off: add `jobs: {}`"
                 yield Finding(("models", model, "classes", index, "queue"), message, at_key=True)
 
 

@@ -162,9 +162,9 @@ class _Builder:
             return value
         except (ValueError, KeyError, OverflowError, AttributeError) as error:
             # The last of them is for a text that a tag calls a date, and that is none.
-            why = "it is no date" if isinstance(error, AttributeError) else error
+            why = "it is not a date" if isinstance(error, AttributeError) else error
             self._tree.problems.append(
-                (_mark(node.start_mark), f"this is no value: {why}; put text in quotes")
+                (_mark(node.start_mark), f"this is not a valid value: {why}; put text in quotes")
             )
             return None
 

@@ -219,7 +219,7 @@ def box_switch(control: str, wait: bool, timeout: float, order: str, name: str) 
     try:
         said = answer.json()
     except ValueError:
-        _fail(f"{control}: HTTP {answer.status_code}, which is no box's answer")
+        _fail(f"{control}: HTTP {answer.status_code}, which is not a box's answer")
     if "state" not in said:
         _fail(f"{control}: {said.get('detail', said)}")
     text = f"{name} is {said['state']}" + (f": {said['reason']}" if said.get("reason") else "")

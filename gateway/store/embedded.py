@@ -116,8 +116,8 @@ def temporary_folder() -> Iterator[Path]:
     try:
         folder = tempfile.TemporaryDirectory(prefix="gemma-gateway-", ignore_cleanup_errors=True)
     except OSError as error:
-        message = f"there is no folder for the embedded store's socket: {error.strerror or error}"
-        raise ConfigError(f"{message}; TMPDIR can name one") from error
+        message = f"cannot make a folder for the embedded store's socket: {error.strerror or error}"
+        raise ConfigError(f"{message}; set TMPDIR to a writable folder") from error
     with folder as name:
         yield Path(name)
 
@@ -189,7 +189,7 @@ async def _serving(folder: Path, *, is_temporary: bool, keeps: bool) -> AsyncIte
     if len(os.fsencode(socket)) > SOCKET_PATH_MAX:
         raise ConfigError(f"the path of the embedded store's socket is too long: {socket}")
     if not await _end_former(socket) and keeps:
-        raise ConfigError(f"a server that was started before still uses {folder}, and does not end")
+        raise ConfigError(f"an earlier server still uses {folder} and does not stop")
     socket.unlink(missing_ok=True)
     # A watcher between the two: it sees its standard input end when this process does, even by SIGKILL.
     # A session of its own keeps the terminal's Ctrl-C from both while requests are still finishing.
@@ -244,4 +244,4 @@ async def _wait_ready(watcher: Process, binary: Path, within_s: float) -> None:
                 await watcher.stdout.aclose()  # what it says from here on is read by nobody
                 return
     lines = said.strip().splitlines()
-    raise ConfigError(f"{binary.name} did not start: {lines[-1] if lines else 'it said nothing'}")
+    raise ConfigError(f"{binary.name} did not start: {lines[-1] if lines else 'no output'}")

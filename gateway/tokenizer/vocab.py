@@ -209,7 +209,7 @@ def _not_gemma(document: Any) -> str:
         {"String": " "},
         _SPACE,
     ):
-        return "its normalizer does more, or less, than write a space as U+2581"
+        return "its normalizer does something other than writing a space as U+2581"
     splitter = document.get("pre_tokenizer")
     if splitter is not None and (splitter.get("type"), splitter.get("pattern")) != ("Split", {"String": " "}):
         return "its pre-tokenizer splits text"

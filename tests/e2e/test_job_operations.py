@@ -307,7 +307,7 @@ async def test_jobs_are_looked_at_cancelled_and_tried_again(tmp_path: Path, stor
         refused = await working.post(f"/admin/jobs/{waits.id}/retry")
         stopped = await working.post(f"/admin/jobs/{runs.id}/cancel")
 
-        assert (over.status, over.err) == (1, f"{waits.id} was over already\n")
+        assert (over.status, over.err) == (1, f"{waits.id} had already ended\n")
         assert (answered.status, answered.err) == (
             1,
             f"The job is {ended.status}: only failed and cancelled ones can be retried.\n",
@@ -367,7 +367,7 @@ async def test_a_store_that_is_away_is_said_and_counted(tmp_path: Path, store: R
                 ready = (await working.get("/readyz")).json()
         await anyio.to_thread.run_sync(store.start)
         await until_metric(serving.admin, "gateway_jobs_store_away", 0)
-        assert (await command("list", "--admin", serving.admin)).out == "no job waits or runs\n"
+        assert (await command("list", "--admin", serving.admin)).out == "no jobs are waiting or running\n"
 
 
 async def test_a_gateway_without_jobs_says_so(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_good_file_has_no_warning(checked: Check, plain: str) -> None:
         pytest.param(
             ("http://127.0.0.1:9002", "http://llm.example.com"),
             4,
-            "backend push is reached over plain http outside this network: prompts travel in clear",
+            "backend push is reached over plain http outside this network: prompts are sent unencrypted",
             id="plain-http-far-away",
         ),
         pytest.param(
@@ -130,12 +130,10 @@ def test_a_good_file_has_no_warning(checked: Check, plain: str) -> None:
         pytest.param(
             ("h100-tp1-light}", "h100-tp1-light, quirks: {add: slow_decode}}"),
             3,
-            "backend light: nothing is done about the quirk slow_decode",
+            "backend light: the gateway has no remedy for the quirk slow_decode",
             id="a-quirk-without-a-remedy",
         ),
-        pytest.param(
-            ("9002,", "9002, tls: {verify: true},"), 4, "tls changes nothing", id="tls-without-https"
-        ),
+        pytest.param(("9002,", "9002, tls: {verify: true},"), 4, "tls has no effect", id="tls-without-https"),
         pytest.param(
             ("http://127.0.0.1:9002,", "https://push.example.com, tls: {verify: false},"),
             4,
@@ -194,10 +192,8 @@ def test_a_class_for_images_is_compared_with_backends_that_take_them(checked: Ch
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        pytest.param("A" * 64, "key b is key a: who has it counts as b", id="twice-the-same"),
-        pytest.param(
-            hashlib.sha256(b"").hexdigest(), "the SHA-256 of nothing at all", id="an-empty-variable"
-        ),
+        pytest.param("A" * 64, "key b is the same as key a: its callers count as b", id="twice-the-same"),
+        pytest.param(hashlib.sha256(b"").hexdigest(), "the SHA-256 of empty text", id="an-empty-variable"),
     ],
 )
 def test_a_key_that_nobody_is_known_by(checked: Check, plain: str, second: str, message: str) -> None:

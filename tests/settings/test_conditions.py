@@ -58,7 +58,7 @@ def test_what_is_no_comparison_is_told_how_to_be_one(written: Any) -> None:
 
 @pytest.mark.parametrize("written", [True, False], ids=["true", "false"])
 def test_a_length_is_neither_true_nor_false(written: bool) -> None:
-    with pytest.raises(ValueError, match="a number is compared here"):
+    with pytest.raises(ValueError, match="this needs a number to compare with"):
         bounds(written)
 
 

@@ -97,9 +97,9 @@ def set_at(*path: Any) -> Edit:
             set_at("models", "other", {"classes": [{"class": "all", "pools": ["push"]}]}),
             ("model other is new: all",),
         ),
-        (set_at("keys", "a", {"sha256": "1" * 64}), ("key a is another one",)),
+        (set_at("keys", "a", {"sha256": "1" * 64}), ("key a has changed",)),
         (set_at("keys", "b", {"sha256": "1" * 64}), ("key b is new",)),
-        (lambda data: data.pop("keys"), ("callers need no API key any more", "key a is gone")),
+        (lambda data: data.pop("keys"), ("callers no longer need an API key", "key a is gone")),
         (set_at("routing", "weights", "speed", 0.5), ("routing.weights.speed 1 -> 0.5",)),
         (set_at("health", "interval_s", 0.1234567), ("health.interval_s 1 -> 0.1234567",)),
         (

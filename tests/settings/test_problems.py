@@ -85,7 +85,7 @@ def test_load_raises_with_every_problem_on_its_line(tmp_path: Path) -> None:
         pytest.param(("http://127.0.0.1:9001", "127.0.0.1:9001"), "write it as http://", id="no-scheme"),
         pytest.param(("http://127.0.0.1:9001", "ftp://host"), "write it as http://", id="wrong-scheme"),
         pytest.param(("http://127.0.0.1:9001", "http://host/api"), "only scheme, host and port", id="a-path"),
-        pytest.param(("http://127.0.0.1:9001", "http://host:99999"), "this is no URL", id="port-too-high"),
+        pytest.param(("http://127.0.0.1:9001", "http://host:99999"), "this is not a URL", id="port-too-high"),
         pytest.param(
             ("http://127.0.0.1:9002", "http://127.0.0.1:9001/"), "has the URL of light", id="same-server"
         ),
@@ -104,7 +104,7 @@ def test_load_raises_with_every_problem_on_its_line(tmp_path: Path) -> None:
         pytest.param(("  light: [light]", "  light: []"), "at least one is needed", id="empty-pool"),
         pytest.param(("  light: [light]", "  light: light"), "a mapping of keys", id="pool-as-text"),
         pytest.param(
-            ("[light, push]}", "[light, push], when: {images: 1.5}}"), "no comparison", id="condition"
+            ("[light, push]}", "[light, push], when: {images: 1.5}}"), "not a comparison", id="condition"
         ),
         pytest.param(
             ("[light, push]}", "[light, push], when: {key: bob}}"), "no API key", id="key-without-keys"
@@ -121,12 +121,12 @@ def test_load_raises_with_every_problem_on_its_line(tmp_path: Path) -> None:
         ),
         pytest.param(
             ("[light, push]}", "[light, push], waiting: {max_wait_s: 9, demoted_wait_s: 8}}"),
-            "not below max_wait_s, 9 here",
+            "cannot be below max_wait_s, 9 here",
             id="demoted-for-less",
         ),
         pytest.param(
             ("[light, push]}", "[light, push], when: {reasoning: true}, waiting: {demoted_wait_s: 60}}"),
-            "not below max_wait_s, 600 here",
+            "cannot be below max_wait_s, 600 here",
             id="demoted-for-less-than-by-default",
         ),
         pytest.param(
@@ -137,7 +137,7 @@ def test_load_raises_with_every_problem_on_its_line(tmp_path: Path) -> None:
             "queue.on_disconnect",
             id="another-thing-to-do-with-those-who-leave",
         ),
-        pytest.param(("class: image,", "class: short_chat,"), "is there twice", id="class-twice"),
+        pytest.param(("class: image,", "class: short_chat,"), "is listed twice", id="class-twice"),
         pytest.param(
             ("    classes:", "    aliases: [gemma-4]\n    classes:"), "already names", id="alias-twice"
         ),

@@ -468,7 +468,7 @@ def test_tls(loaded: Load, tmp_path: Path) -> None:
             "keys: {a: {file: ~nobody-here/a.key}}\n",
             "%s/~nobody-here/a.key cannot be read: No such file or directory",
         ),
-        ("jobs: {data_dir: ~nobody-here/jobs}\n", "there is no home ~nobody-here"),
+        ("jobs: {data_dir: ~nobody-here/jobs}\n", "there is no home directory ~nobody-here"),
     ],
 )
 def test_the_home_of_somebody_whom_this_machine_does_not_know(
@@ -520,7 +520,7 @@ def test_each_worker_has_a_port_for_operators(
 
 
 def test_a_worker_without_a_port_for_operators_is_a_configuration_error(loaded: Load, plain: str) -> None:
-    with pytest.raises(ConfigError, match=r"gateway\.yaml:1:8: worker 2 would have port 65536"):
+    with pytest.raises(ConfigError, match=r"gateway\.yaml:1:8: worker 2 would need admin port 65536"):
         loaded(f"admin: 127.0.0.1:65534\n{plain}").for_worker(2, 4, None)
 
 

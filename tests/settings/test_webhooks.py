@@ -91,7 +91,7 @@ def test_without_webhooks_there_are_none(plain: str, loaded: Load) -> None:
         pytest.param(
             "url: https://169.254.169.254/, secret_env: S, allow_private: true",
             (4, 14),
-            "nothing is sent to this address (a cloud's metadata service)",
+            "webhooks are never sent to this address (a cloud's metadata service)",
             id="metadata",
         ),
         pytest.param("url: https://a/", (4, 8), "give secret_env or secret_file", id="unsigned"),

@@ -33,10 +33,12 @@ def test_a_path_written_in_full_finds_its_short_form() -> None:
         pytest.param("a:\n  b: x ${oops\n", "unfinished ${...}", 2, id="unfinished-variable"),
         pytest.param("a: [1\nb: 2\n", "flow sequence", 2, id="syntax"),
         pytest.param("a: !!python/object:os.system x\n", "tag", 1, id="foreign-tag"),
-        pytest.param("a:\n  b: 2001-99-99\n", "this is no value: month", 2, id="a-date-that-is-none"),
-        pytest.param("a:\n  b: !!timestamp soon\n", "it is no date", 2, id="a-text-called-a-date"),
-        pytest.param(f"a: {'9' * 5000}\n", "this is no value", 1, id="a-number-too-long-to-read"),
-        pytest.param(f"a: 0x{'f' * 5000}\n", "this is no value", 1, id="a-number-too-long-to-write"),
+        pytest.param(
+            "a:\n  b: 2001-99-99\n", "this is not a valid value: month", 2, id="a-date-that-is-none"
+        ),
+        pytest.param("a:\n  b: !!timestamp soon\n", "it is not a date", 2, id="a-text-called-a-date"),
+        pytest.param(f"a: {'9' * 5000}\n", "this is not a valid value", 1, id="a-number-too-long-to-read"),
+        pytest.param(f"a: 0x{'f' * 5000}\n", "this is not a valid value", 1, id="a-number-too-long-to-write"),
         pytest.param("a: 1\n? [x]\n: 2\n", "a key must be text", 2, id="a-list-as-key"),
         pytest.param("a: \x00\n", "not YAML that can be used", 1, id="a-character-yaml-has-not"),
         pytest.param('a: "\\U00110000"\n', "not YAML that can be used", 1, id="an-escape-beyond-unicode"),
