@@ -196,6 +196,7 @@ async def measure(gateway: Gateway, other: Connection, rounds: int) -> None:
     sizes, marks = {}, map("{}. ".format, itertools.count(1))
     turns = Turns()
     async with gateway.running() as running, anyio.create_task_group() as tasks:
+        memory.keep_freed(os.environ)
         memory.settle()
         tasks.start_soon(turns.run)
         port = int(running.url.rpartition(":")[2])
