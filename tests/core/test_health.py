@@ -298,10 +298,11 @@ def test_what_it_serves_is_kept_and_a_wrong_model_is_said() -> None:
     [
         (None, ("any",), ""),
         (None, ("a", "b"), "serves 2 models: set `model` to choose one"),
+        (None, (), "lists no model"),
         ("a", ("b", "a"), ""),
         ("a", (), "serves nothing, not a"),
     ],
-    ids=["any-will-do", "which-of-two", "one-of-two", "none-at-all"],
+    ids=["any-will-do", "which-of-two", "nothing-to-serve", "one-of-two", "none-at-all"],
 )
 def test_model_errors(wanted: str | None, served: tuple[str, ...], error: str) -> None:
     rules = replace(RULES, model=wanted)

@@ -129,6 +129,8 @@ def _models_failed(
 
 
 def _model_error(served: Sequence[str], wanted: str | None) -> str:
+    if wanted is None and not served:
+        return "lists no model"
     if wanted is None:
         return "" if len(served) == 1 else f"serves {len(served)} models: set `model` to choose one"
     return "" if wanted in served else f"serves {', '.join(served) or 'nothing'}, not {wanted}"
