@@ -552,7 +552,7 @@ def _chat(
                 size += len(spelled)
             else:
                 key = hash((key, role, turn.texts, turn.tool_calls))
-                size += len(role) + sum(map(len, chain(turn.texts, *turn.tool_calls)))
+                size += len(role) + sum(map(len, chain(turn.texts, *turn.tool_calls))) + 1
         read.append((key, size))
     prefixes = tuple([(key, upto / size) for key, upto in read])
     if is_bare:

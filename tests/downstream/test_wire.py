@@ -167,6 +167,13 @@ def test_completions_in_all_their_forms(prompt: object, expected: Prompt, seqs: 
     assert (request.seqs, request.choices) == (seqs, seqs)
 
 
+@pytest.mark.parametrize("content", [None, "", []])
+def test_a_message_of_nothing_is_read(content: object) -> None:
+    (prefix,) = read(Endpoint.CHAT, body(messages=[{"role": "", "content": content}]), RULES).request.prefixes
+
+    assert prefix[1] == 1
+
+
 def test_tools_that_were_read_before_are_checked_against_the_rules_of_today() -> None:
     asked = body(tools=[{"type": "function", "function": {"name": "f"}}] * 3)
 
