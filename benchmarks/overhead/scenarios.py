@@ -25,17 +25,17 @@ def _orders(chunks: int, every_us: int, after_us: int) -> str:
     return f"[engine chunks={chunks:04d} every_us={every_us} after_us={after_us}]"
 
 
-def _chat(
-    orders: str, asked: str | list[dict[str, object]], streamed: bool, tools: Sequence[object] = ()
-) -> bytes:
-    """`asked`: what the user says, or all messages behind the first."""
-    has_messages = isinstance(asked, list) and "role" in asked[0]
+def _user(content: object) -> dict[str, object]:
+    return {"role": "user", "content": content}
+
+
+def _chat(orders: str, *messages: object, streamed: bool, tools: Sequence[object] = ()) -> bytes:
     body = {
         "model": "gemma-4",
         **({"stream": True} if streamed else {}),
         "messages": [
             {"role": "system", "content": f"You are a helpful assistant. {orders}"},
-            *(asked if has_messages else [{"role": "user", "content": asked}]),
+            *messages,
         ],
         **({"tools": tools} if tools else {}),
         "max_tokens": CHUNKS,
@@ -46,31 +46,31 @@ def _chat(
 
 def short() -> bytes:
     """Return a short request that is answered at once, in one piece."""
-    return _chat(_orders(1, 0, 0), _QUESTION, streamed=False)
+    return _chat(_orders(1, 0, 0), _user(_QUESTION), streamed=False)
 
 
 def large() -> bytes:
     """Return a request of 1 MB: a document, whose number every caller changes, and a question about it."""
     prose = vocabulary.prose()
     document = (prose * (LARGE_BYTES // len(prose) + 1))[:LARGE_BYTES]
-    return _chat(_orders(1, 0, 0), f"Document serial=00000000.\n{document}", streamed=False)
+    return _chat(_orders(1, 0, 0), _user(f"Document serial=00000000.\n{document}"), streamed=False)
 
 
 def image() -> bytes:
     """Return a question, whose number every caller changes, about an image of 1 MB in base64."""
     data = base64.b64encode(random.Random(1).randbytes(LARGE_BYTES * 3 // 4)).decode()
-    parts: list[dict[str, object]] = [
+    parts = [
         {"type": "text", "text": "What is in picture serial=00000000?"},
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
     ]
-    return _chat(_orders(1, 0, 0), parts, streamed=False)
+    return _chat(_orders(1, 0, 0), _user(parts), streamed=False)
 
 
 def agent() -> bytes:
     """Return an agent's request after 60 calls of its tools: only the end of it is new, by its number."""
     prose = vocabulary.prose()
     texts = (prose[at : at + RESULT_CHARS] for at in range(0, len(prose), RESULT_CHARS))
-    messages: list[dict[str, object]] = [{"role": "user", "content": "Find out why the build fails."}]
+    messages: list[dict[str, object]] = [_user("Find out why the build fails.")]
     for number, text in zip(range(ROUNDS), texts, strict=False):
         arguments = json.dumps({"path": f"src/module_{number}.py", "first_line": number})
         call = {"id": f"call_{number}", "type": "function"}
@@ -79,7 +79,7 @@ def agent() -> bytes:
             {"role": "assistant", "content": None, "tool_calls": [call | {"function": call_function}]},
             {"role": "tool", "tool_call_id": f"call_{number}", "content": text},
         ]
-    messages.append({"role": "user", "content": "Now try attempt serial=00000000."})
+    messages.append(_user("Now try attempt serial=00000000."))
     parameters = {
         "type": "object",
         "properties": {"path": {"type": "string"}, "first_line": {"type": "integer"}},
@@ -95,7 +95,7 @@ def agent() -> bytes:
         }
         for number in range(TOOLS)
     ]
-    return _chat(_orders(1, 0, 0), messages, streamed=False, tools=tools)
+    return _chat(_orders(1, 0, 0), *messages, streamed=False, tools=tools)
 
 
 def renumbered(body: str, number: int) -> str:
@@ -105,7 +105,7 @@ def renumbered(body: str, number: int) -> str:
 
 def streamed(every_us: int = 1_000_000 // RATE_HZ, after_us: int = 0) -> bytes:
     """Return a short request that is answered as a stream."""
-    return _chat(_orders(CHUNKS, every_us, after_us), _QUESTION, streamed=True)
+    return _chat(_orders(CHUNKS, every_us, after_us), _user(_QUESTION), streamed=True)
 
 
 @dataclass(frozen=True)

@@ -405,13 +405,9 @@ def others_table(measured: Mapping[str, Measured]) -> list[str]:
     for name, one in measured.items():
         cells = []
         for scenario in ("agent", "image"):
-            times = (
-                None
-                if name == NGINX
-                else ratio(one.beyond_count_us(scenario), nginx.beyond_count_us(scenario))
-            )
-            compared = "" if times is None else f", {times:.1f} x nginx"
-            cells.append(_text(one.beyond_count_us(scenario), "us") + compared)
+            used_us = one.beyond_count_us(scenario)
+            times = None if one is nginx else ratio(used_us, nginx.beyond_count_us(scenario))
+            cells.append(_text(used_us, "us") + ("" if times is None else f", {times:.1f} x nginx"))
         if any(cells):
             lines.append([name, *cells])
     head = ["CPU beyond the token count", "an agent's request of 350 KB", "an image of 1 MB"]

@@ -81,6 +81,14 @@ def unread_text(view: memoryview) -> LongText | None:
     return LongText(len(view), key, Pieces(view, decoded or ()))
 
 
+def whole_text(view: memoryview) -> str | None:
+    """Return the text that lies in a body there, all at once; None where it is no single text."""
+    try:
+        return _decode(_quoted(view))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
 def is_plain(view: memoryview) -> bool:
     """Return whether what lies in a body there is the inside of a JSON string, in which nothing is escaped.
 
@@ -89,7 +97,7 @@ def is_plain(view: memoryview) -> bool:
     for at in range(0, len(view), HASHED_BYTES):
         if at % SLICE_BYTES == 0:
             take_a_break(at)
-        piece = b"".join((b'"', view[at : at + HASHED_BYTES], b'"'))
+        piece = _quoted(view[at : at + HASHED_BYTES])
         if b"\\" in piece or not piece.isascii():  # neither of which may be cut into
             return False
         try:
@@ -237,7 +245,7 @@ def _pieces(view: memoryview) -> Iterator[str]:
         # Cut within a character, it cannot be decoded; the rest of that character goes to the next piece.
         for less in range(min(unsure, end - start)):
             try:
-                text: str = _decode(b"".join((b'"', view[start : end - less], b'"')))
+                text: str = _decode(_quoted(view[start : end - less]))
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
             yield text
@@ -245,6 +253,10 @@ def _pieces(view: memoryview) -> Iterator[str]:
             break
         else:
             raise NotOneText
+
+
+def _quoted(view: memoryview) -> bytes:
+    return b"".join((b'"', view, b'"'))
 
 
 _decode = msgspec.json.Decoder(str).decode

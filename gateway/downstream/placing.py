@@ -3,17 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-import msgspec
-
 from gateway.core.value import valueclass
-from gateway.downstream.chat_shapes import LOOKED_INTO, UNFIT, Message
+from gateway.downstream.chat_shapes import LOOKED_INTO, Message
 from gateway.downstream.cut_out import number_of
-from gateway.downstream.long_texts import is_plain, unread_text
+from gateway.downstream.long_texts import is_plain, unread_text, whole_text
 
 _TEXT: Final = "text"
 _SOURCES = ("image_url", "audio_url", "input_audio")
 _SHOWN_BYTES = 64
-_decode = msgspec.json.Decoder(str).decode
 
 
 @valueclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ def _put(messages: list[Message], place: _Place, text: memoryview, have_long: se
         return True
     message = messages[place.message]
     is_decoded = message.role in LOOKED_INTO or message.tool_calls is not None or place.message in have_long
-    found: Any = _decoded(text) if is_decoded else unread_text(text)
+    found: Any = whole_text(text) if is_decoded else unread_text(text)
     if found is None:
         return False
     have_long.add(place.message)
@@ -62,13 +59,6 @@ def _put(messages: list[Message], place: _Place, text: memoryview, have_long: se
     thoughts = message.reasoning, message.reasoning_content
     messages[place.message] = Message(message.role, found, message.tool_calls, *thoughts)
     return True
-
-
-def _decoded(text: memoryview) -> str | None:
-    try:
-        return _decode(b"".join((b'"', text, b'"')))
-    except UNFIT:
-        return None
 
 
 def _places(messages: Sequence[Message]) -> Iterator[_Place]:

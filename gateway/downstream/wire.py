@@ -126,13 +126,18 @@ class WireRequest:
 
     def body_for(self, served_model: str, changes: Changes = NO_CHANGES) -> bytes:
         """See `ports.Incoming.body_for`."""
-        encode = msgspec.json.encode
-        parts = [b'{"model":', encode(served_model)]
-        for name, raw in (_changed(self.members, changes) if changes else self.members).items():
-            parts += (b",", encode(name), b":", raw)
-        parts.append(b"}")
-        body = b"".join(parts)
+        members = _changed(self.members, changes) if changes else self.members
+        body = _object({"model": msgspec.json.encode(served_model), **members})
         return body if self.cut is None else self.cut.put_back(body)  # copied here, and nowhere before
+
+
+def _object(members: Mapping[str, bytes | msgspec.Raw]) -> bytes:
+    """Return an object of members that are written by now."""
+    parts: list[bytes | msgspec.Raw] = []
+    for name, written in members.items():
+        parts += (b"," if parts else b"{", msgspec.json.encode(name), b":", written)
+    parts.append(b"}")
+    return b"".join(parts)
 
 
 def _changed(members: Mapping[str, msgspec.Raw], changes: Changes) -> Mapping[str, msgspec.Raw]:
@@ -459,8 +464,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 def seen_of(members: Mapping[str, msgspec.Raw]) -> Chat | None:
     """Return what is read of a chat with these members; None: it is long, or to be read one by one."""
-    encode = msgspec.json.encode
-    body = b"{%b}" % b",".join([b"%b:%b" % (encode(name), bytes(raw)) for name, raw in members.items()])
+    body = _object(members)
     return None if len(body) > SLICE_BYTES or may_hold_long_texts(body) else _seen(body, at_once=True)
 
 

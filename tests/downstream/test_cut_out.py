@@ -40,6 +40,17 @@ def as_a_whole(body: bytes) -> WireRequest:
     return read(body[:-1] + b',"dropped":1}', WireRules(drop_fields=frozenset({"dropped"})))
 
 
+def both_ways(body: bytes) -> tuple[WireRequest, WireRequest]:
+    """Read a body that is cut, and as a whole: either way it is handed on as the same."""
+    cut, whole = read(body), as_a_whole(body)
+    assert cut.cut is not None
+    assert whole.cut is None
+    assert cut.size_bytes == len(body)
+    assert cut.member("messages") == whole.member("messages")
+    assert cut.body_for("served") == whole.body_for("served")
+    return cut, whole
+
+
 def texts_of(request: WireRequest) -> list[str]:
     return [
         "".join(turn.texts) if turn.long is None else "".join(turn.long.pieces())
@@ -83,17 +94,10 @@ FOUND: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", FOUND)
 def test_a_body_with_one_long_text_is_cut_and_read_as_a_whole_one_is(name: str) -> None:
-    body = FOUND[name]
+    cut, whole = both_ways(FOUND[name])
 
-    cut, whole = read(body), as_a_whole(body)
-
-    assert cut.cut is not None
-    assert whole.cut is None
     assert cut.request == whole.request
     assert texts_of(cut) == texts_of(whole)
-    assert cut.size_bytes == len(body)
-    assert cut.member("messages") == whole.member("messages")
-    assert cut.body_for("served") == whole.body_for("served")
     changes: Changes = {("stream_options", "include_usage"): True}
     assert cut.body_for("served", changes) == whole.body_for("served", changes)
 
@@ -140,19 +144,13 @@ def counted(request: WireRequest) -> list[str]:
 
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_so_is_one_whose_long_text_is_a_part_or_no_text(name: str) -> None:
-    body = IN_PARTS[name]
+    cut, whole = both_ways(IN_PARTS[name])
 
-    cut, whole = read(body), as_a_whole(body)
-
-    assert cut.cut is not None
-    assert whole.cut is None
     assert counted(cut) == counted(whole)
     assert estimation.pieces(cut.request.prompt, TemplateCosts()).fixed_tokens == (
         estimation.pieces(whole.request.prompt, TemplateCosts()).fixed_tokens
     )
     assert replace(cut.request, prompt=Prompt()) == replace(whole.request, prompt=Prompt())
-    assert cut.member("messages") == whole.member("messages")
-    assert cut.body_for("served") == whole.body_for("served")
 
 
 def test_a_part_is_known_again_only_among_the_same_texts() -> None:
