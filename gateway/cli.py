@@ -117,13 +117,26 @@ def _outlive_early_reloads() -> None:
 
 
 @main.command()
-@click.argument("config", type=click.Path(path_type=Path, dir_okay=False), envvar=CONFIG_ENV)
+@click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--config",
+    "-c",
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar=CONFIG_ENV,
+    help="Another way to name the file.",
+)
 @json_option
-def check(config: Path, as_json: bool) -> None:
+@click.pass_context
+def check(context: click.Context, file: Path | None, config: Path | None, as_json: bool) -> None:
     """Report all errors and warnings in a configuration file, with line numbers and suggestions."""
     from gateway import settings
 
-    report = settings.check(config)
+    chosen = file or config
+    if file is not None and context.get_parameter_source("config") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("Two configurations are given: name one.")
+    if chosen is None:
+        raise click.UsageError(f"No configuration is given: name its FILE, or set {CONFIG_ENV}.")
+    report = settings.check(chosen)
     if as_json:
         found = {
             "ok": report.ok,

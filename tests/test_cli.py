@@ -69,12 +69,24 @@ def test_schema_is_json() -> None:
     assert json.loads(result.output)["properties"]["backends"]
 
 
-def test_check_of_a_good_file() -> None:
-    result = run("check", DEMO)
+@pytest.mark.parametrize("words", [[DEMO], ["-c", DEMO], ["--config", DEMO]])
+def test_check_of_a_good_file(words: list[str]) -> None:
+    result = run("check", *words)
 
     assert result.exit_code == 0
     assert "light-0" in result.output
     assert result.output.endswith("ok\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], "No configuration is given"), ([DEMO, "-c", DEMO], "Two configurations are given")],
+)
+def test_check_wants_one_file(words: list[str], said: str) -> None:
+    result = run("check", *words)
+
+    assert result.exit_code == 2
+    assert said in result.output
 
 
 def test_check_says_everything_at_once(tmp_path: Path) -> None:
