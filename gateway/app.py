@@ -40,6 +40,7 @@ from gateway.downstream.explain_routes import explain_handlers
 from gateway.downstream.job_admin import job_handlers
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
+from gateway.downstream.origins import Origins
 from gateway.downstream.relay import BodyLimits
 from gateway.downstream.responses import Keeping
 from gateway.downstream.routes import Applications, Operators
@@ -192,6 +193,7 @@ class Gateway:
         )
         digests = settings.key_digests(environ) or {}
         self.keys = KeyRing(digests)
+        self.origins = Origins(settings.document.allowed_origins)
         self.peers = Peers(
             fleet=self.fleet,
             estimator=self.estimator,
@@ -214,6 +216,7 @@ class Gateway:
             pipeline=self.pipeline,
             policy=lambda: self.policy,
             keys=self.keys,
+            origins=self.origins,
             rules=parts.wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
             keeping=Keeping(self.responses, settings.responses.keep_s),
@@ -306,6 +309,7 @@ class Gateway:
         self.settings, self.policy = settings, policy
         parts.tell_policy(self.decisions, settings)
         self.keys.replace(digests)
+        self.origins.replace(settings.document.allowed_origins)
         self.peers.know_keys(digests)
         self.upstream.update(policy.backends.values(), secrets=secrets, tls=tls)
         self.fleet.update(

@@ -15,6 +15,7 @@ from uvicorn.server import ServerState
 
 from gateway.core.errors import OutOfResources
 from gateway.downstream.filling import Filling
+from gateway.downstream.origins import Origins
 from gateway.downstream.relay import (
     FINISH_S,
     BodyLimits,
@@ -36,10 +37,12 @@ class Chats(Protocol):
     Attributes:
         limits: What bounds the body of a request.
         uploads: What is being received.
+        origins: Whose web pages may call.
     """
 
     limits: BodyLimits
     uploads: Uploads
+    origins: Origins
 
     def head(self, headers: Headers) -> Head:
         """Return what is read of a request before its body is.
@@ -265,6 +268,8 @@ class DirectCall(HttpDownstream):
         """See `ports.Downstream.start`."""
         self.is_started = True
         fields = [*self._protocol.server_state.default_headers, *headers]
+        if self._chats.origins.allowed:
+            fields += self._chats.origins.fields(self._origin())
         by_name = dict(fields)
         if b"connection" in by_name:  # whoever sends it wants it closed
             self.keep_alive = False
@@ -338,6 +343,9 @@ class DirectCall(HttpDownstream):
         if not self.disconnected:
             self._transport.write(self._unwritten_head + data)
             self._unwritten_head = b""
+
+    def _origin(self) -> str:
+        return self.head.headers.get("origin", "") if self.head is not None else ""
 
     def _write_head(self) -> None:
         if self._unwritten_head and not self.disconnected:

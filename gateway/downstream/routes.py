@@ -24,11 +24,13 @@ from gateway.downstream import wire
 from gateway.downstream.background import Background
 from gateway.downstream.batches import Batches, Batching, BatchLines
 from gateway.downstream.chat_jobs import ChatJobs
+from gateway.downstream.cross_origin import CrossOrigin
 from gateway.downstream.errors import MethodNotAllowed, envelope, headers_of
 from gateway.downstream.files import Files
 from gateway.downstream.heads import Heads, with_head
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.operator_guard import OperatorGuard
+from gateway.downstream.origins import Origins
 from gateway.downstream.promises import PromiseKeeping, Promises
 from gateway.downstream.reading import Read, Readers, Received, Work
 from gateway.downstream.relay import (
@@ -63,6 +65,7 @@ class Applications:
         pipeline: Pipeline,
         policy: Callable[[], Policy],
         keys: KeyRing,
+        origins: Origins,
         rules: wire.WireRules,
         limits: BodyLimits,
         keeping: Keeping,
@@ -76,13 +79,15 @@ class Applications:
     ) -> None:
         """Serve applications with `pipeline`; `readiness` names what must hold for `/readyz`.
 
-        `trace_of` returns the place of a request in a trace, of its caller's `traceparent` header.
+        `trace_of` returns the place of a request in a trace, of its caller's `traceparent` header. Web pages
+        of `origins` can call, too.
         """
         self.serving = Serving(keys=keys, limits=limits, recorder=recorder, clock=clock, trace_of=trace_of)
         self._policy = policy
         self._keys = keys
         self._readiness = readiness
         self._started_at = int(clock.wall())
+        self._origins = origins
         readers = Readers()
         self._promises = Promises(promises, readers, recorder, clock)
         self._responses = Responses(
@@ -124,7 +129,7 @@ class Applications:
         self._chats: Read = partial(self._promises.read, read=relayed.read)
         if self._chat_jobs is not None:
             self._chats = partial(self._read_chat, self._chat_jobs, relayed)
-        self.chats = ServedChats(self.serving, self._chats)
+        self.chats = ServedChats(self.serving, self._chats, origins)
 
     @property
     def waiting_in_place(self) -> int:
@@ -192,7 +197,7 @@ class Applications:
             exception_handlers=EXCEPTION_HANDLERS,
             after_request=_with_id,
         )
-        return Heads(app)
+        return CrossOrigin(Heads(app), self._origins)
 
     async def _read_chat(self, chat_jobs: ChatJobs, relayed: Relayed, received: Received) -> Work:
         """Return what answers a chat where there are jobs. One that is handed over is found as one again."""

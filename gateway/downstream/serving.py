@@ -14,6 +14,7 @@ from gateway.core.values import Endpoint
 from gateway.downstream import wire
 from gateway.downstream.errors import MethodNotAllowed
 from gateway.downstream.keys import KeyRing
+from gateway.downstream.origins import Origins
 from gateway.downstream.reading import Read, Readers, Received, Work
 from gateway.downstream.relay import BodyLimits, Call, CallerGone, Head, HttpDownstream, Uploads, send_error
 from gateway.events import about
@@ -224,10 +225,11 @@ class Relayed:
 class ServedChats:
     """`direct_call.Chats`."""
 
-    def __init__(self, serving: Serving, read: Read) -> None:
-        """Serve chats as `read` reads them."""
+    def __init__(self, serving: Serving, read: Read, origins: Origins) -> None:
+        """Serve chats as `read` reads them, to web pages of `origins`, too."""
         self.limits = serving.limits
         self.uploads = serving.uploads
+        self.origins = origins
         self._serving = serving
         self._read = read
 

@@ -273,6 +273,9 @@ def _exposure(settings: Settings) -> Iterator[_Warning]:
     if settings.document.keys is None and not _is_loopback(settings.listen.host):
         message = "no `keys`, and `listen` is not a loopback address: everyone who can reach it may use it"
         yield _Warning(("listen",), message)
+    if settings.document.keys is None and "*" in settings.document.allowed_origins:
+        message = "no `keys`, and every origin is allowed: any web page may use it in its visitor's browser"
+        yield _Warning(("allowed_origins",), message)
     if settings.admin is not None and not _is_loopback(settings.admin.host):
         message = "the admin address is not a loopback one: everyone who can reach it sees status and metrics"
         yield _Warning(("admin",), message)

@@ -12,7 +12,7 @@ from gateway.settings.fields import Section
 LIVE = frozenset(
     {
         *("backends", "pools", "models", "profiles", "keys"),
-        *("timeouts", "routing", "answers", "health", "shutdown"),
+        *("timeouts", "routing", "allowed_origins", "answers", "health", "shutdown"),
     }
 )
 """Sections that can change while the gateway runs."""

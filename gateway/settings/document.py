@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from gateway.settings.fields import AddressText, OptionalAddress, Section, Slug, Text
+from gateway.settings.fields import AddressText, OptionalAddress, OriginNames, Section, Slug, Text
 from gateway.settings.sections.boxes import BoxSection
 from gateway.settings.sections.decisions import DecisionsSection
 from gateway.settings.sections.fleet import (
@@ -73,6 +73,9 @@ class Document(Section):
 
     keys: Keys = None
     """API keys of callers, each under a name. Unset: the gateway is open to everyone who can reach it."""
+
+    allowed_origins: OriginNames = ()
+    """Origins whose web pages may call from a browser (docs/browsers.md), or "*" for all. Unset: none."""
 
     requests: RequestsSection = RequestsSection()
     """What is accepted from callers."""

@@ -284,6 +284,40 @@ WebhookUrl = Annotated[
     str, AfterValidator(_webhook_url), Field(json_schema_extra={"pattern": "^(https?://|.*\\$\\{)"})
 ]
 
+_ORIGIN = 'write it as https://host or https://host:port, or "*" alone for every origin'
+_USUAL_PORTS = {"http": 80, "https": 443}
+
+
+def _origin(written: str) -> str:
+    """Return `*` or an origin as browsers send it: written otherwise, it would never match."""
+    if written == "*":
+        return written
+    try:
+        url = urlsplit(written)
+        port = url.port
+    except ValueError:
+        raise ValueError(f"this is not an origin; {_ORIGIN}") from None
+    if "*" in written:
+        raise ValueError(f"there are no patterns: name each origin; {_ORIGIN}")
+    if not url.netloc or "://" not in written:
+        raise ValueError(f"an origin begins with its scheme; {_ORIGIN}")
+    if not _HOST.fullmatch(url.netloc):
+        raise ValueError(f"a host has ASCII letters only, others as xn--, and no credentials; {_ORIGIN}")
+    bare = f"{url.scheme}://{url.netloc.lower()}"
+    if written.lower() != bare:
+        raise ValueError(f"an origin ends with its host or port, without even a slash: write {bare}")
+    if url.netloc.endswith(":") or port == _USUAL_PORTS.get(url.scheme, -1):
+        bare = bare.rpartition(":")[0]
+        raise ValueError(f"browsers leave the usual port of a scheme out: write {bare}")
+    return bare
+
+
+Origin = Annotated[
+    str,
+    AfterValidator(_origin),
+    Field(json_schema_extra={"pattern": r"^(\*$|[A-Za-z][A-Za-z0-9+.-]*://[^/]+$|.*\$\{)"}),
+]
+
 _EVENTS = ("response.*", "batch.*", *EVENT_TYPES)
 
 
@@ -355,6 +389,9 @@ Events = Annotated[
     ShortForm(_one_or_many, {"enum": list(_EVENTS)}),
 ]
 """A type of event, or a list of them."""
+OriginNames = Annotated[tuple[Origin, ...], ShortForm(_one_or_many, {"type": "string"})]
+"""Origins of web pages: none, one, or a list."""
+
 QuirkNames = Annotated[tuple[Text, ...], ShortForm(_one_or_many, {"type": "string"})]
 """Names of quirks: none, one, or a list."""
 

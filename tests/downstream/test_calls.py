@@ -26,6 +26,7 @@ from gateway.core.usage import Ending
 from gateway.core.values import Waiting
 from gateway.downstream.guard import GuardedProtocol
 from gateway.downstream.listener import Listener, bind
+from gateway.downstream.origins import Origins
 from gateway.downstream.relay import AsgiCall, BodyLimits, Call, Head, HttpDownstream, Uploads
 from gateway.pipeline import LEFT_STATUS, CallerStalled
 from gateway.ports import Headers
@@ -180,7 +181,147 @@ async def test_the_answer_is_the_same_on_both_ways(case: Case) -> None:
                 assert (again.status, again.is_whole) == (200, True)
                 assert (await caller.answer()).body.endswith(DONE)
 
+            site.behave = case.behave
+            site.watched.origins.replace([PAGE])
+            async with site.caller() as browser:  # and a page can read all that anybody else can
+                got = await browser.ask(from_page(case.request))
+                assert (got.status, got.header("access-control-allow-origin")) == (case.status, PAGE)
+                exposed = set((got.header("access-control-expose-headers") or "").split(", "))
+                assert {name for name, _ in got.headers} <= exposed | SHOWN_ANYWAY | {*said(got)}
+
     assert seen["direct"] == seen["asgi"]
+
+
+# ---------------------------------------------------------------- callers in a browser
+
+PAGE, STRANGER = "https://app.example.com", "https://app.example.com:8443"
+SHOWN_ANYWAY = {"content-length", "content-type", "cache-control"} | {  # and what is of no use to pages
+    *("date", "connection", "transfer-encoding", "www-authenticate", "allow", "x-accel-buffering"),
+}
+
+
+def from_page(request: bytes, origin: str = PAGE) -> bytes:
+    """Return a request as a browser sends it for a page."""
+    return request.replace(b"\r\n", f"\r\nOrigin: {origin}\r\n".encode(), 1)
+
+
+def said(got: Got) -> dict[str, str]:
+    """Return what an answer says to browsers."""
+    return {
+        name: value for name, value in got.headers if name.startswith("access-control-") or name == "vary"
+    }
+
+
+WHO: tuple[tuple[list[str], str | None, str | None, bool], ...] = (
+    ([], PAGE, None, False),
+    ([PAGE], None, None, True),  # no browser
+    ([PAGE], STRANGER, None, True),
+    ([PAGE], "null", None, True),  # a page from a file, for one
+    ([PAGE], PAGE, PAGE, True),
+    ([STRANGER, PAGE], PAGE, PAGE, True),
+    (["*"], PAGE, "*", False),
+    (["*"], "null", "*", False),
+    (["*"], None, "*", False),
+    ([], None, None, False),
+)
+"""Origins that are allowed, whose page calls, whom the answer allows, and whether that varies by page."""
+
+
+async def test_who_may_read_an_answer_as_the_origins_change(way: str) -> None:
+    async with front(way) as site, site.caller() as caller:
+        for origins, origin, allowed, varies in WHO:
+            site.watched.origins.replace(origins)
+            for request in (
+                post(),
+                post(chat(stream=True)),
+                post(key=None),
+                post(path="/v1/completions"),
+                asking("GET", "/v1/models"),
+                asking("GET", "/v1/no"),
+            ):
+                got = await caller.ask(request if origin is None else from_page(request, origin))
+
+                assert got.header("access-control-allow-origin") == allowed
+                assert bool(got.header("access-control-expose-headers")) == bool(allowed)
+                assert got.header("vary") == ("Origin" if varies else None)
+            for path in ("/livez", "/readyz", "/no"):  # which are not for pages
+                assert said(await caller.ask(from_page(asking("GET", path), origin or PAGE))) == {}
+
+
+@pytest.mark.parametrize(
+    ("origins", "path", "names"),
+    [
+        ([PAGE], "/v1/chat/completions", "authorization,content-type,x-stainless-lang"),
+        ([STRANGER, PAGE], "/v1/responses/resp_1", "x-team , X-Priority"),
+        (["*"], "/v1/chat/completions", "authorization"),
+        (["*"], "/v1/files", ""),
+        (["*"], "/v1/no", "no: name"),
+    ],
+)
+async def test_a_browser_that_asks_is_answered_without_a_key(
+    origins: list[str], path: str, names: str
+) -> None:
+    async with front("direct", origins=origins) as site, site.caller() as caller:
+        await caller.send(preflight(path, PAGE, names))
+        got = await caller.head()
+
+        assert (got.status, got.header("content-length")) == (204, None)
+        assert got.header("x-request-id")
+        wanted = {
+            "access-control-allow-origin": PAGE if PAGE in origins else "*",
+            "access-control-allow-methods": "GET, HEAD, POST, DELETE",
+            "access-control-max-age": "7200",
+        }
+        wanted |= {"access-control-allow-headers": names} if names and ":" not in names else {}
+        wanted |= {"vary": "Origin"} if PAGE in origins else {}
+        assert said(got) == wanted
+        assert (await caller.ask(from_page(post()))).status == 200  # on the same connection, as browsers do
+
+
+@pytest.mark.parametrize(
+    ("origins", "origin", "path"),
+    [
+        ([], PAGE, "/v1/chat/completions"),
+        ([PAGE], STRANGER, "/v1/chat/completions"),
+        ([PAGE], "null", "/v1/chat/completions"),
+        (["*"], PAGE, "/readyz"),
+    ],
+)
+async def test_a_browser_that_may_not_is_told_what_everybody_is(
+    origins: list[str], origin: str, path: str
+) -> None:
+    async with front("direct", origins=origins) as site, site.caller() as caller:
+        await caller.send(preflight(path, origin, "authorization"))
+        got = await caller.head()
+        async with site.caller() as other:
+            await other.send(asking("OPTIONS", path))
+            plain = await other.head()
+
+        assert (got.status, got.header("allow")) == (plain.status, plain.header("allow"))
+        assert said(got) == said(plain) == ({"vary": "Origin"} if origins == [PAGE] else {})
+
+
+async def test_an_answer_given_again_is_for_the_page_that_asks_now(way: str) -> None:
+    request = post(chat(), "Idempotency-Key: once")
+    async with front(way, origins=[PAGE, STRANGER]) as site, site.caller() as caller:
+        for origin in (PAGE, STRANGER):
+            got = await caller.ask(from_page(request, origin))
+            assert got.header("access-control-allow-origin") == origin
+        assert got.header("x-gateway-replayed") == "true"
+        assert said(await caller.ask(request)) == {"vary": "Origin"}
+        assert len(site.backend.requests) == 1
+
+
+def asking(method: str, path: str) -> bytes:
+    """Return a request without a body."""
+    return post(b"", line=f"{method} {path} HTTP/1.1", length=None)
+
+
+def preflight(path: str, origin: str, names: str) -> bytes:
+    """Return what a browser asks before it posts for a page."""
+    fields = ["Access-Control-Request-Method: POST"]
+    fields += [f"Access-Control-Request-Headers: {names}"] if names else []
+    return from_page(post(b"", *fields, key=None, line=f"OPTIONS {path} HTTP/1.1", length=None), origin)
 
 
 # ---------------------------------------------------------------- requests in pieces, and in a row
@@ -280,15 +421,19 @@ async def test_a_head_has_a_bound(way: str, count: int) -> None:
 
 
 async def test_what_is_more_than_may_wait_is_refused(way: str) -> None:
-    async with front(way, stay_silent, waiting=Waiting(waiting_max=0)) as site, AsyncExitStack() as stack:
+    async with (
+        front(way, stay_silent, waiting=Waiting(waiting_max=0), origins=[PAGE]) as site,
+        AsyncExitStack() as stack,
+    ):
         for _ in range(LIGHT.knee[0].seqs):
             caller = await stack.enter_async_context(site.caller())
             await caller.send(post())
         await site.eventually(lambda: len(site.backend.requests) == LIGHT.knee[0].seqs)
         async with site.caller() as caller:
             for _ in range(2):
-                got = await caller.ask(post())
+                got = await caller.ask(from_page(post()))
                 assert (got.status, got.code) == (429, "queue_full")
+                assert got.header("access-control-allow-origin") == PAGE
                 assert got.header("retry-after")
                 assert got.header("x-request-id")
         assert [(one.status, one.error_code) for one in site.notes.requests] == 2 * [(429, "queue_full")]
@@ -298,10 +443,11 @@ async def test_what_is_more_than_may_wait_is_refused(way: str) -> None:
 
 
 async def test_a_body_that_does_not_come_is_given_up(way: str) -> None:
-    async with front(way, limits=LIMITS) as site, site.caller() as caller:
-        got = await caller.ask(post(length=1_000))
+    async with front(way, limits=LIMITS, origins=[PAGE]) as site, site.caller() as caller:
+        got = await caller.ask(from_page(post(length=1_000)))
 
         assert (got.status, got.code) == (408, "request_timeout")
+        assert got.header("access-control-allow-origin") == PAGE
         assert got.header("connection") == "close"  # what follows is no request
         assert await caller.is_closed()
         await site.idle()
@@ -784,6 +930,7 @@ async def answering(way: str, answer: Callable[[HttpDownstream], Awaitable[None]
     class Desk:
         limits = BodyLimits()
         uploads = Uploads()
+        origins = Origins()
 
         def head(self, headers: Headers) -> Head:
             return Head({}, None)

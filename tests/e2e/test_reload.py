@@ -139,6 +139,27 @@ async def test_keys_change_at_once(gateway: Site) -> None:
     await gateway.openai(api_key="a").chat.completions.create(**ASK, max_tokens=5)
 
 
+async def test_origins_change_at_once_and_never_for_operators(gateway: Site) -> None:
+    page = {"origin": "https://app.example.com"}
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    document, name = written(gateway), "access-control-allow-origin"
+    admin = httpx.AsyncClient(base_url=gateway.admin_url, trust_env=False)
+    async with gateway.http() as client, admin:
+        for origins, allowed in (([page["origin"]], page["origin"]), ("*", "*"), ([], None)):
+            answer = await put(gateway, document | {"allowed_origins": origins})
+            assert [one.split()[0] for one in answer.json()["changes"]] == ["allowed_origins"]
+
+            for stream in (False, True):
+                body = {**ASK, "max_tokens": 5, "stream": stream}
+                chat = await client.post("/v1/chat/completions", json=body, headers=page)
+                assert (chat.status_code, chat.headers.get(name)) == (200, allowed)
+            asked = await client.options("/v1/chat/completions", headers=page | asks)
+            assert (asked.status_code, asked.headers.get(name)) == (204 if allowed else 405, allowed)
+            for path in ("/admin/backends", "/metrics"):
+                assert name not in (await admin.get(path, headers=page)).headers
+                assert name not in (await admin.options(path, headers=page | asks)).headers
+
+
 async def test_what_cannot_change_is_named_and_stays(gateway: Site) -> None:
     document = written(gateway)
     answer = await put(gateway, {**document, "listen": "127.0.0.1:1", "requests": {"max_body_bytes": 9}})

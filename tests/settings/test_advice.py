@@ -151,6 +151,12 @@ def test_a_good_file_has_no_warning(checked: Check, plain: str) -> None:
         ),
         pytest.param(("backends:", "listen: 0.0.0.0:80\nbackends:"), 2, "no `keys`", id="open-to-everyone"),
         pytest.param(
+            ("backends:", "allowed_origins: ['*']\nbackends:"),
+            2,
+            "any web page may use it",
+            id="open-to-every-page",
+        ),
+        pytest.param(
             ("backends:", "admin: 0.0.0.0:81\nbackends:"), 2, "the admin address", id="admin-exposed"
         ),
     ],
@@ -205,7 +211,7 @@ def test_a_key_that_nobody_is_known_by(checked: Check, plain: str, second: str, 
 
 def test_keys_close_the_open_door(checked: Check, plain: str) -> None:
     keys = f"keys: {{a: {{sha256: '{'0' * 64}'}}}}\n"
-    assert checked(f"listen: 0.0.0.0:80\n{keys}{plain}").warnings == ()
+    assert checked(f"listen: 0.0.0.0:80\nallowed_origins: '*'\n{keys}{plain}").warnings == ()
 
 
 @pytest.mark.parametrize("name", profiles.names())

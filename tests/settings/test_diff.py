@@ -100,6 +100,10 @@ def set_at(*path: Any) -> Edit:
         (set_at("keys", "a", {"sha256": "1" * 64}), ("key a has changed",)),
         (set_at("keys", "b", {"sha256": "1" * 64}), ("key b is new",)),
         (lambda data: data.pop("keys"), ("callers no longer need an API key", "key a is gone")),
+        (
+            set_at("allowed_origins", ["https://a.example"]),
+            ("allowed_origins [] -> [https://a.example]",),
+        ),
         (set_at("routing", "weights", "speed", 0.5), ("routing.weights.speed 1 -> 0.5",)),
         (set_at("health", "interval_s", 0.1234567), ("health.interval_s 1 -> 0.1234567",)),
         (

@@ -71,6 +71,36 @@ def test_load_raises_with_every_problem_on_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("https://a.example/", "without even a slash: write https://a.example"),
+        ("https://A.example:8443/app", "without even a slash: write https://a.example:8443"),
+        ("https://a.example?b", "without even a slash: write https://a.example"),
+        ("https://a.example:443", "leave the usual port of a scheme out: write https://a.example"),
+        ("http://[::1]:80", "leave the usual port of a scheme out: write http://[::1]"),
+        ("'https://a.example:'", "leave the usual port of a scheme out: write https://a.example"),
+        ("a.example", "begins with its scheme; write it as https://host"),
+        ("localhost:3000", "begins with its scheme"),
+        ("//a.example", "begins with its scheme"),
+        ("https:a.example", "begins with its scheme"),
+        ("https://", "begins with its scheme"),
+        ("'null'", "begins with its scheme"),
+        ("''", "begins with its scheme"),
+        ("https://*.example", "there are no patterns: name each origin"),
+        ("https://me:secret@a.example", "no credentials"),
+        ("https://b\u00fccher.example", "others as xn--"),
+        ("https://a.example:99999", "this is not an origin"),
+        ("'https://[::1'", "this is not an origin"),
+        ("7", "text is needed"),
+    ],
+)
+def test_what_is_no_origin(checked: Check, plain: str, written: str, message: str) -> None:
+    (problem,) = checked(f"allowed_origins:\n  - {written}\n{plain}").problems
+    assert message in problem.message
+    assert (problem.line, problem.column) == (2, 5)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         pytest.param(

@@ -161,6 +161,24 @@ def test_listen(loaded: Load, plain: str, written: str, address: Address) -> Non
     assert loaded(f"listen: {written}\n{plain}").listen == address
 
 
+@pytest.mark.parametrize(
+    ("written", "origins"),
+    [
+        ("'*'", ("*",)),
+        ("https://app.example.com", ("https://app.example.com",)),
+        ("[http://localhost:3000, 'http://[::1]:3000']", ("http://localhost:3000", "http://[::1]:3000")),
+        ("[https://App.Example.com]", ("https://app.example.com",)),
+        ("['${PAGE:-https://intern}']", ("https://intern",)),
+        ("['chrome-extension://abcdefgh', 'https://a:80']", ("chrome-extension://abcdefgh", "https://a:80")),
+        ("[]", ()),
+    ],
+)
+def test_origins_are_as_browsers_write_them(
+    loaded: Load, plain: str, written: str, origins: tuple[str, ...]
+) -> None:
+    assert loaded(f"allowed_origins: {written}\n{plain}").document.allowed_origins == origins
+
+
 def test_a_vocabulary_is_found_beside_the_file(loaded: Load, plain: str, tmp_path: Path) -> None:
     settings = loaded(plain.replace("approximate", "{vocab: gemma4.tiktoken}"))
     assert settings.vocab == tmp_path / "gemma4.tiktoken"

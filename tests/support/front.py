@@ -22,6 +22,7 @@ from gateway.core.values import Backend, ModelPolicy, Policy, Pool, Timeouts, Tr
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind
+from gateway.downstream.origins import Origins
 from gateway.downstream.promises import PromiseKeeping
 from gateway.downstream.relay import BodyLimits, Call, Head, Uploads
 from gateway.downstream.responses import Keeping
@@ -62,6 +63,7 @@ class Watched:
         self._applications = applications
         self.limits = applications.serving.limits
         self.uploads: Uploads = applications.serving.uploads
+        self.origins = applications.chats.origins
 
     def head(self, headers: Headers) -> Head:
         return self._applications.chats.head(headers)
@@ -134,6 +136,7 @@ async def front(
     waiting: Waiting = Waiting(),  # noqa: B008 - frozen
     timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
     estimates: Estimates | None = None,
+    origins: Sequence[str] = (),
 ) -> AsyncIterator[Front]:
     """Serve on a free port while the block runs; whatever is in flight then is cut."""
     notes, ledger, clock = Notes(), MemoryLedger(), SystemClock()
@@ -167,6 +170,7 @@ async def front(
             pipeline=pipeline,
             policy=lambda: policy,
             keys=KeyRing({"team": sha256(KEY.encode()).digest()}),
+            origins=Origins(origins),
             rules=WireRules(),
             limits=limits,
             keeping=Keeping(MemoryResponseStore(clock, 1_000_000), 60.0),
