@@ -25,7 +25,19 @@ from benchmarks.routers import ESTIMATE_BAND
 from benchmarks.routing import machine
 from benchmarks.scoring import quantile
 from benchmarks.traffic import clipped, lognormal
-from gateway.core.box import Box, BoxRules, Done, Event, Found, Look, Order, Task, TookOver, advance, standing
+from gateway.core.box import (
+    Box,
+    BoxRules,
+    Done,
+    Event,
+    Found,
+    Look,
+    Order,
+    Task,
+    TookOver,
+    advance,
+    objection,
+)
 from gateway.core.box_demand import stored_wants
 from gateway.core.engine import Engine
 from gateway.core.health import BackendStatus, State
@@ -320,7 +332,7 @@ class Run:
                 backend,
                 self._ledger.load(name),
                 BackendStatus(state=State.UP, served_models=(name,)),
-                away=standing(self.box, name),
+                away=objection(self.box, name),
             )
             for name, backend in self.policy.backends.items()
         }

@@ -189,7 +189,7 @@ class Gateway:
             line=line,
             recorder=recorder,
             clock=self.clock,
-            standings=self.boxes.standings,
+            objections=self.boxes.objections,
         )
         digests = settings.key_digests(environ) or {}
         self.keys = KeyRing(digests)

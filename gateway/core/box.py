@@ -40,7 +40,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from gateway.core.swap_policy import Cause, Plan, Residency, SwapRules, Wants, is_called_off, plan
-from gateway.core.values import Exclusion
+from gateway.core.values import Exclusion, Objection
 
 COMMAND_TRIES = 3
 """Times a command to stop or start is tried. That is no boot: one that fails costs seconds."""
@@ -223,10 +223,7 @@ Step = tuple[Box, tuple[Order, ...]]
 # ------------------------------------------------------------------ questions
 
 
-Standing = tuple[Exclusion, str]
-
-
-def standing(box: Box, backend: str) -> Standing | None:
+def objection(box: Box, backend: str) -> Objection | None:
     """Return why a backend of the box may be sent nothing now, with the reason in words; None if it may."""
     if backend in box.quarantine:
         return Exclusion.UNHEALTHY, f"in quarantine: {box.quarantine[backend].reason}"

@@ -23,6 +23,7 @@ from gateway.core.values import (
     Estimate,
     Exclusion,
     Load,
+    Objection,
     Policy,
     Pool,
     Ranking,
@@ -53,7 +54,7 @@ class BackendView:
     share_max: int = admission.WHOLE
     kv_taken: int = 0
     long_waiting: int = 0
-    away: tuple[Exclusion, str] | None = None
+    away: Objection | None = None
 
     @property
     def capacity(self) -> Capacity:
@@ -92,21 +93,20 @@ class Case:
     spill_limits: Load | None = None
 
 
-class Standing(Protocol):
-    """What those filters judge that look at the backend alone."""
+class BackendCase(Protocol):
+    """What filters that look at the backend alone judge."""
 
     @property
     def view(self) -> BackendView:
         """The backend."""
 
 
-Objection = tuple[Exclusion, str]
 Filter = Callable[[Case], Objection | None]
 
 _NONE: frozenset[str] = frozenset()
 
 
-def _drain(case: Standing) -> Objection | None:
+def _drain(case: BackendCase) -> Objection | None:
     if case.view.backend.drain:
         return Exclusion.DRAINING, "drained by the operator"
     if case.view.status.state is State.DRAINING:
@@ -156,7 +156,7 @@ def _away(case: Case) -> Objection | None:
     return case.view.away
 
 
-def _model(case: Standing) -> Objection | None:
+def _model(case: BackendCase) -> Objection | None:
     served, wanted = case.view.status.served_models, case.view.backend.model
     if wanted is not None and served and wanted not in served:
         return Exclusion.WRONG_MODEL, f"serves {', '.join(served)}, not {wanted}"
@@ -169,7 +169,7 @@ def _model(case: Standing) -> Objection | None:
     return None
 
 
-def _version(case: Standing) -> Objection | None:
+def _version(case: BackendCase) -> Objection | None:
     status, allowed = case.view.status, case.view.backend.versions
     if not allowed:
         return None
@@ -179,7 +179,7 @@ def _version(case: Standing) -> Objection | None:
     return (Exclusion.WRONG_VERSION, wrong) if wrong else None
 
 
-def _health(case: Standing) -> Objection | None:
+def _health(case: BackendCase) -> Objection | None:
     status = case.view.status
     if accepts(status, case.view.load.seqs):
         return None

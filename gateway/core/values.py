@@ -739,6 +739,9 @@ class Exclusion(StrEnum):
         return self in _BUSY
 
 
+Objection = tuple[Exclusion, str]
+"""Why a backend is left out, for a program and in words."""
+
 _PERMANENT = frozenset(
     {Exclusion.CONTEXT_EXCEEDED, Exclusion.KV_EXCEEDED, Exclusion.SEQS_EXCEEDED, Exclusion.MODALITY}
 )

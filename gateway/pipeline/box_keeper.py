@@ -27,7 +27,6 @@ from gateway.core.box import (
     Found,
     Look,
     Order,
-    Standing,
     State,
     Task,
     TookOver,
@@ -36,8 +35,8 @@ from gateway.core.box import (
     comes_at,
     is_out,
     left_alone,
+    objection,
     outlook,
-    standing,
     unowned,
 )
 from gateway.core.box_demand import class_of, servers, stored_wants
@@ -46,7 +45,7 @@ from gateway.core.box_swaps import Swap, SwapTracker
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import Lane
 from gateway.core.swap_policy import Cause, Plan, Wants
-from gateway.core.values import Backend, Exclusion, Policy
+from gateway.core.values import Backend, Exclusion, Objection, Policy
 from gateway.core.waiting import WaitingLine
 from gateway.events import about
 from gateway.ports import BoxBoard, BoxFleet, Clock, JobStore, Ledger, Switch
@@ -114,7 +113,7 @@ class _Kept:
     others: Mapping[str, Wants] = field(default_factory=dict)
     lanes: Sequence[Lane] = ()
     lanes_at: float = 0.0  # monotonic seconds
-    standings: Mapping[str, Standing | None] = field(default_factory=dict)
+    objections: Mapping[str, Objection | None] = field(default_factory=dict)
     out: frozenset[str] = frozenset()
     swaps: SwapTracker = field(default_factory=SwapTracker)
     wake: anyio.Event = field(default_factory=anyio.Event)
@@ -176,16 +175,16 @@ class BoxKeeper:
         }
         self._home = {member: kept for kept in self._kept.values() for member in kept.backends}
         for kept in self._kept.values():
-            kept.standings = {member: standing(kept.box, member) for member in kept.backends}
+            kept.objections = {member: objection(kept.box, member) for member in kept.backends}
 
     # -------------------------------------------------------------- questions
 
-    def standings(self) -> Mapping[str, Standing]:
+    def objections(self) -> Mapping[str, Objection]:
         """Return why backends are kept from serving now by their box; of the others nothing."""
         return {
-            name: standing
+            name: objection
             for name, kept in self._home.items()
-            if (standing := kept.standings[name]) is not None
+            if (objection := kept.objections[name]) is not None
         }
 
     @property
@@ -213,7 +212,7 @@ class BoxKeeper:
         times = []
         for name in () if traffic_class is None else servers(policy, traffic_class):
             kept = self._home.get(name)
-            if kept is None or kept.standings[name] is None:
+            if kept is None or kept.objections[name] is None:
                 return 0.0
             plan = outlook(kept.rules, kept.box, self._wants(kept), now)
             at = comes_at(kept.box, plan, name, kept.boot_s, now)
@@ -393,16 +392,16 @@ class BoxKeeper:
         for name in awaited:
             self._fleet.await_boot(name, f"box {kept.name}: {box.reason}")
         kept.out = out
-        standings = {name: standing(box, name) for name in kept.backends}
-        is_news = {name for name, one in standings.items() if one is None} != {
-            name for name, one in kept.standings.items() if one is None
+        objections = {name: objection(box, name) for name in kept.backends}
+        is_news = {name for name, one in objections.items() if one is None} != {
+            name for name, one in kept.objections.items() if one is None
         }
-        kept.standings = standings
+        kept.objections = objections
         self._line.expect(
             {
                 name: back_at(home.box, name, home.boot_s, now)
                 for name, home in self._home.items()
-                for where in [home.standings[name]]
+                for where in [home.objections[name]]
                 if where is not None and where[0] is Exclusion.SWAPPED_OUT
             }
         )

@@ -17,7 +17,6 @@ from anyio.abc import TaskGroup
 from gateway.core import classification, deciding, retry
 from gateway.core.admission import WHOLE
 from gateway.core.blame import Blame
-from gateway.core.box import Standing
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
@@ -40,6 +39,7 @@ from gateway.core.values import (
     Estimate,
     Load,
     ModelPolicy,
+    Objection,
     Policy,
     Prefixes,
     TrafficClass,
@@ -101,11 +101,11 @@ class Pipeline:
         line: WaitingLine,
         recorder: Recorder,
         clock: Clock,
-        standings: Callable[[], Mapping[str, Standing]] = dict,
+        objections: Callable[[], Mapping[str, Objection]] = dict,
     ) -> None:
         """Join the ports.
 
-        `policy` returns the policy in force; a request keeps the one it started with. `standings` returns
+        `policy` returns the policy in force; a request keeps the one it started with. `objections` returns
         of backends whose machine they share with others why it does not run their model.
         """
         self._policy = policy
@@ -118,7 +118,7 @@ class Pipeline:
         self._counts = counts
         self._recorder = recorder
         self._clock = clock
-        self._standings = standings
+        self._objections = objections
         self._blame = Blame()
         self._running: dict[str, set[Attempt]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -414,7 +414,7 @@ class Pipeline:
     ) -> Mapping[str, BackendView]:
         """Return backends as they stand. The line adds by itself who waits in it and what it has offered."""
         statuses, load_of, shares_max = self._fleet.statuses(), self._ledger.load, self.watch.shares_max()
-        kv_taken, standings = self._counts.kv_taken, self._standings()
+        kv_taken, objections = self._counts.kv_taken, self._objections()
         views: dict[str, BackendView] = {}
         for name, backend in backends.items():
             views[name] = BackendView(
@@ -425,7 +425,7 @@ class Pipeline:
                 shares_max.get(name, WHOLE),
                 kv_taken.get(name, 0),
                 long_waiting.get(name, 0),
-                standings.get(name),
+                objections.get(name),
             )
         for name, claims in offered.items():
             if (view := views.get(name)) is not None:

@@ -26,8 +26,8 @@ from gateway.core.box import (
     comes_at,
     is_out,
     left_alone,
+    objection,
     outlook,
-    standing,
     unowned,
 )
 from gateway.core.swap_policy import Cause, Plan, SwapRules, Trigger, Wants
@@ -87,9 +87,9 @@ def test_a_model_that_is_in_is_asked_before_it_is_trusted() -> None:
     box = Script().on(TookOver())
     assert box.ordered == [(Task.INSPECT, "")]
     assert box.found("qwen").ordered == [(Task.CHECK, "qwen")]
-    assert standing(box.box, "qwen") == (Exclusion.SWAPPED_OUT, "its model is checking")
+    assert objection(box.box, "qwen") == (Exclusion.SWAPPED_OUT, "its model is checking")
     assert box.done().at == (State.RESIDENT, "qwen", "")
-    assert standing(box.box, "qwen") is None
+    assert objection(box.box, "qwen") is None
 
 
 def test_an_empty_box_is_cleared_before_the_default_is_booted() -> None:
@@ -115,7 +115,7 @@ def test_a_swap_drains_stops_boots_and_checks() -> None:
     box = gemma_resident().look(wants=QWEN_WANTED, in_flight={"gemma": 2})
     assert (box.at, box.ordered) == ((State.DRAINING, "gemma", "qwen"), [])
     assert box.box.reason == "2 requests wait for qwen"
-    assert standing(box.box, "gemma") == (Exclusion.SWAPPED_OUT, "draining: its box is switching to qwen")
+    assert objection(box.box, "gemma") == (Exclusion.SWAPPED_OUT, "draining: its box is switching to qwen")
 
     # Nobody is cut off, however long the last one takes.
     assert box.look(3000, wants=QWEN_WANTED, in_flight={"gemma": 1}).ordered == []
@@ -128,7 +128,7 @@ def test_a_swap_drains_stops_boots_and_checks() -> None:
     assert box.look(1, wants=QWEN_WANTED, ready=frozenset({"qwen"})).ordered == []
     assert box.done().look(299, wants=QWEN_WANTED).ordered == []
     assert box.look(6, wants=QWEN_WANTED, ready=frozenset({"qwen"})).ordered == [(Task.CHECK, "qwen")]
-    assert standing(box.box, "qwen") == (Exclusion.SWAPPED_OUT, "its model is checking")
+    assert objection(box.box, "qwen") == (Exclusion.SWAPPED_OUT, "its model is checking")
     assert box.done(after_s=1).at == (State.RESIDENT, "qwen", "")
     assert (box.box.resident_since, box.box.swaps) == (box.now, 1)
 
@@ -202,7 +202,7 @@ def test_a_command_that_fails_is_tried_again_twice() -> None:
         assert box.look(pause_s - 1, wants=QWEN_WANTED).orders == ()
         assert box.look(1, wants=QWEN_WANTED).ordered == [(Task.STOP, "gemma")]
     assert box.done("exit status 255").at[0] is State.FAILED
-    assert standing(box.box, "gemma") == (
+    assert objection(box.box, "gemma") == (
         Exclusion.UNHEALTHY,
         "its box failed: cannot stop gemma: exit status 255",
     )
@@ -227,7 +227,7 @@ def gemma_is_booted_instead(box: Script) -> None:
     assert box.at == (State.DRAINING, "qwen", "gemma")
     assert box.look(1).ordered == [(Task.STOP, "qwen")]
     assert box.done().ordered == [(Task.START, "gemma")]
-    assert standing(box.box, "qwen") is not None
+    assert objection(box.box, "qwen") is not None
     assert box.done().look(300, ready=frozenset({"gemma"})).done().at == (State.RESIDENT, "gemma", "")
     # However much it is wanted, a backend in quarantine is not started.
     assert box.look(5000, wants={"qwen": Wants(99, 0.0)}).at[0] is State.RESIDENT
@@ -254,7 +254,7 @@ def test_a_wrong_answer_is_quarantine_though_the_server_is_healthy() -> None:
     box = booting_qwen().look(300, ready=frozenset({"qwen"}))
     box.done("it said '<turn|>'")
     assert box.box.quarantine["qwen"].reason == "canary failed: it said '<turn|>'"
-    assert standing(box.box, "qwen") == (
+    assert objection(box.box, "qwen") == (
         Exclusion.UNHEALTHY,
         "in quarantine: canary failed: it said '<turn|>'",
     )
@@ -371,7 +371,7 @@ def test_who_restarts_the_gateway_gives_a_backend_in_quarantine_another_chance()
 def test_without_an_owner_the_one_model_that_is_in_is_used() -> None:
     box = unowned(frozenset({"qwen"}), 1000.0)
     assert box is not None
-    assert standing(box, "qwen") is None
+    assert objection(box, "qwen") is None
     assert unowned(frozenset(), 1000.0) is None
     assert unowned(frozenset({"qwen", "gemma"}), 1000.0) is None
 
@@ -381,7 +381,7 @@ def test_a_model_that_is_still_in_serves_while_nobody_hears_of_the_owner() -> No
         State.DRAINING, 900.0, backend="gemma", target="qwen", cause=Cause.JOBS, resident_since=5.0
     )
     box = left_alone(draining, 1000.0)
-    assert (standing(box, "gemma"), box.resident_since, box.target) == (None, 5.0, "")
+    assert (objection(box, "gemma"), box.resident_since, box.target) == (None, 5.0, "")
     for state in (State.STOPPING, State.BOOTING, State.CHECKING, State.FAILED):
         other = replace(draining, state=state)
         assert left_alone(other, 1000.0) is other

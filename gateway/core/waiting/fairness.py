@@ -25,8 +25,8 @@ PUT_BACK_TOKENS = 262_144
 is charged beyond that is forgotten, so that a key whose gateway has gone is not shut out by all others."""
 
 
-class Standing(IntEnum):
-    """Where in its class an entry stands: the lower starts first."""
+class Rank(IntEnum):
+    """Where an entry ranks in its class: the lower starts first."""
 
     TIMELY = 0  # its deadline can be met
     LATE = 1  # it cannot
@@ -35,7 +35,7 @@ class Standing(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A ticket in the line. Mutable: its standing changes as time goes by."""
+    """A ticket in the line. Mutable: its rank changes as time goes by."""
 
     ticket: Ticket
     number: int
@@ -44,7 +44,7 @@ class Entry:
     due_at: float
     start_by: float
     is_long: bool
-    standing: Standing = Standing.TIMELY
+    rank: Rank = Rank.TIMELY
     passed: int = 0
     is_unproven: bool = (
         False  # nobody of its class was ahead: its first turn says whether it has to wait at all
@@ -108,7 +108,7 @@ class Lane:
         self.shares = shares
 
     def add(self, entry: Entry, now: float) -> None:
-        """Let an entry wait here, where its standing puts it."""
+        """Let an entry wait here, where its rank puts it."""
         self.entries[entry.number] = entry
         self.size_bytes += entry.ticket.size_bytes
         self._place(entry, now)
@@ -122,11 +122,11 @@ class Lane:
     def send_behind(self, entry: Entry) -> None:
         """Let an entry wait after all others."""
         self._take_out(entry)
-        entry.standing = Standing.BEHIND
+        entry.rank = Rank.BEHIND
         insort(self.behind, entry.number)
 
     def _place(self, entry: Entry, now: float) -> None:
-        if entry.standing is Standing.BEHIND:
+        if entry.rank is Rank.BEHIND:
             insort(self.behind, entry.number)
             return
         key = entry.ticket.key
@@ -135,20 +135,20 @@ class Lane:
             flow = self._flows[key] = _Flow()
             self.shares.join(key)
         if now > entry.start_by:
-            entry.standing = Standing.LATE
+            entry.rank = Rank.LATE
             insort(flow.late, (entry.ticket.prefill_s, entry.number))
         else:
-            entry.standing = Standing.TIMELY
+            entry.rank = Rank.TIMELY
             insort(flow.timely, (entry.due_at, entry.number))
             insort(self._starts, (entry.start_by, entry.number))
 
     def _take_out(self, entry: Entry) -> None:
-        if entry.standing is Standing.BEHIND:
+        if entry.rank is Rank.BEHIND:
             _discard(self.behind, entry.number)
             return
         key = entry.ticket.key
         flow = self._flows[key]
-        if entry.standing is Standing.LATE:
+        if entry.rank is Rank.LATE:
             _discard(flow.late, (entry.ticket.prefill_s, entry.number))
         else:
             _discard(flow.timely, (entry.due_at, entry.number))
@@ -166,7 +166,7 @@ class Lane:
             entry = self.entries[number]
             flow = self._flows[entry.ticket.key]
             _discard(flow.timely, (entry.due_at, number))
-            entry.standing = Standing.LATE
+            entry.rank = Rank.LATE
             insort(flow.late, (entry.ticket.prefill_s, number))
 
     def of_key(self, key: str | None) -> Iterator[int]:
@@ -179,7 +179,7 @@ class Lane:
         flow = self._flows.get(entry.ticket.key)
         if flow is None:
             return 0, entry.due_at
-        if entry.standing is Standing.TIMELY:
+        if entry.rank is Rank.TIMELY:
             return bisect_left(flow.timely, (entry.due_at, entry.number)), entry.due_at
         due_at = max(entry.due_at, flow.timely[-1][0]) if flow.timely else entry.due_at
         return len(flow.timely) + bisect_left(flow.late, (entry.ticket.prefill_s, entry.number)), due_at
@@ -293,7 +293,7 @@ class Shares:
     def ahead_of(self, lane: Lane, entry: Entry) -> int:
         """Return how many would be started before an entry of a lane, which need not be in it yet."""
         in_turn = sum(one.in_turn for one in self.lanes)
-        if entry.standing is Standing.BEHIND:
+        if entry.rank is Rank.BEHIND:
             return in_turn + bisect_left(lane.behind, entry.number)
         key = entry.ticket.key
         own, due_at = lane.ahead_of(entry)
@@ -351,7 +351,7 @@ class Walk:
             yield entry
             key.tag += entry.cost
             heappush(self._queue, (key.tag, key.number, name))
-            if entry.standing is not Standing.BEHIND:
+            if entry.rank is not Rank.BEHIND:
                 self._in_turn[index] -= 1
                 if not self._in_turn[index]:
                     self._come_behind(index)

@@ -13,7 +13,7 @@ from gateway.core.swap_policy import Wants
 from gateway.core.value import valueclass
 from gateway.core.values import Candidate, Load, WhenLate
 from gateway.core.waiting.drain import Drain
-from gateway.core.waiting.fairness import LOOKAHEAD, Entry, Home, Lane, Shares, Standing, merged
+from gateway.core.waiting.fairness import LOOKAHEAD, Entry, Home, Lane, Rank, Shares, merged
 from gateway.core.waiting.room import Room
 from gateway.core.waiting.tickets import Offer, Reason, Refused, Ticket, Turn, Waiter
 
@@ -166,7 +166,7 @@ class WaitingLine:
         lane, rules = self._settled(ticket), ticket.traffic_class.waiting
         entry = self._entry(ticket, now)
         if now > entry.start_by:
-            entry.standing = Standing.LATE
+            entry.rank = Rank.LATE
         if has_waited:
             self._insert(lane, entry, now)
             return None
@@ -181,7 +181,7 @@ class WaitingLine:
         may_start = entry.is_unproven and not self._away_s(ticket, now)
         reason = None if may_start else _foreseen(entry, wait_s, now)
         if reason is Reason.WAIT_TOO_LONG and rules.when_late is WhenLate.DEMOTE:
-            entry.standing = Standing.BEHIND
+            entry.rank = Rank.BEHIND
             entry.expires_at = _expiry(ticket, now, rules.longest_wait_s)
         elif reason is not None:
             return _refused(entry, reason, ahead, wait_s, now)
@@ -471,7 +471,7 @@ class WaitingLine:
                 continue
             rules = entry.ticket.traffic_class.waiting
             overdue = entry.ticket.deadline is not None and entry.ticket.deadline <= now
-            may_stay = rules.when_late is WhenLate.DEMOTE and entry.standing is not Standing.BEHIND
+            may_stay = rules.when_late is WhenLate.DEMOTE and entry.rank is not Rank.BEHIND
             if may_stay and not overdue:
                 self._send_behind(entry)
             else:
@@ -528,7 +528,7 @@ def _waiter(entry: Entry, position: int, now: float) -> Waiter:
         prompt_tokens=ticket.demand.prompt_tokens,
         waited_s=entry.waited_s(now),
         due_in_s=entry.due_at - now,
-        is_behind=entry.standing is Standing.BEHIND,
+        is_behind=entry.rank is Rank.BEHIND,
         tries=len(ticket.failed),
     )
 
