@@ -5,11 +5,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
 from gateway import profiles
 from gateway.clock import SystemClock
 from gateway.core import errors
 from gateway.core.errors import GatewayError
+from gateway.core.health import Outcome
 from gateway.core.quirks import WORKAROUNDS
+from gateway.core.usage import Ending
+from gateway.core.values import Exclusion
 from gateway.core.waiting import Reason
 from gateway.downstream import config_routes, console_routes, explain_routes, guard, routes
 from gateway.telemetry.job_metrics import JobMetrics
@@ -66,7 +71,8 @@ def test_documented_statuses_are_those_of_the_code() -> None:
         assert (rows[kind.code][0], rows[kind.code][1]) == (str(kind.status), kind.type), kind
 
 
-def test_every_metric_is_documented_with_its_labels_and_no_other() -> None:
+def all_metrics() -> CollectorRegistry:
+    """Return every metric of a gateway that has seen nothing."""
     nothing = (
         "backends",
         "loads",
@@ -81,16 +87,36 @@ def test_every_metric_is_documented_with_its_labels_and_no_other() -> None:
     metrics = Metrics(replicas=int, **dict.fromkeys(nothing, dict))
     JobMetrics(metrics.registry, lanes=tuple, sight=lambda: None, wall=float)
     LoopWatch(metrics.registry, SystemClock())
-    exposed = set()
-    for family in metrics.registry.collect():
-        exposed.add(f"{family.name}_total" if family.type == "counter" else family.name)
+    return metrics.registry
+
+
+def plain(cell: str) -> str:
+    """Return a cell of Markdown as it is read: without links and quotes."""
+    return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", cell).replace("`", "")
+
+
+def test_every_metric_is_documented_with_its_labels_and_its_help_and_no_other() -> None:
+    registry = all_metrics()
+    helps = {
+        f"{family.name}_total" if family.type == "counter" else family.name: family.documentation
+        for family in registry.collect()
+    }
     documented = {row[0].strip("`"): row for row in table("metrics.md")}
 
-    assert set(documented) == exposed
-    for name, collector in metrics.registry._names_to_collectors.items():
+    assert set(documented) == set(helps)
+    for name, text in helps.items():
+        assert text.endswith("."), name
+        meaning = plain(documented[name][3])
+        assert (meaning[0].upper() + meaning[1:]).startswith(text.removesuffix(".")), name
+    for name, collector in registry._names_to_collectors.items():
         labels = getattr(collector, "_labelnames", None)
         if labels is not None and name in documented:
             assert documented[name][2] == ", ".join(labels), name
+
+
+def test_every_ending_outcome_and_reason_is_documented() -> None:
+    values = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    assert {*Ending, *Outcome, *Exclusion} <= values
 
 
 def test_every_workaround_is_documented_with_its_issue_and_no_other() -> None:

@@ -37,26 +37,26 @@ class JobMetrics:
         """
         self.attempts = Counter(
             "gateway_job_attempts",
-            "Attempts at jobs that are over, by what they began with and what became of them.",
+            "Finished attempts at jobs by this process's worker, by how they began and ended.",
             ("lane", "beginning", "outcome"),
             registry=registry,
         )
         self.ended = Counter(
             "gateway_jobs_ended",
-            "Jobs that this process's worker has ended, by status.",
+            "Jobs ended by this process's worker, by status.",
             ("lane", "status"),
             registry=registry,
         )
         self.queued = Histogram(
             "gateway_job_queue_seconds",
-            "From a job's acceptance to the first time that a worker takes it.",
+            "Time from a job's acceptance until a worker first takes it, in seconds.",
             ("lane",),
             buckets=QUEUE_BUCKETS_S,
             registry=registry,
         )
         self.duration = Histogram(
             "gateway_job_duration_seconds",
-            "From a job's acceptance to its end.",
+            "Time from a job's acceptance until a worker ends it, in seconds.",
             ("lane",),
             buckets=DURATION_BUCKETS_S,
             registry=registry,
@@ -86,17 +86,22 @@ class _Queue(Collector):
         self._lanes, self._sight, self._wall = lanes, sight, wall
 
     def collect(self) -> Iterator[Metric]:
-        jobs = GaugeMetricFamily("gateway_jobs", "Jobs that have not ended.", labels=["lane", "status"])
+        jobs = GaugeMetricFamily(
+            "gateway_jobs", "Jobs in the store that have not ended, by status.", labels=["lane", "status"]
+        )
         oldest = GaugeMetricFamily(
             "gateway_jobs_oldest_wait_seconds",
-            "How long the oldest job that waits has waited; 0 where none does.",
+            "Time since the oldest waiting job was accepted, in seconds; 0 if none waits.",
             labels=["lane"],
         )
-        drained = GaugeMetricFamily("gateway_jobs_drained", "1 while workers take no jobs, by order.")
-        away = GaugeMetricFamily("gateway_jobs_store_away", "1 while the store of jobs does not answer.")
+        drained = GaugeMetricFamily(
+            "gateway_jobs_drained", "1 while workers take no jobs, by an operator's order."
+        )
+        away = GaugeMetricFamily("gateway_jobs_store_away", "1 while the job store does not answer.")
         totals = CounterMetricFamily(
             "gateway_store_jobs_ended",
-            "Jobs that have ever ended in the store, whoever ended them: the same from every process.",
+            "Jobs that have ended in the store, whoever ended them, by outcome. "
+            "Every process on the store reports the same value.",
             labels=["lane", "outcome"],
         )
         sight = self._sight()

@@ -22,7 +22,7 @@ class LoopWatch:
         self._clock = clock
         self._delay = Histogram(
             "gateway_event_loop_delay_seconds",
-            "How late the event loop ran a task that was due.",
+            "How late the event loop ran a due task, in seconds.",
             buckets=BUCKETS_S,
             registry=registry,
         )

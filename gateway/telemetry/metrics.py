@@ -96,19 +96,19 @@ class Metrics:
         registry = self.registry
         self.requests = Counts(
             "gateway_requests",
-            "Requests that ended, by how they ended.",
+            "Requests that have ended, by how they ended.",
             ("traffic_class", "pool", "backend", "ending", "code"),
             registry=registry,
         )
         self.attempts = Counts(
             "gateway_attempts",
-            "Tries on a backend, by outcome.",
+            "Attempts on a backend, by outcome.",
             ("backend", "outcome"),
             registry=registry,
         )
         self.refusals = Counts(
             "gateway_exclusions",
-            "Times a backend was passed over by a request that looked for a place, by reason.",
+            "Times an arriving request passed over a backend, by reason.",
             ("backend", "reason"),
             registry=registry,
         )
@@ -121,79 +121,79 @@ class Metrics:
         labels = ("traffic_class", "backend")
         self.ttft = Spreads(
             "gateway_time_to_first_token_seconds",
-            "From a streamed request's arrival to its first token.",
+            "Time from a streamed request's arrival to its first token, in seconds.",
             labels,
             buckets=TTFT_BUCKETS_S,
             registry=registry,
         )
         self.first_tokens = Counts(
             "gateway_first_tokens",
-            "First tokens of streams, by whether they came when their class wants them.",
+            "First tokens of streams, by whether they were on time.",
             (*labels, "timeliness"),
             registry=registry,
         )
         self.tpot = Spreads(
             "gateway_time_per_output_token_seconds",
-            "Mean time per output token after the first, of streamed answers.",
+            "Mean time per output token after the first, per streamed request, in seconds.",
             labels,
             buckets=TPOT_BUCKETS_S,
             registry=registry,
         )
         self.duration = Spreads(
             "gateway_request_duration_seconds",
-            "From arrival to the last byte.",
+            "Time from a request's arrival to the last byte of its answer, in seconds.",
             labels,
             buckets=DURATION_BUCKETS_S,
             registry=registry,
         )
         self.estimating = Spreads(
             "gateway_estimate_seconds",
-            "Time taken to count a prompt.",
+            "Time taken to count a prompt's tokens, in seconds.",
             buckets=OVERHEAD_BUCKETS_S,
             registry=registry,
         )
         self.waiting_time = Spreads(
             "gateway_queue_seconds",
-            "Time from the decision to a place on a backend.",
+            "Time from the routing decision to a slot on a backend, in seconds.",
             ("traffic_class",),
             buckets=QUEUE_BUCKETS_S,
             registry=registry,
         )
         self.prompt_tokens = Spreads(
             "gateway_prompt_tokens",
-            "Estimated prompt length.",
+            "Estimated prompt length, in tokens.",
             ("traffic_class",),
             buckets=PROMPT_BUCKETS,
             registry=registry,
         )
         self.estimate_error = Spreads(
             "gateway_estimate_error_ratio",
-            "(usage.prompt_tokens - estimate) / estimate.",
+            "Error of the token estimate: (reported - estimated) / estimated.",
             ("backend",),
             buckets=ERROR_BUCKETS,
             registry=registry,
         )
         self.tokens_in = Counts(
             "gateway_input_tokens",
-            "Prompt tokens as backends report them.",
+            "Prompt tokens, as reported by the backend.",
             labels,
             registry=registry,
         )
         self.tokens_out = Counts(
             "gateway_output_tokens",
-            "Generated tokens as backends report them.",
+            "Generated tokens, as reported by the backend.",
             labels,
             registry=registry,
         )
         self.state_changes = Counter(
             "gateway_backend_state_changes",
-            "Changes of a backend's state.",
+            "Changes of a backend into a state.",
             ("backend", "state"),
             registry=registry,
         )
         self.restarts = Counter(
             "gateway_backend_restarts",
-            "Restarts of a backend's engine noticed.",
+            "Engine restarts detected.",
             ("backend",),
             registry=registry,
         )
@@ -201,24 +201,27 @@ class Metrics:
             "gateway_config_info", "1 for the configuration in force.", ("version",), registry=registry
         )
         self.reloads = Counter(
-            "gateway_config_reloads", "Configurations tried while running.", ("outcome",), registry=registry
+            "gateway_config_reloads",
+            "Configurations loaded at run time, by outcome.",
+            ("outcome",),
+            registry=registry,
         )
         self.config_successful = Gauge(
             "gateway_config_last_reload_successful",
-            "0 if the configuration that was tried last could not be used.",
+            "1 if the configuration loaded last is in force, 0 if it was refused.",
             registry=registry,
         )
         self.config_loaded_at = Gauge(
             "gateway_config_last_reload_success_timestamp_seconds",
-            "When the configuration in force was loaded.",
+            "When the configuration in force was loaded, in Unix seconds.",
             registry=registry,
         )
         self.traces = Counter(
-            "gateway_traces", "Requests that were kept as a trace, by why.", ("reason",), registry=registry
+            "gateway_traces", "Requests kept as a trace, by reason.", ("reason",), registry=registry
         )
         self.decisions = Counter(
             "gateway_decisions",
-            "Requests for the log of decisions, by whether they are in it.",
+            "Requests for the decision log, by outcome.",
             ("outcome",),
             registry=registry,
         )
@@ -230,19 +233,19 @@ class Metrics:
         )
         self.webhooks_pending = Gauge(
             "gateway_webhooks_pending",
-            "Deliveries that wait for an endpoint.",
+            "Webhook deliveries waiting for an endpoint, including those in progress.",
             ("endpoint",),
             registry=registry,
         )
         self.swaps = Counter(
             "gateway_box_swaps",
-            "Changes of a box's model that this process has carried out.",
+            "Swaps to the backend carried out by this gateway, by cause.",
             ("box", "backend", "cause"),
             registry=registry,
         )
         self.swap_time = Histogram(
             "gateway_box_swap_seconds",
-            "From the decision to change models until the other one serves.",
+            "Duration of swaps to the backend, from the decision until its model serves, in seconds.",
             ("box", "backend"),
             buckets=SWAP_BUCKETS_S,
             registry=registry,
@@ -367,24 +370,32 @@ class _Fleet(Collector):
         gauges = {
             name: GaugeMetricFamily(name, text, labels=["backend"])
             for name, text in {
-                "gateway_in_flight": "Sequences in flight on a backend, of all gateways on the store.",
-                "gateway_knee_seqs": "The backend's knee for short prompts: the ceiling of in flight.",
-                "gateway_knee_used_ratio": "Share of the knee in use, prompt lengths considered.",
-                "gateway_kv_blocks": "KV blocks reserved by what is in flight.",
-                "gateway_backend_usable": "1 while it would be given requests that it has room for.",
-                "gateway_backend_drained": "1 while the operator has it drained.",
-                "gateway_engine_running": "Sequences the engine says it runs.",
-                "gateway_engine_waiting": "Sequences the engine says it queues.",
-                "gateway_engine_kv_usage_ratio": "Share of KV blocks the engine says it uses.",
-                "gateway_count_drift_seqs": "Sequences the engine has beyond the gateway's count.",
-                "gateway_count_drift_lasting_seqs": "What of that was there for a whole minute.",
-                "gateway_kv_blocks_taken": "KV blocks in use that no gateway here has reserved.",
-                "gateway_estimate_drift_tokens": "Median of usage.prompt_tokens - estimate, last answers.",
-                "gateway_estimate_drifted": "1 when that drift lasts: wrong vocabulary, template or budget.",
+                "gateway_in_flight": (
+                    "Sequences in flight on a backend, from all gateways that share the store."
+                ),
+                "gateway_knee_seqs": "The backend's knee for short prompts, in sequences.",
+                "gateway_knee_used_ratio": "Share of the knee in use, taking prompt lengths into account.",
+                "gateway_kv_blocks": "KV blocks reserved by requests in flight.",
+                "gateway_backend_usable": "1 while the backend can be given requests, capacity aside.",
+                "gateway_backend_drained": "1 while the configuration drains the backend.",
+                "gateway_engine_running": "Sequences running in the engine, as it reports.",
+                "gateway_engine_waiting": "Sequences queued in the engine, as it reports.",
+                "gateway_engine_kv_usage_ratio": "Share of KV blocks in use, as the engine reports.",
+                "gateway_count_drift_seqs": (
+                    "Sequences the engine had above the gateway's count at the last sample."
+                ),
+                "gateway_count_drift_lasting_seqs": (
+                    "The part of gateway_count_drift_seqs present in every sample of a minute."
+                ),
+                "gateway_kv_blocks_taken": "KV blocks in use that no gateway has reserved.",
+                "gateway_estimate_drift_tokens": (
+                    "Median of reported minus estimated prompt tokens, over the last 100 text-only answers."
+                ),
+                "gateway_estimate_drifted": "1 if token counts are off by more than counting error explains.",
             }.items()
         }
         states = GaugeMetricFamily(
-            "gateway_backend_state", "1 for the state a backend is in.", labels=["backend", "state"]
+            "gateway_backend_state", "1 for the backend's current state.", labels=["backend", "state"]
         )
         for name, backend in self._backends().items():
             load, status = loads.get(name, Load()), statuses.get(name, BackendStatus())
@@ -424,17 +435,17 @@ class _Knees(Collector):
     def collect(self) -> Iterator[Metric]:
         share = GaugeMetricFamily(
             "gateway_knee_share_ratio",
-            "Share of the knee in force, where a TPOT is promised.",
+            "Share of the knee in force, if the pool has a tpot_target_ms.",
             labels=["backend"],
         )
         tpot = GaugeMetricFamily(
             "gateway_knee_tpot_seconds",
-            "Time per output token that share was last judged by.",
+            "Time per output token on which gateway_knee_share_ratio was last based, in seconds.",
             labels=["backend"],
         )
         seqs = GaugeMetricFamily(
             "gateway_knee_estimate_seqs",
-            "Where the knee seems to be, by prompt length. Advisory; absent while unknown.",
+            "Where the knee seems to be, by prompt length (advisory); absent while unknown.",
             labels=["backend", "prompt_tokens_max", "confidence"],
         )
         for name, sight in self._sights().items():
@@ -464,27 +475,27 @@ class _Waiting(Collector):
 
     def collect(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily(
-            "gateway_waiting", "Requests that wait for a place.", labels=["model", "traffic_class"]
+            "gateway_waiting", "Requests waiting for a slot.", labels=["model", "traffic_class"]
         )
         for (model, traffic_class), count in self._waiting().items():
             waiting.add_metric([model, traffic_class], float(count))
         oldest = GaugeMetricFamily(
             "gateway_oldest_wait_seconds",
-            "How long the request has waited that waits longest; 0 where none does.",
+            "Time the oldest waiting request has waited, in seconds, excluding jobs; 0 if none waits.",
             labels=["model", "traffic_class"],
         )
         for (model, traffic_class), waited_s in self._oldest_waits_s().items():
             oldest.add_metric([model, traffic_class], waited_s)
         limit = GaugeMetricFamily(
             "gateway_wait_limit_seconds",
-            "How long one may wait at most.",
+            "The configured maximum wait, in seconds.",
             labels=["model", "traffic_class"],
         )
         for (model, traffic_class), limit_s in self._wait_limits_s().items():
             limit.add_metric([model, traffic_class], limit_s)
         wanted = GaugeMetricFamily(
             "gateway_backend_waiting",
-            "Requests that wait and would start on a backend as their first choice.",
+            "Waiting requests whose first choice is this backend.",
             labels=["backend"],
         )
         for backend, wants in self._wants().items():
@@ -500,42 +511,45 @@ class _Boxes(Collector):
 
     def collect(self) -> Iterator[Metric]:
         state = GaugeMetricFamily(
-            "gateway_box_state", "1 for the state a box is in.", labels=["box", "state"]
+            "gateway_box_state", "1 for the current state of a box.", labels=["box", "state"]
         )
         serving = GaugeMetricFamily(
             "gateway_box_serving",
-            "1 for the backend whose model is in and serves.",
+            "1 for the backend whose model is resident and serving.",
             labels=["box", "backend"],
         )
         waiting = GaugeMetricFamily(
-            "gateway_box_waiting", "Requests that wait for a backend of a box.", labels=["box", "backend"]
+            "gateway_box_waiting",
+            "Requests waiting for the backend as their first choice, on all gateways.",
+            labels=["box", "backend"],
         )
         stored = GaugeMetricFamily(
             "gateway_box_stored_jobs",
-            "Jobs that wait for a backend of a box in the store.",
+            "Jobs that wait for the backend in the store, and are not yet in any gateway's queue.",
             labels=["box", "backend"],
         )
         oldest = GaugeMetricFamily(
             "gateway_box_oldest_wait_seconds",
-            "How long the oldest of these has waited; absent where none does.",
+            "Time the oldest request or job for the backend has waited, in seconds; absent if none waits.",
             labels=["box", "backend"],
         )
         quarantined = GaugeMetricFamily(
             "gateway_box_quarantined",
-            "1 for a backend that is not started any more.",
+            "1 for a quarantined backend, which is no longer started.",
             labels=["box", "backend"],
         )
         planned = GaugeMetricFamily(
             "gateway_box_swap_planned",
-            "1 for the swap that comes next, by why; absent where none is planned.",
+            "1 for the next planned swap, by cause; absent if none is planned.",
             labels=["box", "backend", "cause"],
         )
         owner = GaugeMetricFamily(
-            "gateway_box_owner", "1 where this gateway is the one that switches the box.", labels=["box"]
+            "gateway_box_owner", "1 if this gateway owns the box, and so switches its models.", labels=["box"]
         )
         boot_s = GaugeMetricFamily(
             "gateway_box_boot_seconds",
-            "How long the last boot of a backend took; absent before its first.",
+            "Duration of the backend's last boot, from the start command to the first answer, in seconds; "
+            "absent before the first boot.",
             labels=["box", "backend"],
         )
         boots = CounterMetricFamily("gateway_box_boots", "Boots that led to an answer.", labels=["box"])
@@ -569,10 +583,14 @@ class _Store(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(
-            "gateway_replicas", "Gateway processes that share the store.", value=self._replicas()
+            "gateway_replicas",
+            "Gateway processes that share the store, including this one; 1 without a store.",
+            value=self._replicas(),
         )
         modes = GaugeMetricFamily(
-            "gateway_store_mode", "1 for how slots are counted: shared, or alone.", labels=["mode"]
+            "gateway_store_mode",
+            "1 for the way slots are counted: shared, or alone while the store does not answer.",
+            labels=["mode"],
         )
         for mode, is_in_force in self._store_modes().items():
             modes.add_metric([mode], float(is_in_force))
