@@ -46,7 +46,7 @@ async def test_the_demo() -> None:
         assert await demo.end(within_s=180) == 0
         for name in ("short_chat", "long_document", "reasoning", "light-0", "light-1", "push", "tpu"):
             assert name in demo.output
-        assert "6 jobs handed over, 6 ended. The box changed models 2 times." in demo.output
+        assert "6 jobs submitted, 6 ended. The box swapped models 2 times." in demo.output
 
 
 def test_ci_runs_the_test_command_as_it_stands() -> None:

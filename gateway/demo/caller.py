@@ -149,7 +149,7 @@ def _verdict(exchange: Exchange) -> Stage:
     if exchange.ask.refusal:
         if exchange.code == exchange.ask.refusal and exchange.status == 400:
             return Stage.REFUSED
-        exchange.problem = exchange.problem or f"answered, where {exchange.ask.refusal} was due"
+        exchange.problem = exchange.problem or f"answered, but {exchange.ask.refusal} was expected"
         return Stage.FAILED
     return Stage.FAILED if exchange.problem else Stage.ANSWERED
 
@@ -171,7 +171,7 @@ def _flaw(
     if ask.kind is Kind.TOOLS:
         return "" if calls and _is_json(calls[0][1]) else "no tool was called"
     if ask.kind is Kind.REASONING and not thought:
-        return "it came without a thought"
+        return "it came without reasoning"
     return "" if text or thought else "the answer is empty"
 
 

@@ -7,14 +7,14 @@ import rich_click as click
 
 @click.command()
 @click.option(
-    "--serve", is_flag=True, help="Keep fleet and gateway running afterwards, for your own requests."
+    "--serve", is_flag=True, help="Keep the fleet and the gateway running afterwards, for your own requests."
 )
 @click.option(
     "--speed",
     default=10.0,
     show_default=True,
     type=click.FloatRange(min=1, max=100),
-    help="GPU seconds per second of the clock. 1 is as slow as the real thing.",
+    help="GPU seconds per second of the clock. 1 is real time.",
 )
 @click.option(
     "--port",

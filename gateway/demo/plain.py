@@ -58,6 +58,6 @@ def request_line(exchange: Exchange, speed: float, now: float) -> str:
     if exchange.stage is Stage.FAILED:
         reason = f"FAILED: {exchange.problem}"
     elif exchange.stage is Stage.REFUSED:
-        reason = f"as it should: {exchange.why.full if exchange.why else exchange.code}"
+        reason = f"as intended: {exchange.why.full if exchange.why else exchange.code}"
     text = f"{words.clock(exchange.ended_at or now)}  {', '.join(fact for fact in facts if fact)}  {where}"
     return f"{text}  ({reason})" if reason else text

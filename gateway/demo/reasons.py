@@ -60,7 +60,7 @@ def why(record: Record) -> Why:
 
 def _class_reason(text: str) -> tuple[str, str]:
     if text == _NO_CONDITION:
-        return "no other class wants it", "no other class"
+        return "no other class matches", "no other class"
     text = _grouped(text)
     return text.replace("prompt_tokens", "prompt"), text.removeprefix("prompt_tokens ")
 
@@ -79,13 +79,13 @@ def _choice(
     if chosen is None:
         return _sentence(excluded, str(record.get("error_code") or "refused")), _briefly(excluded)
     if moved:
-        return f"{' and '.join(moved)} failed under it, so it moved on", f"{moved[0]} failed"
+        return f"{' and '.join(moved)} failed, so it was retried on {chosen['backend']}", f"{moved[0]} failed"
     if spilled:
         first = decision["pools"][0]
-        return f"spilled: {_sentence(excluded, f'{first} was taken meanwhile')}", f"{first} is full"
+        return f"spilled: {_sentence(excluded, f'{first} had filled up')}", f"{first} is full"
     affinity = chosen["scores"].get("prefix_affinity", 0.0)
     if affinity >= _AFFINITY_MIN:
-        return f"{chosen['backend']} holds {affinity:.0%} of its prefix", f"holds {affinity:.0%} of it"
+        return f"{chosen['backend']} has seen {affinity:.0%} of its prefix", f"{affinity:.0%} seen before"
     in_pool = [c for c in candidates if c["pool"] == chosen["pool"] and c is not chosen]
     names = {c["backend"] for c in in_pool}
     if out := [one for one in excluded if one[0] in names]:
@@ -95,7 +95,7 @@ def _choice(
         return f"{chosen['backend']} has {_free(chosen)} of its knee free", ""
     best = max(rivals, key=lambda c: float(c["score"]))
     if chosen["score"] <= best["score"]:
-        return f"{chosen['backend']} as good as {best['backend']}, and listed first", ""
+        return f"{chosen['backend']} ties with {best['backend']}, and is listed first", ""
     name = max(chosen["scores"], key=lambda score: chosen["scores"][score] - best["scores"].get(score, 0.0))
     if name == "speed":
         return f"{chosen['backend']} is faster than {best['backend']}", ""

@@ -221,7 +221,7 @@ class Demo:
 
     def _invite(self, site: Site) -> None:
         console = self._console
-        console.print("The gateway goes on serving until Ctrl-C. Point your SDK at it:", highlight=False)
+        console.print("The gateway keeps serving until Ctrl-C. Point your SDK at it:", highlight=False)
         for heading, text in summary.snippets(site.url, site.admin_url, str(site.config)).items():
             console.print(f"\n[bold]# {heading}[/]", highlight=False)
             console.out(text, highlight=False)

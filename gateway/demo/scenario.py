@@ -18,7 +18,7 @@ from anyio.abc import TaskGroup
 from gateway.demo import prompts
 from gateway.demo.caller import Caller
 from gateway.demo.prompts import Ask, Kind
-from gateway.demo.site import JOBS, QWEN
+from gateway.demo.site import BOX, JOBS, QWEN
 from gateway.demo.story import Exchange, Story
 
 DOWN_S = 45.0
@@ -126,7 +126,7 @@ class Stage:
         """Return when no short answer is being streamed, and let none begin until `release_streams`."""
         self._streams_held = True
         await self.until(
-            "no chat is streamed",
+            "no chat was being streamed",
             lambda: not any(map(_is_streamed_chat, self._story.exchanges)),
         )
 
@@ -146,14 +146,14 @@ class Stage:
             self._story.problems.append(f"a job was not accepted: {error.message}")
             return
         self._story.note(
-            self._now(), f"the demo hands over {number} jobs for {QWEN}, and waits for none of them"
+            self._now(), f"the demo submits {number} jobs for {QWEN}, and waits for none of them"
         )
         tasks.start_soon(self._tell_of_jobs)
 
     async def _tell_of_jobs(self) -> None:
         jobs = self._story.jobs
         await self._story.until(lambda: all(job.is_over for job in jobs))
-        self._story.note(self._now(), f"{len(jobs)} jobs for {QWEN} have ended", "good")
+        self._story.note(self._now(), f"all {len(jobs)} jobs for {QWEN} have ended", "good")
 
     async def until_in(self, backend: str, *, serves: bool) -> bool:
         """Wait until a model of the box is coming in; `serves`: until it serves."""
@@ -162,7 +162,7 @@ class Stage:
             box = self._story.box
             return box.backend == backend and (box.state == "resident" or not serves)
 
-        return await self.until(f"{backend} is in", is_in)
+        return await self.until(f"{BOX} ran {backend}", is_in)
 
     def release_streams(self) -> None:
         """Let answers be streamed again."""
@@ -215,13 +215,13 @@ class Stage:
         with anyio.move_on_after(self._patience_s):
             await self._story.until(condition)
             return True
-        self._story.problems.append(f"waited {self._patience_s:g} s in vain until {what}")
+        self._story.problems.append(f"timed out: it took more than {self._patience_s:g} s until {what}")
         return False
 
     async def until_state(self, backend: str, *states: str) -> bool:
         """Wait until the gateway believes that a backend is in one of `states`."""
         names = " or ".join(states)
-        return await self.until(f"{backend} is {names}", lambda: self._story.fleet[backend].state in states)
+        return await self.until(f"{backend} was {names}", lambda: self._story.fleet[backend].state in states)
 
     def in_flight(self, backend: str) -> int:
         """Return how many sequences the gateway has on a backend, as far as its operators know."""
@@ -233,7 +233,7 @@ class Stage:
         async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
             answer = await client.post(f"{self._backends[backend]}/simulator/fault", json=order)
             answer.raise_for_status()
-        self._story.note(self._now(), f"the demo crashes {backend}: its engine dies, it boots again", "bad")
+        self._story.note(self._now(), f"the demo crashes {backend}: its engine dies and boots again", "bad")
 
 
 def _is_streamed_chat(exchange: Exchange) -> bool:
@@ -253,34 +253,34 @@ async def play(stage: Stage, size: Size, script: Script) -> None:
         is_read = await _long_document(stage, size, script, tasks)
         await _bursts(stage, size, script)
         await _crash(stage, size)
-        stage.say("PUSH still reads its long document; the short chats on LIGHT do not notice.")
-        await stage.until("the long document is read", is_read)
-        stage.say("Qwen's jobs have ended, and Gemma comes back to the Spark for the 20,000 tokens of code.")
+        stage.say("PUSH is still reading its long document; chats on LIGHT are as fast as ever.")
+        await stage.until("the long document was answered", is_read)
+        stage.say("Qwen is done, and Gemma returns to the Spark for the 20,000 tokens of code.")
         await stage.until_in("spark", serves=True)
         trickle.cancel()
         await _rush(stage, size)
 
 
 async def _jobs(stage: Stage, tasks: TaskGroup) -> None:
-    stage.say("Work for Qwen, which shares the Spark's memory with Gemma: the box changes models for it.")
+    stage.say("Work for Qwen, which shares the Spark with Gemma: the box swaps models for it.")
     await stage.hand_over(JOBS, tasks)
     await stage.pause(5)
 
 
 async def _documents(stage: Stage, script: Script, tasks: TaskGroup) -> None:
-    stage.say("Short chats: nothing about them is special, so the LIGHT replicas take them.")
+    stage.say("Short chats: they match no other class, so the LIGHT replicas take them.")
     tasks.start_soon(stage.send, stage.chat(stream=True))
     await stage.pause(5)
     tasks.start_soon(stage.send, stage.chat(stream=False))
     await stage.pause(5)
-    stage.say("Documents: from 16,000 prompt tokens on they go to PUSH, which holds 262,144.")
+    stage.say("Documents: prompts of 16,000 tokens or more go to PUSH, which holds 262,144.")
     for ask in script.sources:
         tasks.start_soon(stage.send, ask)
         await stage.pause(6)
 
 
 async def _kinds(stage: Stage, script: Script, tasks: TaskGroup) -> None:
-    stage.say("An image and a tool call are chats too; PUSH takes no images, LIGHT does.")
+    stage.say("An image and a tool call are chats too; LIGHT takes images, PUSH does not.")
     tasks.start_soon(stage.send, prompts.image())
     await stage.pause(3)
     tasks.start_soon(stage.send, prompts.tool_call())
@@ -291,16 +291,14 @@ async def _kinds(stage: Stage, script: Script, tasks: TaskGroup) -> None:
     tasks.start_soon(stage.send, prompts.reasoning("Why is the night sky dark?", stream=False))
     await stage.pause(8)
     await stage.until_in(QWEN, serves=False)
-    stage.say(
-        "... but 20,000 tokens of code fit on the Spark alone. Qwen is in there: Gemma has to come back."
-    )
+    stage.say("... but 20,000 tokens of code fit only on the Spark: Gemma must replace Qwen.")
     tasks.start_soon(stage.send, script.reasoning)
     await stage.pause(10)
 
 
 async def _long_document(stage: Stage, size: Size, script: Script, tasks: TaskGroup) -> Callable[[], bool]:
     """Send the longest document; return the question whether it has been answered."""
-    stage.say(f"A document of {size.manual_tokens:,} tokens: minutes of reading on PUSH.")
+    stage.say(f"A document of {size.manual_tokens:,} tokens: its prefill takes minutes, even on PUSH.")
     sent: list[Exchange] = []
 
     async def send() -> None:
@@ -312,10 +310,10 @@ async def _long_document(stage: Stage, size: Size, script: Script, tasks: TaskGr
 
 
 async def _bursts(stage: Stage, size: Size, script: Script) -> None:
-    stage.say(f"{size.burst} chats at once: each to the LIGHT replica with more of its knee free.")
+    stage.say(f"{size.burst} chats at once: each goes to the LIGHT replica with more of its knee free.")
     await stage.send_burst(size.burst, 6, max_tokens=400)
     await stage.pause(6)
-    stage.say("300,000 tokens fit nowhere: a clear 400 at once, and no backend is bothered.")
+    stage.say("300,000 tokens fit nowhere: a clear 400 at once, and no backend is involved.")
     await stage.send(script.too_long)
     await stage.pause(8)
 
@@ -324,26 +322,26 @@ async def _crash(stage: Stage, size: Size) -> None:
     # A stream that has begun when its backend dies ends with an error, which no gateway can help. What has
     # not begun moves on, and that is what this scene shows.
     await stage.hold_streams()
-    stage.say(f"{size.crash_burst} more chats, and light-0 is about to crash under them.")
+    stage.say(f"{size.crash_burst} more chats, and light-0 is about to crash.")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(
             partial(stage.send_burst, size.crash_burst, 3, max_tokens=600, min_tokens=450, streamed_every=0)
         )
         await stage.pause(4)
         await stage.crash("light-0", DOWN_S)
-        stage.say("light-0 has crashed. What it had not answered yet is answered by light-1.")
+        stage.say("light-0 has crashed. What it had not begun to answer is retried on light-1.")
         await stage.until_state("light-0", "booting", "ejected", "down")
     stage.release_streams()
     await stage.pause(8)
     stage.say("While light-0 boots, light-1 takes every short chat.")
     await stage.send_burst(size.burst // 2, 6, max_tokens=300)
     if await stage.until_state("light-0", "probation", "up"):
-        stage.say("light-0 is back, on probation: a few requests first, then it is trusted again.")
+        stage.say("light-0 is back, in probation: a few requests at first, then its full share.")
         await stage.until_state("light-0", "up")
 
 
 async def _rush(stage: Stage, size: Size) -> None:
-    stage.say("Rush hour: chats until both LIGHT replicas are full; the rest spills to PUSH.")
+    stage.say("Rush hour: chats until both LIGHT replicas are full; the rest spill to PUSH.")
     await stage.send_burst(
         size.rush,
         0,
@@ -353,7 +351,7 @@ async def _rush(stage: Stage, size: Size) -> None:
         # A slow machine may not send as fast as this fleet answers.
         until=lambda: stage.in_flight("push") > 0,
     )
-    stage.say("Every request is over.")
+    stage.say("All requests are done.")
     await anyio.sleep(stage.bow_s)
 
 

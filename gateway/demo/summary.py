@@ -77,33 +77,29 @@ def _sentence(group: Sequence[Exchange]) -> str:
     spilled = Counter(one.pool for one in served if one.why is not None and one.why.spilled)
     pools = Counter(one.pool for one in served)
     parts = [
-        f"{pools[pool] - spilled[pool]:,} went to pool {pool}"
+        f"{pools[pool] - spilled[pool]:,} served by pool {pool}"
         for pool in pools
         if pools[pool] > spilled[pool]
     ]
     parts += [
-        f"{count:,} spilled to pool {pool} while the pools before it were full"
+        f"{count:,} spilled to pool {pool} because the pools before it were full"
         for pool, count in spilled.items()
     ]
     moved = Counter(name for why in reasons for name in why.moved_from)
-    parts += [f"{count:,} moved on when {name} failed" for name, count in moved.items()]
-    left_out = {
-        backend: detail
-        for why in reasons
-        for backend, reason, detail in why.excluded
-        if reason in ("context_exceeded", "modality")
-    }
-    parts += [f"one passed {backend} by, which {_as_verb(detail)}" for backend, detail in left_out.items()]
+    parts += [f"{count:,} retried elsewhere when {name} failed" for name, count in moved.items()]
+    misfits: dict[tuple[str, str], list[str]] = {}
+    for why in reasons:
+        for backend, reason, detail in why.excluded:
+            if reason in ("context_exceeded", "modality"):
+                misfits.setdefault((backend, reason), []).append(detail)
+    parts += [
+        f"{len(details):,} could not go to {backend} ({details[0]})"
+        for (backend, _), details in misfits.items()
+    ]
     refused = Counter(one.code for one in group if one.stage is Stage.REFUSED)
     parts += [f"{count} refused with {code}" for code, count in refused.items()]
     what_happened = "; ".join(parts) or "none was answered"
     return f"{words.plural(len(group), 'request')}: {_class_reason(group)}. {what_happened}."
-
-
-def _as_verb(detail: str) -> str:
-    """Return `holds 16384 tokens` of `needs 22098 tokens, holds 16384`; other details are verbs already."""
-    _, comma, held = detail.partition(", ")
-    return f"{held} tokens" if comma else detail
 
 
 def _class_reason(group: Sequence[Exchange]) -> str:
@@ -162,21 +158,21 @@ def render(story: Story) -> RenderableType:
 
 def _turns(story: Story) -> str:
     """Return what came of the box and of the jobs."""
-    swaps = f"The box changed models {words.plural(story.box.boots, 'time')}"
+    swaps = f"The box swapped models {words.plural(story.box.boots, 'time')}"
     if story.left_out:
         return (
-            f"{swaps}, for chats: jobs are left out here ({story.left_out}). With them, work is handed over"
-            " in the background and nobody waits for it."
+            f"{swaps}, for chats: jobs are left out here ({story.left_out}). With jobs, such work runs"
+            " in the background, and nobody waits for it."
         )
     ended = sum(job.is_over for job in story.jobs)
-    return f"{words.plural(len(story.jobs), 'job')} handed over, {ended} ended. {swaps}."
+    return f"{words.plural(len(story.jobs), 'job')} submitted, {ended} ended. {swaps}."
 
 
 def _pace(speed: float) -> str:
     if speed == 1:
         return "Medians. The GPUs are simulated, in real time; the gateway and the client are real."
     return (
-        f"Medians, in GPU time: the clock times {speed:g}. The GPUs are simulated; "
+        f"Medians, in GPU time: wall-clock time times {speed:g}. The GPUs are simulated; "
         "the gateway and the client are real, and their milliseconds are multiplied too."
     )
 

@@ -138,7 +138,7 @@ def _totals(story: Story, width: int) -> Text:
         (f"{counts[Stage.FAILED]} failed", "bold red" if counts[Stage.FAILED] else "dim"),
     )
     if width >= 100:
-        text.append(f"  {moved} moved on")
+        text.append(f"  {moved} retried")
     tokens = f"{words.thousands(taken)} in  {words.thousands(given)} out"
     return _ends(text, Text(tokens, "dim"), width)
 
@@ -156,7 +156,7 @@ def _fleet_cells(width: int) -> tuple[int, bool]:
 
 def _fleet_heading(width: int) -> Text:
     bar, wide = _fleet_cells(width)
-    label = "in flight, of its knee" if bar >= 23 else "of its knee"
+    label = "share of its knee in use" if bar >= 25 else "knee in use"
     return _line(
         width,
         Cell("", 0),
@@ -168,7 +168,7 @@ def _fleet_heading(width: int) -> Text:
         Cell("run+wait", 8, right=True),
         Cell("KV", 5, right=True),
         Cell("tokens/s", 8, right=True),
-        *([Cell(" why it is in that state", width)] if wide else []),
+        *([Cell(" reason", width)] if wide else []),
         style=_HEADING,
     )
 
@@ -222,17 +222,17 @@ def _box(story: Story, width: int) -> Text:
 def _doing(box: BoxGauge, speed: float) -> str:
     match box.state:
         case "resident" if box.target:
-            return f"{box.backend} is in; {box.target} is next{', after its batch' if box.held else ''}"
+            return f"runs {box.backend}; {box.target} is next{', after its batch' if box.held else ''}"
         case "resident":
-            return f"{box.backend} is in"
+            return f"runs {box.backend}"
         case "draining":
-            return f"{box.backend} finishes, then {box.target}"
+            return f"{box.backend} finishes its requests, then {box.target} starts"
         case "stopping":
-            return f"{box.backend} goes, {box.target} comes"
+            return f"{box.backend} stops, then {box.target} starts"
         case "booting":
             return f"{box.backend} boots: {max(0.0, BOOT_S - box.for_s * speed):.0f} s to go"
         case "checking":
-            return f"{box.backend} is asked something first"
+            return f"{box.backend} answers a test question first"
     return box.reason
 
 
@@ -343,11 +343,11 @@ def _burst_row(burst: Sequence[Exchange], speed: float, now: float, width: int) 
         progress += f", {len(over)} done"
     moved = sum(one.why is not None and bool(one.why.moved_from) for one in burst)
     spread = ", ".join(f"{name} {count}" for name, count in sorted(served.items()))
-    parts = [spread, f"{moved} moved on from a crash" if moved else ""]
+    parts = [spread, f"{moved} retried after a crash" if moved else ""]
     why = "; ".join(part for part in parts if part)
     if len(why) > columns.why:
         why = " + ".join(str(count) for _, count in sorted(served.items()))
-        why += f"; {moved} moved" if moved else ""
+        why += f"; {moved} retried" if moved else ""
     return _line(
         width,
         Cell("", 0),

@@ -11,7 +11,7 @@ from gateway.demo.prompts import Ask, Kind
 from gateway.demo.reasons import Why
 from gateway.demo.story import BoxGauge, Exchange, Gauge, HandedOver, Stage, Story
 
-ANYTHING = Why("no other class wants it", "light-0 as good as light-1, and listed first", "no other class")
+ANYTHING = Why("no other class matches", "light-0 ties with light-1, and is listed first", "no other class")
 
 
 def answered(ask: Ask, at: float, **fields: Any) -> Exchange:

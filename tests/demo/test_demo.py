@@ -116,7 +116,7 @@ def test_every_kind_of_request_is_told_in_a_line(serving: Serving) -> None:
 
 def test_a_backend_fails_traffic_moves_on_and_it_comes_back(serving: Serving) -> None:
     assert "the demo crashes light-0" in serving.said
-    assert "light-0 failed under it, so it moved on" in serving.said
+    assert "light-0 failed, so it was retried on light-1" in serving.said
     assert re.search(r"light-0: booting → probation", serving.said)
     assert re.search(r"light-0: probation → up", serving.said)
 
@@ -126,13 +126,13 @@ def test_the_box_changes_models_for_jobs_and_back_for_a_request(serving: Serving
     assert re.findall(r"spark-box: booting (\w+):", serving.said) == ["qwen", "spark"]
     assert "spark-box: resident spark: answers correctly" in serving.said
     assert "6 jobs for qwen have ended" in serving.said
-    assert "6 jobs handed over, 6 ended. The box changed models 2 times." in serving.said
+    assert "6 jobs submitted, 6 ended. The box swapped models 2 times." in serving.said
 
 
 def test_the_reasons_of_the_routing_are_told(serving: Serving) -> None:
     for reason in (
         r"tpu: needs 2\d,\d{3} tokens, holds 16,384",
-        r"holds \d+% of its prefix",
+        r"has seen \d+% of its prefix",
         r"prompt 2\d,\d{3} >= 16,000",
         r"spilled: ",
     ):
@@ -209,7 +209,7 @@ def test_where_no_jobs_can_be_kept_the_box_changes_models_for_chats(tmp_path: Pa
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(r"200 chat, .* qwen -> qwen ", ended.stdout)
     summary = " ".join(ended.stdout.split())
-    assert "The box changed models 2 times, for chats: jobs are left out here (the path of " in summary
+    assert "The box swapped models 2 times, for chats: jobs are left out here (the path of " in summary
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_on_a_terminal_it_draws_and_gives_the_terminal_back() -> None:
     with suppress(OSError):  # how a terminal says that its last user is gone
         while data := os.read(leader, 65536):
             drawn += data
-            if b"Documents: from" in drawn and not interrupted:
+            if b"Documents: prompts of" in drawn and not interrupted:
                 interrupted = True
                 process.send_signal(signal.SIGINT)
     os.close(leader)

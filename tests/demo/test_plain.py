@@ -16,7 +16,7 @@ def test_a_line_says_what_where_and_why(busy_story: Story) -> None:
     assert (
         "0:03  200 document, 191,544 tokens, streamed, first token 1.0s, 10/s  long_document -> push  ("
     ) in told
-    assert "0:03  400 too long, 295,512 tokens, streamed  long_document -> nowhere  (as it should:" in told
+    assert "0:03  400 too long, 295,512 tokens, streamed  long_document -> nowhere  (as intended:" in told
     assert "502 chat, streamed  no class -> nowhere  (FAILED: 502: no no" in told
 
 

@@ -51,7 +51,7 @@ OVERLONG = out("tpu", "context_exceeded", "needs 22098 tokens, holds 16384")
     [
         pytest.param(
             record("light-0", "light", L0, L1, PUSH),
-            "no other class wants it; light-0 as good as light-1, and listed first",
+            "no other class matches; light-0 ties with light-1, and is listed first",
             "no other class",
             id="equals",
         ),
@@ -59,7 +59,7 @@ OVERLONG = out("tpu", "context_exceeded", "needs 22098 tokens, holds 16384")
             record(
                 "light-1", "light", candidate("light-1"), candidate("light-0", scores={"spare_knee": 0.5})
             ),
-            "no other class wants it; light-1 has 98% of its knee free, light-0 50%",
+            "no other class matches; light-1 has 98% of its knee free, light-0 50%",
             "no other class",
             id="more-knee-free",
         ),
@@ -89,8 +89,8 @@ OVERLONG = out("tpu", "context_exceeded", "needs 22098 tokens, holds 16384")
         ),
         pytest.param(
             record("light-1", "light", candidate("light-1", scores={"prefix_affinity": 0.78}), L0),
-            "no other class wants it; light-1 holds 78% of its prefix",
-            "holds 78% of it",
+            "no other class matches; light-1 has seen 78% of its prefix",
+            "78% seen before",
             id="prefix",
         ),
         pytest.param(
@@ -107,13 +107,13 @@ OVERLONG = out("tpu", "context_exceeded", "needs 22098 tokens, holds 16384")
         ),
         pytest.param(
             record("light-1", "light", L1, out("light-0", "unhealthy", "booting: connection refused")),
-            "no other class wants it; light-0: booting: connection refused",
+            "no other class matches; light-0: booting: connection refused",
             "light-0 is booting",
             id="a-rival-is-ill",
         ),
         pytest.param(
             record("light-1", "light", L0, L1, failed=("light-0",)),
-            "no other class wants it; light-0 failed under it, so it moved on",
+            "no other class matches; light-0 failed, so it was retried on light-1",
             "light-0 failed",
             id="moved-on",
         ),
@@ -125,13 +125,13 @@ OVERLONG = out("tpu", "context_exceeded", "needs 22098 tokens, holds 16384")
                 out("light-0", "at_knee", "64 in flight"),
                 out("light-1", "at_knee", "x"),
             ),
-            "no other class wants it; spilled: light-0 and light-1: at the knee",
+            "no other class matches; spilled: light-0 and light-1: at the knee",
             "light is full",
             id="spilled",
         ),
         pytest.param(
             record("push", "push", L0, L1, PUSH),
-            "no other class wants it; spilled: light was taken meanwhile",
+            "no other class matches; spilled: light had filled up",
             "light is full",
             id="spilled-in-a-race",
         ),
@@ -155,7 +155,7 @@ OVERLONG = out("tpu", "context_exceeded", "needs 22098 tokens, holds 16384")
         ),
         pytest.param(
             record("", "", out("light-0", "modality", "takes no images"), code="unsupported_modality"),
-            "no other class wants it; light-0: takes no images",
+            "no other class matches; light-0: takes no images",
             "light-0 takes no images",
             id="no-images",
         ),

@@ -21,8 +21,25 @@ def test_a_line_per_class_and_backend_in_gpu_time(busy_story: Story) -> None:
 def test_a_sentence_per_class_says_what_was_decided(busy_story: Story) -> None:
     said = dict(summary.sentences(busy_story))
     assert said["long_document"] == (
-        "2 requests: no other class wants it. 1 went to pool push; 1 refused with context_length_exceeded."
+        "2 requests: no other class matches. 1 served by pool push; 1 refused with context_length_exceeded."
     )
+
+
+@pytest.mark.parametrize(
+    ("reason", "detail"),
+    [
+        ("context_exceeded", "needs 22,098 tokens, holds 16,384"),
+        ("modality", "takes no images"),
+        ("modality", "takes 4 images, not 5"),
+    ],
+)
+def test_it_says_which_backend_could_not_take_a_request(busy_story: Story, reason: str, detail: str) -> None:
+    why = busy_story.exchanges[0].why
+    assert why is not None
+    busy_story.exchanges[0].why = replace(why, excluded=(("push", reason, detail),))
+
+    said = dict(summary.sentences(busy_story))["short_chat"]
+    assert f"1 could not go to push ({detail})" in said
 
 
 @pytest.mark.parametrize("width", [72, 80, 120, 160])
@@ -64,6 +81,6 @@ def test_it_says_how_often_the_box_changed_models_and_what_became_of_the_jobs(bu
         return console.export_text()
 
     busy_story.box = replace(busy_story.box, boots=2)
-    assert "2 jobs handed over, 1 ended. The box changed models 2 times." in told()
+    assert "2 jobs submitted, 1 ended. The box swapped models 2 times." in told()
     busy_story.left_out = "no valkey-server found"
     assert "for chats: jobs are left out here (no valkey-server found)." in told()

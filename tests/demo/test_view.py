@@ -88,21 +88,25 @@ def test_an_engine_that_is_gone_has_no_gauges(busy_story: Story) -> None:
     ("box", "doing"),
     [
         pytest.param(BoxGauge(), "starting", id="before-the-start"),
-        pytest.param(BoxGauge("resident", "spark"), "resident  spark is in", id="in"),
+        pytest.param(BoxGauge("resident", "spark"), "resident  runs spark", id="in"),
         pytest.param(
             BoxGauge("resident", "qwen", "spark", held=True),
-            "resident  qwen is in; spark is next, after its batch",
+            "resident  runs qwen; spark is next, after its batch",
             id="held",
         ),
         pytest.param(
             BoxGauge("draining", "spark", "qwen"),
-            "draining  spark finishes, then qwen",
+            "draining  spark finishes its requests, then qwen starts",
             id="drains",
         ),
-        pytest.param(BoxGauge("stopping", "spark", "qwen"), "stopping  spark goes, qwen comes", id="stops"),
+        pytest.param(
+            BoxGauge("stopping", "spark", "qwen"), "stopping  spark stops, then qwen starts", id="stops"
+        ),
         pytest.param(BoxGauge("booting", "qwen", for_s=2.0), "booting   qwen boots: 25 s to go", id="boots"),
         pytest.param(BoxGauge("booting", "qwen", for_s=9.0), "booting   qwen boots: 0 s to go", id="is-late"),
-        pytest.param(BoxGauge("checking", "qwen"), "checking  qwen is asked something first", id="asked"),
+        pytest.param(
+            BoxGauge("checking", "qwen"), "checking  qwen answers a test question first", id="asked"
+        ),
         pytest.param(BoxGauge("failed", reason="two of two"), "failed    two of two", id="failed"),
     ],
 )
