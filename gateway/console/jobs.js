@@ -31,7 +31,7 @@ function show(view) {
     const wait = lane.queued ? `, oldest ${seconds(lane.oldest_wait_s)}` : "";
     return `${lane.lane}: ${number(lane.queued)} queued, ${number(lane.in_progress)} in progress${wait}`;
   });
-  say(at("job-lanes"), [...(view.drained ? ["drained: workers take no more jobs"] : []), ...lanes].join(" · "));
+  say(at("job-lanes"), [...(view.drained ? ["drained: workers take no jobs"] : []), ...lanes].join(" · "));
   const list = at("job-list");
   list.classList.toggle("empty", !view.jobs.length);
   if (!view.jobs.length) {

@@ -61,7 +61,7 @@ function show(isAsked) {
   const newer = found.filter((row) => row.number > newest).length;
   say(at("hold"), isHeld || open ? `${isHeld ? "Held" : "Held while one is open"}${newer ? `, ${number(newer)} newer` : ""}` : "Hold");
   at("no-requests").hidden = shown.length > 0;
-  say(at("no-requests"), rows.length ? "None of the last requests matches." : "No request has ended yet.");
+  say(at("no-requests"), rows.length ? "No recent request matches." : "No request has ended yet.");
   current = Math.min(current, Math.max(0, shown.length - 1));
   const longest = Math.max(...shown.map((row) => row.total_s), 0.001);
   keyed(at("request-table"), ["head", ...shown], (item) => (item === "head" ? "head" : item.id), body, (element, item) => {
@@ -209,7 +209,7 @@ function phasesOf(record) {
 
 function verdict(record, phases) {
   const total = record.ended_at - record.received_at;
-  const went = record.backend ? `on ${record.backend}${record.is_spill ? ", as a spill" : ""}` : "nowhere";
+  const went = record.backend ? `on ${record.backend}${record.is_spill ? ", as a spill" : ""}` : "on no backend";
   const how = record.error_code ? `${words(record.ending)} with ${record.status} ${record.error_code}` : record.ending === "left" ? "the caller left" : words(record.ending);
   const longest = phases.reduce((one, other) => (other.to - other.from > one.to - one.from ? other : one));
   const share = (longest.to - longest.from) / Math.max(total, 1e-9);
@@ -224,7 +224,7 @@ function lateWords(record, phases) {
   if (first === null || !record.ttft_target_s || first <= record.ttft_target_s) return "";
   const before = phases.filter((phase) => phase.from < first - 1e-6 && phase.to - phase.from > 0.05 * first);
   const told = before.map((phase) => `${seconds(phase.to - phase.from)} ${phase.name}`).join(", ");
-  return ` First token after ${seconds(first)}, but its class wants it within ${round(record.ttft_target_s)}: ${told}.`;
+  return ` First token after ${seconds(first)}, later than its class's target of ${round(record.ttft_target_s)}: ${told}.`;
 }
 
 function waterfall(record, phases) {
@@ -237,7 +237,7 @@ function waterfall(record, phases) {
       const bar = h("i", { class: `k-${phase.kind}` });
       bar.style.left = `${(100 * phase.from) / total}%`;
       bar.style.width = `${(100 * (phase.to - phase.from)) / total}%`;
-      const mark = target === null ? null : h("u", { title: `its class wants the first token within ${round(target)}` });
+      const mark = target === null ? null : h("u", { title: `target of its class for the first token: ${round(target)}` });
       if (mark) mark.style.left = `${(100 * target) / total}%`;
       return h(
         "li",
@@ -247,7 +247,7 @@ function waterfall(record, phases) {
         h("span", { class: "n", text: seconds(phase.to - phase.from) }),
       );
     }),
-    target === null ? null : h("li", { class: "axis" }, h("span", { class: "name" }), h("span", { class: "note", text: `dashed: first token wanted within ${round(target)}` })),
+    target === null ? null : h("li", { class: "axis" }, h("span", { class: "name" }), h("span", { class: "note", text: `dashed: target for the first token, ${round(target)}` })),
   );
 }
 

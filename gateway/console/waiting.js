@@ -41,7 +41,7 @@ function row(one, limit) {
   bar.style.width = limit ? `${Math.min(100, (100 * one.waited_s) / limit)}%` : "0";
   return h(
     "tr",
-    { "data-request": one.id, title: `${one.id}; wants ${one.pool} first` },
+    { "data-request": one.id, title: `${one.id}; first choice: pool ${one.pool}` },
     h("td", { class: "n", text: number(one.position) }),
     h("td", {}, swatch(one.traffic_class), one.traffic_class, one.is_behind ? h("em", { text: " behind" }) : null, one.tries ? h("em", { text: " retry" }) : null),
     h("td", { text: one.key ?? "–" }),

@@ -107,7 +107,7 @@ function winner(found) {
 
 function difference(before, after) {
   if (before === null || after === null) return "";
-  const said = (name) => name || "no backend at once";
+  const said = (name) => name || "no backend right now";
   return before === after ? `The same: ${said(before)}.` : `${said(before)} \u2192 ${said(after)}`;
 }
 
@@ -119,12 +119,12 @@ function shown(title, found, index) {
   const first = found.decision.candidates[0];
   const goes = winner(found);
   const outlook = found.outlook;
-  const wait = outlook?.waiting ? `behind ${number(outlook.waiting)} waiting requests of its class${outlook.expected_wait_s === null ? "" : `, about ${seconds(outlook.expected_wait_s)}`}` : "";
+  const wait = outlook?.waiting ? `behind ${number(outlook.waiting)} waiting request${outlook.waiting === 1 ? "" : "s"} of its class${outlook.expected_wait_s === null ? "" : `, about ${seconds(outlook.expected_wait_s)}`}` : "";
   return h(
     "article",
     { ...attributes, "data-winner": goes },
     heading,
-    h("p", { class: "winner" }, goes ? h("strong", { text: goes }) : h("strong", { class: "attention", text: "no backend at once" }), goes ? ` pool ${first.pool}` : " ", wait ? h("span", { class: "note", text: ` ${wait}` }) : null),
+    h("p", { class: "winner" }, goes ? h("strong", { text: goes }) : h("strong", { class: "attention", text: "no backend right now" }), goes ? ` pool ${first.pool}` : " ", wait ? h("span", { class: "note", text: ` ${wait}` }) : null),
     found.changes.length ? h("ul", { class: "changes" }, ...found.changes.map((change) => h("li", { text: change }))) : null,
     h("p", { class: "demand", text: `${demandLine(found.decision)}.` }),
     classVerdicts(found.classes),

@@ -247,7 +247,7 @@ async def test_a_new_request_is_decided_on_the_fleet_as_it_is(bench: Bench) -> N
         await bench.page.js(f"document.querySelector('#body').value = {json.dumps(json.dumps(body))}")
         await bench.page.click('#question [type="submit"]')
 
-        assert "no backend at once" in await bench.shown('[data-answer="in-force"] .winner')
+        assert "no backend right now" in await bench.shown('[data-answer="in-force"] .winner')
         assert "2 in flight, 100% of its knee" in await bench.shown('#answers [data-candidate="slow"]')
     assert not any("Rumpelstiltskin" in json.dumps(one) for one in await kept(bench))
 
@@ -304,7 +304,7 @@ async def test_what_went_wrong_is_found_among_the_rest(bench: Bench) -> None:
     assert "404 model not found" in await bench.shown(f'tbody[data-request="{bad}"]')
     await bench.page.js("document.querySelector('#find').focus()")
     await bench.page.write("no such thing")
-    assert await bench.shown("#no-requests") == "None of the last requests matches."
+    assert await bench.shown("#no-requests") == "No recent request matches."
 
 
 async def test_flow_and_latency_are_drawn_from_what_has_ended(bench: Bench) -> None:
