@@ -192,6 +192,12 @@ def test_the_dashboard_shows_every_metric_or_it_is_said_why_not() -> None:
     }
 
 
+def test_the_page_on_alerts_names_panels_that_the_dashboard_has() -> None:
+    page = " ".join((ROOT / "docs" / "alerts.md").read_text().split())
+    titles = {panel["title"] for panel in DASHBOARD["panels"]}
+    assert set(re.findall(r'"([^"]+)"', page)) <= titles
+
+
 def test_every_alert_has_its_lines_for_whoever_is_on_call() -> None:
     page = (ROOT / "docs" / "alerts.md").read_text()
     sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", page, re.M | re.S))
