@@ -98,7 +98,7 @@ def serve(config: Path, log_level: str, workers: int) -> None:
 @log_level_option
 @click.option("--admin", metavar="HOST:PORT", help="Admin port, overriding `admin` in the file.")
 def worker(config: Path, log_level: str, admin: str | None) -> None:
-    """Run jobs that gateways have accepted, until SIGTERM. Applications cannot connect.
+    """Run jobs that gateways have accepted, until SIGTERM. It has no port for applications.
 
     On SIGTERM it takes no more jobs, finishes those whose answers have begun, and returns the others.
     """

@@ -33,7 +33,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _common(command: F) -> F:
     """Add the options that every command here has."""
     options = (
-        click.option("--admin", metavar="URL", envvar=ADMIN_ENV, show_envvar=True, help="The admin port."),
+        click.option(
+            "--admin", metavar="URL", envvar=ADMIN_ENV, show_envvar=True, help="URL of the admin port."
+        ),
         click.option(
             "--config",
             "-c",

@@ -440,7 +440,7 @@ def _why(planned: Plan, wants: Mapping[str, Wants], now: float) -> str:
             return f"{what} for {planned.target}"
         case Cause.AGE:
             return f"a request has waited {now - (wanted.oldest_at or now):.0f} s for {planned.target}"
-    return f"back to {planned.target}: nothing waits for the model that is in"
+    return f"back to {planned.target}: nothing waits for the resident model"
 
 
 def _draining(box: Box, look: Look, now: float, rules: BoxRules) -> Step:

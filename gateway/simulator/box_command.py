@@ -17,7 +17,7 @@ _SPARK = ("gemma=spark-nvfp4", "qwen=qwen")
     "--port",
     required=True,
     type=click.IntRange(0, 65535),
-    help="Port for orders; the models listen on the ports after it. 0 for any free ones.",
+    help="Port for orders; the models listen on the ports after it. 0: any free ports.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
@@ -95,10 +95,22 @@ _SPARK = ("gemma=spark-nvfp4", "qwen=qwen")
     help="Probability that any further boot fails.",
 )
 @click.option(
-    "--seed", default=0, show_default=True, help="Seed of that probability, of the texts and their lengths."
+    "--seed", default=0, show_default=True, help="Seed for that probability, the texts and their lengths."
 )
-@click.option("--answer-tokens", default=200, show_default=True, type=click.IntRange(min=1))
-@click.option("--thought-tokens", default=450, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--answer-tokens",
+    default=200,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Median length of an answer.",
+)
+@click.option(
+    "--thought-tokens",
+    default=450,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Median length of the reasoning before it.",
+)
 def simulate_box(
     port: int,
     host: str,
@@ -117,7 +129,7 @@ def simulate_box(
     answer_tokens: int,
     thought_tokens: int,
 ) -> None:
-    """Run a simulated box until SIGTERM: two models or more, and one memory that holds one of them.
+    """Run a simulated box until SIGTERM: two or more models, and memory for one at a time.
 
     By default it is the DGX Spark that Gemma shares with Qwen. Nothing runs until you start it:
 

@@ -23,7 +23,9 @@ def _boot(text: str) -> float | None:
 
 @click.command()
 @click.option("--profile", required=True, help="The deployment to imitate; `help` lists them.")
-@click.option("--port", required=True, type=click.IntRange(0, 65535), help="0 for any free port.")
+@click.option(
+    "--port", required=True, type=click.IntRange(0, 65535), help="Port to listen on; 0 for any free one."
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--speed",
@@ -37,7 +39,7 @@ def _boot(text: str) -> float | None:
     default="0",
     show_default=True,
     metavar="SECONDS",
-    help="How long it refuses connections at first; `profile` for the boot time of its profile.",
+    help="Seconds for which it refuses connections at first; `profile`: the boot time of its profile.",
 )
 @click.option(
     "--api-key", envvar="VLLM_API_KEY", help="API key that its /v1 routes require.  [env: VLLM_API_KEY]"
@@ -45,7 +47,7 @@ def _boot(text: str) -> float | None:
 @click.option(
     "--served-model", metavar="NAME", help="Name under which it serves the model, if not the profile's."
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of its texts and their lengths.")
+@click.option("--seed", default=0, show_default=True, help="Seed for its texts and their lengths.")
 @click.option(
     "--accept",
     type=click.FloatRange(min=1),
@@ -61,8 +63,20 @@ def _boot(text: str) -> float | None:
     type=click.FloatRange(min=0),
     help="Seconds that running answers get after SIGTERM; 0 cuts them off, as vLLM does.",
 )
-@click.option("--answer-tokens", default=200, show_default=True, type=click.IntRange(min=1))
-@click.option("--thought-tokens", default=450, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--answer-tokens",
+    default=200,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Median length of an answer.",
+)
+@click.option(
+    "--thought-tokens",
+    default=450,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Median length of the reasoning before it.",
+)
 @click.option(
     "--fault",
     type=click.Choice([fault.value for fault in Fault]),

@@ -273,7 +273,7 @@ def test_a_restart_forgets_the_old_process_and_is_counted() -> None:
     assert status.restarts == 1
     assert (status.served_models, status.context_tokens, status.version) == ((), None, "")
     assert status.recent_failures == ()
-    assert status.reason == "restarted, 1 times so far"
+    assert status.reason == "restarted; restarts so far: 1"
 
 
 def test_what_it_serves_is_kept_and_a_wrong_model_is_said() -> None:

@@ -224,7 +224,7 @@ def _after_restart(status: BackendStatus, now: float) -> BackendStatus:
     )
     if status.state in (State.BOOTING, State.DOWN):  # the next good probe brings it back
         return replace(status, progress_at=now)
-    return _on_probation(status, now, f"restarted, {status.restarts} times so far")
+    return _on_probation(status, now, f"restarted; restarts so far: {status.restarts}")
 
 
 def _mark(engine: EngineSample) -> tuple[float, ...]:
