@@ -51,6 +51,9 @@ CONTAINERS_MAX = 200_000
 VALUES_MAX = 2_000_000
 """Commas in a long body: more than a million token ids have, or an empty table that fits a window."""
 
+SOFT_TOKENS_MAX = 1_048_576
+"""What a request may ask for per image: a larger number counts as this, which is longer than any window."""
+
 _TEXTS = ("text", "refusal", "thinking")
 _MEDIA = ("image_url", "audio_url", "video_url")
 _PARTS = frozenset(
@@ -564,12 +567,13 @@ def _chat(
     thinking = bool(_mapping(fields.any("chat_template_kwargs")).get("enable_thinking"))
     effort = fields.any("reasoning_effort")
     budget = _mapping(fields.any("mm_processor_kwargs")).get("max_soft_tokens")
-    has_budget = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0:
+        budget = None
     prompt = Prompt(
         turns=tuple(turns),
         tools_json=tools_json,
         thinking=thinking or (effort is not None and effort != "none"),
-        image_budget=budget if has_budget else None,
+        image_budget=None if budget is None else min(budget, SOFT_TOKENS_MAX),
     )
     return prompt, prefixes, 1
 

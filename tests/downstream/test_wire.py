@@ -135,6 +135,17 @@ def test_a_requests_own_image_budget_is_honoured() -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "counted"),
+    [(0, None), (-1, None), (True, None), ("280", None), (1120.0, None), (10**400, wire.SOFT_TOKENS_MAX)],
+)
+def test_an_image_budget_that_is_none_or_beyond_every_window(written: object, counted: int | None) -> None:
+    incoming = chat(mm_processor_kwargs={"max_soft_tokens": written})
+
+    assert incoming.request.prompt.image_budget == counted
+    assert incoming.member("mm_processor_kwargs") == {"max_soft_tokens": written}
+
+
+@pytest.mark.parametrize(
     ("prompt", "expected", "seqs"),
     [
         ("Name a river.", Prompt(raw_texts=("Name a river.",)), 1),
