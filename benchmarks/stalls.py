@@ -91,6 +91,10 @@ def _tools(count: int) -> list[dict[str, Any]]:
     ]
 
 
+def _members(count: int) -> dict[str, int]:
+    return {str(number): number for number in range(count)}
+
+
 def _calls(mark: str, count: int) -> dict[str, Any]:
     messages: list[dict[str, Any]] = [{"role": "user", "content": mark}]
     for number in range(count):
@@ -112,7 +116,9 @@ KINDS = (
     Kind("2,000 tool calls", CHATS, lambda mark: _calls(mark, 2_000)),
     Kind("an image of 20 MB", CHATS, lambda mark: _images(mark, 1, 15_000_000)),
     Kind("30 images of 600 KB", CHATS, lambda mark: _images(mark, 30, 450_000)),
-    Kind("199,000 empty objects", CHATS, lambda mark: _chat(mark, metadata=[{}] * 199_000)),
+    Kind("99,000 empty objects", CHATS, lambda mark: _chat(mark, metadata=[{}] * 99_000)),
+    Kind("99,000 members", CHATS, lambda mark: _chat(mark, chat_template_kwargs=_members(99_000))),
+    Kind("9,000 halves of characters", CHATS, lambda mark: _chat(mark + "\ud83d" * 9_000)),
     Kind("a response, 1 MB", RESPONSES, lambda mark: {"input": mark + (PROSE * 9)[:1_000_000]}),
     Kind("a response, 4,000 items", RESPONSES, lambda mark: {"input": _turns(mark, 4_000, 230)}),
     Kind("1,000,000 token ids", COMPLETIONS, lambda mark: {"prompt": list(range(1_000_000))}),

@@ -8,6 +8,9 @@ import re
 
 from gateway.downstream.long_texts import SLICE_BYTES, is_escaped, take_a_break
 
+LOOKS_MAX = 10_000
+"""A body with more that looks like half a character is no text; 0.6 us each."""
+
 _FIRST, _SECOND = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _FIRST_HALF = re.compile(_FIRST)
 # Begins with what never varies, which is found ten times as fast. Pairs are passed over here, because a text
@@ -21,14 +24,17 @@ _INSTEAD = rb"\ufffd"
 
 
 def mended(body: bytes) -> bytes | None:
-    """Return a body with each half character in it replaced; None if there is none."""
+    """Return a body with each half character in it replaced; None if there is none, or no end of them."""
     parts: list[bytes] = []
-    done = 0
+    done = looks = 0
     for begin in range(0, len(body), SLICE_BYTES):
         take_a_break(begin)
         end = begin + SLICE_BYTES
         for found in _LONE_HALF.finditer(body, begin, end + 2 * _HALF_BYTES):
             at = found.start()
+            looks += 1
+            if looks > LOOKS_MAX:
+                return None
             if at < end and not is_escaped(body, at) and not _is_second(body, at):
                 parts += (body[done:at], _INSTEAD)
                 done = at + _HALF_BYTES

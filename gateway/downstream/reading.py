@@ -7,6 +7,7 @@ import anyio
 import anyio.to_thread
 
 from gateway.core.value import valueclass
+from gateway.downstream.crowded import may_be_crowded
 from gateway.downstream.long_texts import SLICE_BYTES
 from gateway.downstream.occurrences import occurrences
 from gateway.downstream.relay import HttpDownstream
@@ -75,4 +76,4 @@ def _is_quick(read_from: Sequence[bytes]) -> bool:
     left = INLINE_OBJECTS
     for some in read_from:
         left -= occurrences(b"{", some, left)
-    return left >= 0
+    return left >= 0 and not any(map(may_be_crowded, read_from))

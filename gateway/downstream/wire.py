@@ -33,6 +33,7 @@ from gateway.downstream.chat_shapes import (
     LongMessage,
     Message,
 )
+from gateway.downstream.crowded import VALUES_MAX, is_crowded, may_be_crowded
 from gateway.downstream.cut_out import CutOut, cut_out, may_hold_long_texts
 from gateway.downstream.long_texts import LONG_BYTES, SLICE_BYTES, long_text, take_a_break
 from gateway.downstream.occurrences import occurrences
@@ -47,9 +48,6 @@ MEMBERS_MAX = 512
 
 CONTAINERS_MAX = 200_000
 """Objects and arrays in a long body; each takes a token of its own, nearly always."""
-
-VALUES_MAX = 2_000_000
-"""Commas in a long body: more than a million token ids have, or an empty table that fits a window."""
 
 SOFT_TOKENS_MAX = 1_048_576
 """What a request may ask for per image: a larger number counts as this, which is longer than any window."""
@@ -75,6 +73,8 @@ _ASIDE = frozenset(
     {"tools", "stream_options", "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs"}
 )
 """What is read of a chat besides `Chat`: mostly absent."""
+_NO_PROMPT = "`prompt` must be a string, an array of strings or of tokens."
+_NEAR = 64  # bytes, with the white space that there may be
 _INCLUDE_USAGE = msgspec.Raw(b'{"include_usage":true}')
 
 
@@ -185,7 +185,7 @@ def read(
         )
         if found is not None:
             return found
-    members = members_of(body)
+    members = members_of(body, values_max=VALUES_MAX + (0 if is_chat else rules.token_ids_max))
     take_a_break(len(body))
     return read_members(
         endpoint,
@@ -286,9 +286,7 @@ def read_members(
     )
     choices = (fields.count("n", least=1) if seen is None else _count(seen.n, "n", 1)) or 1
     choices *= prompts
-    if choices > rules.choices_max:
-        message = f"At most {rules.choices_max} choices per request."
-        raise InvalidRequest(message, code="too_many_choices", param="n")
+    _check_choices(choices, rules)
     images = audios = 0
     for turn in prompt.turns:
         images += turn.images
@@ -331,6 +329,12 @@ def read_members(
     )
 
 
+def _check_choices(choices: int, rules: WireRules) -> None:
+    if choices > rules.choices_max:
+        message = f"At most {rules.choices_max} choices per request."
+        raise InvalidRequest(message, code="too_many_choices", param="n")
+
+
 def _max_tokens(fields: "_Fields", seen: "Chat | None", *, chat: bool) -> int | None:
     if seen is not None:
         most = _count(seen.max_completion_tokens, "max_completion_tokens", 1)
@@ -341,14 +345,13 @@ def _max_tokens(fields: "_Fields", seen: "Chat | None", *, chat: bool) -> int | 
     return most
 
 
-def members_of(body: bytes) -> dict[str, msgspec.Raw]:
+def members_of(body: bytes, *, values_max: int = VALUES_MAX) -> dict[str, msgspec.Raw]:
     """Return the members of a request body, undecoded.
 
     Raises:
         InvalidRequest: it is not JSON, or not an object, or of more values than any model reads.
     """
-    if len(body) > 2 * CONTAINERS_MAX:  # two brackets each
-        _check_values(body)
+    _check_values(body, values_max)
     body = body.removeprefix(_BOM)
     try:
         return _decode_members(body)
@@ -361,21 +364,22 @@ def members_of(body: bytes) -> dict[str, msgspec.Raw]:
         if whole is None:
             message = f"The request body is not valid JSON: {error}."
             raise InvalidRequest(message, code="invalid_json") from error
-    return members_of(whole)
+    return members_of(whole, values_max=values_max)
 
 
-def _check_values(body: bytes) -> None:
-    """Refuse a body of millions of values: making them holds up everybody, for a microsecond each.
+def _check_values(body: bytes, values_max: int = VALUES_MAX) -> None:
+    """Refuse a body of too many values: making them holds up everybody.
 
-    What is counted may stand in texts as well: the limits are above what a window of 262,144 tokens holds.
+    Objects and arrays may stand in texts as well: the limit is above what a window of 262,144 tokens holds.
 
     Raises:
         InvalidRequest: it is one.
     """
-    opened = occurrences(b"{", body, CONTAINERS_MAX) + occurrences(b"[", body, CONTAINERS_MAX)
-    has_values = len(body) > 2 * VALUES_MAX and occurrences(b",", body, VALUES_MAX) > VALUES_MAX
-    if opened > CONTAINERS_MAX or has_values:
-        message = f"At most {CONTAINERS_MAX:,} objects and arrays and {VALUES_MAX:,} values per request."
+    opened = 0
+    if len(body) > 2 * CONTAINERS_MAX:  # two brackets each
+        opened = occurrences(b"{", body, CONTAINERS_MAX) + occurrences(b"[", body, CONTAINERS_MAX)
+    if opened > CONTAINERS_MAX or (may_be_crowded(body) and is_crowded(body, values_max)):
+        message = f"At most {CONTAINERS_MAX:,} objects and arrays and {values_max:,} values per request."
         raise InvalidRequest(message, code="too_many_items")
 
 
@@ -708,6 +712,11 @@ def _completion(fields: _Fields, rules: WireRules) -> tuple[Prompt, Prefixes, in
         tokens = _token_ids(written)
         if tokens is not None:
             return Prompt(raw_tokens=tokens), (), 1
+        if written[1:_NEAR].lstrip()[:1] == b"[":
+            lists = _items(raw, "prompt", len(written))
+            _check_choices(len(lists), rules)
+            return Prompt(raw_tokens=max(map(_length, lists))), (), len(lists)
+        _check_values(written)
     prompt = None if raw is None else decoded(raw, "prompt")
     match prompt:
         case str():
@@ -716,9 +725,20 @@ def _completion(fields: _Fields, rules: WireRules) -> tuple[Prompt, Prefixes, in
             return Prompt(raw_tokens=len(prompt)), (), 1
         case [str(), *_] if all(isinstance(text, str) for text in prompt):
             return Prompt(raw_texts=tuple(prompt)), (), len(prompt)
-        case [[*_], *_] if all(isinstance(tokens, list) for tokens in prompt):
-            return Prompt(raw_tokens=max(len(tokens) for tokens in prompt)), (), len(prompt)
-    raise InvalidRequest("`prompt` must be a string, an array of strings or of tokens.", param="prompt")
+    raise InvalidRequest(_NO_PROMPT, param="prompt")
+
+
+def _length(raw: msgspec.Raw) -> int:
+    """Return how many token ids an array among others has."""
+    written = bytes(raw)
+    tokens = _token_ids(written)
+    if tokens is not None:
+        return tokens
+    _check_values(written)
+    ids = decoded(raw, "prompt")
+    if not isinstance(ids, list):
+        raise InvalidRequest(_NO_PROMPT, param="prompt")
+    return len(ids)
 
 
 def _token_ids(written: bytes) -> int | None:

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from gateway.downstream import half_characters
-from gateway.downstream.half_characters import mended
+from gateway.downstream.half_characters import LOOKS_MAX, mended
 from gateway.downstream.long_texts import SLICE_BYTES
 
 PIECES = (rb"\ud83d", rb"\uDE00", rb"\\", rb"\"", b"ud83d", b"a", rb"\u0041")
@@ -36,3 +36,11 @@ def test_a_half_far_into_a_long_body_is_found() -> None:
     body = b'{"a":"%b","b":"cut \\ud83d"}' % (b"A" * 3 * SLICE_BYTES)
 
     assert mended(body) == body.replace(rb"\ud83d", rb"\ufffd")
+
+
+@pytest.mark.parametrize("found", [rb"\ud83d", rb"\\ud83d"], ids=["halves", "what-looks-like-them"])
+def test_a_body_of_nothing_else_is_left_as_it_is(found: bytes) -> None:
+    body = b'{"a":"%b","b":"cut \\ud83d"}'
+
+    assert mended(body % (found * (LOOKS_MAX - 1))) is not None
+    assert mended(body % (found * LOOKS_MAX)) is None

@@ -21,8 +21,9 @@ TEXT = b"a river runs past an old mill " * 50_000
         ([json.dumps([{"role": "user"}] * 1_000).encode()], True),
         ([json.dumps([{"role": "user"}] * 1_001).encode()], False),
         ([json.dumps([{"role": "user"}] * 900).encode()] * 2, False),
+        ([json.dumps([0] * 200_000).encode()], False),
     ],
-    ids=["none", "short", "text", "long-text", "with-a-record", "items", "many-items", "together"],
+    ids=["none", "short", "text", "long-text", "with-a-record", "items", "many-items", "together", "values"],
 )
 async def test_what_is_quickly_read_is_read_at_once(bodies: list[bytes], is_quick: bool) -> None:
     read_by = await Readers().run(threading.get_ident, *bodies)

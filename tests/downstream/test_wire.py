@@ -156,6 +156,7 @@ def test_an_image_budget_that_is_none_or_beyond_every_window(written: object, co
         ([123_456] * 100_001 + [10**30], Prompt(raw_tokens=100_002), 1),
         ([7] * 100_000 + [True], Prompt(raw_tokens=100_001), 1),  # as in a short one
         ([[1] * 40_000, [2] * 40_001], Prompt(raw_tokens=40_001), 2),
+        ([[1] * 120_000, [2, 3], [4] * 110_000], Prompt(raw_tokens=120_000), 3),
         (["1"] * 40_000, Prompt(raw_texts=("1",) * 40_000), 40_000),
     ],
     ids=[
@@ -167,6 +168,7 @@ def test_an_image_budget_that_is_none_or_beyond_every_window(written: object, co
         "a-large-id",
         "no-id",
         "long-lists",
+        "longer-lists",
         "many-texts",
     ],
 )
@@ -307,7 +309,8 @@ ODD_KINDS: list[Any] = [[], {}, 1, None]
         ),
         pytest.param(body(messages=message([{}] * 200_001)), "too_many_items", None, id="objects"),
         pytest.param(body(metadata=[[]] * 200_001), "too_many_items", None, id="arrays"),
-        pytest.param(body(metadata=[0] * 2_000_002), "too_many_items", None, id="numbers"),
+        pytest.param(body(metadata=[0] * 200_000), "too_many_items", None, id="numbers"),
+        pytest.param(body(messages=[0] * 200_000), "too_many_items", None, id="numbers-for-messages"),
         pytest.param(body(tools=[{}] * 2_000), "too_many_items", "tools", id="tools"),
         pytest.param(body(tools={}), "invalid_request", "tools", id="tools-object"),
         pytest.param(body(model="x" * 257), "invalid_request", "model", id="a-name-that-is-none"),
@@ -489,6 +492,31 @@ def test_the_usage_event_is_asked_for(
     assert json.loads(incoming.body_for("s")).get("stream_options") == options
     asked_by_caller = incoming.request.include_usage
     assert incoming.usage_injected is (options is not None and not asked_by_caller)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [
+        ([1.5] * 200_000, "too_many_items"),
+        (["1"] * 300_000, "too_many_items"),
+        ([[1], ["1"] * 120_000], "too_many_items"),
+        ([[1]] * 150_000, "too_many_choices"),
+        ([[1], 2], "invalid_request"),
+    ],
+    ids=["fractions", "texts", "texts-for-ids", "lists", "a-list-and-an-id"],
+)
+def test_a_prompt_of_many_values_is_not_decoded_at_once(prompt: object, code: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode(), RULES)
+
+    assert caught.value.code == code
+
+
+def test_a_table_in_a_text_is_no_crowd_of_values() -> None:
+    table = "1,2,3;" * 200_000
+
+    assert read(Endpoint.CHAT, body(messages=message(table)), RULES).request.prompt.turns
+    assert read(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": [table]}).encode(), RULES)
 
 
 def test_a_prompt_of_ids_is_bounded_before_it_is_decoded() -> None:
