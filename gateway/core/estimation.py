@@ -86,7 +86,7 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
     if prompt.thinking:
         fixed += costs.think_marker
     if prompt.tools_json:
-        fixed += _quoted(prompt.tools_json)
+        fixed += QUOTED_TOKENS * prompt.tools_texts
         texts.append(Piece(prompt.tools_json, comes_again=True))
     if (prompt.thinking or prompt.tools_json) and prompt.turns[0].role not in _SYSTEM_ROLES:
         fixed += costs.per_turn  # a system turn made for them
@@ -110,7 +110,7 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
             texts.append(Piece(role))
         texts.append(_piece(turn))
         for name, arguments in turn.tool_calls:
-            fixed += costs.tool_round + _quoted(arguments)
+            fixed += costs.tool_round + QUOTED_TOKENS * texts_in(arguments)
             texts += (Piece(name, 200), Piece(arguments))  # the call names it, and so does the result
         calls_open = len(turn.tool_calls)
         previous = turn
@@ -122,11 +122,11 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
     return Pieces(fixed, tuple([piece for piece in texts if piece.text or piece.long is not None]))
 
 
-def _quoted(json: str) -> int:
-    """Return what the template's quotes around the texts in some JSON take; keys have none."""
-    texts = (json.count('"') - json.count('\\"')) // 2
+def texts_in(json: str) -> int:
+    """Return how many texts there are in some JSON, besides keys, which the template does not quote."""
+    strings = (json.count('"') - json.count('\\"')) // 2
     keys = json.count('":') - json.count('\\":')
-    return QUOTED_TOKENS * max(0, texts - keys)
+    return max(0, strings - keys)
 
 
 def _completion(prompt: Prompt, costs: TemplateCosts) -> Pieces:

@@ -73,6 +73,7 @@ class Prompt:
         raw_texts: The prompt strings of /v1/completions; for a chat empty.
         raw_tokens: Prompt tokens that came as ids (/v1/completions) and need no counting.
         tools_json: The tools as compact JSON, or "".
+        tools_texts: Texts in that, besides keys.
         thinking: Whether the chat template opens a thought (`enable_thinking`).
         image_budget: Soft tokens per image the request itself asks for, or None for the model's default.
         audio_tokens: Soft tokens of all audio parts, when their length is known; else 0.
@@ -82,6 +83,7 @@ class Prompt:
     raw_texts: tuple[str, ...] = ()
     raw_tokens: int = 0
     tools_json: str = ""
+    tools_texts: int = 0
     thinking: bool = False
     image_budget: int | None = None
     audio_tokens: int = 0

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 
 from gateway.core.errors import InvalidRequest
+from gateway.core.estimation import texts_in
 from gateway.core.value import valueclass
 from gateway.core.values import NO_CHANGES, Changes, Endpoint, LongText, Prefixes, Prompt, Request, Turn
 from gateway.downstream import half_characters
@@ -274,15 +275,15 @@ def read_members(
         raise InvalidRequest(f"`model` is longer than {MODEL_CHARS_MAX} characters.", param="model")
     stream = fields.flag("stream") if seen is None else bool(seen.stream)
     options: Mapping[str, Any] = {}
-    tools, tools_json = 0, ""
+    tools = _NO_TOOLS
     is_bare = _ASIDE.isdisjoint(members)
     if not is_bare:
         options = _mapping(fields.any("stream_options"))
-        tools, tools_json = _tools(fields, rules.tools_max)
+        tools = _tools(fields, rules.tools_max)
     include_usage = bool(options.get("include_usage"))
     chat = endpoint is Endpoint.CHAT
     prompt, prefixes, prompts = (
-        _chat(fields, seen, tools_json, rules, cut, is_bare=is_bare) if chat else _completion(fields, rules)
+        _chat(fields, seen, tools, rules, cut, is_bare=is_bare) if chat else _completion(fields, rules)
     )
     choices = (fields.count("n", least=1) if seen is None else _count(seen.n, "n", 1)) or 1
     choices *= prompts
@@ -303,7 +304,7 @@ def read_members(
         reasoning=prompt.thinking,
         images=images,
         audios=audios,
-        tools=tools,
+        tools=tools.count,
         include_usage=include_usage,
         key=key,
         headers=headers or {},
@@ -516,7 +517,7 @@ def _opened(message: LongMessage) -> Message:
 def _chat(
     fields: _Fields,
     seen: Chat | None,
-    tools_json: str,
+    tools: "_Tools",
     rules: WireRules,
     cut: CutOut | None,
     *,
@@ -575,27 +576,41 @@ def _chat(
         budget = None
     prompt = Prompt(
         turns=tuple(turns),
-        tools_json=tools_json,
+        tools_json=tools.json,
+        tools_texts=tools.texts,
         thinking=thinking or (effort is not None and effort != "none"),
         image_budget=None if budget is None else min(budget, SOFT_TOKENS_MAX),
     )
     return prompt, prefixes, 1
 
 
-def _tools(fields: _Fields, most: int) -> tuple[int, str]:
-    """Return how many tools there are, and their compact JSON."""
+@valueclass(frozen=True, slots=True)
+class _Tools:
+    """How many tools a chat has, their compact JSON, and how many texts are in that."""
+
+    count: int = 0
+    json: str = ""
+    texts: int = 0
+
+
+_NO_TOOLS = _Tools()
+
+
+def _tools(fields: _Fields, most: int) -> _Tools:
     raw = fields.raw("tools")
     if raw is None:
-        return 0, ""
+        return _NO_TOOLS
     written = bytes(raw)
     return _read_tools(written, most) if len(written) < LONG_BYTES else _read_tools.__wrapped__(written, most)
 
 
 @lru_cache(maxsize=64)  # an application sends the same ones with every request
-def _read_tools(written: bytes, most: int) -> tuple[int, str]:
+def _read_tools(written: bytes, most: int) -> _Tools:
     raws = _items(msgspec.Raw(written), "tools", most)
-    tools = [decoded(raw, "tools") for raw in raws]
-    return len(tools), msgspec.json.encode(tools).decode() if tools else ""
+    if not raws:
+        return _NO_TOOLS
+    json = msgspec.json.encode([decoded(raw, "tools") for raw in raws]).decode()
+    return _Tools(len(raws), json, texts_in(json))
 
 
 def _message(raw: msgspec.Raw, where: str) -> Message:

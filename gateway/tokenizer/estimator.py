@@ -29,6 +29,8 @@ INLINE_BYTES = 16_384
 INLINE_TEXTS = 512
 """With roles and names, each of which takes 1 us, or 3 if its count is not remembered."""
 THREADS = 2
+INLINE_CHARS = 1_000_000
+"""What the template makes of so much is found out in 5 ms: tools and arguments are searched for texts."""
 WAITING_MAX = 256
 """Large prompts that may be counted or wait for it: at 60 ms per MB and two threads, seconds of work."""
 REMEMBERED_CHARS_MIN = 2048
@@ -121,27 +123,27 @@ class PromptEstimator:
         at_least_tokens = -(-size.chars // chars_per_token_max(self.vocabulary))
         if at_least_tokens > limit_tokens:
             return bound(at_least_tokens, limit_tokens)
-        parts = pieces(prompt, costs)
-        known: Sequence[Counted | None] = ()
-        if size.texts <= INLINE_TEXTS:
+        count = partial(self.estimate_now, prompt, costs, limit_tokens)
+        if size.texts <= INLINE_TEXTS and size.chars <= INLINE_CHARS:
+            parts = pieces(prompt, costs)
             if size.bytes_max <= INLINE_BYTES:
                 return self._estimate(parts, limit_tokens)
             known = self._known(parts)
+            count = partial(self._estimate, parts, limit_tokens, known)
             if _bytes_to_count(parts, known) <= INLINE_BYTES:
-                return self._estimate(parts, limit_tokens, known)
+                return count()
         if self._waiting >= WAITING_MAX:
             raise AtCapacity(
                 "Too many long prompts are waiting to be measured.", code="estimator_busy", retry_after_s=1
             )
         self._waiting += 1
         try:
-            count = partial(self._estimate, parts, limit_tokens, known)
             return await anyio.to_thread.run_sync(count, limiter=self._threads)
         finally:
             self._waiting -= 1
 
     def estimate_now(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
-        """Return what `estimate` does, on the calling thread: for commands that have nothing else to do."""
+        """Return what `estimate` does, on the calling thread."""
         return self._estimate(pieces(prompt, costs), limit_tokens)
 
     def _known(self, parts: Pieces) -> Sequence[Counted | None]:

@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from gateway.core.estimation import Piece, Pieces, bound, image_budget, is_plain, margin_tokens, pieces
+from gateway.core.estimation import (
+    Piece,
+    Pieces,
+    bound,
+    image_budget,
+    is_plain,
+    margin_tokens,
+    pieces,
+    texts_in,
+)
 from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts, Turn
 
 COSTS = TemplateCosts()
@@ -28,7 +37,7 @@ def length(prompt: Prompt, costs: TemplateCosts = COSTS) -> int:
 
 
 def chat(*turns: Turn, thinking: bool = False, tools_json: str = "") -> Prompt:
-    return Prompt(turns=turns, thinking=thinking, tools_json=tools_json)
+    return Prompt(turns=turns, thinking=thinking, tools_json=tools_json, tools_texts=texts_in(tools_json))
 
 
 def _tool(name: str, description: str, properties: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -21,6 +21,7 @@ from gateway.tokenizer import PromptEstimator, Vocabulary, open_estimator
 from gateway.tokenizer.estimator import (
     CONVERSATION_TEXTS,
     INLINE_BYTES,
+    INLINE_CHARS,
     INLINE_TEXTS,
     REMEMBERED_CHARS_MIN,
     THREADS,
@@ -150,6 +151,31 @@ async def test_a_large_prompt_is_never_counted_on_the_event_loops_thread(prompt:
     assert encoding.threads
     assert threading.get_ident() not in encoding.threads
     assert max(encoding.sizes) <= PIECE_CHARS
+
+
+class Watched(str):
+    """A text that notes which threads look through it."""
+
+    threads: set[int]
+
+    def count(self, *args: Any) -> int:
+        self.threads.add(threading.get_ident())
+        return super().count(*args)
+
+
+@pytest.mark.parametrize(("size", "is_inline"), [(INLINE_CHARS // 2, True), (INLINE_CHARS, False)])
+async def test_long_arguments_are_not_looked_through_by_the_event_loops_thread(
+    size: int, is_inline: bool, make: Make
+) -> None:
+    arguments = Watched('"x"' * (size // 3 + 1))
+    arguments.threads = set()
+    prompt = Prompt(turns=(Turn("assistant", (), tool_calls=(("f", arguments),)),))
+    estimator = make(Encoding())
+
+    estimate = await estimator.estimate(prompt, COSTS, WINDOW)
+
+    assert (arguments.threads == {threading.get_ident()}) is is_inline
+    assert estimate == estimator.estimate_now(prompt, COSTS, WINDOW)
 
 
 async def test_the_loop_goes_on_while_a_large_prompt_is_counted(make: Make) -> None:
