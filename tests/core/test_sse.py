@@ -48,7 +48,13 @@ def test_an_answer_passes_untouched_wherever_it_is_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    "spell", [bytes, lambda event: event.replace(b'finish_reason":', b'finish_reason" : ')]
+    "spell",
+    [
+        bytes,
+        lambda event: event.replace(b":null", b": null"),
+        lambda event: event.replace(b'finish_reason":', b'finish_reason" : '),
+    ],
+    ids=["compact", "spaced", "wide"],
 )
 def test_an_answer_passes_event_by_event(spell: Callable[[bytes], bytes]) -> None:
     events = [spell(event + b"\n\n") for event in (STREAM + USAGE + DONE).split(b"\n\n") if event]
@@ -72,6 +78,17 @@ def test_events_are_let_go_only_whole() -> None:
 
     assert subject.feed(STREAM[:-1]) == STREAM[: STREAM.rindex(b"data:")]
     assert subject.feed(STREAM[-1:]) == STREAM[STREAM.rindex(b"data:") :]
+
+
+@pytest.mark.parametrize("end", [b"\n\n\n", b"\n\n\n\n", b"\r\n\n", b"\n\r\n", b"\n\n\r\n\r\n"])
+def test_more_blank_lines_than_one_between_events_do_no_harm(end: bytes) -> None:
+    whole = STREAM.replace(b"\n\n", end) + USAGE + DONE
+
+    for cut in range(len(whole) + 1):
+        passed_on = run(reader(), [whole[:cut], whole[cut:]])
+        assert [line for line in passed_on.splitlines() if line] == [
+            line for line in whole.splitlines() if line
+        ]
 
 
 def test_crlf_line_ends_are_events_too() -> None:
