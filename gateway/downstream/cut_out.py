@@ -3,11 +3,12 @@
 To read a long body takes a walk over each of its bytes, and nearly all of them are in a few strings as a
 rule: the document that somebody asks about, or images. So the ends of those are looked for, from both ends
 of the body, what is around them is read as any small body is, and each is walked over once. Where one turns
-out to be more than one string, the body is read as a whole.
+out to be more than one string, they are looked for message by message; as a last resort the body is read as a
+whole.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from gateway.core.value import valueclass
@@ -30,6 +31,7 @@ WINDOW_BYTES = LONG_BYTES // 2
 
 _QUOTE = b'"'
 _UNESCAPED = (b',"', b' "')
+_CONTENT = b'"content"'  # not within a text, where there would be backslashes
 _MARK = MARK.encode()
 
 Span = tuple[int, int]
@@ -77,16 +79,22 @@ def may_hold_long_texts(body: bytes) -> bool:
     return False
 
 
-def cut_out(body: bytes) -> CutOut | None:
-    """Return a body without its long strings; None where there is none that is easily found.
+def cuts_of(body: bytes) -> Iterator[CutOut]:
+    """Yield a body without its long strings; then once more, should what has quotes be several of them.
 
     It is not known yet whether each is one string, nor whether the body is JSON. If what was cut out is the
     inside of strings, and the rest is JSON with marks as strings in it, then the body is JSON, and means just
     that: wherever the ends were guessed.
     """
-    spans = _spans(body)
-    if not spans:
-        return None
+    spans = _spans(body, 0, len(body))
+    if spans and (cut := _cut_out(body, spans)) is not None:
+        yield cut
+    apart = [span for begin, end in _messages(body) for span in _spans(body, begin, end)]
+    if apart and apart != [*spans] and (cut := _cut_out(body, apart)) is not None:
+        yield cut
+
+
+def _cut_out(body: bytes, spans: Sequence[Span]) -> CutOut | None:
     view = memoryview(body)
     rest: list[bytes | memoryview] = []
     at = 0
@@ -100,42 +108,56 @@ def cut_out(body: bytes) -> CutOut | None:
     return CutOut(joined, tuple([view[start:end] for start, end in spans]))
 
 
-def _spans(body: bytes) -> Sequence[Span]:
-    """Return where the long strings are, in order: of those with quotes in them, at most one is found."""
-    before, start = _from_the_front(body)
+def _messages(body: bytes) -> Iterator[Span]:
+    """Yield what is likely to be a message's content, with what follows it, where that is long."""
+    at = body.find(_CONTENT)
+    while at >= 0:
+        following = body.find(_CONTENT, at + 1)
+        end = len(body) if following < 0 else following
+        if end - at > LONG_BYTES:
+            yield at, end
+        at = following
+
+
+def _spans(body: bytes, begin: int, end: int) -> Sequence[Span]:
+    """Return where the long strings are in a part of a body that begins with the quote of one, or before it.
+
+    In order; of those with quotes in them, at most one is found.
+    """
+    before, start = _from_the_front(body, begin, end)
     if start == 0:
         return before
-    behind, end = _from_the_back(body, start)
-    middle = [(start, end)] if end - start + 2 >= LONG_BYTES else []
+    behind, last = _from_the_back(body, start, end)
+    middle = [(start, last)] if last - start + 2 >= LONG_BYTES else []
     return (*before, *middle, *reversed(behind))
 
 
-def _from_the_front(body: bytes) -> tuple[list[Span], int]:
+def _from_the_front(body: bytes, begin: int, end: int) -> tuple[list[Span], int]:
     """Return the long strings without quotes, and where the first other begins; 0: none was found."""
     found: list[Span] = []
-    opens = at = body.find(_QUOTE)
+    opens = at = body.find(_QUOTE, begin, end)
     escaped = 0
     for _ in range(QUOTES_MAX):
         if opens < 0:
             return found, 0
-        at = body.find(_QUOTE, at + 1, opens + LONG_BYTES)
+        at = body.find(_QUOTE, at + 1, min(end, opens + LONG_BYTES))
         if at < 0 or escaped == ESCAPED_MAX:
-            at = body.find(_QUOTE, opens + LONG_BYTES) if at < 0 and not escaped else -1
+            at = body.find(_QUOTE, opens + LONG_BYTES, end) if at < 0 and not escaped else -1
             if at < 0 or is_escaped(body, at):
                 return found, opens + 1
             found.append((opens + 1, at))
         elif is_escaped(body, at):
             escaped += 1
             continue
-        opens = at = body.find(_QUOTE, at + 1)
+        opens = at = body.find(_QUOTE, at + 1, end)
         escaped = 0
     return [], 0
 
 
-def _from_the_back(body: bytes, start: int) -> tuple[list[Span], int]:
+def _from_the_back(body: bytes, start: int, end: int) -> tuple[list[Span], int]:
     """Return likewise those behind `start`, the last one first, and where the one that begins there ends."""
     found: list[Span] = []
-    closes = at = body.rfind(_QUOTE, start)
+    closes = at = body.rfind(_QUOTE, start, end)
     escaped = 0
     for _ in range(QUOTES_MAX):
         if closes < 0:

@@ -35,7 +35,7 @@ from gateway.downstream.chat_shapes import (
     Message,
 )
 from gateway.downstream.crowded import VALUES_MAX, is_crowded, may_be_crowded
-from gateway.downstream.cut_out import CutOut, cut_out, may_hold_long_texts
+from gateway.downstream.cut_out import CutOut, cuts_of, may_hold_long_texts
 from gateway.downstream.long_texts import LONG_BYTES, SLICE_BYTES, long_text, take_a_break
 from gateway.downstream.occurrences import occurrences
 from gateway.downstream.placing import put_long
@@ -173,8 +173,7 @@ def read(
     """
     is_chat = endpoint is Endpoint.CHAT
     has_long = is_chat and len(body) >= LONG_BYTES and may_hold_long_texts(body)
-    cut = cut_out(body) if has_long else None
-    if cut is not None:
+    for cut in cuts_of(body) if has_long else ():
         found = _read_around(
             cut,
             rules,

@@ -1,4 +1,4 @@
-"""The one long text of a body is cut out of it: what is read is what is read of the body as a whole."""
+"""The long strings of a body are cut out of it: what is read is what is read of the body as a whole."""
 
 import json
 import random
@@ -85,6 +85,14 @@ FOUND: dict[str, bytes] = {
     "short-with-many-quotes-between": body_of(
         [message(PLAIN), message('"' * ESCAPED_MAX * 2), message(PLAIN, role="tool")]
     ),
+    "two-with-quotes": body_of([message(DOCUMENT), message(DOCUMENT + "x")]),
+    "of-all-kinds": body_of(
+        [message(text, role=role) for text in (DOCUMENT, PLAIN, "x", DOCUMENT) for role in ("user", "system")]
+    ),
+    "behind-a-quoting-system-prompt": body_of(
+        [message('"' * (ESCAPED_MAX + 1), role="system"), message(DOCUMENT)]
+    ),
+    "behind-many-messages": body_of([message(str(n)) for n in range(QUOTES_MAX)] + [message(DOCUMENT)]),
     "named-twice": body_of([message("x")])[:-1]
     + b',"messages":'
     + json.dumps([message(DOCUMENT)]).encode()
@@ -179,7 +187,6 @@ def test_an_image_with_a_line_break_in_it_is_no_json() -> None:
 
 ASIDE: dict[str, bytes] = {
     "short": body_of([message("x" * (LONG_BYTES - 3))]),
-    "two-long-ones": body_of([message(DOCUMENT), message(DOCUMENT + "x")]),
     "two-long-parts": body_of([message([{"type": "text", "text": DOCUMENT + end} for end in "ab"])]),
     "a-bare-part": body_of([message([DOCUMENT])]),
     "a-refusal": body_of([message([{"type": "refusal", "refusal": DOCUMENT}])]),
@@ -187,8 +194,8 @@ ASIDE: dict[str, bytes] = {
     "an-image-beyond-ascii": body_of([message([IMAGE | {"image_url": {"url": "data:ä" + BASE64}}])]),
     "a-part-of-a-part": body_of([message([IMAGE | {"text": {"a": {"b": DOCUMENT}}}])]),
     "no-message": body_of([message("x")], user=DOCUMENT),
-    "too-much-before-it": body_of([message(str(n)) for n in range(QUOTES_MAX)] + [message(DOCUMENT)]),
-    "a-quoting-system-prompt": body_of([message('"' * (ESCAPED_MAX + 1), role="system"), message(DOCUMENT)]),
+    "too-much-before-it": body_of([message([QUESTION] * QUOTES_MAX + [LONG_PART])]),
+    "what-looks-like-the-next-message": body_of([message(DOCUMENT + '"content'), message(DOCUMENT)]),
     "many-messages": body_of([message(PROSE * 20) for _ in range(200)]),
     "what-stands-for-a-text": body_of([message(MARK), message(DOCUMENT)]),
 }
