@@ -10,7 +10,7 @@ from gateway.downstream.long_texts import is_plain, unread_text, whole_text
 
 _TEXT: Final = "text"
 _SOURCES = ("image_url", "audio_url", "input_audio")
-_SHOWN_BYTES = 64
+_SHOWN_CHARS = 64
 
 
 @valueclass(frozen=True, slots=True)
@@ -43,9 +43,10 @@ def _put(messages: list[Message], place: _Place, text: memoryview, have_long: se
     """`have_long`: the messages with a long text by now. A second one is decoded, as a short one is."""
     part, name = place.part, place.name
     if part is not None and name != _TEXT:
-        if not is_plain(text):
+        source = bytes(text[:_SHOWN_CHARS]).decode() if is_plain(text) else whole_text(text)
+        if source is None:
             return False
-        part[name] = bytes(text[:_SHOWN_BYTES]).decode()  # all that is looked at of an image
+        part[name] = source[:_SHOWN_CHARS]  # all that is looked at of an image
         return True
     message = messages[place.message]
     is_decoded = message.role in LOOKED_INTO or message.tool_calls is not None or place.message in have_long

@@ -132,6 +132,9 @@ IN_PARTS: dict[str, bytes] = {
     ),
     "an-assistants": body_of([message([LONG_PART], role="assistant")]),
     "beside-calls": body_of([message([LONG_PART], tool_calls=[])]),
+    "an-image-whose-slashes-are-escaped": body_of([message([QUESTION, IMAGE])]).replace(b"/", b"\\/"),
+    "an-image-with-an-escape": body_of([message([IMAGE | {"image_url": {"url": "data:\\" + BASE64}}])]),
+    "an-image-beyond-ascii": body_of([message([IMAGE | {"image_url": {"url": "data:ä" + BASE64}}])]),
     "several-images": body_of([message([QUESTION, IMAGE, IMAGE]), message([IMAGE, QUESTION])] * 5),
     "a-text-between-images": body_of([message([IMAGE, LONG_PART, IMAGE]), message("x"), message([IMAGE])]),
     "two-texts-and-an-image": body_of(
@@ -171,9 +174,11 @@ def test_a_part_is_known_again_only_among_the_same_texts() -> None:
     assert len({key(LONG_PART), key(LONG_PART, QUESTION), key(QUESTION, LONG_PART)}) == 3
 
 
-def test_an_image_from_elsewhere_is_refused_however_long_its_address() -> None:
+@pytest.mark.parametrize("slash", [b"/", b"\\/"])
+def test_an_image_from_elsewhere_is_refused_however_long_its_address(slash: bytes) -> None:
+    body = body_of([message([IMAGE | {"image_url": {"url": "https://example.com/" + BASE64}}])])
     with pytest.raises(InvalidRequest) as caught:
-        read(body_of([message([IMAGE | {"image_url": {"url": "https://example.com/" + BASE64}}])]))
+        read(body.replace(b"/", slash))
 
     assert caught.value.code == "remote_media_not_allowed"
 
@@ -190,8 +195,6 @@ ASIDE: dict[str, bytes] = {
     "two-long-parts": body_of([message([{"type": "text", "text": DOCUMENT + end} for end in "ab"])]),
     "a-bare-part": body_of([message([DOCUMENT])]),
     "a-refusal": body_of([message([{"type": "refusal", "refusal": DOCUMENT}])]),
-    "an-image-with-an-escape": body_of([message([IMAGE | {"image_url": {"url": "data:\\" + BASE64}}])]),
-    "an-image-beyond-ascii": body_of([message([IMAGE | {"image_url": {"url": "data:ä" + BASE64}}])]),
     "a-part-of-a-part": body_of([message([IMAGE | {"text": {"a": {"b": DOCUMENT}}}])]),
     "no-message": body_of([message("x")], user=DOCUMENT),
     "too-much-before-it": body_of([message([QUESTION] * QUOTES_MAX + [LONG_PART])]),
