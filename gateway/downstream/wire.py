@@ -34,7 +34,7 @@ from gateway.downstream.chat_shapes import (
     LongMessage,
     Message,
 )
-from gateway.downstream.crowded import VALUES_MAX, is_crowded, may_be_crowded
+from gateway.downstream.crowded import CONTAINERS_MAX, VALUES_MAX, is_crowded, may_be_crowded
 from gateway.downstream.cut_out import CutOut, cuts_of, may_hold_long_texts
 from gateway.downstream.long_texts import LONG_BYTES, SLICE_BYTES, long_text, take_a_break
 from gateway.downstream.occurrences import occurrences
@@ -46,9 +46,6 @@ MODEL_CHARS_MAX = 256
 
 MEMBERS_MAX = 512
 """Members of a body: no engine knows nearly as many."""
-
-CONTAINERS_MAX = 200_000
-"""Objects and arrays in a long body; each takes a token of its own, nearly always."""
 
 SOFT_TOKENS_MAX = 1_048_576
 """What a request may ask for per image: a larger number counts as this, which is longer than any window."""
@@ -370,15 +367,10 @@ def members_of(body: bytes, *, values_max: int = VALUES_MAX) -> dict[str, msgspe
 def _check_values(body: bytes, values_max: int = VALUES_MAX) -> None:
     """Refuse a body of too many values: making them holds up everybody.
 
-    Objects and arrays may stand in texts as well: the limit is above what a window of 262,144 tokens holds.
-
     Raises:
         InvalidRequest: it is one.
     """
-    opened = 0
-    if len(body) > 2 * CONTAINERS_MAX:  # two brackets each
-        opened = occurrences(b"{", body, CONTAINERS_MAX) + occurrences(b"[", body, CONTAINERS_MAX)
-    if opened > CONTAINERS_MAX or (may_be_crowded(body) and is_crowded(body, values_max)):
+    if may_be_crowded(body) and is_crowded(body, values_max):
         message = f"At most {CONTAINERS_MAX:,} objects and arrays and {values_max:,} values per request."
         raise InvalidRequest(message, code="too_many_items")
 
