@@ -223,10 +223,7 @@ def worker(
         if metrics is not None:
             metrics.attempt_ended(end)
 
-    def has_model(lane: str) -> bool:
-        return pipeline.has_model(lane.rpartition("/")[0])
-
-    return Worker(jobs, process_name(), read, pipeline.run, rules, attempt_ended, has_model)
+    return Worker(jobs, process_name(), read, pipeline.run, rules, pipeline.serving, attempt_ended)
 
 
 def batching(settings: Settings) -> Batching | None:

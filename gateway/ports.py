@@ -32,6 +32,8 @@ from gateway.core.jobs import (
     NewJob,
     Quota,
     Refusal,
+    Refused,
+    Serving,
 )
 from gateway.core.trace import Trace
 from gateway.core.usage import AttemptRecord, RequestRecord
@@ -482,8 +484,12 @@ class JobStore(Protocol):
 
     # ------------------------------------------------------------ workers
 
-    async def claim(self, worker: str, lanes: Collection[str] | None, attempts_max: int) -> Job | None:
+    async def claim(
+        self, worker: str, lanes: Collection[str] | None, attempts_max: int, config: str = ""
+    ) -> Job | None:
         """Take the next job of these lanes (None: of any), or None where nothing is to be done.
+
+        One that was refused under the worker's configuration `config` is left to others; see `refuse`.
 
         A worker asks once at a time. Where it does not know whether it got a job (StoreUnavailable), the next
         call returns that one.
@@ -493,8 +499,16 @@ class JobStore(Protocol):
         worthless FAILED (`job_expired`).
         """
 
-    async def beat(self, worker: str, claims: Collection[tuple[str, int]]) -> Collection[str]:
-        """Say that `worker` still has these (job id, attempt). Returns the ids of those it has lost."""
+    async def beat(
+        self, worker: str, claims: Collection[tuple[str, int]], serving: Serving | None = None
+    ) -> Collection[str]:
+        """Say that `worker` still has these (job id, attempt), and what it can run from now on.
+
+        Returns the ids of those it has lost. What it can run is remembered for ten minutes after that.
+        """
+
+    async def is_served_elsewhere(self, model: str, config: str) -> bool:
+        """Return whether workers with another configuration than `config` say that they have a model."""
 
     # `claim`, as in `Job`, tells an attempt from one of the same number that the store has forgotten.
 
@@ -515,6 +529,24 @@ class JobStore(Protocol):
         """Queue a job again, at the front, not before `after_s`; `failed`: count it as a failure of the job.
 
         False: this attempt no longer has it.
+        """
+
+    async def refuse(
+        self,
+        job_id: str,
+        attempt: int,
+        error: JobError,
+        *,
+        config: str,
+        attempts_max: int,
+        after_s: float,
+        claim: str = "",
+    ) -> Refused | None:
+        """Give a job back that this process's configuration does not let it run.
+
+        It is LEFT to workers that have its model under a configuration that has not refused it. Where there
+        are none, it counts as a failure of the job, which rests for `after_s`; the last one ends it with
+        `error`. None: this attempt no longer has it.
         """
 
     async def waiting(self, wait_s: float) -> Collection[tuple[str, int]]:

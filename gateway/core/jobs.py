@@ -245,6 +245,35 @@ class QueueSight:
     totals: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What a process can run.
+
+    Attributes:
+        config: Tells its configuration from others, in a word; "" where it does not say.
+        models: All names that its models answer to.
+    """
+
+    config: str
+    models: frozenset[str]
+
+    def has(self, lane: str) -> bool:
+        """Return whether it has the model of a lane."""
+        return lane.rpartition("/")[0] in self.models
+
+
+ELSEWHERE = "elsewhere"
+"""The class of a lane whose jobs were accepted for others: for a process that does not know what they are."""
+
+
+class Refused(StrEnum):
+    """What becomes of a job that its worker's configuration does not let it run."""
+
+    LEFT = "left"  # to those who have another configuration and have not refused it
+    FAILED = "failed"  # there are none; it counts against the job, which is tried again
+    ENDED = "ended"  # the same, for the last time
+
+
 class Beginning(StrEnum):
     """What an attempt at a job began with."""
 

@@ -154,6 +154,10 @@ class Background:
         self._recorder.finished(_record(incoming, decision, decided_at, self._clock.now()))
         return found, found.id != id
 
+    async def is_served_elsewhere(self, model: str) -> bool:
+        """Return whether processes that have another configuration than this one work at a model's jobs."""
+        return await self._jobs.is_served_elsewhere(model, self._pipeline.serving().config)
+
     async def get(self, key: str | None, id: str) -> Job | None:
         """Return a job of this API key, or None."""
         job = await self._jobs.get(id)

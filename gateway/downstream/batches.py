@@ -15,6 +15,7 @@ from gateway.core.chat_jobs import NOT_IN_STREAMS
 from gateway.core.errors import (
     BatchNotFound,
     BodyTooLarge,
+    CallerError,
     FileNotFound,
     GatewayError,
     IdempotencyKeyReused,
@@ -22,13 +23,13 @@ from gateway.core.errors import (
     JobRefused,
 )
 from gateway.core.idempotency import HEADER
-from gateway.core.jobs import Idempotency, JobPriority, NewJob
+from gateway.core.jobs import ELSEWHERE, Idempotency, JobPriority, NewJob
 from gateway.core.responses.items import response_id
 from gateway.core.responses.replay import JobFacts
 from gateway.core.responses.request import chat_param_here, metadata_of
 from gateway.core.values import Endpoint
 from gateway.downstream import wire
-from gateway.downstream.background import headers_kept, streamed
+from gateway.downstream.background import Background, headers_kept, streamed
 from gateway.downstream.files import FileRules, expiry_of, limit_of, page_of
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.reading import Readers, Received
@@ -163,6 +164,7 @@ class BatchLines:
         rules: wire.WireRules,
         readers: Readers,
         body_bytes_max: int,
+        background: Background | None,
         clock: Clock,
     ) -> None:
         """Make jobs that `pipeline` will serve, as it would serve a request with the line's body."""
@@ -171,10 +173,14 @@ class BatchLines:
         self._rules = rules
         self._readers = readers
         self._body_bytes_max = body_bytes_max
+        self._background = background
         self._clock = clock
 
     async def job(self, batch: Batch, line: BatchLine) -> NewJob:
         """Return the job that a line is.
+
+        One that no backend could ever take here is for processes that have another configuration, if any has
+        its model: they find out what they can run.
 
         Raises:
             CallerError: it is no request, or no backend could ever take it.
@@ -193,19 +199,29 @@ class BatchLines:
         is_chat = batch.endpoint == Endpoint.CHAT.value
         try:
             incoming, facts = await (self._chat if is_chat else self._responses.line)(received, token)
-            decision = await self._pipeline.place_of(incoming)
+            lane = await self._lane(incoming)
         except GatewayError as error:
             error.param = error.param if is_chat else chat_param_here(error.param)
             raise
         return NewJob(
             id=response_id(token),
             key=batch.key,
-            lane=f"{decision.model}/{decision.traffic_class}",
+            lane=lane,
             body=streamed(incoming.body_for(incoming.request.model)),
             facts=facts.encoded(),
             priority=JobPriority.BATCH,
             batch=batch.id,
         )
+
+    async def _lane(self, incoming: Incoming) -> str:
+        try:
+            decision = await self._pipeline.place_of(incoming)
+        except CallerError:
+            model = incoming.request.model
+            if self._background is None or not await self._background.is_served_elsewhere(model):
+                raise
+            return f"{model}/{ELSEWHERE}"
+        return f"{decision.model}/{decision.traffic_class}"
 
     async def _chat(self, received: Received, token: str) -> tuple[Incoming, JobFacts]:
         def read() -> Incoming:

@@ -106,6 +106,7 @@ class Applications:
             rules=rules,
             readers=readers,
             body_bytes_max=limits.bytes_max,
+            background=background,
             clock=clock,
         )
         self._batching: list[BaseRouteHandler] = []

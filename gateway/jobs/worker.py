@@ -8,9 +8,10 @@ What ends a job: its answer, or a backend's refusal of its content. What does no
 fleet that is full or down, this process being stopped. Then the job is given back, and counts as failed only
 where an attempt took a backend's time, so that an outage of hours costs no job.
 
-Gateways of one store may have different configurations for a while. So jobs of a model that this one does
-not have are left to the others, and one that this process itself refuses, though another has accepted it,
-ends only after it has been refused as often as it may fail.
+Gateways of one store may have different configurations. So jobs of a model that this one does not have are
+left to the others, and so is one that this process itself refuses, though another has accepted it. Only where
+all configurations have refused it, it counts as failed, and ends when it has been refused as often as it may
+fail.
 """
 
 import logging
@@ -31,6 +32,8 @@ from gateway.core.jobs import (
     JobError,
     JobStatus,
     Lane,
+    Refused,
+    Serving,
 )
 from gateway.events import about
 from gateway.jobs.record import AGAIN_S, JobLost, JobRecord
@@ -75,8 +78,8 @@ Read = Callable[[Job, bytes], Incoming]
 Run = Callable[[Incoming, Downstream], Awaitable[None]]
 """Serves a request, to its end: `Pipeline.run`."""
 
-HasModel = Callable[[str], bool]
-"""Whether the model of a lane is configured here."""
+Serves = Callable[[], Serving]
+"""Returns what this process can run, by the configuration in force."""
 
 
 @dataclass(slots=True)
@@ -85,6 +88,7 @@ class _Claim:
 
     job: Job
     at: float
+    config: str  # in force when it was claimed
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     beginning: Beginning = Beginning.NEW
     is_returned: bool = False  # it is to be given back before it has an answer
@@ -100,13 +104,13 @@ class Worker:
         read: Read,
         run: Run,
         rules: WorkerRules,
+        serves: Serves,
         on_attempt: Callable[[AttemptEnd], None] = lambda _: None,
-        has_model: HasModel = lambda _: True,
     ) -> None:
         """Work jobs of `store` off, as `name`, which no other worker has.
 
-        `on_attempt` is told of every attempt that is over. Lanes whose model this process does not have are
-        left alone.
+        Lanes whose model is not in `serves()` are left alone. `on_attempt` is told of every attempt that is
+        over.
         """
         self._store = store
         self._name = name
@@ -114,7 +118,7 @@ class Worker:
         self._run = run
         self._rules = rules
         self._on_attempt = on_attempt
-        self._has_model = has_model
+        self._serves = serves
         self._foreign: frozenset[str] = frozenset()  # lanes that are left alone
         self._claims: dict[str, _Claim] = {}
         self._ahead: dict[str, set[str]] = {}  # per lane, the jobs that have no answer yet
@@ -185,9 +189,11 @@ class Worker:
             await self._changed()
             return None
         try:
-            lanes = self._own_lanes(await self._store.lanes())
-            open_lanes = [name for name in lanes if len(self._ahead.get(name, ())) < self._rules.ahead_max]
-            job = await self._store.claim(self._name, open_lanes, self._rules.attempts_max)
+            lanes = await self._store.lanes()
+            serving = self._serves()
+            own = self._own_lanes(lanes, serving)
+            open_lanes = [name for name in own if len(self._ahead.get(name, ())) < self._rules.ahead_max]
+            job = await self._store.claim(self._name, open_lanes, self._rules.attempts_max, serving.config)
             if job is None:
                 await self._changed()
             return job
@@ -195,11 +201,11 @@ class Worker:
             await anyio.sleep(self._rules.look_s)
             return None
 
-    def _own_lanes(self, lanes: Iterable[Lane]) -> list[str]:
+    def _own_lanes(self, lanes: Iterable[Lane], serving: Serving) -> list[str]:
         """Return the lanes whose model is configured here. Of the others the log tells, once each."""
         own, foreign = [], set[str]()
         for lane in lanes:
-            if self._has_model(lane.name):
+            if serving.has(lane.name):
                 own.append(lane.name)
             elif lane.queued:
                 foreign.add(lane.name)
@@ -234,7 +240,7 @@ class Worker:
     def _start(self, job: Job, tasks: TaskGroup) -> None:
         if (former := self._claims.get(job.id)) is not None:
             former.scope.cancel()  # it was lost meanwhile, and has come back before anybody said so
-        claim = self._claims[job.id] = _Claim(job, anyio.current_time())
+        claim = self._claims[job.id] = _Claim(job, anyio.current_time(), self._serves().config)
         self._ahead.setdefault(job.new.lane, set()).add(job.id)
         tasks.start_soon(self._work, claim)
         if self.is_draining and not self._is_needed():  # it was asked for before that
@@ -244,17 +250,15 @@ class Worker:
 
     async def _beat(self) -> None:
         while True:
-            await anyio.sleep(self._rules.beat_s)
             claims = [(claim.job.id, claim.job.attempt) for claim in self._claims.values()]
-            if not claims:
-                continue
             try:
-                lost = await self._store.beat(self._name, claims)
+                lost = await self._store.beat(self._name, claims, self._serves())
             except StoreUnavailable:
-                continue  # what an attempt writes that was taken over meanwhile is refused
+                lost = ()  # what an attempt writes that was taken over meanwhile is refused
             for job_id, attempt in claims:
                 if job_id in lost:
                     self._lose(job_id, attempt)
+            await anyio.sleep(self._rules.beat_s)
 
     def _lose(self, job_id: str, attempt: int) -> None:
         """Stop working at a job that is no longer this worker's."""
@@ -361,35 +365,18 @@ class Worker:
         match failure:
             case None:
                 await self._finish(claim, (await self._answer_so_far(job)).status)
-            case CallerError() if self._is_final(job, failure):
+            case BackendRejected():
                 await self._finish(claim, JobStatus.FAILED, JobError(failure.code, failure.message))
+            case CallerError():
+                await self._refuse(claim, failure)
             case _:
                 rest_s = min(self._rules.retry_s * 2.0 ** min(job.failures, 16), self._rules.retry_max_s)
-                if isinstance(failure, CallerError):
-                    rest_s = self._rules.retry_max_s  # who can take it, or another configuration, gets time
-                log.warning(
-                    "job %s: attempt %d failed: %s",
-                    job.id,
-                    job.attempt,
-                    failure.message,
-                    extra=about(
-                        "job_attempt_failed",
-                        id=job.id,
-                        lane=job.new.lane,
-                        attempt=job.attempt,
-                        code=failure.code,
-                        reason=failure.message,
-                    ),
-                )
+                _log_failed(job, failure)
                 await self._give_back(
                     claim,
                     after_s=max(failure.retry_after_s or 0.0, rest_s),
                     failed=not isinstance(failure, ShedError),
                 )
-
-    def _is_final(self, job: Job, failure: CallerError) -> bool:
-        """Return whether a refusal ends a job: a backend's does, our own if it was the last try."""
-        return isinstance(failure, BackendRejected) or job.failures + 1 >= self._rules.attempts_max
 
     # ------------------------------------------------------------ what must reach the store
 
@@ -423,6 +410,39 @@ class Worker:
             outcome = AttemptOutcome.POISONED  # the next claim ends it
         self._tell(claim, outcome)
 
+    async def _refuse(self, claim: _Claim, failure: CallerError) -> None:
+        """Give back a job that the configuration does not let run here."""
+        job, error = claim.job, JobError(failure.code, failure.message)
+        became = await _until_answered(
+            lambda: self._store.refuse(
+                job.id,
+                job.attempt,
+                error,
+                config=claim.config,
+                attempts_max=self._rules.attempts_max,
+                after_s=self._rules.retry_max_s,  # so that another configuration gets time
+                claim=job.claim,
+            )
+        )
+        match became:
+            case None:
+                raise JobLost
+            case Refused.LEFT:
+                log.info(
+                    "job %s is left to other processes: %s",
+                    job.id,
+                    failure.message,
+                    extra=about(
+                        "job_left", id=job.id, lane=job.new.lane, code=failure.code, reason=failure.message
+                    ),
+                )
+                self._tell(claim, AttemptOutcome.RETURNED)
+            case Refused.FAILED:
+                _log_failed(job, failure)
+                self._tell(claim, AttemptOutcome.FAILED)
+            case Refused.ENDED:
+                self._tell(claim, AttemptOutcome.ENDED, JobStatus.FAILED, error)
+
     def _tell(
         self,
         claim: _Claim,
@@ -432,6 +452,23 @@ class Worker:
     ) -> None:
         took_s = anyio.current_time() - claim.at
         self._on_attempt(AttemptEnd(claim.job, outcome, claim.beginning, took_s, status, error))
+
+
+def _log_failed(job: Job, failure: GatewayError) -> None:
+    log.warning(
+        "job %s: attempt %d failed: %s",
+        job.id,
+        job.attempt,
+        failure.message,
+        extra=about(
+            "job_attempt_failed",
+            id=job.id,
+            lane=job.new.lane,
+            attempt=job.attempt,
+            code=failure.code,
+            reason=failure.message,
+        ),
+    )
 
 
 async def _until_answered(ask: Callable[[], Awaitable[T]]) -> T:

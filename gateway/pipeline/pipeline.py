@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
+from itertools import chain
 from types import MappingProxyType
 
 import anyio
@@ -29,6 +30,7 @@ from gateway.core.errors import (
     UpstreamError,
 )
 from gateway.core.health import BackendStatus, Outcome, served_name
+from gateway.core.jobs import Serving
 from gateway.core.selection import BackendView
 from gateway.core.usage import AttemptRecord, Ending
 from gateway.core.values import (
@@ -173,9 +175,11 @@ class Pipeline:
         self._backends = kept | dict(self._policy().backends)
         self.room.send_on()
 
-    def has_model(self, name: str) -> bool:
-        """Return whether a model answers to a name."""
-        return self._policy().model(name) is not None
+    def serving(self) -> Serving:
+        """Return what the policy in force can serve."""
+        policy = self._policy()
+        names = ((one.id, *one.aliases, *one.reasoning_aliases) for one in policy.models)
+        return Serving(policy.version, frozenset(chain.from_iterable(names)))
 
     def may_queue(self, model: str) -> bool:
         """Return whether any class of a model serves its chats through the queue."""

@@ -1,9 +1,14 @@
--- ARGV  worker, then any number of: id, attempt. Returns the ids of those that it no longer has.
+-- ARGV  worker, its configuration or '', how many models it has, these, then any number of: id, attempt.
+-- Returns the ids of those that it no longer has.
 
-local worker, lost = ARGV[OWN_ARGUMENTS], {}
+local worker, config, models = unpack(ARGV, OWN_ARGUMENTS, OWN_ARGUMENTS + 2)
+local lost, behind = {}, OWN_ARGUMENTS + 3 + models
 
 insist(TAG)
-for i = OWN_ARGUMENTS + 1, #ARGV, 2 do
+for i = OWN_ARGUMENTS + 3, behind - 1 do
+    serve(worker, config, ARGV[i])
+end
+for i = behind, #ARGV, 2 do
     local job = load(ARGV[i])
     if holds(job, ARGV[i + 1], '') and job.worker == worker then
         -- Claiming what one has already, with JUSTID, does nothing but set its time to now.

@@ -1,8 +1,10 @@
--- ARGV  worker, token, failures after which a job is given up, 1 for any lane, then lanes.
+-- ARGV  worker, token, failures after which a job is given up, the worker's configuration or '', 1 for any lane, then
+--       lanes.
 -- Returns the job that was claimed, or nothing, as while jobs are drained. With the token of its last claim: the same job again.
 
-local worker, token, attempts_max, any = unpack(ARGV, OWN_ARGUMENTS, OWN_ARGUMENTS + 3)
-local lanes = any == '1' and redis.call('SMEMBERS', key('lanes')) or {unpack(ARGV, OWN_ARGUMENTS + 4)}
+local PAGE, LOOKED_MAX = 100, 1000
+local worker, token, attempts_max, config, any = unpack(ARGV, OWN_ARGUMENTS, OWN_ARGUMENTS + 4)
+local lanes = any == '1' and redis.call('SMEMBERS', key('lanes')) or {unpack(ARGV, OWN_ARGUMENTS + 5)}
 
 -- What has rested goes again.
 local function wake(lane)
@@ -16,13 +18,34 @@ local function wake(lane)
     end
 end
 
+-- Returns the id and the order of a lane's next job. One that was refused under this worker's configuration is left to
+-- others as long as there are any who have not refused it.
+local function head_of(lane)
+    if redis.call('EXISTS', key('refused', lane)) == 0 then
+        return unpack(redis.call('ZRANGE', key('waiting', lane), 0, 0, 'WITHSCORES'))
+    end
+    local configs = configs_of(lane)
+    for at = 0, LOOKED_MAX - 1, PAGE do
+        local page = redis.call('ZRANGE', key('waiting', lane), at, at + PAGE - 1, 'WITHSCORES')
+        for i = 1, #page, 2 do
+            local refused = redis.call('HGET', key('refused', lane), page[i]) or ''
+            if not string.find(refused, ' ' .. config .. ' ', 1, true) or not may_be_run(configs, refused) then
+                return page[i], page[i + 1]
+            end
+        end
+        if #page < 2 * PAGE then
+            break
+        end
+    end
+end
+
 -- Returns the id and the lane of the job that is next: by priority, then again before new, then by arrival.
 local function next_id()
     local first, least, its_lane
     for _, lane in ipairs(lanes) do
-        local head = redis.call('ZRANGE', key('waiting', lane), 0, 0, 'WITHSCORES')
-        if head[1] and (not least or tonumber(head[2]) < least) then
-            first, least, its_lane = head[1], tonumber(head[2]), lane
+        local id, order = head_of(lane)
+        if id and (not least or tonumber(order) < least) then
+            first, least, its_lane = id, tonumber(order), lane
         end
     end
     return first, its_lane
@@ -30,6 +53,9 @@ end
 
 -- Has the job's stream hand it out. Returns whether it did.
 local function take(job)
+    if job.entry == '' then -- it was refused before
+        put_into_stream(job, 'left')
+    end
     local read = redis.pcall('XREADGROUP', 'GROUP', GROUP, worker, 'COUNT', 1, 'STREAMS', job.stream, '>')
     local entry = read and not read.err and read[1] and read[1][2][1][1]
     if entry == job.entry then

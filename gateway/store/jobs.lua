@@ -8,7 +8,11 @@
 -- chunks:<id>        STREAM  its answer: chunk n is entry 0-(n+1)
 -- new:<p>:<lane>     STREAM  jobs of a priority in the order in which they came
 -- again:<p>:<lane>   STREAM  those that were claimed before; they go first
--- waiting:<lane>     ZSET    what the lane's streams have not handed out, in the order in which they will
+-- left:<p>:<lane>    STREAM  those that were refused; each gets into it when it is handed out
+-- waiting:<lane>     ZSET    what the lane's streams have not handed out, in the order in which they will; and what was
+--                            refused
+-- refused:<lane>     HASH    id -> " config config ": the configurations under which a process has refused the job
+-- serving:<model>    ZSET    "worker config" of the processes that have a model, by the time when they last said so
 -- resting:<lane>     ZSET    jobs that are queued and in no stream, by the time at which they get into one
 -- ages:<lane>        ZSET    jobs that are queued, by the time at which they were accepted
 -- ends:<lane>        HASH    time -> how many jobs that workers had ended then
@@ -37,6 +41,8 @@ local SPAN = 2 ^ 50 -- orders of one priority; the first half is for those that 
 local SWEEP_MS = math.min(1000, LOST / 5)
 local SWEPT_MAX = 200 -- at once, of each kind; the rest follows in the next sweep
 local BUCKET_MS, LATELY_MS = 10000, 300000 -- of the ends that are counted
+local SERVING_MS = 600000 -- after that, a process that was not heard of is not expected back
+local REFUSED_MS = 86400000 -- how long a lane's refusals are remembered after the last one
 
 local STATE = {
     'status', 'lane', 'priority', 'owner', 'attempt', 'failures', 'bytes', 'created', 'keep', 'stream',
@@ -130,17 +136,25 @@ end
 
 -- ------------------------------------------------------------------ into a stream and out of it
 
-local function enqueue(job, kind)
+local function put_into_stream(job, kind)
     local stream = key(kind, job.priority, job.lane)
     if redis.call('EXISTS', stream) == 0 then
         redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
     end
+    set(job, {stream = stream, entry = redis.call('XADD', stream, '*', 'job', job.id)})
+end
+
+local function enqueue(job, kind)
     local order = RANK[job.priority] * SPAN + redis.call('INCR', key('arrivals'))
     if kind == 'new' then
         order = order + SPAN / 2
     end
     redis.call('ZADD', key('waiting', job.lane), order, job.id)
-    set(job, {stream = stream, entry = redis.call('XADD', stream, '*', 'job', job.id)})
+    if redis.call('HEXISTS', key('refused', job.lane), job.id) == 1 then
+        set(job, {stream = '', entry = ''}) -- some pass it over, and a stream passes nothing over
+    else
+        put_into_stream(job, kind)
+    end
     redis.call('PUBLISH', key('work'), '')
 end
 
@@ -202,8 +216,45 @@ local function close_if_empty(lane)
     redis.call('SREM', key('lanes'), lane)
     redis.call('HDEL', key('running'), lane)
     for _, priority in ipairs(PRIORITIES) do
-        redis.call('DEL', key('new', priority, lane), key('again', priority, lane))
+        redis.call('DEL', key('new', priority, lane), key('again', priority, lane), key('left', priority, lane))
     end
+    redis.call('DEL', key('refused', lane))
+end
+
+-- ------------------------------------------------------------------ who can run it
+
+-- Notes that a worker serves a model, under a configuration, and under no other.
+local function serve(worker, config, model)
+    local name, own = key('serving', model), worker .. ' ' .. config
+    redis.call('ZREMRANGEBYSCORE', name, '-inf', now - SERVING_MS)
+    redis.call('ZREMRANGEBYSCORE', name, '(' .. now, '+inf') -- this server's clock has gone back
+    if redis.call('ZADD', name, now, own) == 1 then
+        for _, member in ipairs(redis.call('ZRANGE', name, 0, -1)) do
+            if member ~= own and string.sub(member, 1, #worker + 1) == worker .. ' ' then
+                redis.call('ZREM', name, member)
+            end
+        end
+    end
+    redis.call('PEXPIRE', name, SERVING_MS)
+end
+
+-- Returns the configurations under which a lane's model is served, or was lately.
+local function configs_of(lane)
+    local found = {}
+    for _, member in ipairs(redis.call('ZRANGE', key('serving', string.match(lane, '^(.*)/') or lane), 0, -1)) do
+        found[string.match(member, '(%S+)$')] = true
+    end
+    return found
+end
+
+-- Whether one of these configurations is not among those under which a job was refused.
+local function may_be_run(configs, refused)
+    for config in pairs(configs) do
+        if not string.find(refused, ' ' .. config .. ' ', 1, true) then
+            return true
+        end
+    end
+    return false
 end
 
 -- ------------------------------------------------------------------ ends
@@ -237,6 +288,7 @@ local function end_job(job, status, code, message)
     if code then
         set(job, {error_code = code, error_message = message})
     end
+    redis.call('HDEL', key('refused', job.lane), job.id)
     redis.call('HINCRBY', key('totals'), (OUTCOMES[code] or status) .. ' ' .. job.lane, 1)
     local gone_at = now + job.keep
     redis.call('ZREM', key('expiring'), job.id)
@@ -291,7 +343,7 @@ end
 local function streams_of(lane)
     local found = {}
     for _, priority in ipairs(PRIORITIES) do
-        for _, kind in ipairs({'again', 'new'}) do
+        for _, kind in ipairs({'again', 'left', 'new'}) do
             local stream = key(kind, priority, lane)
             if redis.call('EXISTS', stream) == 1 then
                 found[#found + 1] = stream

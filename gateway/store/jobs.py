@@ -31,6 +31,8 @@ from gateway.core.jobs import (
     NewJob,
     Quota,
     Refusal,
+    Refused,
+    Serving,
 )
 from gateway.events import about
 from gateway.store.connections import Connections, StoreAway
@@ -61,7 +63,7 @@ STOPS_MAX = 1000
 _LINES = "batch:"
 _SCRIPTS = (
     *("submit", "get", "cancel", "delete", "retry", "find", "lanes"),
-    *("claim", "beat", "append", "finish", "give_back", "drain"),
+    *("claim", "beat", "append", "finish", "give_back", "refuse", "drain"),
 )
 _SHOWN = (  # as in jobs.lua
     *("owner", "lane", "priority", "keep", "expires", "batch", "status", "attempt", "failures", "created"),
@@ -238,23 +240,35 @@ class RedisJobs:
 
     # ------------------------------------------------------------ workers
 
-    async def claim(self, worker: str, lanes: Collection[str] | None, attempts_max: int) -> Job | None:
+    async def claim(
+        self, worker: str, lanes: Collection[str] | None, attempts_max: int, config: str = ""
+    ) -> Job | None:
         """See `ports.JobStore.claim`. One whose reply was lost is the next one's answer."""
         heard = self._work_heard
         token = self._tokens.setdefault(worker, secrets.token_hex(8))
-        reply = await self._run(
-            "claim", worker, token, attempts_max, int(lanes is None), *(() if lanes is None else lanes)
-        )
+        named = () if lanes is None else lanes
+        reply = await self._run("claim", worker, token, attempts_max, config, int(lanes is None), *named)
         self._tokens.pop(worker, None)
         job = _job_or_none(reply)
         if job is None:
             self._work_seen = max(self._work_seen, heard)
         return job
 
-    async def beat(self, worker: str, claims: Collection[tuple[str, int]]) -> Collection[str]:
+    async def beat(
+        self, worker: str, claims: Collection[tuple[str, int]], serving: Serving | None = None
+    ) -> Collection[str]:
         """See `ports.JobStore.beat`."""
+        serving = serving or Serving("", frozenset())
         flat = [word for claim in claims for word in claim]
-        return [job_id.decode() for job_id in await self._run("beat", worker, *flat)]
+        models = serving.models if serving.config else ()
+        reply = await self._run("beat", worker, serving.config, len(models), *models, *flat)
+        return [job_id.decode() for job_id in reply]
+
+    async def is_served_elsewhere(self, model: str, config: str) -> bool:
+        """See `ports.JobStore.is_served_elsewhere`."""
+        redis = self._connections.redis
+        found = await self._ask(lambda: redis.zrange(self._key("serving", model), 0, -1))
+        return any(member.decode().rpartition(" ")[2] != config for member in found)
 
     async def append(self, job_id: str, attempt: int, chunk: Chunk, claim: str = "") -> bool:
         """See `ports.JobStore.append`.
@@ -282,6 +296,23 @@ class RedisJobs:
         """See `ports.JobStore.give_back`."""
         rest_ms = max(0, round(after_s * 1000))
         return bool(await self._run("give_back", job_id, attempt, claim, rest_ms, int(failed)))
+
+    async def refuse(
+        self,
+        job_id: str,
+        attempt: int,
+        error: JobError,
+        *,
+        config: str,
+        attempts_max: int,
+        after_s: float,
+        claim: str = "",
+    ) -> Refused | None:
+        """See `ports.JobStore.refuse`."""
+        rest_ms = max(0, round(after_s * 1000))
+        words = (config, rest_ms, attempts_max, error.code, error.message)
+        reply = await self._run("refuse", job_id, attempt, claim, *words)
+        return None if reply is None else Refused(reply.decode())
 
     async def waiting(self, wait_s: float) -> Collection[tuple[str, int]]:
         """See `ports.JobStore.waiting`."""

@@ -12,7 +12,7 @@ import anyio
 import openai
 import pytest
 from redis.asyncio import Redis
-from support.processes import Process, config, running
+from support.processes import Process, config, running, until
 from support.redis_server import RedisServer
 from support.site import Site, simulated, site
 
@@ -201,6 +201,46 @@ async def test_what_the_gateway_refuses_stands_in_the_error_file(gateway: Site) 
         "scored": (400, "unsupported_parameter", "prompt_logprobs"),
     }
     assert [line["custom_id"] for line in await lines_of(client, done.output_file_id)] == ["good"]
+
+
+async def test_lines_that_one_process_cannot_run_are_run_by_another(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    """Two gateways serve different models, and one serves longer prompts: whoever reads the file, all run."""
+    names, fleet = ("small", "large"), {}
+    for name, tokens in zip(names, (2_000, 100_000), strict=True):
+        (tmp_path / name).mkdir()
+        one = {"classes": [{"class": "short_chat", "pools": ["light"]}]}
+        backend = {"limits": {"context_tokens": tokens}}
+        fleet[name] = batch_site(
+            tmp_path / name, store, backend=backend, models={"gemma-4": one, f"only-{name}": one}
+        )
+    async with AsyncExitStack() as stack:
+        sites = [await stack.enter_async_context(fleet[name]) for name in names]
+        async with Redis.from_url(store.url, decode_responses=True) as redis:
+
+            async def are_known() -> bool:
+                return await redis.zcard("{gw:jobs}:serving:gemma-4") == len(sites)
+
+            await until(are_known)
+        client = sites[0].openai(api_key="a")
+        files = [
+            jsonl(
+                chat(f"{n}-both"),
+                chat(f"{n}-small", model="only-small"),
+                chat(f"{n}-large", model="only-large"),
+                chat(f"{n}-long", text="word " * 10_000),
+                chat(f"{n}-none", model="gpt-9"),
+            )
+            for n in range(8)
+        ]
+        made = [await batch_of(client, file) for file in files]
+        for one in made:
+            done = await ended(client, one.id)
+            answers = await lines_of(client, done.output_file_id)
+            assert sorted(line["custom_id"][2:] for line in answers) == ["both", "large", "long", "small"]
+            (refused,) = await lines_of(client, done.error_file_id)
+            assert refused["response"]["body"]["error"]["code"] == "model_not_found"
 
 
 async def test_a_request_to_make_a_batch_must_be_in_order(gateway: Site) -> None:

@@ -1,10 +1,12 @@
 """A worker over a real store: jobs are worked off; none is lost, whatever ends the worker or the store."""
 
+import logging
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,11 +15,20 @@ import pytest
 from redis.asyncio import Redis
 from support.job_world import QUOTA, JobWorld
 from support.redis_server import RedisServer, legs, own_server
-from support.scripted_backend import AFTER_END, ANSWER, BODY, WORDS, Asked, Backend, event, read
+from support.scripted_backend import AFTER_END, ANSWER, BODY, WORDS, Asked, Backend, event, read, serves
 
 from gateway.core.errors import BackendRejected, GatewayError, InvalidRequest, NoBackend, StreamBroken
 from gateway.core.job_answers import answer_so_far
-from gateway.core.jobs import AttemptEnd, AttemptOutcome, Beginning, Job, JobStatus, NewJob
+from gateway.core.jobs import (
+    AttemptEnd,
+    AttemptOutcome,
+    Beginning,
+    Job,
+    JobError,
+    JobStatus,
+    NewJob,
+    Serving,
+)
 from gateway.jobs.worker import Worker, WorkerRules
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming
@@ -58,10 +69,10 @@ async def working(
     name: str = "w",
     rules: WorkerRules = RULES,
     on_attempt: Callable[[AttemptEnd], None] = lambda _: None,
-    has_model: Callable[[str], bool] = lambda _: True,
+    serves: Callable[[], Serving] = serves,
 ) -> AsyncIterator[Worker]:
     """Run a worker while the block runs."""
-    worker = Worker(store, name, read, backend.run, rules, on_attempt, has_model)
+    worker = Worker(store, name, read, backend.run, rules, serves, on_attempt)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(store.run)
         tasks.start_soon(worker.run)
@@ -97,6 +108,20 @@ async def until_stored(store: RedisJobs, id: str, text: str, *, is_whole: bool =
 
 async def content(store: RedisJobs, id: str) -> str:
     return answer_so_far(await store.all_chunks(id)).content
+
+
+async def claimed_all(store: RedisJobs) -> None:
+    """Return once no job waits."""
+    with anyio.fail_after(WITHIN_S):
+        while any(lane.queued for lane in await store.lanes()):
+            await anyio.lowlevel.checkpoint()
+
+
+async def served(world: JobWorld, workers: int) -> None:
+    """Return once so many workers have said what they serve."""
+    with anyio.fail_after(WITHIN_S):
+        while len(await world.serving("m")) < workers:
+            await anyio.lowlevel.checkpoint()
 
 
 class Held:
@@ -283,7 +308,7 @@ async def test_a_worker_may_get_a_job_again_that_it_has_lost_without_knowing(wor
             await anyio.sleep_forever()
 
     backend = Backend(held)
-    worker = Worker(store, "w", read, backend.run, replace(RULES, beat_s=1000.0))
+    worker = Worker(store, "w", read, backend.run, replace(RULES, beat_s=1000.0), serves)
     await submit(other, "a")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(worker.run)
@@ -511,18 +536,16 @@ async def test_jobs_of_a_model_that_a_worker_has_not_wait_for_one_that_has_it(
     world: JobWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, other, models = world.open(), world.open(), {"m"}
+    both = Serving("new", frozenset({"m", "new"}))
     await store.submit(NewJob(id="a", key="alice", lane="new/light", body=BODY), QUOTA)
     await submit(store, "b")
 
-    def has_model(lane: str) -> bool:
-        return lane.partition("/")[0] in models
-
-    async with working(store, Backend(), has_model=has_model):
+    async with working(store, Backend(), serves=lambda: Serving("old", frozenset(models))):
         await ended(store, "b")
         waits = await store.get("a")
         assert waits is not None
         assert (waits.status, waits.attempt, waits.position) == (JobStatus.QUEUED, 0, 1)
-        async with working(other, Backend(), "other"):
+        async with working(other, Backend(), "other", serves=lambda: both):
             assert (await ended(store, "a")).worker == "other"
         told = [getattr(record, "fields", {}) for record in caplog.records]
         left_alone = [fields for fields in told if fields.get("event") == "jobs_left_alone"]
@@ -531,6 +554,84 @@ async def test_jobs_of_a_model_that_a_worker_has_not_wait_for_one_that_has_it(
         await store.submit(NewJob(id="c", key="alice", lane="new/light", body=BODY), QUOTA)
         models.add("new")  # the configuration has it by now
         assert (await ended(store, "c")).worker == "w"
+
+
+async def test_a_job_that_one_configuration_refuses_waits_for_a_process_that_has_another(
+    world: JobWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gateway.jobs")
+    here, there, held = world.open(), world.open(), Held(0)
+    ends = list[AttemptEnd]()
+
+    async def refuse(asked: Asked, number: int) -> None:
+        if asked.job.id.startswith("long"):
+            raise InvalidRequest("It is too long for every backend.")
+
+    async with working(there, Backend(held), "there"):
+        await submit(there, "b1", "b2")
+        await claimed_all(there)
+        long = [f"long{number}" for number in range(2 * RULES.attempts_max)]
+        await submit(here, *long, "short")
+        small = Serving("small", frozenset({"m"}))
+        async with working(
+            here, Backend(refuse), "here", serves=lambda: small, on_attempt=ends.append
+        ) as worker:
+            assert (await ended(here, "short")).worker == "here"  # what is left to others holds up nobody
+            await here.waiting(3 * RULES.look_s)
+            assert worker.running == 0
+            waiting = [await here.get(id) for id in long]
+            assert {(job.attempt, job.failures) for job in waiting if job} == {(1, 0)}
+            assert {job.position for job in waiting if job} == set(range(1, len(long) + 1))
+            held.go()
+            for id in long:
+                job = await ended(here, id)
+                assert (job.status, job.worker, job.attempt) == (JobStatus.COMPLETED, "there", 2)
+
+    outcomes = {end.job.id: end.outcome for end in ends}
+    assert outcomes == {**dict.fromkeys(long, AttemptOutcome.RETURNED), "short": AttemptOutcome.ENDED}
+    told = [getattr(record, "fields", {}) for record in caplog.records]
+    assert sorted(fields["id"] for fields in told if fields.get("event") == "job_left") == long
+    assert not await world.names() & {"refused", "left"}
+
+
+async def test_a_job_that_every_configuration_refuses_ends_with_the_refusal(world: JobWorld) -> None:
+    stores = [world.open(), world.open()]
+
+    async def refuse(asked: Asked, number: int) -> None:
+        raise InvalidRequest("It is too long for every backend.")
+
+    backends = [Backend(refuse), Backend(refuse)]
+    async with AsyncExitStack() as stack:
+        for number, store in enumerate(stores):
+            serves = partial(Serving, f"config{number}", frozenset({"m"}))
+            await stack.enter_async_context(working(store, backends[number], f"w{number}", serves=serves))
+            await served(world, number + 1)
+        await submit(stores[0], "a")
+        job = await ended(stores[0], "a")
+    assert job.error == JobError("invalid_request", "It is too long for every backend.")
+    asked = [len(backend.asked) for backend in backends]
+    assert min(asked) > 0
+    assert sum(asked) == 1 + RULES.attempts_max  # the first was left to the other
+
+
+async def test_a_configuration_that_is_given_up_is_not_waited_for(world: JobWorld) -> None:
+    """A process that has read another one has it, and whoever is gone is remembered for a while only."""
+    store, config = world.open(), "old"
+
+    async def refuse(asked: Asked, number: int) -> None:
+        if config == "new":
+            raise InvalidRequest("It is too long for every backend.")
+
+    async with working(store, Backend(refuse), serves=lambda: Serving(config, frozenset({"m"}))):
+        await served(world, 1)
+        await cast("Any", world.redis).zadd(world.key("serving", "m"), {"gone other": 1})
+        config = "new"
+        with anyio.fail_after(WITHIN_S):
+            while await world.serving("m") != ["w new"]:
+                await anyio.lowlevel.checkpoint()
+        await submit(store, "a")
+        job = await ended(store, "a")
+    assert (job.status, job.attempt) == (JobStatus.FAILED, RULES.attempts_max)
 
 
 async def test_an_engine_that_does_not_continue_answers_begins_anew(world: JobWorld) -> None:

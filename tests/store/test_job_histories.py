@@ -27,7 +27,7 @@ from support.job_world import LEFT, JobWorld, new_job
 from support.redis_server import RedisServer, legs, own_server
 
 from gateway.core.errors import StoreUnavailable
-from gateway.core.jobs import Chunk, Job, JobError, JobPriority, JobStatus, Quota, Refusal
+from gateway.core.jobs import Chunk, Job, JobError, JobPriority, JobStatus, Quota, Refusal, Refused, Serving
 
 LANES = ("m/light", "m/push")
 KEYS = ("alice", "bob")
@@ -60,6 +60,7 @@ class Model:
     is_due: bool = False  # it has rested, and will be seen by whoever claims
     arrival: int = 0  # its turn among those of its priority that are as new
     returned: int | None = None  # the attempt that gave it back last
+    refused: set[int] = field(default_factory=set)  # by workers of which each has its own configuration
     is_kept: bool = True
 
     @property
@@ -86,6 +87,8 @@ class JobHistories(RuleBasedStateMachine):
         self.models: dict[str, Model] = {}
         self.claims: list[tuple[str, int]] = []  # every one there ever was
         self.arrivals = 0
+        for number, store in enumerate(self.stores):
+            self.run(store.beat(f"w{number}", [], Serving(f"c{number}", frozenset({"m"}))))
 
     def run(self, work: Awaitable[T]) -> T:
         async def wait() -> T:
@@ -106,6 +109,7 @@ class JobHistories(RuleBasedStateMachine):
     def end(self, job: Model, status: JobStatus, code: str | None = None) -> None:
         assert not job.status.is_final
         job.status, job.code, job.worker, job.rests = status, code, None, False
+        job.refused.clear()
 
     def ahead(self, job: Model) -> int:
         """Return how many would go before a job that is queued."""
@@ -113,8 +117,9 @@ class JobHistories(RuleBasedStateMachine):
         queued = [other for other in self.of(JobStatus.QUEUED) if other.lane == job.lane and not other.rests]
         return sum(other.rank < rank for other in queued)
 
-    def heads(self, lanes: tuple[str, ...]) -> list[Model]:
+    def heads(self, lanes: tuple[str, ...], worker: int) -> list[Model]:
         queued = [job for job in self.of(JobStatus.QUEUED) if not job.rests]
+        queued = [job for job in queued if worker not in job.refused or len(job.refused) == WORKERS]
         by_lane = [[job for job in queued if job.lane == lane] for lane in lanes]
         return [min(jobs, key=lambda job: job.rank) for jobs in by_lane if jobs]
 
@@ -179,11 +184,11 @@ class JobHistories(RuleBasedStateMachine):
     def claim(self, worker: int, lanes: tuple[str, ...] | None) -> None:
         due = [job for job in self.of(JobStatus.QUEUED) if job.rests and job.is_due]
         lanes = lanes or (LANES if due else None)  # which of all lanes is seen first is the server's choice
-        claimed = self.run(self.stores[worker].claim(f"w{worker}", lanes, ATTEMPTS_MAX))
+        claimed = self.run(self.stores[worker].claim(f"w{worker}", lanes, ATTEMPTS_MAX, f"c{worker}"))
         for job in sorted(due, key=lambda job: (job.lane, job.id)):
             if job.lane in (lanes or LANES):
                 self.queue(job, is_new=False)
-        while heads := self.heads(lanes or LANES):
+        while heads := self.heads(lanes or LANES, worker):
             head = min(heads, key=lambda job: job.rank)
             if head.failures < ATTEMPTS_MAX:
                 break
@@ -236,6 +241,37 @@ class JobHistories(RuleBasedStateMachine):
             job.failures += failed
             job.returned = claim[1]
             self.queue(job, is_new=False, rests=rests)
+
+    @precondition(lambda self: self.claims)
+    @rule(pick=picks, worker=workers)
+    def refuse(self, pick: int, worker: int) -> None:
+        claim = self.claims[-1 - pick % len(self.claims)]
+        job = self.models[claim[0]]
+        held = self.holds(claim)
+        repeats = job.is_kept and job.attempt == claim[1] and (job.code == "x" or job.returned == claim[1])
+        refused = self.run(
+            self.stores[worker].refuse(
+                *claim,
+                JobError("x", "It failed."),
+                config=f"c{worker}",
+                attempts_max=ATTEMPTS_MAX,
+                after_s=1000.0,
+            )
+        )
+        if not held:
+            final = job.status is JobStatus.FAILED if job.code == "x" else job.status is JobStatus.QUEUED
+            assert (refused is not None) is (repeats and final)
+            return
+        is_left = len(job.refused | {worker}) < WORKERS
+        if not is_left and job.failures + 1 >= ATTEMPTS_MAX:
+            assert refused is Refused.ENDED
+            self.end(job, JobStatus.FAILED, "x")
+            return
+        assert refused is (Refused.LEFT if is_left else Refused.FAILED)
+        job.refused.add(worker)
+        job.failures += not is_left
+        job.returned = claim[1]
+        self.queue(job, is_new=False, rests=not is_left)
 
     @rule(worker=workers)
     def beat(self, worker: int) -> None:
@@ -333,16 +369,18 @@ class JobHistories(RuleBasedStateMachine):
             queued = sum(job.lane == lane for job in self.of(JobStatus.QUEUED))
             running = sum(job.lane == lane for job in self.of(JobStatus.IN_PROGRESS))
             assert lanes.get(lane, (0, 0)) == (queued, running)
-            assert self.run(self.entries(lane)) == (queued - self.resting(lane), running)
+            assert self.run(self.entries(lane)) == (queued - self.apart(lane), running)
 
-    def resting(self, lane: str) -> int:
-        return sum(job.rests for job in self.of(JobStatus.QUEUED) if job.lane == lane)
+    def apart(self, lane: str) -> int:
+        """Return how many jobs of a lane are queued and in no stream."""
+        queued = [job for job in self.of(JobStatus.QUEUED) if job.lane == lane]
+        return sum(job.rests or bool(job.refused) for job in queued)
 
     async def entries(self, lane: str) -> tuple[int, int]:
         """Return how many entries of a lane's streams are not handed out yet, and how many are pending."""
         entries, pending = 0, 0
         for priority in PRIORITIES:
-            for kind in ("again", "new"):
+            for kind in ("again", "left", "new"):
                 stream = self.world.key(kind, priority, lane)
                 if await self.redis.exists(stream):
                     entries += await self.redis.xlen(stream)

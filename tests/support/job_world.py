@@ -12,7 +12,7 @@ from gateway.store.jobs import RedisJobs
 LANE = "m/light"
 LONG_S = 1000.0  # nothing is lost by itself
 QUOTA = Quota()
-LEFT = {"arrivals", "clock", "claimed", "submitted", "ends", "totals"}
+LEFT = {"arrivals", "clock", "claimed", "submitted", "ends", "totals", "serving"}
 """What the store keeps without any job: counters, and what expires by itself."""
 
 
@@ -59,6 +59,10 @@ class JobWorld:
         """Return the first words of all keys there are."""
         start = len(self.key(""))
         return {key[start:].split(":")[0] async for key in self.redis.scan_iter(match=f"{self.key('')}*")}
+
+    async def serving(self, model: str) -> list[str]:
+        """Return "worker config" of the processes that have said that they have a model."""
+        return [str(one) for one in await self.redis.zrange(self.key("serving", model), 0, -1)]
 
     # ------------------------------------------------------------ time
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import anyio
 
-from gateway.core.jobs import Job
+from gateway.core.jobs import Job, Serving
 from gateway.jobs.worker import Worker, WorkerRules
 from gateway.ports import Downstream, Incoming
 from gateway.store.jobs import RedisJobs
@@ -35,6 +35,10 @@ class Asked:
     def so_far(self) -> str:
         """The text that the answer is to go on from."""
         return str(self.body["messages"][-1]["content"]) if self.body.get("continue_final_message") else ""
+
+
+def serves() -> Serving:
+    return Serving("config", frozenset({"m"}))
 
 
 def read(job: Job, body: bytes) -> Incoming:
@@ -91,7 +95,7 @@ async def main(url: str, prefix: str, lost_s: float) -> None:
     rules = WorkerRules(beat_s=lost_s / 4, look_s=lost_s / 4)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(store.run)
-        tasks.start_soon(Worker(store, "to be killed", read, Backend(stuck).run, rules).run)
+        tasks.start_soon(Worker(store, "to be killed", read, Backend(stuck).run, rules, serves).run)
 
 
 if __name__ == "__main__":
