@@ -17,6 +17,10 @@ if what == 'begin' then
         return is_of(record) and {record} or 'reused'
     end
     if mark and mark ~= own then
+        local left = redis.pcall('PTTL', RUNNING) -- an error where the user lacks the right
+        if type(left) == 'number' and left > tonumber(ARGV[5]) then -- this server's clock has gone back
+            redis.call('PEXPIRE', RUNNING, ARGV[5])
+        end
         return is_of(mark) and 'running' or 'reused'
     end
     redis.call('SET', RUNNING, own, 'PX', ARGV[5])

@@ -13,6 +13,9 @@ insist(tag)
 if not wait_ms then
     redis.call('ZREM', due, id)
     redis.call('DEL', delivery)
+    if redis.call('EXISTS', due) == 0 then
+        redis.call('DEL', tag .. ':webhooks:last:' .. endpoint)
+    end
 elseif redis.call('HGET', delivery, 'claim') == claim then
     redis.call('HSET', delivery, 'failures', failures)
     redis.call('PEXPIRE', delivery, WEBHOOKS_KEEP_MS)

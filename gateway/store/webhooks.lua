@@ -5,6 +5,7 @@
 -- <tag>:webhooks:events                    STREAM  what has ended and is not handed on yet
 -- <tag>:webhooks:due:<endpoint>            ZSET    deliveries by the time of their next attempt, in ms
 -- <tag>:webhooks:delivery:<endpoint>:<id>  HASH    body, claim, failures
+-- <tag>:webhooks:last:<endpoint>           STRING  when somebody last asked what is due, in ms
 --
 -- All of them expire after WEBHOOKS_KEEP_MS without use.
 

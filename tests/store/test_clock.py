@@ -8,9 +8,13 @@ import pytest
 from support.batch_world import BatchWorld
 from support.job_world import LANE, JobWorld
 
+from gateway.core.idempotency import Promise, Standing, fingerprint
 from gateway.core.jobs import Job, JobStatus
 from gateway.core.values import UNLIMITED, Load
+from gateway.core.webhooks import Delivery, WebhookEndpoint
 from gateway.store.leases import Leases, Order
+from gateway.store.promises import RedisPromises
+from gateway.store.webhooks import RedisWebhooks
 
 HOUR_MS = 3_600_000
 TTL_S = 60.0
@@ -126,3 +130,45 @@ async def test_a_box_whose_owner_died_is_owned_again(
     assert await store.redis.pttl(f"{tag}:owner") <= TTL_S * 1000
     until_ms, _, note = (await store.redis.hget(f"{tag}:notes", "dead")).partition(" ")
     assert int(until_ms) <= await now_ms(store.redis) + TTL_S * 1000 and note == "note"
+
+
+async def test_an_idempotency_key_whose_runner_died_comes_free(store: Any) -> None:
+    promises = RedisPromises(store.url, prefix=store.prefix, bytes_max=1000, command_s=10.0)
+    dead, alive = (Promise("alice", "/v1", "k", fingerprint(b"{}"), runner) for runner in ("dead", "alive"))
+    assert await promises.begin(dead, LOST_S) is Standing.BEGUN
+    await store.redis.pexpire(f"{{{store.prefix}:promises:alice}}:running:{dead.id}", HOUR_MS)
+
+    with anyio.fail_after(WITHIN_S):
+        while (standing := await promises.begin(alive, LOST_S)) is Standing.RUNNING:
+            await anyio.lowlevel.checkpoint()
+    assert standing is Standing.BEGUN
+    await promises.aclose()
+
+
+async def test_webhooks_are_claimed_again_and_retried_no_later(store: Any) -> None:
+    redis = store.redis
+    webhooks = RedisWebhooks(store.url, prefix=store.prefix, command_s=10.0, claim_s=LOST_S)
+    tag, ops = (
+        f"{{{store.prefix}:jobs}}:webhooks",
+        WebhookEndpoint("ops", "https://example.com/", (b"k" * 24,)),
+    )
+    await webhooks.events(1)
+    for subject in ("claimed", "retried"):
+        await webhooks.announce("response.completed", subject, None)
+    for event in await webhooks.events(100):
+        await webhooks.hand_on(event, [ops])
+    _, retried = sorted(await webhooks.claim({"ops": 2}), key=lambda one: b"retried" in one.body)
+    await webhooks.again(retried, 60.0)
+    for id in await redis.zrange(f"{tag}:due:ops", 0, -1):
+        await redis.zincrby(f"{tag}:due:ops", HOUR_MS, id)
+    await redis.incrby(f"{tag}:last:ops", HOUR_MS)
+
+    found: list[Delivery] = []
+    with anyio.fail_after(WITHIN_S):
+        while not found:
+            await anyio.lowlevel.checkpoint()
+            found += await webhooks.claim({"ops": 2})
+    assert [b"claimed" in one.body for one in found] == [True]
+    due_ms = await redis.zscore(f"{tag}:due:ops", retried.id)
+    assert 0 < due_ms - await now_ms(redis) <= 60_000
+    await webhooks.aclose()

@@ -24,6 +24,8 @@ from gateway.core.jobs import (
     NewJob,
     Quota,
     Refusal,
+    Refused,
+    Serving,
 )
 from gateway.store.jobs import RedisJobs
 
@@ -920,8 +922,15 @@ async def test_the_documented_acl_is_enough(stoppable: RedisServer) -> None:
                     pass
                 while (await jobs.claim("another", None, 3)) is None:  # until the first is lost
                     pass
-            assert await jobs.beat("another", [("a", 3)]) == []
-            await jobs.append("a", 3, Chunk(0, 3, b"x"))
+            assert await jobs.beat("another", [("a", 3)], Serving("one", frozenset({"m"}))) == []
+            await jobs.beat("w", [], Serving("two", frozenset({"m"})))
+            assert await jobs.is_served_elsewhere("m", "one")
+            error = JobError("x", "No.")
+            left = await jobs.refuse("a", 3, error, config="one", attempts_max=3, after_s=1.0)
+            assert left is Refused.LEFT
+            assert await jobs.claim("another", [LANE], 3, "one") is None
+            assert await jobs.claim("w", [LANE], 3, "two")
+            await jobs.append("a", 4, Chunk(0, 4, b"x"))
             assert len(await jobs.chunks("a")) == len(await jobs.find()) == len(await jobs.lanes()) == 1
             await jobs.cancel("a")
             await jobs.retry("a")
