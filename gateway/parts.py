@@ -223,7 +223,8 @@ def worker(
         if metrics is not None:
             metrics.attempt_ended(end)
 
-    return Worker(jobs, process_name(), read, pipeline.run, rules, pipeline.serving, attempt_ended)
+    name, serves = process_name(), pipeline.serving
+    return Worker(jobs, name, read, pipeline.run, rules, serves, pipeline.may_start, attempt_ended)
 
 
 def batching(settings: Settings) -> Batching | None:

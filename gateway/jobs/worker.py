@@ -105,12 +105,13 @@ class Worker:
         run: Run,
         rules: WorkerRules,
         serves: Serves,
+        may_start: Callable[[str], bool] = lambda _: True,
         on_attempt: Callable[[AttemptEnd], None] = lambda _: None,
     ) -> None:
         """Work jobs of `store` off, as `name`, which no other worker has.
 
-        Lanes whose model is not in `serves()` are left alone. `on_attempt` is told of every attempt that is
-        over.
+        Lanes whose model is not in `serves()` are left alone, and so is one whose jobs no backend could take
+        now, by `may_start`. `on_attempt` is told of every attempt that is over.
         """
         self._store = store
         self._name = name
@@ -119,6 +120,7 @@ class Worker:
         self._rules = rules
         self._on_attempt = on_attempt
         self._serves = serves
+        self._may_start = may_start
         self._foreign: frozenset[str] = frozenset()  # lanes that are left alone
         self._claims: dict[str, _Claim] = {}
         self._ahead: dict[str, set[str]] = {}  # per lane, the jobs that have no answer yet
@@ -191,7 +193,7 @@ class Worker:
         try:
             lanes = await self._store.lanes()
             serving = self._serves()
-            own = self._own_lanes(lanes, serving)
+            own = filter(self._may_start, self._own_lanes(lanes, serving))
             open_lanes = [name for name in own if len(self._ahead.get(name, ())) < self._rules.ahead_max]
             job = await self._store.claim(self._name, open_lanes, self._rules.attempts_max, serving.config)
             if job is None:

@@ -18,6 +18,7 @@ from anyio.abc import TaskGroup
 from gateway.core import classification, deciding, retry
 from gateway.core.admission import WHOLE
 from gateway.core.blame import Blame
+from gateway.core.box_demand import class_of, servers
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
@@ -29,9 +30,9 @@ from gateway.core.errors import (
     StreamBroken,
     UpstreamError,
 )
-from gateway.core.health import BackendStatus, Outcome, served_name
+from gateway.core.health import BackendStatus, Outcome, State, served_name
 from gateway.core.jobs import Serving
-from gateway.core.selection import BackendView
+from gateway.core.selection import BackendView, kept_out
 from gateway.core.usage import AttemptRecord, Ending
 from gateway.core.values import (
     Backend,
@@ -180,6 +181,20 @@ class Pipeline:
         policy = self._policy()
         names = ((one.id, *one.aliases, *one.reasoning_aliases) for one in policy.models)
         return Serving(policy.version, frozenset(chain.from_iterable(names)))
+
+    def may_start(self, lane: str) -> bool:
+        """Return whether a backend for jobs of a lane is up, or could be brought in by its box."""
+        policy, statuses, objections = self._policy(), self._fleet.statuses(), self._objections()
+        traffic_class, model = class_of(policy, lane), policy.model(lane.rpartition("/")[0])
+        # What a job of a class that is gone is here is found out when it runs.
+        classes = (traffic_class,) if traffic_class else model.classes if model else ()
+        for name in frozenset[str]().union(*(servers(policy, one) for one in classes)):
+            status = statuses.get(name, _UNKNOWN)
+            if name in objections or status.state is State.UNKNOWN:
+                return True
+            if kept_out(policy.backends[name], status) is None:
+                return True
+        return False
 
     def may_queue(self, model: str) -> bool:
         """Return whether any class of a model serves its chats through the queue."""

@@ -70,9 +70,10 @@ async def working(
     rules: WorkerRules = RULES,
     on_attempt: Callable[[AttemptEnd], None] = lambda _: None,
     serves: Callable[[], Serving] = serves,
+    may_start: Callable[[str], bool] = lambda _: True,
 ) -> AsyncIterator[Worker]:
     """Run a worker while the block runs."""
-    worker = Worker(store, name, read, backend.run, rules, serves, on_attempt)
+    worker = Worker(store, name, read, backend.run, rules, serves, may_start, on_attempt)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(store.run)
         tasks.start_soon(worker.run)
@@ -554,6 +555,20 @@ async def test_jobs_of_a_model_that_a_worker_has_not_wait_for_one_that_has_it(
         await store.submit(NewJob(id="c", key="alice", lane="new/light", body=BODY), QUOTA)
         models.add("new")  # the configuration has it by now
         assert (await ended(store, "c")).worker == "w"
+
+
+async def test_jobs_wait_in_the_store_while_no_backend_is_up_here(world: JobWorld) -> None:
+    here, there, up = world.open(), world.open(), set[str]()
+    for lane in ("m/light", "m/push"):
+        await here.submit(NewJob(id=lane, key="alice", lane=lane, body=BODY), QUOTA)
+    async with working(here, Backend(), "here", may_start=lambda lane: lane in up):
+        up.add("m/light")
+        assert (await ended(here, "m/light")).worker == "here"
+        waits = await here.get("m/push")
+        assert waits is not None
+        assert (waits.status, waits.attempt, waits.position) == (JobStatus.QUEUED, 0, 1)
+        async with working(there, Backend(), "there"):
+            assert (await ended(there, "m/push")).worker == "there"
 
 
 async def test_a_job_that_one_configuration_refuses_waits_for_a_process_that_has_another(

@@ -718,3 +718,24 @@ async def test_an_error_before_a_decision_carries_the_request_id(world: World) -
         await world.run(replace(world.request(), model="nope"))
 
     assert dict(caught.value.headers) == {b"x-request-id": b"req-1"}
+
+
+@pytest.mark.parametrize(
+    ("lane", "down", "may_start"),
+    [
+        ("gemma-4/long_document", {"light-0", "light-1"}, True),
+        ("gemma-4/long_document", {"push"}, False),
+        ("gemma-4/short_chat", {"light-0", "push"}, True),
+        ("gemma-4/short_chat", {"light-0", "light-1", "push"}, False),
+        ("gemma-4/was_here_before", {"light-0", "light-1"}, True),
+        ("google/gemma-4-31B-it/elsewhere", {"light-0", "light-1", "push"}, False),
+    ],
+    ids=["its-own-is-up", "its-own-is-down", "one-is-up", "none-is-up", "any-class-is-up", "no-class-is-up"],
+)
+async def test_jobs_of_a_lane_may_start_where_one_of_its_backends_is_up(
+    world: World, lane: str, down: set[str], may_start: bool
+) -> None:
+    world.fleet.known |= {name: BackendStatus(state=State.DOWN) for name in down}
+    assert world.pipeline.may_start(lane) is may_start
+    world.fleet.known = {}  # those that nobody has probed are a last resort
+    assert world.pipeline.may_start(lane)
