@@ -314,10 +314,11 @@ class Worker:
         body = continuation(job.new.body, stored) if stored is not None and self._rules.continues else None
         if body is not None:
             chunks, failure = await self._relay(job, body, restarts=False)
-            if not isinstance(failure, BackendRejected):
+            if not isinstance(failure, CallerError):
                 await self._conclude(claim, failure)
                 return
-            job = claim.job = replace(job, chunks=chunks)  # this engine does not continue answers
+            # This engine does not continue answers, or this one has become too long a prompt.
+            job = claim.job = replace(job, chunks=chunks)
         if job.chunks:
             claim.beginning = Beginning.RESTARTED
         _, failure = await self._relay(job, job.new.body, restarts=job.chunks > 0)

@@ -17,7 +17,14 @@ from support.job_world import QUOTA, JobWorld
 from support.redis_server import RedisServer, legs, own_server
 from support.scripted_backend import AFTER_END, ANSWER, BODY, WORDS, Asked, Backend, event, read, serves
 
-from gateway.core.errors import BackendRejected, GatewayError, InvalidRequest, NoBackend, StreamBroken
+from gateway.core.errors import (
+    BackendRejected,
+    ContextExceeded,
+    GatewayError,
+    InvalidRequest,
+    NoBackend,
+    StreamBroken,
+)
 from gateway.core.job_answers import answer_so_far
 from gateway.core.jobs import (
     AttemptEnd,
@@ -649,11 +656,18 @@ async def test_a_configuration_that_is_given_up_is_not_waited_for(world: JobWorl
     assert (job.status, job.attempt) == (JobStatus.FAILED, RULES.attempts_max)
 
 
-async def test_an_engine_that_does_not_continue_answers_begins_anew(world: JobWorld) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [BackendRejected("No such thing.", status=400, code="invalid_request"), ContextExceeded("Too long.")],
+    ids=["by-the-engine", "by-the-gateway"],
+)
+async def test_an_answer_whose_continuation_is_refused_begins_anew(
+    world: JobWorld, error: GatewayError
+) -> None:
     class Refusing(Backend):
         async def run(self, incoming: Incoming, downstream: Downstream) -> None:
             if cast("Asked", incoming).so_far:
-                raise BackendRejected("No such thing.", status=400, code="invalid_request")
+                raise error
             await super().run(incoming, downstream)
 
     store = world.open()
@@ -679,9 +693,9 @@ async def test_an_engine_that_does_not_continue_answers_begins_anew(world: JobWo
         ([NoBackend("None is up.")], True, ["new returned", "continued ended completed"]),
         ([BackendRejected("It is wrong.", status=400, code="wrong")], True, ["new ended failed"]),
         (
-            [InvalidRequest("It has no place.")] * 3,
+            [InvalidRequest("It has no place.")] * 5,  # the continuation, and then the whole
             True,
-            ["new failed", "continued failed", "continued ended failed"],
+            ["new failed", "restarted failed", "restarted ended failed"],
         ),
         (
             [StreamBroken("It broke.")] * 3,
