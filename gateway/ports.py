@@ -524,9 +524,18 @@ class JobStore(Protocol):
         """Make a job final. False: this attempt no longer has it, and nothing changed."""
 
     async def give_back(
-        self, job_id: str, attempt: int, *, after_s: float = 0.0, failed: bool = False, claim: str = ""
+        self,
+        job_id: str,
+        attempt: int,
+        *,
+        after_s: float = 0.0,
+        failed: bool = False,
+        attempts_max: int | None = None,
+        claim: str = "",
     ) -> bool:
         """Queue a job again, at the front, not before `after_s`; `failed`: count it as a failure of the job.
+
+        One that has failed `attempts_max` times then (None: any number) is made FAILED (`job_poisoned`).
 
         False: this attempt no longer has it.
         """

@@ -400,7 +400,12 @@ class Worker:
         job = claim.job
         is_back = await _until_answered(
             lambda: self._store.give_back(
-                job.id, job.attempt, after_s=after_s, failed=failed, claim=job.claim
+                job.id,
+                job.attempt,
+                after_s=after_s,
+                failed=failed,
+                attempts_max=self._rules.attempts_max,
+                claim=job.claim,
             )
         )
         if not is_back:
@@ -410,7 +415,7 @@ class Worker:
         elif job.failures + 1 < self._rules.attempts_max:
             outcome = AttemptOutcome.FAILED
         else:
-            outcome = AttemptOutcome.POISONED  # the next claim ends it
+            outcome = AttemptOutcome.POISONED
         self._tell(claim, outcome)
 
     async def _refuse(self, claim: _Claim, failure: CallerError) -> None:

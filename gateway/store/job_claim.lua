@@ -99,7 +99,7 @@ for _ = 1, SWEPT_MAX do
     elseif expires_at and tonumber(expires_at) <= now then
         expire(job)
     elseif tonumber(job.failures) >= tonumber(attempts_max) then
-        end_job(job, 'failed', 'job_poisoned', 'The job was given up: ' .. job.failures .. ' attempts at it failed.')
+        poison(job)
     elseif take(job) then
         for _, name in ipairs({'waiting', 'ages'}) do
             redis.call('ZREM', key(name, job.lane), id)

@@ -309,6 +309,10 @@ local function expire(job)
     end_job(job, 'failed', 'job_expired', 'The job expired before it had ended.')
 end
 
+local function poison(job)
+    end_job(job, 'failed', 'job_poisoned', 'The job was given up: ' .. job.failures .. ' attempts at it failed.')
+end
+
 local function forget(id, bytes, owner)
     redis.call('DEL', key('job', id), key('chunks', id))
     redis.call('ZREM', key('jobs'), id)

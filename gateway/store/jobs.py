@@ -291,11 +291,19 @@ class RedisJobs:
         return bool(await self._run("finish", job_id, attempt, claim, status, *words))
 
     async def give_back(
-        self, job_id: str, attempt: int, *, after_s: float = 0.0, failed: bool = False, claim: str = ""
+        self,
+        job_id: str,
+        attempt: int,
+        *,
+        after_s: float = 0.0,
+        failed: bool = False,
+        attempts_max: int | None = None,
+        claim: str = "",
     ) -> bool:
         """See `ports.JobStore.give_back`."""
         rest_ms = max(0, round(after_s * 1000))
-        return bool(await self._run("give_back", job_id, attempt, claim, rest_ms, int(failed)))
+        most = attempts_max or ""
+        return bool(await self._run("give_back", job_id, attempt, claim, rest_ms, int(failed), most))
 
     async def refuse(
         self,

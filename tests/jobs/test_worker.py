@@ -540,6 +540,21 @@ async def test_what_a_failure_costs(
         assert await content(store, "a") == ANSWER
 
 
+async def test_a_job_is_given_up_though_it_took_the_last_backend_with_it(world: JobWorld) -> None:
+    """While none is up, nobody claims it to find that out."""
+    store, asked = world.open(), 0
+
+    async def dies(_: Asked, __: int) -> None:
+        nonlocal asked
+        asked += 1
+        raise StreamBroken("It broke.")
+
+    await submit(store, "a")
+    async with working(store, Backend(dies), may_start=lambda _: asked < RULES.attempts_max):
+        job = await ended(store, "a")
+    assert job.error == JobError("job_poisoned", "The job was given up: 3 attempts at it failed.")
+
+
 async def test_jobs_of_a_model_that_a_worker_has_not_wait_for_one_that_has_it(
     world: JobWorld, caplog: pytest.LogCaptureFixture
 ) -> None:

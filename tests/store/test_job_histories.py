@@ -228,18 +228,23 @@ class JobHistories(RuleBasedStateMachine):
             self.end(job, status, code)
 
     @precondition(lambda self: self.claims)
-    @rule(pick=picks, rests=st.booleans(), failed=st.booleans())
-    def give_back(self, pick: int, rests: bool, failed: bool) -> None:
+    @rule(pick=picks, rests=st.booleans(), failed=st.booleans(), ends=st.booleans())
+    def give_back(self, pick: int, rests: bool, failed: bool, ends: bool) -> None:
         claim = self.claims[-1 - pick % len(self.claims)]
         job = self.models[claim[0]]
         held = self.holds(claim)
-        repeats = job.is_kept and job.status is JobStatus.QUEUED and job.attempt == job.returned == claim[1]
+        is_back = job.status is JobStatus.QUEUED or job.code == "job_poisoned"
+        repeats = job.is_kept and is_back and job.attempt == job.returned == claim[1]
         after_s = 1000.0 if rests else 0.0
-        given = self.run(self.stores[0].give_back(*claim, after_s=after_s, failed=failed))
+        most = ATTEMPTS_MAX if ends else None
+        given = self.run(self.stores[0].give_back(*claim, after_s=after_s, failed=failed, attempts_max=most))
         assert given is (held or repeats)
         if held:
             job.failures += failed
             job.returned = claim[1]
+        if held and failed and ends and job.failures >= ATTEMPTS_MAX:
+            self.end(job, JobStatus.FAILED, "job_poisoned")
+        elif held:
             self.queue(job, is_new=False, rests=rests)
 
     @precondition(lambda self: self.claims)
