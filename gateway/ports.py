@@ -709,6 +709,13 @@ class WebhookStore(Protocol):
     async def events(self, limit: int) -> Sequence[WebhookEvent]:
         """Return events that are not handed on yet, oldest first; and say that there are endpoints."""
 
+    async def hearers(self, endpoints: Iterable[WebhookEndpoint]) -> Sequence[WebhookEndpoint]:
+        """Say that this process has these endpoints, and return those of all processes.
+
+        One is remembered for an hour. Of another process's it is only known what they hear of, not where
+        they are.
+        """
+
     async def hand_on(
         self, event: WebhookEvent, endpoints: Iterable[WebhookEndpoint]
     ) -> Sequence[WebhookEndpoint]:

@@ -6,8 +6,10 @@
 -- <tag>:webhooks:due:<endpoint>            ZSET    deliveries by the time of their next attempt, in ms
 -- <tag>:webhooks:delivery:<endpoint>:<id>  HASH    body, claim, failures
 -- <tag>:webhooks:last:<endpoint>           STRING  when somebody last asked what is due, in ms
+-- <tag>:webhooks:endpoints                 HASH    endpoint -> when a process last said that it has it, in ms, and what
+--                                                  it hears of
 --
--- All of them expire after WEBHOOKS_KEEP_MS without use.
+-- All of them expire after WEBHOOKS_KEEP_MS without use, the last one after an hour.
 
 local WEBHOOKS_KEEP_MS = 7 * 86400000 -- twice what the longest row of attempts takes
 local WEBHOOK_EVENTS_MAX = 100000

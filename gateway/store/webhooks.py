@@ -5,6 +5,7 @@ its job has ended. Handing it on to the endpoints, claiming a delivery and settl
 A claim that is not settled is over after `CLAIM_S`, and the delivery is due again.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ PENDING_MAX = 100_000
 """Deliveries that may wait for one endpoint."""
 
 CONNECTIONS_MAX = 4
-_SCRIPTS = ("announce", "events", "hand_on", "claim", "settle", "pending")
+_SCRIPTS = ("announce", "events", "hearers", "hand_on", "claim", "settle", "pending")
 
 
 class RedisWebhooks:
@@ -60,6 +61,12 @@ class RedisWebhooks:
     async def events(self, limit: int) -> Sequence[WebhookEvent]:
         """See `ports.WebhookStore.events`."""
         return [_event(entry, fields) for entry, fields in await self._run("events", limit)]
+
+    async def hearers(self, endpoints: Iterable[WebhookEndpoint]) -> Sequence[WebhookEndpoint]:
+        """See `ports.WebhookStore.hearers`."""
+        own = {endpoint.name: endpoint for endpoint in endpoints}
+        said = [word for name, endpoint in own.items() for word in (name, _said(endpoint))]
+        return [own.get(name) or _heard(name, hears) for name, hears in await self._run("hearers", *said)]
 
     async def hand_on(
         self, event: WebhookEvent, endpoints: Iterable[WebhookEndpoint]
@@ -100,6 +107,18 @@ class RedisWebhooks:
             return await self._connections.bounded(lambda: script(keys=[self._tag], args=arguments))
         except StoreAway as error:
             raise StoreUnavailable(str(error)) from error
+
+
+def _said(endpoint: WebhookEndpoint) -> str:
+    """Return what an endpoint hears of, without where it is."""
+    keys = None if endpoint.keys is None else sorted(endpoint.keys)
+    return json.dumps({"events": endpoint.events, "keys": keys})
+
+
+def _heard(name: str, hears: str) -> WebhookEndpoint:
+    said = json.loads(hears)
+    keys = None if said["keys"] is None else frozenset(said["keys"])
+    return WebhookEndpoint(name, "", (), tuple(said["events"]), keys)
 
 
 def _event(entry: str, fields: Sequence[str]) -> WebhookEvent:

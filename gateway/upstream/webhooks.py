@@ -7,7 +7,7 @@ attempted again: at least once, under the same id.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import anyio
 from anyio.abc import TaskGroup
@@ -25,6 +25,9 @@ POLL_S = 1.0
 """Time between two looks at what is due."""
 
 EVENTS_AT_ONCE = 100
+
+SAY_S = 60.0
+"""The longest time between two words to the others about which endpoints there are."""
 
 SETTLE_TRIES = 20
 """How often an outcome is told to a store that is away, a second apart. Then the delivery is made again."""
@@ -65,6 +68,7 @@ class Webhooks:
         self._gone: set[str] = set()
         self._has_room = anyio.Event()
         self._is_away = False
+        self._said_at = float("-inf")
 
     async def run(self) -> None:
         """Deliver until cancelled. A store that is away is asked again."""
@@ -105,10 +109,14 @@ class Webhooks:
                 await self._has_room.wait()
 
     async def _hand_on(self) -> bool:
-        """Make events into deliveries. Returns whether there may be more."""
+        """Make events into deliveries, also for endpoints of others. Returns whether there may be more."""
         events = await self._store.events(EVENTS_AT_ONCE)
+        known: Sequence[WebhookEndpoint] = ()
+        if events or anyio.current_time() - self._said_at > SAY_S:
+            known = await self._store.hearers(self._endpoints.values())
+            self._said_at = anyio.current_time()
         for event in events:
-            hearers = [endpoint for endpoint in self._endpoints.values() if endpoint.hears(event)]
+            hearers = [endpoint for endpoint in known if endpoint.hears(event)]
             for endpoint in await self._store.hand_on(event, hearers):
                 lost = Delivery(event.id, endpoint.name, 0, 0, event.body)
                 detail = "too many deliveries are already waiting for it"

@@ -259,6 +259,22 @@ async def test_two_processes_deliver_each_once(world: World) -> None:
     assert len(ops.ids) == len(set(ops.ids)) == announced
 
 
+async def test_each_process_has_its_own_endpoints_and_none_misses_an_event(world: World) -> None:
+    """Two files differ: whoever hands an event on does so for all."""
+    async with receiver() as ops, receiver() as lab:
+        to_ops = endpoint("ops", ops.url)
+        to_lab = endpoint("lab", lab.url, events=("response.failed",), keys=frozenset({"alice"}))
+        async with world.process(to_ops) as one, world.process(to_lab) as other:
+            for number in range(20):
+                await one.store.announce("response.completed", f"resp_{number}", "alice")
+                await one.store.announce("response.failed", f"resp_bad{number}", "alice")
+                await one.store.announce("response.failed", f"resp_bobs{number}", "bob")
+            await world.until(lambda: (len(one.attempts), len(other.attempts)) == (60, 20))
+            await world.until(lambda: (one.pending, other.pending) == ({"ops": 0}, {"lab": 0}))
+    assert len(set(ops.ids)) == 60
+    assert len(set(lab.ids)) == 20
+
+
 async def test_a_store_that_comes_back_is_used_again(world: World, caplog: pytest.LogCaptureFixture) -> None:
     async with receiver() as ops:
         async with world.process(endpoint("ops", ops.url)) as process:
