@@ -120,7 +120,7 @@ def test_the_node_packages_are_pinned_by_hash_and_name_no_registry() -> None:
 
 def test_the_readme_names_the_node_packages_that_are_proven() -> None:
     packages = json.loads((NODE / "package-lock.json").read_text(encoding="utf-8"))["packages"]
-    (proven,) = re.findall(r"^Proven, unmodified: .*$", (ROOT / "README.md").read_text("utf-8"), re.M)
+    (proven,) = re.findall(r"^Tested unmodified: .*$", (ROOT / "README.md").read_text("utf-8"), re.M)
     for version in (package["version"] for path, package in packages.items() if path):
         assert version.rpartition(".")[0] in proven
 
