@@ -16,22 +16,13 @@ import rich_click as click
 from click.core import ParameterSource
 
 from gateway import __version__
+from gateway.command_options import CONFIG_ENV, config_option, json_option
 from gateway.core.errors import ConfigError, GatewayError
 
 T = TypeVar("T")
-CONFIG_ENV = "GEMMA_GATEWAY_CONFIG"
 WORKERS_ENV = "GEMMA_GATEWAY_WORKERS"
 USAGE = 2
 
-config_option = click.option(
-    "--config",
-    "-c",
-    type=click.Path(path_type=Path, dir_okay=False),
-    envvar=CONFIG_ENV,
-    required=True,
-    help="The configuration file.",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 log_level_option = click.option(
     "--log-level",
     default="info",
@@ -74,7 +65,7 @@ def main() -> None:
 
 
 @main.command()
-@config_option
+@config_option()
 @log_level_option
 @click.option(
     "--workers",
@@ -94,7 +85,7 @@ def serve(config: Path, log_level: str, workers: int) -> None:
 
 
 @main.command()
-@config_option
+@config_option()
 @log_level_option
 @click.option("--admin", metavar="HOST:PORT", help="Admin port, overriding `admin` in the file.")
 def worker(config: Path, log_level: str, admin: str | None) -> None:
@@ -118,13 +109,7 @@ def _outlive_early_reloads() -> None:
 
 @main.command()
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
-@click.option(
-    "--config",
-    "-c",
-    type=click.Path(path_type=Path, dir_okay=False),
-    envvar=CONFIG_ENV,
-    help="Another way to name the file.",
-)
+@config_option("Another way to name the file.", required=False)
 @json_option
 @click.pass_context
 def check(context: click.Context, file: Path | None, config: Path | None, as_json: bool) -> None:
@@ -157,12 +142,8 @@ def check(context: click.Context, file: Path | None, config: Path | None, as_jso
 
 
 @main.command()
-@click.option(
-    "--config",
-    "-c",
-    type=click.Path(path_type=Path, dir_okay=False),
-    envvar=CONFIG_ENV,
-    help="The configuration file. With --live: decide under this one instead of the one in force.",
+@config_option(
+    "The configuration file. With --live: decide under this one instead of the one in force.", required=False
 )
 @click.argument("request_file", type=click.File("rb"), metavar="REQUEST.json")
 @click.option("--completions", is_flag=True, help="The request is for /v1/completions.")

@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway import settings
+from gateway.command_options import config_option, json_option
 from gateway.core.errors import ConfigError
 from gateway.core.jobs import JobStatus
 
 ADMIN_ENV = "GEMMA_GATEWAY_ADMIN"
-CONFIG_ENV = "GEMMA_GATEWAY_CONFIG"
 DEFAULT = "http://127.0.0.1:9090"
 TIMEOUT_S = 15.0
 PIPED_WIDTH = 250  # nothing is cut off where no terminal says how wide it is
@@ -36,15 +36,8 @@ def _common(command: F) -> F:
         click.option(
             "--admin", metavar="URL", envvar=ADMIN_ENV, show_envvar=True, help="URL of the admin port."
         ),
-        click.option(
-            "--config",
-            "-c",
-            type=click.Path(path_type=Path, dir_okay=False),
-            envvar=CONFIG_ENV,
-            show_envvar=True,
-            help="A configuration file that names the admin port.",
-        ),
-        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        config_option("A configuration file that names the admin port.", required=False),
+        json_option,
     )
     for option in reversed(options):
         command = option(command)

@@ -14,8 +14,8 @@ LEARNED_MAX = 16
 """How often the likeness of one stream is taken. An engine whose events differ in more than their text (token
 ids, say) is not looked at in this way any further."""
 
-EVENT_BYTES_MAX = 2_048
-"""A longer event is not one more token: its likeness is not taken."""
+TOKEN_BYTES_MAX = 2_048
+"""A longer event is not one more token: it is neither taken as a likeness nor known by one."""
 
 _TEXT = re.compile(rb'("(?:content|text|reasoning|reasoning_content)"\s*:\s*")((?:[^"\\]|\\.)*)"')
 
@@ -40,7 +40,7 @@ class Likeness:
 
     def learn(self, event: bytes, shown: bytes) -> None:
         """Know an event that said nothing but its text, and whatever is like it; `shown` is shown of it."""
-        if self._left == 0 or len(event) > EVENT_BYTES_MAX:
+        if self._left == 0 or len(event) > TOKEN_BYTES_MAX:
             return
         self._left -= 1
         found = max(_TEXT.finditer(event), key=lambda one: one.end(2) - one.start(2), default=None)

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gateway import settings
+from gateway.command_options import config_option, json_option
 from gateway.core.errors import ConfigError
 from gateway.replay import reading
 from gateway.replay.comparing import Report, compare
@@ -21,7 +22,6 @@ from gateway.replay.moving import Move
 from gateway.replay.reading import Unusable
 from gateway.replay.tried import Tried
 
-CONFIG_ENV = "GEMMA_GATEWAY_CONFIG"
 FAILURE, USAGE = 1, 2
 PIPED_WIDTH = 160
 BROKEN_SHOWN = 10
@@ -35,16 +35,8 @@ BROKEN_SHOWN = 10
     required=True,
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
 )
-@click.option(
-    "--config",
-    "-c",
-    type=click.Path(path_type=Path, dir_okay=False),
-    envvar=CONFIG_ENV,
-    show_envvar=True,
-    required=True,
-    help="The configuration to try.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@config_option("The configuration to try.")
+@json_option
 def replay(files: tuple[Path, ...], config: Path, as_json: bool) -> None:
     """Show what another configuration would have done with the requests in a decision log.
 

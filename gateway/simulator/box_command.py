@@ -7,6 +7,7 @@ from typing import NoReturn
 import rich_click as click
 
 from gateway.simulator.box_options import BOOT_S, Boot, BoxOptions, profile
+from gateway.simulator.command import answer_tokens_option, thought_tokens_option
 from gateway.simulator.options import SimulatorOptions
 
 _SPARK = ("gemma=spark-nvfp4", "qwen=qwen")
@@ -97,20 +98,8 @@ _SPARK = ("gemma=spark-nvfp4", "qwen=qwen")
 @click.option(
     "--seed", default=0, show_default=True, help="Seed for that probability, the texts and their lengths."
 )
-@click.option(
-    "--answer-tokens",
-    default=200,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Median length of an answer.",
-)
-@click.option(
-    "--thought-tokens",
-    default=450,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Median length of the reasoning before it.",
-)
+@answer_tokens_option
+@thought_tokens_option
 def simulate_box(
     port: int,
     host: str,

@@ -6,6 +6,21 @@ import rich_click as click
 
 from gateway.simulator.options import Fault, FaultOrder, Quirk, SimulatorOptions
 
+answer_tokens_option = click.option(
+    "--answer-tokens",
+    default=200,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Median length of an answer.",
+)
+thought_tokens_option = click.option(
+    "--thought-tokens",
+    default=450,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Median length of the reasoning before it.",
+)
+
 
 def _boot(text: str) -> float | None:
     if text == "profile":
@@ -63,20 +78,8 @@ def _boot(text: str) -> float | None:
     type=click.FloatRange(min=0),
     help="Seconds that running answers get after SIGTERM; 0 cuts them off, as vLLM does.",
 )
-@click.option(
-    "--answer-tokens",
-    default=200,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Median length of an answer.",
-)
-@click.option(
-    "--thought-tokens",
-    default=450,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Median length of the reasoning before it.",
-)
+@answer_tokens_option
+@thought_tokens_option
 @click.option(
     "--fault",
     type=click.Choice([fault.value for fault in Fault]),

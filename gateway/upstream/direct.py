@@ -29,6 +29,7 @@ from gateway.core.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
+from gateway.core.likeness import TOKEN_BYTES_MAX
 from gateway.core.values import Timeouts
 from gateway.ports import Headers, TakeChunk, Target, UpstreamResponse
 from gateway.tcp import KEEPALIVE
@@ -47,9 +48,6 @@ BUFFERED_BYTES_MAX = 256 * 1024
 APART_BYTES = 64 * 1024
 """A body from this size on is not copied behind its head."""
 
-GLANCED_BYTES_MAX = 2_048
-"""A chunk of an answer that is longer is not one more token."""
-
 
 def _opening(size: int) -> bytes:
     """Return the line that a chunk of `size` bytes in all begins with; a line break if there is no such."""
@@ -60,7 +58,7 @@ def _opening(size: int) -> bytes:
     return b"\n"
 
 
-_OPENINGS = tuple(_opening(size) for size in range(GLANCED_BYTES_MAX + 1))
+_OPENINGS = tuple(_opening(size) for size in range(TOKEN_BYTES_MAX + 1))
 
 _LOST = "The connection to the backend broke before it answered."
 _USER_AGENT = f"gemma-gateway/{__version__}".encode()
@@ -514,7 +512,7 @@ class _Connection(asyncio.Protocol):
     def _is_taken_whole(self, data: bytes, take: TakeChunk) -> bool:
         """Have bytes that are one whole chunk taken as they are, and return whether they were."""
         size = len(data)
-        if size > GLANCED_BYTES_MAX:
+        if size > TOKEN_BYTES_MAX:
             return False
         opening = _OPENINGS[size]
         if not data.startswith(opening) or not data.endswith(b"\r\n"):

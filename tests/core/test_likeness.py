@@ -10,7 +10,7 @@ from core.test_sse import PUBLIC, ROLE, SERVED, STREAM, USAGE, delta, event, rea
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.likeness import EVENT_BYTES_MAX, LEARNED_MAX, Likeness
+from gateway.core.likeness import LEARNED_MAX, TOKEN_BYTES_MAX, Likeness
 from gateway.core.naming import ModelNames
 from gateway.core.quirks import MendingReader
 from gateway.core.quirks.remedy import Remedy
@@ -102,7 +102,7 @@ def test_the_longest_text_is_what_differs() -> None:
 
 def test_a_long_event_changes_nothing() -> None:
     likeness = knowing(KNOWN)
-    long = delta("Hello" * EVENT_BYTES_MAX, role="assistant")
+    long = delta("Hello" * TOKEN_BYTES_MAX, role="assistant")
     for _ in range(LEARNED_MAX):
         likeness.learn(long, long)
 

@@ -24,6 +24,7 @@ from support.kernel import keepalive_s
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, Answer, RawServer, answer_of, chunk, raw_server
 
 from gateway.core.errors import UpstreamFailed, UpstreamLost, UpstreamUnreachable
+from gateway.core.likeness import TOKEN_BYTES_MAX
 from gateway.core.values import Backend, Capacity, Endpoint, KneeStep, Timeouts
 from gateway.ports import Target, Upstream, UpstreamResponse
 from gateway.tcp import SILENT_S
@@ -647,7 +648,7 @@ async def test_a_chunk_that_comes_alone_is_taken_as_it_was_sent() -> None:
         await stream.send(STREAM_HEAD + chunk(b"data: 0\n\n"))
         await gate.wait()
         for count in range(1, 8):
-            size = 9 if count != 6 else direct.GLANCED_BYTES_MAX
+            size = 9 if count != 6 else TOKEN_BYTES_MAX
             await stream.send(chunk(b"data: %d" % count + b"\n" * (size - 7)))
             await sink.more()
         await stream.send(LAST_CHUNK)

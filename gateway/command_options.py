@@ -1,0 +1,26 @@
+"""Options that several commands have."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import rich_click as click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+CONFIG_ENV = "GEMMA_GATEWAY_CONFIG"
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def config_option(help: str = "The configuration file.", *, required: bool = True) -> Callable[[F], F]:
+    """Return the option by which a command is told of a configuration; otherwise CONFIG_ENV tells it."""
+    return click.option(
+        "--config",
+        "-c",
+        type=click.Path(path_type=Path, dir_okay=False),
+        envvar=CONFIG_ENV,
+        show_envvar=True,
+        required=required,
+        help=help,
+    )
