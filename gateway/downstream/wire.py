@@ -137,7 +137,7 @@ def _object(members: Mapping[str, bytes | msgspec.Raw]) -> bytes:
     parts: list[bytes | msgspec.Raw] = []
     for name, written in members.items():
         parts += (b"," if parts else b"{", msgspec.json.encode(name), b":", written)
-    parts.append(b"}")
+    parts.append(b"}" if parts else b"{}")
     return b"".join(parts)
 
 
