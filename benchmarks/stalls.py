@@ -105,6 +105,15 @@ def _calls(mark: str, count: int) -> dict[str, Any]:
     return {"messages": messages}
 
 
+def _instructed(text: str) -> dict[str, Any]:
+    return {"instructions": text, "input": "Name a river."}
+
+
+def _result(text: str) -> dict[str, Any]:
+    called = _calls("", 1)["messages"]
+    return {"messages": [*called[:-1], {**called[-1], "content": text}]}
+
+
 KINDS = (
     Kind("a short chat", CHATS, lambda mark: _chat(mark + "Name a river.")),
     Kind("one text of 1 MB", CHATS, lambda mark: _chat(mark + (PROSE * 9)[:1_000_000])),
@@ -118,9 +127,12 @@ KINDS = (
     Kind("30 images of 600 KB", CHATS, lambda mark: _images(mark, 30, 450_000)),
     Kind("99,000 empty objects", CHATS, lambda mark: _chat(mark, metadata=[{}] * 99_000)),
     Kind("99,000 members", CHATS, lambda mark: _chat(mark, chat_template_kwargs=_members(99_000))),
+    Kind("a member of 8 MB", CHATS, lambda mark: _chat(mark, user=(PROSE * 75)[:7_900_000])),
+    Kind("a tool's result of 8 MB", CHATS, lambda mark: _result(mark + (PROSE * 75)[:7_900_000])),
     Kind("9,000 halves of characters", CHATS, lambda mark: _chat(mark + "\ud83d" * 9_000)),
     Kind("a response, 1 MB", RESPONSES, lambda mark: {"input": mark + (PROSE * 9)[:1_000_000]}),
     Kind("a response, 4,000 items", RESPONSES, lambda mark: {"input": _turns(mark, 4_000, 230)}),
+    Kind("instructions of 8 MB", RESPONSES, lambda mark: _instructed(mark + (PROSE * 75)[:7_900_000])),
     Kind("1,000,000 token ids", COMPLETIONS, lambda mark: {"prompt": list(range(1_000_000))}),
 )
 

@@ -7,12 +7,13 @@ out to be more than one string, they are looked for message by message; as a las
 whole.
 """
 
+import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from gateway.core.value import valueclass
-from gateway.downstream.long_texts import LONG_BYTES, NEAR_BYTES, is_escaped
+from gateway.downstream.long_texts import LONG_BYTES, NEAR_BYTES, is_escaped, is_plain
 
 MARK: Final = secrets.token_hex(16)
 """Stands, with a number of NUMBER_CHARS digits, where a string was. Made anew by each process: nobody can
@@ -33,6 +34,8 @@ _QUOTE = b'"'
 _UNESCAPED = (b',"', b' "')
 _CONTENT = b'"content"'  # not within a text, where there would be backslashes
 _MARK = MARK.encode()
+_MEDIA_OPENS = re.compile(rb'"(?:url|image_url|audio_url|data)"\s*:\s*"$')
+_OPENS_BYTES = 64  # with the white space that there may be
 
 Span = tuple[int, int]
 """Where a string begins in a body, and where it ends, without its quotes."""
@@ -86,12 +89,34 @@ def cuts_of(body: bytes) -> Iterator[CutOut]:
     inside of strings, and the rest is JSON with marks as strings in it, then the body is JSON, and means just
     that: wherever the ends were guessed.
     """
+    for spans in _guesses(body):
+        if (cut := _cut_out(body, spans)) is not None:
+            yield cut
+
+
+def bytes_beside_media(body: bytes) -> int:
+    """Return how large a body, which may be JSON, is beside its images and recordings."""
+    return len(body) - max((_media_bytes(body, spans) for spans in _guesses(body)), default=0)
+
+
+def _media_bytes(body: bytes, spans: Iterable[Span]) -> int:
+    """Return how much of some long strings are images and recordings, in which nothing is escaped."""
+    view = memoryview(body)
+    return sum(
+        end - start
+        for start, end in spans
+        if _MEDIA_OPENS.search(body, max(0, start - _OPENS_BYTES), start) and is_plain(view[start:end])
+    )
+
+
+def _guesses(body: bytes) -> Iterator[Sequence[Span]]:
+    """Yield where the long strings of a body may be; at least one each time."""
     spans = _spans(body, 0, len(body))
-    if spans and (cut := _cut_out(body, spans)) is not None:
-        yield cut
+    if spans:
+        yield spans
     apart = [span for begin, end in _messages(body) for span in _spans(body, begin, end)]
-    if apart and apart != [*spans] and (cut := _cut_out(body, apart)) is not None:
-        yield cut
+    if apart and apart != [*spans]:
+        yield apart
 
 
 def _cut_out(body: bytes, spans: Sequence[Span]) -> CutOut | None:

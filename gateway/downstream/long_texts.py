@@ -22,6 +22,10 @@ PIECE_BYTES = 255_936
 """What is decoded at once, as it was sent, in 0.25 ms: 62 x 4128, so that long runs of blanks or line ends,
 which count by 31, lose nothing to a cut."""
 
+TEXT_BYTES_MAX = 8 * 1024 * 1024
+"""What is decoded at once at most: 32 bytes for each token of the longest window, 262,144. Longer texts of
+messages are still read, piece by piece, to say how long they are."""
+
 NEAR_BYTES = 4_096
 """Where the end of a line or a word is looked for first: copied for it."""
 
@@ -82,11 +86,28 @@ def unread_text(view: memoryview) -> LongText | None:
 
 
 def whole_text(view: memoryview) -> str | None:
-    """Return the text that lies in a body there, all at once; None where it is no single text."""
+    """Return the text that lies in a body there, all at once; None: it is no single text, or too long."""
+    if len(view) > TEXT_BYTES_MAX:
+        return None
     try:
         return _decode(_quoted(view))
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+def beginning_of(view: memoryview, chars: int) -> str | None:
+    """Return the first characters of the text that lies in a body there; None where it is no single text."""
+    if is_plain(view):
+        return bytes(view[:chars]).decode()
+    shown: str | None = None
+    done = 0
+    try:
+        for piece in _pieces(view):
+            shown = piece[:chars] if shown is None else shown
+            done = _after(done)
+    except NotOneText:
+        return None
+    return shown
 
 
 def is_plain(view: memoryview) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, Final
 from gateway.core.value import valueclass
 from gateway.downstream.chat_shapes import LOOKED_INTO, Message
 from gateway.downstream.cut_out import number_of
-from gateway.downstream.long_texts import is_plain, unread_text, whole_text
+from gateway.downstream.long_texts import beginning_of, unread_text, whole_text
 
 _TEXT: Final = "text"
 _SOURCES = ("image_url", "audio_url", "input_audio")
@@ -43,11 +43,9 @@ def _put(messages: list[Message], place: _Place, text: memoryview, have_long: se
     """`have_long`: the messages with a long text by now. A second one is decoded, as a short one is."""
     part, name = place.part, place.name
     if part is not None and name != _TEXT:
-        source = bytes(text[:_SHOWN_CHARS]).decode() if is_plain(text) else whole_text(text)
-        if source is None:
-            return False
-        part[name] = source[:_SHOWN_CHARS]  # all that is looked at of an image
-        return True
+        shown = beginning_of(text, _SHOWN_CHARS)  # all that is looked at of an image
+        part[name] = shown
+        return shown is not None
     message = messages[place.message]
     is_decoded = message.role in LOOKED_INTO or message.tool_calls is not None or place.message in have_long
     found: Any = whole_text(text) if is_decoded else unread_text(text)

@@ -393,6 +393,7 @@ class Asked:
 
 def _members(body: bytes) -> tuple[dict[str, msgspec.Raw], dict[str, Any]]:
     """Return the members of a body, all of them as sent, and decoded those that are read."""
+    wire.check_size(body)
     raws = wire.members_of(body)
     return raws, {name: wire.decoded(raw, name) for name, raw in raws.items() if name in READ}
 

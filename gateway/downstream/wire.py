@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from gateway.core.errors import InvalidRequest
+from gateway.core.errors import BodyTooLarge, InvalidRequest
 from gateway.core.estimation import texts_in
 from gateway.core.value import valueclass
 from gateway.core.values import NO_CHANGES, Changes, Endpoint, LongText, Prefixes, Prompt, Request, Turn
@@ -35,8 +35,14 @@ from gateway.downstream.chat_shapes import (
     Message,
 )
 from gateway.downstream.crowded import CONTAINERS_MAX, VALUES_MAX, is_crowded, may_be_crowded
-from gateway.downstream.cut_out import CutOut, cuts_of, may_hold_long_texts
-from gateway.downstream.long_texts import LONG_BYTES, SLICE_BYTES, long_text, take_a_break
+from gateway.downstream.cut_out import CutOut, bytes_beside_media, cuts_of, may_hold_long_texts
+from gateway.downstream.long_texts import (
+    LONG_BYTES,
+    SLICE_BYTES,
+    TEXT_BYTES_MAX,
+    long_text,
+    take_a_break,
+)
 from gateway.downstream.occurrences import occurrences
 from gateway.downstream.placing import put_long
 from gateway.ports import Arrival, Headers
@@ -167,6 +173,7 @@ def read(
 
     Raises:
         InvalidRequest: it is not JSON, not an object, or a member the gateway reads has a wrong type.
+        BodyTooLarge: it is more than can be decoded without holding everybody up.
     """
     is_chat = endpoint is Endpoint.CHAT
     has_long = is_chat and len(body) >= LONG_BYTES and may_hold_long_texts(body)
@@ -182,6 +189,8 @@ def read(
         )
         if found is not None:
             return found
+    if is_chat:
+        check_size(body)
     members = members_of(body, values_max=VALUES_MAX + (0 if is_chat else rules.token_ids_max))
     take_a_break(len(body))
     return read_members(
@@ -340,6 +349,18 @@ def _max_tokens(fields: "_Fields", seen: "Chat | None", *, chat: bool) -> int | 
     if most is None:  # 0 is legal where only the prompt is scored (`echo`)
         most = fields.count("max_tokens", least=1 if chat else 0)
     return most
+
+
+def check_size(body: bytes) -> None:
+    """Refuse a body that is longer than any text that a model can read, images and recordings aside.
+
+    Raises:
+        BodyTooLarge: it is.
+    """
+    if len(body) > TEXT_BYTES_MAX and bytes_beside_media(body) > TEXT_BYTES_MAX:
+        raise BodyTooLarge(
+            f"Beside its images and recordings, the request body is larger than {TEXT_BYTES_MAX:,} bytes."
+        )
 
 
 def members_of(body: bytes, *, values_max: int = VALUES_MAX) -> dict[str, msgspec.Raw]:
@@ -723,6 +744,8 @@ def _completion(fields: _Fields, rules: WireRules) -> tuple[Prompt, Prefixes, in
             _check_choices(len(lists), rules)
             return Prompt(raw_tokens=max(map(_length, lists))), (), len(lists)
         _check_values(written)
+    if raw is not None and len(memoryview(raw)) > TEXT_BYTES_MAX:
+        raise BodyTooLarge(f"`prompt` is longer than {TEXT_BYTES_MAX:,} bytes.", param="prompt")
     prompt = None if raw is None else decoded(raw, "prompt")
     match prompt:
         case str():

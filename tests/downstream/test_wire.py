@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.errors import InvalidRequest
+from gateway.core.errors import BodyTooLarge, InvalidRequest
 from gateway.core.values import Endpoint, Prompt, Turn
 from gateway.downstream import wire
+from gateway.downstream.long_texts import TEXT_BYTES_MAX
 from gateway.downstream.wire import WireRequest, WireRules
 from gateway.ports import Arrival
 
@@ -510,6 +511,69 @@ def test_a_prompt_of_many_values_is_not_decoded_at_once(prompt: object, code: st
         read(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode(), RULES)
 
     assert caught.value.code == code
+
+
+TOO_LONG = "a\\n" * (TEXT_BYTES_MAX // 3)  # each a character and an escape of two
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": TOO_LONG},
+        {TOO_LONG: 1},
+        {"metadata": {"a": [TOO_LONG]}},
+        {"messages": [*message("hi"), {"role": "assistant", "content": TOO_LONG}]},
+        {"messages": message("hi", name=TOO_LONG)},
+        {"messages": message("hi", tool_calls=[{"function": {"name": "f", "arguments": TOO_LONG}}])},
+        {"tools": [{"type": "function", "function": {"name": "f", "description": TOO_LONG}}]},
+    ],
+    ids=["member", "name-of-one", "inner-member", "assistant", "name", "arguments", "tool"],
+)
+def test_more_than_any_model_reads_is_not_decoded_at_once(fields: dict[str, Any]) -> None:
+    with pytest.raises(BodyTooLarge) as caught:
+        read(Endpoint.CHAT, body(**fields), RULES)
+
+    assert caught.value.http_status == 413
+    assert "8,388,608 bytes" in caught.value.message
+
+
+@pytest.mark.parametrize("prompt", [TOO_LONG, [TOO_LONG], [TOO_LONG[: TEXT_BYTES_MAX // 4]] * 4])
+def test_nor_is_a_prompt(prompt: object) -> None:
+    with pytest.raises(BodyTooLarge) as caught:
+        read(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode(), RULES)
+
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"priority": 1}, {"n": "three"}], ids=["", "as-a-whole", "with-an-error"]
+)
+def test_an_image_is_no_text_however_long_it_is(more: dict[str, Any]) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBO" * 2_500_000}}
+    raw = body(messages=message([{"type": "text", "text": "What is this?"}, image]), **more)
+
+    if "n" in more:
+        with pytest.raises(InvalidRequest, match="`n` must be an integer"):
+            read(Endpoint.CHAT, raw, RULES)
+    else:
+        assert read(Endpoint.CHAT, raw, RULES).request.images == 1
+
+
+def test_nor_is_one_with_escaped_slashes() -> None:
+    source = "data:image/png;base64," + "iVB/" * 2_500_000
+    image = {"type": "image_url", "image_url": {"url": source}}
+    raw = body(messages=message([image])).replace(b"/", b"\\/")
+    request = read(Endpoint.CHAT, raw, RULES)
+
+    assert request.request.images == 1
+    assert request.member("messages")[0]["content"] == [image]
+
+
+def test_a_long_text_of_a_user_is_read_to_say_how_long_it_is() -> None:
+    (turn,) = chat(messages=message(TOO_LONG)).request.prompt.turns
+
+    assert turn.long is not None
+    assert turn.long.size_bytes >= TEXT_BYTES_MAX
 
 
 def test_a_table_in_a_text_is_no_crowd_of_values() -> None:

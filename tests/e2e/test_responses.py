@@ -433,6 +433,7 @@ async def test_through_a_store_every_gateway_finds_it_and_losing_it_costs_no_ans
         ({"input": []}, openai.BadRequestError, "invalid_request", "input"),
         ({"background": True}, openai.BadRequestError, "background_not_supported", "background"),
         ({"input": "river " * 400_000}, openai.BadRequestError, "context_length_exceeded", "input"),
+        ({"instructions": "river " * 1_400_000}, openai.APIStatusError, "request_too_large", None),
         ({"temperature": -3}, openai.BadRequestError, "invalid_request", "temperature"),  # the backend's word
         ({"max_output_tokens": 0}, openai.BadRequestError, "invalid_request", "max_output_tokens"),
         (

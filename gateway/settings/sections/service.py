@@ -55,7 +55,8 @@ class RequestsSection(Section):
     """What is accepted from callers."""
 
     max_body_bytes: Positive = 32 * 1024 * 1024
-    """Maximum request body in bytes; above it 413. A document of 256K tokens is about 1 MB, images more."""
+    """Maximum request body in bytes; above it 413. A document of 256K tokens is about 1 MB, images more.
+    Whatever is neither image, recording nor text of a user may have 8 MiB at most."""
 
     body_timeout_s: Seconds = 60.0
     """Seconds a caller may take to send its body; after that 408."""
