@@ -43,7 +43,7 @@ def test_the_package_has_all_its_data() -> None:
     installed = resources.files("gateway")
     assert {name for name in expected if not installed.joinpath(name).is_file()} == set()
     assert "py.typed" in expected
-    assert len([name for name in expected if re.fullmatch(r"profiles/[\w-]+\.yaml", name)]) == 10
+    assert len([name for name in expected if re.fullmatch(r"profiles/[\w-]+\.yaml", name)]) == 11
 
 
 def test_the_command_is_installed_under_its_name() -> None:

@@ -17,7 +17,13 @@ from gateway.core.usage import Usage
 ABORTED = "abort"
 """The finish_reason of an answer that the engine gave up: it is stopping, or was told to."""
 
-_OVERLONG = re.compile(r"maximum context length|max_model_len|context window", re.IGNORECASE)
+_OVERLONG = re.compile(
+    r"maximum context length|max_model_len|context window|available context size", re.IGNORECASE
+)
+_CALLERS_FAULT = re.compile(
+    r"(?:image|audio|video) input is not supported|Failed to parse (?:messages|tools): ", re.IGNORECASE
+)
+"""What llama.cpp's server says with status 500 of a request that it cannot serve."""
 _STOPPING = re.compile(r"after shutdown|shutting down", re.IGNORECASE)
 _CRASHED = re.compile(r"EngineCore|EngineDead|engine core", re.IGNORECASE)
 _NO_MODEL = re.compile(r"model .{1,200} does not exist", re.IGNORECASE | re.DOTALL)
@@ -133,6 +139,8 @@ def verdict(status: int, error: BackendError) -> tuple[GatewayError, Outcome]:
         ), Outcome.MISCONFIGURED
     if status in (408, 429, 503):
         return UpstreamBusy("The backend refused the request because of load.", retry_after_s=1), Outcome.BUSY
+    if status == 500 and _CALLERS_FAULT.match(error.message):
+        return _rejected(400, error), Outcome.REJECTED
     if status >= 500 and _STOPPING.search(error.message):
         return UpstreamBusy("The backend is stopping.", retry_after_s=1), Outcome.DRAINING
     if status >= 500 or status < 200:
@@ -146,7 +154,8 @@ def _rejected(status: int, error: BackendError) -> BackendRejected:
     message, code = error.public_message, "invalid_request"
     if error.code == "context_length_exceeded" or (_OVERLONG.search(message) and error.param != "max_tokens"):
         # Clients recognise an overflow by these words, not by the code.
-        message = f"{message.rstrip()} Input tokens exceed the configured limit [context_length_exceeded]."
+        said = message.rstrip().removesuffix(".")
+        message = f"{said}. Input tokens exceed the configured limit [context_length_exceeded]."
         code = "context_length_exceeded"
     own = status if status in _OWN_VERDICTS else 400
     return BackendRejected(message, status=own, code=code, param=error.param)

@@ -13,6 +13,9 @@ from gateway.settings.reach import Reach, reach
 from gateway.settings.resolved import Settings
 from gateway.settings.yaml_tree import Path
 
+GENERIC = "generic"
+"""The profile of servers that nobody has published figures of."""
+
 
 def warnings(settings: Settings) -> tuple[Problem, ...]:
     """Return every warning about a valid configuration, in the order of the file."""
@@ -212,6 +215,9 @@ def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
         elif not section.tls.verify:
             yield _Warning((*path, "tls", "verify"), f"backend {name}: its certificate is not checked")
         yield from (_Warning((*path, "quirks"), text) for text in _quirks(name, settings))
+        if _is_guessed(settings, name):
+            message = f"backend {name}: its knee of {backend.capacity.knee[0].seqs} is a guess: set `limits`"
+            yield _Warning((*path, "profile"), message)
         fits = kv_tokens(backend.capacity)
         if fits < backend.capacity.context_tokens:
             yield _Warning(
@@ -225,6 +231,14 @@ def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
             own = settings.document.pools[name].timeouts.model_fields_set
             message = f"pool {name}: total_s ends an attempt before first_byte_s or idle_s can"
             yield _Warning(("pools", name) if own else ("timeouts",), message)
+
+
+def _is_guessed(settings: Settings, name: str) -> bool:
+    """Return whether nobody has said how much a backend can do."""
+    document = settings.document
+    backend = document.backends[name]
+    is_generic = backend.profile == GENERIC and GENERIC not in document.profiles
+    return is_generic and backend.limits.knee_seqs is None
 
 
 def _webhooks(settings: Settings) -> Iterator[_Warning]:

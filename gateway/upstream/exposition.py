@@ -21,7 +21,7 @@ class EngineMetrics:
     Attributes:
         running, waiting: Gauges, in sequences; summed over engines.
         kv_usage: Gauge, 0..1; the fullest engine's.
-        generation_tokens, prompt_tokens, preemptions: Counters; summed over engines.
+        generation_tokens, prompt_tokens, preemptions, steps: Counters; summed over engines.
         started_at: Gauge, epoch seconds; the latest.
     """
 
@@ -31,24 +31,44 @@ class EngineMetrics:
     generation_tokens: tuple[str, ...]
     prompt_tokens: tuple[str, ...]
     preemptions: tuple[str, ...]
+    steps: tuple[str, ...]
     started_at: tuple[str, ...]
 
 
 KNOWN = EngineMetrics(
-    running=("vllm:num_requests_running", "sglang:num_running_reqs", "trtllm_num_requests_running"),
-    waiting=("vllm:num_requests_waiting", "sglang:num_queue_reqs", "trtllm_num_requests_waiting"),
+    running=(
+        "vllm:num_requests_running",
+        "sglang:num_running_reqs",
+        "trtllm_num_requests_running",
+        "llamacpp:requests_processing",
+    ),
+    waiting=(
+        "vllm:num_requests_waiting",
+        "sglang:num_queue_reqs",
+        "trtllm_num_requests_waiting",
+        "llamacpp:requests_deferred",
+    ),
     kv_usage=(
         "vllm:kv_cache_usage_perc",
         "vllm:gpu_cache_usage_perc",  # until vLLM PR 29330, November 2025
         "sglang:token_usage",
         "trtllm_kv_cache_utilization",
     ),
-    generation_tokens=("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
-    prompt_tokens=("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
+    generation_tokens=(
+        "vllm:generation_tokens_total",
+        "sglang:generation_tokens_total",
+        "llamacpp:tokens_predicted_total",
+    ),
+    prompt_tokens=(
+        "vllm:prompt_tokens_total",
+        "sglang:prompt_tokens_total",
+        "llamacpp:prompt_tokens_total",
+    ),
     preemptions=("vllm:num_preemptions_total",),
+    steps=("llamacpp:n_decode_total",),  # it has no gauge of its cache, which moves in a long prefill
     started_at=("process_start_time_seconds",),
 )
-"""Names of vLLM 0.19 to 0.33, SGLang and TensorRT-LLM."""
+"""Names of vLLM 0.19 to 0.33, SGLang, TensorRT-LLM and llama.cpp's server (2026-10)."""
 
 _LIMIT = 1e18  # above it, a figure is nonsense, and sums and conversions could overflow
 _LABELS = re.compile(rb'\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\}')
@@ -94,6 +114,7 @@ def sample(page: bytes, at: float, names: EngineMetrics = KNOWN) -> EngineSample
         generation_tokens=sum(_all(page, names.generation_tokens)),
         prompt_tokens=sum(_all(page, names.prompt_tokens)),
         preemptions=sum(_all(page, names.preemptions)),
+        steps=sum(_all(page, names.steps)),
         started_at=max(_all(page, names.started_at), default=None),
     )
 

@@ -460,12 +460,17 @@ def _read_models(body: bytes, wanted: str | None) -> tuple[tuple[str, ...], int 
     if not isinstance(entries, list):
         raise ValueError
     windows = {
-        entry["id"]: entry.get("max_model_len")
+        entry["id"]: entry.get("max_model_len") or _slot_tokens(entry.get("meta"))
         for entry in entries
         if isinstance(entry, dict) and isinstance(entry.get("id"), str)
     }
     window = windows.get(wanted) if wanted is not None else next(iter(windows.values()), None)
     return tuple(windows), window if isinstance(window, int) and window > 0 else None
+
+
+def _slot_tokens(meta: object) -> object:
+    """Return the window of each slot of llama.cpp's server, which says there what it has loaded."""
+    return meta.get("n_ctx") if isinstance(meta, dict) else None
 
 
 def _read_version(body: bytes) -> str:

@@ -94,6 +94,12 @@ def test_of_an_error_that_was_cut_no_more_is_read_than_is_shown() -> None:
         (503, "The engine is currently busy", UpstreamBusy, Outcome.BUSY),
         (500, "cannot schedule new futures after shutdown", UpstreamBusy, Outcome.DRAINING),
         (500, "EngineCore encountered an issue.", UpstreamFailed, Outcome.FAILED),
+        (500, "image input is not supported - hint: ...", BackendRejected, Outcome.REJECTED),
+        (500, "audio input is not supported - hint: ...", BackendRejected, Outcome.REJECTED),
+        (500, "Failed to parse tools: Missing tool function: {}", BackendRejected, Outcome.REJECTED),
+        (500, "Failed to parse messages: Missing 'role' in message", BackendRejected, Outcome.REJECTED),
+        (500, "Compute error: image input is not supported", UpstreamFailed, Outcome.FAILED),
+        (503, "image input is not supported - hint: ...", UpstreamBusy, Outcome.BUSY),
         (502, "bad gateway", UpstreamFailed, Outcome.FAILED),
         (204, "", UpstreamFailed, Outcome.FAILED),
     ],
@@ -120,6 +126,19 @@ def test_an_overlong_prompt_is_said_in_words_that_clients_recognise() -> None:
     assert "his model's maximum context length is" in failure.message
     assert "Input tokens exceed the configured limit" in failure.message
     assert "context_length_exceeded" in failure.message
+
+
+def test_so_is_one_that_is_too_long_for_llama_cpp() -> None:
+    body = (
+        b'{"error":{"code":400,"message":"request (4419 tokens) exceeds the available context size (4096 '
+        b'tokens), try increasing it","type":"exceed_context_size_error","n_prompt_tokens":4419}}'
+    )
+
+    failure, outcome = verdict(400, read_error(body))
+
+    assert (failure.http_status, failure.code) == (400, "context_length_exceeded")
+    assert "try increasing it. Input tokens exceed" in failure.message
+    assert outcome is Outcome.REJECTED
 
 
 def test_a_max_tokens_complaint_is_not_an_overflow() -> None:

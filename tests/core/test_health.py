@@ -47,7 +47,13 @@ STOPPING = Attempt(Outcome.DRAINING, "cannot schedule new futures")
 
 
 def sample(
-    tokens: float, *, running: int = 1, waiting: int = 0, kv: float = 0.5, start: float | None = 1e9
+    tokens: float,
+    *,
+    running: int = 1,
+    waiting: int = 0,
+    kv: float = 0.5,
+    start: float | None = 1e9,
+    steps: float = 0.0,
 ) -> Sample:
     """A scrape; `advance` is told the time apart from it, so `at` is filled in by `play`."""
     return Sample(
@@ -58,6 +64,7 @@ def sample(
             kv_usage=kv,
             generation_tokens=tokens,
             prompt_tokens=100.0,
+            steps=steps,
             started_at=start,
         )
     )
@@ -153,6 +160,10 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
             (57, sample(5, kv=0.3)),
             (85, sample(5, kv=0.4)),
         ],
+        [U] * 5,
+    ),
+    "a-long-prefill-of-an-engine-that-counts-its-steps-is-no-hang": (
+        [(0, OK), *[(at, sample(5, kv=0.0, steps=at)) for at in (1, 30, 59, 88)]],
         [U] * 5,
     ),
     "idle-is-no-hang": ([(0, OK), (1, sample(5, running=0)), (99, sample(5, running=0))], [U, U, U]),

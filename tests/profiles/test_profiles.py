@@ -1,4 +1,4 @@
-"""The shipped profiles: all ten, complete, every figure with where it comes from, as documented."""
+"""The shipped profiles: ten systems and any other, every figure with where it comes from, as documented."""
 
 import re
 from dataclasses import fields
@@ -24,10 +24,18 @@ TEN = (
     "spark-moe-fp8-mtp",
     "tpu-v6e4-moe",
 )
+GENERIC = "generic"
 
 
-def test_the_ten_systems_ship() -> None:
-    assert profiles.names() == tuple(sorted(TEN))
+def test_the_ten_systems_ship_and_one_profile_for_any_other() -> None:
+    assert profiles.names() == tuple(sorted((*TEN, GENERIC)))
+
+
+def test_what_nobody_has_published_is_called_a_guess() -> None:
+    profile = profiles.load(GENERIC)
+    assert {told.basis for told in profile.provenance.values()} == {Basis.GUESSED}
+    assert profile.quirks == ()
+    assert profile.capacity.kv_blocks is None
 
 
 def test_an_unknown_profile_is_an_error_that_lists_the_known() -> None:
@@ -35,7 +43,7 @@ def test_an_unknown_profile_is_an_error_that_lists_the_known() -> None:
         profiles.load("h100")
 
 
-@pytest.mark.parametrize("name", TEN)
+@pytest.mark.parametrize("name", (*TEN, GENERIC))
 def test_every_figure_says_where_it_comes_from(name: str) -> None:
     profile = profiles.load(name)
     for path in profiles.PATHS:

@@ -214,6 +214,28 @@ def test_keys_close_the_open_door(checked: Check, plain: str) -> None:
     assert checked(f"listen: 0.0.0.0:80\nallowed_origins: '*'\n{keys}{plain}").warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("written", "warned"),
+    [
+        ("profile: generic", True),
+        ("profile: generic, limits: {kv_budget: 0.5}", True),
+        ("profile: generic, limits: {knee_seqs: 8}", False),
+        ("profile: h100-tp1-light", False),
+        ("profile: ours", False),
+    ],
+)
+def test_a_knee_that_nobody_has_said_is_a_guess(
+    plain: str, checked: Check, written: str, warned: bool
+) -> None:
+    ours = "profiles: {ours: {extends: generic}}\n" if "ours" in written else ""
+    report = checked(ours + plain.replace("profile: h100-tp1-light", written, 1))
+
+    assert report.ok
+    assert [one.message for one in report.warnings if "is a guess" in one.message] == (
+        ["backend light: its knee of 16 is a guess: set `limits`"] if warned else []
+    )
+
+
 @pytest.mark.parametrize("name", profiles.names())
 def test_every_shipped_pool_holds_its_whole_window(name: str) -> None:
     capacity = profiles.load(name).capacity

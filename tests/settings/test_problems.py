@@ -129,7 +129,9 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
         pytest.param(
             ("class: image", 'class: "image\\n"'), "letters, digits", id="a-line-break-after-a-name"
         ),
-        pytest.param(("profile: h100-tp1-light", "profile: h100"), "there are h100-tp1-light,", id="profile"),
+        pytest.param(
+            ("profile: h100-tp1-light", "profile: h100"), "there are generic, h100-tp1-light,", id="profile"
+        ),
         pytest.param(("  light: [light]", "  light: [light, light]"), "listed twice", id="backend-twice"),
         pytest.param(("  light: [light]", "  light: []"), "at least one is needed", id="empty-pool"),
         pytest.param(("  light: [light]", "  light: light"), "a mapping of keys", id="pool-as-text"),

@@ -41,6 +41,27 @@ def test_a_page_of_vllm() -> None:
     )
 
 
+LLAMA_CPP = b"""\
+# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed, excluding cached tokens
+# TYPE llamacpp:prompt_tokens_total counter
+llamacpp:prompt_tokens_total 216
+# HELP llamacpp:prompt_tokens_cached_total Number of prompt tokens reused from the cache
+# TYPE llamacpp:prompt_tokens_cached_total counter
+llamacpp:prompt_tokens_cached_total 1187
+llamacpp:tokens_predicted_total 995
+llamacpp:tokens_predicted_seconds_total 0.206379
+llamacpp:n_decode_total 1788
+llamacpp:requests_processing 1
+llamacpp:requests_deferred 2
+"""
+
+
+def test_a_page_of_llama_cpps_server() -> None:
+    assert sample(LLAMA_CPP, 7.0) == EngineSample(
+        at=7.0, running=1, waiting=2, generation_tokens=995.0, prompt_tokens=216.0, steps=1788.0
+    )
+
+
 def test_several_engines_behind_one_port_are_combined() -> None:
     page = b"".join(
         b'vllm:num_requests_running{engine="%d"} %d\nvllm:kv_cache_usage_perc{engine="%d"} 0.%d\n'

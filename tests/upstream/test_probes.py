@@ -295,12 +295,20 @@ async def test_a_list_of_models_that_is_wrong_is_said(
             assert fleet.statuses()["a"].served_models == ("gemma",)
 
 
-async def test_the_window_of_the_wanted_model_is_taken(clock: Clock, fake_engine: Engines) -> None:
+@pytest.mark.parametrize(
+    "models",
+    [
+        b'{"data":[{"id":"other","max_model_len":1},{"id":"gemma","max_model_len":2048}]}',
+        b'{"models":[{"name":"gemma"}],"data":[{"id":"gemma","meta":{"n_ctx":2048,"n_ctx_train":4096}}]}',
+        b'{"data":[{"id":"gemma","max_model_len":2048,"meta":{"n_ctx":4096}}]}',
+    ],
+    ids=["vllm", "llama-cpp", "both"],
+)
+async def test_the_window_of_the_wanted_model_is_taken(
+    models: bytes, clock: Clock, fake_engine: Engines
+) -> None:
     async with fake_engine() as engine:
-        engine.replies["/v1/models"] = (
-            200,
-            b'{"data":[{"id":"other","max_model_len":1},{"id":"gemma","max_model_len":2048}]}',
-        )
+        engine.replies["/v1/models"] = (200, models)
         engine.replies["/version"] = (404, b"")
         async with probing(watch(clock, engine)) as fleet:
             await fleet.wait_for(lambda seen: seen["a"].context_tokens == 2048)

@@ -233,9 +233,10 @@ def _mark(engine: EngineSample) -> tuple[float, ...]:
     Prompt tokens are counted only once a whole prefill is done, and one of 200,000 tokens takes 139 s.
     But each of its chunks takes KV blocks, and that gauge is set by the engine's own step: one that
     hangs leaves it as it was. Running and waiting are left out, because a request that arrives is no
-    progress; preemptions, because they rise in a livelock too.
+    progress; preemptions, because they rise in a livelock too. llama.cpp has no such gauge, but counts its
+    steps.
     """
-    return (engine.kv_usage, engine.generation_tokens, engine.prompt_tokens)
+    return (engine.kv_usage, engine.generation_tokens, engine.prompt_tokens, engine.steps)
 
 
 def _after_progress(

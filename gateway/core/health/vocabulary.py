@@ -68,6 +68,7 @@ class EngineSample:
         kv_usage: Share of its KV blocks in use, 0..1.
         generation_tokens, prompt_tokens: Counters since its start.
         preemptions: Counter since its start; a rise means KV thrash.
+        steps: Counter since its start, of batches computed; 0 where it is not exported.
         started_at: Epoch seconds of its start (`process_start_time_seconds`), None where it is not exported.
     """
 
@@ -78,6 +79,7 @@ class EngineSample:
     generation_tokens: float = 0.0
     prompt_tokens: float = 0.0
     preemptions: float = 0.0
+    steps: float = 0.0
     started_at: float | None = None
 
 
