@@ -216,7 +216,8 @@ def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
             yield _Warning((*path, "tls", "verify"), f"backend {name}: its certificate is not checked")
         yield from (_Warning((*path, "quirks"), text) for text in _quirks(name, settings))
         if _is_guessed(settings, name):
-            message = f"backend {name}: its knee of {backend.capacity.knee[0].seqs} is a guess: set `limits`"
+            knee = backend.capacity.knee[0].seqs
+            message = f"backend {name}: its knee of {knee} is a guess: set `limits: {{knee_seqs: ...}}`"
             yield _Warning((*path, "profile"), message)
         fits = kv_tokens(backend.capacity)
         if fits < backend.capacity.context_tokens:

@@ -232,7 +232,7 @@ def test_a_knee_that_nobody_has_said_is_a_guess(
 
     assert report.ok
     assert [one.message for one in report.warnings if "is a guess" in one.message] == (
-        ["backend light: its knee of 16 is a guess: set `limits`"] if warned else []
+        ["backend light: its knee of 16 is a guess: set `limits: {knee_seqs: ...}`"] if warned else []
     )
 
 
