@@ -60,9 +60,9 @@ def _missed(
         value = _FIGURES[name](traffic_class, request, estimate)
         for bound in getattr(when, name):
             if value is None:
-                return "{} is not given, needs {} {}", _SHOWN[name], bound.op.value, bound.value
+                return "{} is not given, needs {} {}", _SHOWN[name], bound.op, bound.value
             if not _OPERATORS[bound.op](value, bound.value):
-                return "{} {} is not {} {}", _SHOWN[name], value, bound.op.value, bound.value
+                return "{} {} is not {} {}", _SHOWN[name], value, bound.op, bound.value
     if when.reasoning is not None and when.reasoning is not (actual := is_reasoning(model, request)):
         return "reasoning is {}", str(actual).lower()
     if when.stream is not None and when.stream is not request.stream:
@@ -94,7 +94,7 @@ _SHOWN: Mapping[str, str] = {name: "audio" if name == "audios" else name for nam
 def _reason(model: ModelPolicy, traffic_class: TrafficClass, request: Request, estimate: Estimate) -> str:
     when = traffic_class.when
     held = [
-        f"{_SHOWN[name]} {_FIGURES[name](traffic_class, request, estimate)} {bound.op.value} {bound.value}"
+        f"{_SHOWN[name]} {_FIGURES[name](traffic_class, request, estimate)} {bound.op} {bound.value}"
         for name in when.numeric
         for bound in getattr(when, name)
     ]

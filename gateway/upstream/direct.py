@@ -144,7 +144,7 @@ class _DirectWay(Way):
             raise ValueError("a header holds a line break")
         return b"POST %b%b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % (
             self._path,
-            target.endpoint.value.encode(),
+            target.endpoint.encode(),
             self._fields,
             fields,
             len(target.body),
