@@ -19,6 +19,7 @@ from gateway.core.values import Endpoint
 from gateway.downstream.direct_call import Chats, DirectCall
 from gateway.downstream.filling import TOGETHER_MAX, WORTH_BYTES, Filling
 from gateway.downstream.guard import GuardedProtocol
+from gateway.downstream.hosts import is_host
 from gateway.downstream.relay import Head
 
 _PATH = Endpoint.CHAT.value.encode()
@@ -34,6 +35,7 @@ class DirectProtocol(GuardedProtocol):
         self._call: Any = None  # a `DirectCall`, until its answer is complete
         self._is_receiving = False  # its body
         self._announced = 0  # bytes of that
+        self._host = b""  # that the last chat was for: the next one is, too, as a rule
         self._filling: Filling | None = None  # which receives it instead
         self._body_timer: asyncio.TimerHandle | None = None
 
@@ -137,13 +139,19 @@ class DirectProtocol(GuardedProtocol):
         if self.expect_100_continue or self.parser.should_upgrade() or not self.parser.should_keep_alive():
             return None
         announced = b""
+        host, hosts = b"", 0
         for name, value in self.headers:
             if name == b"content-length":
                 announced = value
+            elif name == b"host":
+                host, hosts = value, hosts + 1
             elif name == b"transfer-encoding":
                 return None
         if not announced.isdigit() or self.parser.get_http_version() != "1.1":
             return None
+        if hosts != 1 or (host != self._host and not is_host(host)):
+            return None
+        self._host = host
         self._announced = int(announced)
         if self._announced > self._chats.limits.bytes_max:
             return None

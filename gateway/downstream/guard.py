@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.core.errors import GatewayError, InvalidRequest, OutOfResources, RequestTimeout
 from gateway.downstream.errors import envelope, headers_of
+from gateway.downstream.hosts import has_one_host, refuse_host
 from gateway.downstream.lingering import Exit, Lingering, last_unless_told_to_go_on
 from gateway.downstream.old_http import as_http_1_0
 
@@ -79,6 +80,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._running = cycle
         cycle.on_response = self._asgi_answered
         cycle.transport = Exit(self.transport, self._close_behind_asgi)  # type: ignore[assignment]
+        if not has_one_host(cycle.scope):
+            app = refuse_host
         if cycle.scope["http_version"] != "1.1":
             app = as_http_1_0(cycle, app)
         elif cycle.waiting_for_100_continue:

@@ -315,7 +315,7 @@ class Responses:
         @post([PATH + "/compact", PATH + "/input_tokens"])
         async def elsewhere(request: Request[Any, Any, Any]) -> None:
             # OpenAI's API has these; without a route of their own they would be ids that take no POST.
-            raise RouteNotFound(f"There is nothing at {request.url.path}.")
+            raise RouteNotFound(f"There is nothing at {request.scope['path']}.")
 
         return [retrieve, input_items, forget, cancel, elsewhere]
 

@@ -317,7 +317,7 @@ def _gateway_error(_: Request[Any, Any, Any], error: GatewayError) -> Response[b
 
 def _framework_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
     if isinstance(error, NotFoundException):
-        return _render(RouteNotFound(f"There is nothing at {request.url.path}."))
+        return _render(RouteNotFound(f"There is nothing at {request.scope['path']}."))
     if isinstance(error, MethodNotAllowedException):
         allowed = with_head((error.headers or {}).get("allow", ""))
         return _render(MethodNotAllowed("This method is not allowed here.", allowed))
