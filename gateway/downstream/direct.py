@@ -20,7 +20,7 @@ from gateway.downstream.direct_call import Chats, DirectCall
 from gateway.downstream.filling import TOGETHER_MAX, WORTH_BYTES, Filling
 from gateway.downstream.guard import GuardedProtocol
 from gateway.downstream.hosts import is_host
-from gateway.downstream.relay import Head
+from gateway.downstream.relay import Head, announced_bytes
 
 _PATH = Endpoint.CHAT.value.encode()
 
@@ -152,7 +152,7 @@ class DirectProtocol(GuardedProtocol):
         if hosts != 1 or (host != self._host and not is_host(host)):
             return None
         self._host = host
-        self._announced = int(announced)
+        self._announced = announced_bytes(announced)
         if self._announced > self._chats.limits.bytes_max:
             return None
         try:

@@ -26,7 +26,7 @@ from gateway.core.files import (
 )
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.multipart import Field, FileBegins, parts_of
-from gateway.downstream.relay import CallerGone
+from gateway.downstream.relay import CallerGone, announced_bytes
 from gateway.ports import FileStore
 
 PATH = "/v1/files"
@@ -152,7 +152,7 @@ class Files:
 
     async def _upload(self, key: str | None, request: Request[Any, Any, Any]) -> StoredFile:
         announced = request.headers.get("content-length", "0")
-        if announced.isdigit() and int(announced) > FILE_BYTES_MAX + UPLOADS_OVERHEAD:
+        if announced.isdigit() and announced_bytes(announced) > FILE_BYTES_MAX + UPLOADS_OVERHEAD:
             raise _too_large()
         upload = _Upload(self._store, self._rules, key)
         is_whole = False

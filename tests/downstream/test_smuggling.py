@@ -107,6 +107,7 @@ ATTACKS = {
     "other digits": Attack(headed(length("\u0664\u0665")), BODY),
     "more than can be counted": Attack(headed(length(2**64)), BODY),
     "many zeros": one(headed(length("0" * 300 + str(N)))),
+    "more zeros than Python reads": one(headed(length("0" * 5_000 + str(N)))),
     "spaces around": one(headed(length(f"  {N}  "))),
     "tabs around": one(headed(length(f"\t{N}\t"))),
     "a length in small letters": one(headed(length(name=b"content-length"))),
