@@ -66,7 +66,7 @@ class DirectProtocol(GuardedProtocol):
     def on_message_complete(self) -> None:
         """Answer what is complete."""
         if self._is_receiving:
-            self._is_receiving = False
+            self._is_receiving, self._has_ended = False, True
             self._stop_body_timer()
             self._call.begin()
         else:

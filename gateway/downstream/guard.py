@@ -51,6 +51,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_bytes = 0  # of a head, or of trailers, not complete
         self._is_in_head = True
+        self._has_ended = False  # whether a request has, in what is being read
         self._wants_upgrade = False  # a request whose head is to be read again, without that
         self._rest_at = 0  # where its head ended in what came
         self._head_timer: asyncio.TimerHandle | None = None
@@ -92,11 +93,13 @@ class GuardedProtocol(HttpToolsProtocol):
         """Take bytes; a head that does not end within its bound ends the connection."""
         if self.transport.is_closing():
             return
+        self._has_ended = False
         super().data_received(data)
         if self._wants_upgrade:
             self._read_without_upgrade(data[self._rest_at :])
             return
-        if self._is_in_head and not self.transport.is_closing():
+        # What was read with the end of another request may be all of that one: it does not count.
+        if self._is_in_head and not self._has_ended and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 self._refuse(HeadTooLarge(f"The request's headers are longer than {HEAD_BYTES_MAX} bytes."))
@@ -136,7 +139,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """End a request, unless it was refused, or is read again."""
-        self._is_in_head = False
+        self._is_in_head, self._has_ended = False, True
         if self._rest_timer is not None:  # it was answered before: only now the connection is idle
             self._stop_rest_timer()
             self._unset_keepalive_if_required()

@@ -420,6 +420,23 @@ async def test_a_head_has_a_bound(way: str, count: int) -> None:
         await site.idle()
 
 
+async def test_the_bound_of_a_head_is_not_that_of_the_body_before_it(way: str) -> None:
+    following = post(chat(), "X: " + "y" * 8_000)
+    async with front(way) as site, site.caller() as caller:
+        await caller.send(post(chat() + b" " * 60_000) + following[:7_000])
+        assert (await caller.answer()).status == 200
+        assert (await caller.ask(following[7_000:])).status == 200
+
+
+async def test_a_head_behind_another_request_has_a_bound(way: str) -> None:
+    async with front(way) as site, site.caller() as caller:
+        await caller.send(post() + b"GET / HTTP/1.1\r\nX: ")
+        assert (await caller.answer()).status == 200
+        got = await caller.ask(*[b"y" * 20_000] * 4)
+
+        assert (got.status, got.header("connection")) == (431, "close")
+
+
 async def test_what_is_more_than_may_wait_is_refused(way: str) -> None:
     async with (
         front(way, stay_silent, waiting=Waiting(waiting_max=0), origins=[PAGE]) as site,
