@@ -247,7 +247,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _head_overdue(self) -> None:
         self._head_timer = None
-        if not self.transport.is_closing():
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._await_head()  # an answer is being given, which a refusal would break off
+        elif not self.transport.is_closing():
             self._refuse(RequestTimeout(f"No complete request arrived within {HEAD_WITHIN_S:g} s."))
 
     def _refuse(self, error: GatewayError) -> None:

@@ -24,6 +24,7 @@ from support.world import DONE, HELLO, LIGHT, ROLE, STOP, Estimates, event
 
 from gateway.core.usage import Ending
 from gateway.core.values import Waiting
+from gateway.downstream import guard
 from gateway.downstream.guard import GuardedProtocol
 from gateway.downstream.listener import Listener, bind
 from gateway.downstream.origins import Origins
@@ -435,6 +436,29 @@ async def test_a_head_behind_another_request_has_a_bound(way: str) -> None:
         got = await caller.ask(*[b"y" * 20_000] * 4)
 
         assert (got.status, got.header("connection")) == (431, "close")
+
+
+async def test_a_head_that_does_not_come_breaks_off_no_answer(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "HEAD_WITHIN_S", 0.1)
+    is_over = anyio.Event()
+
+    async def answer_slowly(stream: SocketStream, _: dict[str, Any]) -> None:
+        await stream.send(STREAM_HEAD + chunk(ROLE + HELLO))
+        await is_over.wait()
+        await stream.send(chunk(STOP) + chunk(DONE) + LAST_CHUNK)
+
+    async with front(way, answer_slowly) as site, site.caller() as caller:
+        await caller.send(post(chat(stream=True)) + b"GET / HT")
+        head = await caller.head()
+        async with site.caller() as silent:  # its time began later
+            assert (await silent.answer()).status == 408
+        is_over.set()
+
+        assert (await caller.rest_of(head)).is_whole
+        assert (await caller.answer()).status == 408
+        assert await caller.is_closed()
 
 
 async def test_what_is_more_than_may_wait_is_refused(way: str) -> None:
