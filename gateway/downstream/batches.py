@@ -41,7 +41,6 @@ from gateway.ports import Arrival, BatchStore, Clock, FileStore, Incoming
 PATH = "/v1/batches"
 BODY_BYTES_MAX = 1024 * 1024
 _PAGE, _PAGE_MAX = 20, 100
-_SECRET = frozenset({"authorization", "cookie", "proxy-authorization"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,6 @@ class Batches:
         keep_s, metadata = self._output_keep_s, members.get("metadata")
         if members.get("output_expires_after") is not None:
             keep_s = expiry_of(members["output_expires_after"], "output_expires_after")
-        headers = {name: value for name, value in request.headers.items() if name not in _SECRET}
         idempotency = Idempotency.of(request.headers.get(HEADER), PATH, body)
         found = await self._store.create(
             Batch(
@@ -127,7 +125,7 @@ class Batches:
                 input_file_id=input_file_id,
                 created_at=0,
                 metadata=None if metadata is None else metadata_of(metadata),
-                headers=headers_kept(headers),
+                headers=headers_kept(request.headers),
                 output_keep_s=keep_s,
             ),
             idempotency,
