@@ -237,10 +237,6 @@ class UpstreamResponse(Protocol):
         """HTTP status."""
 
     @property
-    def headers(self) -> Headers:
-        """Response headers, names in lower case."""
-
-    @property
     def connect_s(self) -> float:
         """Seconds until there was a connection; 0 where one was kept."""
 

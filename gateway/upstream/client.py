@@ -23,7 +23,7 @@ from gateway.core.errors import (
     UpstreamUnreachable,
 )
 from gateway.core.values import Timeouts
-from gateway.ports import Headers, TakeChunk, Target, UpstreamResponse
+from gateway.ports import TakeChunk, Target, UpstreamResponse
 from gateway.tcp import KEEPALIVE
 from gateway.upstream import ways
 from gateway.upstream.transport import Transport
@@ -113,11 +113,6 @@ class _Response:
     def status(self) -> int:
         """See `ports.UpstreamResponse.status`."""
         return self._response.status_code
-
-    @property
-    def headers(self) -> Headers:
-        """See `ports.UpstreamResponse.headers`."""
-        return self._response.headers.raw
 
     @property
     def connect_s(self) -> float:

@@ -31,7 +31,7 @@ from gateway.core.errors import (
 )
 from gateway.core.likeness import TOKEN_BYTES_MAX
 from gateway.core.values import Timeouts
-from gateway.ports import Headers, TakeChunk, Target, UpstreamResponse
+from gateway.ports import TakeChunk, Target, UpstreamResponse
 from gateway.tcp import KEEPALIVE
 from gateway.upstream import ways
 from gateway.upstream.ways import Way, Ways
@@ -295,8 +295,6 @@ class _Connection(asyncio.Protocol):
         self.resting_since = 0.0
         self.connect_s = 0.0
         self.status = 0
-        self.headers: Headers = ()
-        self._fields: list[tuple[bytes, bytes]] = []
 
     # ------------------------------------------------------------ what the way does with it
 
@@ -450,11 +448,7 @@ class _Connection(asyncio.Protocol):
             self._is_spoiled = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_spoiled:
-            return
-        name = name.lower()
-        self._fields.append((name, value))
-        if name in (b"content-length", b"transfer-encoding"):
+        if not self._is_spoiled and name.lower() in (b"content-length", b"transfer-encoding"):
             self._is_framed = True
 
     def on_headers_complete(self) -> None:
@@ -462,11 +456,9 @@ class _Connection(asyncio.Protocol):
             return
         self.status = self._parser.get_status_code()
         if self.status >= 200:
-            self.headers = tuple(self._fields)
             self._is_headed = True
         else:  # the real answer follows
             self._is_framed = False
-        self._fields = []
 
     def on_body(self, body: bytes) -> None:
         if self._is_spoiled:
