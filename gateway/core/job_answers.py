@@ -1,7 +1,7 @@
 """A job's answer as far as it is stored: what it says, how it ended, and how to go on where it was cut.
 
 An answer is chat events, stored as they came from one backend or, after a failure, from several. Joined, they
-are one answer: texts add up, the last usage counts.
+are one answer: texts add up.
 
 Going on is asked for with `continue_final_message`: the text so far is put into the request as the beginning
 of the answer, and only what follows is paid for. With the chat template that the large Gemma 4 models ship
@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.core.answers import usage_of
 from gateway.core.jobs import Chunk, JobStatus
-from gateway.core.usage import Usage
 
 BYTES_PER_TOKEN = 4
 """About what a token of prose has; only used to leave the rest of `max_tokens` to the continuation."""
@@ -30,17 +28,13 @@ class AnswerSoFar:
 
     Attributes:
         content: Its text.
-        reasoning: Its thought.
         calls_tools: Whether a tool call has begun.
         finish_reason: How it ended, or None while a choice of it has not.
-        usage: As last reported.
     """
 
     content: str = ""
-    reasoning: str = ""
     calls_tools: bool = False
     finish_reason: str | None = None
-    usage: Usage | None = None
 
     @property
     def status(self) -> JobStatus:
@@ -60,22 +54,20 @@ def current(chunks: Iterable[Chunk]) -> list[Chunk]:
 
 def answer_so_far(chunks: Iterable[Chunk], choices: int = 1) -> AnswerSoFar:
     """Return what stored chunks say together, of an answer that has that many choices."""
-    content, reasoning = [], []
-    calls_tools, usage = False, None
+    content: list[str] = []
+    calls_tools = False
     finish_reasons: dict[int, str] = {}
     for event in events(current(chunks)):
-        usage = usage_of(event.get("usage")) or usage
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             content.append(delta.get("content") or "")
-            reasoning.append(delta.get("reasoning") or delta.get("reasoning_content") or "")
             calls_tools = calls_tools or bool(delta.get("tool_calls"))
             if reason := choice.get("finish_reason"):
                 finish_reasons[choice.get("index") or 0] = reason
     # Cut at its length is what an answer is of which any choice is.
     reasons = sorted(finish_reasons.values(), key="length".__eq__)
     finish_reason = reasons[-1] if len(reasons) >= choices else None
-    return AnswerSoFar("".join(content), "".join(reasoning), calls_tools, finish_reason, usage)
+    return AnswerSoFar("".join(content), calls_tools, finish_reason)
 
 
 def events(
