@@ -30,20 +30,14 @@ class Drift:
     """How a backend's `usage.prompt_tokens` compares with the gateway's estimates.
 
     Attributes:
-        backend: Its id.
-        samples: Text-only answers compared, at most the last 100.
-        median_tokens: Median of actual minus estimate.
-        median_ratio: Median of actual over estimate; 1.0 without samples.
+        median_tokens: Median of actual minus estimate, over the last 100 text-only answers at most.
         drifted: Whether that is more than counting explains: 16 tokens + 0.5 % with a vocabulary, 16
             tokens + 10 % without.
         image_tokens: The image budget its answers point to, or None while too few had images.
         image_tokens_expected: The budget those requests were counted with, or None likewise.
     """
 
-    backend: str
-    samples: int = 0
     median_tokens: float = 0.0
-    median_ratio: float = 1.0
     drifted: bool = False
     image_tokens: int | None = None
     image_tokens_expected: int | None = None
@@ -92,15 +86,12 @@ class DriftTracker:
         seen = self._seen.get(backend_id, _Seen())
         image_tokens, expected = _image_verdict(seen.images)
         if not seen.text:
-            return Drift(backend_id, image_tokens=image_tokens, image_tokens_expected=expected)
+            return Drift(image_tokens=image_tokens, image_tokens_expected=expected)
         excess = median(
             (actual - estimate.tokens) / _allowance_tokens(estimate) for actual, estimate in seen.text
         )
         return Drift(
-            backend=backend_id,
-            samples=len(seen.text),
             median_tokens=median(actual - estimate.tokens for actual, estimate in seen.text),
-            median_ratio=median(actual / max(1, estimate.tokens) for actual, estimate in seen.text),
             drifted=len(seen.text) >= SAMPLES_MIN and abs(excess) > 1,
             image_tokens=image_tokens,
             image_tokens_expected=expected,

@@ -215,7 +215,7 @@ def test_gauges_are_read_when_asked_for() -> None:
     subject = metrics(
         loads=lambda: {"light-0": Load(seqs=32, share=500_000, kv_blocks=7)},
         statuses=lambda: {"light-0": BackendStatus(state=State.UP, engine=engine)},
-        drifts=lambda: {"light-0": Drift("light-0", samples=20, median_tokens=40.0, drifted=True)},
+        drifts=lambda: {"light-0": Drift(median_tokens=40.0, drifted=True)},
         waiting=lambda: {("gemma-4", "short_chat"): 3},
         oldest_waits_s=lambda: {("gemma-4", "short_chat"): 12.5},
         wait_limits_s=lambda: {("gemma-4", "short_chat"): 15.0},
