@@ -23,9 +23,6 @@ from gateway.core.naming import ModelNames
 from gateway.core.quirks import AssemblingReader
 from gateway.core.quirks.mending import encode
 
-NOT_IN_STREAMS = ("prompt_logprobs", "use_beam_search")
-"""Members with which an engine refuses to stream. What a job's answer is made of is a stream."""
-
 NOT_AGAIN = ((b"x-should-retry", b"false"),)
 """What keeps SDKs from sending a request again by themselves whose job has been tried several times."""
 

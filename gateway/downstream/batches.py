@@ -11,7 +11,6 @@ from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 
 from gateway.core.batches import ENDPOINTS, Batch, BatchLine, BatchRefusal, batch_object
-from gateway.core.chat_jobs import NOT_IN_STREAMS
 from gateway.core.errors import (
     BatchNotFound,
     BodyTooLarge,
@@ -24,6 +23,7 @@ from gateway.core.errors import (
 )
 from gateway.core.idempotency import HEADER
 from gateway.core.jobs import ELSEWHERE, Idempotency, JobPriority, NewJob
+from gateway.core.quirks.tool_markup import NOT_IN_STREAMS
 from gateway.core.responses.items import response_id
 from gateway.core.responses.replay import JobFacts
 from gateway.core.responses.request import chat_param_here, metadata_of

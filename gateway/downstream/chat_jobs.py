@@ -15,10 +15,11 @@ from litestar import MediaType, Request, Response, get
 from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 
-from gateway.core.chat_jobs import NOT_IN_STREAMS, failure, job_id, response_echo
+from gateway.core.chat_jobs import failure, job_id, response_echo
 from gateway.core.errors import GatewayError, JobNotFinished, ResponseNotFound, ShedError, StoreUnavailable
 from gateway.core.jobs import Job
 from gateway.core.prefer import Preference, preference
+from gateway.core.quirks.tool_markup import NOT_IN_STREAMS
 from gateway.core.responses.replay import JobFacts
 from gateway.core.responses.request import new_response
 from gateway.core.values import Endpoint, Estimate, OnDisconnect, TrafficClass, Waiting

@@ -6,16 +6,16 @@ wants in one piece is assembled here.
 
 from gateway.core.quirks.plan import Plan, Workaround
 
-_NOT_IN_STREAMS = ("prompt_logprobs", "use_beam_search")
-"""Members with which an engine refuses to stream: such a request goes as it is."""
+NOT_IN_STREAMS = ("prompt_logprobs", "use_beam_search")
+"""Members with which an engine refuses to stream."""
 
 
 def _rule(plan: Plan) -> None:
     request = plan.asked.request
     if not plan.is_chat or request.stream or not request.tools:
         return
-    if any(plan.asked.member(name) for name in _NOT_IN_STREAMS):
-        return
+    if any(plan.asked.member(name) for name in NOT_IN_STREAMS):
+        return  # it goes as it is
     plan.assembles = True
     plan.changes[("stream",)] = True
     plan.changes[("stream_options",)] = {"include_usage": True}

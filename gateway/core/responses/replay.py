@@ -12,8 +12,7 @@ from typing import Any
 from gateway.core.jobs import Chunk, Job, JobStatus
 from gateway.core.responses.chat_stream import ChatStream
 from gateway.core.responses.draft import Draft, Event
-
-_DONE = b"data: [DONE]\n\n"
+from gateway.core.sse import DONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class Replay:
             if chunk.restarts:
                 events += self._draft.restart()
                 self._stream.tail = b""
-            events += self._stream.feed(chunk.data.replace(_DONE, b""), int(job.started_at or 0))
+            events += self._stream.feed(chunk.data.replace(DONE, b""), int(job.started_at or 0))
         if job.status.is_final and self.chunks >= job.chunks and not self.is_over:
             events += self._end(job)
         return events
