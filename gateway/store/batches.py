@@ -26,8 +26,8 @@ from gateway.core.batches import (
 )
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import Idempotency, NewJob, Quota
-from gateway.store.connections import Connections, StoreAway
-from gateway.store.jobs import LOST_S, PROMISE_S, key_of, milliseconds, owner_of, promised
+from gateway.store.connections import Connections, StoreAway, milliseconds
+from gateway.store.jobs import LOST_S, PROMISE_S, key_of, owner_of, promised
 
 COMMAND_S = 5.0
 """The longest a command may take, and the longest it may wait for its turn: a line may be megabytes long."""

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gateway.ports import Board
-from gateway.store.leases import Leases, StoreAway
+from gateway.store.connections import StoreAway
+from gateway.store.leases import Leases
 from gateway.store.redis import COMMAND_S, owner_name
 
 BOX_TTL_S = 15.0

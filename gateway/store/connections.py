@@ -170,6 +170,11 @@ class Connections:
                 await self.bounded(client.aclose)
 
 
+def milliseconds(seconds: float) -> int:
+    """Return a time as scripts take it: at least 1."""
+    return max(1, round(seconds * 1000))
+
+
 @asynccontextmanager
 async def patience(seconds: float) -> AsyncIterator[None]:
     """Bound the time of a block by what a server takes, who is asked several things one after the other.

@@ -15,8 +15,8 @@ from gateway.core.admission import COUNTERS
 from gateway.core.values import UNLIMITED, Exclusion, Load
 from gateway.events import about
 from gateway.ports import Slot
+from gateway.store.connections import StoreAway
 from gateway.store.facts import Exchange
-from gateway.store.leases import StoreAway
 from gateway.store.memory import OnFreed
 from gateway.store.redis import RedisLedger
 

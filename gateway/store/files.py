@@ -9,8 +9,8 @@ from typing import Any
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.files import FileRefusal, NewFile, StoredFile
-from gateway.store.connections import Connections, StoreAway
-from gateway.store.jobs import key_of, milliseconds, owner_of
+from gateway.store.connections import Connections, StoreAway, milliseconds
+from gateway.store.jobs import key_of, owner_of
 
 COMMAND_S = 5.0
 """The longest a command may take, and the longest it may wait for its turn: a piece is a megabyte."""

@@ -35,7 +35,7 @@ from gateway.core.jobs import (
     Serving,
 )
 from gateway.events import about
-from gateway.store.connections import Connections, StoreAway
+from gateway.store.connections import Connections, StoreAway, milliseconds
 
 log = logging.getLogger("gateway.store")
 
@@ -106,7 +106,7 @@ class RedisJobs:
             connections_max: Connections at once, beside the one that listens.
         """
         self._tag = f"{{{prefix}:jobs}}"
-        self._lost_ms = max(1, round(lost_s * 1000))
+        self._lost_ms = milliseconds(lost_s)
         self._connections = Connections(
             url,
             name="gateway-jobs",
@@ -476,11 +476,6 @@ def key_of(owner: str) -> str | None:
     """Return the API key that stands behind an owner."""
     owner = owner.removeprefix(_LINES)
     return None if owner == "-" else owner[1:]
-
-
-def milliseconds(seconds: float) -> int:
-    """Return a time as scripts take it: at least 1."""
-    return max(1, round(seconds * 1000))
 
 
 def promised(key: str | None, idempotency: Idempotency | None) -> tuple[str, str]:

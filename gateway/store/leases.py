@@ -10,8 +10,7 @@ from typing import Any
 from gateway.core.admission import COUNTERS
 from gateway.core.value import valueclass
 from gateway.core.values import Load
-from gateway.store.connections import Connections
-from gateway.store.connections import StoreAway as StoreAway
+from gateway.store.connections import Connections, StoreAway, milliseconds
 from gateway.store.facts import BYTES_MAX, Told
 from gateway.store.wire import Ear, ScriptMissing, Wires, packed
 
@@ -133,7 +132,7 @@ class Leases:
             connections_max: Commands at once that concern no account, each on a connection of its own.
         """
         self._prefix, self._owner = prefix, owner
-        self._ttl_ms = max(1, round(ttl_s * 1000))
+        self._ttl_ms = milliseconds(ttl_s)
         self._connections = Connections(
             url, name=f"gateway-{owner}", command_s=command_s, connections_max=connections_max
         )

@@ -11,7 +11,7 @@ from gateway.core.errors import StoreUnavailable
 from gateway.core.idempotency import Promise, Standing
 from gateway.events import about
 from gateway.ports import Clock
-from gateway.store.connections import Connections, StoreAway
+from gateway.store.connections import Connections, StoreAway, milliseconds
 from gateway.store.shelf import Shelf
 
 log = logging.getLogger("gateway.store")
@@ -115,12 +115,12 @@ class RedisPromises:
 
     async def begin(self, promise: Promise, lease_s: float) -> bytes | Standing:
         """See `ports.PromiseStore.begin`."""
-        reply = await self._run("begin", promise, _ms(lease_s))
+        reply = await self._run("begin", promise, milliseconds(lease_s))
         return _answer(promise, reply[0]) if isinstance(reply, list) else Standing(reply.decode())
 
     async def renew(self, promise: Promise, lease_s: float) -> bool:
         """See `ports.PromiseStore.renew`."""
-        return bool(await self._run("renew", promise, _ms(lease_s)))
+        return bool(await self._run("renew", promise, milliseconds(lease_s)))
 
     async def keep(self, promise: Promise, answer: bytes, ttl_s: float) -> bool:
         """See `ports.PromiseStore.keep`."""
@@ -128,7 +128,7 @@ class RedisPromises:
         if len(record) > self._bytes_max:
             await self.free(promise)
             return False
-        return bool(await self._run("keep", promise, _ms(ttl_s), self._bytes_max, record))
+        return bool(await self._run("keep", promise, milliseconds(ttl_s), self._bytes_max, record))
 
     async def free(self, promise: Promise) -> None:
         """See `ports.PromiseStore.free`."""
@@ -171,7 +171,3 @@ def _answer(promise: Promise, record: bytes) -> bytes | Standing:
     """Return the answer in a record, unless it is to another body."""
     fingerprint = promise.fingerprint.encode()
     return record[len(fingerprint) :] if record.startswith(fingerprint) else Standing.REUSED
-
-
-def _ms(seconds: float) -> int:
-    return max(1, round(seconds * 1000))

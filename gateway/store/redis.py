@@ -39,8 +39,9 @@ from gateway.core.admission import COUNTERS
 from gateway.core.values import Exclusion, Load
 from gateway.ports import Slot
 from gateway.store.accounts import Account, Asked
+from gateway.store.connections import StoreAway
 from gateway.store.facts import Exchange
-from gateway.store.leases import Freed, Leases, News, StoreAway, Urgent
+from gateway.store.leases import Freed, Leases, News, Urgent
 from gateway.store.memory import MemoryLedger, OnFreed
 
 TTL_S = 15.0

@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.core.errors import StoreUnavailable
 from gateway.ports import Clock
-from gateway.store.connections import Connections, StoreAway
+from gateway.store.connections import Connections, StoreAway, milliseconds
 from gateway.store.shelf import Shelf
 
 COMMAND_S = 2.0
@@ -72,7 +72,7 @@ class RedisResponseStore:
         """See `ports.ResponseStore.put`."""
         if len(record) > self._bytes_max:
             return False
-        await self._run(owner, "put", id, record, max(1, round(ttl_s * 1000)), self._bytes_max)
+        await self._run(owner, "put", id, record, milliseconds(ttl_s), self._bytes_max)
         return True
 
     async def get(self, owner: str | None, id: str) -> bytes | None:

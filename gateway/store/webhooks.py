@@ -11,7 +11,7 @@ from typing import Any
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.webhooks import Delivery, WebhookEndpoint, WebhookEvent
-from gateway.store.connections import Connections, StoreAway
+from gateway.store.connections import Connections, StoreAway, milliseconds
 
 COMMAND_S = 2.0
 """The longest a command may take. Nobody waits for one."""
@@ -48,7 +48,7 @@ class RedisWebhooks:
             pending_max: Deliveries that may wait for one endpoint.
         """
         self._tag = f"{{{prefix}:jobs}}"
-        self._claim_ms, self._pending_max = round(claim_s * 1000), pending_max
+        self._claim_ms, self._pending_max = milliseconds(claim_s), pending_max
         self._connections = Connections(
             url, name="gateway-webhooks", command_s=command_s, connections_max=CONNECTIONS_MAX
         )

@@ -15,7 +15,8 @@ from redis.exceptions import RedisError
 
 from gateway.core.values import UNLIMITED, Exclusion, Load
 from gateway.ports import Slot
-from gateway.store.leases import Leases, Order, StoreAway
+from gateway.store.connections import StoreAway
+from gateway.store.leases import Leases, Order
 from gateway.store.redis import RedisLedger
 
 CLAIM = Load(seqs=1, share=500_000, kv_blocks=10, long_seqs=1, long_unanswered=1, prefill_ms=700)
