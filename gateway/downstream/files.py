@@ -268,7 +268,7 @@ def limit_of(query: Mapping[str, Any], default: int, most: int) -> int:
 
 
 def page_of(objects: Sequence[Mapping[str, Any]], limit: int) -> Mapping[str, Any]:
-    """Return a page of objects, of which one more than `limit` were looked up."""
+    """Return the first `limit` of some objects as a page. More than those says that there is another."""
     shown = objects[:limit]
     return {
         "object": "list",

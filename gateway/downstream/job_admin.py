@@ -10,6 +10,7 @@ from litestar.params import FromPath
 
 from gateway.core.errors import InvalidRequest, JobEnded, JobNotFound, RouteNotFound
 from gateway.core.jobs import Job, JobStatus, Lane
+from gateway.downstream.files import limit_of
 from gateway.downstream.shown import indented
 from gateway.events import about
 from gateway.ports import Clock, JobStore
@@ -84,7 +85,7 @@ class _Desk:
             key=asked.get("key"),
             status=_status(asked.get("status")),
             lane=asked.get("lane"),
-            limit=_limit(asked.get("limit")),
+            limit=limit_of(asked, LIMIT, LIMIT_MAX),
         )
         lanes, drained_at = await self._jobs.lanes(), await self._jobs.drain()
         now = self._clock.wall()
@@ -154,14 +155,6 @@ def _status(written: str | None) -> JobStatus | None:
     if written is not None and written not in list(JobStatus):
         raise InvalidRequest(f"`status` must be one of {', '.join(JobStatus)}.", param="status")
     return None if written is None else JobStatus(written)
-
-
-def _limit(written: str | None) -> int:
-    if written is None:
-        return LIMIT
-    if not (written.isascii() and written.isdigit() and 1 <= int(written[:9]) <= LIMIT_MAX):
-        raise InvalidRequest(f"`limit` must be a number from 1 to {LIMIT_MAX}.", param="limit")
-    return int(written[:9])
 
 
 def _json(view: Mapping[str, Any]) -> Response[bytes]:

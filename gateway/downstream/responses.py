@@ -43,7 +43,7 @@ from gateway.core.responses.request import (
 from gateway.core.values import Endpoint
 from gateway.downstream import wire
 from gateway.downstream.background import Background, gone, headers_kept
-from gateway.downstream.files import limit_of
+from gateway.downstream.files import limit_of, page_of
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.promises import Promises
 from gateway.downstream.reading import Readers, Received, Work
@@ -287,7 +287,9 @@ class Responses:
             return Response(bytes(response), media_type=MediaType.JSON)
 
         @get(PATH + "/{response_id:str}/input_items")
-        async def input_items(request: Request[Any, Any, Any], response_id: FromPath[str]) -> dict[str, Any]:
+        async def input_items(
+            request: Request[Any, Any, Any], response_id: FromPath[str]
+        ) -> Mapping[str, Any]:
             key = self._keys.name_of(request.headers.get("authorization"))
             kept = await self._opened(await self._record(key, response_id))
             return _page([*kept.context, *kept.input], request.query_params)
@@ -342,7 +344,7 @@ class Responses:
         return Stream(frames(), headers=headers, media_type="text/event-stream; charset=utf-8")
 
 
-def _page(items: Sequence[Item], query: Mapping[str, Any]) -> dict[str, Any]:
+def _page(items: Sequence[Item], query: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a page of items as the query asks for it, by `limit`, `order` and `after`."""
     limit, order = limit_of(query, _PAGE, _PAGE_MAX), query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -353,14 +355,7 @@ def _page(items: Sequence[Item], query: Mapping[str, Any]) -> dict[str, Any]:
         if after not in ids:
             raise InvalidRequest("There is no such item.", param="after")
         ordered = ordered[ids.index(after) + 1 :]
-    page = ordered[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(ordered) > len(page),
-    }
+    return page_of(ordered, limit)
 
 
 # ------------------------------------------------------------------ in
