@@ -26,7 +26,7 @@ from gateway.core.values import Timeouts
 from gateway.ports import TakeChunk, Target, UpstreamResponse
 from gateway.tcp import KEEPALIVE
 from gateway.upstream import ways
-from gateway.upstream.transport import Transport
+from gateway.upstream.transport import Transport, causes
 from gateway.upstream.ways import Way, Ways
 
 WRITE_S = 60.0
@@ -192,10 +192,8 @@ async def _send_once(client: httpx.AsyncClient, request: httpx.Request) -> httpx
         raise UpstreamFailed("The connection to the backend broke.") from error
 
 
-def _is_exhaustion(error: BaseException | None) -> bool:
+def _is_exhaustion(error: BaseException) -> bool:
     """Return whether an error comes of a lack of file descriptors here, and not of the backend."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE) for cause in causes(error)
+    )

@@ -19,7 +19,7 @@ import json
 import socket
 import ssl
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -56,7 +56,7 @@ from gateway.core.health import (
 from gateway.core.values import Backend
 from gateway.ports import Clock
 from gateway.upstream import exposition, ways
-from gateway.upstream.transport import Transport
+from gateway.upstream.transport import Transport, causes
 
 PAGE_BYTES_MAX = 4_000_000
 """No answer to a probe is read further. A metrics page of vLLM 0.32 has 72 KB."""
@@ -486,7 +486,7 @@ def _unexpected(error: httpx.HTTPError) -> _Unexpected:
         return _Unexpected(ProbeFault.BROKEN, "an answer that is not HTTP, or was cut")
     if not isinstance(error, httpx.ConnectError):
         return _Unexpected(ProbeFault.BROKEN, f"the connection broke ({type(error).__name__})")
-    for cause in _causes(error):
+    for cause in causes(error):
         match cause:
             case ConnectionRefusedError():
                 return _Unexpected(ProbeFault.REFUSED, "connection refused")
@@ -499,13 +499,3 @@ def _unexpected(error: httpx.HTTPError) -> _Unexpected:
             case OSError(errno=errno.EHOSTUNREACH | errno.ENETUNREACH | errno.EHOSTDOWN):
                 return _Unexpected(ProbeFault.UNREACHABLE, "no route to its host")
     return _Unexpected(ProbeFault.BROKEN, "cannot connect")
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the chain of causes; where several addresses were tried, each one's."""
-    while error is not None:
-        yield error
-        if isinstance(error, BaseExceptionGroup):
-            for member in error.exceptions:
-                yield from _causes(member)
-        error = error.__cause__ or error.__context__

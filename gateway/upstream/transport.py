@@ -1,4 +1,6 @@
-"""httpx's transport, for servers that die at any moment."""
+"""httpx's transport, for servers that die at any moment, and what is behind its errors."""
+
+from collections.abc import Iterator
 
 import httpx
 
@@ -16,3 +18,13 @@ class Transport(httpx.AsyncHTTPTransport):
             return await super().handle_async_request(request)
         except AttributeError as error:
             raise httpx.ConnectError("the connection was reset as it was made", request=request) from error
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it comes of; where several addresses were tried, what came of each."""
+    while error is not None:
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            for member in error.exceptions:
+                yield from causes(member)
+        error = error.__cause__ or error.__context__

@@ -8,7 +8,7 @@ cookie is kept, no redirection followed, and of an answer's body no more is read
 
 import socket
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import cast
 
@@ -29,7 +29,7 @@ from gateway.core.webhooks import (
     signed_headers,
 )
 from gateway.ports import Clock
-from gateway.upstream.transport import Transport
+from gateway.upstream.transport import Transport, causes
 
 ATTEMPT_S = 20.0
 """The longest an attempt may take, resolving and connecting included. Standard Webhooks: 15 to 30 s."""
@@ -183,7 +183,7 @@ async def _read_some(response: httpx.Response) -> None:
 
 def _words(error: httpx.HTTPError) -> str:
     """Return what an error means. Its own text is not used: it may quote what it must not."""
-    for cause in _causes(error):
+    for cause in causes(error):
         match cause:
             case ConnectionRefusedError():
                 return "connection refused"
@@ -196,9 +196,3 @@ def _words(error: httpx.HTTPError) -> str:
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return "cannot connect"
     return f"the connection broke ({type(error).__name__})"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
