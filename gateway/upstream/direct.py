@@ -198,13 +198,12 @@ class _DirectWay(Way):
 
     def _kept(self) -> "_Connection | None":
         """Return the connection used last, if there is one that rests and has not done so for too long."""
-        if not self._idle:
-            return None
-        connection = self._idle.pop()
-        if monotonic() - connection.resting_since < ways.KEEPALIVE_S:
-            return connection
-        connection.abort()
-        return self._kept()
+        while self._idle:
+            connection = self._idle.pop()
+            if monotonic() - connection.resting_since < ways.KEEPALIVE_S:
+                return connection
+            connection.abort()
+        return None
 
     def _forget(self, connection: "_Connection") -> None:
         """Note that a connection that rests is gone."""

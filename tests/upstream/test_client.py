@@ -4,9 +4,11 @@ Both pass the same tests: the one that serves, and the reference over httpx.
 """
 
 import asyncio
+import inspect
 import socket
 import ssl
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
@@ -181,6 +183,40 @@ async def test_a_connection_that_was_idle_too_long_is_not_used_again(monkeypatch
                 await whole(response)
 
     assert server.connections == 3
+
+
+async def test_any_number_of_connections_may_have_been_idle_too_long(
+    only_direct: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = 200
+    come, gate = anyio.Semaphore(0), anyio.Event()
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        come.release()
+        await gate.wait()
+        await stream.send(answer_of(b"{}"))
+
+    async with serving(answer) as (server, upstream, target):
+
+        async def call() -> None:
+            async with upstream.open(target, Timeouts()) as response:
+                await whole(response)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(many):
+                tasks.start_soon(call)
+            for _ in range(many):
+                await come.acquire()
+            gate.set()
+        monkeypatch.setattr(ways, "KEEPALIVE_S", 0.0)
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(len(inspect.stack()) + many)  # not a frame per connection
+        try:
+            await call()
+        finally:
+            sys.setrecursionlimit(limit)
+
+    assert server.connections == many + 1
 
 
 async def test_leaving_early_closes_the_connection() -> None:
