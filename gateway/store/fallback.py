@@ -35,7 +35,6 @@ class FallbackLedger:
 
     Attributes:
         mode: How slots are counted at the moment.
-        changes: How often each mode was entered after the start.
     """
 
     is_local = False
@@ -57,7 +56,6 @@ class FallbackLedger:
         self._on_freed: list[OnFreed] = []
         self._alone_since = 0.0
         self.mode = Mode.SHARED
-        self.changes = dict.fromkeys(Mode, 0)
 
     @property
     def replicas(self) -> int:
@@ -180,7 +178,6 @@ class FallbackLedger:
 
     def _enter(self, mode: Mode) -> None:
         self.mode = mode
-        self.changes[mode] += 1
         self._on_change(mode)
 
     def _extrapolated(self, backend_id: str, processes: int) -> Load:

@@ -53,7 +53,7 @@ class Reply:
     Attributes:
         is_known: Whether the server had this process's account.
         version: Of the backend's accounts; grows with every order.
-        waiting, keeping: How many other processes wait there; how many keep what they do not use.
+        keeping: How many other processes keep there what they do not use.
         may_keep: Whether this one may keep what it does not use.
         others: What all other processes use there.
         others_kept: What is kept for them, used or not.
@@ -63,7 +63,6 @@ class Reply:
 
     is_known: bool
     version: int
-    waiting: int
     keeping: int
     may_keep: bool
     others: Load
@@ -159,12 +158,10 @@ class Leases:
             values = await self._wires.ask(command)
         if len(values) != _REPLY + len(order.claims):
             raise StoreAway("a later command was carried out before this one")
-        known, version, waiting, keeping, may_keep = values[:_HEAD]
+        known, version, _, keeping, may_keep = values[:_HEAD]  # third, how many others wait
         others, others_kept, kept = (Load(*values[at : at + _SIZE]) for at in range(_HEAD, _REPLY, _SIZE))
         outcomes = values[_REPLY:]
-        return Reply(
-            bool(known), version, waiting, keeping, bool(may_keep), others, others_kept, kept, outcomes
-        )
+        return Reply(bool(known), version, keeping, bool(may_keep), others, others_kept, kept, outcomes)
 
     async def heartbeat(self, facts: str = "", *, is_urgent: bool = False) -> Beat:
         """Say that this process is there, and its facts; `is_urgent`: have the others look at once."""

@@ -96,26 +96,26 @@ def values(page: bytes, name: str) -> Iterator[float]:
         at = page.find(needle, at)
 
 
-def sample(page: bytes, at: float, names: EngineMetrics = KNOWN) -> EngineSample:
+def sample(page: bytes, at: float) -> EngineSample:
     """Return what a scrape at monotonic second `at` says.
 
     Raises:
         ValueError: the page does not say how many sequences run, so it is no engine's.
     """
     page = b"\n" + page
-    running = _all(page, names.running)
+    running = _all(page, KNOWN.running)
     if not running:
-        raise ValueError(f"none of {', '.join(names.running)} on a page of {len(page) - 1} bytes")
+        raise ValueError(f"none of {', '.join(KNOWN.running)} on a page of {len(page) - 1} bytes")
     return EngineSample(
         at=at,
         running=int(sum(running)),
-        waiting=int(sum(_all(page, names.waiting))),
-        kv_usage=min(1.0, max(0.0, max(_all(page, names.kv_usage), default=0.0))),
-        generation_tokens=sum(_all(page, names.generation_tokens)),
-        prompt_tokens=sum(_all(page, names.prompt_tokens)),
-        preemptions=sum(_all(page, names.preemptions)),
-        steps=sum(_all(page, names.steps)),
-        started_at=max(_all(page, names.started_at), default=None),
+        waiting=int(sum(_all(page, KNOWN.waiting))),
+        kv_usage=min(1.0, max(0.0, max(_all(page, KNOWN.kv_usage), default=0.0))),
+        generation_tokens=sum(_all(page, KNOWN.generation_tokens)),
+        prompt_tokens=sum(_all(page, KNOWN.prompt_tokens)),
+        preemptions=sum(_all(page, KNOWN.preemptions)),
+        steps=sum(_all(page, KNOWN.steps)),
+        started_at=max(_all(page, KNOWN.started_at), default=None),
     )
 
 

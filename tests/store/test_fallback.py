@@ -198,7 +198,6 @@ async def test_changes_are_told_once_each(stoppable: RedisServer, caplog: pytest
         await gateway.wait_for(Mode.SHARED)
         await gateway.ledger.release(slot)
 
-    assert gateway.ledger.changes == {Mode.ALONE: 1, Mode.SHARED: 1}
     away, back = [record for record in caplog.records if record.name == "gateway.store"]
     assert away.levelno == logging.ERROR
     assert (
