@@ -11,9 +11,8 @@ so that a job on its way from there to here is counted nowhere for a moment rath
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -442,7 +441,7 @@ def _both(wants: Mapping[str, Wants], more: Mapping[str, Wants]) -> Mapping[str,
     return {name: one + more[name] for name, one in wants.items()}
 
 
-def _summed(notes: Any) -> Mapping[str, Wants]:
+def _summed(notes: Iterable[Mapping[str, Wants]]) -> Mapping[str, Wants]:
     total: dict[str, Wants] = {}
     for one in notes:
         for name, wants in one.items():

@@ -33,7 +33,7 @@ class MemoryBoard:
         self,
         now: Callable[[], float],
         *,
-        process: str = "",
+        process: str = "me",
         ttl_s: float = BOX_TTL_S,
         shared: dict[str, _Shared] | None = None,
     ) -> None:
@@ -47,8 +47,8 @@ class MemoryBoard:
         is_free = not board.owner or board.owned_until <= now
         if is_free:
             board.fence += 1
-            board.owner = self._process or "me"
-        is_owner = board.owner == (self._process or "me")
+            board.owner = self._process
+        is_owner = board.owner == self._process
         if is_owner:
             board.owned_until = now + self._ttl_s
             if state and fence == board.fence:
@@ -61,7 +61,7 @@ class MemoryBoard:
     async def leave(self, box_id: str) -> None:
         """See `ports.BoxBoard.leave`."""
         board = self._shared.setdefault(box_id, _Shared())
-        if board.owner == (self._process or "me"):
+        if board.owner == self._process:
             board.owner = ""
         board.notes.pop(self._process, None)
 
