@@ -40,8 +40,15 @@ def decide(
         raise InvalidRequest(f"No class of model `{model.id}` takes this request.", code="no_class")
     traffic_class, reason = matched
     demand = Demand.of(request, estimate, classification.output_tokens(traffic_class, request))
-    seen = views(traffic_class)
-    return traffic_class, selection.decide(policy, model.id, traffic_class, reason, estimate, demand, seen)
+    return traffic_class, Decision(
+        model=model.id,
+        traffic_class=traffic_class.name,
+        class_reason=reason,
+        pools=traffic_class.pools,
+        estimate=estimate,
+        demand=demand,
+        candidates=selection.ranking(policy, traffic_class, demand, views(traffic_class)),
+    )
 
 
 def model_of(policy: Policy, name: str) -> ModelPolicy:

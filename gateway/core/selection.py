@@ -18,9 +18,7 @@ from gateway.core.values import (
     Backend,
     Candidate,
     Capacity,
-    Decision,
     Demand,
-    Estimate,
     Exclusion,
     Load,
     Objection,
@@ -471,27 +469,6 @@ def _stand_alike(one: BackendView, other: BackendView) -> bool:
         and one.away == other.away
         and one.share_max == other.share_max
         and one.kv_taken == other.kv_taken
-    )
-
-
-def decide(
-    policy: Policy,
-    model_id: str,
-    traffic_class: TrafficClass,
-    class_reason: str,
-    estimate: Estimate,
-    demand: Demand,
-    views: Mapping[str, BackendView],
-) -> Decision:
-    """Return the whole decision for one request."""
-    return Decision(
-        model=model_id,
-        traffic_class=traffic_class.name,
-        class_reason=class_reason,
-        pools=traffic_class.pools,
-        estimate=estimate,
-        demand=demand,
-        candidates=ranking(policy, traffic_class, demand, views),
     )
 
 

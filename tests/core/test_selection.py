@@ -16,9 +16,7 @@ from gateway.core.selection import BackendView
 from gateway.core.values import (
     Backend,
     Capacity,
-    CountMode,
     Demand,
-    Estimate,
     Exclusion,
     Gates,
     KneeStep,
@@ -364,22 +362,20 @@ def test_a_name_has_the_largest_window_that_its_requests_may_get(
     assert replace(policy(), models=models, backends=backends).context_tokens(name) == tokens
 
 
-def test_the_decision_keeps_every_candidate_with_its_scores() -> None:
-    estimate = Estimate(1_000, 1_016, CountMode.EXACT)
+def test_a_ranking_keeps_every_candidate_with_its_scores() -> None:
     views = fleet(view(backend("light-0"), status=BackendStatus(state=State.DOWN, reason="refused")))
 
-    decision = selection.decide(policy(), "gemma-4", CHAT, "takes everything else", estimate, SHORT, views)
+    ranking = selection.ranking(policy(), CHAT, SHORT, views)
 
-    assert [candidate.backend for candidate in decision.candidates.eligible] == ["light-1", "push"]
-    assert [candidate.backend for candidate in decision.candidates] == ["light-1", "push", "light-0"]
-    assert decision.candidates[0].scores == {
+    assert [candidate.backend for candidate in ranking.eligible] == ["light-1", "push"]
+    assert [candidate.backend for candidate in ranking] == ["light-1", "push", "light-0"]
+    assert ranking[0].scores == {
         "spare_knee": pytest.approx(1 - 1 / 64),
         "speed": 1.0,
         "prefix_affinity": 0.0,
         "slow_context": 0.0,
     }
-    assert decision.candidates[0].score == pytest.approx(2 - 1 / 64)
-    assert decision.pools == ("light", "push")
+    assert ranking[0].score == pytest.approx(2 - 1 / 64)
 
 
 # ------------------------------------------------------------------ gates and spill
