@@ -196,19 +196,16 @@ class InputReader:
         self._size_bytes += LINE_BYTES_MAX if line.data is None else len(line.data)
         if self._size_bytes > FILE_BYTES_MAX:
             return self._refused("file_too_large", f"The file has more than {FILE_BYTES_MAX:,} bytes.")
-        if line.data is not None and not line.data.strip():
+        found = request_of(line, self._endpoint, self._seen)
+        if found is None:
             return None
         self.count += 1
         if self.count > LINES_MAX:
             return self._refused("too_many_requests", f"The file has more than {LINES_MAX:,} requests.")
-        try:
-            if line.data is None:
-                raise _Bad("line_too_long", f"The line has more than {LINE_BYTES_MAX:,} bytes.")
-            return _line(line.number, line.data, self._endpoint, self._seen)
-        except _Bad as bad:
+        if isinstance(found, BatchLineError):
             self.errors += 1
             self.is_over = self.errors >= ERRORS_MAX
-            return BatchLineError(bad.code, bad.message, line.number, bad.param)
+        return found
 
     def end(self) -> BatchLineError | None:
         """Return what is wrong with the file as a whole, now that it has been read to its end."""
@@ -218,6 +215,19 @@ class InputReader:
         self.errors += 1
         self.is_over = True
         return BatchLineError(code, message)
+
+
+def request_of(line: RawLine, endpoint: str, seen: dict[str, int]) -> BatchLine | BatchLineError | None:
+    """Return the request of a line, or what is wrong with it, or None for an empty one.
+
+    `seen`: by `custom_id`, the lines that it must not repeat; this one is put to them.
+    """
+    try:
+        if line.data is None:
+            raise _Bad("line_too_long", f"The line has more than {LINE_BYTES_MAX:,} bytes.")
+        return _line(line.number, line.data, endpoint, seen) if line.data.strip() else None
+    except _Bad as bad:
+        return BatchLineError(bad.code, bad.message, line.number, bad.param)
 
 
 def _line(number: int, raw: bytes, endpoint: str, seen: dict[str, int]) -> BatchLine:

@@ -32,6 +32,7 @@ from gateway.core.batches import (
     RawLine,
     RunningLine,
     answered_line,
+    request_of,
     unanswered_line,
 )
 from gateway.core.errors import CallerError, GatewayError, StoreUnavailable
@@ -343,7 +344,7 @@ class _Lines:
         self._files, self._file_id = files, claim.batch.input_file_id
         self._offset = claim.offset
         self._splitter = LineSplitter(claim.number, claim.offset)
-        self._reader = InputReader(claim.batch.endpoint)
+        self._endpoint = claim.batch.endpoint
         self._raws: deque[RawLine] = deque()
         self._is_read = False
         self._next: BatchLine | None = None
@@ -362,12 +363,12 @@ class _Lines:
                 continue
             raw = self._raws.popleft()
             size = 0 if raw.data is None else len(raw.data)
-            read = partial(self._reader.read, raw)
+            read = partial(request_of, raw, self._endpoint, {})  # the file was found to be in order
             found = await _in_thread_if(size > INLINE_BYTES, read)
             if isinstance(found, BatchLineError):
                 # Nested more deeply than this stack has room; that of a thread has.
                 found = await anyio.to_thread.run_sync(read)
-            if isinstance(found, BatchLine):  # the file was found to be in order
+            if isinstance(found, BatchLine):
                 self._next, self.end = found, raw.end
         return self._next
 
