@@ -237,8 +237,8 @@ class Background:
             if not chunks:
                 if not new:
                     yield ()
-                await self._jobs.changed(job.id, replay.chunks, FOLLOW_S)
-            job = await self._again(job)
+                await self._jobs.changed(job.id, replay.chunks, FOLLOW_S, job.status)
+                job = await self._again(job)  # which brings its body along: not for each chunk
 
     def retry_after_s(self, response: Mapping[str, Any]) -> int:
         """Return when to look at a response again."""

@@ -1,12 +1,14 @@
 """Jobs for their callers, where the store is a few answers. With a real one: tests/e2e/test_background.py."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import anyio
 from support.world import World
 
-from gateway.core.jobs import Job, JobStatus, Lane, NewJob
+from gateway.core.jobs import Chunk, Job, JobStatus, Lane, NewJob
+from gateway.core.responses.replay import JobFacts
 from gateway.downstream.background import Background, JobRules
 from gateway.ports import JobStore
 
@@ -42,3 +44,42 @@ async def test_all_who_look_at_their_place_at_once_ask_the_store_once() -> None:
     world.clock.time += 3.0
     await background.place(job)
     assert lanes.asked == 2
+
+
+class Answered:
+    """What `Background.events` asks of `ports.JobStore`: a job that ends as soon as it is waited for."""
+
+    def __init__(self, job: Job, *said: bytes) -> None:
+        self.job = job
+        self.said = [Chunk(number, 1, data) for number, data in enumerate(said)]
+        self.got = 0
+        self.known: list[JobStatus | None] = []
+
+    async def chunks(self, job_id: str, start: int = 0) -> Sequence[Chunk]:
+        return self.said[start : start + 1] if self.job.status.is_final else ()
+
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> None:
+        self.known.append(status)
+        self.job = replace(self.job, status=JobStatus.COMPLETED, attempt=1, chunks=len(self.said))
+
+    async def get(self, job_id: str) -> Job:
+        self.got += 1
+        return self.job
+
+
+async def test_who_follows_a_job_gets_its_body_only_where_there_is_nothing_more_of_its_answer() -> None:
+    world = World()
+    facts = JobFacts({"id": "resp_1", "status": "queued"}, "0" * 32, 0, {}, {}).encoded()
+    job = Job(NewJob("resp_1", None, "m/c", b"{}", facts), JobStatus.QUEUED, position=1)
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":%b}]}\n\n'
+    store = Answered(job, event % b"null", event % b"null", event % b'"stop"')
+    background = Background(
+        cast(JobStore, store), world.pipeline, JobRules(), world.clock, lambda _: 0.0, world.notes
+    )
+
+    told = [event["type"] async for batch in background.events(job, -1) for event in batch]
+
+    assert told[0] == "response.created"
+    assert told[-1] == "response.completed"
+    assert store.got == 1
+    assert store.known == [JobStatus.QUEUED]  # what it was when it was read: nothing is missed in between
