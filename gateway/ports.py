@@ -696,12 +696,6 @@ class WebhookStore(Protocol):
     Every method may be repeated. What has been claimed and is not settled in time is due again.
     """
 
-    async def announce(self, kind: str, subject: str, key: str | None) -> None:
-        """Note that something has ended, where a script that ended it has not done so itself.
-
-        It becomes an event if any gateway has endpoints.
-        """
-
     async def events(self, limit: int) -> Sequence[WebhookEvent]:
         """Return events that are not handed on yet, oldest first; and say that there are endpoints."""
 

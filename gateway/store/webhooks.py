@@ -23,7 +23,7 @@ PENDING_MAX = 100_000
 """Deliveries that may wait for one endpoint."""
 
 CONNECTIONS_MAX = 4
-_SCRIPTS = ("announce", "events", "hearers", "hand_on", "claim", "settle", "pending")
+_SCRIPTS = ("events", "hearers", "hand_on", "claim", "settle", "pending")
 
 
 class RedisWebhooks:
@@ -53,10 +53,6 @@ class RedisWebhooks:
             url, name="gateway-webhooks", command_s=command_s, connections_max=CONNECTIONS_MAX
         )
         self._scripts = {name: self._connections.script("webhooks", f"webhook_{name}") for name in _SCRIPTS}
-
-    async def announce(self, kind: str, subject: str, key: str | None) -> None:
-        """See `ports.WebhookStore.announce`."""
-        await self._run("announce", kind, subject, "-" if key is None else f"={key}")
 
     async def events(self, limit: int) -> Sequence[WebhookEvent]:
         """See `ports.WebhookStore.events`."""

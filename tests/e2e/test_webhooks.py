@@ -22,10 +22,10 @@ from redis.exceptions import RedisError
 from support.raw_server import RawServer, answer_of, raw_server
 from support.redis_server import RedisServer, own_server
 from support.site import simulated, site
+from support.webhook_store import Announcing
 
 from gateway.clock import SystemClock
 from gateway.core.webhooks import WebhookAttempt, WebhookEndpoint, WebhookOutcome, read_secret
-from gateway.store.webhooks import RedisWebhooks
 from gateway.upstream.webhook_calls import WebhookCaller
 from gateway.upstream.webhooks import ATTEMPTS_MAX, Webhooks
 
@@ -90,7 +90,7 @@ class Process:
         pending: What waits, as last told.
     """
 
-    store: RedisWebhooks
+    store: Announcing
     attempts: list[WebhookAttempt] = field(default_factory=list)
     pending: Mapping[str, int] = field(default_factory=dict)
 
@@ -108,10 +108,10 @@ class World:
 
     @asynccontextmanager
     async def process(self, *endpoints: WebhookEndpoint, **options: Any) -> AsyncIterator[Process]:
-        running = Process(RedisWebhooks(self.url, command_s=10.0, **options))
+        running = Process(Announcing(self.url, command_s=10.0, **options))
         webhooks = Webhooks(
             endpoints,
-            RedisWebhooks(self.url, command_s=10.0, **options),
+            Announcing(self.url, command_s=10.0, **options),
             WebhookCaller(endpoints, SystemClock()),
             on_attempt=running.attempts.append,
             on_pending=lambda pending: setattr(running, "pending", pending),
@@ -303,7 +303,7 @@ asyncio.run(Webhooks(ends, RedisWebhooks(sys.argv[1]), caller, on_attempt=ignore
 
 async def test_killed_between_attempt_and_acknowledgement_it_is_delivered_again(world: World) -> None:
     async with receiver("never", "200 OK") as ops:
-        store = RedisWebhooks(world.url)
+        store = Announcing(world.url)
         await store.events(1)
         await store.announce("response.completed", "resp_1", None)
         child = await asyncio.create_subprocess_exec(
@@ -354,7 +354,7 @@ async def test_a_gateway_with_webhooks_delivers_and_counts(world: World, tmp_pat
                 webhooks={"ops": hook},
             )
         )
-        store = RedisWebhooks(world.url)
+        store = Announcing(world.url)
         stack.push_async_callback(store.aclose)
         client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
         await store.events(1)  # there may be endpoints before the gateway has said so

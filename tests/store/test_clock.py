@@ -7,6 +7,7 @@ import anyio
 import pytest
 from support.batch_world import BatchWorld
 from support.job_world import LANE, JobWorld
+from support.webhook_store import Announcing
 
 from gateway.core.idempotency import Promise, Standing, fingerprint
 from gateway.core.jobs import Job, JobStatus
@@ -14,7 +15,6 @@ from gateway.core.values import UNLIMITED, Load
 from gateway.core.webhooks import Delivery, WebhookEndpoint
 from gateway.store.leases import Leases, Order
 from gateway.store.promises import RedisPromises
-from gateway.store.webhooks import RedisWebhooks
 
 HOUR_MS = 3_600_000
 TTL_S = 60.0
@@ -147,7 +147,7 @@ async def test_an_idempotency_key_whose_runner_died_comes_free(store: Any) -> No
 
 async def test_webhooks_are_claimed_again_and_retried_no_later(store: Any) -> None:
     redis = store.redis
-    webhooks = RedisWebhooks(store.url, prefix=store.prefix, command_s=10.0, claim_s=LOST_S)
+    webhooks = Announcing(store.url, prefix=store.prefix, command_s=10.0, claim_s=LOST_S)
     tag, ops = (
         f"{{{store.prefix}:jobs}}:webhooks",
         WebhookEndpoint("ops", "https://example.com/", (b"k" * 24,)),

@@ -9,12 +9,12 @@ import anyio
 import pytest
 from redis.asyncio import Redis
 from support.redis_server import RedisServer, limited
+from support.webhook_store import Announcing
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import JobStatus, NewJob, Quota
 from gateway.core.webhooks import Delivery, WebhookEndpoint
 from gateway.store.jobs import RedisJobs
-from gateway.store.webhooks import RedisWebhooks
 
 OPS = WebhookEndpoint("ops", "https://example.com/", (b"k" * 24,))
 LAB = WebhookEndpoint("lab", "https://example.com/", (b"k" * 24,))
@@ -32,7 +32,7 @@ class Store(Protocol):
 class Deliveries:
     """A gateway process's part of the store, and a look at what is there."""
 
-    webhooks: RedisWebhooks
+    webhooks: Announcing
     tag: str
     redis: Redis
 
@@ -79,10 +79,10 @@ Open = Callable[..., Deliveries]
 
 @pytest.fixture
 async def open_() -> AsyncIterator[Open]:
-    opened: list[RedisWebhooks] = []
+    opened: list[Announcing] = []
 
     def open_one(store: Store, **options: Any) -> Deliveries:
-        webhooks = RedisWebhooks(store.url, **{"prefix": store.prefix, "command_s": 10.0, **options})
+        webhooks = Announcing(store.url, **{"prefix": store.prefix, "command_s": 10.0, **options})
         opened.append(webhooks)
         return Deliveries(webhooks, f"{{{store.prefix}:jobs}}", store.redis)
 
@@ -273,7 +273,7 @@ async def test_what_has_expired_leaves_no_place_behind(store: Store, open_: Open
 
 async def test_what_a_server_tells_of_that_is_full_is_delivered(stoppable: RedisServer) -> None:
     redis = Redis.from_url(stoppable.url, decode_responses=True)
-    one = Deliveries(RedisWebhooks(stoppable.url, command_s=10.0), "{gw:jobs}", redis)
+    one = Deliveries(Announcing(stoppable.url, command_s=10.0), "{gw:jobs}", redis)
     await one.announced("resp_1")
     await redis.config_set("maxmemory", 1)
 
@@ -288,7 +288,7 @@ async def test_what_a_server_tells_of_that_is_full_is_delivered(stoppable: Redis
 
 
 async def test_a_store_that_is_away_is_said_to_be(stoppable: RedisServer) -> None:
-    webhooks = RedisWebhooks(stoppable.url, command_s=0.5)
+    webhooks = Announcing(stoppable.url, command_s=0.5)
     await webhooks.events(1)
     stoppable.kill()
     with pytest.raises(StoreUnavailable):
@@ -302,7 +302,7 @@ async def test_a_store_that_is_away_is_said_to_be(stoppable: RedisServer) -> Non
 
 async def test_the_documented_acl_is_enough(stoppable: RedisServer) -> None:
     async with limited(stoppable) as url:
-        webhooks = RedisWebhooks(url)
+        webhooks = Announcing(url)
         await webhooks.events(1)
         await webhooks.announce("response.completed", "resp_1", None)
         (event,) = await webhooks.events(1)
