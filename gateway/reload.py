@@ -74,7 +74,7 @@ class Reloader:
         prepare: Callable[[Settings], Callable[[], Awaitable[None]]],
         in_flight: Callable[[], Mapping[str, int]],
         clock: Clock,
-        on_reload: Callable[[Reload], None] = lambda _: None,
+        on_reload: Callable[[Reload], None],
     ) -> None:
         """Begin with `started` in force.
 

@@ -323,7 +323,7 @@ class AttemptEnd:
         return self.waited_s + self.took_s
 
 
-def expected_start_s(position: int | None, lane: Lane | None, away_s: float | None = 0.0) -> float | None:
+def expected_start_s(position: int | None, lane: Lane | None, away_s: float | None) -> float | None:
     """Return in how many seconds a job at that place would start, or None where nothing is known.
 
     `away_s`: how long nobody who could serve the lane can be there, because a box runs another model; None

@@ -111,7 +111,7 @@ class ClassShape:
     chunks: float = 0.0
     block_chunks: float = 0.0
 
-    def with_stream(self, *, prompt_tokens: int, chunks: int, kv_blocks: int = 0) -> "ClassShape":
+    def with_stream(self, *, prompt_tokens: int, chunks: int, kv_blocks: int) -> "ClassShape":
         """Return the shape after one more stream. `kv_blocks`: of prompt and output; 0 if not counted."""
         kept = 1 - 1 / STREAMS_KEPT
         return ClassShape(

@@ -236,8 +236,8 @@ class Operators:
         views: Mapping[str, Callable[[], Any]],
         metrics: Callable[[], tuple[bytes, str]],
         readiness: Callable[[], Mapping[str, bool]],
-        names: Collection[str] = (),
-        handlers: Sequence[BaseRouteHandler] = (),
+        names: Collection[str],
+        handlers: Sequence[BaseRouteHandler],
     ) -> None:
         """Show each of `views` under `/admin/<name>` as JSON, and `metrics` (body, content type).
 

@@ -66,7 +66,7 @@ class WaitingRoom:
             waiter.woken.set()
 
     async def admit(
-        self, ticket: Ticket, ranking: Ranking | None = None, *, has_waited: bool = False
+        self, ticket: Ticket, ranking: Ranking | None, *, has_waited: bool
     ) -> tuple[Candidate, Slot]:
         """Return a candidate and the slot taken on it, as soon as it is this request's turn.
 
