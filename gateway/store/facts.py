@@ -98,8 +98,8 @@ def decode(text: str) -> Facts | None:
     Raises:
         ValueError: it is none that any version could have written.
     """
-    if len(text) > BYTES_MAX:
-        raise ValueError(f"longer than {BYTES_MAX} characters")
+    if len(text.encode(errors="replace")) > BYTES_MAX:
+        raise ValueError(f"longer than {BYTES_MAX} bytes")
     try:
         if msgspec.json.decode(text, type=_Version).v != VERSION:
             return None
@@ -180,9 +180,10 @@ class Exchange:
         """Return what to publish, "" for nothing, and whether the others are to look at once."""
         is_urgent, self._is_urgent = self._is_urgent, False
         text = "" if self._collect is None else encode(self._collect())
-        if len(text.encode()) <= BYTES_MAX:
+        size_bytes = len(text.encode())
+        if size_bytes <= BYTES_MAX:
             return text, is_urgent
-        self._complain("too long", "this gateway's facts are too long to be shared: %d characters", len(text))
+        self._complain("too long", "this gateway's facts are too long to be shared: %d bytes", size_bytes)
         return "", False
 
     def not_sent(self, is_urgent: bool) -> None:

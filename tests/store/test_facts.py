@@ -92,6 +92,7 @@ def test_other_versions_say_nothing(text: str) -> None:
         '{"v": 1, "long_waiting": {"push": true}}',
         '{"v": 1, "x": ' + "[" * 20_000 + "]" * 20_000 + "}",
         '{"v": 1, "x": "' + "x" * BYTES_MAX + '"}',
+        '{"v": 1, "x": "' + "\u00e9" * (BYTES_MAX // 2) + '"}',
     ],
 )
 def test_what_no_gateway_wrote_is_refused(text: str) -> None:
