@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from typing import Protocol
 
 import anyio
 import anyio.to_thread
@@ -93,6 +94,10 @@ class Running:
     url: str
     admin_url: str | None
     gateway: "Gateway"
+
+
+class _Part(Protocol):
+    async def run(self) -> None: ...
 
 
 class Gateway:
@@ -420,30 +425,13 @@ class Gateway:
             "" if listen is None else url_of(listen), None if admin is None else url_of(admin), self
         )
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self.loop_watch.run)
             tasks.start_soon(logs.run, self.clock)
-            tasks.start_soon(self.fleet.run)
-            tasks.start_soon(self.pipeline.room.run)
-            tasks.start_soon(self.pipeline.watch.run)
-            tasks.start_soon(self.boxes.run)
-            tasks.start_soon(self.pipeline.first_tokens.run)
-            if self._store is not None:
-                tasks.start_soon(self._store.run)
-            if self.jobs is not None:
-                tasks.start_soon(self.jobs.run)
-            if self.queue is not None:
-                tasks.start_soon(self.queue.run)
-            if self.worker is not None:
-                tasks.start_soon(self.worker.run)
-            if self.batch_runner is not None:
-                tasks.start_soon(self.batch_runner.run)
-            if self.webhooks is not None:
-                tasks.start_soon(self.webhooks.run)
+            for part in self._at_work():
+                tasks.start_soon(part.run)
             if self.settings.reload.watch:
                 tasks.start_soon(self.reloader.watch)
-            if self.metrics_push is not None:
-                tasks.start_soon(self.metrics_push.run)
-            self._open_telemetry()
+            if self.decisions is not None:
+                self.decisions.start()
             for listener in self._listeners:
                 tasks.start_soon(listener.run_until_stopped)
                 await listener.wait_started()
@@ -452,6 +440,25 @@ class Gateway:
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._stop(tasks)
+
+    def _at_work(self) -> list[_Part]:
+        """Return the parts that work while the gateway runs, as far as it has them."""
+        parts: list[_Part | None] = [
+            self.loop_watch,
+            self.fleet,
+            self.pipeline.room,
+            self.pipeline.watch,
+            self.boxes,
+            self.pipeline.first_tokens,
+            self._store,
+            self.jobs,
+            self.queue,
+            self.worker,
+            self.batch_runner,
+            self.webhooks,
+            self.metrics_push,
+        ]
+        return [part for part in parts if part is not None]
 
     async def _stop(self, tasks: TaskGroup) -> None:
         self.applications.serving.refuse()
@@ -482,10 +489,6 @@ class Gateway:
             await self.batching.files.aclose()
         self.estimator.close()
         await anyio.to_thread.run_sync(self._close_telemetry)
-
-    def _open_telemetry(self) -> None:
-        if self.decisions is not None:
-            self.decisions.start()
 
     def _close_telemetry(self) -> None:
         """Tell and send what is left; a receiver that is away holds that up for some seconds."""
