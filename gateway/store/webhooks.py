@@ -12,6 +12,7 @@ from typing import Any
 from gateway.core.errors import StoreUnavailable
 from gateway.core.webhooks import Delivery, WebhookEndpoint, WebhookEvent
 from gateway.store.connections import Connections, StoreAway, milliseconds
+from gateway.store.jobs import key_of
 
 COMMAND_S = 2.0
 """The longest a command may take. Nobody waits for one."""
@@ -119,6 +120,5 @@ def _heard(name: str, hears: str) -> WebhookEndpoint:
 
 def _event(entry: str, fields: Sequence[str]) -> WebhookEvent:
     values = dict(zip(fields[::2], fields[1::2], strict=True))
-    key = None if values["owner"] == "-" else values["owner"][1:]
     at_ms = int(entry.partition("-")[0])
-    return WebhookEvent(entry, values["type"], values["subject"], key, at_ms // 1000)
+    return WebhookEvent(entry, values["type"], values["subject"], key_of(values["owner"]), at_ms // 1000)
