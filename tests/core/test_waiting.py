@@ -1,5 +1,6 @@
 """The waiting line: who may start, in which order, who is refused, and what they are told."""
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -35,6 +36,8 @@ from gateway.core.waiting import (
     WaitingLine,
     patient,
 )
+from gateway.core.waiting.fairness import Entry
+from gateway.core.waiting.line import EXPIRIES_SPARE
 
 UP = BackendStatus(state=State.UP, served_models=("gemma",))
 PLAIN = TrafficClass("chat", ("light",))
@@ -160,6 +163,19 @@ def in_one_step(site: Site, name: str, now: float = 0.0, **fields: object) -> bo
     site.taken[name] = (ranked[0].backend, ranked[0].claim)
     site.line.start_at_once(ticket, now)
     return True
+
+
+def test_who_has_left_is_not_kept_for_as_long_as_it_might_have_waited() -> None:
+    site = Site()
+    site.enter("runs")
+    assert site.start() == ["runs"]
+    site.enter("stays", traffic_class=replace(PLAIN, waiting=Waiting(max_wait_s=60)))
+    for number in range(10 * EXPIRIES_SPARE):
+        site.enter(str(number), traffic_class=LONG)
+        site.line.leave(str(number))
+
+    assert sum(isinstance(one, Entry) for one in gc.get_objects()) < 2 * EXPIRIES_SPARE
+    assert [refused.id for refused in site.turn(60.0).refused] == ["stays"]
 
 
 @pytest.mark.parametrize("start", [at_once, in_one_step])

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 from types import MappingProxyType
 
@@ -22,6 +22,9 @@ MISS_PAUSE_S = 0.05
 
 RETRY_AFTER_MAX_S = 59.0
 """Above a minute some SDKs ignore Retry-After and come back at once."""
+
+EXPIRIES_SPARE = 1_024
+"""So many expiries of requests that have left may be kept, beside as many as there are requests that wait."""
 
 _NO_BACKENDS: frozenset[str] = frozenset()
 _NOTHING_OFFERED: Mapping[str, Load] = MappingProxyType({})
@@ -459,9 +462,13 @@ class WaitingLine:
         self._note_expiry(entry)
 
     def _note_expiry(self, entry: Entry) -> None:
-        # What never expires would never come to the front, and so be kept long after it has left.
+        # What never expires would never come to the front, and so be kept long after it has left. So would be
+        # for long what has left behind one that stays.
         if entry.expires_at < inf:
             heappush(self._expiries, (entry.expires_at, entry.number, entry))
+        if len(self._expiries) > EXPIRIES_SPARE + 2 * len(self._waiting):
+            self._expiries = [one for one in self._expiries if self._is_current(one[0], one[2])]
+            heapify(self._expiries)
 
     def _expire(self, now: float) -> list[Refused]:
         refused: list[Refused] = []
