@@ -91,7 +91,7 @@ class _Desk:
         now = self._clock.wall()
         return {
             **self._drain_view(drained_at),
-            "lanes": [lane_view(lane, now) for lane in sorted(lanes, key=lambda lane: lane.name)],
+            "lanes": [lane_view(lane) for lane in sorted(lanes, key=lambda lane: lane.name)],
             "jobs": [job_view(job, now) for job in found],
         }
 
@@ -107,13 +107,13 @@ class _Desk:
         return _json(job_view(job, self._clock.wall()))
 
 
-def lane_view(lane: Lane, now: float) -> Mapping[str, Any]:
+def lane_view(lane: Lane) -> Mapping[str, Any]:
     """Return a lane as an operator wants to see it."""
     return {
         "lane": lane.name,
         "queued": lane.queued,
         "in_progress": lane.in_progress,
-        "oldest_wait_s": _ago(lane.oldest_at, now),
+        "oldest_wait_s": None if lane.oldest_s is None else round(lane.oldest_s, 1),  # by the store's clock
         "drain_per_s": None if lane.drain_per_s is None else round(lane.drain_per_s, 4),
     }
 
