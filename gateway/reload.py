@@ -127,15 +127,21 @@ class Reloader:
 
     async def apply(self, source: bytes, by: str) -> Reload:
         """Put a configuration in force, if it can be used. Returns what came of it."""
-        return await self._replace(source, by, writes=False)
+        async with self._turn:
+            return await self._replace(source, by, writes=False)
 
-    async def put(self, source: bytes, by: str = "put") -> Reload:
+    async def put(self, source: bytes, by: str = "put", check: Callable[[], None] = lambda: None) -> Reload:
         """Put a configuration in force and into the file, for the next start and for other processes.
+
+        `check` may object: called when nobody else can replace what is in force any more.
 
         Raises:
             OSError: the file cannot be written. Nothing has changed then.
+            Exception: whatever `check` raises. Likewise.
         """
-        return await self._replace(source, by, writes=True)
+        async with self._turn:
+            check()
+            return await self._replace(source, by, writes=True)
 
     async def reread(self, by: str) -> Reload:
         """Put in force what the file says now."""
@@ -165,29 +171,29 @@ class Reloader:
         return self._has_failed or source != self._versions[0].source
 
     async def _replace(self, source: bytes, by: str, *, writes: bool) -> Reload:
-        async with self._turn:
-            try:
-                wanted, found = await self.preview(source)
-                put_in_force = self._prepare(wanted)
-                if writes:  # once nothing can be wrong with it any more: the next start reads it
-                    await anyio.to_thread.run_sync(_write, self.path, source)
-                await put_in_force()
-            except ConfigError as error:
-                self._refused, self._has_failed = source, True
-                found = Reload(error=str(error))
-                _refuse(str(error), by)
-            else:
-                is_news, self._refused, self._has_failed = self._has_failed, b"", False
-                self.running = wanted
-                if wanted.version != self._versions[0].id:
-                    self._versions.appendleft(Version(wanted.version, source, self._clock.wall(), by))
-                    while len(self._versions) > VERSIONS_KEPT + 1:
-                        self._versions.pop()
-                    is_news = True
-                if is_news:
-                    _say(found, by)
-            self._on_reload(found)
-            return found
+        """Put a configuration in force. To be called by whose turn it is."""
+        try:
+            wanted, found = await self.preview(source)
+            put_in_force = self._prepare(wanted)
+            if writes:  # once nothing can be wrong with it any more: the next start reads it
+                await anyio.to_thread.run_sync(_write, self.path, source)
+            await put_in_force()
+        except ConfigError as error:
+            self._refused, self._has_failed = source, True
+            found = Reload(error=str(error))
+            _refuse(str(error), by)
+        else:
+            is_news, self._refused, self._has_failed = self._has_failed, b"", False
+            self.running = wanted
+            if wanted.version != self._versions[0].id:
+                self._versions.appendleft(Version(wanted.version, source, self._clock.wall(), by))
+                while len(self._versions) > VERSIONS_KEPT + 1:
+                    self._versions.pop()
+                is_news = True
+            if is_news:
+                _say(found, by)
+        self._on_reload(found)
+        return found
 
     def _beside(self, source: bytes, in_flight: Mapping[str, int]) -> tuple[Settings, Reload]:
         new = settings.load(self.path, self._environ, source=source)

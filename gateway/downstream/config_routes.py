@@ -1,7 +1,8 @@
 """The configuration on the admin port: looked at, tried, replaced, and taken back."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,8 +65,12 @@ class Configurations(Protocol):
     async def plan(self, source: bytes) -> _Reload:
         """Return what another one would change."""
 
-    async def put(self, source: bytes, by: str = "put") -> _Reload:
-        """Put another one in force and into the file. Raises OSError: it cannot be written."""
+    async def put(self, source: bytes, by: str, check: Callable[[], None]) -> _Reload:
+        """Put another one in force and into the file, unless `check` raises when nobody else can any more.
+
+        Raises:
+            OSError: it cannot be written.
+        """
 
 
 class InvalidConfiguration(InvalidRequest):
@@ -106,13 +111,15 @@ def config_handlers(configurations: Configurations) -> Sequence[BaseRouteHandler
 
     @put("/admin/config", status_code=200)
     async def replace(request: Request[Any, Any, Any]) -> Response[Any]:
-        desk.check_match(request.headers.get("if-match"))
-        return await desk.replaced(await request.body(), "put")
+        check = partial(desk.check_match, request.headers.get("if-match"))
+        check()  # before its body is read
+        return await desk.replaced(await request.body(), "put", check)
 
     @post("/admin/config/rollback", status_code=200)
     async def rollback(request: Request[Any, Any, Any]) -> Response[Any]:
-        desk.check_match(request.headers.get("if-match"))
-        return await desk.replaced(desk.source_of(request.query_params.get("version")), "rollback")
+        check = partial(desk.check_match, request.headers.get("if-match"))
+        check()
+        return await desk.replaced(desk.source_of(request.query_params.get("version")), "rollback", check)
 
     return [show, versions, check, replace, rollback]
 
@@ -152,9 +159,9 @@ class _Desk:
         if given.strip() != "*" and self.current.id not in _TAG.findall(given):
             raise ConfigurationChanged(f"The configuration has changed: {self.current.id} is in force now.")
 
-    async def replaced(self, source: bytes, by: str) -> Response[Any]:
+    async def replaced(self, source: bytes, by: str, check: Callable[[], None]) -> Response[Any]:
         try:
-            found = await self._configurations.put(source, by)
+            found = await self._configurations.put(source, by, check)
         except OSError as error:
             path = self._configurations.path
             message = f"{path} cannot be written ({error.strerror}), so nothing has changed."

@@ -209,6 +209,23 @@ async def test_a_configuration_is_replaced_only_by_who_has_seen_it(gateway: Site
         assert unknown.json()["error"]["code"] == "version_not_found"
 
 
+async def test_of_two_who_replace_the_same_configuration_at_once_one_is_told(gateway: Site) -> None:
+    version, document = gateway.gateway.policy.version, written(gateway)
+    answers: list[httpx.Response] = []
+
+    async def replaced(name: str) -> None:
+        answers.append(await put(gateway, without(document, name), match=f'"{version}"'))
+
+    async with anyio.create_task_group() as tasks:
+        for name in ("light-1", "light-2"):
+            tasks.start_soon(replaced, name)
+
+    assert [answer.status_code for answer in answers].count(200) == 1
+    assert [answer.json()["error"]["code"] for answer in answers if answer.status_code != 200] == [
+        "configuration_changed"
+    ]
+
+
 async def test_a_file_that_cannot_be_used_changes_nothing_and_says_why(gateway: Site) -> None:
     version = gateway.gateway.policy.version
     answer = await put(gateway, written(gateway) | {"pools": {"light": ["light-9"]}})
