@@ -52,33 +52,34 @@ def naming(request: bytes, *lines: str) -> bytes:
     return request.replace(b"Host: gateway\r\n", b"".join(line.encode("latin-1") + b"\r\n" for line in lines))
 
 
-NONE_OR_MANY = (
-    ("no host", ()),
-    ("two", ("Host: gateway", "Host: gateway")),
-    ("two in other letters", ("HOST: gateway", "host: other")),
-    ("one and an empty one", ("Host: gateway", "Host:")),
-    *((value, (f"Host: {value}",)) for value in BAD),
+NONE_OR_MANY: tuple[tuple[str, ...], ...] = (
+    (),
+    ("Host: gateway", "host: gateway"),
+    ("Host: a b",),
+    ("HOST: gateway", "Host: other"),
+    ("Host: gateway", "Host:"),
+    *((f"Host: {value}",) for value in BAD),
 )
-CHUNKED = post(b"", "Transfer-Encoding: chunked", length=None) + chunk(chat()) + LAST_CHUNK
-REQUESTS = {
-    "chat": post(),
-    "stream": post(chat(stream=True)),
-    "chunked": CHUNKED,
-    "without a key": post(key=None),
-    "whole address": post(path="http://gateway/v1/chat/completions"),
-    "upgrade": post(chat(), "Connection: upgrade", "Upgrade: h2c"),
-    "no route": post(path="/v1/other"),
-    "get": post(b"", line="GET /livez HTTP/1.1", length=None),
-}
+ORDINARY = post()
+REQUESTS = (
+    ORDINARY,
+    post(chat(stream=True)),
+    post(b"", "Transfer-Encoding: chunked", length=None) + chunk(chat()) + LAST_CHUNK,
+    post(key=None),
+    post(path="http://gateway/v1/chat/completions"),
+    post(chat(), "Connection: upgrade", "Upgrade: h2c"),
+    post(path="/v1/other"),
+    post(b"", line="GET /livez HTTP/1.1", length=None),
+)
 
 
 async def test_a_request_of_no_host_or_of_several_is_refused_and_the_next_is_served(way: str) -> None:
     async with front(way) as site, site.caller() as caller:
-        for request in REQUESTS.values():
-            for name, lines in NONE_OR_MANY:
+        for request in REQUESTS:
+            for lines in NONE_OR_MANY if request is ORDINARY else NONE_OR_MANY[:3]:
                 got = await caller.ask(naming(request, *lines))
 
-                assert (got.status, got.code) == (400, "invalid_request"), name
+                assert (got.status, got.code) == (400, "invalid_request"), lines
                 assert got.header("x-request-id")
                 assert got.header("connection") is None
         assert site.backend.requests == []
