@@ -36,8 +36,24 @@ def _boot(text: str) -> float | None:
     return seconds
 
 
+def _list_profiles(context: click.Context, _: click.Parameter, profile: str) -> str:
+    if profile != "help" or context.resilient_parsing:
+        return profile
+    from gateway import profiles
+
+    for name in profiles.names():
+        click.echo(f"{name:<20} {profiles.load(name).title}")
+    return context.exit()
+
+
 @click.command()
-@click.option("--profile", required=True, help="The deployment to imitate; `help` lists them.")
+@click.option(
+    "--profile",
+    required=True,
+    is_eager=True,
+    callback=_list_profiles,
+    help="The deployment to imitate; `help` lists them.",
+)
 @click.option(
     "--port", required=True, type=click.IntRange(0, 65535), help="Port to listen on; 0 for any free one."
 )
@@ -120,10 +136,6 @@ def simulate(
     """Run one simulated Gemma 4 server until SIGTERM: vLLM's API, a real deployment's latency, no GPU."""
     from gateway import profiles
 
-    if profile == "help":
-        for name in profiles.names():
-            click.echo(f"{name:<20} {profiles.load(name).title}")
-        return
     try:
         deployment = profiles.load(profile)
     except KeyError as error:

@@ -51,7 +51,7 @@ def test_it_serves_as_told_until_it_is_terminated() -> None:
 
 
 def test_help_as_a_profile_lists_them() -> None:
-    listed = run("--profile", "help", "--port", "0")
+    listed = run("--profile", "help")
     assert listed.returncode == 0
     assert len(listed.stdout.splitlines()) == 11
     assert "tpu-v6e4-moe" in listed.stdout
