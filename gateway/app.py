@@ -234,6 +234,7 @@ class Gateway:
             recorder=recorder,
             clock=self.clock,
             trace_of=passed_on if self.tracing is None else self.tracing.begin,
+            window_of=self._window_of,
         )
         self.chats: Chats | None = self.applications.chats  # None: all of them take the ASGI way
         self.batch_runner = parts.batch_runner(
@@ -440,6 +441,10 @@ class Gateway:
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._stop(tasks)
+
+    def _window_of(self, backend_id: str) -> int | None:
+        status = self.fleet.statuses().get(backend_id)
+        return None if status is None else status.context_tokens
 
     def _at_work(self) -> list[_Part]:
         """Return the parts that work while the gateway runs, as far as it has them."""

@@ -76,16 +76,18 @@ class Applications:
         recorder: Recorder,
         clock: Clock,
         trace_of: Callable[[str | None], Trace | None] = passed_on,
+        window_of: Callable[[str], int | None] = lambda _: None,
     ) -> None:
         """Serve applications with `pipeline`; `readiness` names what must hold for `/readyz`.
 
-        `trace_of` returns the place of a request in a trace, of its caller's `traceparent` header. Web pages
-        of `origins` can call, too.
+        `trace_of` returns the place of a request in a trace, of its caller's `traceparent` header;
+        `window_of` the context window that a backend reports. Web pages of `origins` can call, too.
         """
         self.serving = Serving(keys=keys, limits=limits, recorder=recorder, clock=clock, trace_of=trace_of)
         self._policy = policy
         self._keys = keys
         self._readiness = readiness
+        self._window_of = window_of
         self._started_at = int(clock.wall())
         self._origins = origins
         readers = Readers()
@@ -220,7 +222,7 @@ class Applications:
                 "object": "model",
                 "created": self._started_at,
                 "owned_by": "gemma-gateway",
-                "max_model_len": policy.context_tokens(name),
+                "max_model_len": policy.context_tokens(name, self._window_of),
             }
             for model in policy.models
             for name in (model.id, *model.aliases, *model.reasoning_aliases)

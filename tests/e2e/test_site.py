@@ -157,6 +157,21 @@ async def test_several_choices_all_finish(fleet: Site) -> None:
     assert sorted(finished) == [0, 1, 2]
 
 
+async def test_a_server_that_reports_a_shorter_window_is_taken_at_its_word(tmp_path: Path) -> None:
+    """The profile `generic` stands for any server, and so for the longest window that there is."""
+    server = {"light-0": "h100-tp1-light"}
+    one_pool: dict[str, Any] = {
+        "pools": {"light": ["light-0"]},
+        "models": {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
+    }
+    async with site(tmp_path, fleet=simulated(server), backend={"profile": "generic"}, **one_pool) as running:
+        fleet = running.gateway.fleet
+        await running.eventually(lambda: fleet.statuses()["light-0"].context_tokens is not None)
+        (model,) = (await running.openai().models.list()).data
+
+        assert model.model_extra == {"max_model_len": 32_768}
+
+
 async def test_models_are_listed(fleet: Site) -> None:
     client = fleet.openai()
 
