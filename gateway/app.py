@@ -30,9 +30,9 @@ from gateway.core.health import (
     EngineSample,
     State,
 )
-from gateway.core.selection import kept_out
+from gateway.core.selection import BackendView, kept_out
 from gateway.core.trace import passed_on
-from gateway.core.values import Policy
+from gateway.core.values import Backend, Load, Policy
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.config_routes import config_handlers
 from gateway.downstream.console_routes import Console
@@ -442,9 +442,9 @@ class Gateway:
                 with anyio.CancelScope(shield=True):
                     await self._stop(tasks)
 
-    def _window_of(self, backend_id: str) -> int | None:
-        status = self.fleet.statuses().get(backend_id)
-        return None if status is None else status.context_tokens
+    def _window_of(self, backend: Backend) -> int:
+        status = self.fleet.statuses().get(backend.id, BackendStatus())
+        return BackendView(backend, Load(), status).capacity.context_tokens
 
     def _at_work(self) -> list[_Part]:
         """Return the parts that work while the gateway runs, as far as it has them."""

@@ -577,11 +577,13 @@ class Policy(_DerivedOfPolicy):
                 return model
         return None
 
-    def context_tokens(self, name: str, reported: Callable[[str], int | None] = lambda _: None) -> int:
+    def context_tokens(
+        self, name: str, window_of: Callable[[Backend], int] = lambda backend: backend.capacity.context_tokens
+    ) -> int:
         """Return the most tokens, prompt and output, that a request for this name may have.
 
         It is the window of the largest backend of any class that such a request may be of; 0 for no model.
-        `reported`: the window that a backend itself reports, by its id, which counts where it is shorter.
+        `window_of` says how long that is, if it is not what is configured.
         """
         model = self.model(name)
         if model is None:
@@ -595,8 +597,7 @@ class Policy(_DerivedOfPolicy):
             if one.when == When() or (reasons and one.when == When(reasoning=True)):
                 break
         backends = [backend for pool in pools for backend in self.distinct.get(pool, ())]
-        windows = ((backend.capacity.context_tokens, reported(backend.id)) for backend in backends)
-        return max((own if other is None else min(own, other) for own, other in windows), default=0)
+        return max(map(window_of, backends), default=0)
 
     def tpot_target_s(self, backend_id: str) -> float | None:
         """Return the lowest target of the pools that a backend belongs to, or None where none has one."""

@@ -19,7 +19,7 @@ from gateway.core.errors import (
     RouteNotFound,
 )
 from gateway.core.trace import Trace, passed_on
-from gateway.core.values import Endpoint, Policy
+from gateway.core.values import Backend, Endpoint, Policy
 from gateway.downstream import wire
 from gateway.downstream.background import Background
 from gateway.downstream.batches import Batches, Batching, BatchLines
@@ -76,12 +76,12 @@ class Applications:
         recorder: Recorder,
         clock: Clock,
         trace_of: Callable[[str | None], Trace | None] = passed_on,
-        window_of: Callable[[str], int | None] = lambda _: None,
+        window_of: Callable[[Backend], int],
     ) -> None:
         """Serve applications with `pipeline`; `readiness` names what must hold for `/readyz`.
 
         `trace_of` returns the place of a request in a trace, of its caller's `traceparent` header;
-        `window_of` the context window that a backend reports. Web pages of `origins` can call, too.
+        `window_of` the context window of a backend. Web pages of `origins` can call, too.
         """
         self.serving = Serving(keys=keys, limits=limits, recorder=recorder, clock=clock, trace_of=trace_of)
         self._policy = policy

@@ -19,6 +19,7 @@ from anyio.abc import SocketAttribute, SocketStream
 from litestar.types import Receive, Scope, Send
 from support.front import WAYS, Behaviour, Closed, Front, Got, Wire, chat, front, oblige, post
 from support.kernel import keepalive_s
+from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
 from support.world import DONE, HELLO, LIGHT, ROLE, STOP, Estimates, event
 
@@ -33,11 +34,7 @@ from gateway.pipeline import LEFT_STATUS, CallerStalled
 from gateway.ports import Headers
 from gateway.tcp import SILENT_S
 
-
-@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
-def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
-    """Tests of pytest run on asyncio's own loop, the gateway on uvloop: its transports are others."""
-    return "asyncio", {"use_uvloop": request.param}
+anyio_backend = on_both_loops
 
 
 @pytest.fixture(params=WAYS)

@@ -7,17 +7,14 @@ from contextlib import suppress
 import anyio
 import pytest
 from support.front import WAYS, Front, Wire, chat, front, post
+from support.loops import on_both_loops
 
 from gateway.core.usage import Ending
 from gateway.downstream.filling import TOGETHER_MAX, WORTH_BYTES, Filling
 from gateway.downstream.relay import BodyLimits, Uploads
 from gateway.pipeline import LEFT_STATUS
 
-
-@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
-def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
-    """Tests of pytest run on asyncio's own loop, the gateway on uvloop: its transports are others."""
-    return "asyncio", {"use_uvloop": request.param}
+anyio_backend = on_both_loops
 
 
 @pytest.fixture(params=WAYS)

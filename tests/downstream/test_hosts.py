@@ -2,15 +2,12 @@
 
 import pytest
 from support.front import WAYS, chat, front, post
+from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, chunk
 
 from gateway.downstream.hosts import is_host
 
-
-@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
-def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
-    """Tests of pytest run on asyncio's own loop, the gateway on uvloop: its transports are others."""
-    return "asyncio", {"use_uvloop": request.param}
+anyio_backend = on_both_loops
 
 
 @pytest.fixture(params=WAYS)

@@ -7,17 +7,14 @@ import anyio
 import pytest
 from anyio.abc import SocketStream
 from support.front import KEY, Closed, Front, chat, front, post
+from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, chunk
 from support.world import DONE, HELLO, ROLE
 
 CHAT = "POST /v1/chat/completions HTTP/1.0"
 KEEP = "Connection: Keep-Alive"
 
-
-@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
-def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
-    """Tests of pytest run on asyncio's own loop, the gateway on uvloop: its transports are others."""
-    return "asyncio", {"use_uvloop": request.param}
+anyio_backend = on_both_loops
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,13 @@ import anyio
 import pytest
 from anyio.abc import SocketStream
 from support.front import WAYS, Closed, Front, Wire, chat, front, post
+from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
 from support.world import DONE, HELLO, WHOLE
 
 from gateway.downstream.relay import BodyLimits
 
-
-@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
-def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
-    """Tests of pytest run on asyncio's own loop, the gateway on uvloop: its transports are others."""
-    return "asyncio", {"use_uvloop": request.param}
+anyio_backend = on_both_loops
 
 
 @pytest.fixture(params=WAYS)

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from support.loops import on_both_loops
 from support.site import Site, simulated, site
 
 HELLO: Any = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -14,10 +15,7 @@ COUNTED = re.compile(
     r"^(gateway_(?!build|config|loop|process)\w+_(?:total|count)(?:\{.*\})?) (\d+)", re.MULTILINE
 )
 
-
-@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
-def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
-    return "asyncio", {"use_uvloop": request.param}
+anyio_backend = on_both_loops
 
 
 async def used(running: Site) -> tuple[list[Any], dict[str, str]]:

@@ -9,14 +9,11 @@ from math import inf
 
 import anyio
 import pytest
+from support.loops import on_both_loops
 
 from gateway.pipeline.deadline import Deadline
 
-
-@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
-def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
-    """The gateway runs on uvloop, whose timers are others."""
-    return "asyncio", {"use_uvloop": request.param}
+anyio_backend = on_both_loops
 
 
 def cancellations() -> int:

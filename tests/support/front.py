@@ -179,6 +179,7 @@ async def front(
             readiness=dict,
             recorder=notes,
             clock=clock,
+            window_of=lambda backend: backend.capacity.context_tokens,
         )
         watched = Watched(applications)
         bound = bind("127.0.0.1", 0)

@@ -23,6 +23,7 @@ import pytest
 from anyio.abc import ByteStream, SocketStream
 from anyio.streams.tls import TLSStream
 from support.kernel import keepalive_s
+from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, Answer, RawServer, answer_of, chunk, raw_server
 
 from gateway.core.errors import UpstreamFailed, UpstreamLost, UpstreamUnreachable
@@ -48,10 +49,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return found
 
 
-@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
-def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
-    """Tests of pytest run on asyncio's own loop, the gateway on uvloop: its transports are others."""
-    return "asyncio", {"use_uvloop": request.param}
+anyio_backend = on_both_loops
 
 
 @pytest.fixture
