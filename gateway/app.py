@@ -169,6 +169,7 @@ class Gateway:
             },
             wants=lambda: line.wants(self.policy.backends),
             boxes=self.boxes.sights,
+            dropped_lines=logs.dropped_lines,
             replicas=lambda: self._store.replicas if self._store else 1,
             store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
         )

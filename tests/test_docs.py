@@ -84,7 +84,7 @@ def all_metrics() -> CollectorRegistry:
         "boxes",
         "store_modes",
     )
-    metrics = Metrics(replicas=int, **dict.fromkeys(nothing, dict))
+    metrics = Metrics(replicas=int, dropped_lines=int, **dict.fromkeys(nothing, dict))
     JobMetrics(metrics.registry, lanes=tuple, sight=lambda: None, wall=float)
     LoopWatch(metrics.registry, SystemClock())
     return metrics.registry

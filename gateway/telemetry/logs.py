@@ -26,13 +26,15 @@ from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.webhooks import SCHEDULE_S, WebhookAttempt, WebhookOutcome
 from gateway.events import about
 from gateway.ports import Clock
+from gateway.telemetry.outlet import outlet_of
 
+log = logging.getLogger("gateway.process")
 requests_log = logging.getLogger("gateway.requests")
 fleet_log = logging.getLogger("gateway.fleet")
 jobs_log = logging.getLogger("gateway.jobs")
 webhooks_log = logging.getLogger("gateway.webhooks")
 
-LOOK_S = 5.0
+LOOK_S, AGAIN_S = 5.0, 0.1
 CALM_S = 60.0
 CALM_LINES = 10
 """Lines of one kind that are written within `CALM_S`. More would be read by nobody."""
@@ -156,10 +158,21 @@ class Calm(logging.Filter):
 
 
 async def run(clock: Clock) -> None:
-    """Write what was kept back when it is due, until cancelled."""
+    """Write what was kept back when it is due, and what nobody read when somebody does, until cancelled."""
+    is_behind = False
     while True:
-        await anyio.sleep(LOOK_S)
+        await anyio.sleep(AGAIN_S if is_behind else LOOK_S)
         tell_kept_back(clock.wall())
+        is_behind = not all([lines.catch_up() for lines in _all_lines()])
+
+
+def dropped_lines() -> int:
+    """Return how many lines were dropped because nobody read the log."""
+    return sum(lines.outlet.dropped for lines in _all_lines())
+
+
+def _all_lines() -> Iterator["_Lines"]:
+    return (handler for handler in logging.getLogger().handlers if isinstance(handler, _Lines))
 
 
 def tell_kept_back(now: float) -> None:
@@ -191,22 +204,23 @@ def set_up(level: str = "info", stream: TextIO | None = None, *, worker: int | N
 
 def gather_in(loop: asyncio.AbstractEventLoop) -> None:
     """Write the lines of one round of an event loop together from now on, at its end."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, _Lines):
-            handler.gather_in(loop)
+    for lines in _all_lines():
+        lines.gather_in(loop)
 
 
-class _Lines(logging.StreamHandler[TextIO]):
+class _Lines(logging.Handler):
     """Writes lines: those of one round of the event loop in one call, which is most of what a line costs.
 
     Warnings and errors, and what other threads say, are written at once.
     """
 
     def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
+        super().__init__()
+        self.outlet = outlet_of(stream)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._gathered: list[str] = []
+        self._told_of = 0
 
     def gather_in(self, loop: asyncio.AbstractEventLoop) -> None:
         """Gather the lines that are written in `loop`, which runs in this thread."""
@@ -214,14 +228,15 @@ class _Lines(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line, or gather it."""
-        if not self._gathers(record.levelno):
-            self.flush()
-            super().emit(record)
-            return
         try:
-            self._gather(self.format(record))
+            line = self.format(record)
         except Exception:  # noqa: BLE001 - as every handler does
             self.handleError(record)
+            return
+        if self._gathers(record.levelno):
+            self._gather(line)
+        else:
+            self._write(line + "\n")
 
     def takes_request(self, level: int, created: float, fields: dict[str, Any]) -> bool:
         """Take the line of a request without a record of `logging`, which costs more than the line itself.
@@ -246,18 +261,37 @@ class _Lines(logging.StreamHandler[TextIO]):
         assert self._loop is not None
         if not self._gathered:
             self._loop.call_soon(self.flush)
-        self._gathered.append(line + self.terminator)
+        self._gathered.append(line + "\n")
 
     def flush(self) -> None:
         """Write what was gathered."""
+        self._write()
+
+    def close(self) -> None:
+        """Write what is left, if somebody reads it."""
+        self.flush()
+        self.outlet.close()
+        super().close()
+
+    def catch_up(self) -> bool:
+        """Write what was held back; return whether that is all, after saying how many lines were dropped."""
+        self.flush()
+        if self.outlet.is_behind:
+            return False
+        if lines := self.outlet.dropped - self._told_of:
+            self._told_of = self.outlet.dropped
+            log.warning(
+                "%d log lines were dropped: nobody read them",
+                lines,
+                extra=about("log_lines_dropped", lines=lines),
+            )
+        return True
+
+    def _write(self, *lines: str) -> None:
+        """Write what was gathered, and lines behind it."""
         with self.lock or nullcontext():
-            lines, self._gathered = self._gathered, []
-            try:
-                if lines:
-                    self.stream.write("".join(lines))
-                super().flush()
-            except (OSError, ValueError):
-                pass  # there is nobody left to tell
+            gathered, self._gathered = self._gathered, []
+            self.outlet.write([*gathered, *lines])
 
 
 class RequestLog:

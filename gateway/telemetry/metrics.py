@@ -86,10 +86,12 @@ class Metrics:
         wait_limits_s: Callable[[], Mapping[tuple[str, str], float]] = dict,
         wants: Callable[[], Mapping[str, Wants]] = dict,
         boxes: Callable[[], Mapping[str, BoxSight]] = dict,
+        dropped_lines: Callable[[], int] = int,
     ) -> None:
         """Read gauges from these at scrape time: per backend id; what waits per (model, class).
 
         `store_modes` says of each way of counting slots whether it is in force; of none without a store.
+        `dropped_lines` of the log.
         """
         self._backends = backends
         self.registry = CollectorRegistry(auto_describe=True)
@@ -255,6 +257,7 @@ class Metrics:
         registry.register(_Waiting(waiting, oldest_waits_s, wait_limits_s, wants))
         registry.register(_Boxes(boxes))
         registry.register(_Store(replicas, store_modes))
+        registry.register(_Log(dropped_lines))
 
     def attempt(self, record: AttemptRecord) -> None:
         """See `ports.Recorder.attempt`."""
@@ -595,3 +598,17 @@ class _Store(Collector):
         for mode, is_in_force in self._store_modes().items():
             modes.add_metric([mode], float(is_in_force))
         yield modes
+
+
+class _Log(Collector):
+    """What became of the log's lines."""
+
+    def __init__(self, dropped_lines: Callable[[], int]) -> None:
+        self._dropped_lines = dropped_lines
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "gateway_log_lines_dropped",
+            "Log lines dropped because nobody read the log.",
+            value=self._dropped_lines(),
+        )

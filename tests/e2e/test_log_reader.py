@@ -1,0 +1,78 @@
+"""A gateway whose log nobody reads, as a real process: it serves, stops, and has its lines for later."""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+from support.processes import COMMAND, config, until
+
+REQUESTS = 1_000
+"""Their lines are several times what a pipe takes."""
+
+REST = "models:\n  gemma-4:\n    classes:\n      - {class: short_chat, pools: [light]}\n"
+NOWHERE = {"light-0": ("http://127.0.0.1:9", "h100-tp1-light")}
+
+
+class Reader:
+    """What a gateway writes its log to."""
+
+    def __init__(self) -> None:
+        self._end, self.gateways_end = os.pipe()
+        os.set_blocking(self._end, False)
+        self.text = ""
+
+    async def finds(self, pattern: str, times: int = 1) -> bool:
+        """Read what is there, and return whether it holds what is looked for."""
+        try:
+            while data := os.read(self._end, 65_536):
+                self.text += data.decode()
+        except BlockingIOError:
+            pass
+        return len(re.findall(pattern, self.text)) >= times
+
+    def close(self) -> None:
+        """Be gone."""
+        os.close(self._end)
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    made = Reader()
+    yield made
+    made.close()
+
+
+async def test_a_gateway_whose_log_nobody_reads_goes_on(tmp_path: Path, reader: Reader) -> None:
+    file = config(tmp_path, NOWHERE, {"light": ["light-0"]}, REST)
+    process = await anyio.open_process(
+        [*COMMAND, "serve", "--config", str(file)], stdin=subprocess.DEVNULL, stderr=reader.gateways_end
+    )
+    os.close(reader.gateways_end)
+    try:
+        await until(lambda: reader.finds("console: http"))
+        url = re.findall(r"serves (\S+)/v1", reader.text)[0]
+        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+
+            async def ask() -> None:
+                for _ in range(REQUESTS):
+                    answer = await client.post(f"{url}/v1/chat/completions", json={"model": "none"})
+                    assert answer.status_code == 400
+
+            await ask()
+            await until(lambda: reader.finds('"event": "request"', times=REQUESTS))
+            assert "log_lines_dropped" not in reader.text
+            await ask()
+        process.send_signal(signal.SIGTERM)
+        with anyio.fail_after(30):
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        await process.aclose()

@@ -1,0 +1,212 @@
+"""Log lines go to real pipes, sockets and files: nobody waits for a reader, and what is lost is counted."""
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from io import StringIO
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+from support.loops import on_both_loops
+
+from gateway.telemetry import logs
+from gateway.telemetry.outlet import HELD_BYTES_MAX, Outlet, outlet_of
+
+anyio_backend = on_both_loops
+
+LINE = "x" * 999 + "\n"
+
+
+class Way:
+    """A way to a reader that need not read."""
+
+    def __init__(self, write: int, read: int) -> None:
+        self.write_end, self._read_end = write, read
+        self.is_gone = False
+        os.set_blocking(read, False)
+        self.stream = os.fdopen(write, "w")
+        self.outlet = outlet_of(self.stream)
+
+    def read(self) -> bytes:
+        """Read what is there."""
+        found = b""
+        with suppress(BlockingIOError):
+            while data := os.read(self._read_end, 65_536):
+                found += data
+        return found
+
+    def read_all(self) -> bytes:
+        """Read until nothing is held back any more."""
+        found = self.read()
+        while self.outlet.is_behind:
+            self.outlet.write([])
+            found += self.read()
+        return found
+
+    def stop_reading(self) -> None:
+        """Be gone."""
+        if not self.is_gone:
+            self.is_gone = True
+            os.close(self._read_end)
+
+
+def pipe() -> Way:
+    read, write = os.pipe()
+    return Way(write, read)
+
+
+def stream_socket() -> Way:
+    write, read = socket.socketpair()
+    return Way(write.detach(), read.detach())
+
+
+@pytest.fixture(params=[pipe, stream_socket])
+def way(request: pytest.FixtureRequest) -> Iterator[Way]:
+    make: Callable[[], Way] = request.param
+    made = make()
+    yield made
+    made.outlet.close()
+    made.stream.close()
+    made.stop_reading()
+
+
+def numbered(count: int) -> list[str]:
+    return [f"{number:06d} {LINE[7:]}" for number in range(count)]
+
+
+def test_what_a_reader_leaves_is_held_back_and_comes_in_order_when_it_goes_on(way: Way) -> None:
+    lines = numbered(900)
+    for line in lines:
+        way.outlet.write([line])
+    assert way.outlet.is_behind
+    assert way.read_all().decode() == "".join(lines)
+    assert way.outlet.dropped == 0
+
+
+def test_many_lines_at_once_and_ones_longer_than_a_pipe_come_whole(way: Way) -> None:
+    lines = ["a\n", "b" * 200_000 + "\n", "c\n", "ü" * 5_000 + "\n"]
+    way.outlet.write(lines)
+    assert way.read_all().decode() == "".join(lines)
+
+
+def test_beyond_its_limit_lines_are_dropped_and_counted(way: Way) -> None:
+    lines = numbered(3_000)
+    for line in lines:
+        way.outlet.write([line])
+    found = way.read_all().decode()
+    assert way.outlet.dropped == len(lines) - found.count("\n") > 0
+    assert "".join(lines).startswith(found)
+    assert HELD_BYTES_MAX - len(LINE) < len(found) < HELD_BYTES_MAX + 1_000_000
+    way.outlet.write(["and on\n"])
+    assert way.read() == b"and on\n"
+
+
+def test_what_other_processes_write_to_it_still_waits(way: Way) -> None:
+    assert os.get_blocking(way.write_end)
+    way.outlet.write(["a\n"])
+    assert os.get_blocking(way.write_end)
+
+
+def test_without_a_reader_lines_are_dropped(way: Way) -> None:
+    for line in numbered(900):
+        way.outlet.write([line])
+    was_read = way.read().count(b"\n")
+    way.stop_reading()
+    way.outlet.write(["more\n"])
+    assert not way.outlet.is_behind
+    assert way.outlet.dropped >= 900 - was_read
+    before = way.outlet.dropped
+    way.outlet.write(["more\n"])
+    assert way.outlet.dropped == before + 1
+
+
+def test_at_the_end_what_is_held_back_is_written_if_it_is_read(way: Way) -> None:
+    lines = numbered(600)
+    for line in lines:
+        way.outlet.write([line])
+    found: list[bytes] = []
+    ended = threading.Event()
+
+    def read() -> None:
+        while not ended.is_set():
+            found.append(way.read())
+        found.append(way.read())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    way.outlet.close()
+    ended.set()
+    reader.join()
+    assert b"".join(found).decode() == "".join(lines)
+
+
+def test_the_end_does_not_wait_for_a_reader_for_long(way: Way) -> None:
+    for line in numbered(900):
+        way.outlet.write([line])
+    way.outlet.close()
+    found = way.read().count(b"\n")
+    assert way.outlet.dropped in (900 - found, 900 - found - 1)  # a line may have been cut
+    way.outlet.write(["more\n"])
+    assert way.read() == b""
+
+
+def test_a_file_is_written_to_as_usual(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("w") as stream:
+        outlet = outlet_of(stream)
+        outlet.write(["a\n", "b\n"])
+        assert path.read_text() == "a\nb\n"
+    outlet.write(["c\n"])  # it is closed
+    assert (outlet.dropped, outlet.is_behind) == (1, False)
+
+
+@pytest.mark.parametrize("make", [StringIO, lambda: open(os.devnull, "w")])  # noqa: SIM115 - closed below
+def test_any_stream_will_do(make: Callable[[], TextIO]) -> None:
+    with make() as stream:
+        outlet: Outlet = outlet_of(stream)
+        outlet.write(["a\n"])
+        assert outlet.dropped == 0
+        outlet.close()
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    """Yield the root logger, and put back what it had."""
+    found = logging.getLogger()
+    handlers, level = found.handlers, found.level
+    yield found
+    found.handlers = handlers
+    found.setLevel(level)
+
+
+async def test_a_loop_goes_on_while_nobody_reads_and_says_afterwards_what_is_missing(
+    way: Way, root: logging.Logger
+) -> None:
+    logs.set_up("info", way.stream)
+    (handler,) = root.handlers
+    assert isinstance(handler, logs._Lines)
+    logs.gather_in(asyncio.get_running_loop())
+    log = logging.getLogger("gateway.requests")
+    for number in range(3_000):
+        log.info("%s", number, extra={"fields": {"event": "request_queued", "text": LINE}})
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    dropped = logs.dropped_lines()
+    assert dropped > 0
+    assert not handler.catch_up()
+    found = way.read()
+    while not handler.catch_up():
+        found += way.read()
+    found += way.read()
+    *_, last, told = found.decode().splitlines()
+    assert f'"text": "{LINE[:-1]}' in last
+    assert f'"event": "log_lines_dropped", "lines": {dropped}' in told
+    assert found.count(b"\n") == 3_000 - dropped + 1
+    assert handler.catch_up()
+    assert way.read() == b""  # it is told once
+    handler.close()
