@@ -48,6 +48,7 @@ from gateway.downstream.routes import Applications, Operators
 from gateway.events import about
 from gateway.jobs import QueueWatch
 from gateway.live import Live
+from gateway.open_files import OpenFiles
 from gateway.pipeline import BackendWatch, Peers, Pipeline
 from gateway.pipeline.box_keeper import BoxKeeper
 from gateway.ports import Recorder
@@ -175,6 +176,7 @@ class Gateway:
         )
         self.metrics.config_in_force(self.policy.version, self.clock.wall())
         self.loop_watch = LoopWatch(self.metrics.registry, self.clock)
+        self.open_files = OpenFiles()
         self.webhooks = parts.webhooks(settings, environ, self.clock, self.metrics)
         self.tracing = parts.tracing(settings, environ, lambda: self.policy.backends, self.metrics)
         self.metrics_push = parts.metrics_push(settings, environ, self.metrics, self.clock)
@@ -451,6 +453,7 @@ class Gateway:
         """Return the parts that work while the gateway runs, as far as it has them."""
         parts: list[_Part | None] = [
             self.loop_watch,
+            self.open_files,
             self.fleet,
             self.pipeline.room,
             self.pipeline.watch,

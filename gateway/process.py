@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from gateway import __version__, app, memory, settings, supervisor
+from gateway import __version__, app, memory, open_files, settings, supervisor
 from gateway.core.errors import AddressNotFree, ConfigError
 from gateway.telemetry import logs
 
@@ -66,9 +66,10 @@ def status_of(error: ConfigError) -> int:
 def run(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
     """Run a coroutine function to its end, on uvloop where it is installed.
 
-    For a process that serves: it keeps the memory that it frees.
+    For a process that serves: it keeps the memory that it frees, and may open as many files as it can get.
     """
     memory.keep_freed(os.environ)
+    open_files.raise_limit()
     uvloop = find_spec("uvloop") is not None
     return anyio.run(partial(function, *args, **kwargs), backend_options={"use_uvloop": uvloop})
 

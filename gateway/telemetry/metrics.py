@@ -1,5 +1,7 @@
 """The `gateway_*` metrics: our own stable names. docs/metrics.md lists them, and a test keeps it true.
 
+The process's own, `process_*`, are those that every program with a Prometheus client has (Linux only).
+
 Labels are bounded by the configuration (backends, pools, classes, models) or by an enum; none holds
 anything a caller can choose.
 """
@@ -7,7 +9,7 @@ anything a caller can choose.
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -258,6 +260,7 @@ class Metrics:
         registry.register(_Boxes(boxes))
         registry.register(_Store(replicas, store_modes))
         registry.register(_Log(dropped_lines))
+        ProcessCollector(registry=registry)
 
     def attempt(self, record: AttemptRecord) -> None:
         """See `ports.Recorder.attempt`."""

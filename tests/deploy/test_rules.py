@@ -52,6 +52,8 @@ def webhooks(outcome: str, values: str) -> dict[str, str]:
 
 
 UP = 'up{job="gemma-gateway",instance="a"}'
+OPEN = 'process_open_fds{job="gemma-gateway",instance="a"}'
+MOST = 'process_max_fds{job="gemma-gateway",instance="a"}'
 STATE = 'gateway_backend_state{instance="a",backend="light-0",state="%s"}'
 USABLE = 'gateway_backend_usable{instance="a",backend="%s"}'
 DRAINED = 'gateway_backend_drained{instance="a",backend="light-0"}'
@@ -119,6 +121,15 @@ CASES = [
         {"model": "m", "traffic_class": "docs"},
     ),
     Case("GatewayEventLoopLate", looks(1195), 20),
+    Case("GatewayOpenFilesShort", {OPEN: "900x9", MOST: "1000x9"}, 5),
+    Case("GatewayOpenFilesShort", {OPEN.replace("gemma-gateway", "vllm"): "950x9", MOST: "1000x9"}, 5),
+    Case(
+        "GatewayOpenFilesShort",
+        {OPEN: "950x9", MOST: "1000x9"},
+        5,
+        "a has 950 files open, nearly all that it may",
+        {"job": "gemma-gateway", "instance": "a"},
+    ),
     Case(
         "GatewayEventLoopLate",
         looks(1100),
