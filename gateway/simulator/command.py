@@ -4,6 +4,7 @@ import sys
 
 import rich_click as click
 
+from gateway import open_files
 from gateway.simulator.options import Fault, FaultOrder, Quirk, SimulatorOptions
 
 answer_tokens_option = click.option(
@@ -170,6 +171,7 @@ def simulate(
     async def main() -> None:
         await serve(options, ready=ready)
 
+    open_files.raise_limit()
     try:
         anyio.run(main)
     except OSError as error:
