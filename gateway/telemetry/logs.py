@@ -167,7 +167,7 @@ async def run(clock: Clock) -> None:
 
 
 def dropped_lines() -> int:
-    """Return how many lines were dropped because nobody read the log."""
+    """Return how many lines were dropped because they could not be written."""
     return sum(lines.outlet.dropped for lines in _all_lines())
 
 
@@ -281,7 +281,7 @@ class _Lines(logging.Handler):
         if lines := self.outlet.dropped - self._told_of:
             self._told_of = self.outlet.dropped
             log.warning(
-                "%d log lines were dropped: nobody read them",
+                "%d log lines could not be written",
                 lines,
                 extra=about("log_lines_dropped", lines=lines),
             )

@@ -612,6 +612,6 @@ class _Log(Collector):
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
             "gateway_log_lines_dropped",
-            "Log lines dropped because nobody read the log.",
+            "Log lines that could not be written.",
             value=self._dropped_lines(),
         )
