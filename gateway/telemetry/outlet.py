@@ -24,6 +24,7 @@ LAST_S = 1.0
 """How long the end of a process waits for a reader."""
 
 _AGAIN_S = 0.01
+_DESCRIPTORS = "/proc/self/fd"
 
 
 class Outlet(ABC):
@@ -55,29 +56,36 @@ def outlet_of(stream: TextIO) -> Outlet:
         descriptor = stream.fileno()
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISFIFO(mode):
-            again = _reopened(descriptor)
-            return Unwaiting(partial(os.write, again), partial(os.close, again))
+            return _into_pipe(descriptor)
         if stat.S_ISSOCK(mode):
             other = socket.socket(fileno=os.dup(descriptor))
             return Unwaiting(lambda data: other.send(data, socket.MSG_DONTWAIT), other.close)
-    except (OSError, ValueError):  # no file at all, or none that can be opened once more
+    except (OSError, ValueError):  # no file at all
         pass
     return Waiting(stream)
 
 
-def _reopened(descriptor: int) -> int:
-    """Return a pipe opened once more, for writing without waiting.
+def _into_pipe(descriptor: int) -> Outlet:
+    """Return what writes into a pipe.
 
-    That is a property of what was opened, which other processes share: the others are not to be changed.
-
-    Raises:
-        OSError: this system cannot do it, or this user may not.
+    Not to wait is a property of what was opened, which other processes share, and they are not to be changed.
+    So the pipe is opened once more. Where that cannot be done (there is no /proc, or the user is not whom the
+    pipe belongs to), the pipe is asked before each write, which fails only if another process fills it in
+    that moment.
     """
-    again = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK)
-    if os.get_blocking(again):
-        os.close(again)
-        raise OSError("opened once more, the pipe still waits")
-    return again
+    try:
+        again = os.open(f"{_DESCRIPTORS}/{descriptor}", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+
+        def put(data: bytes) -> int:
+            if not poll.poll(0):
+                raise BlockingIOError
+            return os.write(descriptor, data[: select.PIPE_BUF])
+
+        return Unwaiting(put, lambda: None)
+    return Unwaiting(partial(os.write, again), partial(os.close, again))
 
 
 class Waiting(Outlet):
@@ -159,6 +167,7 @@ class Unwaiting(Outlet):
             self._held_bytes -= taken
             if taken < len(piece):
                 held.appendleft(piece[taken:])
+            if taken == 0:
                 return
 
     def _give_up(self) -> None:

@@ -65,7 +65,13 @@ def stream_socket() -> Way:
     return Way(write.detach(), read.detach())
 
 
-@pytest.fixture(params=[pipe, stream_socket])
+def pipe_of_another_user() -> Way:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gateway.telemetry.outlet._DESCRIPTORS", "/nowhere")
+        return pipe()
+
+
+@pytest.fixture(params=[pipe, pipe_of_another_user, stream_socket])
 def way(request: pytest.FixtureRequest) -> Iterator[Way]:
     make: Callable[[], Way] = request.param
     made = make()
