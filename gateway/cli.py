@@ -15,7 +15,7 @@ from typing import BinaryIO, ClassVar, NoReturn, TypeVar
 import rich_click as click
 from click.core import ParameterSource
 
-from gateway import __version__
+from gateway import __version__, standard_streams
 from gateway.command_options import CONFIG_ENV, config_option, json_option
 from gateway.core.errors import ConfigError, GatewayError
 
@@ -62,6 +62,7 @@ def main() -> None:
 
     New here? `gemma-gateway demo` shows everything on this machine, without a GPU.
     """
+    standard_streams.open_closed()
 
 
 @main.command()
