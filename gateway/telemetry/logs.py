@@ -112,6 +112,10 @@ class _Minute:
     lines: int = 1
     newest: logging.LogRecord | None = None  # of those that were kept back
 
+    def is_over(self, now: float) -> bool:
+        """Return whether it is over by `now`, epoch seconds: or nobody knows, as the clock was set back."""
+        return not 0 <= now - self.since < CALM_S
+
 
 class Calm(logging.Filter):
     """Lets through a few lines a minute of one event about one subject, and keeps back the others.
@@ -133,7 +137,7 @@ class Calm(logging.Filter):
             return True
         kind = (name, *(fields.get(subject) for subject in _SUBJECTS))
         minute = self._seen.get(kind)
-        if minute is None or record.created - minute.since >= CALM_S:
+        if minute is None or minute.is_over(record.created):
             self._seen[kind] = _Minute(record.created)
             if minute is not None and minute.newest is not None:
                 record.kept_back = minute.lines - CALM_LINES
@@ -148,7 +152,7 @@ class Calm(logging.Filter):
         """Return the newest of each kind kept back, of minutes that are over by `now`, epoch seconds."""
         found = []
         for kind, minute in list(self._seen.items()):
-            if now - minute.since < CALM_S:
+            if not minute.is_over(now):
                 continue
             del self._seen[kind]
             if minute.newest is not None:

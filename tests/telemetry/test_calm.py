@@ -119,3 +119,18 @@ def test_nothing_is_kept_of_subjects_that_are_quiet(written: Written) -> None:
     assert len(written.calm._seen) == 100
     logs.tell_kept_back(1000.0 + CALM_S)
     assert not written.calm._seen
+
+
+def test_a_clock_that_is_set_back_keeps_nothing_back_for_hours(written: Written) -> None:
+    for number in range(CALM_LINES + 3):
+        written.say(100_000.0 + number, "store_away", store="jobs")
+    written.take()
+    logs.tell_kept_back(90_000.0)
+    (last,) = written.take()
+    assert (last["message"], last["kept_back"]) == (f"at {100_000.0 + CALM_LINES + 2}", 2)
+    for number in range(CALM_LINES + 3):
+        written.say(100_000.0 + number, "backend_state", backend="a")
+    written.take()
+    written.say(90_000.0, "backend_state", backend="a")
+    (line,) = written.take()
+    assert (line["message"], line["kept_back"]) == ("at 90000.0", 3)
