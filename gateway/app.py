@@ -77,6 +77,10 @@ log = logging.getLogger("gateway.process")
 STOP_S = 5.0
 """Seconds in which connections close once their requests have ended or were cut."""
 
+CLOSE_S = 30.0
+"""Seconds in which what is left of telemetry is sent. The thread that was to do it may have died for lack of
+memory, and then never answers."""
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RELOAD_SIGNAL = signal.SIGHUP
 _LOST = frozenset({State.HUNG, State.DOWN})
@@ -497,7 +501,8 @@ class Gateway:
             await self.batching.batches.aclose()
             await self.batching.files.aclose()
         self.estimator.close()
-        await anyio.to_thread.run_sync(self._close_telemetry)
+        with anyio.move_on_after(CLOSE_S):
+            await anyio.to_thread.run_sync(self._close_telemetry, abandon_on_cancel=True)
 
     def _close_telemetry(self) -> None:
         """Tell and send what is left; a receiver that is away holds that up for some seconds."""
