@@ -4,13 +4,12 @@ import os
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
 
-from gateway import __version__, app, memory, open_files, settings, supervisor
+from gateway import __version__, app, memory, names, open_files, settings, supervisor
 from gateway.core.errors import AddressNotFree, ConfigError
 from gateway.telemetry import logs
 
@@ -66,12 +65,13 @@ def status_of(error: ConfigError) -> int:
 def run(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
     """Run a coroutine function to its end, on uvloop where it is installed.
 
-    For a process that serves: it keeps the memory that it frees, and may open as many files as it can get.
+    For a process that serves: it keeps the memory that it frees, may open as many files as it can get, and
+    looks every host name up by itself.
     """
     memory.keep_freed(os.environ)
     open_files.raise_limit()
-    uvloop = find_spec("uvloop") is not None
-    return anyio.run(partial(function, *args, **kwargs), backend_options={"use_uvloop": uvloop})
+    options = {"loop_factory": names.loop_factory()}
+    return anyio.run(partial(function, *args, **kwargs), backend_options=options)
 
 
 def _announce(running: app.Running) -> None:
