@@ -9,11 +9,13 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from functools import partial
+from time import monotonic
 
 import anyio
 import uvicorn
 from litestar.types import ASGIApp
 
+from gateway import tcp
 from gateway.core.errors import AddressNotFree
 from gateway.downstream.direct import DirectProtocol
 from gateway.downstream.direct_call import Chats
@@ -72,6 +74,7 @@ class Listener(uvicorn.Server):
             )
         )
         self._bound = bound
+        self._looked_at = monotonic()
         self._accepting = anyio.Event()
         self._ended = anyio.Event()
 
@@ -100,6 +103,15 @@ class Listener(uvicorn.Server):
         """Start, and let `wait_started` return."""
         await super().startup(sockets=sockets)
         self._accepting.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Do what uvicorn does ten times a second, and drop callers whose machines are gone."""
+        if monotonic() - self._looked_at >= tcp.LOOK_S:
+            self._looked_at = monotonic()
+            for connection in tuple(self.server_state.connections):
+                if tcp.is_gone(connection.transport):
+                    connection.transport.abort()
+        return await super().on_tick(counter)
 
     async def wait_ended(self) -> None:
         """Return once every connection is closed."""

@@ -21,7 +21,7 @@ import anyio
 import anyio.lowlevel
 import httptools
 
-from gateway import __version__
+from gateway import __version__, tcp
 from gateway.core.errors import (
     OutOfResources,
     UpstreamFailed,
@@ -129,6 +129,8 @@ class _DirectWay(Way):
         self._path = address.path.rstrip("/").encode()
         self._idle: list[_Connection] = []
         self._sweeping: asyncio.TimerHandle | None = None
+        self._busy: set[_Connection] = set()
+        self._looking: asyncio.TimerHandle | None = None
         self._context: ssl.SSLContext | None = None
         lines = [b"host: " + address.netloc.rpartition("@")[2].encode()]
         lines += [b"user-agent: " + _USER_AGENT, b"accept: */*", b"accept-encoding: identity"]
@@ -169,15 +171,20 @@ class _DirectWay(Way):
         return await self._ask_on(connection, head, body)
 
     async def _ask_on(self, connection: "_Connection", head: bytes, body: bytes) -> "_Connection":
+        self._busy.add(connection)
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(tcp.LOOK_S, self._look)
         try:
             await connection.ask(head, body)
         except BaseException:
+            self._busy.discard(connection)
             connection.abort()
             raise
         return connection
 
     def take_back(self, connection: "_Connection") -> bool:
         """Keep a connection whose answer is complete for the next call; close any other. Returns which."""
+        self._busy.discard(connection)
         if not connection.is_reusable:
             connection.abort()
             return False
@@ -192,6 +199,9 @@ class _DirectWay(Way):
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._sweeping = None
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
         for connection in self._idle:
             connection.abort()
         self._idle.clear()
@@ -218,6 +228,14 @@ class _DirectWay(Way):
         if self._idle:
             wait_s = self._idle[0].resting_since + ways.KEEPALIVE_S - now
             self._sweeping = asyncio.get_running_loop().call_later(wait_s, self._sweep)
+
+    def _look(self) -> None:
+        """Close connections to a machine that is gone."""
+        self._looking = None
+        for connection in self._busy:
+            connection.abort_if_gone()
+        if self._busy:
+            self._looking = asyncio.get_running_loop().call_later(tcp.LOOK_S, self._look)
 
     async def _connected(self, connect_s: float) -> "_Connection":
         """Return a new connection."""
@@ -339,6 +357,11 @@ class _Connection(asyncio.Protocol):
         """Close it at once."""
         self._on_gone = None
         if not self._is_lost:
+            self._transport.abort()
+
+    def abort_if_gone(self) -> None:
+        """Close it if the machine at its other end is gone: whoever waits for its answer is told."""
+        if not self._is_lost and tcp.is_gone(self._transport):
             self._transport.abort()
 
     async def read(self) -> bytes:

@@ -18,7 +18,7 @@ import pytest
 from anyio.abc import SocketAttribute, SocketStream
 from litestar.types import Receive, Scope, Send
 from support.front import WAYS, Behaviour, Closed, Front, Got, Wire, chat, front, oblige, post
-from support.kernel import keepalive_s
+from support.kernel import keepalive_s, vanish
 from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
 from support.world import DONE, HELLO, LIGHT, ROLE, STOP, Estimates, event
@@ -643,6 +643,35 @@ async def test_a_caller_is_asked_for_life_while_it_waits(way: str) -> None:
             port = caller.stream.extra(SocketAttribute.remote_port)
             assert 0 < await keepalive_s(port, of_server=True) <= SILENT_S
         await site.idle()
+
+
+async def test_a_caller_whose_machine_vanishes_in_its_answer_is_noticed(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was sent last is never acknowledged, and then no kernel asks for life."""
+    monkeypatch.setattr("gateway.tcp.GONE_S", 0.2)
+    monkeypatch.setattr("gateway.tcp.LOOK_S", 0.05)
+    has_gone = anyio.Event()
+
+    async def go_on(stream: SocketStream, asked: dict[str, Any]) -> None:
+        await begin(stream, asked)
+        await has_gone.wait()
+        await stream.send(chunk(HELLO))
+
+    async with front(way, go_on) as site:
+        async with site.caller() as caller:
+            await caller.send(post(chat(stream=True)))
+            await caller.head()
+            assert served_to_public(HELLO) in await caller.chunk()
+            vanish(caller.stream.extra(SocketAttribute.raw_socket))
+            has_gone.set()
+            with anyio.fail_after(10):
+                await site.backend.closed.wait()
+        await site.idle()
+
+        (record,) = site.notes.requests
+        assert record.ending is Ending.LEFT
+        assert not any(site.ledger.claims("b"))
 
 
 @pytest.mark.parametrize("how", ["closed", "half-closed", "reset"])

@@ -1,6 +1,13 @@
 """What the kernel does with the connections of this machine."""
 
+import ctypes
+import socket
+import struct
+
 import anyio
+
+_ATTACH_FILTER = 26  # SO_ATTACH_FILTER
+_DROP_ALL = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))  # return 0: keep 0 bytes
 
 _ESTABLISHED, _OTHER_TIMER = "01", "02"
 
@@ -19,3 +26,9 @@ async def keepalive_s(port: int, *, of_server: bool) -> float:
                 kind, _, left = timer.partition(":")
                 if at == port and state == _ESTABLISHED and kind == _OTHER_TIMER and int(left, 16) > 100:
                     return int(left, 16) / 100  # the others are about what was just received
+
+
+def vanish(connection: socket.socket) -> None:
+    """Have one end of a connection hear nothing any more, and so acknowledge nothing: its machine is gone."""
+    program = struct.pack("@HP", 1, ctypes.addressof(_DROP_ALL))
+    connection.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)

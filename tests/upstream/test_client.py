@@ -20,9 +20,9 @@ from random import Random
 
 import anyio
 import pytest
-from anyio.abc import ByteStream, SocketStream
+from anyio.abc import ByteStream, SocketAttribute, SocketStream
 from anyio.streams.tls import TLSStream
-from support.kernel import keepalive_s
+from support.kernel import keepalive_s, vanish
 from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, Answer, RawServer, answer_of, chunk, raw_server
 
@@ -139,6 +139,31 @@ async def test_a_backend_is_asked_for_life_while_it_says_nothing() -> None:
         gate.set()
 
     assert 0 < waits <= SILENT_S
+
+
+@pytest.mark.usefixtures("only_direct")
+@pytest.mark.parametrize("size", [2, 4_000_000], ids=["short", "long"])
+async def test_a_backend_whose_machine_vanishes_as_it_is_asked_is_lost(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that is never acknowledged is sent again and again, and then no kernel asks for life."""
+    monkeypatch.setattr("gateway.tcp.GONE_S", 0.2)
+    monkeypatch.setattr("gateway.tcp.LOOK_S", 0.05)
+    monkeypatch.setattr(ways, "STALE_S", 0.0)  # less than it takes to be sure, as in earnest
+    gone = anyio.Event()
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(answer_of(b"{}"))
+        vanish(stream.extra(SocketAttribute.raw_socket))
+        gone.set()
+
+    async with serving(answer) as (_, upstream, target):
+        async with upstream.open(target, Timeouts()) as response:
+            await whole(response)
+        await gone.wait()
+        with pytest.raises(UpstreamLost), anyio.fail_after(10):
+            async with upstream.open(replace(target, body=b" " * size), Timeouts()):
+                pass
 
 
 async def test_every_chunk_is_handed_on_as_it_comes() -> None:
