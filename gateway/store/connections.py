@@ -6,6 +6,7 @@ nothing is repeated, and everything has a limit.
 """
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from importlib import resources
@@ -21,6 +22,7 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError, ResponseError
 
 from gateway.core.errors import ConfigError
+from gateway.tcp import KEEPALIVE
 
 READ_S = 2.0
 """How long one read of a channel lasts before the next: no limit, only a chance to be cancelled."""
@@ -80,6 +82,9 @@ class Connections:
         }
         if not url.startswith("unix:"):
             settings["socket_keepalive"] = True
+            settings["socket_keepalive_options"] = {
+                option: value for level, option, value in KEEPALIVE if level == socket.IPPROTO_TCP
+            }
         self._pool = _pool(
             url,
             settings,
@@ -124,6 +129,8 @@ class Connections:
             message: dict[str, Any] | None = await channel.get_message(timeout=READ_S)
         except UNREACHABLE as error:
             raise StoreAway(f"{type(error).__name__}: {error}") from error
+        if message is None and (lost := _loss(channel)) is not None:
+            raise StoreAway(f"{type(lost).__name__}: {lost}") from lost
         return message
 
     async def bounded(self, command: Callable[[], Awaitable[Any]]) -> Any:
@@ -168,6 +175,16 @@ class Connections:
         for client in (self.redis, self._listener):
             with suppress(StoreAway):
                 await self.bounded(client.aclose)
+
+
+def _loss(channel: PubSub) -> BaseException | None:
+    """Return what ended a channel's connection, if anything has.
+
+    One whose server's machine is gone ends with a TimeoutError, like a read to which nothing came. redis-py
+    takes it for that, every time and at once, so that nothing else would ever run again.
+    """
+    reader = getattr(channel.connection, "_reader", None)
+    return None if reader is None else reader.exception()
 
 
 def milliseconds(seconds: float) -> int:

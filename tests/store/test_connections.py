@@ -1,18 +1,22 @@
 """Connections whose server dies or makes way for another, or whose process stands still."""
 
 import asyncio
+import socket
+import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio.lowlevel
 import pytest
+from support.kernel import vanish
 from support.redis_server import failover, legs, own_server
 
 from gateway.core.errors import ConfigError
 from gateway.core.values import Load
 from gateway.store.connections import Connections, StoreAway
 from gateway.store.redis import RedisLedger
+from gateway.tcp import SILENT_S
 
 COMMAND_S = 0.2
 
@@ -35,6 +39,45 @@ async def test_what_is_sent_on_a_connection_that_has_just_been_reset_finds_the_s
             await connections.bounded(lambda: channel.subscribe("three"))
         await connections.close(channel)
         await connections.aclose()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_USER_TIMEOUT is Linux's")
+def test_a_channel_whose_server_vanishes_is_lost() -> None:
+    """The kernel ends it with a timeout, which is not one of the read."""
+
+    served: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(writer)
+        while data := await reader.read(65536):
+            said = b"*3\r\n$9\r\nsubscribe\r\n$3\r\none\r\n:1\r\n"
+            writer.write(said if b"SUBSCRIBE" in data else b"+OK\r\n" * data.count(b"*"))
+        writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        connections = Connections(f"redis://127.0.0.1:{port}", name="test", command_s=10.0, connections_max=1)
+        channel = connections.channel()
+        await connections.bounded(lambda: channel.subscribe("one"))
+        assert (await connections.heard(channel)) is None  # the confirmation
+        writer = cast("Any", channel.connection)._writer
+        own = writer.get_extra_info("socket")
+        assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == SILENT_S
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 300)
+        vanish(own)
+        writer.write(b"PING\r\n")  # never acknowledged
+        with pytest.raises(StoreAway), anyio.fail_after(20):
+            while True:
+                await connections.heard(channel)
+        await connections.close(channel)
+        await connections.aclose()
+        server.close()
+        served[0].transport.abort()
+        for _ in range(10):  # the loop closes it
+            await anyio.lowlevel.checkpoint()
+
+    anyio.run(main)
 
 
 @pytest.mark.parametrize("use_uvloop", [False, True], ids=["asyncio", "uvloop"])
