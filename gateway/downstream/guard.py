@@ -69,6 +69,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection. uvicorn tells only the last request on it, which may not have begun."""
+        self._unset_keepalive_if_required()  # uvicorn's own timer, which outlives a connection that was reset
         self._stop_timer()
         self._stop_stall_timer()
         self._stop_rest_timer()

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from functools import partial
 from time import monotonic
+from typing import Any
 
 import anyio
 import uvicorn
@@ -25,6 +26,8 @@ from gateway.tcp import KEEPALIVE
 KEEPALIVE_S = 75  # above the idle time after which common load balancers give a connection up
 BACKLOG = 2048
 CUT_S = 2
+LOOKS_MAX = 200
+"""Connections that are looked at in one turn of the event loop: each takes 5 us (one x86 core, uvloop)."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -75,6 +78,7 @@ class Listener(uvicorn.Server):
         )
         self._bound = bound
         self._looked_at = monotonic()
+        self._to_look_at: list[Any] = []
         self._accepting = anyio.Event()
         self._ended = anyio.Event()
 
@@ -106,11 +110,13 @@ class Listener(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Do what uvicorn does ten times a second, and drop callers whose machines are gone."""
-        if monotonic() - self._looked_at >= tcp.LOOK_S:
+        if not self._to_look_at and monotonic() - self._looked_at >= tcp.LOOK_S:
             self._looked_at = monotonic()
-            for connection in tuple(self.server_state.connections):
-                if tcp.is_gone(connection.transport):
-                    connection.transport.abort()
+            self._to_look_at = list(self.server_state.connections)
+        looked_at, self._to_look_at = self._to_look_at[:LOOKS_MAX], self._to_look_at[LOOKS_MAX:]
+        for connection in looked_at:
+            if tcp.is_gone(connection.transport):
+                connection.transport.abort()
         return await super().on_tick(counter)
 
     async def wait_ended(self) -> None:

@@ -232,7 +232,7 @@ class _DirectWay(Way):
     def _look(self) -> None:
         """Close connections to a machine that is gone."""
         self._looking = None
-        for connection in self._busy:
+        for connection in tuple(self._busy):
             connection.abort_if_gone()
         if self._busy:
             self._looking = asyncio.get_running_loop().call_later(tcp.LOOK_S, self._look)

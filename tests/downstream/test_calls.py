@@ -634,6 +634,18 @@ async def test_a_caller_that_leaves_before_its_answer_is_noticed(
         assert site.taken == (way == "direct")
 
 
+@pytest.mark.parametrize("how", ["closed", "half-closed", "reset"])
+async def test_nothing_is_kept_of_a_caller_that_leaves_behind_its_answer(way: str, how: str) -> None:
+    async with front(way) as site:
+        async with site.caller() as caller:
+            assert (await caller.ask(post(chat()))).status == 200
+            (connection,) = site.listener.server_state.connections
+            await leave(caller.stream, how)
+            await site.eventually(lambda: not site.listener.server_state.connections)
+        assert isinstance(connection, GuardedProtocol)
+        await site.eventually(lambda: connection.timeout_keep_alive_task is None)
+
+
 async def test_a_caller_is_asked_for_life_while_it_waits(way: str) -> None:
     """One whose machine has lost its power ends no connection."""
     async with front(way, stay_silent) as site:
