@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
-from support.processes import COMMAND, config, until
+from support.processes import COMMAND, lonely_config, until
 
 SCRIPT = """
 import os, sys
@@ -43,12 +43,8 @@ def test_nothing_else_gets_their_numbers(closed: str, out: str, err: str) -> Non
     assert (done.returncode, done.stdout.decode(), done.stderr.decode()) == (0, out, err)
 
 
-REST = "models:\n  gemma-4:\n    classes:\n      - {class: short_chat, pools: [light]}\n"
-NOWHERE = {"light-0": ("http://127.0.0.1:9", "h100-tp1-light")}
-
-
 async def test_a_gateway_without_input_and_output_serves(tmp_path: Path) -> None:
-    file, log = config(tmp_path, NOWHERE, {"light": ["light-0"]}, REST), tmp_path / "log"
+    file, log = lonely_config(tmp_path), tmp_path / "log"
     command = [*COMMAND, "serve", "--config", str(file)]
     process = await anyio.open_process(
         ["/bin/sh", "-c", f'exec "$@" <&- >&- 2>"{log}"', "sh", *command], stdin=subprocess.DEVNULL

@@ -21,7 +21,6 @@ from gateway.core.errors import AddressNotFree
 from gateway.downstream.direct import DirectProtocol
 from gateway.downstream.direct_call import Chats
 from gateway.downstream.guard import GuardedProtocol
-from gateway.tcp import KEEPALIVE
 
 KEEPALIVE_S = 75  # above the idle time after which common load balancers give a connection up
 BACKLOG = 2048
@@ -41,7 +40,7 @@ def bind(host: str, port: int) -> socket.socket:
         with contextlib.ExitStack() as undo:
             bound = undo.enter_context(socket.socket(family, kind, proto))
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            for option in KEEPALIVE:
+            for option in tcp.KEEPALIVE:
                 bound.setsockopt(*option)
             bound.bind(address)
             undo.pop_all()

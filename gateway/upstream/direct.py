@@ -32,7 +32,6 @@ from gateway.core.errors import (
 from gateway.core.likeness import TOKEN_BYTES_MAX
 from gateway.core.values import Timeouts
 from gateway.ports import TakeChunk, Target, UpstreamResponse
-from gateway.tcp import KEEPALIVE
 from gateway.upstream import ways
 from gateway.upstream.ways import Way, Ways
 
@@ -414,7 +413,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by name
-        for option in KEEPALIVE:
+        for option in tcp.KEEPALIVE:
             transport.get_extra_info("socket").setsockopt(*option)
 
     def data_received(self, data: bytes) -> None:

@@ -10,13 +10,10 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
-from support.processes import COMMAND, config, until
+from support.processes import COMMAND, lonely_config, until
 
 REQUESTS = 400
 """Their lines are more than a pipe takes."""
-
-REST = "models:\n  gemma-4:\n    classes:\n      - {class: short_chat, pools: [light]}\n"
-NOWHERE = {"light-0": ("http://127.0.0.1:9", "h100-tp1-light")}
 
 
 class Reader:
@@ -49,7 +46,7 @@ def reader() -> Iterator[Reader]:
 
 
 async def test_a_gateway_whose_log_nobody_reads_goes_on(tmp_path: Path, reader: Reader) -> None:
-    file = config(tmp_path, NOWHERE, {"light": ["light-0"]}, REST)
+    file = lonely_config(tmp_path)
     process = await anyio.open_process(
         [*COMMAND, "serve", "--config", str(file)], stdin=subprocess.DEVNULL, stderr=reader.gateways_end
     )

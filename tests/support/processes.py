@@ -200,3 +200,9 @@ def config(
     path = folder / "gateway.yaml"
     path.write_text("\n".join(lines) + "\n" + rest)
     return path
+
+
+def lonely_config(folder: Path) -> Path:
+    """Write the configuration of a gateway whose only backend is not there."""
+    rest = "models:\n  gemma-4:\n    classes:\n      - {class: short_chat, pools: [light]}\n"
+    return config(folder, {"light-0": ("http://127.0.0.1:9", "h100-tp1-light")}, {"light": ["light-0"]}, rest)
