@@ -807,7 +807,7 @@ async def test_a_caller_that_does_not_read_holds_its_backend_and_nothing_is_lost
     monkeypatch.setattr("gateway.pipeline.attempt.END_OF_BODY_S", 30.0)
     monkeypatch.setattr("gateway.upstream.ways.KEEPALIVE_S", 60.0)
     # By itself a kernel grows what it receives into, up to 32 MB where this was seen: more than there is.
-    monkeypatch.setattr("gateway.upstream.direct.KEEPALIVE", (FEW_RECEIVED,))
+    monkeypatch.setattr("gateway.tcp.KEEPALIVE", (FEW_RECEIVED,))
     flood = Flood()
     expected = sha256(served_to_public(b"".join([ROLE, *PIECES, STOP, DONE]))).digest()
     async with front(way, flood) as site, site.caller() as caller:
