@@ -220,7 +220,7 @@ class Gateway:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
         self.responses = parts.response_store(settings, self.clock)
         self.promises = parts.promises(settings, self.clock)
-        self.queue = None if self.jobs is None else QueueWatch(self.jobs)
+        self.queue = None if self.jobs is None else QueueWatch(self.jobs, self.clock)
         job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
         self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics, self.tracing)
         self.batching = parts.batching(settings)

@@ -185,7 +185,7 @@ def job_metrics(
     def lanes() -> list[str]:
         return [f"{model.id}/{one.name}" for model in policy().models for one in model.classes]
 
-    return JobMetrics(metrics.registry, lanes=lanes, sight=lambda: watch.sight, wall=clock.wall)
+    return JobMetrics(metrics.registry, lanes=lanes, sight=lambda: watch.sight, now=clock.now)
 
 
 def worker(

@@ -85,7 +85,7 @@ def all_metrics() -> CollectorRegistry:
         "store_modes",
     )
     metrics = Metrics(replicas=int, dropped_lines=int, **dict.fromkeys(nothing, dict))
-    JobMetrics(metrics.registry, lanes=tuple, sight=lambda: None, wall=float)
+    JobMetrics(metrics.registry, lanes=tuple, sight=lambda: None, now=float)
     LoopWatch(metrics.registry, SystemClock())
     return metrics.registry
 

@@ -204,17 +204,15 @@ class Lane:
         name: "model/class".
         queued: Jobs that wait.
         in_progress: Jobs that workers have.
-        oldest_at: When the oldest that waits was accepted, or None; oldest_s: how long ago, by the store's
-            clock.
+        oldest_s: How long ago the oldest that waits was accepted, by the store's clock; None: nothing waits.
         drain_per_s: Jobs that ended per second lately, or None while that is not known.
     """
 
     name: str
     queued: int
     in_progress: int
-    oldest_at: float | None = None
-    drain_per_s: float | None = None
     oldest_s: float | None = None
+    drain_per_s: float | None = None
 
 
 class JobOutcome(StrEnum):
@@ -237,12 +235,14 @@ class QueueSight:
         drained_at: Since when workers take no jobs, by an operator's order; None: they do.
         is_away: Whether the store did not answer; the rest is what it had said before.
         totals: How many jobs have ever ended, per (lane, outcome); see `JobStore.totals`.
+        at: When the store last answered, monotonic seconds.
     """
 
     lanes: tuple[Lane, ...] = ()
     drained_at: float | None = None
     is_away: bool = False
     totals: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import anyio
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import QueueSight
 from gateway.events import about
-from gateway.ports import JobStore
+from gateway.ports import Clock, JobStore
 
 log = logging.getLogger("gateway.jobs")
 
@@ -23,9 +23,9 @@ class QueueWatch:
         sight: The last look; None before the first.
     """
 
-    def __init__(self, store: JobStore) -> None:
+    def __init__(self, store: JobStore, clock: Clock) -> None:
         """Look at the jobs of `store`."""
-        self._store = store
+        self._store, self._clock = store, clock
         self.sight: QueueSight | None = None
 
     async def run(self) -> None:
@@ -43,7 +43,7 @@ class QueueWatch:
         except StoreUnavailable:
             self.sight = replace(before, is_away=True)
             return
-        self.sight = QueueSight(lanes, drained_at, totals=totals)
+        self.sight = QueueSight(lanes, drained_at, totals=totals, at=self._clock.now())
         if drained_at is not None and before.drained_at is None:
             log.warning(
                 "jobs are drained: workers take none until `gemma-gateway jobs drain --undo`",

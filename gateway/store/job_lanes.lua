@@ -1,5 +1,5 @@
--- Returns of every lane: name, how many are queued, how many in progress, when the oldest that waits was
--- accepted, how many ended lately, how many ms that is, and how many ms ago that oldest was accepted.
+-- Returns of every lane: name, how many are queued, how many in progress, how many ms ago the oldest that waits
+-- was accepted, how many ended lately, and how many ms that is.
 
 local found = {}
 for i, lane in ipairs(redis.call('SMEMBERS', key('lanes'))) do
@@ -16,10 +16,9 @@ for i, lane in ipairs(redis.call('SMEMBERS', key('lanes'))) do
         lane,
         redis.call('ZCARD', key('ages', lane)),
         tonumber(redis.call('HGET', key('running'), lane) or 0),
-        oldest,
+        oldest and math.max(0, now - oldest),
         ended,
-        math.max(BUCKET_MS, now - since),
-        oldest and math.max(0, now - oldest)
+        math.max(BUCKET_MS, now - since)
     }
 end
 return found

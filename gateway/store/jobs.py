@@ -543,12 +543,11 @@ def _chunk(entry: bytes, values: dict[bytes, bytes]) -> Chunk:
 
 
 def _lane(values: Iterable[Any]) -> Lane:
-    name, queued, in_progress, oldest, ended, lately_ms, oldest_ms = values
+    name, queued, in_progress, oldest_ms, ended, lately_ms = values
     return Lane(
         name=name.decode(),
         queued=queued,
         in_progress=in_progress,
-        oldest_at=None if oldest is None else int(oldest) / 1000,
-        drain_per_s=ended * 1000 / lately_ms if ended else None,
         oldest_s=None if oldest_ms is None else oldest_ms / 1000,
+        drain_per_s=ended * 1000 / lately_ms if ended else None,
     )

@@ -25,7 +25,7 @@ class JobMetrics:
         *,
         lanes: Callable[[], Iterable[str]],
         sight: Callable[[], QueueSight | None],
-        wall: Callable[[], float],
+        now: Callable[[], float],
     ) -> None:
         """Register with `registry`, and read gauges at scrape time.
 
@@ -33,7 +33,7 @@ class JobMetrics:
             registry: Where to.
             lanes: The lanes of the configuration.
             sight: The queue as last seen; None: not yet.
-            wall: The time, in epoch seconds.
+            now: The time, in monotonic seconds.
         """
         self.attempts = Counter(
             "gateway_job_attempts",
@@ -61,7 +61,7 @@ class JobMetrics:
             buckets=DURATION_BUCKETS_S,
             registry=registry,
         )
-        registry.register(_Queue(lanes, sight, wall))
+        registry.register(_Queue(lanes, sight, now))
 
     def attempt_ended(self, end: AttemptEnd) -> None:
         """Note that an attempt at a job is over."""
@@ -81,9 +81,9 @@ class _Queue(Collector):
         self,
         lanes: Callable[[], Iterable[str]],
         sight: Callable[[], QueueSight | None],
-        wall: Callable[[], float],
+        now: Callable[[], float],
     ) -> None:
-        self._lanes, self._sight, self._wall = lanes, sight, wall
+        self._lanes, self._sight, self._now = lanes, sight, now
 
     def collect(self) -> Iterator[Metric]:
         jobs = GaugeMetricFamily(
@@ -106,13 +106,14 @@ class _Queue(Collector):
         )
         sight = self._sight()
         if sight is not None:
-            now, seen = self._wall(), {lane.name: lane for lane in sight.lanes}
+            since_s = self._now() - sight.at
+            seen = {lane.name: lane for lane in sight.lanes}
             for name in sorted({*self._lanes(), *seen}):
                 lane = seen.get(name)
                 jobs.add_metric([name, JobStatus.QUEUED.value], lane.queued if lane else 0)
                 jobs.add_metric([name, JobStatus.IN_PROGRESS.value], lane.in_progress if lane else 0)
-                waited_s = now - lane.oldest_at if lane and lane.oldest_at is not None else 0.0
-                oldest.add_metric([name], max(0.0, waited_s))
+                oldest_s = lane.oldest_s if lane else None
+                oldest.add_metric([name], 0.0 if oldest_s is None else oldest_s + since_s)
             # Also those that are 0: what appears with its first event has not increased.
             for name in sorted({*self._lanes(), *(lane for lane, _ in sight.totals)}):
                 for outcome in JobOutcome:

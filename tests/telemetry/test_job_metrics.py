@@ -45,7 +45,7 @@ class World:
         self.registry = CollectorRegistry()
         self.sight: QueueSight | None = None
         self.metrics = JobMetrics(
-            self.registry, lanes=lambda: [LANE, "m/push"], sight=lambda: self.sight, wall=lambda: NOW
+            self.registry, lanes=lambda: [LANE, "m/push"], sight=lambda: self.sight, now=lambda: NOW
         )
 
     def value(self, name: str, **labels: str) -> float | None:
@@ -60,9 +60,10 @@ def world() -> Iterator[World]:
 def test_gauges_are_of_the_last_look_and_of_every_lane(world: World) -> None:
     assert world.value("gateway_jobs", lane=LANE, status="queued") is None
     world.sight = QueueSight(
-        (Lane(LANE, 3, 2, NOW - 90.0), Lane("old/lane", 1, 0, NOW + 5.0)),
+        (Lane(LANE, 3, 2, oldest_s=80.0), Lane("old/lane", 1, 0, oldest_s=0.0)),
         drained_at=1.0,
         totals={(LANE, "completed"): 7, ("gone lane", "expired"): 1},
+        at=NOW - 10.0,
     )
     assert world.value("gateway_store_jobs_ended_total", lane=LANE, outcome="completed") == 7
     assert world.value("gateway_store_jobs_ended_total", lane="gone lane", outcome="expired") == 1
@@ -70,7 +71,7 @@ def test_gauges_are_of_the_last_look_and_of_every_lane(world: World) -> None:
     for lane, queued, running, waits_s in (
         (LANE, 3, 2, 90.0),
         ("m/push", 0, 0, 0.0),
-        ("old/lane", 1, 0, 0.0),
+        ("old/lane", 1, 0, 10.0),
     ):
         assert world.value("gateway_jobs", lane=lane, status="queued") == queued
         assert world.value("gateway_jobs", lane=lane, status="in_progress") == running
