@@ -8,7 +8,7 @@
     resident   the policy wants another model              draining
                lost: INSPECT finds it in again             checking
                lost: INSPECT finds another model in        checking that
-               lost: INSPECT finds none, for the first     booting
+               lost: INSPECT finds none, for the first     stopping the others, then booting it
                restarted, for the first time               checking
                gone or restarted, again within a day       quarantine
     draining   nothing of it in flight any more            stopping
@@ -563,7 +563,11 @@ def _restarted(box: Box, reason: str, now: float, rules: BoxRules, *, is_in: boo
     box = replace(box, restarts={**box.restarts, name: times})
     if len(times) > RESTARTS_MAX:
         return _quarantined(box, f"{reason}, {len(times)} times within a day", now, rules)
-    return _check(box, now, reason) if is_in else _boot(box, now, reason)
+    if is_in:
+        return _check(box, now, reason)
+    # Whoever stopped it may have started another, which does not answer yet but has the memory.
+    others = tuple(other for other in rules.swaps.triggers if other != name)
+    return _stop(box, others, name, now, reason)
 
 
 def _quarantined(box: Box, reason: str, now: float, rules: BoxRules) -> Step:
