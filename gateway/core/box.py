@@ -462,7 +462,10 @@ def _booting(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
         box = replace(box, boot_s={**box.boot_s, box.backend: now - box.since}, swaps=box.swaps + 1)
         return _check(box, now, f"answers, after {now - box.since:.0f} s")
     if now - box.since >= rules.boot_budget_s:
-        return _quarantined(box, f"no answer {rules.boot_budget_s:.0f} s after its start", now, rules)
+        why = f"no answer {rules.boot_budget_s:.0f} s after its start"
+        if not box.is_started and box.tries:  # the reason is what became of the last try
+            why = f"not started within {rules.boot_budget_s:.0f} s: {box.reason}"
+        return _quarantined(box, why, now, rules)
     if _is_time(box, now):
         return _order(box, Task.START, box.backend)
     return box, ()

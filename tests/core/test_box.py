@@ -241,6 +241,13 @@ def test_a_boot_beyond_its_budget_is_not_tried_again() -> None:
     gemma_is_booted_instead(box)
 
 
+def test_a_start_that_failed_until_the_budget_was_over_says_why() -> None:
+    box = booting_qwen(is_started=False).look(590).done("no route")
+    box.look(10)
+    assert box.box.quarantine["qwen"].reason == "not started within 600 s: no route"
+    gemma_is_booted_instead(box)
+
+
 def test_a_start_that_fails_three_times_is_given_up() -> None:
     box = booting_qwen(is_started=False)
     for pause_s in COMMAND_PAUSES_S:
