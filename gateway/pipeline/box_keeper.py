@@ -107,6 +107,7 @@ class _Kept:
     has_heard: bool = False  # from the board
     heard_at: float = 0.0  # monotonic seconds of the last time
     is_away: bool = False  # it did not answer in the last round
+    entered_at: float = 0.0  # when this process learned of the box's present state, monotonic seconds
     reports: list[Event] = field(default_factory=list)
     own: Mapping[str, Wants] = field(default_factory=dict)
     others: Mapping[str, Wants] = field(default_factory=dict)
@@ -381,6 +382,8 @@ class BoxKeeper:
     def _show(self, kept: _Kept, before: Box) -> None:
         """Tell everybody whom it concerns where the box stands now."""
         box, now = kept.box, self._clock.now()
+        if (box.state, box.backend) != (before.state, before.backend):
+            kept.entered_at = now
         if box.state is not before.state:
             self._log(kept, box)
         out = frozenset(name for name in kept.backends if is_out(box, name))
@@ -391,7 +394,7 @@ class BoxKeeper:
         for name in awaited:
             self._fleet.await_boot(name, f"box {kept.name}: {box.reason}")
         kept.out = out
-        objections = {name: objection(box, name) for name in kept.backends}
+        objections = {name: objection(box, name) or self._unseen(kept, name) for name in kept.backends}
         is_news = {name for name, one in objections.items() if one is None} != {
             name for name, one in kept.objections.items() if one is None
         }
@@ -406,6 +409,13 @@ class BoxKeeper:
         )
         if is_news or box.state is not before.state:
             self._on_change()
+
+    def _unseen(self, kept: _Kept, name: str) -> Objection | None:
+        """Have requests wait for a model that is in, but that only the owner of the box has seen yet."""
+        is_new = self._clock.now() - kept.entered_at < READY_S
+        if not is_new or _is_ready(self._fleet.statuses()[name]):
+            return None
+        return Exclusion.SWAPPED_OUT, "its model is in, but has not answered this gateway yet"
 
     def _log(self, kept: _Kept, box: Box) -> None:
         level = logging.INFO

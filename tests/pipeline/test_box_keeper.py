@@ -10,7 +10,8 @@ import anyio
 import pytest
 from support.redis_server import own_server
 
-from gateway.core.box import BoxRules, State
+from gateway.core.box import Box, BoxRules, State
+from gateway.core.box_report import written
 from gateway.core.errors import StoreUnavailable
 from gateway.core.health import BackendStatus
 from gateway.core.health import State as Health
@@ -20,6 +21,7 @@ from gateway.core.values import (
     Backend,
     Capacity,
     Demand,
+    Exclusion,
     KneeStep,
     ModelPolicy,
     Policy,
@@ -237,6 +239,31 @@ async def test_a_model_that_died_before_who_has_the_box_now_saw_it_is_brought_ba
         machine.now += 2
         await one.until(lambda: machine.orders == ["stop gemma", "start qwen"])
         await one.is_at(State.RESIDENT, "qwen")
+
+
+async def test_a_model_that_only_the_owner_has_seen_yet_is_waited_for() -> None:
+    machine = Machine()
+    other = MemoryBoard(lambda: machine.now, process="other", ttl_s=1e9, shared=machine.shared)
+    resident = written(Box(State.RESIDENT, machine.now, backend="gemma"), machine.now)
+    fence = (await other.sync("spark", fence=0, state="", note="")).fence
+    await other.sync("spark", fence=fence, state=resident, note="")
+    seen, unseen = Process(machine), Process(machine, "two")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(unseen.keeper.run)
+        await unseen.is_at(State.RESIDENT, "gemma")
+        await unseen.another_look()
+        assert unseen.keeper.objections()["gemma"][0] is Exclusion.SWAPPED_OUT
+        # A fault, from then on: what is known of its health decides.
+        machine.now += READY_S
+        await unseen.until(lambda: "gemma" not in unseen.keeper.objections())
+
+        tasks.start_soon(seen.keeper.run)
+        await seen.is_at(State.RESIDENT, "gemma")
+        await seen.another_look()
+        assert seen.keeper.objections()["gemma"][0] is Exclusion.SWAPPED_OUT
+        machine.inside = {"gemma"}
+        await seen.until(lambda: "gemma" not in seen.keeper.objections())
+        tasks.cancel_scope.cancel()
 
 
 async def test_what_the_store_holds_is_counted_once_however_many_gateways_see_it() -> None:
