@@ -339,7 +339,7 @@ def advance(box: Box, event: Event, now: float, rules: BoxRules) -> Step:
         case Look():
             return _looked(box, event, now, rules)
         case TookOver(started_at):
-            return _taken_over(box, started_at, now)
+            return _taken_over(box, started_at, now, rules)
         case Found(number, found) if number == box.number:
             return _found(box, found, now, rules)
         case Done(number, failure) if number == box.number:
@@ -356,10 +356,15 @@ def _order(box: Box, task: Task, backend: str = "") -> Step:
     return box, (Order(task, backend, box.number),)
 
 
-def _taken_over(box: Box, started_at: float, now: float) -> Step:
+def _taken_over(box: Box, started_at: float, now: float, rules: BoxRules) -> Step:
     kept = {name: held for name, held in box.quarantine.items() if held.at >= started_at}
     # Restarts were counted by the process that had it before.
     box = replace(box, tries=0, known_restarts={}, quarantine=kept)
+    strangers = {box.backend, box.target, *box.pending} - {"", *rules.swaps.triggers}
+    if strangers:  # it was left by a process of another configuration: nobody here can stop or start them
+        why = f"{min(strangers)} is no longer a backend of this box"
+        box = replace(box, backend="", target="", pending=(), is_started=False, cause=Cause.NOTHING)
+        return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
     match box.state:
         case State.FAILED if box.since < started_at:
             return _order(_enter(box, State.UNKNOWN, now, box.reason), Task.INSPECT)

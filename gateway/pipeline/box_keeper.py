@@ -389,7 +389,10 @@ class BoxKeeper:
         out = frozenset(name for name in kept.backends if is_out(box, name))
         for name in out - kept.out:
             self._fleet.put_out(name, f"the box {kept.name} runs another model")
-        is_new_boot = box.state is State.BOOTING and before.state is not State.BOOTING
+        # The owner may be of another configuration, with a backend that nobody knows here.
+        is_new_boot = (
+            box.state is State.BOOTING and before.state is not State.BOOTING and box.backend in kept.backends
+        )
         awaited = {*(kept.out - out), *([box.backend] if is_new_boot else [])}
         for name in awaited:
             self._fleet.await_boot(name, f"box {kept.name}: {box.reason}")

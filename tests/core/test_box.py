@@ -378,6 +378,25 @@ def test_who_restarts_the_gateway_gives_a_backend_in_quarantine_another_chance()
     assert Script(resident).on(TookOver(started_at=600.0)).box.quarantine == {}
 
 
+@pytest.mark.parametrize(
+    "left",
+    [
+        pytest.param(Box(State.RESIDENT, backend="phi"), id="resident"),
+        pytest.param(Box(State.DRAINING, backend="phi", target="gemma"), id="draining"),
+        pytest.param(Box(State.DRAINING, backend="gemma", target="phi"), id="draining-for"),
+        pytest.param(Box(State.STOPPING, backend="gemma", target="qwen", pending=("phi",)), id="stopping"),
+        pytest.param(Box(State.BOOTING, backend="phi"), id="booting"),
+        pytest.param(Box(State.CHECKING, backend="phi"), id="checking"),
+    ],
+)
+def test_a_box_left_by_another_configuration_is_looked_at_anew(left: Box) -> None:
+    box = Script(left).on(TookOver())
+    assert (box.at, box.ordered) == ((State.UNKNOWN, "", ""), [(Task.INSPECT, "")])
+    assert box.box.reason == "phi is no longer a backend of this box"
+    assert box.found("gemma").ordered == [(Task.CHECK, "gemma")]
+    assert box.done().look(1, wants=QWEN_WANTED).at[0] is State.RESIDENT
+
+
 def test_without_an_owner_the_one_model_that_is_in_is_used() -> None:
     box = unowned(frozenset({"qwen"}), 1000.0)
     assert box is not None

@@ -100,7 +100,7 @@ class Machine:
         pass
 
     def await_boot(self, backend_id: str, reason: str) -> None:
-        pass
+        assert backend_id in POLICY.backends
 
     def _note_look(self) -> None:
         self.looks += 1
@@ -263,6 +263,23 @@ async def test_a_model_that_only_the_owner_has_seen_yet_is_waited_for() -> None:
         assert seen.keeper.objections()["gemma"][0] is Exclusion.SWAPPED_OUT
         machine.inside = {"gemma"}
         await seen.until(lambda: "gemma" not in seen.keeper.objections())
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_box_that_a_gateway_of_another_configuration_has_is_read_and_later_taken_over() -> None:
+    machine = Machine()
+    other = MemoryBoard(lambda: machine.now, process="other", ttl_s=60, shared=machine.shared)
+    phi = written(Box(State.BOOTING, machine.now, backend="phi"), machine.now)
+    fence = (await other.sync("spark", fence=0, state="", note="")).fence
+    await other.sync("spark", fence=fence, state=phi, note="")
+    one = Process(machine)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one.keeper.run)
+        await one.is_at(State.BOOTING, "phi")
+        assert set(one.keeper.objections()) == {"gemma", "qwen"}
+        await other.leave("spark")
+        await one.is_at(State.RESIDENT, "qwen")
+        assert machine.orders == []
         tasks.cancel_scope.cancel()
 
 
