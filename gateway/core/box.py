@@ -358,12 +358,17 @@ def _order(box: Box, task: Task, backend: str = "") -> Step:
 
 def _taken_over(box: Box, started_at: float, now: float, rules: BoxRules) -> Step:
     kept = {name: held for name, held in box.quarantine.items() if held.at >= started_at}
+    is_lifted = box.backend in box.quarantine and box.backend not in kept
     # Restarts were counted by the process that had it before.
     box = replace(box, tries=0, known_restarts={}, quarantine=kept)
     strangers = {box.backend, box.target, *box.pending} - {"", *rules.swaps.triggers}
     if strangers:  # it was left by a process of another configuration: nobody here can stop or start them
         why = f"{min(strangers)} is no longer a backend of this box"
         box = replace(box, backend="", target="", pending=(), is_started=False, cause=Cause.NOTHING)
+        return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
+    if box.state is State.DRAINING and is_lifted:  # nobody may be sent there before it is asked again
+        why = f"{box.backend} is tried again: the gateway has been restarted"
+        box = replace(box, target="", cause=Cause.NOTHING)
         return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
     match box.state:
         case State.FAILED if box.since < started_at:

@@ -378,6 +378,18 @@ def test_who_restarts_the_gateway_gives_a_backend_in_quarantine_another_chance()
     assert Script(resident).on(TookOver(started_at=600.0)).box.quarantine == {}
 
 
+def test_another_chance_begins_with_the_canary_though_the_box_drains() -> None:
+    box = booting_qwen().look(300, ready=frozenset({"qwen"})).done("it said '!!'")
+    assert box.at == (State.DRAINING, "qwen", "gemma")
+    # Nobody waits for gemma, so nothing speaks against calling the swap off.
+    assert box.on(TookOver(started_at=box.now + 1), 2).ordered == [(Task.INSPECT, "")]
+    assert box.look(1).at[0] is State.UNKNOWN
+    assert box.found("qwen").ordered == [(Task.CHECK, "qwen")]
+    box.done("it said '!!'")
+    assert box.box.quarantine["qwen"].reason == "canary failed: it said '!!'"
+    gemma_is_booted_instead(box)
+
+
 @pytest.mark.parametrize(
     "left",
     [
