@@ -259,9 +259,14 @@ def is_out(box: Box, backend: str) -> bool:
 def back_at(box: Box, backend: str, boot_s: Mapping[str, float], now: float) -> float:
     """Return the earliest time at which a backend that is out can serve: a lower bound, not a promise.
 
-    `boot_s`: what a boot takes as its profile says; one that was measured here goes before it.
+    `boot_s`: what a boot takes as its profile says; one that was measured here counts if it was shorter.
+    A longer one does not: requests that nobody lets wait for it would never bring the model in again.
     """
-    took = {**boot_s, **box.boot_s}
+    least = {name: min(took, box.boot_s.get(name, took)) for name, took in boot_s.items()}
+    return _back_at(box, backend, least, now)
+
+
+def _back_at(box: Box, backend: str, took: Mapping[str, float], now: float) -> float:
     own = took.get(backend, 0.0)
     match box.state:
         case State.RESIDENT if box.backend == backend:
@@ -278,17 +283,19 @@ def back_at(box: Box, backend: str, boot_s: Mapping[str, float], now: float) -> 
 def comes_at(box: Box, planned: Plan, backend: str, boot_s: Mapping[str, float], now: float) -> float | None:
     """Return when a backend that is out can serve, at the earliest; None where nothing brings it in.
 
-    `planned`: the box's outlook; `boot_s`: as for `back_at`.
+    `planned`: the box's outlook; `boot_s`: what a boot takes as its profile says; one that was measured
+    here goes before it.
     """
     if backend in box.quarantine:
         return None
+    took = {**boot_s, **box.boot_s}
     match box.state:
         case State.RESIDENT if planned.target == backend and planned.at is not None:
-            return back_at(box, backend, boot_s, max(now, planned.at))
+            return _back_at(box, backend, took, max(now, planned.at))
         case State.DRAINING | State.STOPPING if box.target == backend:
-            return back_at(box, backend, boot_s, now)
+            return _back_at(box, backend, took, now)
         case State.BOOTING | State.CHECKING if box.backend == backend:
-            return back_at(box, backend, boot_s, now)
+            return _back_at(box, backend, took, now)
     return None
 
 

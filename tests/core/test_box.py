@@ -447,6 +447,9 @@ def test_restarts_that_another_process_counted_are_not_compared_with_ones_own() 
         pytest.param(
             Box(State.RESIDENT, backend="gemma", boot_s={"qwen": 90.0}), "qwen", 1090.0, id="as-measured"
         ),
+        pytest.param(
+            Box(State.RESIDENT, backend="gemma", boot_s={"qwen": 500.0}), "qwen", 1200.0, id="but-not-slower"
+        ),
         pytest.param(Box(State.BOOTING, 900.0, backend="qwen"), "qwen", 1100.0, id="booting"),
         pytest.param(Box(State.BOOTING, 0.0, backend="qwen"), "qwen", 1001.0, id="late"),
         pytest.param(Box(State.CHECKING, 0.0, backend="qwen"), "qwen", 1001.0, id="checking"),
@@ -469,6 +472,12 @@ def test_when_a_model_can_be_back_at_the_earliest(box: Box, backend: str, expect
         ),
         pytest.param(
             Box(State.RESIDENT, backend="gemma"), Plan(Cause.JOBS, "qwen", 900.0), 1200.0, id="one-is-due"
+        ),
+        pytest.param(
+            Box(State.RESIDENT, backend="gemma", boot_s={"qwen": 500.0}),
+            Plan(Cause.JOBS, "qwen", 900.0),
+            1500.0,
+            id="as-measured",
         ),
         pytest.param(
             Box(State.RESIDENT, backend="gemma"),
