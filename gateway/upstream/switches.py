@@ -161,6 +161,8 @@ class BoxSwitch:
             question = canary.body(member.canary, model)
             answer = await _of(member, "POST", "/v1/chat/completions", member.canary.timeout_s, question)
         except _Failed as failure:
+            if member.backend.model is not None and str(failure) == "HTTP 404":
+                return f"HTTP 404: it does not serve {member.backend.model}"
             return str(failure)
         return canary.fault(member.canary, answer)
 

@@ -161,6 +161,13 @@ async def test_the_canary_is_asked_with_the_servers_own_key_and_its_answer_judge
         assert await switch(member(way, server.url)).ask("qwen") == "HTTP 500"
 
 
+async def test_a_server_that_came_up_with_another_model_is_found_out() -> None:
+    async with answering(answer("404 Not Found")) as server:
+        way = ByCommand(Command(["true"]), Command(["true"]))
+        subject = switch(member(way, server.url))
+        assert await subject.ask("qwen") == "HTTP 404: it does not serve qwen"
+
+
 async def test_a_model_whose_name_is_not_configured_is_asked_for_it() -> None:
     way = ByCommand(Command(["true"]), Command(["true"]))
     models = answer("200 OK", b'{"data": [{"id": "qwen-3"}]}')
