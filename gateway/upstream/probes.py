@@ -56,7 +56,7 @@ from gateway.core.health import (
 from gateway.core.values import Backend
 from gateway.ports import Clock
 from gateway.upstream import exposition, ways
-from gateway.upstream.transport import Transport, causes
+from gateway.upstream.transport import Transport, causes, tls_fault
 
 PAGE_BYTES_MAX = 4_000_000
 """No answer to a probe is read further. A metrics page of vLLM 0.32 has 72 KB."""
@@ -484,6 +484,8 @@ def _unexpected(error: httpx.HTTPError) -> _Unexpected:
     """Return what an httpx error means. Its own text is not used: it may quote a header."""
     if isinstance(error, httpx.RemoteProtocolError):
         return _Unexpected(ProbeFault.BROKEN, "an answer that is not HTTP, or was cut")
+    if fault := tls_fault(error):
+        return _Unexpected(ProbeFault.BROKEN, fault)
     if not isinstance(error, httpx.ConnectError):
         return _Unexpected(ProbeFault.BROKEN, f"the connection broke ({type(error).__name__})")
     for cause in causes(error):
@@ -492,8 +494,6 @@ def _unexpected(error: httpx.HTTPError) -> _Unexpected:
                 return _Unexpected(ProbeFault.REFUSED, "connection refused")
             case socket.gaierror():
                 return _Unexpected(ProbeFault.UNRESOLVED, "its host name does not resolve")
-            case ssl.SSLError():
-                return _Unexpected(ProbeFault.BROKEN, f"TLS: {cause.reason or 'failed'}")
             case OSError(errno=errno.EMFILE | errno.ENFILE):
                 return _Unexpected(ProbeFault.OURS, "this gateway has no file descriptors left")
             case OSError(errno=errno.EHOSTUNREACH | errno.ENETUNREACH | errno.EHOSTDOWN):

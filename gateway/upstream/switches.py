@@ -25,7 +25,7 @@ from gateway.core.values import Backend
 from gateway.events import about
 from gateway.upstream import commands
 from gateway.upstream.commands import Command
-from gateway.upstream.transport import Transport
+from gateway.upstream.transport import Transport, tls_fault
 
 log = logging.getLogger("gateway.boxes")
 
@@ -286,7 +286,7 @@ async def _exchange(
                         raise _Failed(f"more than {ANSWER_BYTES_MAX} bytes")
                 return bytes(body)
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # its own text may quote a header
-            raise _Failed(f"no answer ({type(error).__name__})") from error
+            raise _Failed(f"no answer ({tls_fault(error) or type(error).__name__})") from error
     raise _Failed(f"no answer in {timeout_s:g} s")
 
 

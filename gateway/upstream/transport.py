@@ -1,23 +1,65 @@
 """httpx's transport, for servers that die at any moment, and what is behind its errors."""
 
-from collections.abc import Iterator
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import cast
 
 import httpx
 
 
 class Transport(httpx.AsyncHTTPTransport):
-    """httpx's own, but for a connection that is reset as it is made: that is one that was not made.
+    """httpx's own, but for two errors that it does not make its own.
 
-    uvloop gives such a socket up before httpcore has looked at it, which then fails with AttributeError. It
-    looks before it sends anything.
+    A connection that is reset as it is made is one that was not made. uvloop gives such a socket up before
+    httpcore has looked at it, which then fails with AttributeError. It looks before it sends anything.
+
+    TLS may also fail once the handshake is over: a server says only then that it wants a client certificate
+    (TLS 1.3), or sends what cannot be decrypted. httpcore lets that through as ssl.SSLError.
     """
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """See `httpx.AsyncHTTPTransport.handle_async_request`."""
         try:
-            return await super().handle_async_request(request)
+            response = await super().handle_async_request(request)
         except AttributeError as error:
             raise httpx.ConnectError("the connection was reset as it was made", request=request) from error
+        except ssl.SSLError as error:
+            raise httpx.ReadError("TLS failed", request=request) from error
+        if request.url.scheme == "https":
+            response.stream = _Body(cast("httpx.AsyncByteStream", response.stream))
+        return response
+
+
+class _Body(httpx.AsyncByteStream):
+    """The body of an answer that comes by TLS."""
+
+    def __init__(self, stream: httpx.AsyncByteStream) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async with aclosing(cast("AsyncGenerator[bytes, None]", aiter(self._stream))) as parts:
+                async for part in parts:
+                    yield part
+        except ssl.SSLError as error:
+            raise httpx.ReadError("TLS failed") from error
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+def tls_fault(error: BaseException) -> str:
+    """Return what is wrong about TLS with a server if an error comes of that, else "".
+
+    Nothing of it is the server's own text.
+    """
+    for cause in causes(error):
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return f"TLS: {cause.verify_message.rstrip('.')}"
+        if isinstance(cause, ssl.SSLError):
+            return f"TLS: {(cause.reason or 'failed').replace('_', ' ').lower()}"
+    return ""
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

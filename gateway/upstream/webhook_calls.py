@@ -29,7 +29,7 @@ from gateway.core.webhooks import (
     signed_headers,
 )
 from gateway.ports import Clock
-from gateway.upstream.transport import Transport, causes
+from gateway.upstream.transport import Transport, causes, tls_fault
 
 ATTEMPT_S = 20.0
 """The longest an attempt may take, resolving and connecting included. Standard Webhooks: 15 to 30 s."""
@@ -183,14 +183,10 @@ async def _read_some(response: httpx.Response) -> None:
 
 def _words(error: httpx.HTTPError) -> str:
     """Return what an error means. Its own text is not used: it may quote what it must not."""
-    for cause in causes(error):
-        match cause:
-            case ConnectionRefusedError():
-                return "connection refused"
-            case ssl.SSLCertVerificationError():
-                return f"TLS: {cause.verify_message}"
-            case ssl.SSLError():
-                return f"TLS: {cause.reason or 'failed'}"
+    if any(isinstance(cause, ConnectionRefusedError) for cause in causes(error)):
+        return "connection refused"
+    if fault := tls_fault(error):
+        return fault
     if isinstance(error, httpx.RemoteProtocolError):
         return "an answer that is not HTTP, or was cut"
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):

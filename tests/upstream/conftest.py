@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class Engine:
         busiest: Per path, the most requests under way at once.
         used: Per path, on which connections it was asked, counted from 1.
         closes: Whether it closes a connection that rests, as one whose patience is over.
+        tls: With which certificate it answers, by TLS; None: without.
     """
 
     port: int = 0
@@ -65,6 +67,7 @@ class Engine:
     busiest: dict[str, int] = field(default_factory=dict)
     used: dict[str, set[int]] = field(default_factory=dict)
     closes: bool = False
+    tls: ssl.SSLContext | None = None
     _opened: int = 0
     _under_way: dict[str, int] = field(default_factory=dict)
     _server: asyncio.Server | None = None
@@ -76,7 +79,7 @@ class Engine:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -177,7 +180,7 @@ class Engine:
         ).encode()
 
 
-EngineFactory = Callable[[], AbstractAsyncContextManager[Engine]]
+EngineFactory = Callable[..., AbstractAsyncContextManager[Engine]]
 
 
 @pytest.fixture
@@ -185,8 +188,8 @@ def fake_engine() -> EngineFactory:
     """Return what starts a fake engine for the length of an `async with` block."""
 
     @asynccontextmanager
-    async def start() -> AsyncIterator[Engine]:
-        engine = Engine()
+    async def start(tls: ssl.SSLContext | None = None) -> AsyncIterator[Engine]:
+        engine = Engine(tls=tls)
         await engine.start()
         try:
             yield engine

@@ -7,7 +7,6 @@ import asyncio
 import inspect
 import socket
 import ssl
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -22,6 +21,7 @@ import anyio
 import pytest
 from anyio.abc import ByteStream, SocketAttribute, SocketStream
 from anyio.streams.tls import TLSStream
+from support.certificates import self_signed
 from support.kernel import keepalive_s, vanish
 from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, Answer, RawServer, answer_of, chunk, raw_server
@@ -1049,18 +1049,7 @@ async def fails_to_pour(response: UpstreamResponse, sink: Sink) -> None:
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A certificate for localhost, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
-            *("-nodes", "-days", "2", "-subj", "/CN=engine", "-addext", "subjectAltName=DNS:localhost"),
-            *("-keyout", str(key), "-out", str(cert)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return cert, key
+    return self_signed(tmp_path_factory.mktemp("tls"), "localhost")
 
 
 @pytest.mark.parametrize("trust", ["pinned", "system", "none"])

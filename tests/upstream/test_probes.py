@@ -3,10 +3,12 @@
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from support.certificates import self_signed
 
 from gateway.core.health import BackendStatus, EngineSample, HealthRules, Heard, Outcome, State, Verdict
 from gateway.core.values import Backend, Capacity, KneeStep
@@ -19,7 +21,7 @@ QUICK = HealthRules(
 PATIENCE_S = 20.0  # a bound for a broken test, not a time anything is expected to take
 
 Engine = Any  # the class lives in conftest.py, which cannot be imported
-Engines = Callable[[], AbstractAsyncContextManager[Engine]]
+Engines = Callable[..., AbstractAsyncContextManager[Engine]]
 Statuses = Mapping[str, BackendStatus]
 
 
@@ -352,8 +354,30 @@ async def test_tls_to_a_server_without_it_is_a_failed_probe(clock: Clock, fake_e
         )
         async with probing(prober) as fleet:
             await fleet.wait_for(lambda seen: seen["a"].probe_failures >= 1)
-            assert fleet.statuses()["a"].last_error.startswith("probe: TLS: ")
+            assert fleet.statuses()["a"].last_error == "probe: TLS: wrong version number"
             assert fleet.statuses()["a"].state is State.BOOTING
+
+
+@pytest.mark.parametrize(
+    ("name", "trusts", "found"),
+    [
+        ("localhost", True, ""),
+        ("localhost", False, "self-signed certificate"),
+        ("127.0.0.1", True, "IP address mismatch, certificate is not valid for '127.0.0.1'"),
+    ],
+)
+async def test_a_probe_says_what_is_wrong_with_a_certificate(
+    clock: Clock, fake_engine: Engines, tmp_path: Path, name: str, trusts: bool, found: str
+) -> None:
+    cert, key = self_signed(tmp_path, "localhost")
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    serving.load_cert_chain(cert, key)
+    asking = ssl.create_default_context(cafile=cert if trusts else None)
+    async with fake_engine(tls=serving) as engine:
+        subject = backend("a", f"https://{name}:{engine.port}")
+        async with probing(Prober({"a": subject}, QUICK, clock, secrets={}, tls={"a": asking})) as fleet:
+            await fleet.wait_for(lambda seen: seen["a"].state is not State.UNKNOWN)
+            assert fleet.statuses()["a"].last_error == (found and f"probe: TLS: {found}")
 
 
 async def test_a_probe_asks_plainly_and_says_who_asks(clock: Clock, fake_engine: Engines) -> None:
