@@ -88,7 +88,6 @@ class _HttpxWay(Way):
                 limits=httpx.Limits(
                     max_connections=None, max_keepalive_connections=None, keepalive_expiry=ways.KEEPALIVE_S
                 ),
-                trust_env=False,
                 socket_options=KEEPALIVE,
             ),
             timeout=httpx.Timeout(None),

@@ -354,7 +354,7 @@ class _Asker:
         # Reading the system's certificates takes 20 ms: once, and not where the address says http.
         verify = watched.verify if watched.url.startswith("https:") else False
         if verify is True:
-            verify = httpx.create_ssl_context(trust_env=False)
+            verify = ssl.create_default_context()
         self._fresh, self._kept = _transport(verify, kept=0), _transport(verify, kept=1)
         self._requests: dict[str, httpx.Request] = {}
         self._under_way: set[anyio.CancelScope] = set()
@@ -415,7 +415,6 @@ def _transport(verify: ssl.SSLContext | bool, *, kept: int) -> Transport:
         limits=httpx.Limits(
             max_connections=4, max_keepalive_connections=kept, keepalive_expiry=ways.KEEPALIVE_S
         ),
-        trust_env=False,
     )
 
 

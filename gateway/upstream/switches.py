@@ -269,9 +269,7 @@ async def _exchange(
         try:
             async with (
                 httpx.AsyncClient(
-                    transport=Transport(
-                        verify=verify if url.startswith("https:") else False, trust_env=False
-                    ),
+                    transport=Transport(verify=verify if url.startswith("https:") else False),
                     timeout=None,  # the whole exchange is bounded
                     follow_redirects=False,
                     trust_env=False,

@@ -1,7 +1,7 @@
 """httpx's transport, for servers that die at any moment, and what is behind its errors."""
 
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from typing import cast
 
@@ -9,14 +9,34 @@ import httpx
 
 
 class Transport(httpx.AsyncHTTPTransport):
-    """httpx's own, but for two errors that it does not make its own.
+    """httpx's own, but for two errors that it does not make its own, and for whom it trusts.
 
     A connection that is reset as it is made is one that was not made. uvloop gives such a socket up before
     httpcore has looked at it, which then fails with AttributeError. It looks before it sends anything.
 
     TLS may also fail once the handshake is over: a server says only then that it wants a client certificate
     (TLS 1.3), or sends what cannot be decrypted. httpcore lets that through as ssl.SSLError.
+
+    Whom the system trusts is trusted, as everywhere in the gateway; httpx has a list of its own.
     """
+
+    def __init__(
+        self,
+        *,
+        verify: ssl.SSLContext | bool = True,
+        limits: httpx.Limits = httpx.Limits(),  # noqa: B008 - it never changes
+        socket_options: Sequence[tuple[int, int, int]] | None = None,
+    ) -> None:
+        """Prepare; nothing is opened, and nothing taken from the environment but the system's certificates.
+
+        Args:
+            verify: How certificates are checked: True, by the system's; False, not at all.
+            limits: Of the connections that are opened and kept.
+            socket_options: What is set on each.
+        """
+        # Reading the system's certificates takes 20 ms.
+        context = ssl.create_default_context() if verify is True else verify
+        super().__init__(verify=context, limits=limits, trust_env=False, socket_options=socket_options)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """See `httpx.AsyncHTTPTransport.handle_async_request`."""

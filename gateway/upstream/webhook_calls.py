@@ -88,7 +88,6 @@ class WebhookCaller:
         self._transport = Transport(
             verify=(tls or ssl.create_default_context()) if needs_tls else False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=False,
         )
         self._under_way: set[anyio.CancelScope] = set()
 

@@ -380,6 +380,20 @@ async def test_a_probe_says_what_is_wrong_with_a_certificate(
             assert fleet.statuses()["a"].last_error == (found and f"probe: TLS: {found}")
 
 
+async def test_a_probe_trusts_whom_the_system_trusts(
+    clock: Clock, fake_engine: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key = self_signed(tmp_path, "localhost")
+    monkeypatch.setenv("SSL_CERT_FILE", str(cert))  # where OpenSSL looks for the system's
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    serving.load_cert_chain(cert, key)
+    async with fake_engine(tls=serving) as engine:
+        subject = backend("a", f"https://localhost:{engine.port}")
+        async with probing(Prober({"a": subject}, QUICK, clock, secrets={}, tls={})) as fleet:
+            await fleet.wait_for(lambda seen: seen["a"].state is not State.UNKNOWN)
+            assert (fleet.statuses()["a"].state, fleet.statuses()["a"].last_error) == (State.UP, "")
+
+
 async def test_a_probe_asks_plainly_and_says_who_asks(clock: Clock, fake_engine: Engines) -> None:
     async with fake_engine() as engine, probing(watch(clock, engine)) as fleet:
         await fleet.wait_for(lambda seen: seen["a"].engine is not None)

@@ -36,7 +36,7 @@ async def test_a_server_that_resets_every_connection_is_one_that_cannot_be_reach
         thread = threading.Thread(target=reset_all, args=(listener,), daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        async with httpx.AsyncClient(transport=Transport(trust_env=False)) as client:
+        async with httpx.AsyncClient(transport=Transport(verify=False)) as client:
 
             async def ask() -> None:
                 try:
@@ -95,7 +95,7 @@ async def test_tls_that_fails_later_is_an_error_like_any_other(
         thread = threading.Thread(target=serve, args=(listener,), daemon=True)
         thread.start()
         url = f"https://localhost:{listener.getsockname()[1]}/"
-        transport = Transport(verify=ssl.create_default_context(cafile=cert), trust_env=False)
+        transport = Transport(verify=ssl.create_default_context(cafile=cert))
         async with httpx.AsyncClient(transport=transport) as client:
             with pytest.raises(httpx.ReadError) as caught:
                 await client.get(url)
