@@ -3,12 +3,15 @@
 One registry is counted into, so both ways always say the same. Names, labels and units are those of the page.
 """
 
+import asyncio
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import groupby
 
 import anyio
-import anyio.to_thread
+from opentelemetry.exporter.otlp.proto.http import metric_exporter
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
@@ -33,6 +36,7 @@ from prometheus_client.samples import Sample
 from gateway import __version__
 from gateway.events import about
 from gateway.ports import Clock
+from gateway.telemetry.taking import Taking
 
 log = logging.getLogger("gateway.telemetry")
 
@@ -62,25 +66,39 @@ class MetricsPush:
         self._resource = Resource.create({"service.name": service, "service.version": __version__})
         self._interval_s = interval_s
         self._since_ns = self._now_ns()
+        self._taking = Taking(metric_exporter.__name__, on_away=_say_away, on_back=_say_back)
 
     async def run(self) -> None:
         """Send until cancelled. What a receiver does not take is in the next one: nothing is a difference."""
-        is_away = False
         while True:
             await anyio.sleep(self._interval_s)
             data = metrics_data(self._registry, self._resource, self._since_ns, self._now_ns())
-            is_taken = await anyio.to_thread.run_sync(self._send, data, abandon_on_cancel=True)
-            was_away, is_away = is_away, not is_taken
-            if is_away and not was_away:
-                log.warning(
-                    "the OTLP receiver does not accept metrics; the gateway keeps trying",
-                    extra=about("metrics_not_taken"),
-                )
-            elif was_away and not is_away:
-                log.info("the OTLP receiver accepts metrics again", extra=about("metrics_taken"))
+            self._taking.note(await self._sent(data))
+
+    async def _sent(self, data: MetricsData) -> bool:
+        """Return whether the receiver has taken it.
+
+        Sent in a thread that the end of the process does not wait for, as it would for one of a pool's.
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[bool] = loop.create_future()
+
+        def tell(is_taken: bool) -> None:
+            if not answer.done():  # cancelled
+                answer.set_result(is_taken)
+
+        def send() -> None:
+            is_taken = self._send(data)
+            with suppress(RuntimeError):  # the loop is closed by now
+                loop.call_soon_threadsafe(tell, is_taken)
+
+        try:
+            threading.Thread(target=send, name="OTLP metrics", daemon=True).start()
+        except RuntimeError:  # no thread is left
+            return False
+        return await answer
 
     def _send(self, data: MetricsData) -> bool:
-        """Return whether the receiver has taken it."""
         try:
             return self._sender.export(data) is MetricExportResult.SUCCESS
         except Exception:  # noqa: BLE001 - some exporters raise where an answer is late: that ends nothing
@@ -92,6 +110,19 @@ class MetricsPush:
     def close(self) -> None:
         """End."""
         self._sender.shutdown()
+        self._taking.close()
+
+
+def _say_away(reason: str) -> None:
+    log.warning(
+        "the OTLP receiver does not accept metrics (%s); the gateway keeps trying",
+        reason,
+        extra=about("metrics_not_taken", reason=reason),
+    )
+
+
+def _say_back() -> None:
+    log.info("the OTLP receiver accepts metrics again", extra=about("metrics_taken"))
 
 
 def metrics_data(registry: CollectorRegistry, resource: Resource, since_ns: int, now_ns: int) -> MetricsData:

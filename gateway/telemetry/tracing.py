@@ -16,6 +16,7 @@ Never in a span: prompts, answers, keys. Names are those of OpenTelemetry's GenA
 that the configuration names; `gateway.*` are our own.
 """
 
+import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from enum import StrEnum
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
+from opentelemetry.exporter.otlp.proto.http import trace_exporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
@@ -37,6 +39,10 @@ from gateway.core.health import Outcome
 from gateway.core.trace import SpanRef, Trace
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.values import Backend, Candidate, Endpoint
+from gateway.events import about
+from gateway.telemetry.taking import Taking
+
+log = logging.getLogger("gateway.telemetry")
 
 Value: TypeAlias = str | bool | int | float | Sequence[str]
 
@@ -97,17 +103,34 @@ class Sender(SpanExporter):
         self._exporter = OTLPSpanExporter(
             f"{endpoint.rstrip('/')}/v1/traces", headers=dict(headers), timeout=10
         )
+        self._taking = Taking(trace_exporter.__name__, on_away=_say_away, on_back=_say_back)
         self._is_shut = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send spans."""
-        return self._exporter.export(spans)
+        result = self._exporter.export(spans)
+        if not self._is_shut:
+            self._taking.note(result is SpanExportResult.SUCCESS)
+        return result
 
     def shutdown(self) -> None:
         """Send nothing more. May be called again."""
         if not self._is_shut:
             self._is_shut = True
             self._exporter.shutdown()  # type: ignore[no-untyped-call]
+            self._taking.close()
+
+
+def _say_away(reason: str) -> None:
+    log.warning(
+        "the OTLP receiver does not accept traces (%s); the gateway keeps trying",
+        reason,
+        extra=about("traces_not_taken", reason=reason),
+    )
+
+
+def _say_back() -> None:
+    log.info("the OTLP receiver accepts traces again", extra=about("traces_taken"))
 
 
 class Tracing:
@@ -162,10 +185,11 @@ class Tracing:
 
     def close(self) -> None:
         """Send what has not been sent, and end. A receiver that is away holds this up for `END_S`."""
-        limit = threading.Timer(END_S, self._sender.shutdown)
-        limit.start()
-        self._processor.shutdown()  # type: ignore[no-untyped-call]
-        limit.cancel()
+        # Not even its own shutdown ends the library's waiting for an answer: Python ends this thread.
+        ending = threading.Thread(target=self._processor.shutdown, name="OTLP traces", daemon=True)
+        ending.start()
+        ending.join(END_S)
+        self._sender.shutdown()
 
     def _why_kept(self, record: RequestRecord) -> Kept | None:
         assert record.trace is not None

@@ -1,15 +1,28 @@
-"""Metrics on their way to a receiver that does as it likes. What is sent: tests/e2e/test_tracing.py."""
+"""Metrics and spans on their way to a receiver that does as it likes. What is sent: e2e/test_tracing.py."""
 
+import asyncio
 import logging
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
+from anyio.abc import SocketStream
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from prometheus_client import CollectorRegistry
+from support.raw_server import raw_server
 
 from gateway.clock import SystemClock
+from gateway.core.usage import Ending, RequestRecord
+from gateway.telemetry import tracing
 from gateway.telemetry.otlp_metrics import MetricsPush
+from gateway.telemetry.tracing import Sender, TraceRules, Tracing
+
+PATIENCE_S = 10.0  # a bound for a broken test, not a time anything is expected to take
 
 
 class Moody(MetricExporter):
@@ -18,11 +31,12 @@ class Moody(MetricExporter):
     def __init__(self, *moods: MetricExportResult | Exception) -> None:
         super().__init__()
         self._moods = list(moods)
+        self._loop = asyncio.get_running_loop()
         self.is_through = anyio.Event()
 
     def export(self, metrics_data: MetricsData, timeout_millis: float = 0, **_: Any) -> MetricExportResult:
         if not self._moods:
-            anyio.from_thread.run_sync(self.is_through.set)
+            self._loop.call_soon_threadsafe(self.is_through.set)
             return MetricExportResult.SUCCESS
         mood = self._moods.pop(0)
         if isinstance(mood, Exception):
@@ -47,3 +61,84 @@ async def test_a_receiver_that_fails_in_any_way_is_sent_the_next(caplog: pytest.
             tasks.cancel_scope.cancel()
 
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+async def test_the_end_does_not_wait_for_a_receiver_that_does_not_answer() -> None:
+    class Silent(Moody):
+        def export(
+            self, metrics_data: MetricsData, timeout_millis: float = 0, **_: Any
+        ) -> MetricExportResult:
+            self._loop.call_soon_threadsafe(self.is_through.set)
+            over.wait()
+            return MetricExportResult.SUCCESS
+
+    over = threading.Event()
+    sender = Silent()
+    before = set(threading.enumerate())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(MetricsPush(CollectorRegistry(), sender, "gateway", 0.001, SystemClock()).run)
+        await sender.is_through.wait()
+        tasks.cancel_scope.cancel()
+
+    (sending,) = set(threading.enumerate()) - before
+    assert sending.daemon  # what Python does not wait for
+    over.set()
+    sending.join()
+
+
+async def test_spans_that_are_not_taken_are_one_line_until_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    async def answer(stream: SocketStream, number: int) -> None:
+        status = b"400 Wrong Door" if number < 5 else b"200 OK"
+        await stream.send(b"HTTP/1.1 %b\r\ncontent-length: 0\r\n\r\n" % status)
+
+    async with raw_server(answer) as server:
+        sender = Sender(server.url, {})
+        with caplog.at_level(logging.INFO):
+            for _ in range(7):
+                await anyio.to_thread.run_sync(sender.export, [])
+        await anyio.to_thread.run_sync(sender.shutdown)
+
+    assert [getattr(record, "fields", {}).get("event") for record in caplog.records] == [
+        "traces_not_taken",
+        "traces_taken",
+    ]
+    assert "Wrong Door" in caplog.text
+
+
+def test_the_end_does_not_wait_for_spans_that_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "END_S", 0.05)
+    begun, over, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Silent(SpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            begun.set()
+            over.wait()
+            ended.set()
+            return SpanExportResult.FAILURE
+
+        def shutdown(self) -> None:
+            pass
+
+    subject = Tracing(TraceRules(share=1), Silent(), "gateway", dict)
+    patience = threading.Timer(PATIENCE_S, over.set)
+    patience.start()
+    subject.finished(
+        RequestRecord(
+            *("1", "gemma-4"),
+            stream=False,
+            ending=Ending.FAILED,
+            status=502,
+            error_code="upstream_failed",
+            key=None,
+            wall_at=1.0,
+            received_at=1.0,
+            ended_at=2.0,
+            trace=subject.begin(None),
+        )
+    )
+    subject.close()
+
+    assert begun.is_set()
+    assert not ended.is_set()
+    over.set()
+    patience.cancel()
