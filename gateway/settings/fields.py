@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from ipaddress import IPv4Address
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
@@ -175,6 +176,19 @@ OptionalAddress = Annotated[
 ]
 
 
+_FOUR_NUMBERS = re.compile(r"[0-9]+(\.[0-9]+){3}")
+
+
+def _no_false_address(host: str) -> None:
+    """Raise ValueError for four numbers that are no address: 10.0.0.256, or 010.0.0.1 (to some 8.0.0.1)."""
+    if _FOUR_NUMBERS.fullmatch(host):
+        try:
+            IPv4Address(host)
+        except ValueError:
+            message = "its host is no IP address: four numbers from 0 to 255, without zeros before them"
+            raise ValueError(message) from None
+
+
 def _base_url(written: str) -> str:
     """Return the URL without a trailing slash. Messages never repeat it: it may hold a password."""
     try:
@@ -184,6 +198,7 @@ def _base_url(written: str) -> str:
         raise ValueError("this is not a URL; write it as http://host:port") from None
     if url.scheme not in {"http", "https"} or not host or port == 0:
         raise ValueError("write it as http://host:port or https://host:port")
+    _no_false_address(host)
     if url.username is not None or url.password is not None:
         raise ValueError("no credentials in URLs; name the key with api_key_env or api_key_file")
     if url.path.rstrip("/") == "/v1":
@@ -207,6 +222,7 @@ def _url(written: str) -> str:
         raise ValueError("this is not a URL; write it as http://host:port/path") from None
     if url.scheme not in {"http", "https"} or not url.hostname or url.fragment:
         raise ValueError("write it as http://host:port/path or https://host:port/path")
+    _no_false_address(url.hostname)
     if url.username is not None or url.password is not None:
         raise ValueError("no credentials in URLs; name the token with token_env")
     return written
@@ -269,6 +285,7 @@ def _webhook_url(written: str) -> str:
         raise ValueError("this is not a URL; write it as https://host/path") from None
     if url.scheme not in {"http", "https"} or not host or port == 0:
         raise ValueError("write it as https://host/path")
+    _no_false_address(host)
     if url.username is not None or url.password is not None:
         raise ValueError("no credentials in URLs; a webhook is signed, and its receiver checks that")
     if not written.isascii() or not written.isprintable() or " " in written:

@@ -77,7 +77,7 @@ def tls_fault(error: BaseException) -> str:
     for cause in causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return f"TLS: {cause.verify_message.rstrip('.')}"
-        if isinstance(cause, ssl.SSLError):
+        if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLWantReadError):  # it only waited
             return f"TLS: {(cause.reason or 'failed').replace('_', ' ').lower()}"
     return ""
 

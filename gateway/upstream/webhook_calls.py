@@ -116,7 +116,10 @@ class WebhookCaller:
         await self._transport.aclose()
 
     async def _exchange(self, endpoint: WebhookEndpoint, delivery: Delivery) -> WebhookAttempt:
-        url = httpx.URL(endpoint.url)
+        try:
+            url = httpx.URL(endpoint.url)
+        except httpx.InvalidURL:
+            return failed(delivery, "its URL is invalid")
         host = url.raw_host.decode().strip("[]")
         try:
             found = await self._resolve(host, url.port or _PORTS[url.scheme])
@@ -188,6 +191,8 @@ def _words(error: httpx.HTTPError) -> str:
         return fault
     if isinstance(error, httpx.RemoteProtocolError):
         return "an answer that is not HTTP, or was cut"
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+    if isinstance(error, httpx.ConnectTimeout):
+        return f"no connection in {CONNECT_S:g} s"
+    if isinstance(error, httpx.ConnectError):
         return "cannot connect"
     return f"the connection broke ({type(error).__name__})"

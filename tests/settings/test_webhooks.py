@@ -136,6 +136,8 @@ def test_what_is_wrong_is_reported_with_its_place(
         "https://[v1.x]/",
         "https://[::1]x/",
         "https://[::1%25eth0]/",
+        "https://10.0.0.256/",
+        "https://010.0.0.1/",
         "https://a:99999/",
         "https://a:x/",
         "https://a\\@b/",

@@ -272,6 +272,29 @@ async def test_an_address_that_does_not_answer_is_passed_over() -> None:
     assert made.outcome is WebhookOutcome.DELIVERED
 
 
+async def test_a_server_that_never_ends_its_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook_calls, "CONNECT_S", 0.1)
+
+    async def hold(stream: ByteStream) -> None:
+        async with stream:
+            with suppress(anyio.BrokenResourceError, anyio.EndOfStream):
+                while True:
+                    await stream.receive()
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = listener.extra(SocketAttribute.local_port)
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, hold)
+        made = await attempt(endpoint(f"https://127.0.0.1:{port}/"))
+        tasks.cancel_scope.cancel()
+    assert (made.outcome, made.detail) == (WebhookOutcome.FAILED, "no connection in 0.1 s")
+
+
+async def test_a_url_that_is_none_is_a_failure() -> None:
+    made = await attempt(endpoint("http://10.0.0.256/"))
+    assert (made.outcome, made.detail) == (WebhookOutcome.FAILED, "its URL is invalid")
+
+
 async def test_a_name_without_an_address() -> None:
     made = await attempt(endpoint("http://hooks.invalid/"))
     assert (made.outcome, made.detail) == (WebhookOutcome.FAILED, "its host name does not resolve")
