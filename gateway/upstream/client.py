@@ -64,6 +64,9 @@ class HttpxUpstream(Ways["_HttpxWay"]):
         )
         response = await _send(client, request)
         try:
+            encoding = response.headers.get("content-encoding", "").lower()
+            if encoding not in ("", "identity") and response.status_code == 200:
+                raise UpstreamFailed(ways.ENCODED)
             yield _Response(response)
         finally:
             # Leaving early closes the connection, which stops the engine's work.

@@ -296,6 +296,7 @@ class _Connection(asyncio.Protocol):
         self._is_headed = False
         self._is_complete = False
         self._is_framed = False  # the answer says where it ends
+        self._is_encoded = False  # the answer is compressed
         self._keeps_alive = False
         self._is_spoiled = False  # more came than the answer
         self._is_paused = False
@@ -336,6 +337,8 @@ class _Connection(asyncio.Protocol):
                 await self._written()
             else:
                 await self._news()
+        if self._is_encoded and self.status == 200:
+            raise UpstreamFailed(ways.ENCODED)
 
     def rest_from(self, now: float, on_gone: "Callable[[_Connection], None]") -> None:
         """Wait for the next request from now on; `on_gone` is called if the backend closes it meanwhile."""
@@ -469,8 +472,13 @@ class _Connection(asyncio.Protocol):
             self._is_spoiled = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._is_spoiled and name.lower() in (b"content-length", b"transfer-encoding"):
+        if self._is_spoiled:
+            return
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
             self._is_framed = True
+        elif name == b"content-encoding":
+            self._is_encoded = value.strip().lower() not in (b"", b"identity")
 
     def on_headers_complete(self) -> None:
         if self._is_spoiled:
@@ -479,7 +487,7 @@ class _Connection(asyncio.Protocol):
         if self.status >= 200:
             self._is_headed = True
         else:  # the real answer follows
-            self._is_framed = False
+            self._is_framed = self._is_encoded = False
 
     def on_body(self, body: bytes) -> None:
         if self._is_spoiled:
@@ -509,7 +517,7 @@ class _Connection(asyncio.Protocol):
         self._is_asked = True
         self._asked_at = self._loop.time()
         self._has_answer = self._is_headed = self._is_complete = self._is_framed = False
-        self._is_between_chunks = False
+        self._is_between_chunks = self._is_encoded = False
         self._head_bytes = self._buffered = 0
         self._parts.clear()
 

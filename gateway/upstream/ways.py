@@ -45,6 +45,9 @@ be told. Later, whoever read the request may have died of it."""
 CLOSE_S = 1.0
 """How long closing may take: whoever waits for it has its answer."""
 
+ENCODED = "The backend compresses its answers, although it is asked not to."
+"""What is said of an answer with status 200 and a content-encoding."""
+
 W = TypeVar("W", bound=Way)
 
 

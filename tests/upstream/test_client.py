@@ -391,6 +391,30 @@ async def test_a_redirect_is_not_followed() -> None:
     assert len(server.requests) == 1
 
 
+@pytest.mark.parametrize(
+    ("status", "encoding", "fails"),
+    [
+        ("200 OK", "gzip", True),
+        ("200 OK", "Br", True),
+        ("200 OK", "identity", False),
+        ("200 OK", "", False),
+        ("400 Bad Request", "gzip", False),  # whose fault it is does not depend on that
+    ],
+)
+async def test_a_backend_that_compresses_is_said_to(status: str, encoding: str, fails: bool) -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(answer_of(b"{}", status, f"Content-Encoding: {encoding}\r\n"))
+
+    async with serving(answer) as (_, upstream, target):
+        if fails:
+            with pytest.raises(UpstreamFailed, match="compresses"):
+                async with upstream.open(target, Timeouts()):
+                    pass
+        else:
+            async with upstream.open(target, Timeouts()) as response:
+                assert await whole(response) == b"{}"
+
+
 async def test_an_answer_in_many_small_pieces_is_one_answer() -> None:
     async def answer(stream: SocketStream, _: int) -> None:
         for byte in STREAM_HEAD + chunk(b"data: 1\n\n") + chunk(b"data: 2\n\n") + LAST_CHUNK:
