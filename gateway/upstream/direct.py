@@ -184,10 +184,11 @@ class _DirectWay(Way):
     def take_back(self, connection: "_Connection") -> bool:
         """Keep a connection whose answer is complete for the next call; close any other. Returns which."""
         self._busy.discard(connection)
-        if not connection.is_reusable:
+        now = monotonic()
+        if not connection.is_reusable or now - connection.made_at >= ways.AGE_S:
             connection.abort()
             return False
-        connection.rest_from(monotonic(), self._forget)
+        connection.rest_from(now, self._forget)
         self._idle.append(connection)
         if self._sweeping is None:
             self._sweeping = asyncio.get_running_loop().call_later(ways.KEEPALIVE_S, self._sweep)
@@ -309,6 +310,7 @@ class _Connection(asyncio.Protocol):
         self._is_used = False  # a request was answered on it before
         self._unwritten: asyncio.Future[None] | None = None
         self._on_gone: Callable[[_Connection], None] | None = None
+        self.made_at = monotonic()
         self.resting_since = 0.0
         self.connect_s = 0.0
         self.status = 0

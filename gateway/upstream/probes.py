@@ -356,6 +356,7 @@ class _Asker:
         if verify is True:
             verify = ssl.create_default_context()
         self._fresh, self._kept = _transport(verify, kept=0), _transport(verify, kept=1)
+        self._kept_since = anyio.current_time()
         self._requests: dict[str, httpx.Request] = {}
         self._under_way: set[anyio.CancelScope] = set()
 
@@ -387,6 +388,9 @@ class _Asker:
 
     async def _exchange(self, path: str, transport: Transport) -> bytes:
         body = bytearray()
+        if transport is self._kept and anyio.current_time() - self._kept_since >= ways.AGE_S:
+            await transport.aclose()  # that is, what it keeps
+            self._kept_since = anyio.current_time()
         try:
             request = self._requests.get(path)
             if request is None:

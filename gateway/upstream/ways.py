@@ -38,6 +38,9 @@ class Way(ABC):
 KEEPALIVE_S = 4.0
 """vLLM closes an idle connection after 5.0 s (measured); one given up earlier is never written into."""
 
+AGE_S = 60.0
+"""A connection older than this is used no more: where a name has got another address, requests go there."""
+
 STALE_S = 1.0
 """A kept connection that ends within this of a request was being closed when that was written, as far as can
 be told. Later, whoever read the request may have died of it."""

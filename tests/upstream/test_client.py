@@ -380,6 +380,25 @@ async def test_nobody_there_is_unreachable() -> None:
                     pass
 
 
+@pytest.mark.usefixtures("only_direct")
+@pytest.mark.parametrize(("age_s", "connections"), [(60.0, 1), (0.0, 2)])
+async def test_a_connection_is_kept_up_to_an_age(
+    monkeypatch: pytest.MonkeyPatch, age_s: float, connections: int
+) -> None:
+    """Kept for as long as it is in use, it would stay with an address that the host's name has no more."""
+    monkeypatch.setattr(ways, "AGE_S", age_s)
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(answer_of(b"{}"))
+
+    async with serving(answer) as (server, upstream, target):
+        for _ in range(2):
+            async with upstream.open(target, Timeouts()) as response:
+                assert await whole(response) == b"{}"
+
+    assert server.connections == connections
+
+
 async def test_a_redirect_is_not_followed() -> None:
     async def answer(stream: SocketStream, _: int) -> None:
         await stream.send(answer_of(b"", "307 Temporary Redirect", "location: http://127.0.0.1:1/\r\n"))

@@ -13,6 +13,7 @@ from support.certificates import self_signed
 from gateway.core.health import BackendStatus, EngineSample, HealthRules, Heard, Outcome, State, Verdict
 from gateway.core.values import Backend, Capacity, KneeStep
 from gateway.ports import Clock, Fleet
+from gateway.upstream import ways
 from gateway.upstream.probes import Prober, spread
 
 QUICK = HealthRules(
@@ -479,3 +480,13 @@ def test_probes_are_spread_without_dice() -> None:
     assert all(0.9 <= factor <= 1.1 for factor in factors)
     assert len(set(factors)) == len(factors)
     assert factors[0] == spread("b0 health", 0)
+
+
+async def test_the_connection_for_figures_is_made_anew_now_and_then(
+    clock: Clock, fake_engine: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ways, "AGE_S", 0.0)
+    async with fake_engine() as engine:
+        async with probing(watch(clock, engine)):
+            await engine.until_asked("/metrics", 3)
+        assert len(engine.used["/metrics"]) == engine.asked["/metrics"]
