@@ -430,7 +430,7 @@ class _Connection(asyncio.Protocol):
         self._has_answer = True
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # nothing else was asked for
             self._fail(UpstreamFailed("The backend sent something that is not HTTP."))
         # It does not tell when the length of the next chunk has begun: then this is no line's end.
         self._is_between_chunks = self._is_between_chunks and data.endswith(b"\r\n")

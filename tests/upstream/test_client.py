@@ -351,6 +351,19 @@ async def test_what_is_not_http_is_a_failure_and_not_tried_again() -> None:
     assert len(server.requests) == 1
 
 
+@pytest.mark.usefixtures("only_direct")
+async def test_an_upgrade_that_nobody_asked_for_is_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n")
+
+    async with serving(answer) as (_, upstream, target):
+        with pytest.raises(UpstreamFailed, match="is not HTTP"):
+            async with upstream.open(target, Timeouts()):
+                pass
+
+    assert caplog.records == []  # nor did the event loop catch what it does not know
+
+
 async def test_a_connection_that_breaks_mid_body_is_a_failure() -> None:
     async def answer(stream: SocketStream, _: int) -> None:
         await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
