@@ -19,7 +19,11 @@ STOP_S = 3.0
 def main(folder: str, command: list[str]) -> int:
     """Run the command, passing on what it says. Returns its exit status, 128 + N after signal N."""
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        umask=0o077,  # it keeps prompts, in files that it would let everybody read
     )
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     is_alone = threading.Event()

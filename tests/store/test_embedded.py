@@ -170,6 +170,17 @@ async def test_a_data_directory_keeps_what_was_acknowledged_though_everything_is
     assert data.stat().st_mode & 0o077 == 0
 
 
+async def test_nobody_else_can_read_what_it_keeps_in_a_folder_that_everybody_can_enter(
+    tmp_path: Path,
+) -> None:
+    os.chmod(tmp_path, 0o755)
+    async with valkey_in(tmp_path, keeps=True) as valkey:
+        await put(valkey.url, 1)
+    made = [Path(at, name) for at, folders, files in os.walk(tmp_path) for name in (*folders, *files)]
+    assert len(made) > 3
+    assert [path for path in made if path.stat().st_mode & 0o077] == []
+
+
 async def test_what_is_acknowledged_while_the_disk_is_busy_is_kept_too(tmp_path: Path) -> None:
     async with valkey_in(tmp_path, keeps=True) as valkey:
         pid = await server_pid(valkey.url)
