@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import Protocol
 
 import anyio
@@ -520,7 +521,7 @@ async def serve(
 ) -> None:
     """Run a gateway until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
 
-    SIGHUP has it read its configuration again.
+    SIGHUP has it read its configuration again. A signal that comes before its store runs ends it at once.
 
     Jobs are kept beside it where the file names no store; a worker of jobs uses what `serve` keeps there.
 
@@ -534,18 +535,52 @@ async def serve(
     ):
         async with anyio.create_task_group() as tasks:
             try:
-                if settings.jobs_folder is not None and settings.is_job_worker:
-                    settings = settings.with_jobs_at(embedded_url(settings.jobs_folder))
-                elif settings.jobs_folder is not None:
-                    settings = settings.with_jobs_at(await tasks.start(keep_store, settings.jobs_folder))
-                gateway = Gateway(settings, environ)
-                tasks.start_soon(reread_on, hints, gateway)
-                await serve_until(signals, gateway, ready=ready)
+                if settings.jobs_folder is None:
+                    own: Settings | None = settings
+                elif settings.is_job_worker:
+                    own = settings.with_jobs_at(embedded_url(settings.jobs_folder))
+                else:
+                    url = await start_store(tasks, settings.jobs_folder, signals)
+                    own = None if url is None else settings.with_jobs_at(url)
+                if own is not None:
+                    gateway = Gateway(own, environ)
+                    tasks.start_soon(reread_on, hints, gateway)
+                    await serve_until(signals, gateway, ready=ready)
+                else:
+                    log.info("stopped", extra=about("stopped"))
             except ConfigError as error:  # carried out by value: the group would wrap it
                 failure = error
             tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
+
+
+async def start_store(tasks: TaskGroup, folder: Path | None, stops: AsyncIterator[object]) -> str | None:
+    """Keep a store in `tasks`, and return its URL once it answers: up to two minutes later, if it has much
+    to read in `folder`. Return None if one of `stops` comes before: there is no store then, or it is to be
+    cancelled.
+
+    Raises:
+        ConfigError: it cannot be started.
+    """
+    url, is_told, failure = None, False, None
+
+    async def wait_told() -> None:
+        nonlocal is_told
+        await anext(stops)
+        is_told = True
+        race.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as race:
+        race.start_soon(wait_told)
+        try:
+            url = await tasks.start(keep_store, folder)
+        except ConfigError as error:  # carried out by value: the group would wrap it
+            failure = error
+        race.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return None if is_told else url
 
 
 async def serve_until(

@@ -5,6 +5,7 @@ gateway that serves never loads what only the demo needs.
 """
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -79,7 +80,7 @@ def main() -> None:
 )
 def serve(config: Path, log_level: str, workers: int) -> None:
     """Run the gateway until SIGTERM, then let running requests finish."""
-    _outlive_early_reloads()
+    _hear_early_signals()
     from gateway import process
 
     sys.exit(process.serve(config, log_level, workers))
@@ -94,18 +95,21 @@ def worker(config: Path, log_level: str, admin: str | None) -> None:
 
     On SIGTERM it takes no more jobs, finishes those whose answers have begun, and returns the others.
     """
-    _outlive_early_reloads()
+    _hear_early_signals()
     from gateway import process
 
     sys.exit(process.work(config, log_level, admin))
 
 
-def _outlive_early_reloads() -> None:
-    """Ignore SIGHUP until the gateway listens for it, some seconds from here: it would end the process.
+def _hear_early_signals() -> None:
+    """Ignore SIGHUP, and end at SIGTERM, until the gateway listens for them, some seconds from here.
 
-    Nothing is lost: the configuration that is about to be read is the one that the signal is about.
+    SIGHUP would end the process. Nothing is lost: the configuration that is about to be read is the one that
+    the signal is about. SIGTERM would be lost on the first process of a container, which Linux spares the
+    signals that it has not asked for: it would start, and serve until it is killed.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # nothing has been started yet
 
 
 @main.command()

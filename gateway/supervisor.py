@@ -23,13 +23,13 @@ import anyio
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from gateway.app import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS
+from gateway.app import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, start_store
 from gateway.core.errors import AddressNotFree, ConfigError
 from gateway.downstream.listener import BACKLOG, bind, url_of
 from gateway.events import about
 from gateway.reload import LOOK_S
 from gateway.settings import Settings, beside, load
-from gateway.store.keeper import keep_store, next_pause_s
+from gateway.store.keeper import next_pause_s
 
 log = logging.getLogger("gateway.supervisor")
 
@@ -106,7 +106,8 @@ async def serve(
 ) -> int:
     """Run `workers` until SIGTERM or SIGINT, then drain them; a second signal ends them at once.
 
-    SIGHUP has them read their configuration again.
+    SIGHUP has them read their configuration again. A signal that comes before their store runs ends it at
+    once.
 
     `ready` is called once, when all of them accept connections. Returns the exit status: 1 if one did not
     end as it was told to.
@@ -135,13 +136,14 @@ async def serve(
         async with anyio.create_task_group() as tasks:
             try:
                 if settings.store is None:
-                    url = await tasks.start(keep_store, settings.jobs_folder)
+                    url = await start_store(tasks, settings.jobs_folder, signals)
                     order = replace(order, store_url=url)
-                tasks.start_soon(_pass_on, signals, crew)
-                tasks.start_soon(_pass_hints_on, hints, settings, environ, crew)
-                if settings.reload.watch:
-                    tasks.start_soon(_follow, settings, environ, crew)
-                await crew.run(order)
+                if settings.store is not None or order.store_url is not None:
+                    tasks.start_soon(_pass_on, signals, crew)
+                    tasks.start_soon(_pass_hints_on, hints, settings, environ, crew)
+                    if settings.reload.watch:
+                        tasks.start_soon(_follow, settings, environ, crew)
+                    await crew.run(order)
             except ConfigError as error:  # carried out by value: the group would wrap it
                 failure = error
             tasks.cancel_scope.cancel()

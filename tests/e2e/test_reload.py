@@ -316,6 +316,18 @@ async def test_a_signal_and_a_changed_file(tmp_path: Path, workers: int) -> None
         assert await process.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.parametrize("arguments", [("serve",), ("worker",)], ids=" ".join)
+async def test_a_stop_that_comes_before_the_file_is_read_ends_it_well(
+    tmp_path: Path, arguments: Sequence[str]
+) -> None:
+    pipe = tmp_path / "slow.yaml"
+    os.mkfifo(pipe)
+    async with running(*arguments, "-c", str(pipe)) as process:
+        # Opened once the other end is: the process has come to reading it.
+        with await anyio.to_thread.run_sync(pipe.open, "w"):
+            assert await process.end(signal.SIGTERM) == 0
+
+
 @pytest.mark.parametrize("arguments", [("serve",), ("serve", "--workers", "2"), ("worker",)], ids=" ".join)
 async def test_a_signal_that_comes_before_the_file_is_read_ends_nothing(
     tmp_path: Path, store: RedisServer, arguments: Sequence[str]
