@@ -73,7 +73,7 @@ def parse(text: str, environ: Mapping[str, str]) -> Tree:
     """Return the tree of a YAML text, `${VAR}` filled in from `environ`. Never raises for what it holds."""
     tree = Tree()
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             tree.problems.append((Mark(1, 1), "the file is empty"))
@@ -83,8 +83,26 @@ def parse(text: str, environ: Mapping[str, str]) -> Tree:
         tree.problems.append((_mark(error.problem_mark), _what(error)))
     except (yaml.YAMLError, _TooMuch, RecursionError, ValueError, OverflowError) as error:
         # The last two are Python's own, of an escape for a character that there is not.
-        tree.problems.append((Mark(1, 1), f"this is not YAML that can be used: {error}"))
+        said = " ".join(str(error).split())  # some of it in several lines
+        tree.problems.append((Mark(1, 1), f"this is not YAML that can be used: {said}"))
     return tree
+
+
+class _Loader(yaml.SafeLoader):
+    """Gives up where there is more than a configuration can hold.
+
+    Composing 7 MB of small values took 50 s and 950 MB, in a gateway that serves (one x86 core).
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._composed = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._composed += 1
+        if self._composed > 2 * _VALUES_MAX:  # each value has a key, at most
+            raise _TooMuch(f"it has more than {_VALUES_MAX:,} values")
+        return super().compose_node(parent, index)
 
 
 class _Builder:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from gateway.settings import yaml_tree
 from gateway.settings.yaml_tree import Mark, Tree, parse
 
 
@@ -56,6 +57,20 @@ def test_what_is_wrong_with_the_text_itself(text: str, message: str, line: int) 
     ((mark, said),) = tree(text).problems
     assert message in said
     assert mark.line == line
+
+
+def test_what_is_wrong_is_said_in_one_line() -> None:
+    assert [message for _, message in tree("\0").problems if "\n" in message] == []
+
+
+def test_more_values_than_a_configuration_has_are_not_read_to_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(yaml_tree, "_VALUES_MAX", 10)
+    assert tree("a: {b: [1, 2, 3, 4, 5, 6]}").data == {"a": {"b": [1, 2, 3, 4, 5, 6]}}
+    found = tree("".join(f"- k{number}: x\n" for number in range(20)) + "- {unfinished")
+    assert found.data is None
+    assert found.problems == [(Mark(1, 1), "this is not YAML that can be used: it has more than 10 values")]
 
 
 def test_anchors_that_multiply_are_stopped() -> None:
