@@ -4,11 +4,12 @@ A file that cannot be used changes nothing. What runs on a backend goes on there
 under; what waits is decided anew. What is read only at the start is named, and stays as it was.
 """
 
+import errno
 import logging
 import os
+import stat
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,9 @@ log = logging.getLogger("gateway.config")
 VERSIONS_KEPT = 10
 LOOK_S = 1.0
 """Time between two looks at the file. It has to say the same at two looks: editors take a while."""
+
+UNREADABLE_LOOKS = 5
+"""Looks in a row after which it is said that the file cannot be read: until then it may be being replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,18 @@ class Reload:
     changes: Changes = field(default_factory=Changes)
     warnings: tuple[str, ...] = ()
     error: str = ""
+
+
+def read(path: Path) -> bytes:
+    """Return what a file says.
+
+    Raises:
+        OSError: it cannot be read, or is no file: what is written into a pipe might be waited for forever.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        return file.read()
 
 
 class Reloader:
@@ -146,25 +162,34 @@ class Reloader:
     async def reread(self, by: str) -> Reload:
         """Put in force what the file says now."""
         try:
-            source = await anyio.to_thread.run_sync(self.path.read_bytes)
+            source = await anyio.to_thread.run_sync(read, self.path)
         except OSError as error:
-            found = Reload(error=f"{self.path}: cannot be read: {error.strerror}")
-            _refuse(found.error, by)
-            self._has_failed = True
-            self._on_reload(found)
-            return found
+            return self._not_read(error, by)
         return await self.apply(source, by)
 
     async def watch(self) -> None:
         """Put in force what the file says whenever it says something else, until cancelled."""
-        before = b""
+        before, in_vain = b"", 0
         while True:
             await anyio.sleep(LOOK_S)
-            with suppress(OSError):  # it is being replaced
-                source = await anyio.to_thread.run_sync(self.path.read_bytes, abandon_on_cancel=True)
-                if source == before and source != self._refused and self._is_news(source):
-                    await self.apply(source, "file")
-                before = source
+            try:
+                source = await anyio.to_thread.run_sync(read, self.path, abandon_on_cancel=True)
+            except OSError as error:
+                in_vain += 1
+                if in_vain == UNREADABLE_LOOKS:
+                    self._not_read(error, "file")
+                continue
+            in_vain = 0
+            if source == before and source != self._refused and self._is_news(source):
+                await self.apply(source, "file")
+            before = source
+
+    def _not_read(self, error: OSError, by: str) -> Reload:
+        found = Reload(error=f"{self.path}: cannot be read: {error.strerror}")
+        _refuse(found.error, by)
+        self._has_failed = True
+        self._on_reload(found)
+        return found
 
     def _is_news(self, source: bytes) -> bool:
         """Return whether this is not in force, or was put back after a failure: that has to be said."""

@@ -27,7 +27,7 @@ from gateway.app import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, start_store
 from gateway.core.errors import AddressNotFree, ConfigError
 from gateway.downstream.listener import BACKLOG, bind, url_of
 from gateway.events import about
-from gateway.reload import LOOK_S
+from gateway.reload import LOOK_S, read
 from gateway.settings import Settings, beside, load
 from gateway.store.keeper import next_pause_s
 
@@ -328,7 +328,7 @@ async def _follow(settings: Settings, environ: Mapping[str, str], crew: Crew) ->
     while True:
         await anyio.sleep(LOOK_S)
         with suppress(OSError):  # it is being replaced
-            source = settings.path.read_bytes()
+            source = read(settings.path)
             if source == before and source != seen:
                 seen = source
                 crew.follow(_usable(settings, environ, source))

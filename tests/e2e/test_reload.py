@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from support.processes import config, running
 from support.redis_server import RedisServer
 from support.site import Site, simulated, site
 
+from gateway import reload
 from gateway.core.health import State
 
 FLEET = {"light-0": "h100-tp1-light", "light-1": "h100-tp1-light", "light-2": "h100-tp1-light"}
@@ -267,6 +268,37 @@ async def test_what_is_in_force_and_in_the_file_is_no_failure_any_more(
 
         (version,) = running_site.gateway.reloader.versions
     assert f"configuration {version.id} is in force (file)" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("instead", "reason"),
+    [
+        pytest.param(None, "No such file or directory", id="nothing"),
+        pytest.param(os.mkdir, "Is a directory", id="folder"),
+        pytest.param(os.mkfifo, "it is not a regular file", id="pipe"),
+    ],
+)
+async def test_a_watched_file_that_stays_away_is_told_of_once(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    instead: Callable[[Path], None] | None,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(reload, "LOOK_S", 0.02)
+    async with site(tmp_path, fleet=simulated({"light-0": "h100-tp1-light"}), **ONE_POOL) as running_site:
+        path = running_site.gateway.settings.path
+        away = path.rename(path.with_suffix(".away"))
+        if instead is not None:
+            instead(path)
+        caplog.set_level("INFO", logger="gateway.config")
+        await running_site.eventually(lambda: "cannot be read" in caplog.text)
+        assert f"{path}: cannot be read: {reason}" in caplog.text
+        if instead is not None:
+            path.rename(path.with_suffix(".gone"))
+        away.rename(path)
+        await running_site.eventually(lambda: "is in force (file)" in caplog.text)
+    assert caplog.text.count("cannot be read") == 1
 
 
 @pytest.mark.parametrize(
