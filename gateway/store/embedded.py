@@ -29,6 +29,10 @@ LOAD_S = 120.0  # the longest a start may take with a data directory, which is r
 STOP_S = 5.0
 SOCKET_PATH_MAX = 100  # bytes; the system's limit is 104 to 108
 READY = re.compile(r"ready to accept connections", re.I)
+LAST_WORDS = 2  # warnings before its end: what went wrong, and that it ends
+_PREFIX = re.compile(r"^\d+:[A-Z] \d+ \w+ \d+ [\d:.]+ (?P<level>[-.*#]) ")
+_TAIL_CHARS = 4096
+_BY_SIGNAL = 128
 _WATCH = Path(__file__).with_name("embedded_watch.py")
 
 
@@ -133,9 +137,17 @@ class EmbeddedValkey:
     url: str
     _watcher: Process
 
-    async def ended(self) -> int:
-        """Return its exit status once it has ended by itself; 128 + N after signal N."""
-        return await self._watcher.wait()
+    async def ended(self) -> str:
+        """Return how it ended, once it has by itself: with its exit status, 128 + N after signal N, and its
+        last warnings if it was no signal."""
+        said = ""
+        assert self._watcher.stdout is not None
+        async for text in TextReceiveStream(self._watcher.stdout, errors="replace"):
+            said = (said + text)[-_TAIL_CHARS:]
+        status = await self._watcher.wait()
+        warnings = [_bare(line) for line in said.splitlines() if _level(line) == "#"]
+        words = "; ".join(warnings[-LAST_WORDS:]) if status < _BY_SIGNAL else ""
+        return f"ended (status {status})" + (f": {words}" if words else "")
 
 
 @asynccontextmanager
@@ -209,7 +221,9 @@ async def _serving(folder: Path, *, is_temporary: bool, keeps: bool) -> AsyncIte
     finally:
         with anyio.CancelScope(shield=True):
             assert watcher.stdin is not None
+            assert watcher.stdout is not None
             await watcher.stdin.aclose()
+            await watcher.stdout.aclose()  # one that is not read to its end might be waited for
             with anyio.move_on_after(STOP_S):
                 await watcher.wait()
             if watcher.returncode is None:
@@ -241,7 +255,17 @@ async def _wait_ready(watcher: Process, binary: Path, within_s: float) -> None:
         async for text in TextReceiveStream(watcher.stdout, errors="replace"):
             said += text
             if READY.search(said):
-                await watcher.stdout.aclose()  # what it says from here on is read by nobody
                 return
     lines = said.strip().splitlines()
-    raise ConfigError(f"{binary.name} did not start: {lines[-1] if lines else 'no output'}")
+    raise ConfigError(f"{binary.name} did not start: {_bare(lines[-1]) if lines else 'no output'}")
+
+
+def _level(line: str) -> str:
+    """Return how grave a line of a server is, or "" for one that does not say."""
+    match = _PREFIX.match(line)
+    return match["level"] if match else ""
+
+
+def _bare(line: str) -> str:
+    """Return what a line of a server says, without the number of its process and the time."""
+    return _PREFIX.sub("", line)

@@ -17,20 +17,26 @@ STOP_S = 3.0
 
 
 def main(folder: str, command: list[str]) -> int:
-    """Run the command, passing on what it says. Returns its exit status, 128 + N after signal N."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        umask=0o077,  # it keeps prompts, in files that it would let everybody read
-    )
+    """Run the command, passing on what it says as far as somebody listens. Returns its exit status: 128 + N
+    after signal N, 127 if it cannot be run."""
+    os.set_blocking(1, False)  # a full pipe would stop the command
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            umask=0o077,  # it keeps prompts, in files that it would let everybody read
+        )
+    except OSError as error:
+        os.write(1, f"{command[0]}: {error.strerror}\n".encode(errors="surrogateescape"))
+        return 127
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     is_alone = threading.Event()
     threading.Thread(target=_end_with_input, args=(process, is_alone), daemon=True).start()
     assert process.stdout is not None
     for line in process.stdout:
-        with suppress(OSError):  # nobody listens any more; but a full pipe would stop the command
+        with suppress(OSError):
             os.write(1, line)
     status = process.wait()
     if folder and is_alone.is_set():

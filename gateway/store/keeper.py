@@ -46,7 +46,7 @@ async def keep_store(folder: Path | None, *, task_status: TaskStatus[str]) -> No
                         is_first = False
                     else:
                         log.warning("the embedded store runs again", extra=about("embedded_store_started"))
-                    reason = f"ended (status {await valkey.ended()})"
+                    reason = await valkey.ended()
             except (ConfigError, OSError) as error:
                 if is_first:
                     raise ConfigError(f"{error}; or name a `store:` in the configuration") from error

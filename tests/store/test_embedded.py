@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 import pytest
 from redis.asyncio import Redis
-from support.processes import parent_of, wait_gone
+from support.processes import parent_of, until, wait_gone
 
 from gateway.core.errors import ConfigError
 from gateway.store import embedded
@@ -82,7 +82,7 @@ async def test_its_end_is_noticed(tmp_path: Path) -> None:
     async with valkey_in(tmp_path) as valkey:
         os.kill(await server_pid(valkey.url), signal.SIGKILL)
         with anyio.fail_after(WITHIN_S):
-            assert await valkey.ended() == 128 + signal.SIGKILL
+            assert await valkey.ended() == "ended (status 137)"
 
 
 async def test_one_that_lost_its_watcher_does_not_live_beside_the_next(tmp_path: Path) -> None:
@@ -111,6 +111,77 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did not start: .*(No such file|[Cc]an't)"):
         async with embedded_valkey(tmp_path / "nowhere"):
             pass
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        pytest.param(b"\x7fELF for another machine", "valkey-server: Exec format error", id="foreign"),
+        pytest.param(b"#!/nowhere/sh\n", "valkey-server: No such file or directory", id="no-interpreter"),
+        pytest.param(b"#!/bin/sh\necho '7:M 1 Jan 2026 01:02:03.456 # Too bad'\n", "Too bad", id="by-itself"),
+        pytest.param(b"#!/bin/sh\n", "no output", id="in-silence"),
+    ],
+)
+async def test_a_server_that_cannot_be_run_says_why_and_nothing_else(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    server: bytes,
+    said: str,
+) -> None:
+    binary = executable(tmp_path / "valkey-server", server)
+    monkeypatch.setattr(embedded, "server_binary", lambda: binary)
+    with pytest.raises(ConfigError, match=rf"^valkey-server did not start: (/\S+/)?{said}$"):
+        async with embedded_valkey(tmp_path):
+            pass
+    assert capfd.readouterr().err == ""
+
+
+ENDING = b"""#!/bin/sh
+echo '7:M 1 Jan 2026 01:02:03.456 * Ready to accept connections unix'
+head -c 300000 /dev/zero | tr '\\0' '\\n'
+echo '7:M 1 Jan 2026 01:02:03.456 # Something else'
+echo '7:M 1 Jan 2026 01:02:04.456 # Error writing to the AOF file: No space left on device'
+echo '7:M 1 Jan 2026 01:02:04.456 # Exiting'
+echo '7:M 1 Jan 2026 01:02:04.456 * Bye'
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (b"exit 3", "ended (status 3): Error writing to the AOF file: No space left on device; Exiting"),
+        (b"kill -9 $$", "ended (status 137)"),
+    ],
+)
+async def test_a_server_that_ends_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: bytes, said: str
+) -> None:
+    binary = executable(tmp_path / "valkey-server", ENDING + end)
+    monkeypatch.setattr(embedded, "server_binary", lambda: binary)
+    async with valkey_in(tmp_path) as valkey:
+        with anyio.fail_after(WITHIN_S):
+            assert await valkey.ended() == said
+
+
+async def test_a_server_whose_words_nobody_reads_runs_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talking = ENDING + b"touch " + bytes(tmp_path / "went-on") + b"; exec sleep 60"
+    binary = executable(tmp_path / "valkey-server", talking)
+    monkeypatch.setattr(embedded, "server_binary", lambda: binary)
+    async with valkey_in(tmp_path):
+        await until(lambda: is_made(tmp_path / "went-on"))
+
+
+async def is_made(file: Path) -> bool:
+    return await anyio.Path(file).exists()
+
+
+def executable(file: Path, content: bytes) -> Path:
+    file.write_bytes(content)
+    file.chmod(0o700)
+    return file
 
 
 async def test_a_socket_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
