@@ -124,7 +124,7 @@ class WaitingRoom:
             turn = self.line.turn(self._clock.now(), self._views())
             for refused in turn.refused:
                 waiter = self._waiters.get(refused.id)
-                if waiter is not None:
+                if waiter is not None and not waiter.woken.is_set():  # else it is sent on, to ask again
                     waiter.error = _shed(refused)
                     waiter.woken.set()
             has_missed = await self._take_all(turn.offers)

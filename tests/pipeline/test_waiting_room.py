@@ -34,6 +34,19 @@ class TakenElsewhere(FarAway):
         return Exclusion.AT_KNEE
 
 
+class FreeAlone(FarAway):
+    """Has places on one backend alone."""
+
+    def __init__(self, backend_id: str) -> None:
+        super().__init__()
+        self.backend_id = backend_id
+
+    async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
+        if backend_id != self.backend_id:
+            return Exclusion.AT_KNEE
+        return await super().acquire(backend_id, claim, limits)
+
+
 class Slow(FarAway):
     """Grants nothing before two have asked: as a store far away, whose answers take their time."""
 
@@ -141,3 +154,33 @@ async def test_whoever_is_sent_on_between_an_offer_and_its_place_comes_back_for_
 
     assert [record.ending for record in world.notes.requests] == [Ending.COMPLETED] * 2
     assert not any(load.seqs for load in world.ledger.loads().values())
+
+
+async def test_nobody_who_is_sent_on_is_refused_for_backends_that_have_just_left() -> None:
+    """The queue may be looked at before those that wait have heard of a policy that is in force."""
+    ledger = FreeAlone("push")
+    world = World(ledger)
+    world.answers(push=Script([ROLE + HELLO, STOP, DONE]))
+    classes = tuple(replace(one, pools=("push",)) for one in POLICY.models[0].classes)
+    moved = replace(
+        POLICY,
+        models=(replace(POLICY.models[0], classes=classes),),
+        pools={"push": POLICY.pools["push"]},
+        backends={"push": POLICY.backends["push"]},
+    )
+    (model,) = POLICY.models
+    chats = tuple(replace(one, pools=("light",)) for one in model.classes)
+    world.policy = replace(POLICY, models=(replace(model, classes=chats),))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.pipeline.room.run)
+        async with anyio.create_task_group() as asking:
+            asking.start_soon(arrive, world, 1)
+            await anyio.wait_all_tasks_blocked()
+            world.policy = moved
+            world.pipeline.room.look()  # something has ended at the same moment
+            world.pipeline.policy_changed()
+        tasks.cancel_scope.cancel()
+
+    (record,) = world.notes.requests
+    assert (record.ending, record.backend) == (Ending.COMPLETED, "push")
