@@ -194,10 +194,12 @@ class TookOver:
     """This process is the owner from now on: whatever was under way is ordered again.
 
     What was put into quarantine before it started (`started_at`, monotonic seconds) is tried once more:
-    somebody has restarted the gateway since.
+    somebody has restarted the gateway since. Where it is the first owner of all that are here now
+    (`is_first`), a model that was in is found and asked anew: nobody has watched it meanwhile.
     """
 
     started_at: float = float("-inf")
+    is_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,8 +347,8 @@ def advance(box: Box, event: Event, now: float, rules: BoxRules) -> Step:
     match event:
         case Look():
             return _looked(box, event, now, rules)
-        case TookOver(started_at):
-            return _taken_over(box, started_at, now, rules)
+        case TookOver():
+            return _taken_over(box, event, now, rules)
         case Found(number, found) if number == box.number:
             return _found(box, found, now, rules)
         case Done(number, failure) if number == box.number:
@@ -363,7 +365,8 @@ def _order(box: Box, task: Task, backend: str = "") -> Step:
     return box, (Order(task, backend, box.number),)
 
 
-def _taken_over(box: Box, started_at: float, now: float, rules: BoxRules) -> Step:
+def _taken_over(box: Box, event: TookOver, now: float, rules: BoxRules) -> Step:
+    started_at = event.started_at
     kept = {name: held for name, held in box.quarantine.items() if held.at >= started_at}
     is_lifted = box.backend in box.quarantine and box.backend not in kept
     # Restarts were counted by the process that had it before.
@@ -378,6 +381,9 @@ def _taken_over(box: Box, started_at: float, now: float, rules: BoxRules) -> Ste
         box = replace(box, target="", cause=Cause.NOTHING)
         return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
     match box.state:
+        case State.RESIDENT if event.is_first:
+            why = f"{box.backend} was in when the last gateway left"
+            return _order(_enter(replace(box, backend=""), State.UNKNOWN, now, why), Task.INSPECT)
         case State.FAILED if box.since < started_at:
             return _order(_enter(box, State.UNKNOWN, now, box.reason), Task.INSPECT)
         case State.UNKNOWN:

@@ -104,6 +104,7 @@ class _Kept:
     boot_s: Mapping[str, float]
     box: Box
     fence: int = 0
+    has_owned: bool = False  # this process has had the box before
     has_heard: bool = False  # from the board
     heard_at: float = 0.0  # monotonic seconds of the last time
     is_away: bool = False  # it did not answer in the last round
@@ -291,7 +292,8 @@ class BoxKeeper:
                 kept.fence,
                 extra=about("box_owned", box=kept.name, fence=kept.fence),
             )
-            events = [TookOver(self._started_at)]
+            events = [TookOver(self._started_at, is_first=not kept.has_owned and not reply.others)]
+            kept.has_owned = True
         orders: list[Order] = []
         for event in (*events, self._look(kept)):
             kept.box, more = advance(kept.box, event, self._clock.now(), kept.rules)

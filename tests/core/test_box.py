@@ -366,6 +366,18 @@ def test_a_new_owner_goes_on_where_the_last_one_was(box: Box, ordered: list[tupl
     assert Script(box).on(TookOver()).ordered == ordered
 
 
+def test_a_model_that_nobody_has_watched_is_asked_before_it_is_trusted_again() -> None:
+    box = gemma_resident().on(TookOver(is_first=True))
+    assert box.ordered == [(Task.INSPECT, "")]
+    assert box.found("gemma").ordered == [(Task.CHECK, "gemma")]
+    assert box.done("it said '!!'").at == (State.DRAINING, "gemma", "qwen")
+    # The machine was off, too: that is no fault of the model's.
+    box = gemma_resident().on(TookOver(is_first=True)).found()
+    assert box.ordered == [(Task.STOP, "qwen")]
+    assert box.done().ordered == [(Task.START, "gemma")]
+    assert box.box.restarts == {}
+
+
 def test_who_restarts_the_gateway_gives_a_backend_in_quarantine_another_chance() -> None:
     quarantine = {"qwen": Quarantine("canary failed", 500.0), "gemma": Quarantine("canary failed", 900.0)}
     failed = Box(State.FAILED, 900.0, "all in quarantine", quarantine=quarantine)

@@ -266,6 +266,35 @@ async def test_a_model_that_only_the_owner_has_seen_yet_is_waited_for() -> None:
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize(
+    ("is_watched", "found"),
+    [
+        pytest.param(False, "gemma", id="after-an-outage"),
+        pytest.param(True, "qwen", id="beside-another"),
+    ],
+)
+async def test_a_gateway_that_is_the_first_to_be_back_finds_out_what_is_in(
+    is_watched: bool, found: str
+) -> None:
+    machine = Machine(inside={"gemma"})
+    last, other = (
+        MemoryBoard(lambda: machine.now, process=name, ttl_s=1e9, shared=machine.shared)
+        for name in ("last", "other")
+    )
+    resident = written(Box(State.RESIDENT, machine.now, backend="qwen"), machine.now)
+    fence = (await last.sync("spark", fence=0, state="", note="")).fence
+    await last.sync("spark", fence=fence, state=resident, note="")
+    if is_watched:
+        await other.sync("spark", fence=0, state="", note="")
+    await last.leave("spark")
+    one = Process(machine)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one.keeper.run)
+        await one.is_at(State.RESIDENT, found)
+        assert machine.orders == []
+        tasks.cancel_scope.cancel()
+
+
 async def test_a_box_that_a_gateway_of_another_configuration_has_is_read_and_later_taken_over() -> None:
     machine = Machine()
     other = MemoryBoard(lambda: machine.now, process="other", ttl_s=60, shared=machine.shared)
