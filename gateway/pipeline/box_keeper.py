@@ -109,6 +109,7 @@ class _Kept:
     heard_at: float = 0.0  # monotonic seconds of the last time
     is_away: bool = False  # it did not answer in the last round
     entered_at: float = 0.0  # when this process learned of the box's present state, monotonic seconds
+    is_seen: bool = False  # since then, the model that is in has answered this process
     reports: list[Event] = field(default_factory=list)
     own: Mapping[str, Wants] = field(default_factory=dict)
     others: Mapping[str, Wants] = field(default_factory=dict)
@@ -385,7 +386,7 @@ class BoxKeeper:
         """Tell everybody whom it concerns where the box stands now."""
         box, now = kept.box, self._clock.now()
         if (box.state, box.backend) != (before.state, before.backend):
-            kept.entered_at = now
+            kept.entered_at, kept.is_seen = now, False
         if box.state is not before.state:
             self._log(kept, box)
         out = frozenset(name for name in kept.backends if is_out(box, name))
@@ -417,8 +418,9 @@ class BoxKeeper:
 
     def _unseen(self, kept: _Kept, name: str) -> Objection | None:
         """Have requests wait for a model that is in, but that only the owner of the box has seen yet."""
-        is_new = self._clock.now() - kept.entered_at < READY_S
-        if not is_new or _is_ready(self._fleet.statuses()[name]):
+        is_late = self._clock.now() - kept.entered_at >= READY_S
+        kept.is_seen = kept.is_seen or is_late or _is_ready(self._fleet.statuses()[name])
+        if kept.is_seen:
             return None
         return Exclusion.SWAPPED_OUT, "its model is in, but has not answered this gateway yet"
 

@@ -263,6 +263,11 @@ async def test_a_model_that_only_the_owner_has_seen_yet_is_waited_for() -> None:
         assert seen.keeper.objections()["gemma"][0] is Exclusion.SWAPPED_OUT
         machine.inside = {"gemma"}
         await seen.until(lambda: "gemma" not in seen.keeper.objections())
+        # From then on, a probe that fails is a matter of its health alone.
+        machine.inside = set()
+        await seen.another_look()
+        await seen.another_look()
+        assert "gemma" not in seen.keeper.objections()
         tasks.cancel_scope.cancel()
 
 
