@@ -24,7 +24,7 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from gateway.app import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, start_store
-from gateway.core.errors import AddressNotFree, ConfigError
+from gateway.core.errors import ConfigError, NotYet
 from gateway.downstream.listener import BACKLOG, bind, url_of
 from gateway.events import about
 from gateway.reload import LOOK_S, read
@@ -270,7 +270,7 @@ class Crew:
                 self._accepting.pop(order.number, None)
         if said is None:
             return status, None
-        return status, AddressNotFree(said) if status == FAILURE else ConfigError(said)
+        return status, NotYet(said) if status == FAILURE else ConfigError(said)
 
     def _accepts(self, order: Order, pid: int, admin_url: str | None) -> None:
         self._accepting[order.number] = admin_url

@@ -1,12 +1,13 @@
 """The command line: what it prints, and its exit status. 0 ok, 1 failure, 2 usage or configuration."""
 
+import fcntl
 import json
 import socket
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from support.processes import running
+from support.processes import lonely_config, running
 
 from gateway import __version__
 from gateway.cli import main
@@ -236,3 +237,16 @@ async def test_an_address_that_is_taken_is_1(tmp_path: Path) -> None:
             assert await process.end() == 1
 
     assert f"cannot listen on 127.0.0.1:{port}" in process.output
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_a_data_directory_that_another_process_uses_is_1_too(tmp_path: Path, workers: str) -> None:
+    file = lonely_config(tmp_path)
+    with file.open("a") as more:
+        more.write("jobs: {data_dir: .}\n")
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        async with running("serve", "--config", str(file), "--workers", workers) as process:
+            assert await process.end() == 1
+
+    assert "another process uses the data directory" in process.output

@@ -39,7 +39,7 @@
         UpstreamBusy            503 server_error / upstream_busy          it refused for load, or is draining
         StreamBroken            after the first byte: written as an SSE `error` event, never raised to HTTP
     ConfigError             at start and at reload only; exit status 2
-      AddressNotFree          exit status 1: it may be free when the gateway is started again
+      NotYet                  exit status 1: it may be possible when the gateway is started again
 
 Ask of each: who can act on it, and did a backend see the request? Codes are API: they stand in
 docs/errors.md, in metrics and in tests. Statuses follow what the OpenAI SDKs do with them: they
@@ -351,5 +351,6 @@ class ConfigError(Exception):
     """The configuration cannot be used. Carries every problem found, one per line."""
 
 
-class AddressNotFree(ConfigError):
-    """Somebody else listens on an address, or this machine does not have it, or not yet."""
+class NotYet(ConfigError):
+    """What stands in the way may be gone a moment later: somebody else listens on an address or this machine
+    does not have it yet, a data directory is in use, an embedded store does not start."""

@@ -17,7 +17,7 @@ import uvicorn
 from litestar.types import ASGIApp
 
 from gateway import tcp
-from gateway.core.errors import AddressNotFree
+from gateway.core.errors import ConfigError, NotYet
 from gateway.downstream.direct import DirectProtocol
 from gateway.downstream.direct_call import Chats
 from gateway.downstream.guard import GuardedProtocol
@@ -33,7 +33,8 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a socket bound to that address and not yet listening; port 0 picks a free one.
 
     Raises:
-        AddressNotFree: it is taken, or is no address of this machine.
+        NotYet: it is taken, or is no address of this machine.
+        ConfigError: this user may not listen there.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -44,8 +45,10 @@ def bind(host: str, port: int) -> socket.socket:
                 bound.setsockopt(*option)
             bound.bind(address)
             undo.pop_all()
+    except PermissionError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     except OSError as error:
-        raise AddressNotFree(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        raise NotYet(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return bound
 
 

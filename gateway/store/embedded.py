@@ -22,7 +22,7 @@ import anyio
 from anyio.abc import Process
 from anyio.streams.text import TextReceiveStream
 
-from gateway.core.errors import ConfigError
+from gateway.core.errors import ConfigError, NotYet
 
 START_S = 10.0
 LOAD_S = 120.0  # the longest a start may take with a data directory, which is read first
@@ -188,7 +188,7 @@ def _locked(data: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConfigError(f"another process uses the data directory {data}") from error
+            raise NotYet(f"another process uses the data directory {data}") from error
         yield
     finally:
         os.close(lock)
@@ -201,7 +201,7 @@ async def _serving(folder: Path, *, is_temporary: bool, keeps: bool) -> AsyncIte
     if len(os.fsencode(socket)) > SOCKET_PATH_MAX:
         raise ConfigError(f"the path of the embedded store's socket is too long: {socket}")
     if not await _end_former(socket) and keeps:
-        raise ConfigError(f"an earlier server still uses {folder} and does not stop")
+        raise NotYet(f"an earlier server still uses {folder} and does not stop")
     socket.unlink(missing_ok=True)
     # A watcher between the two: it sees its standard input end when this process does, even by SIGKILL.
     # A session of its own keeps the terminal's Ctrl-C from both while requests are still finishing.
@@ -257,7 +257,7 @@ async def _wait_ready(watcher: Process, binary: Path, within_s: float) -> None:
             if READY.search(said):
                 return
     lines = said.strip().splitlines()
-    raise ConfigError(f"{binary.name} did not start: {_bare(lines[-1]) if lines else 'no output'}")
+    raise NotYet(f"{binary.name} did not start: {_bare(lines[-1]) if lines else 'no output'}")
 
 
 def _level(line: str) -> str:

@@ -1,8 +1,11 @@
 """The listener over real sockets: malformed, oversized and slow requests, before there is a request."""
 
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -10,7 +13,7 @@ import pytest
 from anyio.abc import SocketStream
 from litestar import Litestar, get
 
-from gateway.core.errors import ConfigError
+from gateway.core.errors import NotYet
 from gateway.downstream import guard, listener
 from gateway.downstream.listener import Listener, bind, url_of
 
@@ -197,6 +200,30 @@ def test_an_address_is_an_ip_or_a_name() -> None:
         assert url_of(name).startswith("http://")
 
 
-def test_an_address_of_nobody_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1:1"):
+def test_an_address_of_nobody_may_be_somebody_s_a_moment_later() -> None:
+    with pytest.raises(NotYet, match=r"cannot listen on 203\.0\.113\.1:1"):
         bind("203.0.113.1", 1)
+
+
+LOW_PORTS = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+UNPRIVILEGED = """
+import encodings.idna  # which is needed below, and may be where only root may look
+import os
+from gateway.core.errors import ConfigError
+from gateway.downstream.listener import bind
+
+if os.geteuid() == 0:
+    os.setuid(65534)
+try:
+    bind("127.0.0.1", 1)
+except ConfigError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_port_that_this_user_may_not_have_is_a_configuration_error() -> None:
+    """No later start would do better."""
+    if not LOW_PORTS.exists() or int(LOW_PORTS.read_text()) <= 1:
+        pytest.skip("every user may have every port here")
+    said = subprocess.run([sys.executable, "-c", UNPRIVILEGED], capture_output=True, text=True, check=True)
+    assert said.stdout == "ConfigError cannot listen on 127.0.0.1:1: Permission denied\n"
