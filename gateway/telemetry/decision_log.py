@@ -181,6 +181,7 @@ class _Files:
         self._files = files
         self._file: int | None = None
         self._written: set[str] = set()  # versions of the policies that this process wrote into it
+        self._size = 0  # after what this process wrote last: if it is smaller, somebody has emptied it
 
     @contextmanager
     def locked(self) -> Iterator[set[str]]:
@@ -204,6 +205,7 @@ class _Files:
             data = b"\n" + data  # somebody was killed while writing
         while data:
             data = data[os.write(self._file, data) :]
+        self._size = os.fstat(self._file).st_size
 
     def close(self) -> None:
         """Let go of the file."""
@@ -216,9 +218,11 @@ class _Files:
         while True:
             if self._file is None:
                 self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
-                self._written = set()
+                self._written, self._size = set(), 0
             fcntl.flock(self._file, fcntl.LOCK_EX)
             own = os.fstat(self._file)
+            if own.st_size < self._size:
+                self._written = set()
             try:
                 is_current = os.path.samestat(own, os.stat(self.path))
             except FileNotFoundError:

@@ -246,6 +246,21 @@ def test_who_holds_a_file_that_was_set_aside_goes_on_in_the_new_one(tmp_path: Pa
     assert (tmp_path / "d.jsonl.1").read_bytes() == b""
 
 
+def test_a_file_that_is_emptied_under_way_gets_the_policy_again(tmp_path: Path) -> None:
+    """As logrotate does with `copytruncate`."""
+    file = tmp_path / "d.jsonl"
+    subject = Written(file)
+    subject.log.start()
+    subject.log.finished(RECORD)
+    subject.wait(1)
+    os.truncate(file, 0)
+    subject.log.finished(RECORD)
+    subject.wait(2)
+    subject.log.close()
+
+    assert [type(line) for line in lines(file)] == [PolicyLine, RequestLine]
+
+
 def test_the_policy_that_a_request_was_decided_under_comes_before_it(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     subject = Written(file)
