@@ -11,9 +11,10 @@ import stat
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -26,6 +27,7 @@ from gateway.settings import Changes, Document, Settings
 
 log = logging.getLogger("gateway.config")
 
+T = TypeVar("T")
 VERSIONS_KEPT = 10
 LOOK_S = 1.0
 """Time between two looks at the file. It has to say the same at two looks: editors take a while."""
@@ -78,6 +80,18 @@ def read(path: Path) -> bytes:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file")
         return file.read()
+
+
+async def _in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Return what a function returns.
+
+    Raises:
+        OSError: no thread can be started now: the system has as many processes and threads as it may.
+    """
+    try:
+        return await anyio.to_thread.run_sync(partial(function, *args), abandon_on_cancel=True)
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, str(error)) from error
 
 
 class Reloader:
@@ -137,9 +151,10 @@ class Reloader:
 
         Raises:
             ConfigError: it cannot be used.
+            OSError: that cannot be found out now.
         """
         in_flight = self._in_flight()
-        return await anyio.to_thread.run_sync(self._beside, source, in_flight)  # it may take 50 ms
+        return await _in_thread(self._beside, source, in_flight)  # it may take 50 ms
 
     async def apply(self, source: bytes, by: str) -> Reload:
         """Put a configuration in force, if it can be used. Returns what came of it."""
@@ -162,10 +177,9 @@ class Reloader:
     async def reread(self, by: str) -> Reload:
         """Put in force what the file says now."""
         try:
-            source = await anyio.to_thread.run_sync(read, self.path)
+            return await self.apply(await _in_thread(read, self.path), by)
         except OSError as error:
             return self._not_read(error, by)
-        return await self.apply(source, by)
 
     async def watch(self) -> None:
         """Put in force what the file says whenever it says something else, until cancelled."""
@@ -173,16 +187,15 @@ class Reloader:
         while True:
             await anyio.sleep(LOOK_S)
             try:
-                source = await anyio.to_thread.run_sync(read, self.path, abandon_on_cancel=True)
+                source = await _in_thread(read, self.path)
+                if source == before and source != self._refused and self._is_news(source):
+                    await self.apply(source, "file")
             except OSError as error:
                 in_vain += 1
                 if in_vain == UNREADABLE_LOOKS:
                     self._not_read(error, "file")
-                continue
-            in_vain = 0
-            if source == before and source != self._refused and self._is_news(source):
-                await self.apply(source, "file")
-            before = source
+            else:
+                before, in_vain = source, 0
 
     def _not_read(self, error: OSError, by: str) -> Reload:
         found = Reload(error=f"{self.path}: cannot be read: {error.strerror}")

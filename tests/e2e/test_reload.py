@@ -301,6 +301,23 @@ async def test_a_watched_file_that_stays_away_is_told_of_once(
     assert caplog.text.count("cannot be read") == 1
 
 
+async def test_a_reload_for_which_no_thread_is_left_ends_nothing(
+    gateway: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def none_left(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")  # as Python says it
+
+    reloader, registry = gateway.gateway.reloader, gateway.gateway.metrics.registry
+    with monkeypatch.context() as patch:
+        patch.setattr(anyio.to_thread, "run_sync", none_left)
+        found = await reloader.reread("signal")
+    assert found.error == f"{reloader.path}: cannot be read: can't start new thread"
+    assert registry.get_sample_value("gateway_config_last_reload_successful") == 0
+
+    assert (await reloader.reread("signal")).error == ""
+    assert registry.get_sample_value("gateway_config_last_reload_successful") == 1
+
+
 @pytest.mark.parametrize(
     ("backend", "written_there", "says"),
     [
