@@ -298,8 +298,11 @@ def _readiness(checks: Mapping[str, bool]) -> Response[dict[str, Any]]:
     return Response({"ready": ready, "checks": checks}, status_code=200 if ready else 503)
 
 
-def _with_id(response: Response[Any]) -> Response[Any]:
-    """Give an answer that has none a request id, and one that lists methods the whole list."""
+async def _with_id(response: Response[Any]) -> Response[Any]:
+    """Give an answer that has none a request id, and one that lists methods the whole list.
+
+    Litestar would run a plain function in a thread, and there may be none to be had.
+    """
     response.headers.setdefault("x-request-id", new_request_id())
     if "Allow" in response.headers:  # as Litestar spells it
         response.headers["Allow"] = with_head(response.headers["Allow"])

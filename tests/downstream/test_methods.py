@@ -1,5 +1,6 @@
 """Methods beside those that do something, over a raw socket."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio
@@ -81,3 +82,16 @@ async def test_the_head_of_what_does_not_end_is_whole() -> None:
     await Heads(endless)(scope, anyio.sleep_forever, collect)  # type: ignore[arg-type]
 
     assert sent[1:] == [{"type": "http.response.body", "body": b"", "more_body": False}]
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/v1/models"])
+async def test_answers_that_take_no_time_need_no_thread(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none can be started, a gateway serves streams and must not be taken for dead."""
+
+    def none_left(*_: object) -> None:
+        raise RuntimeError("can't start new thread")  # as Python says it
+
+    async with front("direct") as site, site.caller() as caller:
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", none_left)
+        await caller.send(asking("GET", path))
+        assert (await caller.head()).status == 200
