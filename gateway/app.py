@@ -353,7 +353,7 @@ class Gateway:
             self._store.exchange.publish_now()
 
     def _backend_sampled(self, backend_id: str, engine: EngineSample) -> None:
-        if self._store is not None and self._store.mode is Mode.ALONE:
+        if self._store is not None and self._store.keeps_to_part:
             self.counts.forget(backend_id)  # what the other gateways have there is not known
             return
         backend = self.policy.backends[backend_id]

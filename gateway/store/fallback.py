@@ -3,6 +3,9 @@
 Chat has to go on without Redis. So each process then admits under its part of every limit, by what it
 holds itself, and asks Redis nothing until a synchronisation has told it everything that happened
 meanwhile. The two ways of counting are never mixed: what is held is known here all along.
+
+When Redis is back, it does not know yet what the others took while it was away. So each process keeps to its
+part for a moment longer, until all that live have told.
 """
 
 import logging
@@ -11,6 +14,7 @@ from enum import StrEnum
 
 import anyio
 
+from gateway.core import admission
 from gateway.core.admission import COUNTERS
 from gateway.core.values import UNLIMITED, Exclusion, Load
 from gateway.events import about
@@ -35,6 +39,8 @@ class FallbackLedger:
 
     Attributes:
         mode: How slots are counted at the moment.
+        keeps_to_part: Whether this process takes no more than its part of every limit: while it counts alone,
+            and until the others can have told Redis what they hold.
     """
 
     is_local = False
@@ -55,6 +61,9 @@ class FallbackLedger:
         self._on_change = on_change
         self._on_freed: list[OnFreed] = []
         self._alone_since = 0.0
+        self._whole_at = 0.0  # when the others have told Redis what they hold
+        self._asking: dict[str, Load] = {}  # per backend, what is being taken of this process's part
+        self.keeps_to_part = False
         self.mode = Mode.SHARED
 
     @property
@@ -78,15 +87,12 @@ class FallbackLedger:
         self._shared.on_freed(callback)
 
     def load(self, backend_id: str) -> Load:
-        """See `ports.Ledger.load`. Alone, as if every replica held as much as this one."""
-        load = self._shared.load(backend_id)
-        return load if self.mode is Mode.SHARED else self._extrapolated(backend_id, self.replicas)
+        """See `ports.Ledger.load`. Under its part of the limits, as if every replica held as much."""
+        return self._seen(self._shared.load(backend_id), backend_id, self.replicas)
 
     def others(self, backend_id: str) -> Load:
-        """See `ports.Ledger.others`. Alone, as for `load`."""
-        if self.mode is Mode.SHARED:
-            return self._shared.others(backend_id)
-        return self._extrapolated(backend_id, self.replicas - 1)
+        """See `ports.Ledger.others`. Under its part of the limits, as for `load`."""
+        return self._seen(self._shared.others(backend_id), backend_id, self.replicas - 1)
 
     def loads(self) -> Mapping[str, Load]:
         """Return what is in flight on every backend that was ever asked about."""
@@ -100,6 +106,8 @@ class FallbackLedger:
         """See `ports.Ledger.acquire`. Alone, `limits` are divided by the replicas."""
         if self.mode is Mode.SHARED:
             try:
+                if self.keeps_to_part:
+                    return await self._acquire_of_part(backend_id, claim, limits)
                 return await self._shared.acquire(backend_id, claim, limits)
             except StoreAway as failure:
                 self._fall_back(failure)
@@ -107,7 +115,7 @@ class FallbackLedger:
 
     def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
         """See `ports.Ledger.acquire_at_once`."""
-        if self.mode is Mode.ALONE:
+        if self.keeps_to_part:
             return None
         return self._shared.acquire_at_once(backend_id, claim, limits)
 
@@ -157,10 +165,12 @@ class FallbackLedger:
                 away_s,
                 extra=about("store_back", store="limits", away_s=round(away_s, 1)),
             )
+            self._whole_at = anyio.current_time() + self._shared.return_s
             self._enter(Mode.SHARED)
-            for backend_id in self._shared.loads():  # every limit has just grown
-                for callback in self._on_freed:
-                    callback(backend_id)
+            self._tell_all()
+        elif self.keeps_to_part and anyio.current_time() >= self._whole_at:
+            self.keeps_to_part = False
+            self._tell_all()  # every limit has just grown
 
     def _fall_back(self, failure: StoreAway) -> None:
         """Count alone. The store is not shared again before every command of that time has ended."""
@@ -172,17 +182,41 @@ class FallbackLedger:
             self.replicas,
             extra=about("store_away", store="limits", replicas=self.replicas),
         )
-        self._alone_since = anyio.current_time()
+        self._alone_since, self.keeps_to_part = anyio.current_time(), True
         self._enter(Mode.ALONE)
         self._shared.resync()
+
+    def _tell_all(self) -> None:
+        for backend_id in self._shared.loads():
+            for callback in self._on_freed:
+                callback(backend_id)
 
     def _enter(self, mode: Mode) -> None:
         self.mode = mode
         self._on_change(mode)
 
-    def _extrapolated(self, backend_id: str, processes: int) -> Load:
-        own = self._shared.held().get(backend_id, Load())
-        return Load(**{name: getattr(own, name) * processes for name in COUNTERS})
+    async def _acquire_of_part(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
+        """Take a place that Redis counts, if it is of this process's part."""
+        asking = self._asking.get(backend_id, Load())
+        own = self._shared.held().get(backend_id, Load()) + asking
+        refused = admission.full(own, claim, divided(limits, claim, self.replicas))
+        if refused is not None:
+            return refused
+        self._asking[backend_id] = asking + claim
+        try:
+            return await self._shared.acquire(backend_id, claim, limits)
+        finally:
+            self._asking[backend_id] -= claim
+
+    def _seen(self, load: Load, backend_id: str, processes: int) -> Load:
+        """Return `load`, or while this process keeps to its part, as if so many held as much as this one.
+
+        Once Redis is back: whichever is more.
+        """
+        if not self.keeps_to_part:
+            return load
+        own, least = self._shared.held().get(backend_id, Load()), load if self.mode is Mode.SHARED else Load()
+        return Load(*[max(getattr(least, name), getattr(own, name) * processes) for name in COUNTERS])
 
 
 def divided(limits: Load, claim: Load, replicas: int) -> Load:

@@ -85,6 +85,7 @@ class RedisLedger:
     Attributes:
         owner: Names this process in Redis.
         replicas: Gateway processes seen within the last `ttl_s`, this one included.
+        return_s: Within this after Redis is back, every process that lives has told it what it holds.
         exchange: What these processes tell each other of themselves, with every synchronisation.
     """
 
@@ -116,6 +117,8 @@ class RedisLedger:
         """
         self.owner = owner_name()
         self.replicas = 1
+        # A try that is under way may take as long as a command and its turn, and the next comes after that.
+        self.return_s = refresh_s + 2 * command_s
         self._ttl_s, self._refresh_s, self._tick_s = ttl_s, refresh_s, tick_s
         self._takes_turns = frozenset(takes_turns)
         self._leases = Leases(
@@ -293,7 +296,9 @@ class RedisLedger:
         self._is_away = False
 
     def _count(self, replicas: int, now: float) -> None:
-        # A Redis that has just come back empty knows only those that have spoken since.
+        # A Redis that has just come back knows only those that have spoken since, however long it was away.
+        if self._is_away:
+            self._fewer_at = now + self._ttl_s
         if replicas >= self.replicas or now >= self._fewer_at:
             self.replicas = replicas
             self._fewer_at = now + self._ttl_s

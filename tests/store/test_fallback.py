@@ -16,6 +16,7 @@ from support.redis_server import RedisServer, failover
 
 from gateway.core.values import UNLIMITED, Exclusion, Load
 from gateway.ports import Slot
+from gateway.store.connections import StoreAway
 from gateway.store.fallback import FallbackLedger, Mode, divided
 from gateway.store.redis import RedisLedger
 
@@ -132,6 +133,88 @@ async def test_two_gateways_go_on_under_half_the_limits_each(stoppable: RedisSer
         await there.wait_for(Mode.SHARED)
         assert (await seen.sums()).share == (await seen.added()).share == LIMITS.share
         assert await here.ledger.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+
+
+@asynccontextmanager
+async def back_beside_one_that_says_nothing(
+    stoppable: RedisServer, command_s: float
+) -> AsyncIterator[tuple[Gateway, Gateway]]:
+    """Yield two gateways whose server has come back empty. The second has not told it anything yet."""
+    gateway, other = Gateway(stoppable.url, command_s), Gateway(stoppable.url)
+    async with running(gateway):
+        await other.shared.sync()
+        await gateway.shared.sync()
+        stoppable.kill()
+        await gateway.wait_for(Mode.ALONE)
+        stoppable.start()
+        await gateway.wait_for(Mode.SHARED)
+        yield gateway, other
+    await other.ledger.aclose()
+
+
+async def test_who_finds_the_server_back_takes_no_more_than_its_part_before_the_others_can_have_told(
+    stoppable: RedisServer,
+) -> None:
+    async with back_beside_one_that_says_nothing(stoppable, command_s=10.0) as (gateway, _):
+        outcomes: list[Slot | Exclusion] = []
+
+        async def ask() -> None:
+            outcomes.append(await gateway.ledger.acquire("b", CLAIM, LIMITS))
+
+        await gateway.take()
+        assert gateway.ledger.acquire_at_once("b", CLAIM, LIMITS) is None
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(ask)
+        assert [isinstance(outcome, Slot) for outcome in outcomes].count(True) == 1
+        assert gateway.ledger.load("b").share == LIMITS.share  # the other half may be in use as well
+
+
+async def test_who_finds_the_server_back_sees_what_others_have_told_by_then(stoppable: RedisServer) -> None:
+    """A box whose models take turns stops none that runs something at another gateway."""
+    async with back_beside_one_that_says_nothing(stoppable, command_s=10.0) as (gateway, other):
+        await other.take()
+        gateway.ledger.load("b")  # from now on it is looked at
+        await gateway.shared.sync()
+        assert gateway.ledger.load("b") == gateway.ledger.others("b") == CLAIM
+
+
+async def test_who_found_the_server_back_takes_the_rest_as_soon_as_the_others_have_told(
+    stoppable: RedisServer,
+) -> None:
+    async with back_beside_one_that_says_nothing(stoppable, command_s=0.3) as (gateway, _):
+        has_room, taken = anyio.Event(), 0
+        gateway.ledger.on_freed(lambda backend: has_room.set())
+        with anyio.fail_after(WITHIN_S):
+            while taken < 4:
+                has_room = anyio.Event()
+                if isinstance(await gateway.ledger.acquire("b", CLAIM, LIMITS), Slot):
+                    taken += 1
+                else:
+                    await has_room.wait()
+        assert await gateway.ledger.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+        assert gateway.ledger.load("b").share == LIMITS.share
+
+
+async def test_the_others_count_on_after_a_server_was_away_for_longer_than_they_would_be_known(
+    stoppable: RedisServer,
+) -> None:
+    ttl_s = 0.2
+    here, there = (RedisLedger(stoppable.url, command_s=10.0, ttl_s=ttl_s) for _ in range(2))
+    with anyio.fail_after(WITHIN_S):
+        while here.replicas < 2:
+            await there.sync()
+            await here.sync()
+    stoppable.kill()
+    away_since = anyio.current_time()
+    while anyio.current_time() < away_since + 2 * ttl_s:
+        with pytest.raises(StoreAway):
+            await here.sync()
+    stoppable.start()
+    await here.sync()
+    assert here.replicas == 2  # though it alone has spoken
+    for ledger in (here, there):
+        await ledger.aclose()
 
 
 async def test_what_is_held_is_registered_even_above_the_limit(stoppable: RedisServer, seen: Store) -> None:
