@@ -14,12 +14,12 @@ import asyncio
 import errno
 import ipaddress
 import socket
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
+
+from gateway import threads
 
 APART_S = 0.25
 """An address that has not answered for this long is not waited for alone: RFC 8305's time."""
@@ -89,14 +89,7 @@ async def _look_up(
     """
     answer = under_way.get(question)
     if answer is None:
-        answer = loop.create_future()
-        asking = threading.Thread(
-            target=_ask, args=(loop, question, answer), name=f"look-up {question[0]!r}", daemon=True
-        )
-        try:
-            asking.start()
-        except RuntimeError as error:
-            raise OSError(errno.EAGAIN, "no thread is left to look a host name up") from error
+        answer = threads.in_own(loop, f"look-up {question[0]!r}", partial(socket.getaddrinfo, *question))
         under_way[question] = answer
         answer.add_done_callback(partial(_forget, under_way, question))
     return list(await asyncio.shield(answer))
@@ -108,17 +101,6 @@ def _forget(
     del under_way[question]
     if not answer.cancelled():
         answer.exception()  # that is, nobody has to look at it: whoever asked may have left
-
-
-def _ask(loop: asyncio.AbstractEventLoop, question: _Question, answer: asyncio.Future[_Found]) -> None:
-    """Have the system answer a question, in a thread, for as long as that takes."""
-    tell: Callable[[], None]
-    try:
-        tell = partial(answer.set_result, socket.getaddrinfo(*question))
-    except (OSError, UnicodeError) as error:
-        tell = partial(answer.set_exception, error)
-    with suppress(RuntimeError):  # the loop is closed by now
-        loop.call_soon_threadsafe(tell)
 
 
 async def _first_connected(

@@ -216,7 +216,7 @@ class FallbackLedger:
         if not self.keeps_to_part:
             return load
         own, least = self._shared.held().get(backend_id, Load()), load if self.mode is Mode.SHARED else Load()
-        return Load(*[max(getattr(least, name), getattr(own, name) * processes) for name in COUNTERS])
+        return Load(**{name: max(getattr(least, name), getattr(own, name) * processes) for name in COUNTERS})
 
 
 def divided(limits: Load, claim: Load, replicas: int) -> Load:

@@ -5,9 +5,8 @@ One registry is counted into, so both ways always say the same. Names, labels an
 
 import asyncio
 import logging
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from functools import partial
 from itertools import groupby
 
 import anyio
@@ -33,7 +32,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.samples import Sample
 
-from gateway import __version__
+from gateway import __version__, threads
 from gateway.events import about
 from gateway.ports import Clock
 from gateway.telemetry.taking import Taking
@@ -76,27 +75,11 @@ class MetricsPush:
             self._taking.note(await self._sent(data))
 
     async def _sent(self, data: MetricsData) -> bool:
-        """Return whether the receiver has taken it.
-
-        Sent in a thread that the end of the process does not wait for, as it would for one of a pool's.
-        """
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[bool] = loop.create_future()
-
-        def tell(is_taken: bool) -> None:
-            if not answer.done():  # cancelled
-                answer.set_result(is_taken)
-
-        def send() -> None:
-            is_taken = self._send(data)
-            with suppress(RuntimeError):  # the loop is closed by now
-                loop.call_soon_threadsafe(tell, is_taken)
-
+        """Return whether the receiver has taken it."""
         try:
-            threading.Thread(target=send, name="OTLP metrics", daemon=True).start()
-        except RuntimeError:  # no thread is left
+            return await threads.in_own(asyncio.get_running_loop(), "OTLP metrics", partial(self._send, data))
+        except OSError:  # no thread is left
             return False
-        return await answer
 
     def _send(self, data: MetricsData) -> bool:
         try:
