@@ -1,6 +1,6 @@
-"""One request, left to right: estimate, classify, select, admit, relay, account.
+"""The request pipeline: estimate, classify, select, admit, relay, account.
 
-Only this package knows the order of the steps. It sees ports and pure functions, never an adapter.
+Only this package knows the order of the steps. It depends on ports and pure functions, never on an adapter.
 """
 
 from gateway.pipeline.caller import CallerStalled, patience_s

@@ -1,8 +1,8 @@
-"""One try on one backend: send, wait for the first token, relay to the last byte.
+"""One attempt on one backend: send the request, wait for the first token, relay to the last byte.
 
-Until the first token has come nothing is sent to the caller, so a failure here can still move on to
-the next backend or become a real status. One cancel scope carries every time limit: its deadline is
-moved as the attempt goes from waiting to streaming.
+Nothing is sent to the caller before the first token, so until then a failure can still move on to the next
+backend or become a real status code. A single deadline enforces all time limits: it is moved as the attempt
+goes from waiting to streaming.
 """
 
 import asyncio
@@ -42,11 +42,11 @@ from gateway.pipeline.whole_answers import decode_answer
 from gateway.ports import Clock, Glance, Headers, Target, Upstream, UpstreamResponse
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
-"""A complete answer longer than this is not the answer of a language model."""
+"""A complete answer longer than this cannot come from a language model."""
 
 ERROR_BYTES_MAX = 64 * 1024
 END_OF_BODY_S = 1.0
-"""How long a backend may take to end its body after `[DONE]` before the connection is given up."""
+"""How long a backend may take to close the body after `[DONE]` before the connection is dropped."""
 
 _OUTCOMES: Mapping[type[GatewayError], Outcome] = {
     UpstreamUnreachable: Outcome.UNREACHABLE,
@@ -58,7 +58,7 @@ _OUTCOMES: Mapping[type[GatewayError], Outcome] = {
 
 
 class Attempt:
-    """A try on one backend. `run` it once; `give_up` may be called meanwhile."""
+    """An attempt on one backend. Call `run` once; `give_up` may be called while it runs."""
 
     def __init__(
         self,
@@ -71,10 +71,10 @@ class Attempt:
         watch: AttemptWatch,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Prepare a try of `passage` on `backend`, which serves the model as `served_model`, in `loop`.
+        """Prepare an attempt of `passage` on `backend`, which serves the model under the name `served_model`.
 
-        `on_answer` is awaited when the first token has come, before it is passed on; `watch` is told
-        of every read of a stream after that.
+        `on_answer` is awaited when the first token arrives, before it is relayed; `watch` is notified of
+        every read after that. `loop` is the running event loop.
         """
         self._passage = passage
         self._candidate = candidate
@@ -98,35 +98,35 @@ class Attempt:
         self._outcome: Outcome | None = None
         self._detail = ""
         self._lost = ""
-        self._is_relayed = False  # up to [DONE]; the body may still be open
+        self._is_relayed = False  # `[DONE]` was relayed; the body may still be open
         self._is_stalled = False  # waiting for the caller to read
         self._last_moment = 0.0
-        self._held: list[bytes] = []  # comments and empty first events: they wait for content
+        self._held: list[bytes] = []  # comments and empty first events, held back until there is content
 
     @property
     def is_answered(self) -> bool:
-        """Whether the caller's answer has begun: from here on it cannot move to another backend."""
+        """Whether the response to the caller has begun; after that, another backend cannot take over."""
         return self._is_answered
 
     def give_up(self, reason: str) -> None:
-        """End the try if it has not been answered yet: its backend is lost."""
+        """End the attempt, unless it was already answered, because its backend is lost."""
         if not self.is_answered:
             self._lost = reason
             self._deadline.move(-inf)
 
     async def run(self, upstream: Upstream) -> None:
-        """Relay the answer, to its end. The passage gets the record of the try, however it ends.
+        """Relay the answer to its end. However the attempt ends, its record is added to the passage.
 
         Raises:
-            UpstreamError: it failed; when the response has started, what the caller has is incomplete.
-            BackendRejected: the backend refuses this content.
-            OutOfResources: this process could not even try.
+            UpstreamError: the attempt failed; if the response has begun, the caller has an incomplete answer.
+            BackendRejected: the backend rejected the content of the request.
+            OutOfResources: this process could not open a connection.
             CallerStalled: the caller has stopped reading.
         """
         passage = self._passage
         passage.served_by = self._candidate
         started_at = self._started_at = self._clock.now()
-        # Until more is known, whatever ends this says nothing of the backend.
+        # By default, the end of an attempt says nothing about the backend.
         outcome, detail = Outcome.CANCELLED, "the gateway failed"
         try:
             await self._within_limits(upstream)
@@ -181,7 +181,7 @@ class Attempt:
         return UpstreamTimeout(f"The backend did not answer within {waited:g} s.")
 
     async def _send(self, data: bytes) -> None:
-        """Pass bytes on. The time the caller takes to read them is the caller's, not the backend's."""
+        """Send bytes to the caller. Time spent waiting for the caller is not charged to the backend."""
         self._passage.chunks += 1
         self.stalled()
         await self._passage.downstream.send(data)
@@ -210,7 +210,7 @@ class Attempt:
         )
 
     def _trace_context(self) -> Headers:
-        """Return the headers by which the backend's spans join the trace: under the span of this try."""
+        """Return the trace headers that make the backend's spans children of this attempt's span."""
         incoming = self._passage.incoming
         trace = incoming.arrival.trace
         if trace is None or not trace.is_ours:
@@ -253,7 +253,7 @@ class Attempt:
         )
 
     async def _relay_beginning(self, response: UpstreamResponse) -> bool:
-        """Relay until the caller's answer has begun. Returns whether there may be more of it."""
+        """Relay until the response to the caller has begun. Return whether there may be more to relay."""
         reader = self._reader
         while data := await response.read():
             ready = reader.feed(data)
@@ -274,7 +274,7 @@ class Attempt:
         return False
 
     async def _relay_end(self) -> None:
-        """Send what is owed to the caller once there is no more to come."""
+        """Send what remains to be sent after the last read."""
         owed = self._reader.end()
         if self._reader.fault is None and owed:
             if not self.is_answered:
@@ -287,7 +287,7 @@ class Attempt:
         return held
 
     def _await_more(self) -> None:
-        """Give the backend its time for the next read."""
+        """Restart the idle timeout for the next read."""
         reader = self._reader
         self._is_relayed = reader.is_done
         self._deadline.move(self._now() + (END_OF_BODY_S if reader.is_done else self._idle_s))
@@ -296,11 +296,11 @@ class Attempt:
 
     @property
     def is_over(self) -> bool:
-        """See `ports.Pouring.is_over`. What comes after a fault is nobody's answer."""
+        """See `ports.Pouring.is_over`. Whatever follows a fault is not relayed."""
         return self._reader.fault is not None
 
     def take(self, data: bytes) -> bytes:
-        """See `ports.Pouring.take`. Called for every read of a stream: there is nothing in it to spare."""
+        """See `ports.Pouring.take`. Called for every read of a stream: keep it minimal."""
         self._watch.chunk()
         reader = self._reader
         ready = reader.feed(data)
@@ -318,7 +318,7 @@ class Attempt:
         return self._glances.glance
 
     def stalled(self) -> None:
-        """See `ports.Pouring.stalled`. The time the caller takes to read is not the backend's."""
+        """See `ports.Pouring.stalled`. Time spent waiting for the caller is not charged to the backend."""
         self._is_stalled = True
         self._deadline.latest = inf
         self._deadline.move(self._now() + caller.CALLER_STALL_S)
@@ -345,7 +345,7 @@ class Attempt:
         await self._send_whole(self._names.in_event(body))
 
     async def _relay_assembled(self, response: UpstreamResponse) -> None:
-        """Relay a stream to a caller that wants the answer in one piece."""
+        """Assemble a streamed answer for a caller that did not ask for a stream."""
         reader = AssemblingReader(
             self._plan.remedies,
             choices=self._passage.incoming.request.choices,
@@ -382,7 +382,7 @@ class Attempt:
         await self._send(body)
 
     async def _note_first_token(self) -> None:
-        """Note that the backend has begun to answer, if it was not noted before."""
+        """Record the time of the first token, once."""
         if self._first_byte_at is None:
             self._first_byte_at = self._clock.now()
             await self._on_answer()
@@ -405,7 +405,7 @@ class Attempt:
         return failure
 
     def _faulty(self, fault: BackendError) -> GatewayError:
-        """Return the error for an answer that says 200 and is none, or not the one that was asked for."""
+        """Return the error for a 200 response that is invalid, or not what was requested."""
         if isinstance(fault, UnfitAnswer):
             self._outcome = Outcome.UNFIT
             if self.is_answered:

@@ -1,13 +1,13 @@
-"""The boxes at work: what is seen goes into each box's state machine, what it orders is carried out.
+"""Runs the boxes: feeds observations to each box's state machine and carries out its orders.
 
-core/box.py decides and never waits. Here one loop per box looks about once a second, and at once when an
-order ended. Only the owner of a box advances it and gives orders; everybody else reads what the owner has
-written, a second late at most. While the store is away nobody is sure to be the owner, so nothing is
-swapped: the model that is in goes on serving.
+core/box.py is pure and never blocks. One loop per box runs about once a second, and immediately when an
+order has completed. Only the owner of a box advances its state and issues orders; all other processes read
+the state that the owner publishes, at most a second later. While the store is unreachable, ownership is
+uncertain, so nothing is swapped: the resident model continues to serve.
 
-What waits for a model is counted in two places: in the lines of all processes, which tell each other by
-notes, and in the store of jobs, where every process reads the same. A line is looked at before the store is,
-so that a job on its way from there to here is counted nowhere for a moment rather than twice.
+Demand for a model is counted in two places: in the waiting lines of all processes, which exchange notes, and
+in the job store, which all processes read. The line is read before the store, so that a job on its way from
+the store to the line is briefly missed rather than counted twice.
 """
 
 import logging
@@ -54,18 +54,18 @@ log = logging.getLogger("gateway.boxes")
 LOOK_S = 1.0
 LEAVE_S = 1.0
 READY_S = 30.0
-"""How long a model that has answered its canary may still be unknown to those who watch its health. After
-that, one that does not answer is lost."""
+"""How long a model that has passed its canary may remain unknown to the health checks of this process. After
+that, a model that does not answer is considered lost."""
 
 ALONE_S = 15.0
-"""Silence of the store after which no process goes on with a swap: an ownership has ended by then."""
+"""Silence of the store after which no process continues a swap: any ownership has expired by then."""
 
 SETTLE_S = 4.0
-"""What processes that share a store need to learn that a box drains, and to be seen to have learned it:
-two looks, one refresh of the ledger's snapshot, one command."""
+"""Time for all processes that share a store to learn that a box is draining, and to be seen to know it: two
+rounds, one refresh of the ledger's snapshot, one command."""
 
 JOBS_SETTLE_S = 1.0
-"""What a job that was just claimed needs to come to the line, and to be seen there. A generous guess."""
+"""Time for a job that was just claimed to enter the waiting line and be counted there. A generous guess."""
 
 _AT_WORK = frozenset({State.DRAINING, State.STOPPING, State.BOOTING, State.CHECKING})
 _LOST = frozenset({health.State.BOOTING, health.State.DOWN})
@@ -73,16 +73,16 @@ _LOST = frozenset({health.State.BOOTING, health.State.DOWN})
 
 @dataclass(frozen=True, slots=True)
 class BoxSight:
-    """A box as an operator wants to see it.
+    """The state of a box for operators.
 
     Attributes:
         box: Its state.
-        plan: What it does next.
-        wants: What waits for each of its backends, in the lines of all gateways.
-        stored: What waits for each of them in the store of jobs.
-        is_owner: Whether this process switches it.
-        fence: The number of that ownership; 0 where it is not.
-        at: When this was seen, monotonic seconds.
+        plan: Its next action.
+        wants: Demand for each of its backends, in the waiting lines of all gateways.
+        stored: Demand for each of its backends in the job store.
+        is_owner: Whether this process owns the box.
+        fence: The fencing token of that ownership; 0 if there is none.
+        at: When this was taken, monotonic seconds.
     """
 
     box: Box
@@ -96,7 +96,7 @@ class BoxSight:
 
 @dataclass(slots=True)
 class _Kept:
-    """One box, and what this process knows of it. Mutable: it lives as long as the process."""
+    """One box, and this process's knowledge of it. Mutable: it lives as long as the process."""
 
     name: str
     rules: BoxRules
@@ -104,12 +104,12 @@ class _Kept:
     boot_s: Mapping[str, float]
     box: Box
     fence: int = 0
-    has_owned: bool = False  # this process has had the box before
-    has_heard: bool = False  # from the board
-    heard_at: float = 0.0  # monotonic seconds of the last time
-    is_away: bool = False  # it did not answer in the last round
-    entered_at: float = 0.0  # when this process learned of the box's present state, monotonic seconds
-    is_seen: bool = False  # since then, the model that is in has answered this process
+    has_owned: bool = False  # this process has owned the box before
+    has_heard: bool = False  # the board has replied at least once
+    heard_at: float = 0.0  # when it last did, monotonic seconds
+    is_away: bool = False  # the board did not reply in the last round
+    entered_at: float = 0.0  # when this process learned of the current state, monotonic seconds
+    is_seen: bool = False  # since then, the resident model has passed a health check here
     reports: list[Event] = field(default_factory=list)
     own: Mapping[str, Wants] = field(default_factory=dict)
     others: Mapping[str, Wants] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class _Kept:
 
 
 class BoxKeeper:
-    """Keeps every box. `run` must run as long as requests do."""
+    """Controls all boxes. `run` must be running while requests are served."""
 
     def __init__(
         self,
@@ -141,22 +141,22 @@ class BoxKeeper:
         on_change: Callable[[], None],
         on_swap: Callable[[str, Swap], None] = lambda box_id, swap: None,
     ) -> None:
-        """Join the ports.
+        """Wire up the ports.
 
         Args:
             rules: Per box.
-            backends: By id, at least those of the boxes.
-            boot_s: Per backend, how long a boot takes as its profile says.
-            switch: What carries orders out.
-            board: Where processes agree on who owns a box.
-            fleet: Who watches the backends' health.
-            ledger: Who counts what is in flight.
-            line: Where requests wait.
-            jobs: Where jobs wait, or None where there are none.
-            policy: Which backends may serve them.
-            clock: Where times come from.
-            on_change: Called when a backend may be sent something that may not be before, or the reverse.
-            on_swap: Called when this process has ended a swap of a box.
+            backends: By id; at least those of the boxes.
+            boot_s: Boot time per backend according to its profile.
+            switch: Carries out orders.
+            board: Where processes agree on the owner of a box.
+            fleet: Health of the backends.
+            ledger: Requests in flight.
+            line: Where requests queue.
+            jobs: Where jobs queue, or None without jobs.
+            policy: Returns the policy that maps jobs to backends.
+            clock: Source of times.
+            on_change: Called when a backend becomes eligible or ineligible because of its box.
+            on_swap: Called when this process has completed a swap of a box.
         """
         self._switch, self._board, self._fleet = switch, board, fleet
         self._ledger, self._line, self._clock = ledger, line, clock
@@ -182,7 +182,7 @@ class BoxKeeper:
     # -------------------------------------------------------------- questions
 
     def objections(self) -> Mapping[str, Objection]:
-        """Return why backends are kept from serving now by their box; of the others nothing."""
+        """Return why a backend cannot serve now because of its box; empty for all others."""
         return {
             name: objection
             for name, kept in self._home.items()
@@ -191,11 +191,11 @@ class BoxKeeper:
 
     @property
     def can_serve_later(self) -> bool:
-        """Whether a box is at work on having a model in: requests may wait for that."""
+        """Whether a box is swapping a model in, so that requests may wait for it."""
         return any(kept.box.state in _AT_WORK for kept in self._kept.values())
 
     def sights(self) -> Mapping[str, BoxSight]:
-        """Return every box as it stands."""
+        """Return the state of every box."""
         now = self._clock.now()
         found = {}
         for name, kept in self._kept.items():
@@ -205,9 +205,9 @@ class BoxKeeper:
         return found
 
     def away_s(self, lane: str) -> float | None:
-        """Return in how many seconds somebody who could serve a lane of jobs can be there; 0 where one is.
+        """Return the seconds until a backend for a lane of jobs can serve; 0 if one can serve now.
 
-        None where all of them are out, and nothing brings one in.
+        None if all of them are swapped out and no swap is planned.
         """
         policy, now = self._policy(), self._clock.now()
         traffic_class = class_of(policy, lane)
@@ -225,7 +225,7 @@ class BoxKeeper:
     # -------------------------------------------------------------- the loop
 
     async def run(self) -> None:
-        """Keep the boxes until cancelled; then let another process have them."""
+        """Run all boxes until cancelled, then release their ownership."""
         self._ended = anyio.Event()
         try:
             async with anyio.create_task_group() as tasks:
@@ -238,7 +238,7 @@ class BoxKeeper:
             self._ended.set()
 
     async def wait_ended(self) -> None:
-        """Return when `run` has let go of everything; at once where it does not run."""
+        """Wait until `run` has released everything; returns at once if it is not running."""
         await self._ended.wait()
 
     async def _keep(self, kept: _Kept, tasks: TaskGroup) -> None:
@@ -249,13 +249,13 @@ class BoxKeeper:
             for order in orders:
                 tasks.start_soon(self._carry_out, kept, order)
             self._show(kept, before)
-            # What was reported while nobody is sure to be the owner has to wait for the board.
+            # While ownership is uncertain, reports wait for the board.
             if kept.box.state is before.state and (kept.is_away or not kept.reports):
                 with anyio.move_on_after(LOOK_S):
                     await kept.wake.wait()
 
     async def _round(self, kept: _Kept) -> Sequence[Order]:
-        """Agree with the others on who owns the box, and advance it if this process does."""
+        """Settle a box's ownership with the other processes, and advance its state if this one owns it."""
         now = self._clock.now()
         kept.own = self._line.wants(kept.backends)
         reply = await self._board.sync(
@@ -279,7 +279,7 @@ class BoxKeeper:
         gained = reply.fence and reply.fence != kept.fence
         if (gained or not reply.fence) and reply.state:
             kept.box = read(reply.state, now) or kept.box
-            kept.swaps.observe(kept.box)  # who owns it counts it, also where the swap began under another
+            kept.swaps.observe(kept.box)  # whoever began the swap, its present owner counts it
         kept.fence = reply.fence
         if not kept.fence:
             kept.reports.clear()
@@ -307,7 +307,7 @@ class BoxKeeper:
         statuses = self._fleet.statuses()
         mine = {name: statuses[name] for name in kept.backends}
         known = {name: status for name, status in mine.items() if status.served_models}
-        # One that died before this process, which has the box now, had seen it looks as if it still booted.
+        # A model that died before this process, now the owner, had seen it up looks as if it still booted.
         is_long_in = self._clock.now() - kept.box.resident_since > READY_S
         return Look(
             in_flight={name: self._ledger.load(name).seqs for name in mine},
@@ -327,7 +327,7 @@ class BoxKeeper:
         )
 
     def _ready(self, kept: _Kept) -> frozenset[str]:
-        """Return the backends of a box that answer, and of which it is known what they serve."""
+        """Return the backends of a box that are up and whose served models are known."""
         statuses = self._fleet.statuses()
         return frozenset(name for name in kept.backends if _is_ready(statuses[name]))
 
@@ -335,15 +335,15 @@ class BoxKeeper:
         if self._jobs is None:
             return
         try:
-            is_drained = await self._jobs.drain() is not None  # then nobody may take what waits there
+            is_drained = await self._jobs.drain() is not None  # nothing may be claimed from a drained queue
             kept.lanes = () if is_drained else await self._jobs.lanes()
             kept.lanes_at = self._clock.now()
         except StoreUnavailable:
             if self._clock.now() - kept.lanes_at > ALONE_S:
-                kept.lanes = ()  # nobody can get at them, so no swap is worth it
+                kept.lanes = ()  # the jobs are unreachable, so they do not justify a swap
 
     def _wants(self, kept: _Kept) -> Mapping[str, Wants]:
-        """Return what waits for each backend of a box, everywhere, as of the last look."""
+        """Return the demand for each backend of a box, over all processes, as of the last round."""
         return _both(self._in_lines(kept), self._stored(kept))
 
     def _in_lines(self, kept: _Kept) -> Mapping[str, Wants]:
@@ -373,17 +373,17 @@ class BoxKeeper:
                 report = Done(order.number, await self._switch.start(name, fence))
             case Task.CHECK:
                 report = Done(order.number, await self._switch.ask(name))
-                if not report.failure:  # what waits for it must not find a model that nobody knows yet
+                if not report.failure:  # queued requests must find the model known to the health checks
                     with anyio.move_on_after(READY_S):
                         await self._fleet.wait_for(lambda statuses: _is_ready(statuses[name]))
-        if fence == kept.fence:  # else somebody else has ordered it anew
+        if fence == kept.fence:  # otherwise another owner has issued the order again
             kept.reports.append(report)
         kept.wake.set()
 
     # -------------------------------------------------------------- what follows from a box's state
 
     def _show(self, kept: _Kept, before: Box) -> None:
-        """Tell everybody whom it concerns where the box stands now."""
+        """Publish a box's new state to health checks, waiting line and log."""
         box, now = kept.box, self._clock.now()
         if (box.state, box.backend) != (before.state, before.backend):
             kept.entered_at, kept.is_seen = now, False
@@ -392,7 +392,7 @@ class BoxKeeper:
         out = frozenset(name for name in kept.backends if is_out(box, name))
         for name in out - kept.out:
             self._fleet.put_out(name, f"the box {kept.name} runs another model")
-        # The owner may be of another configuration, with a backend that nobody knows here.
+        # The owner may have a different configuration, with a backend unknown to this process.
         is_new_boot = (
             box.state is State.BOOTING and before.state is not State.BOOTING and box.backend in kept.backends
         )
@@ -417,7 +417,7 @@ class BoxKeeper:
             self._on_change()
 
     def _unseen(self, kept: _Kept, name: str) -> Objection | None:
-        """Have requests wait for a model that is in, but that only the owner of the box has seen yet."""
+        """Return an objection while the resident model has passed no health check of this process."""
         is_late = self._clock.now() - kept.entered_at >= READY_S
         kept.is_seen = kept.is_seen or is_late or _is_ready(self._fleet.statuses()[name])
         if kept.is_seen:

@@ -1,9 +1,8 @@
-"""What the caller of a stream gets beside its answer, and how long it may take to read.
+"""Keep-alive comments for the caller of a stream, and how long a caller may stop reading.
 
-Comments keep whatever is between the gateway and its caller from taking a stream that waits for dead. They
-need the response to have started, and from then on no failure can be a status any more; so they begin only
-where the operator says so (`keep_alive_after_s`). Moving on to another backend stays possible until the first
-token.
+SSE comments keep proxies from closing a stream that is still waiting for its first token. They require the
+response to have started, after which a failure can no longer become a status code; so they are sent only if
+configured (`keep_alive_after_s`). Moving on to another backend remains possible until the first token.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,7 +12,7 @@ import anyio
 from gateway.ports import Headers
 
 CALLER_STALL_S = 120.0
-"""A caller that reads nothing for this long, with full buffers, is gone: it holds a place on a GPU."""
+"""A caller that reads nothing for this long, with full buffers, counts as gone: it occupies a GPU slot."""
 
 SSE_HEADERS: Headers = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -22,13 +21,13 @@ SSE_HEADERS: Headers = (
 )
 KEEP_ALIVE = b": keep-alive\n\n"
 KEEP_ALIVE_S = 10.0
-"""Time between two comments. 15 s is the most that was found to be safe; a busy process needs some room."""
+"""Interval between two comments. 15 s is the longest found to be safe; a busy process needs a margin."""
 
 PATIENCE_HEADER = "x-gateway-timeout-s"
 
 
 def patience_s(headers: Mapping[str, str]) -> float | None:
-    """Return how long the caller says it waits for its first token, or None if it does not say."""
+    """Return how long the caller will wait for its first token according to its header, or None."""
     written = headers.get(PATIENCE_HEADER)
     if written is None:
         return None
@@ -40,26 +39,26 @@ def patience_s(headers: Mapping[str, str]) -> float | None:
 
 
 class CallerStalled(Exception):
-    """The caller has stopped reading its answer."""
+    """The caller has stopped reading the response."""
 
 
 class KeepAlive:
-    """Sends comments to the caller of one stream, until `stop`."""
+    """Sends SSE comments to the caller of one stream until stopped."""
 
     def __init__(
         self, start: Callable[[], Awaitable[None]], send: Callable[[bytes], Awaitable[None]]
     ) -> None:
-        """Call `start` before the first comment, and `send` with each."""
+        """Call `start` before the first comment, and `send` with each comment."""
         self._start = start
         self._send = send
         self._sending = anyio.Lock()
         self._is_over = False
 
     async def run(self, wait_s: float) -> None:
-        """Send nothing for `wait_s`, then comments. Returns when stopped, or when the caller is gone.
+        """Wait for `wait_s`, then send comments. Returns when stopped or when the caller is gone.
 
         Raises:
-            CallerStalled: the caller does not read.
+            CallerStalled: the caller has stopped reading.
         """
         await anyio.sleep(wait_s)
         await self._unless_over(self._start)
@@ -68,7 +67,7 @@ class KeepAlive:
             await anyio.sleep(KEEP_ALIVE_S)
 
     async def stop(self) -> None:
-        """Send no more. What is being sent is sent to its end, so that nothing gets between its bytes."""
+        """Stop sending. A comment in progress is completed first, so that nothing is interleaved with it."""
         self._is_over = True
         async with self._sending:
             pass

@@ -1,8 +1,8 @@
-"""A time limit that moves all the while.
+"""A time limit that is cheap to move.
 
-A stream moves its deadline with every read, forty times a second for each of a thousand streams. A scope of
-anyio's sets a timer each time. Here a timer that fires too early is set again, so that moving a deadline to
-later costs nothing but its note.
+A stream moves its deadline with every read, forty times a second for each of a thousand streams. A cancel
+scope of anyio's sets a timer each time. Here a timer that fires too early is set again, so moving a deadline
+to a later time is a single assignment.
 """
 
 import asyncio
@@ -11,12 +11,12 @@ from types import TracebackType
 
 
 class Deadline:
-    """Ends a block of code when its time has come, by cancelling the task in which it runs.
+    """A context manager that cancels its block at a given time, by cancelling the current task.
 
     Attributes:
-        at: When it ends; may be moved to later by setting it, and to any time by `move`.
-        latest: When it ends at the latest, whatever `at` says; may be moved while no earlier than `at`.
-        has_passed: Whether that has happened; known when the block has ended.
+        at: The deadline. Assign to it to move it to a later time; use `move` for any time.
+        latest: An upper bound on the deadline, regardless of `at`. May be moved while no earlier than `at`.
+        has_passed: Whether the deadline ended the block; set when the block has ended.
     """
 
     __slots__ = (
@@ -32,7 +32,7 @@ class Deadline:
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, at: float) -> None:
-        """End the block at `at`, in seconds of the clock of `loop`, in which the block runs."""
+        """Set the deadline to `at`, in seconds of the clock of `loop`, the running event loop."""
         self.has_passed = False
         self.latest = inf
         self.at = at
@@ -44,7 +44,7 @@ class Deadline:
         self._is_expired = False
 
     def move(self, at: float) -> None:
-        """End the block at another time, which may be earlier."""
+        """Move the deadline to another time, which may be earlier."""
         self.at = at
         if self._timer is not None and at < self._timer_at:
             self._timer.cancel()
@@ -66,7 +66,7 @@ class Deadline:
         task, self._task, self._timer = self._task, None, None
         if not self._is_expired:
             return False
-        # Whoever else has cancelled the task meanwhile is to see that.
+        # A cancellation from elsewhere in the meantime must propagate.
         self.has_passed = task.uncancel() <= self._cancelling and kind is asyncio.CancelledError
         return self.has_passed
 

@@ -1,9 +1,9 @@
-"""First tokens that cannot be seen: of answers in one piece, and of several prompts in one request.
+"""Predicts first tokens that cannot be observed: non-streamed answers, and requests with several prompts.
 
-A prompt counts as work outstanding until its first token. Where no first token shows, the whole answer would
-count, and a backend that decodes would look as if it were reading all the while. So the moment is predicted:
-when the prompt work that was outstanding as the request started, its own included, should be done. It is told
-to the ledger then, unless the request has ended before.
+Prefill work counts as outstanding until the first token. Without an observable first token it would count
+until the end of the answer, and a backend that is decoding would seem to be prefilling. So the moment is
+predicted: it is when the prefill work that was outstanding at the start of the request, including its own,
+should be done. The ledger is told at that moment, unless the request has ended before.
 """
 
 from heapq import heappop, heappush
@@ -14,14 +14,14 @@ import anyio
 from gateway.ports import Clock, Ledger, Slot
 
 OVERHEAD_S = 0.05
-"""What is added to a prediction: receiving the request, and the step it has to wait for."""
+"""Added to each prediction: the time to receive the request, and the engine step it has to wait for."""
 
 
 class FirstTokens:
-    """Tells the ledger of first tokens when they should have come. `run` must run as long as requests do."""
+    """Reports predicted first tokens to the ledger. `run` must be running while requests are served."""
 
     def __init__(self, ledger: Ledger, clock: Clock) -> None:
-        """Tell `ledger`."""
+        """Report to `ledger`."""
         self._ledger = ledger
         self._clock = clock
         self._due: list[tuple[float, int, str]] = []
@@ -30,7 +30,7 @@ class FirstTokens:
         self._changed = anyio.Event()
 
     def expect(self, slot: Slot) -> None:
-        """Predict the first token of what runs in a slot. Where its prompt work is not known, it has none."""
+        """Predict the first token of the request in a slot. Does nothing if its prefill work is unknown."""
         if not slot.load.prefill_ms:
             return
         outstanding_s = self._ledger.load(slot.backend).prefill_ms / 1000
@@ -38,15 +38,15 @@ class FirstTokens:
         self._slots[slot.id] = slot
         is_first = not self._due or due < self._due[0][0]
         heappush(self._due, (due, next(self._numbers), slot.id))
-        if is_first:  # else it is waited for long enough
+        if is_first:  # otherwise the loop already wakes up earlier
             self._changed.set()
 
     def forget(self, slot: Slot) -> None:
-        """Expect it no more: the request has ended."""
+        """Drop the prediction of a request that has ended."""
         self._slots.pop(slot.id, None)
 
     async def run(self) -> None:
-        """Tell of each when it is due, until cancelled."""
+        """Report predicted first tokens when they are due, until cancelled."""
         while True:
             changed = self._changed = anyio.Event()
             await self.tell()
@@ -55,7 +55,7 @@ class FirstTokens:
                 await changed.wait()
 
     async def tell(self) -> None:
-        """Tell of those that are due."""
+        """Report all predictions that are due."""
         while self._due and (self._due[0][0] <= self._clock.now() or self._due[0][2] not in self._slots):
             slot = self._slots.pop(heappop(self._due)[2], None)
             if slot is not None:

@@ -1,8 +1,8 @@
-"""What is done for nearly every read of a stream: as little as can be.
+"""The fast path for relaying a chunk of a stream.
 
-A thousand streams take turns, and by the time one of them has its next chunk, what belongs to it has left
-the processor's caches. So it counts how many objects are touched for a chunk, and how many calls are made,
-more than what is done in them.
+With a thousand streams taking turns, the state of a stream has been evicted from the CPU caches by the time
+its next chunk arrives. So the number of objects touched and calls made per chunk matters more than the work
+done in them.
 """
 
 from collections.abc import Callable
@@ -13,30 +13,30 @@ from gateway.ports import Glance
 
 
 class Counter(Protocol):
-    """What counts chunks.
+    """A counter of chunks.
 
     Attributes:
-        chunks: How many.
+        chunks: The count.
     """
 
     chunks: int
 
 
 class Uncounted:
-    """Counts what nobody asks for."""
+    """A counter that nobody reads."""
 
     __slots__ = ("chunks",)
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start at zero."""
         self.chunks = 0
 
 
 class Glances:
-    """Knows chunks of one stream at a glance, and notes each.
+    """Recognizes chunks that can be relayed unparsed, and accounts for them.
 
     Attributes:
-        chunks: How many it knew.
+        chunks: Number of chunks recognized.
     """
 
     __slots__ = ("_counter", "_deadline", "_idle_s", "_look", "_now", "chunks")
@@ -44,7 +44,7 @@ class Glances:
     def __init__(
         self, look: Glance, counter: Counter, deadline: Deadline, idle_s: float, now: Callable[[], float]
     ) -> None:
-        """Know what `look` knows; put `deadline` off to `idle_s` after each, in the seconds of `now`."""
+        """Recognize chunks with `look`; move `deadline` to `now() + idle_s` after each."""
         self._look = look
         self._counter = counter
         self._deadline = deadline

@@ -1,4 +1,4 @@
-"""One request on its way through, and what is known of it so far."""
+"""The state of one request on its way through the pipeline."""
 
 from gateway.core.asked import Asked
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
@@ -8,38 +8,38 @@ from gateway.pipeline.caller import KeepAlive, patience_s
 from gateway.ports import Downstream, Headers, Incoming
 
 LEFT_STATUS = 499
-"""Recorded for a caller that left before it was answered (nginx's convention); never sent."""
+"""Logged as the status when the caller left before the response began (nginx's convention); never sent."""
 
 _WHERE = frozenset({b"x-gateway-pool", b"x-gateway-backend"})
 
 
 class Passage:
-    """A request's state. It belongs to one coroutine and ends as a `RequestRecord`.
+    """The state of one request. Owned by a single coroutine; it ends as a `RequestRecord`.
 
     Attributes:
-        incoming: What came in.
-        downstream: Where the answer goes.
-        policy: The policy it started with and keeps.
+        incoming: The request as received.
+        downstream: Where the response goes.
+        policy: The policy under which it is served.
         estimated_at, admitted_at: As in `RequestRecord`.
-        estimate: How long its prompt is, once that is counted.
-        decision: Where it may go and why, once decided.
-        ticket: With what it stands in line, likewise.
-        served_by: The candidate being asked, or that answered.
-        attempts: Every try that ended, in order.
-        unreported: Those the fleet has not been told of: they may be the request's own doing.
-        crashes: How many of them took an engine with them.
-        usage: What the backend reported.
-        first_byte_at: When the first token came, monotonic seconds.
-        keep_alive: What sends comments while it waits, if anything does.
-        is_answered: Whether the answer has begun: from then on nobody else can be asked.
-        chunks: Reads relayed.
-        status: Of the response, once it has started; 0 before.
-        ending: How it ended; a failure of the gateway itself, until something else is noted.
-        error_code: `error.code` the caller saw.
+        estimate: Its prompt length, once counted.
+        decision: The eligible backends and the reasons, once decided.
+        ticket: Its ticket in the waiting line, once decided.
+        served_by: The candidate of the current or the successful attempt.
+        attempts: All finished attempts, in order.
+        unreported: Failed attempts not yet reported to the fleet, because the request may be at fault.
+        crashes: How many attempts crashed an engine.
+        usage: Token usage as the backend reported it.
+        first_byte_at: Time of the first token, monotonic seconds.
+        keep_alive: Sends SSE comments while the request waits; None if it does not send any.
+        is_answered: Whether the response has begun, after which no other backend can take over.
+        chunks: Number of reads relayed.
+        status: Status of the response once it has begun; 0 before.
+        ending: How it ended; a failure of the gateway itself until set otherwise.
+        error_code: `error.code` as sent to the caller.
     """
 
     def __init__(self, incoming: Incoming, downstream: Downstream, policy: Policy) -> None:
-        """Begin with nothing known but what came in."""
+        """Start with the request alone."""
         self.incoming = incoming
         self.downstream = downstream
         self.policy = policy
@@ -62,7 +62,7 @@ class Passage:
         self.error_code = ""
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Begin the answer: send the status and headers, unless comments needed them already."""
+        """Begin the response: send the status and headers, unless keep-alive comments already have."""
         if self.keep_alive is not None:
             await self.keep_alive.stop()
         self.is_answered = True
@@ -70,15 +70,15 @@ class Passage:
             await self.open(status, headers)
 
     async def open(self, status: int, headers: Headers) -> None:
-        """Send the status and headers, with those that say what was decided."""
+        """Send the status and headers, including those that describe the decision."""
         self.status = status
         facts = self.headers()
-        if not self.is_answered:  # whoever is being asked may not be the one that answers
+        if not self.is_answered:  # a later attempt may be served by another backend
             facts = [fact for fact in facts if fact[0] not in _WHERE]
         await self.downstream.start(status, (*headers, *facts))
 
     def headers(self) -> Headers:
-        """Return the response headers that say what was decided, and who was asked last."""
+        """Return the response headers that describe the decision and the last backend tried."""
         facts = [(b"x-request-id", self.incoming.arrival.id.encode())]
         if self.decision is not None:
             facts.append((b"x-gateway-class", self.decision.traffic_class.encode()))
@@ -94,7 +94,7 @@ class Passage:
         return facts
 
     def record(self, ended_at: float) -> RequestRecord:
-        """Return what is kept of it."""
+        """Return the final record of the request."""
         request, arrival = self.incoming.request, self.incoming.arrival
         return RequestRecord(
             id=arrival.id,
@@ -126,7 +126,7 @@ class Passage:
         )
 
     def _asked(self) -> Asked | None:
-        """Return what is kept of what it asked: worked out at its end, since nobody reads it before."""
+        """Return the features of the request for its record. Nothing reads them before its end."""
         request = self.incoming.request
         model = self.policy.model(request.model)
         if self.estimate is None or model is None:

@@ -1,8 +1,7 @@
-"""This process among the others that share its store: what it tells them, and what it makes of their word.
+"""Exchange of facts with the other gateway processes that share the store.
 
-Each takes over from the others what it could not find out by itself, so that any number of gateways in front
-of one fleet decide alike. What was taken over is kept apart from what is known at first hand, and is never
-told on.
+Each process adopts from its peers what it could not observe itself, so that any number of gateways in front
+of one fleet make the same decisions. Adopted facts are kept apart from first-hand ones and never passed on.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -18,7 +17,7 @@ from gateway.ports import Clock, SharedHealth, SharedLearning
 
 
 class Peers:
-    """Collects the facts of this process, and applies those of the others."""
+    """Collects the facts of this process, and applies those of its peers."""
 
     def __init__(
         self,
@@ -32,17 +31,17 @@ class Peers:
         clock: Clock,
         on_waiting: Callable[[], None],
     ) -> None:
-        """Join what is shared.
+        """Wire up what is shared.
 
         Args:
-            fleet: Whose verdicts are told, and who hears those of others.
-            estimator: The same for what answers taught.
-            line: Whose starts and long prompts are told, and which takes those of others into account.
-            watch: Whose shares of knees are told, and who keeps to the lowest.
-            policy: The policy in force: what is not configured here is of no concern here.
-            keys: Names of the API keys; none where callers need none.
-            clock: Where times come from.
-            on_waiting: Called when others have more or fewer long prompts waiting than before.
+            fleet: Source of this process's health verdicts; receives those of peers.
+            estimator: Source of learned token ratios; receives those of peers.
+            line: Source of started tokens and waiting long prompts; accounts for those of peers.
+            watch: Source of knee shares; applies the lowest one of all peers.
+            policy: Returns the current policy; facts about anything it does not contain are ignored.
+            keys: Names of the API keys; empty if callers need none.
+            clock: Source of times.
+            on_waiting: Called when the number of long prompts waiting at peers has changed.
         """
         self._fleet, self._estimator, self._line, self._watch = fleet, estimator, line, watch
         self._policy, self._clock, self._on_waiting = policy, clock, on_waiting
@@ -51,11 +50,11 @@ class Peers:
         self._long_waiting: Mapping[str, int] = {}
 
     def know_keys(self, keys: Collection[str]) -> None:
-        """Take these for the names of the API keys from now on."""
+        """Replace the names of the API keys."""
         self._keys = frozenset(keys or (None,))
 
     def facts(self) -> Facts:
-        """Return what this process has to tell."""
+        """Return the facts of this process."""
         return Facts(
             verdicts=self._fleet.verdicts(),
             attempts=self._fleet.attempts(),
@@ -66,7 +65,7 @@ class Peers:
         )
 
     def hear(self, facts: Mapping[str, Facts]) -> None:
-        """Take in what all other processes that are there say, by their names."""
+        """Apply the facts of all live peers, by name."""
         before, self._known = self._known, dict(facts)
         for gateway, told in facts.items():
             old = before.get(gateway)
@@ -77,7 +76,7 @@ class Peers:
         self._note_long_waiting(summed(told.long_waiting for told in facts.values()))
 
     def view(self) -> Mapping[str, Any]:
-        """Return what each of the others tells, for an operator."""
+        """Return each peer's facts for the admin API."""
         return {
             gateway: {
                 "verdicts": {name: verdict.reason for name, verdict in told.verdicts.items()},
@@ -92,7 +91,7 @@ class Peers:
         }
 
     def _hear_of_backends(self, gateway: str, told: Facts, old: Facts | None) -> None:
-        # Its verdict first: what failed on the way to it is not to count twice.
+        # Verdicts first, so that the failures that led to one are not counted twice.
         for name, verdict in told.verdicts.items():
             self._fleet.hear(name, Heard(gateway, verdict))
         served, failed = (

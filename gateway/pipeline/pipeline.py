@@ -1,7 +1,7 @@
-"""The order of the steps, and who holds what meanwhile.
+"""The request pipeline: the order of the steps, and the lifetime of everything a request holds.
 
-One coroutine owns the slot, the backend's stream and the caller, opened and closed as nested blocks.
-It is cancelled as a whole when the caller leaves, and then everything is given back.
+A single coroutine owns the slot, the upstream stream and the downstream connection as nested scopes. When
+the caller disconnects, the coroutine is cancelled and all three are released.
 """
 
 import asyncio
@@ -69,10 +69,10 @@ from gateway.ports import (
 )
 
 _REFUSALS = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
-"""Answers that may be the request's doing as well as the backend's."""
+"""Outcomes that may be caused by the request itself rather than by the backend."""
 
 AT_ONCE_S = 0.001
-"""Who waited for less than this for a place did not wait."""
+"""A request that got a slot in less than this counts as not having waited."""
 
 _NOBODY: Mapping[str, float] = MappingProxyType({})
 _NOBODY_WAITS: Mapping[str, int] = MappingProxyType({})
@@ -80,13 +80,14 @@ _NOTHING_OFFERED: Mapping[str, Load] = MappingProxyType({})
 
 
 class Pipeline:
-    """Runs requests. One per process; what it holds of a request ends with that request.
+    """Runs requests. One per process; per-request state ends with the request.
 
     Attributes:
-        room: Where requests wait. Its `run` must run as long as requests do.
-        watch: What is seen of the backends; likewise.
-        first_tokens: Those that cannot be seen; likewise.
-        is_ending: Whether what runs is being cut, because this process ends: nobody has left.
+        room: Where requests queue. Its `run` must be running while requests are served.
+        watch: Per-backend measurements. Its `run` must be running too.
+        first_tokens: Predicts first tokens that cannot be observed. Its `run` must be running too.
+        is_ending: Whether this process is shutting down, so that a cancelled request does not mean that its
+            caller has left.
     """
 
     def __init__(
@@ -106,10 +107,10 @@ class Pipeline:
         clock: Clock,
         objections: Callable[[], Mapping[str, Objection]] = dict,
     ) -> None:
-        """Join the ports.
+        """Wire up the ports.
 
-        `policy` returns the policy in force; a request keeps the one it started with. `objections` returns
-        of backends whose machine they share with others why it does not run their model.
+        `policy` returns the current policy; a request keeps the policy it started with. `objections` returns,
+        for backends whose machine is shared by several models, why a backend is not serving at the moment.
         """
         self._policy = policy
         self._estimator = estimator
@@ -126,8 +127,8 @@ class Pipeline:
         self._running: dict[str, set[Attempt]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._newest = policy()
-        self._members_of: dict[tuple[str, ...], Mapping[str, Backend]] = {}  # under the newest, by pools
-        self._backends = dict(self._newest.backends)  # and those that were, which are given nothing more
+        self._members_of: dict[tuple[str, ...], Mapping[str, Backend]] = {}  # by pools, for the newest policy
+        self._backends = dict(self._newest.backends)  # including removed ones, which are draining
         self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
         watch.on_more(self.room.look)
@@ -135,11 +136,11 @@ class Pipeline:
         self.is_ending = False
 
     async def run(self, incoming: Incoming, downstream: Downstream, estimate: Estimate | None = None) -> None:
-        """Serve one request, to its end; `estimate`: its prompt's length, where it is known by now.
+        """Serve one request to completion. `estimate` is its prompt length, if already known.
 
         Raises:
-            GatewayError: nothing has been sent yet; its `headers` say what was decided.
-            CallerStalled, OSError: the caller is gone, or as good as: drop its connection.
+            GatewayError: nothing was sent to the caller yet; `headers` of the error describe the decision.
+            CallerStalled, OSError: the caller is gone or no longer reads; close its connection.
         """
         passage = Passage(incoming=incoming, downstream=downstream, policy=self._policy())
         try:
@@ -157,9 +158,9 @@ class Pipeline:
             self._recorder.finished(passage.record(self._clock.now()))
 
     def _note_cancelled(self, passage: Passage) -> None:
-        """Note how a request has ended that was not brought to its end: its caller has left, or we end.
+        """Record why a request was cancelled: its caller left, or this process is shutting down.
 
-        A job is given back then, and loses nothing.
+        A job interrupted by a shutdown returns to the queue, so nothing is lost.
         """
         passage.ending = Ending.LEFT
         if self.is_ending and not passage.incoming.request.is_job:
@@ -168,25 +169,25 @@ class Pipeline:
             passage.error_code = StreamBroken.code if is_begun else Draining.code
 
     def policy_changed(self) -> None:
-        """Note that another policy is in force: whoever waits is decided anew under it.
+        """Apply a new policy: queued requests are decided again, requests in flight continue.
 
-        What runs on a backend goes on. A backend that is gone is given nothing more.
+        Backends that the new policy removes receive no further requests.
         """
         kept = {name: replace(backend, drain=True) for name, backend in self._backends.items()}
         self._backends = kept | dict(self._policy().backends)
         self.room.send_on()
 
     def serving(self) -> Serving:
-        """Return what the policy in force can serve."""
+        """Return which models the current policy can serve."""
         policy = self._policy()
         names = ((one.id, *one.aliases, *one.reasoning_aliases) for one in policy.models)
         return Serving(policy.version, frozenset(chain.from_iterable(names)))
 
     def may_start(self, lane: str) -> bool:
-        """Return whether a backend for jobs of a lane is up, or could be brought in by its box."""
+        """Return whether a backend for a lane of jobs is up, or can be swapped in by its box."""
         policy, statuses, objections = self._policy(), self._fleet.statuses(), self._objections()
         traffic_class, model = class_of(policy, lane), policy.model(lane.rpartition("/")[0])
-        # What a job of a class that is gone is here is found out when it runs.
+        # If the class no longer exists here, the job finds out when it runs.
         classes = (traffic_class,) if traffic_class else model.classes if model else ()
         for name in frozenset[str]().union(*(servers(policy, one) for one in classes)):
             status = statuses.get(name, _UNKNOWN)
@@ -197,15 +198,15 @@ class Pipeline:
         return False
 
     def may_queue(self, model: str) -> bool:
-        """Return whether any class of a model serves its chats through the queue."""
+        """Return whether any class of a model queues its chats as jobs."""
         found = self._policy().model(model)
         return found is not None and any(one.queue is not None for one in found.classes)
 
     async def classified(self, incoming: Incoming) -> tuple[TrafficClass, Estimate] | None:
-        """Return the class of a request and its prompt's length; None where `run` would refuse it.
+        """Return the class and the estimate of a request; None if `run` would reject it.
 
         Raises:
-            ShedError: it cannot be counted now.
+            ShedError: its tokens cannot be counted at the moment.
         """
         policy, request = self._policy(), incoming.request
         model = policy.model(request.model)
@@ -216,7 +217,7 @@ class Pipeline:
         return None if matched is None else (matched[0], estimate)
 
     async def place_of(self, incoming: Incoming, estimate: Estimate | None = None) -> Decision:
-        """Return what would be decided about a request now; it is not run. `estimate`: see `run`.
+        """Return the decision for a request without running it. `estimate`: see `run`.
 
         Raises:
             CallerError: no backend could ever take it.
@@ -225,27 +226,27 @@ class Pipeline:
         model = deciding.model_of(policy, request.model)
         if estimate is None:
             estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
-            policy = self._policy()  # it may have changed while the prompt was counted
+            policy = self._policy()  # it may have changed while tokens were counted
             model = deciding.model_of(policy, request.model)
         decision, ticket = self._ticket(policy, model, incoming, estimate)
         self._check_fit(decision, ticket)
         return decision
 
     def sights(self, prefix_shares: Mapping[str, float] = _NOBODY) -> Mapping[str, BackendView]:
-        """Return the backends of the policy in force as a decision would see them at this moment.
+        """Return the backends of the current policy as a decision would see them now.
 
-        `prefix_shares`: per backend, the share of the conversation that was seen there.
+        `prefix_shares`: per backend, the share of the conversation that it has already processed.
         """
         return self._views(self._policy().backends, prefix_shares, self.room.line.long_waiting())
 
     def prefix_shares(self, prefixes: Prefixes) -> Mapping[str, float]:
-        """Return, per backend, the share (0..1) of a conversation that was seen there."""
+        """Return, per backend, the share (0..1) of a conversation that it has already processed."""
         return self._prefixes.held(prefixes)
 
     def abandon(self, backend_id: str, reason: str) -> None:
-        """Give up the tries on a backend that have not been answered yet, so that they move on.
+        """Abort all unanswered attempts on a backend, so that their requests are retried elsewhere.
 
-        Called when the fleet learns that it is lost (it hangs, say) while requests wait for it.
+        Called when health checks find that the backend is lost, for example because it hangs.
         """
         for attempt in tuple(self._running.get(backend_id, ())):
             attempt.give_up(reason)
@@ -259,9 +260,9 @@ class Pipeline:
             await self._place_with_comments(passage, ticket, ticket.arrived_at + silent_s)
 
     async def _place_with_comments(self, passage: Passage, ticket: Ticket, since: float) -> None:
-        """Do as `_place`, with comments to the caller from `since` (monotonic seconds) to the first token.
+        """Like `_place`, but sends SSE comments from `since` (monotonic seconds) to the first token.
 
-        Once they have begun, a failure is an event: the status is spent.
+        Once the first comment is sent, the status code is fixed and a failure becomes an SSE event.
         """
         comments = passage.keep_alive = KeepAlive(
             partial(passage.open, 200, SSE_HEADERS), passage.downstream.send
@@ -276,7 +277,7 @@ class Pipeline:
                 failure = error
                 tasks.cancel_scope.cancel()
             except OSError:
-                pass  # the caller is gone: whoever listens for that ends the request
+                pass  # the caller is gone; the downstream scope notices and cancels this request
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(comment, tasks)
@@ -293,15 +294,15 @@ class Pipeline:
             raise failure
 
     async def _place(self, passage: Passage, ticket: Ticket) -> None:
-        """Find it a place and relay the answer, on another backend as long as none has answered."""
+        """Get a slot and relay the answer; move on to other backends until one starts to answer."""
         failure: UpstreamError | None = None
-        unfit: frozenset[str] = frozenset()  # those that have answered, but not as asked
+        unfit: frozenset[str] = frozenset()  # backends that answered, but not as requested
         may_ask_again, has_waited = True, False
         while True:
             ticket = self._under_this_policy(passage, ticket)
             decision = passage.decision
             assert decision is not None
-            # What was ranked for the first try has just been ranked; later the backends stand otherwise.
+            # The ranking is fresh for the first attempt only; later the state of the backends has changed.
             ranking = None if passage.attempts or has_waited else decision.candidates
             if ranking is None or ranking.first is None:
                 self._check_fit(decision, ticket)
@@ -314,10 +315,10 @@ class Pipeline:
             except ShedError as shed:
                 if failure is None or isinstance(shed, AtCapacity):
                     raise
-                if unfit and may_ask_again:  # they are well, and dice fall differently
+                if unfit and may_ask_again:  # they are healthy, and sampling may turn out differently
                     may_ask_again, ticket = False, replace(ticket, failed=ticket.failed - unfit)
                     continue
-                # Nobody is left to ask: what the last one said is the better answer.
+                # No backend is left to try, so the last backend's failure says more than "no backend".
                 raise failure from None
             has_waited = False
             passage.admitted_at = passage.admitted_at or self._clock.now()
@@ -343,21 +344,21 @@ class Pipeline:
                 await self.room.release(ticket, slot, answered=passage.is_answered)
 
     def _waited(self, ticket: Ticket, since: float) -> Ticket:
-        """Return the ticket of a request that has waited since then."""
+        """Return the ticket with the time since `since` added to its waiting time."""
         waited_s = self._clock.now() - since
         return ticket if waited_s < AT_ONCE_S else replace(ticket, waited_s=ticket.waited_s + waited_s)
 
     # -------------------------------------------------------------- decide
 
     async def _decide(self, passage: Passage, estimate: Estimate | None) -> Ticket:
-        """Return the ticket with which the request stands in line, once it is known where it may go."""
+        """Estimate and classify a request, rank its backends, and return its ticket for the queue."""
         policy, request = passage.policy, passage.incoming.request
         model = deciding.model_of(policy, request.model)
         if estimate is None:
             estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
         passage.estimated_at = self._clock.now()
         in_force = self._policy()
-        if in_force is not policy:  # it has changed while the prompt was counted
+        if in_force is not policy:  # it changed while tokens were counted
             passage.policy = policy = in_force
             model = deciding.model_of(policy, request.model)
         passage.estimate = estimate
@@ -365,9 +366,9 @@ class Pipeline:
         return passage.ticket
 
     def _under_this_policy(self, passage: Passage, ticket: Ticket) -> Ticket:
-        """Return the ticket of a request that nobody has answered, under the policy in force.
+        """Return the ticket of an unanswered request under the current policy.
 
-        A request that this policy would refuse keeps the one that let it in.
+        A request that the current policy would reject keeps the policy under which it was accepted.
         """
         policy, decision = self._policy(), passage.decision
         if policy is ticket.policy or decision is None:
@@ -417,7 +418,7 @@ class Pipeline:
         )
 
     def _members(self, policy: Policy, traffic_class: TrafficClass) -> Mapping[str, Backend]:
-        """Return the backends of a class's pools; `policy` is the newest that was decided under."""
+        """Return the backends in the pools of a class. `policy` must be the newest one."""
         members = self._members_of.get(traffic_class.pools)
         if members is None:
             names = [name for pool in traffic_class.pools for name in policy.pools[pool].backends]
@@ -431,7 +432,7 @@ class Pipeline:
         long_waiting: Mapping[str, int] = _NOBODY_WAITS,
         offered: Mapping[str, Load] = _NOTHING_OFFERED,
     ) -> Mapping[str, BackendView]:
-        """Return backends as they stand. The line adds by itself who waits in it and what it has offered."""
+        """Return snapshots of backends. The waiting line adds its own queue and open offers to them."""
         statuses, load_of, shares_max = self._fleet.statuses(), self._ledger.load, self.watch.shares_max()
         kv_taken, objections = self._counts.kv_taken, self._objections()
         views: dict[str, BackendView] = {}
@@ -454,10 +455,10 @@ class Pipeline:
     # -------------------------------------------------------------- admit
 
     def _check_fit(self, decision: Decision, ticket: Ticket) -> None:
-        """Refuse a request that no backend of its class could ever take: it must not wait, nor be retried.
+        """Reject a request that no backend of its class could ever take: it must neither wait nor retry.
 
         Raises:
-            CallerError: which says what to change.
+            CallerError: its message says what to change.
         """
         views = self._views(ticket.policy.backends)
         refusal = deciding.refusal(ticket.policy, ticket.traffic_class, decision, views, ticket.failed)
@@ -475,7 +476,7 @@ class Pipeline:
         is_visible = request.stream and request.seqs == 1
         watch = self.watch.opened(backend, slot, ticket.demand, is_visible=is_visible)
 
-        # With several prompts, the first token of one says nothing of the others.
+        # With several prompts in a request, the first token of one says nothing about the others.
         is_seen = request.stream and request.prompts == 1
 
         async def on_answer() -> None:
@@ -484,7 +485,7 @@ class Pipeline:
             if is_seen:
                 await self._ledger.answered(slot)
 
-        if self._loop is None:  # asked for once: it takes a call of the kernel (CPython 3.11)
+        if self._loop is None:  # looked up once: it costs a system call in CPython 3.11
             self._loop = asyncio.get_running_loop()
         attempt = Attempt(passage, candidate, backend, served, self._clock, on_answer, watch, self._loop)
         running = self._running.setdefault(backend.id, set())
@@ -505,15 +506,16 @@ class Pipeline:
                 self._fleet.report(backend.id, record.outcome, record.detail)
 
     def _report(self, passage: Passage) -> None:
-        """Tell the fleet of the tries so far: another backend has answered, so these failed by themselves."""
+        """Report the failed attempts so far: since another backend answered, the request was not at fault."""
         for attempt in passage.unreported:
             self._fleet.report(attempt.backend, attempt.outcome, attempt.detail)
         passage.unreported.clear()
 
     def _judge(self, passage: Passage) -> None:
-        """Tell the fleet of what is left. Backends that all refused a request alike: it is the request.
+        """Report the remaining attempts. If all backends refused the same request, the request is at fault.
 
-        So it may be if there was only one to ask; then a request counts once, however often it is sent.
+        The same holds for a request that could be tried only once and fails again when it is repeated: it
+        counts once, however often it is sent.
         """
         left = passage.unreported
         if left and not passage.crashes and (len(left) > 1 or self._is_repeated(passage, left[0])):
@@ -532,13 +534,13 @@ class Pipeline:
         model = passage.policy.model(request.model)
         several_prompts = request.endpoint is Endpoint.COMPLETIONS and request.choices > 1
         if decision is None or model is None or passage.usage is None or several_prompts:
-            return  # the usage of several prompts is their sum, and says nothing of one
+            return  # with several prompts, usage is a sum and says nothing about a single one
         actual = passage.usage.prompt_tokens
         self._estimator.observe(request.prompt, decision.estimate, actual)
         self._drift.observe(candidate.backend, request.prompt, model.template, decision.estimate, actual)
 
     async def _end_with(self, passage: Passage, error: GatewayError, code: str) -> None:
-        """End a stream that failed after its headers."""
+        """End a stream that failed after its headers were sent."""
         with anyio.move_on_after(caller.CALLER_STALL_S) as patience:
             await passage.downstream.fail(error, code)
         if patience.cancelled_caught:

@@ -1,9 +1,9 @@
-"""The waiting line at work: requests enter, and are woken when a place is theirs.
+"""Runs the waiting line: requests enter it and are woken when a slot is theirs.
 
-The line itself (core/waiting/) decides and never waits. Here one loop asks it for its next turn whenever
-something has happened: a request came, a place was freed, a prompt was answered, a backend's state changed,
-or a time has come. It takes the places offered, atomically, and wakes whom they belong to. A request that
-waits costs an event; nobody polls.
+The line itself (core/waiting/) is pure and never blocks. A loop here asks it for the next turn whenever
+something changes: a request arrives, a slot is released, a first token comes, a backend's state changes or a
+timer fires. It acquires the offered slots atomically and wakes their requests. A queued request costs one
+event; there is no polling.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +21,11 @@ RELEASE_S = 1.0
 
 
 class PolicyChanged(Exception):
-    """Another policy is in force than when the request began to wait."""
+    """The policy has changed since the request was queued."""
 
 
 class _Waiter:
-    """Somebody who waits, and what became of it."""
+    """A queued request, and the result it is waiting for."""
 
     __slots__ = ("error", "place", "woken")
 
@@ -36,7 +36,7 @@ class _Waiter:
 
 
 class WaitingRoom:
-    """Admits requests, in the order of the line. `run` must run as long as requests do."""
+    """Admits requests in the order of the line. `run` must be running while requests are served."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class WaitingRoom:
         views: Callable[[], Mapping[str, BackendView]],
         clock: Clock,
     ) -> None:
-        """Take places on `ledger`, as `line` says; `views`: the backends as they stand, prefixes aside."""
+        """Acquire slots on `ledger` in the order of `line`; `views` returns backends without prefix shares."""
         self.line = line
         self._ledger = ledger
         self._views = views
@@ -56,30 +56,30 @@ class WaitingRoom:
         ledger.on_freed(lambda _: self.look())
 
     def look(self) -> None:
-        """Have the line looked at, if anybody waits: something has happened that may let somebody start."""
-        if self.line or self._waited_for:  # that nobody waits any more, others want to know
+        """Wake the loop if requests are queued, because a change may allow one of them to start."""
+        if self.line or self._waited_for:  # the ledger must also learn that the queue has become empty
             self._wake.set()
 
     def send_on(self) -> None:
-        """Have everybody who waits ask again, under the policy that is in force by now."""
+        """Make every queued request ask again under the current policy."""
         for waiter in self._waiters.values():
             waiter.woken.set()
 
     async def admit(
         self, ticket: Ticket, ranking: Ranking | None, *, has_waited: bool
     ) -> tuple[Candidate, Slot]:
-        """Return a candidate and the slot taken on it, as soon as it is this request's turn.
+        """Wait for this request's turn, and return a candidate with the slot acquired on it.
 
         Args:
             ticket: The request.
-            ranking: The backends, where they were ranked just now: if nobody waits and one of them has room,
-                it is this request's turn already.
-            has_waited: It was in the line before, so that nothing at its door keeps it out.
+            ranking: A fresh ranking of the backends, if there is one: with an empty queue and a free slot,
+                the request starts without queueing.
+            has_waited: Whether it was queued before, in which case it cannot be turned away on entry.
 
         Raises:
-            AtCapacity: it may not wait, or has waited as long as it may.
-            NoBackend: none that could take it is up.
-            PolicyChanged: it has to be decided anew.
+            AtCapacity: it may not wait, or has waited as long as its class allows.
+            NoBackend: no backend that could take it is up.
+            PolicyChanged: it must be decided again.
         """
         offer = None
         if ranking is not None and ranking.first is not None and not self.line:
@@ -98,33 +98,33 @@ class WaitingRoom:
                 self.look()
                 await waiter.woken.wait()
         except anyio.get_cancelled_exc_class():
-            if waiter.place is not None:  # the caller left at the very moment its turn came
+            if waiter.place is not None:  # the caller left just as its turn came
                 await self.release(ticket, waiter.place[1], answered=False)
             raise
         finally:
             del self._waiters[ticket.id]
             self.line.leave(ticket.id)
-            self.look()  # what it was offered or held back may be another's
+            self.look()  # what was offered to it or reserved for it is free again
         if waiter.place is not None:
             return waiter.place
         raise waiter.error or PolicyChanged
 
     async def release(self, ticket: Ticket, slot: Slot, *, answered: bool) -> None:
-        """Give a place back, and let the next one start; `answered`: whether a token came there."""
+        """Release a slot and let the next request start. `answered`: whether a token arrived in it."""
         if not self._ledger.release_at_once(slot):
             with anyio.move_on_after(RELEASE_S, shield=True):
                 await self._ledger.release(slot)
         self.line.released(ticket.id, slot.backend, self._clock.now(), answered=answered)
-        self.look()  # also where the ledger could not say so
+        self.look()  # needed where the ledger's own notification is not immediate
 
     async def run(self) -> None:
-        """Take turns until cancelled."""
+        """Process turns until cancelled."""
         while True:
             wake = self._wake = anyio.Event()
             turn = self.line.turn(self._clock.now(), self._views())
             for refused in turn.refused:
                 waiter = self._waiters.get(refused.id)
-                if waiter is not None and not waiter.woken.is_set():  # else it is sent on, to ask again
+                if waiter is not None and not waiter.woken.is_set():  # a woken waiter asks again by itself
                     waiter.error = _shed(refused)
                     waiter.woken.set()
             has_missed = await self._take_all(turn.offers)
@@ -134,13 +134,13 @@ class WaitingRoom:
             patience_s = None
             if turn.look_again_at is not None:
                 patience_s = max(0.0, turn.look_again_at - self._clock.now())
-            if has_missed:  # they are back in the line, of which the turn knew nothing
+            if has_missed:  # the missed ones are queued again, which this turn did not know
                 patience_s = min(MISS_PAUSE_S, inf if patience_s is None else patience_s)
             with anyio.move_on_after(patience_s):
                 await wake.wait()
 
     def _at_once(self, ticket: Ticket, first: Candidate) -> Slot | None:
-        """Take a place without a turn, where nobody waits and nobody else has to be asked for it."""
+        """Acquire a slot without queueing, if the queue is empty and no other process must be asked."""
         now = self._clock.now()
         if not self.line.may_start_at_once(ticket, now):
             return None
@@ -150,9 +150,9 @@ class WaitingRoom:
         return slot
 
     async def _take_all(self, offers: Sequence[Offer]) -> bool:
-        """Take the places offered, all at once: one after the other, a slow store would bound how many start.
+        """Acquire all offered slots concurrently; in sequence, a slow store would limit the rate of starts.
 
-        Returns whether one was gone.
+        Returns whether any slot was already gone.
         """
         if len(offers) == 1:
             return not await self._take(offers[0])
@@ -167,13 +167,13 @@ class WaitingRoom:
         return not all(taken)
 
     async def _take(self, offer: Offer) -> bool:
-        """Take the first place of an offer that is still free. Returns whether there was one."""
+        """Acquire the first free slot of an offer. Return whether there was one."""
         ticket = offer.ticket
         for candidate in offer.candidates:
             slot = await self._ledger.acquire(candidate.backend, candidate.claim, candidate.limits)
             if not isinstance(slot, Slot):
                 continue
-            if not self.line.is_offered(ticket.id):  # it left meanwhile; it may stand in the line again
+            if not self.line.is_offered(ticket.id):  # it left meanwhile, and may even be queued again
                 await self._ledger.release(slot)
                 return True
             self.line.started(ticket.id, self._clock.now())

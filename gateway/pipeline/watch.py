@@ -1,8 +1,9 @@
-"""What can be seen of each backend from outside, and what follows from it.
+"""Per-backend measurements from the gateway's side, and the limits derived from them.
 
-Per backend: the gap between chunks while it decodes (core/tpot_control.py), the share of its knee that is
-in force where its pool promises a TPOT, and what its own steps say about its knee (core/knee_estimate.py).
-All is kept in memory and grows with the number of backends alone. Per chunk one counter goes up, no more.
+For each backend: the gap between chunks while it decodes (core/tpot_control.py), the share of its knee that
+is in force if its pool promises a TPOT, and an estimate of its knee from its own steps
+(core/knee_estimate.py). All state is in memory and bounded by the number of backends. A chunk costs one
+counter increment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from gateway.pipeline.glances import Counter, Uncounted
 from gateway.ports import Clock, Ledger, Slot
 
 JUDGED_S = 120.0
-"""For how long a judgement of the share in force speaks for a gateway. The control makes one in 30 s."""
+"""How long a judgement of the current share remains valid. The control makes one every 30 s."""
 
 _JUDGEMENTS = frozenset({Move.UP, Move.DOWN, Move.DOWN_ENGINE_QUEUE, Move.HELD_IN_BAND, Move.HELD_AT_LIMIT})
 
@@ -30,18 +31,18 @@ class _Watched:
     control: TpotControl = field(default_factory=TpotControl)
     fit: StepFit = field(default_factory=StepFit)
     shapes: dict[KneeStep, ClassShape] = field(default_factory=dict)
-    judged_at: float | None = None  # when the share in force was last found right or wrong
+    judged_at: float | None = None  # when the current share was last confirmed or changed
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a backend shows.
+    """Measurements of one backend.
 
     Attributes:
-        share: Share of its knee in force, 0..1.
-        tpot_target_s: TPOT that its pools promise, or None.
-        control: Where the control stands.
-        knees: Per step of its knee curve, where the knee seems to be. Advisory.
+        share: The share of its knee in force, 0..1.
+        tpot_target_s: The TPOT promised by its pools, or None.
+        control: State of the TPOT control.
+        knees: Estimated knee per step of its knee curve. Advisory.
     """
 
     share: float
@@ -51,7 +52,7 @@ class Sight:
 
 
 class AttemptWatch:
-    """Watches one attempt. Only streams with one choice show their steps; all others count as hidden."""
+    """Observes one attempt. Only a stream with one choice reveals engine steps; all others are hidden."""
 
     __slots__ = (
         "_backend",
@@ -74,7 +75,7 @@ class AttemptWatch:
         *,
         is_visible: bool,
     ) -> None:
-        """Note that a request is being sent to `backend`, in `slot`."""
+        """Record that a request is being sent to `backend`, in `slot`."""
         self._watched = watched
         self._backend = backend
         self._demand = demand
@@ -86,29 +87,29 @@ class AttemptWatch:
         watched.meter.opened(now(), share=self._share, hidden_seqs=self._hidden_seqs)
 
     def answered(self) -> None:
-        """Note its first token."""
+        """Record the first token."""
         if not self._hidden_seqs and not self._is_answered:
             self._is_answered = True
             self._watched.meter.answered(self._now(), prompt_tokens=self._demand.prompt_tokens)
 
     def chunk(self) -> None:
-        """Note a read after the first token."""
+        """Record a read after the first token."""
         if self._is_answered:
             self._chunks += 1
             self._watched.meter.chunks += 1
 
     @property
     def counter(self) -> Counter:
-        """Where the chunks of this attempt are counted as they come, without a call for each of them."""
+        """The counter to increment per chunk, which saves a method call for each of them."""
         return self._watched.meter if self._is_answered else Uncounted()
 
     def counted(self, chunks: int) -> None:
-        """Note how many were counted there."""
+        """Record the number of chunks counted with `counter`."""
         if self._is_answered:
             self._chunks += chunks
 
     def ended(self, usage: Usage | None) -> None:
-        """Note its end; `usage` None where the answer was not complete."""
+        """Record the end of the attempt. `usage` is None if the answer was incomplete."""
         complete = usage is not None and self._is_answered and usage.completion_tokens > 1
         tokens = usage.completion_tokens - 1 if usage is not None and complete else None
         self._watched.meter.ended(
@@ -135,10 +136,10 @@ class AttemptWatch:
 
 
 class BackendWatch:
-    """Watches every backend of one gateway process. `run` must run as long as requests do."""
+    """Observes all backends of one gateway process. `run` must be running while requests are served."""
 
     def __init__(self, policy: Callable[[], Policy], ledger: Ledger, clock: Clock) -> None:
-        """Watch the backends of `policy`, whose slots are counted by `ledger`."""
+        """Observe the backends of `policy`, whose slots are counted by `ledger`."""
         self._policy = policy
         self._ledger = ledger
         self._clock = clock
@@ -146,23 +147,23 @@ class BackendWatch:
         self._watched: dict[str, _Watched] = {}
         self._elsewhere: dict[str, int] = {}
         self._seen_policy: Policy | None = None
-        self._targeted: Sequence[str] = ()  # backends of that policy that have a target
+        self._targeted: Sequence[str] = ()  # backends of that policy with a TPOT target
 
     def on_more(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called whenever a backend may be given more of its knee than before."""
+        """Register a callback for when more of a backend's knee may be used than before."""
         self._on_more.append(callback)
 
     def opened(self, backend: Backend, slot: Slot, demand: Demand, *, is_visible: bool) -> AttemptWatch:
-        """Note an attempt; `is_visible`: whether its steps can be seen."""
+        """Record the start of an attempt. `is_visible`: whether it reveals engine steps."""
         watched = self._of(backend.id)
         self._note_others(backend.id, watched)
         return AttemptWatch(watched, backend, slot, demand, self._clock.now, is_visible=is_visible)
 
     def share_max(self, backend_id: str) -> int:
-        """Return how much of a backend's knee is in force, in millionths.
+        """Return how much of a backend's knee may be used, in millionths.
 
-        The least of what the gateways that could judge it lately came to. The one that is lowest finds the
-        backend full at its share, and moves it; the others do not, and follow.
+        This is the minimum over all gateways that could judge it recently. The gateway with the lowest share
+        finds the backend full at that share and adjusts it; the others cannot judge it, and follow.
         """
         watched = self._watched.get(backend_id)
         own = WHOLE if watched is None else watched.control.share
@@ -172,7 +173,7 @@ class BackendWatch:
         return min(own, elsewhere) if self._has_judged(watched) else elsewhere
 
     def shares_max(self) -> Mapping[str, int]:
-        """Return the same for the backends that have a target, by id: of all others the whole is in force."""
+        """Return `share_max` per backend with a TPOT target. All others may use their whole knee."""
         policy = self._policy()
         if policy is not self._seen_policy:
             self._seen_policy = policy
@@ -180,17 +181,17 @@ class BackendWatch:
         return {name: self.share_max(name) for name in self._targeted}
 
     def shares(self) -> Mapping[str, int]:
-        """Return the shares that this process's own measurements lately led to, in millionths."""
+        """Return the shares that this process's recent measurements led to, in millionths."""
         return {name: one.control.share for name, one in self._watched.items() if self._has_judged(one)}
 
     def note_shares(self, elsewhere: Mapping[str, int]) -> None:
-        """Keep to the lowest shares that other gateways came to, in place of what was noted before."""
+        """Apply the lowest shares found by other gateways, replacing those noted before."""
         before, self._elsewhere = self._elsewhere, dict(elsewhere)
         if any(name not in elsewhere or elsewhere[name] > share for name, share in before.items()):
             self._more()
 
     def sights(self) -> Mapping[str, Sight]:
-        """Return what every backend shows that has had a request, by id."""
+        """Return the measurements of every backend that has served a request, by id."""
         policy = self._policy()
         return {
             name: _sight(self._watched[name], backend, policy.tpot_target_s(name), self.share_max(name))
@@ -199,13 +200,13 @@ class BackendWatch:
         }
 
     async def run(self) -> None:
-        """Look at every backend now and then, until cancelled."""
+        """Evaluate all backends periodically, until cancelled."""
         while True:
             await anyio.sleep(WINDOW_S)
             self.look()
 
     def look(self) -> None:
-        """Close the windows that can be closed, and adjust what is in force."""
+        """Close the measurement windows that are complete, and adjust the shares in force."""
         policy, now = self._policy(), self._clock.now()
         self._watched = {name: one for name, one in self._watched.items() if name in policy.backends}
         for name, watched in self._watched.items():
@@ -233,7 +234,7 @@ class BackendWatch:
         return self._clock.now() - watched.judged_at < JUDGED_S
 
     def _follow(self, backend_id: str, watched: _Watched) -> None:
-        """Take over what others found, where nothing was found here lately."""
+        """Adopt the share found by other gateways if there is no recent judgement here."""
         elsewhere = self._elsewhere.get(backend_id)
         if elsewhere is not None and not self._has_judged(watched):
             watched.control = replace(watched.control, share=elsewhere)

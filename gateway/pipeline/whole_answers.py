@@ -1,4 +1,4 @@
-"""Whole answers, decoded as far as they are looked at."""
+"""Decodes the members of a non-streamed answer that the gateway reads."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Whole(msgspec.Struct):
-    """The members of a whole answer that are looked at; msgspec skips the rest without building it."""
+    """The members that are read; msgspec skips the rest without allocating it."""
 
     error: Any = None
     detail: Any = None
@@ -24,7 +24,7 @@ _decode_whole = msgspec.json.Decoder(_Whole).decode
 
 
 def decode_answer(body: bytes) -> object:
-    """Return what a whole answer says, as far as it is looked at; None: it is not JSON, or none of ours."""
+    """Return the members of a non-streamed answer that the gateway reads; None if it is not a JSON object."""
     try:
         return msgspec.to_builtins(_decode_whole(body))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
