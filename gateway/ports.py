@@ -1,6 +1,6 @@
-"""What the pipeline needs from the outside, as Protocols. Adapters implement these; nothing else does.
+"""The pipeline's interfaces to the outside, as Protocols. They are implemented by adapters only.
 
-A port's method is documented here, once. Errors named are those of core/errors.py.
+Each port method is documented here, once. The errors named are those of core/errors.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -59,14 +59,14 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 @valueclass(frozen=True, slots=True)
 class Arrival:
-    """The first byte of a request.
+    """The arrival of a request.
 
     Attributes:
-        id: The `x-request-id` the caller gets; unguessable.
+        id: The `x-request-id` sent to the caller; unguessable.
         wall_at: Epoch seconds.
         received_at: Monotonic seconds.
-        trace: Where it belongs among traces; None where nobody asks.
-        route: The path it came to, as its template; "" for what came by no route, such as a job.
+        trace: Its place in a trace; None if tracing is off.
+        route: The template of the requested path; "" for anything without a route, such as a job.
     """
 
     id: str
@@ -77,58 +77,58 @@ class Arrival:
 
 
 class Incoming(Protocol):
-    """A request as it came in: what the gateway read of it, and the bytes it will become upstream."""
+    """A request as received: the fields that the gateway reads, and the bytes to send upstream."""
 
     @property
     def request(self) -> Request:
-        """What the gateway reads of it."""
+        """The fields that the gateway reads."""
 
     @property
     def forwarded(self) -> Headers:
-        """The few request headers that travel on (trace context); everything else stays here."""
+        """The few request headers that are forwarded (trace context); all others are not."""
 
     @property
     def arrival(self) -> Arrival:
-        """When it arrived, and the id it was given."""
+        """Its time of arrival and its id."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes it keeps in memory."""
+        """Memory it occupies, in bytes."""
 
     @property
     def dropped(self) -> Sequence[str]:
-        """Body members that were left out because they reach into the engine."""
+        """Body members that were removed because they give access to engine internals."""
 
     @property
     def usage_injected(self) -> bool:
-        """Whether `body_for` asks for a usage event that the caller did not ask for."""
+        """Whether `body_for` asks for a usage event that the caller did not request."""
 
     def member(self, name: str) -> Any:
-        """Return a member of the body, decoded; None where there is none, or where it cannot be read."""
+        """Return a body member, decoded; None if it is missing or cannot be decoded."""
 
     def body_for(self, served_model: str, changes: Changes = NO_CHANGES) -> bytes:
-        """Return the body for a backend: as sent, but for the members the gateway owns and `changes`."""
+        """Return the body for a backend: as received, except for members the gateway owns and `changes`."""
 
 
 class Clock(Protocol):
-    """Time, injected so that tests and replays own it."""
+    """Time, injected so that tests and replays can control it."""
 
     def now(self) -> float:
-        """Return monotonic seconds; only differences mean anything."""
+        """Return monotonic seconds; only differences are meaningful."""
 
     def wall(self) -> float:
         """Return seconds since the epoch."""
 
 
 class Estimator(Protocol):
-    """Counts prompts. The one implementation is gateway/tokenizer."""
+    """Counts prompt tokens. Implemented by gateway/tokenizer."""
 
     async def estimate(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
-        """Return the prompt's length, template included.
+        """Return the prompt length, including the chat template.
 
-        Small prompts are counted inline; large ones in a bounded thread pool. Never raises for what
-        the text holds. Counting stops once it is certain that the prompt exceeds `limit_tokens` (the largest
-        window of the fleet): the answer then has `CountMode.BOUND` and `tokens > limit_tokens`.
+        Small prompts are counted inline, large ones in a bounded thread pool. Never raises because of the
+        text. Counting stops as soon as the prompt certainly exceeds `limit_tokens` (the largest window of
+        the fleet); the result then has `CountMode.BOUND` and `tokens > limit_tokens`.
         """
 
     def observe(self, prompt: Prompt, estimate: Estimate, actual_tokens: int) -> None:
@@ -137,59 +137,59 @@ class Estimator(Protocol):
 
 @valueclass(frozen=True, slots=True)
 class Slot:
-    """A place on a backend, taken by `Ledger.acquire` and given back by `Ledger.release`."""
+    """A place on a backend, acquired with `Ledger.acquire` and returned with `Ledger.release`."""
 
     id: str
     backend: str
-    load: Load  # what this slot itself takes
+    load: Load  # what this slot occupies
 
 
 class Ledger(Protocol):
-    """Counts what is in flight, and is the one place where a limit is checked atomically.
+    """Counts what is in flight. The only place where limits are checked, atomically.
 
     Attributes:
-        is_local: Whether all of it happens here, so that nobody else is ever asked or told.
+        is_local: Whether all counting happens in this process, without any communication.
     """
 
     is_local: bool
 
     def load(self, backend_id: str) -> Load:
-        """Return what is in flight on a backend: a snapshot, possibly stale by the time it is read."""
+        """Return a snapshot of what is in flight on a backend, possibly stale by the time it is read."""
 
     def others(self, backend_id: str) -> Load:
-        """Return the part of `load` that other gateway processes hold, as last heard."""
+        """Return the part of `load` held by other gateway processes, as last reported."""
 
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
-        """Take a place if the backend then holds no more than `limits`; else say which counter is full.
+        """Acquire a slot if the backend then stays within `limits`; else return which counter is full.
 
-        Compared counter by counter; the check and the taking are one. Never raises for load.
+        Counters are compared one by one, atomically with the acquisition. Never raises for load.
         """
 
     def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
-        """Do as `acquire`, if nobody has to be asked. None: the backend is full, or somebody has to be."""
+        """`acquire` without communication. None: the backend is full, or communication is needed."""
 
     async def answered(self, slot: Slot) -> None:
-        """Note that a slot's request has had its first token: its prompt is work outstanding no more."""
+        """Record the first token of a slot's request: its prefill work is no longer outstanding."""
 
     async def release(self, slot: Slot) -> None:
-        """Give a place back. Releasing the same slot twice changes nothing."""
+        """Release a slot. Idempotent."""
 
     def release_at_once(self, slot: Slot) -> bool:
-        """Do as `release`, if nobody has to be told. Returns whether that is so; if not, nothing was done."""
+        """`release` without communication. Returns False, and changes nothing, if that is not possible."""
 
     def waits(self, backends: Collection[str]) -> None:
-        """Note on which backends requests wait for something to become free, in place of those noted before.
+        """Set the backends on which requests are waiting for capacity, replacing the previous set.
 
-        What becomes free there through other processes is told here at once only meanwhile.
+        Only for these backends are releases by other processes reported at once.
         """
 
     def on_freed(self, callback: Callable[[str], None]) -> None:
-        """Have `callback` called with a backend's id whenever something became free there, by anybody."""
+        """Register a callback that receives a backend's id whenever any process frees capacity there."""
 
 
 @valueclass(frozen=True, slots=True)
 class Target:
-    """Where an attempt goes: a backend, and the bytes its call is made of."""
+    """The destination of an attempt: a backend, and the parts of the request to send to it."""
 
     backend: Backend
     endpoint: Endpoint
@@ -198,106 +198,106 @@ class Target:
 
 
 Glance = Callable[[bytes, int, int], bytes | None]
-"""Returns what is to be passed on of `data[start:end]`, given the three, where a glance tells.
+"""Returns the bytes to relay for `data[start:end]` if they can be recognized without parsing.
 
-`data` itself: just those bytes. None: nothing was done.
+Returns `data` itself if those bytes are relayed unchanged, and None if they were not recognized.
 """
 
 
 class Pouring(Protocol):
-    """What makes of a backend's answer what its caller gets, while the one is poured into the other."""
+    """Transforms a backend's streamed answer into the caller's while it is relayed."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is wanted of the answer."""
+        """Whether the rest of the answer is to be ignored."""
 
     def take(self, data: bytes) -> bytes:
-        """Return what is to be passed on of some bytes as they arrived, possibly b""."""
+        """Return the bytes to relay for some received bytes, possibly b""."""
 
     @property
     def glance(self) -> Glance:
-        """What may be asked of bytes before they are taken; if it knows them, they are not."""
+        """The fast path to try before `take`; bytes that it recognizes must not be passed to `take`."""
 
     def stalled(self) -> None:
-        """Note that the caller takes no more at the moment: from now on, the time is the caller's."""
+        """Note that the caller has stopped reading: from now on, waiting is not the backend's fault."""
 
     def resumed(self) -> None:
-        """Note that it does again."""
+        """Note that the caller reads again."""
 
 
 TakeChunk = Callable[[bytes, int, int], bool]
-"""Given a whole chunk of HTTP as it was sent, and where its bytes begin and end; whether it took them."""
+"""Receives a complete HTTP chunk as sent, and the bounds of its data. Returns whether it was consumed."""
 
 
 class UpstreamResponse(Protocol):
-    """A backend's answer whose body is read piece by piece."""
+    """A backend's response with a streamed body."""
 
     @property
     def status(self) -> int:
-        """HTTP status."""
+        """HTTP status code."""
 
     @property
     def connect_s(self) -> float:
-        """Seconds until there was a connection; 0 where one was kept."""
+        """Seconds it took to connect; 0 for a kept-alive connection."""
 
     async def read(self) -> bytes:
-        """Return the next bytes as they arrived, or b"" at the end of the body.
+        """Return the next bytes received, or b"" at the end of the body.
 
         Raises:
-            UpstreamFailed: the connection broke before the body was complete.
+            UpstreamFailed: the connection broke before the end of the body.
         """
 
     async def pour(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
-        """Have `take` called with all bytes as they arrive; return when it wants no more, or at the end.
+        """Call `take` with all bytes as they arrive, until it returns False or the body ends.
 
-        `take_chunk` may be asked before that.
+        `take_chunk`, if given, may be tried first.
 
         Raises:
             UpstreamFailed: as `read`.
-            Exception: whatever `take` or `take_chunk` raises.
+            Exception: anything that `take` or `take_chunk` raises.
         """
 
     def hold(self) -> None:
-        """Call `take` no more until `go_on`, and let the backend wait."""
+        """Stop calling `take` until `go_on`, and apply backpressure to the backend."""
 
     def go_on(self) -> None:
-        """Go on after `hold`."""
+        """Continue after `hold`."""
 
 
 class Upstream(Protocol):
     """The backends' side of the relay."""
 
     def open(self, target: Target, timeouts: Timeouts) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Send a request and yield the answer once its status is known.
+        """Send a request, and yield the response once its status is known.
 
-        Leaving the block before the body's end closes the connection, which is how a backend is told
-        to stop generating. `connect_s` is enforced here; the other limits by the pipeline's cancel scope.
+        Leaving the block before the end of the body closes the connection, which tells the backend to stop
+        generating. `connect_s` is enforced here, all other limits by the pipeline.
 
         Raises:
-            UpstreamUnreachable: no connection within `connect_s`, so no byte of the request left.
-            UpstreamTimeout: the backend did not take the request in time.
+            UpstreamUnreachable: no connection within `connect_s`, so nothing was sent.
+            UpstreamTimeout: the backend did not read the request in time.
             UpstreamLost: the connection broke after the request was sent and before a status arrived.
-            UpstreamFailed: what arrived is not HTTP.
+            UpstreamFailed: the response is not HTTP.
             OutOfResources: this process has no file descriptors left.
         """
 
 
 class Downstream(Protocol):
-    """The caller's side of the relay. Cancelled, with everything it runs in, when the caller leaves."""
+    """The caller's side of the relay. It is cancelled, with all its work, when the caller disconnects."""
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Send the status and headers. After this an error can no longer be a status."""
+        """Send the status and headers. Later errors cannot change the status any more."""
 
     async def send(self, data: bytes) -> None:
-        """Send body bytes; waits while the caller is slow to read."""
+        """Send body bytes. Waits while the caller reads slowly."""
 
     async def fail(self, error: GatewayError, code: str) -> None:
-        """End a stream that has started with an error, under `code`; nothing is sent after it."""
+        """End a started stream with an error under `code`; nothing may be sent after it."""
 
     async def relay(self, response: UpstreamResponse, pouring: Pouring) -> None:
-        """Send what `pouring` makes of an answer, until it is over or the answer is.
+        """Send what `pouring` makes of a response, until either is over.
 
-        This is how whoever has nothing but `send` does it: one read after the other.
+        This default implementation needs only `send`, and relays one read at a time.
 
         Raises:
             UpstreamFailed: as `UpstreamResponse.read`.
@@ -311,58 +311,58 @@ class Downstream(Protocol):
 
 
 class Fleet(Protocol):
-    """What is known of the backends' health, and who is told how attempts went."""
+    """The health of all backends, and the sink for the outcomes of attempts."""
 
     def statuses(self) -> Mapping[str, BackendStatus]:
         """Return the status of every configured backend."""
 
     def report(self, backend_id: str, outcome: Outcome, detail: str) -> None:
-        """Tell how an attempt on a backend ended."""
+        """Report the outcome of an attempt on a backend."""
 
 
 class BoxFleet(Protocol):
-    """What a box needs to know and to say of the health of its backends."""
+    """What a box reads and changes about the health of its backends."""
 
     def statuses(self) -> Mapping[str, BackendStatus]:
         """Return the status of every configured backend."""
 
     async def wait_for(self, predicate: Callable[[Mapping[str, BackendStatus]], bool]) -> None:
-        """Return as soon as `predicate(statuses())` holds."""
+        """Wait until `predicate(statuses())` is true."""
 
     def put_out(self, backend_id: str, reason: str) -> None:
-        """Ask a backend no more, and hold its silence against it no more."""
+        """Stop probing a backend, and do not count its silence as a failure."""
 
     def await_boot(self, backend_id: str, reason: str) -> None:
-        """Ask it again: it is being started, and what was known of it is past."""
+        """Probe a backend again: it is booting, and its previous state no longer applies."""
 
 
 class Switch(Protocol):
-    """Starts and stops the models of a box. Never raises for what a machine does or does not do."""
+    """Starts and stops the models of a box. Never raises because of what a machine does."""
 
     async def is_in(self, backend_id: str) -> bool:
-        """Return whether a model is in: its server answers, and is awake."""
+        """Return whether a model is resident: its server answers and is awake."""
 
     async def start(self, backend_id: str, fence: int) -> str:
-        """Start a model, and return when that has been ordered; "" or why it could not be.
+        """Order the start of a model. Return "" or why it could not be ordered.
 
-        `fence` grows with every change of owner: a machine that can compare refuses a lower one.
+        `fence` increases with every change of ownership; a machine that can compare rejects a lower one.
         """
 
     async def stop(self, backend_id: str, fence: int) -> str:
-        """Stop a model, and return when it is out; "" or why it is not."""
+        """Stop a model and wait until it has stopped. Return "" or why it has not."""
 
     async def ask(self, backend_id: str) -> str:
-        """Ask a model its canary; "" or what is wrong with the answer."""
+        """Send a model its canary request. Return "" or what is wrong with the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """What a box's board says.
+    """The contents of a box's board.
 
     Attributes:
-        fence: Of this process's ownership; 0 where it is not the owner.
-        state: What the owner has written last; "" where nobody has.
-        others: What each other process has written beside it.
+        fence: Fencing token of this process's ownership; 0 if it is not the owner.
+        state: The state last written by the owner; "" if there is none.
+        others: The note of each other process.
     """
 
     fence: int = 0
@@ -371,86 +371,86 @@ class Board:
 
 
 class BoxBoard(Protocol):
-    """Where gateway processes agree on who owns a box, and read what it does."""
+    """Where gateway processes agree on the owner of a box, and share its state."""
 
     async def sync(self, box_id: str, *, fence: int, state: str, note: str) -> Board | None:
-        """Become the owner where there is none, stay it, write and read. None: the store is away.
+        """Acquire or renew ownership, write, and read. Returns None if the store is unreachable.
 
-        `state` is written only by the owner of `fence`, `note` by everybody, for a while. An owner that does
-        not come back within the lease's life is one no more.
+        `state` is written only by the owner that holds `fence`; `note` by every process, with an expiry. An
+        owner that does not return before its lease expires loses the ownership.
         """
 
     async def leave(self, box_id: str) -> None:
-        """Give the box up, so that another takes it at once."""
+        """Release the ownership, so that another process can take over at once."""
 
 
 class SharedHealth(Protocol):
-    """What gateways tell each other of backends; beside `Fleet`, which they all have."""
+    """Health information shared between gateways, in addition to `Fleet`."""
 
     def attempts(self) -> Mapping[str, Attempts]:
-        """Return, per backend that had any, the requests of this process that spoke for or against it."""
+        """Return this process's successes and failures per backend that had any."""
 
     def verdicts(self) -> Mapping[str, Verdict]:
-        """Return, per backend that has one, the verdict that this process's own requests led to."""
+        """Return this process's verdicts on backends, derived from its own requests."""
 
     def hear(self, backend_id: str, told: Heard | Elsewhere) -> None:
-        """Take in what another gateway tells of a backend. One that is not configured here is ignored."""
+        """Apply another gateway's report on a backend. Backends that are not configured are ignored."""
 
 
 class SharedLearning(Protocol):
-    """What gateways tell each other of counting prompts; beside `Estimator`."""
+    """Learned token ratios shared between gateways, in addition to `Estimator`."""
 
     def learned(self) -> Learned:
-        """Return what this process's own answers taught."""
+        """Return what was learned from this process's own answers."""
 
     def note_learned(self, elsewhere: Learned) -> None:
-        """Use what the answers of all other gateways taught, in place of what was noted before."""
+        """Apply what all other gateways have learned, replacing what was noted before."""
 
 
 class PrefixIndex(Protocol):
-    """Remembers which backends hold which conversation prefixes."""
+    """Remembers which backends have cached which conversation prefixes."""
 
     def held(self, prefixes: Prefixes) -> Mapping[str, float]:
-        """Return, per backend id, the share (0..1) of this conversation's bytes it has seen before."""
+        """Return, per backend id, the share (0..1) of this conversation's bytes that it has cached."""
 
     def remember(self, prefixes: Prefixes, backend_id: str) -> None:
-        """Note that a backend now holds these prefixes."""
+        """Record that a backend now has these prefixes cached."""
 
 
 class JobStore(Protocol):
-    """Keeps jobs and their answers. Every method raises StoreUnavailable when the store does not answer.
+    """Stores jobs and their answers. All methods raise StoreUnavailable if the store does not respond.
 
-    What is accepted is kept: `submit` returns once it is written. Every method may be repeated.
+    `submit` returns once the job is durable. All methods are idempotent.
     """
 
     async def submit(
         self, job: NewJob, quota: Quota, idempotency: Idempotency | None = None
     ) -> Job | Refusal:
-        """Accept a job, or say why not. With the same idempotency key: the job accepted first."""
+        """Accept a job, or return why not. A repeated idempotency key returns the job accepted first."""
 
     async def get(self, job_id: str) -> Job | None:
-        """Return a job, or None for one that was never accepted, was deleted, or whose time is over."""
+        """Return a job; None if it was never accepted, was deleted, or has expired."""
 
     async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
-        """Return chunks of a job's answer from number `start` on, as many as there are, up to `limit`."""
+        """Return up to `limit` chunks of a job's answer, from number `start` on."""
 
     async def all_chunks(self, job_id: str) -> Sequence[Chunk]:
         """Return all chunks of a job's answer."""
 
     async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> None:
-        """Return when a job has more chunks than `chunks`, or another status than `status` (None: than when
-        this was called), or is final or gone; after `wait_s` anyway."""
+        """Wait until a job has more chunks than `chunks`, a status other than `status` (None: its status at
+        the time of the call), is final or is gone; at most `wait_s`."""
 
     async def cancel(self, job_id: str) -> Job | None:
-        """Make a job CANCELLED unless it is final. Its worker is told."""
+        """Cancel a job unless it is final, and notify its worker."""
 
     async def delete(self, job_id: str) -> bool:
-        """Forget a job and its answer, cancelling it if it runs. Returns whether there was one."""
+        """Delete a job and its answer, cancelling it if it is running. Return whether it existed."""
 
     async def retry(self, job_id: str) -> Job | None:
-        """Queue a FAILED or CANCELLED job again, from the start; the operator's exception to the rule.
+        """Queue a FAILED or CANCELLED job again, from the start; only operators may do this.
 
-        What there was of its answer is forgotten, and it expires no more.
+        Its partial answer is discarded, and it no longer expires.
         """
 
     async def find(
@@ -461,21 +461,21 @@ class JobStore(Protocol):
         lane: str | None = None,
         limit: int = 100,
     ) -> Sequence[Job]:
-        """Return jobs, newest first; `key`: only this API key's. Without their bodies and facts."""
+        """Return jobs, newest first, without bodies and facts. `key`: only those of this API key."""
 
     async def lanes(self) -> Sequence[Lane]:
-        """Return every lane that has jobs, queued or in progress."""
+        """Return every lane with jobs that are queued or in progress."""
 
     async def totals(self) -> Mapping[tuple[str, str], int]:
-        """Return how many jobs have ever ended, per (lane, outcome), whoever ended them.
+        """Return the total number of ended jobs per (lane, outcome), over all processes.
 
-        Outcomes as in `core.jobs.JobOutcome`; one that has not been there is left out.
+        Outcomes as in `core.jobs.JobOutcome`; those that have not occurred are missing.
         """
 
     async def drain(self, is_drained: bool | None = None) -> float | None:
-        """Hand out no more jobs, to no worker, until this is called with False; they are accepted as ever.
+        """Pause the queue (True): jobs are accepted, but not handed to workers until resumed (False).
 
-        Returns since when none is handed out, in epoch seconds, or None. None as argument: only ask.
+        Returns since when the queue has been paused, in epoch seconds, or None. With None it only asks.
         """
 
     # ------------------------------------------------------------ workers
@@ -483,41 +483,41 @@ class JobStore(Protocol):
     async def claim(
         self, worker: str, lanes: Collection[str] | None, attempts_max: int, config: str = ""
     ) -> Job | None:
-        """Take the next job of these lanes (None: of any), or None where nothing is to be done.
+        """Claim the next job of these lanes (None: of any lane); None if there is none.
 
-        One that was refused under the worker's configuration `config` is left to others; see `refuse`.
+        A job that was refused under the worker's configuration `config` is left to others; see `refuse`.
 
-        A worker asks once at a time. Where it does not know whether it got a job (StoreUnavailable), the next
-        call returns that one.
+        A worker must not call this concurrently. If a call raised StoreUnavailable, so that the worker does
+        not know whether it got a job, the next call returns that job.
 
-        A job whose worker has not been heard of for a while is taken over, which counts as a failure. One
-        that has failed `attempts_max` times is made FAILED (`job_poisoned`) instead, and one that is by now
-        worthless FAILED (`job_expired`).
+        A job whose worker has missed its heartbeats is claimed again, which counts as a failed attempt. A
+        job with `attempts_max` failures becomes FAILED (`job_poisoned`) instead, and one that has passed
+        its deadline FAILED (`job_expired`).
         """
 
     async def beat(
         self, worker: str, claims: Collection[tuple[str, int]], serving: Serving | None = None
     ) -> Collection[str]:
-        """Say that `worker` still has these (job id, attempt), and what it can run from now on.
+        """Renew the claims of `worker`, pairs of (job id, attempt), and announce what it can run.
 
-        Returns the ids of those it has lost. What it can run is remembered for ten minutes after that.
+        Returns the ids of jobs it has lost. The announcement expires after ten minutes.
         """
 
     async def is_served_elsewhere(self, model: str, config: str) -> bool:
-        """Return whether workers with another configuration than `config` say that they have a model."""
+        """Return whether workers with a configuration other than `config` announce a model."""
 
-    # `claim`, as in `Job`, tells an attempt from one of the same number that the store has forgotten.
+    # `claim`, as in `Job`, distinguishes an attempt from one of the same number that the store has forgotten.
 
     async def append(self, job_id: str, attempt: int, chunk: Chunk, claim: str = "") -> bool:
-        """Add a chunk to an answer; one whose number is there already changes nothing.
+        """Append a chunk to an answer. A chunk with a known number changes nothing.
 
-        False: this attempt no longer has the job.
+        False: this attempt no longer holds the job.
         """
 
     async def finish(
         self, job_id: str, attempt: int, status: JobStatus, error: JobError | None = None, claim: str = ""
     ) -> bool:
-        """Make a job final. False: this attempt no longer has it, and nothing changed."""
+        """Make a job final. False: this attempt no longer holds it, and nothing changed."""
 
     async def give_back(
         self,
@@ -529,11 +529,11 @@ class JobStore(Protocol):
         attempts_max: int | None = None,
         claim: str = "",
     ) -> bool:
-        """Queue a job again, at the front, not before `after_s`; `failed`: count it as a failure of the job.
+        """Return a job to the front of the queue, not to start before `after_s`. `failed`: count a failure.
 
-        One that has failed `attempts_max` times then (None: any number) is made FAILED (`job_poisoned`).
+        A job that then has `attempts_max` failures (None: no limit) becomes FAILED (`job_poisoned`).
 
-        False: this attempt no longer has it.
+        False: this attempt no longer holds it.
         """
 
     async def refuse(
@@ -547,90 +547,89 @@ class JobStore(Protocol):
         after_s: float,
         claim: str = "",
     ) -> Refused | None:
-        """Give a job back that this process's configuration does not let it run.
+        """Return a job that this process's configuration cannot run.
 
-        It is LEFT to workers that have its model under a configuration that has not refused it. Where there
-        are none, it counts as a failure of the job, which rests for `after_s`; the last one ends it with
-        `error`. None: this attempt no longer has it.
+        It is LEFT to workers that serve its model under a configuration that has not refused it. If there
+        are none, this counts as a failure and the job rests for `after_s`; the last failure ends it with
+        `error`. None: this attempt no longer holds it.
         """
 
     async def waiting(self, wait_s: float) -> Collection[tuple[str, int]]:
-        """Return when there may be something to claim, or when somebody's claim has ended by another hand
-        (the job was cancelled, deleted, taken over); at the latest after `wait_s`.
+        """Wait until there may be a job to claim, or another process has ended a claim (the job was
+        cancelled, deleted or taken over); at most `wait_s`.
 
-        Returns such claims, (job id, attempt), as far as they were heard of. `beat` tells of all.
+        Returns the ended claims, pairs of (job id, attempt), as far as known. `beat` reports all of them.
         """
 
 
 class FileStore(Protocol):
-    """Keeps callers' files, in pieces. Every method raises StoreUnavailable when the store does not answer.
+    """Stores callers' files in pieces. All methods raise StoreUnavailable if the store does not respond.
 
-    Every method may be repeated. What is not whole is seen by nobody, and forgotten after a while.
+    All methods are idempotent. Incomplete files are invisible, and expire after a while.
     """
 
     async def write(self, file: NewFile, at: int, data: bytes, bytes_max: int) -> FileRefusal | None:
-        """Put data at offset `at`, behind what there is; the first data make the file.
+        """Write data at offset `at`, the current end of the file; the first write creates the file.
 
-        TOO_MANY_BYTES: the files of its API key would have more than `bytes_max` together.
+        TOO_MANY_BYTES: the files of its API key would exceed `bytes_max` in total.
         """
 
     async def close(self, file: NewFile, keep_s: float) -> StoredFile:
-        """Make a file whole, to be kept for so long from now."""
+        """Complete a file, to be kept for `keep_s` from now."""
 
     async def get(self, file_id: str) -> StoredFile | None:
-        """Return a file, or None for one that was never whole, was deleted, or has expired."""
+        """Return a file; None if it was never completed, was deleted, or has expired."""
 
     async def page(
         self, key: str | None, *, after: str | None, ascending: bool, purpose: str | None, limit: int
     ) -> Sequence[StoredFile] | None:
-        """Return files of an API key in the order of their uploads, behind the file `after`.
+        """Return files of an API key in the order of their upload, starting behind the file `after`.
 
-        None: there is no such file to go on behind.
+        None: the file `after` does not exist.
         """
 
     async def read(self, file_id: str, offset: int) -> bytes:
-        """Return bytes of a file from `offset` on, up to a piece's end; b"" at its end, or if it is gone."""
+        """Return bytes of a file from `offset` up to the end of a piece; b"" at its end, or if it is gone."""
 
     async def delete(self, file_id: str) -> bool | FileRefusal:
-        """Forget a file. False: there is none. IN_USE: a batch reads it."""
+        """Delete a file. False: it does not exist. IN_USE: a batch is reading it."""
 
     async def aclose(self) -> None:
-        """Close every connection. Raises nothing."""
+        """Close all connections. Never raises."""
 
 
 class BatchStore(Protocol):
-    """Keeps batches. Every method raises StoreUnavailable when the store does not answer.
+    """Stores batches. All methods raise StoreUnavailable if the store does not respond.
 
-    Every method may be repeated. Those that name a claim raise BatchLost where another has taken the batch,
-    or it is over, or the store knows nothing of the claim's last line; and they tell the others that it is
-    being worked at.
+    All methods are idempotent. Those that take a claim raise BatchLost if another runner has the batch, the
+    batch is over, or the store has lost the claim's last line; otherwise they renew the claim.
     """
 
     async def create(self, batch: Batch, idempotency: Idempotency | None = None) -> Batch | BatchRefusal:
-        """Accept a batch, or say why not. Under an idempotency key used before it is the one of then."""
+        """Accept a batch, or return why not. A repeated idempotency key returns the batch accepted first."""
 
     async def get(self, batch_id: str) -> Batch | None:
-        """Return a batch, or None for one that there is not."""
+        """Return a batch, or None if it does not exist."""
 
     async def page(self, key: str | None, *, after: str | None, limit: int) -> Sequence[Batch] | None:
-        """Return batches of an API key, newest first, behind the batch `after`.
+        """Return batches of an API key, newest first, starting behind the batch `after`.
 
-        None: there is no such batch to go on behind.
+        None: the batch `after` does not exist.
         """
 
     async def cancel(self, batch_id: str) -> Batch | None:
-        """Have a batch cancelled, unless it is over or about to be. Return it as it is then."""
+        """Cancel a batch unless it is over or ending. Return the batch with its new status."""
 
     # ------------------------------------------------------------ runners
 
     async def take(self, runner: str) -> BatchClaim | None:
-        """Take the oldest batch that nobody works at, or None."""
+        """Claim the oldest batch without a runner; None if there is none."""
 
     async def look(self, claim: BatchClaim) -> BatchSight:
-        """Return how a batch stands."""
+        """Return the current state of a batch."""
 
     async def running(self, batch_id: str) -> Sequence[RunningLine]:
-        """Return the lines that are jobs, ended or not."""
+        """Return the lines that have become jobs, ended or not."""
 
     async def move(
         self,
@@ -641,129 +640,129 @@ class BatchStore(Protocol):
         total: int | None = None,
         errors: Sequence[BatchLineError] = (),
     ) -> bool:
-        """Give a batch that is in one status another. False: it is not, or has lines that are jobs yet."""
+        """Change a batch's status from `old` to `new`. False: its status is not `old`, or jobs remain."""
 
     async def submit(
         self, claim: BatchClaim, line: RunningLine, offset: int, job: NewJob, quota: Quota
     ) -> bool:
-        """Hand a line over as a job; the next one begins at `offset`.
+        """Submit a line as a job; the next line begins at `offset`.
 
-        False: the lines of its API key that are jobs are as many, or hold as many bytes, as they may.
+        False: the jobs of its API key have reached their maximum number or size.
         """
 
     async def write(self, claim: BatchClaim, number: int, offset: int, count: int, lines: bytes) -> None:
-        """Write into the error file what became of the next `count` lines, up to `number`, without a job."""
+        """Append the results of `count` lines that never became jobs, up to `number`, to the error file."""
 
     async def collect(self, claim: BatchClaim, job_id: str, line: bytes, *, is_answer: bool) -> None:
-        """Write into the output or the error file what became of a line, and forget its job.
+        """Append a line's result to the output or the error file, and delete its job.
 
-        A job that has not ended is left alone, and the line not written.
+        Does nothing if the job has not ended.
         """
 
     async def release(self, claim: BatchClaim) -> None:
-        """Let another take a batch at once."""
+        """Release a batch to other runners at once."""
 
     async def aclose(self) -> None:
-        """Close every connection. Raises nothing."""
+        """Close all connections. Never raises."""
 
 
 class PromiseStore(Protocol):
-    """Keeps what became of idempotency keys. Every method raises StoreUnavailable when it does not answer.
+    """Stores answers by idempotency key. All methods raise StoreUnavailable if the store does not respond.
 
-    What runs is marked, with a lease; a mark that is not renewed in time is gone. All answers of an owner are
-    bounded in bytes: what would expire first goes first.
+    A running request holds its key with a lease, which expires unless renewed. The answers of one owner are
+    bounded in bytes; those that expire first are evicted first.
     """
 
     async def begin(self, promise: Promise, lease_s: float) -> bytes | Standing:
-        """Mark a key as running (BEGUN), or return the answer that is kept under it, or why neither."""
+        """Acquire a key (BEGUN), or return the answer stored under it, or why neither is possible."""
 
     async def renew(self, promise: Promise, lease_s: float) -> bool:
-        """Renew a runner's mark. False: the key is another's by now."""
+        """Renew the lease on a key. False: another runner has the key."""
 
     async def keep(self, promise: Promise, answer: bytes, ttl_s: float) -> bool:
-        """Keep the answer, and end the mark. False: the key is another's by now, or the answer too large."""
+        """Store the answer and release the key. False: another has the key, or the answer is too large."""
 
     async def free(self, promise: Promise) -> None:
-        """End a runner's mark, so that the next one begins anew. Nothing, if it is not this runner's."""
+        """Release a key, so that the next request runs again. Does nothing if another runner has the key."""
 
     async def aclose(self) -> None:
-        """Close every connection. Raises nothing."""
+        """Close all connections. Never raises."""
 
 
 class WebhookStore(Protocol):
-    """Keeps events and their deliveries. Every method raises StoreUnavailable when the store does not answer.
+    """Stores events and their deliveries. All methods raise StoreUnavailable if the store does not respond.
 
-    Every method may be repeated. What has been claimed and is not settled in time is due again.
+    All methods are idempotent. A claimed delivery that is not settled in time is due again.
     """
 
     async def events(self, limit: int) -> Sequence[WebhookEvent]:
-        """Return events that are not handed on yet, oldest first; and say that there are endpoints."""
+        """Return events without deliveries, oldest first, and announce that endpoints are configured."""
 
     async def hearers(self, endpoints: Iterable[WebhookEndpoint]) -> Sequence[WebhookEndpoint]:
-        """Say that this process has these endpoints, and return those of all processes.
+        """Announce this process's endpoints, and return those of all processes.
 
-        One is remembered for an hour. Of another process's it is only known what they hear of, not where
-        they are.
+        An announcement expires after an hour. Of other processes' endpoints only the subscribed events are
+        known, not the URLs.
         """
 
     async def hand_on(
         self, event: WebhookEvent, endpoints: Iterable[WebhookEndpoint]
     ) -> Sequence[WebhookEndpoint]:
-        """Make an event into a delivery per endpoint, due now. One that is handed on already is left alone.
+        """Create a delivery per endpoint for an event, due now. Does nothing if that was done before.
 
-        Returns the endpoints that do not get it because too much waits for them.
+        Returns the endpoints left out because too many deliveries are pending for them.
         """
 
     async def claim(self, room: Mapping[str, int]) -> Sequence[Delivery]:
-        """Take deliveries that are due, as many per endpoint, by name, as there is room for."""
+        """Claim due deliveries: for each endpoint, by name, at most as many as there is room for."""
 
     async def end(self, delivery: Delivery) -> None:
-        """Forget a delivery: it was made, or is given up."""
+        """Delete a delivery that was made or given up."""
 
     async def again(self, delivery: Delivery, wait_s: float) -> None:
-        """Count a failure of a delivery, and have it due after `wait_s`. Nothing, if it is claimed anew."""
+        """Count a failed delivery, due again after `wait_s`. Does nothing if it was claimed again."""
 
     async def pending(self, endpoints: Sequence[str]) -> Mapping[str, int]:
-        """Return how many deliveries wait for each endpoint, or are under way to it."""
+        """Return the number of deliveries per endpoint that are pending or in progress."""
 
     async def aclose(self) -> None:
-        """Close every connection. Raises nothing."""
+        """Close all connections. Never raises."""
 
 
 class Recorder(Protocol):
-    """Takes note of what happened. Never raises, never blocks."""
+    """Records what happened. Never raises, never blocks."""
 
     def attempt(self, record: AttemptRecord) -> None:
-        """Note one attempt on one backend."""
+        """Record an attempt on a backend."""
 
     def finished(self, record: RequestRecord) -> None:
-        """Note a request that ended, however it ended."""
+        """Record the end of a request, whatever its outcome."""
 
 
 class ResponseStore(Protocol):
-    """Keeps responses for the callers they belong to, as bytes, for a time.
+    """Stores responses as bytes, per owner, with an expiry.
 
-    An owner is the name of an API key, or None where no keys are configured; what one owner has kept is
-    nothing to another. All an owner has is bounded in bytes: what would expire first goes first.
+    An owner is the name of an API key, or None without API keys. Owners cannot see each other's responses.
+    The responses of one owner are bounded in bytes; those that expire first are evicted first.
     """
 
     async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
-        """Keep a record under an id, in place of what was there. False: it is larger than may be kept.
+        """Store a record under an id, replacing any previous one. False: it is too large.
 
         Raises:
-            StoreUnavailable: the store does not answer. Whether the record is kept is not known.
+            StoreUnavailable: the store does not respond. The record may or may not have been stored.
         """
 
     async def get(self, owner: str | None, id: str) -> bytes | None:
-        """Return the record of that id, or None if this owner has none.
+        """Return the record with that id; None if this owner has none.
 
         Raises:
-            StoreUnavailable: the store does not answer.
+            StoreUnavailable: the store does not respond.
         """
 
     async def delete(self, owner: str | None, id: str) -> bool:
-        """Forget a record. False: this owner has none of that id.
+        """Delete a record. False: this owner has none with that id.
 
         Raises:
-            StoreUnavailable: the store does not answer.
+            StoreUnavailable: the store does not respond.
         """

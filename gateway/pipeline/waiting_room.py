@@ -45,7 +45,7 @@ class WaitingRoom:
         views: Callable[[], Mapping[str, BackendView]],
         clock: Clock,
     ) -> None:
-        """Acquire slots on `ledger` in the order of `line`; `views` returns backends without prefix shares."""
+        """Acquire slots on `ledger` as `line` orders; `views` returns backends without prefix shares."""
         self.line = line
         self._ledger = ledger
         self._views = views
