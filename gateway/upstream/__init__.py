@@ -1,1 +1,1 @@
-"""The backends' side: httpx's only home."""
+"""The upstream side. The only package that imports httpx."""

@@ -1,8 +1,8 @@
-"""Opens a backend's answer, over httpx: the reference that direct.py, which serves, is held to by tests.
+"""Opens a backend's answer over httpx: the reference implementation whose tests direct.py must also pass.
 
-One client, with a connection pool of its own, per backend: pools do not compete, TLS settings and keys do
-not mix, and httpx's pool stays small enough to be quick. None of httpx's defaults is in force: they would
-time out a read after 5 s and hold 100 connections at most.
+One httpx client and pool per backend: pools do not compete, TLS settings and keys are separate, and httpx's
+pools stay small enough to be fast. httpx's defaults are overridden: they would time out a read after 5 s and
+limit the pool to 100 connections.
 """
 
 import errno
@@ -30,7 +30,7 @@ from gateway.upstream.transport import Transport, causes
 from gateway.upstream.ways import Way, Ways
 
 WRITE_S = 60.0
-"""A backend that takes no byte of the body for this long is not reading it."""
+"""A backend that reads no byte of the body for this long is considered stuck."""
 
 _USER_AGENT = f"gemma-gateway/{__version__}"
 
@@ -69,13 +69,13 @@ class HttpxUpstream(Ways["_HttpxWay"]):
                 raise UpstreamFailed(ways.ENCODED)
             yield _Response(response)
         finally:
-            # Leaving early closes the connection, which stops the engine's work.
+            # Closing the connection early tells the engine to stop generating.
             with anyio.move_on_after(ways.CLOSE_S, shield=True):
                 await response.aclose()
 
 
 class _HttpxWay(Way):
-    """A client, with a pool of its own, per backend."""
+    """The httpx client of one backend, with its own pool."""
 
     def __init__(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> None:
         super().__init__(url, secret, verify)
@@ -86,7 +86,7 @@ class _HttpxWay(Way):
             base_url=url,
             headers=headers,
             transport=Transport(
-                # A context of certificates takes 20 ms to load: only where there is something to verify.
+                # Loading certificates takes 20 ms: do it only if there is something to verify.
                 verify=verify if url.startswith("https:") else False,
                 limits=httpx.Limits(
                     max_connections=None, max_keepalive_connections=None, keepalive_expiry=ways.KEEPALIVE_S
@@ -118,7 +118,7 @@ class _Response:
 
     @property
     def connect_s(self) -> float:
-        """See `ports.UpstreamResponse.connect_s`. httpx does not tell."""
+        """See `ports.UpstreamResponse.connect_s`. httpx does not report it."""
         return 0.0
 
     async def read(self) -> bytes:
@@ -132,7 +132,7 @@ class _Response:
         return b""
 
     async def pour(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
-        """See `ports.UpstreamResponse.pour`. Nothing is known of chunks here."""
+        """See `ports.UpstreamResponse.pour`. httpx hides chunk boundaries."""
         while data := await self.read():
             if self._held is not None:
                 await self._held.wait()
@@ -157,15 +157,15 @@ async def _send(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Resp
     except _StaleConnection as error:
         if monotonic() - since >= ways.STALE_S:
             raise UpstreamLost("The connection to the backend broke before it answered.") from error
-        # It was kept, and the backend closed it at this very moment, before it read the request.
+        # A kept-alive connection that the backend closed just then, before reading the request.
     try:
         return await _send_once(client, request)
-    except (_StaleConnection, UpstreamUnreachable) as error:  # gone: it may have read it, and died of it
+    except (_StaleConnection, UpstreamUnreachable) as error:  # it may have been read, and crashed the engine
         raise UpstreamLost("The backend closed the connection without an answer.") from error
 
 
 class _StaleConnection(Exception):
-    """A kept connection turned out to be closed."""
+    """A kept-alive connection was already closed."""
 
 
 async def _send_once(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
@@ -195,7 +195,7 @@ async def _send_once(client: httpx.AsyncClient, request: httpx.Request) -> httpx
 
 
 def _is_exhaustion(error: BaseException) -> bool:
-    """Return whether an error comes of a lack of file descriptors here, and not of the backend."""
+    """Return whether an error was caused by a lack of file descriptors here rather than by the backend."""
     return any(
         isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE) for cause in causes(error)
     )

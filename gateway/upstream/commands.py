@@ -1,7 +1,7 @@
-"""Runs an operator's command: bounded in time, its output in the log, without a shell unless asked for.
+"""Runs an operator's command: with a timeout, its output in the log, without a shell unless requested.
 
-A command goes on in a session of its own. Its output goes to a file that nobody else sees: where it
-starts a server that forgets to let go of its output, nothing waits for that, and nothing breaks it.
+A command runs in its own session. Its output goes to an unlinked file, so a server that it starts and that
+keeps its output open neither blocks anything nor is affected.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from gateway.events import about
 log = logging.getLogger("gateway.boxes")
 
 OUTPUT_BYTES_MAX = 4_000
-"""Of what a command writes, this much is logged."""
+"""Maximum bytes of a command's output that are logged."""
 
 LOOK_S = 0.05
-"""Between two looks at whether a command has ended."""
+"""Interval for checking whether a command has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class Command:
     """A command.
 
     Attributes:
-        words: The program and its arguments; with `shell`, one text for /bin/sh.
-        shell: Whether a shell runs it.
-        timeout_s: How long it may take.
-        dies_with_us: Whether it is killed when whoever waits for it is cancelled.
+        words: The program and its arguments; with `shell`, a single text for /bin/sh.
+        shell: Whether to run it in a shell.
+        timeout_s: Time limit.
+        dies_with_us: Whether to kill it if the task that waits for it is cancelled.
     """
 
     words: Sequence[str]
@@ -45,12 +45,12 @@ class Command:
 
 
 async def run(command: Command, environ: Mapping[str, str]) -> str:
-    """Run a command to its end. Returns "", or why it failed: one line, with the last it wrote."""
+    """Run a command to its end. Return "", or why it failed: one line with the end of its output."""
     try:
         with tempfile.TemporaryFile() as output:
             failure = await _ended(command, _started(command, environ, output))
             said = _said(output)
-    except OSError as error:  # no such program, no more processes, no space left
+    except OSError as error:  # no such program, no more processes, no disk space
         return f"{command.words[0]}: {error.strerror or error}"
     for line in said:
         program = "sh" if command.shell else command.words[0]
@@ -59,7 +59,7 @@ async def run(command: Command, environ: Mapping[str, str]) -> str:
 
 
 async def _ended(command: Command, process: "subprocess.Popen[bytes]") -> str:
-    """Return how a process has ended; one that takes too long is killed."""
+    """Return how a process ended; kill it if it exceeds its time limit."""
     try:
         with anyio.move_on_after(command.timeout_s):
             while process.poll() is None:  # noqa: ASYNC110 - asyncio kills what it does not wait for
@@ -68,7 +68,7 @@ async def _ended(command: Command, process: "subprocess.Popen[bytes]") -> str:
         if command.dies_with_us:
             _kill(process)
         else:
-            process.returncode = 0  # left to finish: nobody here will hear of its end
+            process.returncode = 0  # left running: its exit status is of no interest
         raise
     if process.returncode is None:
         _kill(process)
@@ -89,7 +89,7 @@ def _started(command: Command, environ: Mapping[str, str], output: IO[bytes]) ->
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """End a command and all that it has started and not let go of."""
+    """Kill a command and all its child processes in the same session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,12 +1,12 @@
-"""Opens a backend's answer: a small HTTP/1.1 client on httptools, for the one kind of call there is.
+"""A minimal HTTP/1.1 client on httptools, for the one kind of call the gateway makes to engines.
 
-A general client costs more than everything else that a gateway does with a request: it builds a request, a
-URL and headers as objects, and asks a pool that looks at each of its connections. Here a call is a head made
-of bytes that are the same each time, a connection from the end of a list, and a parser. httpx serves as the
-reference (client.py): both pass the same tests.
+A general-purpose client costs more than everything else the gateway does for a request: it builds request,
+URL and header objects, and asks a pool that scans all of its connections. Here a call is a head made of
+prebuilt bytes, the last connection of a list, and a parser. client.py, over httpx, is the reference: both
+pass the same tests.
 
-What a call needs, and no more: one POST, a body in one piece, an answer that is read as it comes. Redirects
-are answers. Nothing is decompressed: nothing compressed is asked for.
+It supports exactly what a call needs: one POST with a complete body, and an answer that is read as it
+arrives. Redirects are returned as answers. Nothing is decompressed, since compression is not requested.
 """
 
 import asyncio
@@ -36,20 +36,20 @@ from gateway.upstream import ways
 from gateway.upstream.ways import Way, Ways
 
 WRITE_S = 60.0
-"""A backend that takes no byte of the body for this long is not reading it."""
+"""A backend that reads no byte of the body for this long is considered stuck."""
 
 HEAD_BYTES_MAX = 64 * 1024
-"""A longer response head is none of an engine's."""
+"""No engine sends a longer response head."""
 
 BUFFERED_BYTES_MAX = 256 * 1024
-"""Bytes of an answer that may wait to be read; above it the backend waits."""
+"""Bytes of an answer that may be buffered; above this, reading is paused (backpressure)."""
 
 APART_BYTES = 64 * 1024
-"""A body from this size on is not copied behind its head."""
+"""A body of at least this size is written separately from its head, which saves a copy."""
 
 
 def _opening(size: int) -> bytes:
-    """Return the line that a chunk of `size` bytes in all begins with; a line break if there is no such."""
+    """Return the size line of a chunk of `size` bytes in total; a line break if no such chunk exists."""
     for digits in range(1, 4):
         line = b"%x\r\n" % (size - digits - 4) if size > digits + 4 else b""
         if len(line) == digits + 2:
@@ -74,7 +74,7 @@ class DirectUpstream(Ways["_DirectWay"]):
         return _Call(self, target, timeouts)
 
     async def begin(self, target: Target, connect_s: float) -> "tuple[_DirectWay, _Connection]":
-        """Send a request. Return the way it went and the connection its answer comes on."""
+        """Send a request. Return the client it was sent by and the connection on which the answer arrives."""
         way = self._take(target.backend)
         try:
             return way, await way.ask(way.head_of(target), target.body, connect_s)
@@ -83,11 +83,11 @@ class DirectUpstream(Ways["_DirectWay"]):
             raise
 
     async def end(self, way: "_DirectWay", connection: "_Connection") -> None:
-        """Keep the connection for another call, if its answer has come to its end."""
+        """Return the connection to the pool if its answer is complete; close it otherwise."""
         try:
-            # Leaving early closes the connection, which stops the engine's work.
+            # Closing the connection early tells the engine to stop generating.
             if not way.take_back(connection):
-                # The event loop closes it in its next round: before its place is free.
+                # The event loop closes it in its next iteration: wait for that before the slot is released.
                 with anyio.CancelScope(shield=True):
                     await anyio.lowlevel.checkpoint()
         finally:
@@ -95,7 +95,7 @@ class DirectUpstream(Ways["_DirectWay"]):
 
 
 class _Call:
-    """A call: what `DirectUpstream.open` returns. (A generator with a decorator takes 2 us more.)"""
+    """The context manager returned by `DirectUpstream.open`. (A decorated generator takes 2 us more.)"""
 
     __slots__ = ("_connection", "_target", "_timeouts", "_upstream", "_way")
 
@@ -106,7 +106,7 @@ class _Call:
         self._connection: _Connection
 
     async def __aenter__(self) -> UpstreamResponse:
-        target, self._target = self._target, None  # its body is not held for as long as the answer takes
+        target, self._target = self._target, None  # releases the body's memory before the answer
         assert target is not None
         self._way, self._connection = await self._upstream.begin(target, self._timeouts.connect_s)
         del target
@@ -157,13 +157,13 @@ class _DirectWay(Way):
         if (kept := self._kept()) is not None:
             try:
                 return await self._ask_on(kept, head, body)
-            except _Stale as stale:  # the backend closed it at this very moment, before it read the request
+            except _Stale as stale:  # the backend closed it just then, before reading the request
                 was_sent = stale.was_sent
         since = monotonic()
         try:
             connection = await self._connected(connect_s)
         except UpstreamUnreachable as error:
-            if was_sent:  # it is gone: it may have read the request after all, and died of it
+            if was_sent:  # the backend may have read the request and crashed on it
                 raise UpstreamLost(_LOST) from error
             raise
         connection.connect_s = monotonic() - since
@@ -182,7 +182,7 @@ class _DirectWay(Way):
         return connection
 
     def take_back(self, connection: "_Connection") -> bool:
-        """Keep a connection whose answer is complete for the next call; close any other. Returns which."""
+        """Keep a connection whose answer is complete, close any other. Return whether it was kept."""
         self._busy.discard(connection)
         now = monotonic()
         if not connection.is_reusable or now - connection.made_at >= ways.AGE_S:
@@ -207,7 +207,7 @@ class _DirectWay(Way):
         self._idle.clear()
 
     def _kept(self) -> "_Connection | None":
-        """Return the connection used last, if there is one that rests and has not done so for too long."""
+        """Return the most recently used idle connection that is not too old, or None."""
         while self._idle:
             connection = self._idle.pop()
             if monotonic() - connection.resting_since < ways.KEEPALIVE_S:
@@ -216,12 +216,12 @@ class _DirectWay(Way):
         return None
 
     def _forget(self, connection: "_Connection") -> None:
-        """Note that a connection that rests is gone."""
+        """Remove an idle connection that was closed."""
         if connection in self._idle:
             self._idle.remove(connection)
 
     def _sweep(self) -> None:
-        """Close what has rested for too long, before the backend does."""
+        """Close connections that have been idle for too long, before the backend does."""
         now, self._sweeping = monotonic(), None
         while self._idle and now - self._idle[0].resting_since >= ways.KEEPALIVE_S:
             self._idle.pop(0).abort()
@@ -230,7 +230,7 @@ class _DirectWay(Way):
             self._sweeping = asyncio.get_running_loop().call_later(wait_s, self._sweep)
 
     def _look(self) -> None:
-        """Close connections to a machine that is gone."""
+        """Close connections to machines that are gone."""
         self._looking = None
         for connection in tuple(self._busy):
             connection.abort_if_gone()
@@ -238,7 +238,7 @@ class _DirectWay(Way):
             self._looking = asyncio.get_running_loop().call_later(tcp.LOOK_S, self._look)
 
     async def _connected(self, connect_s: float) -> "_Connection":
-        """Return a new connection."""
+        """Open a new connection."""
         loop = asyncio.get_running_loop()
         try:
             with anyio.fail_after(connect_s):
@@ -251,7 +251,7 @@ class _DirectWay(Way):
                 )
         except TimeoutError as error:
             raise UpstreamUnreachable("The backend cannot be reached.") from error
-        except (OSError, UnicodeError) as error:  # ssl.SSLError and socket.gaierror; a name that is none
+        except (OSError, UnicodeError) as error:  # also ssl.SSLError, gaierror; an invalid name
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise OutOfResources("This gateway has no connections left.", retry_after_s=1) from error
             raise UpstreamUnreachable("The backend cannot be reached.") from error
@@ -262,7 +262,7 @@ class _DirectWay(Way):
             return None
         if isinstance(self.verify, ssl.SSLContext):
             return self.verify
-        if self._context is None:  # reading the system's certificates takes 20 ms
+        if self._context is None:  # loading the system's certificates takes 20 ms
             self._context = ssl.create_default_context()
             if not self.verify:
                 self._context.check_hostname = False
@@ -271,7 +271,7 @@ class _DirectWay(Way):
 
 
 class _Stale(Exception):
-    """A kept connection turned out to be closed; `was_sent`: after a request had been written to it."""
+    """A kept-alive connection was already closed. `was_sent`: the request had been written to it."""
 
     def __init__(self, *, was_sent: bool) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class _Stale(Exception):
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, and the answer that comes on it: `ports.UpstreamResponse`."""
+    """One connection, and the answer that arrives on it: `ports.UpstreamResponse`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -290,24 +290,24 @@ class _Connection(asyncio.Protocol):
         self._awaited: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self._is_lost = False
-        self._is_asked = False  # a request is under way
+        self._is_asked = False  # a request is in progress
         self._asked_at = 0.0
-        self._has_answer = False  # bytes of its answer have come
-        self._head_bytes = 0  # since the last of a body
+        self._has_answer = False  # bytes of its answer have arrived
+        self._head_bytes = 0  # since the last body data
         self._is_headed = False
         self._is_complete = False
-        self._is_framed = False  # the answer says where it ends
+        self._is_framed = False  # the answer is delimited by a length or by chunks
         self._is_encoded = False  # the answer is compressed
         self._keeps_alive = False
-        self._is_spoiled = False  # more came than the answer
+        self._is_spoiled = False  # data followed the end of the answer
         self._is_paused = False
-        self._is_held = False  # by whoever pours
+        self._is_held = False  # by the consumer of `pour`
         self._take: Callable[[bytes], bool] | None = None
         self._take_chunk: TakeChunk | None = None
-        self._take_whole: TakeChunk | None = None  # the same, while a chunk may be taken without the parser
+        self._take_whole: TakeChunk | None = None  # `_take_chunk`, while the next chunk may bypass the parser
         self._take_error: Exception | None = None
         self._is_between_chunks = False
-        self._is_used = False  # a request was answered on it before
+        self._is_used = False  # it has served a request before
         self._unwritten: asyncio.Future[None] | None = None
         self._on_gone: Callable[[_Connection], None] | None = None
         self.made_at = monotonic()
@@ -315,13 +315,13 @@ class _Connection(asyncio.Protocol):
         self.connect_s = 0.0
         self.status = 0
 
-    # ------------------------------------------------------------ what the way does with it
+    # ------------------------------------------------------------ called by the pool
 
     async def ask(self, head: bytes, body: bytes) -> None:
-        """Send a request, and return when the head of its answer is there.
+        """Send a request, and wait for the head of its answer.
 
         Raises:
-            _Stale: it was kept, and was closed before or as the request was written.
+            _Stale: it was kept alive, and closed before or while the request was written.
             UpstreamLost, UpstreamFailed, UpstreamTimeout: as `ports.Upstream.open`.
         """
         if self._is_lost:
@@ -343,28 +343,28 @@ class _Connection(asyncio.Protocol):
             raise UpstreamFailed(ways.ENCODED)
 
     def rest_from(self, now: float, on_gone: "Callable[[_Connection], None]") -> None:
-        """Wait for the next request from now on; `on_gone` is called if the backend closes it meanwhile."""
+        """Become idle. `on_gone` is called if the backend closes the connection meanwhile."""
         self.resting_since, self._on_gone = now, on_gone
         self.connect_s = 0.0
         self._is_used, self._is_held = True, False
-        self._read_on()  # it is to notice what comes, whoever held the answer last
+        self._read_on()  # so that it notices when the backend closes it, even if reading was paused
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the answer is complete, and another request may follow."""
+        """Whether the answer is complete and the connection can serve another request."""
         is_over = self._is_complete and self._keeps_alive and not self._is_spoiled
         return (
             is_over and not self._is_lost and not self._parts and not self._transport.get_write_buffer_size()
         )
 
     def abort(self) -> None:
-        """Close it at once."""
+        """Close it immediately."""
         self._on_gone = None
         if not self._is_lost:
             self._transport.abort()
 
     def abort_if_gone(self) -> None:
-        """Close it if the machine at its other end is gone: whoever waits for its answer is told."""
+        """Close it if its peer is unreachable, which ends the request waiting on it."""
         if not self._is_lost and tcp.is_gone(self._transport):
             self._transport.abort()
 
@@ -384,7 +384,7 @@ class _Connection(asyncio.Protocol):
         return data
 
     async def pour(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
-        """See `ports.UpstreamResponse.pour`. No task runs for a read: `take` is called as it arrives."""
+        """See `ports.UpstreamResponse.pour`. `take` is called from `data_received`."""
         self._take, self._take_chunk = take, take_chunk
         self._see_whether_whole()
         try:
@@ -414,28 +414,28 @@ class _Connection(asyncio.Protocol):
         self._pour_out()
         self._read_on()
 
-    # ------------------------------------------------------------ what the event loop tells
+    # ------------------------------------------------------------ called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by name
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
         for option in tcp.KEEPALIVE:
             transport.get_extra_info("socket").setsockopt(*option)
 
     def data_received(self, data: bytes) -> None:
         if self._take_whole is not None and self._is_taken_whole(data, self._take_whole):
-            return  # the parser has not seen it, and stands between two chunks as before
-        if not self._is_asked:  # nobody has asked for anything
+            return  # the parser did not see it, and remains between two chunks
+        if not self._is_asked:  # no request was sent
             self._fail(UpstreamFailed("The backend sent unrequested data."))
             return
         self._has_answer = True
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # nothing else was asked for
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # no upgrade was requested
             self._fail(UpstreamFailed("The backend sent something that is not HTTP."))
-        # It does not tell when the length of the next chunk has begun: then this is no line's end.
+        # The parser does not report a partial size line; data then does not end with a line break.
         self._is_between_chunks = self._is_between_chunks and data.endswith(b"\r\n")
         self._see_whether_whole()
-        if not self._parts and not self._is_complete:  # of a head, or of trailers
+        if not self._parts and not self._is_complete:  # part of a head or of trailers
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 self._fail(UpstreamFailed("The headers of the backend's answer are too long."))
@@ -449,7 +449,7 @@ class _Connection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         if self._is_headed and not self._is_complete and not self._is_framed:
-            self._is_complete = True  # an answer that ends where the connection does
+            self._is_complete = True  # an answer delimited by the end of the connection
             self._keeps_alive = False
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -467,10 +467,10 @@ class _Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._resume_writing()
 
-    # ------------------------------------------------------------ what the parser tells
+    # ------------------------------------------------------------ called by the parser
 
     def on_message_begin(self) -> None:
-        if self._is_complete:  # something behind the answer, which nobody asked for
+        if self._is_complete:  # unrequested data after the answer
             self._is_spoiled = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -488,7 +488,7 @@ class _Connection(asyncio.Protocol):
         self.status = self._parser.get_status_code()
         if self.status >= 200:
             self._is_headed = True
-        else:  # the real answer follows
+        else:  # an interim response; the final one follows
             self._is_framed = self._is_encoded = False
 
     def on_body(self, body: bytes) -> None:
@@ -507,14 +507,14 @@ class _Connection(asyncio.Protocol):
         self._is_between_chunks = False
         if self._is_headed and not self._is_spoiled:
             self._is_complete = True
-            # Read here: afterwards the parser has forgotten it.
+            # Must be read here: the parser resets it afterwards.
             self._keeps_alive = self._parser.should_keep_alive()
             self._is_asked = False
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _begin(self) -> None:
-        """Forget the answer before."""
+        """Reset the state of the previous answer."""
         self._on_gone = None
         self._is_asked = True
         self._asked_at = self._loop.time()
@@ -524,16 +524,16 @@ class _Connection(asyncio.Protocol):
         self._parts.clear()
 
     def _want_no_more(self) -> None:
-        """Hand over nothing any more, and wake whoever pours."""
+        """Deliver nothing more, and wake the task in `pour`."""
         self._take = self._take_chunk = self._take_whole = None
         self._wake()
 
     def _see_whether_whole(self) -> None:
-        """Note whether the next chunk may be taken as a whole."""
+        """Update whether the next chunk may bypass the parser."""
         self._take_whole = self._take_chunk if self._is_between_chunks and not self._is_held else None
 
     def _is_taken_whole(self, data: bytes, take: TakeChunk) -> bool:
-        """Have bytes that are one whole chunk taken as they are, and return whether they were."""
+        """Deliver bytes that are exactly one chunk unparsed. Return whether they were consumed."""
         size = len(data)
         if size > TOKEN_BYTES_MAX:
             return False
@@ -548,7 +548,7 @@ class _Connection(asyncio.Protocol):
             return True
 
     def _pour_out(self) -> None:
-        """Hand over what has come, and wake whoever pours where that was the last of it."""
+        """Deliver what has arrived, and wake the task in `pour` at the end of the answer."""
         take, parts = self._take, self._parts
         if take is None or self._is_held:
             return
@@ -586,7 +586,7 @@ class _Connection(asyncio.Protocol):
         self._transport.abort()
 
     async def _news(self) -> None:
-        """Return when something has come, or the connection has gone."""
+        """Wait until data arrives or the connection is lost."""
         self._awaited = self._loop.create_future()
         try:
             await self._awaited
@@ -598,14 +598,14 @@ class _Connection(asyncio.Protocol):
             self._awaited.set_result(None)
 
     async def _written(self) -> None:
-        """Return when the body has been taken, or an answer has come before that.
+        """Wait until the body has been written, or an answer arrives before that.
 
         Raises:
-            UpstreamTimeout: the backend takes nothing of it.
+            UpstreamTimeout: the backend does not read it.
         """
         assert self._unwritten is not None
         left = self._transport.get_write_buffer_size()
-        self._awaited = self._unwritten  # an answer wakes as well: it may come before the body was read
+        self._awaited = self._unwritten  # an early answer wakes this task too
         try:
             with anyio.move_on_after(WRITE_S) as patience:
                 await asyncio.shield(self._unwritten)

@@ -1,9 +1,9 @@
-"""Reads the few figures the gateway needs from an engine's Prometheus page.
+"""Reads the few metrics that the gateway needs from an engine's Prometheus page.
 
-A vLLM page is 72 KB and 800 lines long, of which seven matter, and every backend's is read every
-second. A full parser (prometheus_client's) takes 10 ms for it, looking for the wanted names 0.1 ms
-(a page of vLLM 0.32, Python 3.11, one x86 core). Labels are not looked at: an engine serves one model,
-and where a server runs several engines their figures are combined.
+A vLLM page has 72 KB and 800 lines, seven of which matter, and the page of every backend is read every
+second. A full parser (prometheus_client's) takes 10 ms, a search for the names 0.1 ms (a page of vLLM 0.32,
+Python 3.11, one x86 core). Labels are ignored: an engine serves one model, and if a server runs several
+engines, their values are combined.
 """
 
 import math
@@ -16,11 +16,11 @@ from gateway.core.health import EngineSample
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """What the figures are called, by what they mean. Each may have several names: one per engine or version.
+    """Metric names by meaning. Each may have several: one per engine or version.
 
     Attributes:
         running, waiting: Gauges, in sequences; summed over engines.
-        kv_usage: Gauge, 0..1; the fullest engine's.
+        kv_usage: Gauge, 0..1; the maximum over engines.
         generation_tokens, prompt_tokens, preemptions, steps: Counters; summed over engines.
         started_at: Gauge, epoch seconds; the latest.
     """
@@ -65,20 +65,20 @@ KNOWN = EngineMetrics(
         "llamacpp:prompt_tokens_total",
     ),
     preemptions=("vllm:num_preemptions_total",),
-    steps=("llamacpp:n_decode_total",),  # it has no gauge of its cache, which moves in a long prefill
+    steps=("llamacpp:n_decode_total",),  # it has no gauge of its cache that changes during a long prefill
     started_at=("process_start_time_seconds",),
 )
 """Names of vLLM 0.19 to 0.33, SGLang, TensorRT-LLM and llama.cpp's server (2026-10)."""
 
-_LIMIT = 1e18  # above it, a figure is nonsense, and sums and conversions could overflow
+_LIMIT = 1e18  # larger values are invalid, and could overflow sums and conversions
 _LABELS = re.compile(rb'\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\}')
 _VALUE = re.compile(rb"[ \t]+(\S+)")
 
 
 def values(page: bytes, name: str) -> Iterator[float]:
-    """Yield the value of every series of that name; those that are no sane number are left out.
+    """Yield the value of every series of a metric; invalid numbers are skipped.
 
-    `page` must begin with a newline, so that a name is only found where a line starts.
+    `page` must begin with a newline, so that a name is only found at the start of a line.
     """
     needle = b"\n" + name.encode("ascii")
     at = page.find(needle)
@@ -86,7 +86,7 @@ def values(page: bytes, name: str) -> Iterator[float]:
         at += len(needle)
         labels = _LABELS.match(page, at)
         value = _VALUE.match(page, at if labels is None else labels.end())
-        if value is not None:  # else a longer name that begins with this one
+        if value is not None:  # otherwise the name is a prefix of a longer one
             try:
                 number = float(value[1])
             except ValueError:
@@ -97,10 +97,10 @@ def values(page: bytes, name: str) -> Iterator[float]:
 
 
 def sample(page: bytes, at: float) -> EngineSample:
-    """Return what a scrape at monotonic second `at` says.
+    """Return the sample in a page scraped at monotonic second `at`.
 
     Raises:
-        ValueError: the page does not say how many sequences run, so it is no engine's.
+        ValueError: the page lacks the number of running sequences, so it is not an engine's.
     """
     page = b"\n" + page
     running = _all(page, KNOWN.running)
@@ -122,6 +122,6 @@ def sample(page: bytes, at: float) -> EngineSample:
 def _all(page: bytes, names: tuple[str, ...]) -> list[float]:
     for name in names:
         found = list(values(page, name))
-        if found:  # an engine that exports an old name beside the new one counts once
+        if found:  # if an engine exports an old name beside a new one, use one of them
             return found
     return []

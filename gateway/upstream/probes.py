@@ -1,17 +1,16 @@
-"""Polls every backend and keeps what is known of it: `ports.Fleet`.
+"""Polls every backend and tracks its health: `ports.Fleet`.
 
-Per backend three loops run, each with at most one question under way, so that a slow answer to one
-never delays another's verdict and a slow backend is not asked more often than it answers:
+Three loops run per backend, each with at most one probe in progress, so that a slow answer to one does not
+delay another, and a slow backend is not probed faster than it answers:
 
-    /health                    each interval    may it be sent anything?
-    /metrics                   each interval    running, waiting, KV usage; a hang; a restart
-    /v1/models and /version    at first contact, after a restart or a fault, and now and then
+    /health                    each interval    may requests be sent?
+    /metrics                   each interval    running, waiting, KV usage; hangs; restarts
+    /v1/models and /version    at first contact, after a restart or a fault, and occasionally
 
-All but /metrics are asked on a connection of their own: that a new one can be opened is what the next
-request needs to know. The figures may come on one that is kept, which is half the work, and they come
-often. What a probe meets becomes an event for the state machine in core/health. An exception that is none
-of the expected ones ends `run`, and with it the process: a fleet that is no longer watched must not go on
-looking healthy.
+All but /metrics use a new connection for each probe: whether one can be opened is what the next request
+depends on. /metrics may reuse a connection, which halves the work, because it is polled often. The result of
+a probe becomes an event for the state machine in core/health. An unexpected exception ends `run`, and with
+it the process: a fleet that is no longer watched must not continue to look healthy.
 """
 
 import errno
@@ -59,16 +58,16 @@ from gateway.upstream import exposition, ways
 from gateway.upstream.transport import Transport, causes, tls_fault
 
 PAGE_BYTES_MAX = 4_000_000
-"""No answer to a probe is read further. A metrics page of vLLM 0.32 has 72 KB."""
+"""Maximum bytes read from a probe's answer. A metrics page of vLLM 0.32 has 72 KB."""
 
 HURRY_S = 0.2
-"""What probes under way get to finish when probing ends."""
+"""How long probes in progress may continue when probing ends."""
 
 Listener = Callable[[str, BackendStatus, BackendStatus], None]
-"""Told a backend's id and its status before and after. Must neither raise nor block."""
+"""Receives a backend's id and its status before and after. Must neither raise nor block."""
 
 SampleListener = Callable[[str, EngineSample], None]
-"""Told a backend's id and what its engine has just said of itself. Must neither raise nor block."""
+"""Receives a backend's id and the latest sample of its engine metrics. Must neither raise nor block."""
 
 
 class Prober:
@@ -86,17 +85,17 @@ class Prober:
         on_change: Listener | None = None,
         on_sample: SampleListener | None = None,
     ) -> None:
-        """Prepare to watch `backends`; nothing is sent before `run`.
+        """Prepare to probe `backends`; nothing is sent before `run`.
 
         Args:
-            backends: By id. A backend's own boot budget and model replace those of `rules`.
-            rules: When a backend counts as what.
-            clock: Where times come from.
-            secrets: Per backend id, the API key to present.
-            tls: Per backend id, how to verify its certificate; True where absent.
-            hang_s: Per backend id, what replaces `rules.hang_s`; see `health.hang_after_s`.
-            on_change: Told of every change of state, of every new reason for one, and of what is served.
-            on_sample: Told of every sample.
+            backends: By id. A backend's own boot budget and model override those of `rules`.
+            rules: The thresholds of the health state machine.
+            clock: Source of times.
+            secrets: Per backend id, the API key to send.
+            tls: Per backend id, how to verify its certificate; True if missing.
+            hang_s: Per backend id, an override of `rules.hang_s`; see `health.hang_after_s`.
+            on_change: Called when a state, its reason, or the served models change.
+            on_sample: Called with every sample.
         """
         self._clock = clock
         self._on_change = on_change
@@ -104,9 +103,9 @@ class Prober:
         self._watched: dict[str, _Watched] = {}
         self._rules: dict[str, HealthRules] = {}
         self._statuses: dict[str, BackendStatus] = {}
-        self._served: dict[str, int] = {}  # by backend, requests that its status does not count yet
+        self._served: dict[str, int] = {}  # requests per backend that are not yet part of its status
         self._view = MappingProxyType(self._statuses)
-        self._looks: dict[str, anyio.Event] = {}  # set: look at the models now
+        self._looks: dict[str, anyio.Event] = {}  # set it to query the models at once
         self._changed = anyio.Event()
         self._tasks: TaskGroup | None = None
         self.update(backends, rules, secrets=secrets, tls=tls, hang_s=hang_s)
@@ -120,9 +119,9 @@ class Prober:
         tls: Mapping[str, ssl.SSLContext | bool],
         hang_s: Mapping[str, float] | None = None,
     ) -> None:
-        """Watch these from now on; arguments as at the start.
+        """Replace the probed backends; arguments as at the start.
 
-        What is known of a backend stays as long as its URL does; one that is new is not known yet.
+        The status of a backend is kept if its URL is unchanged; a new backend starts as unknown.
         """
         for name in set(self._watched) - set(backends):
             self._forget(name)
@@ -156,12 +155,12 @@ class Prober:
         return self._view
 
     def report(self, backend_id: str, outcome: Outcome, detail: str) -> None:
-        """See `ports.Fleet.report`. One that is not watched any more is of no concern."""
+        """See `ports.Fleet.report`. Backends that are no longer probed are ignored."""
         status = self._statuses.get(backend_id)
         if status is None:
             return
         if outcome is Outcome.OK and status.state is State.UP and not status.recent_failures:
-            self._served[backend_id] = self._served.get(backend_id, 0) + 1  # told with what comes next
+            self._served[backend_id] = self._served.get(backend_id, 0) + 1  # applied with the next event
         else:
             self._observe(backend_id, Attempt(outcome, detail))
 
@@ -193,7 +192,7 @@ class Prober:
             self._observe(backend_id, told)
 
     async def wait_for(self, predicate: Callable[[Mapping[str, BackendStatus]], bool]) -> None:
-        """Return as soon as `predicate(statuses())` holds. It is asked again after every event."""
+        """Wait until `predicate(statuses())` is true; it is evaluated after every event."""
         while not predicate(self._view):
             await self._changed.wait()
 
@@ -201,7 +200,7 @@ class Prober:
         """Probe until cancelled.
 
         Raises:
-            ExceptionGroup: a probe met what no backend's behaviour can explain.
+            ExceptionGroup: an error occurred that no behaviour of a backend explains.
         """
         async with anyio.create_task_group() as self._tasks:
             for name, watched in self._watched.items():
@@ -209,7 +208,7 @@ class Prober:
             await anyio.sleep_forever()
 
     async def _watch(self, name: str, watched: "_Watched") -> None:
-        """Ask one backend, until it is watched no more."""
+        """Probe one backend until it is removed."""
         if watched.is_over:
             return
         async with _Asker(watched) as asker:
@@ -223,7 +222,7 @@ class Prober:
                         asker.hurry()
 
     async def _learn(self, name: str, event: Event) -> None:
-        """Take in what a probe found, unless its backend is watched no more, or elsewhere, by now."""
+        """Apply the result of a probe, unless its backend was removed or has a new URL."""
         await _unless_over()
         self._observe(name, event)
 
@@ -257,7 +256,7 @@ class Prober:
     async def _watch_metrics(self, name: str, asker: "_Asker") -> None:
         async def scrape() -> None:
             status = self._statuses[name]
-            if status.down_since is None and status.state is not State.OUT:  # else there is nobody to ask
+            if status.down_since is None and status.state is not State.OUT:  # otherwise it is not reachable
                 found = await _sample(asker, self._rules[name].scrape_timeout_s, self._clock)
                 await self._learn(name, found)
                 if self._on_sample is not None and isinstance(found, Sample):
@@ -280,7 +279,7 @@ class Prober:
                 wait_s = rules.models_every_s if isinstance(found, ProbeOk) else rules.models_every_s / 10
 
     async def _paced(self, name: str, what: str, step: Callable[[], Awaitable[None]]) -> None:
-        """Take a step once per interval, or as often as its steps allow."""
+        """Take a step once per interval, or as often as the steps allow."""
         round_ = 0
         while True:
             await _unless_over()
@@ -292,21 +291,21 @@ class Prober:
 
 
 async def _unless_over() -> None:
-    """End here if the backend is watched no more: nothing is known of it then.
+    """Raise if this task was cancelled, because the backend was removed.
 
-    A task whose sleep has just ended runs once more before a cancellation reaches it.
+    A task whose sleep has just ended runs once more before the cancellation reaches it.
     """
     await anyio.lowlevel.checkpoint_if_cancelled()
 
 
 def spread(key: str, round_: int) -> float:
-    """Return a factor in 0.9..1.1 that differs by key and round, so that probes drift apart without dice."""
+    """Return a deterministic jitter factor in 0.9..1.1, so that the probes of backends spread out."""
     return 0.9 + 0.2 * zlib.crc32(f"{key} {round_}".encode()) / 2**32
 
 
 @dataclass(slots=True)
 class _Watched:
-    """How a backend is asked, and what ends that."""
+    """How one backend is probed, and the scope to cancel that."""
 
     url: str
     secret: str | None
@@ -315,13 +314,13 @@ class _Watched:
     is_over: bool = False
 
     def end(self) -> None:
-        """Ask it no more."""
+        """Stop probing."""
         self.is_over = True
         if self.scope is not None:
             self.scope.cancel()
 
     def asks_alike(self, other: "_Watched") -> bool:
-        """Whether both ask the same server alike. A context of certificates is like itself alone."""
+        """Whether both probe the same server in the same way. SSL contexts compare by identity."""
         return (self.url, self.secret, self.verify) == (other.url, other.secret, other.verify)
 
 
@@ -329,7 +328,7 @@ class _Watched:
 
 
 class _Unexpected(Exception):
-    """A probe did not end in a 200. Carries what to tell of it, never a header or a body."""
+    """A probe did not end in a 200. The text never contains a header or a body."""
 
     def __init__(self, kind: ProbeFault, detail: str, status: int = 0) -> None:
         super().__init__(detail)
@@ -339,19 +338,19 @@ class _Unexpected(Exception):
 
 
 class _Asker:
-    """Asks one backend, each question on a connection of its own unless it may be `kept`.
+    """Sends probes to one backend, each on a new connection unless it may be `kept`.
 
-    The same questions are asked every second: requests are made once and go straight to httpx's transport. A
-    client would put each together anew, which is a third of what a probe costs.
+    The same probes are sent every second, so requests are built once and sent by httpx's transport directly.
+    An httpx client would build each of them anew, a third of a probe's cost.
     """
 
     def __init__(self, watched: _Watched) -> None:
         self._url = watched.url.rstrip("/")
         self._headers = {"user-agent": f"gemma-gateway/{__version__}", "accept": "*/*"}
-        self._headers["accept-encoding"] = "identity"  # compressing would cost the engine's server more
+        self._headers["accept-encoding"] = "identity"  # compression would cost the engine's server more
         if watched.secret is not None:
             self._headers["authorization"] = f"Bearer {watched.secret}"
-        # Reading the system's certificates takes 20 ms: once, and not where the address says http.
+        # Loading the system's certificates takes 20 ms: do it once, and only for https.
         verify = watched.verify if watched.url.startswith("https:") else False
         if verify is True:
             verify = ssl.create_default_context()
@@ -368,10 +367,10 @@ class _Asker:
         await self._kept.aclose()
 
     async def get(self, path: str, timeout_s: float, *, kept: bool = False) -> bytes:
-        """Return the body of a 200. `timeout_s` bounds the whole exchange. Raises _Unexpected."""
+        """Return the body of a 200 response. `timeout_s` bounds the whole exchange. Raises _Unexpected."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         # Shielded, because a connection that opens at the moment of a cancellation would leak
-        # (anyio's connect_tcp forgets it). `hurry` bounds how long the end then has to wait.
+        # (anyio's connect_tcp drops it). `hurry` bounds how long the end then takes.
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + timeout_s) as scope:
             self._under_way.add(scope)
             try:
@@ -382,14 +381,14 @@ class _Asker:
         raise _Unexpected(ProbeFault.TIMEOUT, f"no answer in {timeout_s:g} s")
 
     def hurry(self) -> None:
-        """Give what is under way `HURRY_S` more seconds: probing ends."""
+        """Limit probes in progress to `HURRY_S` more seconds, because probing ends."""
         for scope in self._under_way:
             scope.deadline = min(scope.deadline, anyio.current_time() + HURRY_S)
 
     async def _exchange(self, path: str, transport: Transport) -> bytes:
         body = bytearray()
         if transport is self._kept and anyio.current_time() - self._kept_since >= ways.AGE_S:
-            await transport.aclose()  # that is, what it keeps
+            await transport.aclose()  # closes kept-alive connections
             self._kept_since = anyio.current_time()
         try:
             request = self._requests.get(path)
@@ -407,13 +406,13 @@ class _Asker:
                 await response.aclose()
         except httpx.HTTPError as error:
             raise _unexpected(error) from error
-        except (httpx.InvalidURL, UnicodeError) as error:  # "xn--": a name that cannot be looked up
+        except (httpx.InvalidURL, UnicodeError) as error:  # "xn--": a host name that cannot be resolved
             raise _Unexpected(ProbeFault.BROKEN, "the host name in its URL is invalid") from error
         return bytes(body)
 
 
 def _transport(verify: ssl.SSLContext | bool, *, kept: int) -> Transport:
-    """Return what opens connections to a backend and keeps `kept` of them."""
+    """Return a transport to a backend that keeps up to `kept` connections alive."""
     return Transport(
         verify=verify,
         limits=httpx.Limits(
@@ -452,12 +451,12 @@ async def _models(asker: _Asker, rules: HealthRules) -> ProbeOk | ModelsFailed:
     try:
         version = _read_version(await asker.get("/version", rules.scrape_timeout_s))
     except (_Unexpected, ValueError, RecursionError):
-        version = ""  # other engines have no such path
+        version = ""  # other engines do not have this path
     return ProbeOk(models, context_tokens, version)
 
 
 def _read_models(body: bytes, wanted: str | None) -> tuple[tuple[str, ...], int | None]:
-    """Return the served names and the window of the wanted one, else of the first. Raises ValueError."""
+    """Return the served names, and the window of `wanted` or else of the first model. Raises ValueError."""
     document = json.loads(body)
     entries = document.get("data") if isinstance(document, dict) else None
     if not isinstance(entries, list):
@@ -472,7 +471,7 @@ def _read_models(body: bytes, wanted: str | None) -> tuple[tuple[str, ...], int 
 
 
 def _slot_tokens(meta: object) -> object:
-    """Return the window of each slot of llama.cpp's server, which says there what it has loaded."""
+    """Return the window per slot of llama.cpp's server, which reports it in this field."""
     return meta.get("n_ctx") if isinstance(meta, dict) else None
 
 
@@ -484,7 +483,7 @@ def _read_version(body: bytes) -> str:
 
 
 def _unexpected(error: httpx.HTTPError) -> _Unexpected:
-    """Return what an httpx error means. Its own text is not used: it may quote a header."""
+    """Classify an httpx error. Its own text is not used, because it may quote a header."""
     if isinstance(error, httpx.RemoteProtocolError):
         return _Unexpected(ProbeFault.BROKEN, "an answer that is not HTTP, or was cut")
     if fault := tls_fault(error):

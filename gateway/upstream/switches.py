@@ -1,8 +1,8 @@
-"""Starts and stops the models of a box, and asks them their canary: `ports.Switch`.
+"""Starts and stops the models of a box, and sends canary requests: `ports.Switch`.
 
-Three ways to start and to stop: commands, requests, and vLLM's own sleep mode. Each way says when a model
-is in: its port answers, or, where the server stays, it is awake. A stop is over when that is no more.
-Every request has a limit, follows no redirect, and takes no proxy from the environment.
+There are three ways to start and stop a model: commands, HTTP requests, and vLLM's sleep mode. A model is
+resident if its port answers or, in sleep mode, if its server is awake. A stop is complete when the model is
+no longer resident. Every request has a timeout, follows no redirects and ignores proxy settings.
 """
 
 import hashlib
@@ -31,17 +31,17 @@ log = logging.getLogger("gateway.boxes")
 
 ANSWER_BYTES_MAX = 1_000_000
 IS_IN_S = 3.0
-"""How long the question whether a model is in may take."""
+"""Timeout for checking whether a model is resident."""
 
 GONE_S = 30.0
-"""How long a server may still answer after its stop was carried out."""
+"""How long a server may continue to answer after it was stopped."""
 
 LOOK_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request. `body` is sent as JSON where it is not None."""
+    """An HTTP request. `body` is sent as JSON unless it is None."""
 
     method: str
     url: str
@@ -50,7 +50,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ByCommand:
-    """A model that commands start and stop. `{fence}` in a word becomes the number of the ownership."""
+    """A model started and stopped by commands. `{fence}` in a word is replaced by the fencing token."""
 
     start: Command
     stop: Command
@@ -58,7 +58,7 @@ class ByCommand:
 
 @dataclass(frozen=True, slots=True)
 class ByRequest:
-    """A model that requests start and stop. They carry the ownership's number as `x-gateway-fence`."""
+    """A model started and stopped by HTTP requests, which carry the fencing token as `x-gateway-fence`."""
 
     start: Call
     stop: Call
@@ -68,7 +68,7 @@ class ByRequest:
 
 @dataclass(frozen=True, slots=True)
 class BySleep:
-    """A model that sleeps and wakes up in a vLLM server that stays."""
+    """A model put to sleep and woken up in a vLLM server that keeps running."""
 
     level: int = 1
     timeout_s: float = 60.0
@@ -81,10 +81,10 @@ class Member:
     Attributes:
         backend: Its server.
         way: How it is started and stopped.
-        canary: What it is asked.
-        secret: The API key its server wants, or None.
-        verify: How its server's certificate is checked.
-        launch_record: File that keeps a hash of its start, or None.
+        canary: Its canary request.
+        secret: The API key of its server, or None.
+        verify: How to verify its server's certificate.
+        launch_record: A file that stores the hash of its launch command, or None.
     """
 
     backend: Backend
@@ -96,7 +96,7 @@ class Member:
 
     @property
     def launch_hash(self) -> str:
-        """What changes when its start does."""
+        """A hash of its launch command."""
         match self.way:
             case ByCommand(start, _):
                 what: Any = [list(start.words), start.shell]
@@ -108,14 +108,14 @@ class Member:
 
 
 class _Failed(Exception):
-    """A request did not succeed. Says why, and nothing of headers or bodies."""
+    """A request failed. The message never contains headers or bodies."""
 
 
 class BoxSwitch:
     """`ports.Switch` for the models of every box."""
 
     def __init__(self, members: Mapping[str, Member]) -> None:
-        """Prepare to switch these, by backend id."""
+        """Prepare to switch these models, by backend id."""
         self._members = members
 
     async def is_in(self, backend_id: str) -> bool:
@@ -199,13 +199,13 @@ async def _fall_asleep(member: Member, level: int, timeout_s: float) -> str:
     try:
         await _of(member, "POST", f"/sleep?level={level}", timeout_s)
     except _Failed as failure:
-        # A server that is not there holds no memory; one that refuses does.
+        # A server that is not running holds no memory; one that rejects the request does.
         return "" if not await _answers(member) else f"/sleep: {failure}"
     return ""
 
 
 async def _wake_up(member: Member, level: int, timeout_s: float) -> str:
-    """Wake a server up. At level 2 its weights are gone: without reading them anew it answers nonsense."""
+    """Wake a server up. Level 2 discards the weights: unless they are reloaded, answers are garbage."""
     reload = json.dumps({"method": "reload_weights"}).encode()
     steps: tuple[tuple[str, bytes | None], ...] = (("/wake_up", None),)
     if level == 2:
@@ -234,7 +234,7 @@ async def _answers(member: Member) -> bool:
 
 
 async def _served(member: Member) -> str:
-    """Return the name of the first model a server has. Raises _Failed."""
+    """Return the name of a server's first model. Raises _Failed."""
     page = await _of(member, "GET", "/v1/models", IS_IN_S)
     try:
         return str(json.loads(page)["data"][0]["id"])
@@ -260,7 +260,7 @@ async def _exchange(
     *,
     verify: ssl.SSLContext | bool,
 ) -> bytes:
-    """Return the body of a success. Raises _Failed."""
+    """Return the body of a successful response. Raises _Failed."""
     own = {"user-agent": f"gemma-gateway/{__version__}", "accept-encoding": "identity", **headers}
     if content is not None:
         own["content-type"] = "application/json"
@@ -270,7 +270,7 @@ async def _exchange(
             async with (
                 httpx.AsyncClient(
                     transport=Transport(verify=verify if url.startswith("https:") else False),
-                    timeout=None,  # the whole exchange is bounded
+                    timeout=None,  # the exchange as a whole has a timeout
                     follow_redirects=False,
                     trust_env=False,
                 ) as client,
@@ -283,7 +283,7 @@ async def _exchange(
                     if len(body) > ANSWER_BYTES_MAX:
                         raise _Failed(f"more than {ANSWER_BYTES_MAX} bytes")
                 return bytes(body)
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # its own text may quote a header
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # its text may quote a header
             raise _Failed(f"no answer ({tls_fault(error) or type(error).__name__})") from error
     raise _Failed(f"no answer in {timeout_s:g} s")
 
@@ -292,9 +292,9 @@ async def _exchange(
 
 
 def note_launch(member: Member) -> None:
-    """Warn when a model is started otherwise than the last time, and remember how it is started now.
+    """Warn if a model's launch command differs from the last one, and remember it.
 
-    Compile caches live as long as the flags are the same to the byte: another start is a cold one.
+    Compile caches are valid only while the flags are byte-identical: after a change, the start is cold.
     """
     path, name = member.launch_record, member.backend.id
     if path is None:

@@ -1,4 +1,4 @@
-"""httpx's transport, for servers that die at any moment, and what is behind its errors."""
+"""httpx's transport with complete error mapping, and helpers to find the cause of an error."""
 
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
@@ -9,15 +9,15 @@ import httpx
 
 
 class Transport(httpx.AsyncHTTPTransport):
-    """httpx's own, but for two errors that it does not make its own, and for whom it trusts.
+    """httpx's transport, with two more errors mapped to httpx exceptions, and the system's certificates.
 
-    A connection that is reset as it is made is one that was not made. uvloop gives such a socket up before
-    httpcore has looked at it, which then fails with AttributeError. It looks before it sends anything.
+    If a connection is reset while it is being set up, uvloop discards the socket before httpcore inspects
+    it, and httpcore fails with AttributeError. Nothing has been sent at that point: it is a connect error.
 
-    TLS may also fail once the handshake is over: a server says only then that it wants a client certificate
-    (TLS 1.3), or sends what cannot be decrypted. httpcore lets that through as ssl.SSLError.
+    TLS may also fail after the handshake: only then does a server reject a missing client certificate
+    (TLS 1.3) or send undecryptable data. httpcore does not map the resulting ssl.SSLError.
 
-    Whom the system trusts is trusted, as everywhere in the gateway; httpx has a list of its own.
+    Certificates are verified against the system's store, as everywhere in the gateway; httpx ships its own.
     """
 
     def __init__(
@@ -27,14 +27,14 @@ class Transport(httpx.AsyncHTTPTransport):
         limits: httpx.Limits = httpx.Limits(),  # noqa: B008 - it never changes
         socket_options: Sequence[tuple[int, int, int]] | None = None,
     ) -> None:
-        """Prepare; nothing is opened, and nothing taken from the environment but the system's certificates.
+        """Prepare the transport; no connection is opened, and only the system's certificates are read.
 
         Args:
-            verify: How certificates are checked: True, by the system's; False, not at all.
-            limits: Of the connections that are opened and kept.
-            socket_options: What is set on each.
+            verify: How to verify certificates: True, by the system's; False, not at all.
+            limits: Limits on open and kept-alive connections.
+            socket_options: Options set on each socket.
         """
-        # Reading the system's certificates takes 20 ms.
+        # Loading the system's certificates takes 20 ms.
         context = ssl.create_default_context() if verify is True else verify
         super().__init__(verify=context, limits=limits, trust_env=False, socket_options=socket_options)
 
@@ -52,7 +52,7 @@ class Transport(httpx.AsyncHTTPTransport):
 
 
 class _Body(httpx.AsyncByteStream):
-    """The body of an answer that comes by TLS."""
+    """The body of a response received over TLS."""
 
     def __init__(self, stream: httpx.AsyncByteStream) -> None:
         self._stream = stream
@@ -70,20 +70,20 @@ class _Body(httpx.AsyncByteStream):
 
 
 def tls_fault(error: BaseException) -> str:
-    """Return what is wrong about TLS with a server if an error comes of that, else "".
+    """Return the TLS problem that caused an error, or "" if there was none.
 
-    Nothing of it is the server's own text.
+    It never contains text sent by the server.
     """
     for cause in causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return f"TLS: {cause.verify_message.rstrip('.')}"
-        if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLWantReadError):  # it only waited
+        if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLWantReadError):  # not an error
             return f"TLS: {(cause.reason or 'failed').replace('_', ' ').lower()}"
     return ""
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what it comes of; where several addresses were tried, what came of each."""
+    """Yield an error and its causes; for several addresses that were tried, the causes of each."""
     while error is not None:
         yield error
         if isinstance(error, BaseExceptionGroup):

@@ -1,7 +1,7 @@
-"""The ways to backends: one per backend, with connections of its own, kept while anything runs on it.
+"""One client per backend, each with its own connections, retired when its backend is removed.
 
-A configuration may change while requests run. A way that is not configured any more is called no more, and
-closed when what runs on it has ended.
+The configuration may change while requests run. The client of a removed backend gets no new requests, and
+is closed when its last one has ended.
 """
 
 import ssl
@@ -16,46 +16,46 @@ from gateway.core.values import Backend
 
 
 class Way(ABC):
-    """How one backend is called.
+    """The client of one backend.
 
     Attributes:
-        url: Its base URL.
-        secret: The API key to present, or None.
-        verify: How to verify its certificate.
-        in_flight: Calls under way.
+        url: The backend's base URL.
+        secret: The API key to send, or None.
+        verify: How to verify the backend's certificate.
+        in_flight: Number of requests in progress.
     """
 
     def __init__(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> None:
-        """Prepare; nothing is opened."""
+        """Prepare the client; no connection is opened."""
         self.url, self.secret, self.verify = url, secret, verify
         self.in_flight = 0
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
 
 
 KEEPALIVE_S = 4.0
-"""vLLM closes an idle connection after 5.0 s (measured); one given up earlier is never written into."""
+"""vLLM closes an idle connection after 5.0 s (measured). One dropped before that is never written to."""
 
 AGE_S = 60.0
-"""A connection older than this is used no more: where a name has got another address, requests go there."""
+"""Older connections are not reused, so that requests follow a host name to its new address."""
 
 STALE_S = 1.0
-"""A kept connection that ends within this of a request was being closed when that was written, as far as can
-be told. Later, whoever read the request may have died of it."""
+"""If a kept-alive connection ends this soon after a request was written, the backend was probably closing it
+as idle. Later, the backend may have read the request and crashed on it."""
 
 CLOSE_S = 1.0
-"""How long closing may take: whoever waits for it has its answer."""
+"""Time limit for closing; the response is complete by then."""
 
 ENCODED = "The backend compresses its answers, although it is asked not to."
-"""What is said of an answer with status 200 and a content-encoding."""
+"""The message for an answer with status 200 and a content-encoding."""
 
 W = TypeVar("W", bound=Way)
 
 
 class Ways(ABC, Generic[W]):
-    """The ways to all backends: what every `ports.Upstream` keeps. Close it with `aclose`."""
+    """The clients of all backends: the base of every `ports.Upstream`. Close it with `aclose`."""
 
     def __init__(
         self,
@@ -64,12 +64,12 @@ class Ways(ABC, Generic[W]):
         secrets: Mapping[str, str],
         tls: Mapping[str, ssl.SSLContext | bool],
     ) -> None:
-        """Prepare a way per backend.
+        """Prepare a client per backend.
 
         Args:
-            backends: Those that may be called.
-            secrets: Per backend id, the API key to present.
-            tls: Per backend id, how to verify its certificate; True where absent.
+            backends: The configured backends.
+            secrets: Per backend id, the API key to send.
+            tls: Per backend id, how to verify its certificate; True if missing.
         """
         self._ways: dict[str, W] = {}
         self._retired: list[W] = []
@@ -77,7 +77,7 @@ class Ways(ABC, Generic[W]):
 
     @abstractmethod
     def _way(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> W:
-        """Return a new way."""
+        """Return a new client."""
 
     def update(
         self,
@@ -86,7 +86,7 @@ class Ways(ABC, Generic[W]):
         secrets: Mapping[str, str],
         tls: Mapping[str, ssl.SSLContext | bool],
     ) -> None:
-        """Call these from now on; arguments as at the start. What runs elsewhere is run to its end."""
+        """Replace the configured backends; arguments as at the start. Requests in progress continue."""
         before, self._ways = self._ways, {}
         for backend in backends:
             kept = before.get(backend.id)
@@ -99,26 +99,26 @@ class Ways(ABC, Generic[W]):
 
     @property
     def retired(self) -> int:
-        """How many ways are called no more, and not closed because something still runs on them."""
+        """Number of retired clients that still have requests in progress."""
         return len(self._retired)
 
     async def close_retired(self) -> None:
-        """Close what is called no more and has nothing under way; the rest is closed when it has ended."""
+        """Close retired clients that are idle; the others are closed when their last request has ended."""
         idle = [way for way in self._retired if not way.in_flight]
         self._retired = [way for way in self._retired if way.in_flight]
         for way in idle:
             await way.aclose()
 
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         for way in (*self._ways.values(), *self._retired):
             await way.aclose()
 
     def _take(self, backend: Backend) -> W:
-        """Return the way to a backend, in use until `_give_back`.
+        """Return the client of a backend, to be returned with `_give_back`.
 
         Raises:
-            UpstreamUnreachable: it is not configured any more.
+            UpstreamUnreachable: the backend is no longer configured.
         """
         way = self._ways.get(backend.id)
         if way is None or way.url != backend.url:
@@ -127,7 +127,7 @@ class Ways(ABC, Generic[W]):
         return way
 
     async def _give_back(self, way: W) -> None:
-        """Note that a call is over."""
+        """Return a client after a request."""
         way.in_flight -= 1
         if way in self._retired:
             with anyio.move_on_after(CLOSE_S, shield=True):

@@ -1,9 +1,9 @@
-"""One attempt at a webhook's delivery: a host resolved, its addresses checked, a POST to one of these.
+"""One delivery attempt of a webhook: resolve the host, check its addresses, POST to one of them.
 
-A name is resolved once per attempt, and the connection goes to an address that came of it: whoever answers
-for the name cannot say one address to the check and another to the connection. The name stays in the Host
-header and in TLS, so certificates are checked as ever. Nothing comes from the environment (proxies), no
-cookie is kept, no redirection followed, and of an answer's body no more is read than lets its sender finish.
+A name is resolved once per attempt, and the connection goes to an address that was checked, so a name server
+cannot answer differently in between (DNS rebinding). The Host header and TLS use the name, so certificates
+are verified as usual. Proxy settings are ignored, cookies are not kept, redirects are not followed, and only
+as much of the response body is read as its sender needs to finish.
 """
 
 import socket
@@ -32,29 +32,29 @@ from gateway.ports import Clock
 from gateway.upstream.transport import Transport, causes, tls_fault
 
 ATTEMPT_S = 20.0
-"""The longest an attempt may take, resolving and connecting included. Standard Webhooks: 15 to 30 s."""
+"""Time limit for an attempt, including name resolution and connecting. Standard Webhooks: 15 to 30 s."""
 
 CONNECT_S = 5.0
-"""The longest one address may take to be connected to; then the next is tried."""
+"""Time limit for connecting to one address before the next one is tried."""
 
 ADDRESSES_MAX = 4
-"""Addresses of one host that are tried."""
+"""Maximum number of addresses tried per host."""
 
 BODY_BYTES_MAX = 4096
-"""Bytes of an answer's body that are waited for, so that its sender need not see a broken connection."""
+"""Maximum bytes read of a response body, so that the sender does not see a broken connection."""
 
 BODY_S = 1.0
 HURRY_S = 1.0
-"""What attempts under way get to finish when delivering ends."""
+"""How long attempts in progress may continue when delivery ends."""
 
 _PORTS = {"http": 80, "https": 443}
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Returns the IP addresses of a host, in the order in which to try them. Raises OSError or UnicodeError."""
+"""Returns the IP addresses of a host in order of preference. Raises OSError or UnicodeError."""
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
-    """Return the IP addresses of a host as the system knows them."""
+    """Return the IP addresses of a host according to the system's resolver."""
     found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[4][0]) for address in found]
 
@@ -74,17 +74,17 @@ class WebhookCaller:
         """Prepare to call `endpoints`.
 
         Args:
-            endpoints: Those that will be called.
-            clock: Where the time of an attempt comes from.
-            resolve: Where addresses come from.
-            tls: How certificates are checked; by the system's where None.
-            attempt_s: The longest an attempt may take.
+            endpoints: All endpoints that may be called.
+            clock: Source of times.
+            resolve: Resolves host names.
+            tls: How to verify certificates; None: by the system's.
+            attempt_s: Time limit for an attempt.
         """
         self._clock = clock
         self._resolve = resolve
         self._attempt_s = attempt_s
         needs_tls = any(endpoint.url.startswith("https:") for endpoint in endpoints)
-        # A transport, not a client: it keeps no cookie and follows nothing.
+        # A transport rather than a client: no cookies, no redirects.
         self._transport = Transport(
             verify=(tls or ssl.create_default_context()) if needs_tls else False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
@@ -92,10 +92,10 @@ class WebhookCaller:
         self._under_way: set[anyio.CancelScope] = set()
 
     async def attempt(self, endpoint: WebhookEndpoint, delivery: Delivery) -> WebhookAttempt:
-        """Make an attempt and return how it went. Raises nothing for what the endpoint does."""
+        """Make an attempt and return its result. Never raises because of the endpoint."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         # Shielded, because a connection that opens at the moment of a cancellation would leak
-        # (anyio's connect_tcp forgets it). `hurry` bounds how long the end then has to wait.
+        # (anyio's connect_tcp drops it). `hurry` bounds how long the end then takes.
         deadline = anyio.current_time() + self._attempt_s
         with anyio.CancelScope(shield=True, deadline=deadline) as scope:
             self._under_way.add(scope)
@@ -103,16 +103,16 @@ class WebhookCaller:
                 return await self._exchange(endpoint, delivery)
             finally:
                 self._under_way.discard(scope)
-        await anyio.lowlevel.checkpoint_if_cancelled()  # cut by `hurry`: not the endpoint's fault
+        await anyio.lowlevel.checkpoint_if_cancelled()  # cut short by `hurry`: not the endpoint's fault
         return failed(delivery, f"no answer in {self._attempt_s:g} s")
 
     def hurry(self) -> None:
-        """Give what is under way `HURRY_S` more seconds: delivering ends."""
+        """Limit attempts in progress to `HURRY_S` more seconds, because delivery ends."""
         for scope in self._under_way:
             scope.deadline = min(scope.deadline, anyio.current_time() + HURRY_S)
 
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         await self._transport.aclose()
 
     async def _exchange(self, endpoint: WebhookEndpoint, delivery: Delivery) -> WebhookAttempt:
@@ -128,7 +128,7 @@ class WebhookCaller:
         addresses = list(dict.fromkeys(found))
         if not addresses:
             return failed(delivery, "its host name does not resolve")
-        for address in addresses:  # all of them: which is connected to must not be a matter of luck
+        for address in addresses:  # check all of them: the result must not depend on which one is used
             if why := address_refusal(address, allow_private=endpoint.allow_private):
                 detail = f"its host resolves to {address} ({why}), where webhooks are never sent"
                 return failed(delivery, detail, outcome=WebhookOutcome.REFUSED)
@@ -137,7 +137,7 @@ class WebhookCaller:
             try:
                 return await self._post(self._request(endpoint, delivery, url, address), delivery)
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                detail = _words(error)  # not a byte of it was sent
+                detail = _words(error)  # nothing was sent
             except httpx.HTTPError as error:
                 return failed(delivery, _words(error))
         return failed(delivery, detail)
@@ -184,7 +184,7 @@ async def _read_some(response: httpx.Response) -> None:
 
 
 def _words(error: httpx.HTTPError) -> str:
-    """Return what an error means. Its own text is not used: it may quote what it must not."""
+    """Describe an error. Its own text is not used, because it may quote secrets."""
     if any(isinstance(cause, ConnectionRefusedError) for cause in causes(error)):
         return "connection refused"
     if fault := tls_fault(error):

@@ -1,8 +1,8 @@
-"""Delivers webhooks: hands events on to endpoints, and attempts what is due until it succeeds or is given up.
+"""Delivers webhooks: turns events into deliveries, and attempts each until it succeeds or is given up.
 
-Every gateway process runs this; the store sees to it that one has a delivery at a time. What an attempt led
-to is written to the store after it, so that a process which dies in between leaves a delivery that is
-attempted again: at least once, under the same id.
+Every gateway process runs this; the store ensures that a delivery is claimed by one of them at a time. The
+result of an attempt is written to the store afterwards, so if a process dies in between, the delivery is
+attempted again under the same id: at least once.
 """
 
 import logging
@@ -19,24 +19,24 @@ from gateway.ports import WebhookStore
 from gateway.upstream.webhook_calls import WebhookCaller
 
 ATTEMPTS_MAX = 8
-"""Attempts at once, per endpoint: a slow one holds up nobody else."""
+"""Maximum concurrent attempts per endpoint, so that a slow endpoint does not delay others."""
 
 POLL_S = 1.0
-"""Time between two looks at what is due."""
+"""Interval for checking which deliveries are due."""
 
 EVENTS_AT_ONCE = 100
 
 SAY_S = 60.0
-"""The longest time between two words to the others about which endpoints there are."""
+"""Maximum interval between two announcements of this process's endpoints."""
 
 SETTLE_TRIES = 20
-"""How often an outcome is told to a store that is away, a second apart. Then the delivery is made again."""
+"""How often writing a result to an unreachable store is tried, a second apart. Then the delivery repeats."""
 
 log = logging.getLogger("gateway.webhooks")
 
 
 class Webhooks:
-    """Delivers while `run` runs, which closes what it is given at its end."""
+    """Delivers while `run` runs; `run` closes the store and the caller at its end."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class Webhooks:
         """Prepare to deliver; nothing is sent before `run`.
 
         Args:
-            endpoints: Who hears of what.
-            store: Where events and deliveries are kept.
+            endpoints: This process's endpoints and the events they subscribe to.
+            store: Stores events and deliveries.
             caller: Makes attempts.
-            on_attempt: Told of every attempt. Must neither raise nor block.
-            on_pending: Told how many deliveries wait, by endpoint.
-            poll_s: Time between two looks at what is due.
+            on_attempt: Called with every attempt. Must neither raise nor block.
+            on_pending: Called with the number of pending deliveries per endpoint.
+            poll_s: Interval for checking which deliveries are due.
         """
         self._endpoints = {endpoint.name: endpoint for endpoint in endpoints}
         self._store = store
@@ -71,7 +71,7 @@ class Webhooks:
         self._said_at = float("-inf")
 
     async def run(self) -> None:
-        """Deliver until cancelled. A store that is away is asked again."""
+        """Deliver until cancelled. While the store is unreachable, keep trying."""
         try:
             async with anyio.create_task_group() as tasks:
                 try:
@@ -109,7 +109,7 @@ class Webhooks:
                 await self._has_room.wait()
 
     async def _hand_on(self) -> bool:
-        """Make events into deliveries, also for endpoints of others. Returns whether there may be more."""
+        """Turn events into deliveries, for all processes' endpoints. Return whether there may be more."""
         events = await self._store.events(EVENTS_AT_ONCE)
         known: Sequence[WebhookEndpoint] = ()
         if events or anyio.current_time() - self._said_at > SAY_S:
@@ -124,7 +124,7 @@ class Webhooks:
         return len(events) == EVENTS_AT_ONCE
 
     async def _take(self, tasks: TaskGroup) -> None:
-        """Start as many attempts as there is room for."""
+        """Start as many attempts as allowed."""
         room = {name: ATTEMPTS_MAX - self._under_way[name] for name in self._endpoints.keys() - self._gone}
         for delivery in await self._store.claim({name: most for name, most in room.items() if most > 0}):
             self._under_way[delivery.endpoint] += 1
@@ -136,7 +136,7 @@ class Webhooks:
             attempt = await self._caller.attempt(endpoint, delivery)
             self._on_attempt(attempt)
             if attempt.outcome is WebhookOutcome.GONE:
-                self._gone.add(endpoint.name)  # what waits for it is kept for the next start
+                self._gone.add(endpoint.name)  # its deliveries remain stored for the next start
                 return
             await self._settle(attempt)
         finally:
@@ -146,7 +146,7 @@ class Webhooks:
     async def _settle(self, attempt: WebhookAttempt) -> None:
         for _ in range(SETTLE_TRIES):
             try:
-                with anyio.CancelScope(shield=True):  # the store bounds it
+                with anyio.CancelScope(shield=True):  # bounded by the store's timeouts
                     if attempt.retry_s is None:
                         await self._store.end(attempt.delivery)
                     else:
