@@ -1,1 +1,1 @@
-"""State that outlives a request: what is in flight, and who holds which conversation."""
+"""State that outlives a request: slots in flight, jobs, files, responses and cached prefixes."""

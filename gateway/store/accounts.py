@@ -1,8 +1,8 @@
-"""What this process has of one backend: what its requests use, and what is kept for it beyond that.
+"""This process's account with one backend: the slots its requests use, and the slots reserved beyond that.
 
-What is kept is counted by the server for this process, used or not, so it may be used without asking: while a
-backend is far from its limits, a request costs no command. How much that is, and whether anything may be kept
-at all, the server says (settle.lua). Here is what follows from it. Does no I/O.
+The server counts the reservation for this process whether it is used or not, so slots from it may be used
+without asking: while a backend is far from its limits, a request costs no command. The server decides how
+much may be reserved, and whether anything may be (settle.lua). This module implements the rest. No I/O.
 """
 
 import asyncio
@@ -16,46 +16,46 @@ from gateway.ports import Slot
 from gateway.store.leases import Freed, Order, Reply
 
 PEAK_TICKS = 5
-"""Ticks over which the most that was used is remembered. What was not used for twice that is given back."""
+"""Ticks over which the peak use is remembered. A reservation unused for twice as long is returned."""
 
 _NOTHING = Load()
 _NONE = Load(-1, -1, -1, -1, -1, -1)
-"""Of no counter may anything be kept."""
+"""No counter may be reserved."""
 
 
 class Asked:
-    """A request that wants a place, and what becomes of that."""
+    """A request waiting for a slot, and its outcome."""
 
     __slots__ = ("claim", "limits", "outcome")
 
     def __init__(self, claim: Load, limits: Load, outcome: asyncio.Future[Slot | Exclusion]) -> None:
-        """Want this much of a backend that may hold so much."""
+        """Wait for `claim` on a backend that may hold `limits`."""
         self.claim, self.limits, self.outcome = claim, limits, outcome
 
 
 class Account:
-    """One backend's account. Between `order` and `settled` or `failed` nothing is taken from what is kept.
+    """An account with one backend. Its reservation is frozen between `order` and `settled` or `failed`.
 
     Attributes:
         backend: Id of the backend.
-        others: What all other processes use there, as last heard.
-        others_kept: What is kept for them, used or not, as last heard.
-        kept: What the server counts for this process.
-        keeps: Whether that may be more than what is used.
-        keeping: How many other processes keep something, as last heard.
-        asked: Requests that want a place, and are not under way to the server.
-        told: Who waits for the server to know what is used by now.
-        placed: Requests that were given a place without asking since the last order.
-        waiters: How many wait for others to give back what they keep.
-        is_wanted: Whether others have asked for what is kept.
-        says_it_waits: Whether the server was last told that somebody waits here.
-        is_looked_at: Whether anybody wanted to know since the last tick.
-        is_due, is_under_way: Whether a command will be sent in a moment; whether one has been.
-        news: Set when something becomes free; another one from then on.
+        others: Slots used by all other processes, as last reported.
+        others_kept: Slots counted for them, used or not, as last reported.
+        kept: Slots the server counts for this process.
+        keeps: Whether that may be more than is used.
+        keeping: Number of other processes with a reservation, as last reported.
+        asked: Requests waiting for a slot that are not yet part of a command.
+        told: Futures of those waiting for the server to know the current use.
+        placed: Requests that got a slot from the reservation since the last order.
+        waiters: Number of requests waiting for others to return reservations.
+        is_wanted: Whether another process has asked for this reservation.
+        says_it_waits: Whether the server was last told that requests are waiting here.
+        is_looked_at: Whether the account was used since the last tick.
+        is_due, is_under_way: Whether a command is about to be sent; whether one is in progress.
+        news: Set when capacity becomes free, and replaced by a new event.
     """
 
     def __init__(self, backend: str) -> None:
-        """Have nothing yet."""
+        """Start with nothing."""
         self.backend = backend
         self.others = self.others_kept = self.kept = _NOTHING
         self.keeps = self.is_wanted = self.says_it_waits = False
@@ -71,12 +71,12 @@ class Account:
         self._settled_at = self._deaf_until = 0.0
         self._peak = self._peak_before = self._ticks = 0
 
-    # -------------------------------------------------------------- without asking
+    # -------------------------------------------------------------- without a command
 
     def covers(self, used: Load, claim: Load, limits: Load, oldest: float) -> bool:
-        """Return whether a claim can be had of what is kept, without asking.
+        """Return whether the reservation covers a claim.
 
-        `oldest`: what was said before this moment (monotonic seconds) may be true no more.
+        `oldest`: information from before this time (monotonic seconds) is too old to rely on.
         """
         if not self.keeps or self.is_under_way or self._settled_at < oldest:
             return False
@@ -94,7 +94,7 @@ class Account:
         return True
 
     def may_keep(self, freed: Load) -> bool:
-        """Return whether what became free here is kept, so that nobody has to be told."""
+        """Return whether freed slots are added to the reservation, so that nobody has to be told."""
         ceiling = self._ceiling
         return self.keeps and not (
             (freed.seqs and ceiling.seqs < 0)
@@ -106,11 +106,11 @@ class Account:
         )
 
     def is_behind(self, used: Load) -> bool:
-        """Return whether the server counts another amount for this process than it should."""
+        """Return whether the server's count for this process is out of date."""
         return not used.is_within(self.kept) or (not self.keeps and used != self.kept)
 
     def tick(self, used: Load) -> bool:
-        """Let a moment pass. Returns whether the server is to be asked."""
+        """Advance by one tick. Return whether to contact the server."""
         self._ticks += 1
         if self._ticks % PEAK_TICKS == 0:
             self._peak_before, self._peak = self._peak, used.seqs
@@ -120,10 +120,10 @@ class Account:
         self.is_looked_at = False
         return True
 
-    # -------------------------------------------------------------- asking
+    # -------------------------------------------------------------- with a command
 
     def order(self, used: Load, claims: Sequence[Asked], *, waits: bool, may_keep: bool, now: float) -> Order:
-        """Return what to ask the server for, which is then under way."""
+        """Return the order to send to the server, which is then in progress."""
         ceiling = self._ceiling
         for one in claims:
             ceiling = _lower(ceiling, _ceiling(one.claim, one.limits))
@@ -148,33 +148,33 @@ class Account:
         )
 
     def may_find_more(self, now: float) -> bool:
-        """Return whether others keep something that they may still give back."""
+        """Return whether other processes have reservations that they may still return."""
         return self.keeping > (self._deaf if now < self._deaf_until else 0)
 
     def not_given_back(self, until: float) -> None:
-        """Note that as many as keep something now do not give it back, and are not asked for a while."""
+        """Note that the present reservations are not being returned; do not ask again for a while."""
         self._deaf, self._deaf_until = self.keeping, until
 
     def settled(self, reply: Reply, now: float) -> bool:
-        """Take in what the server said. Returns whether something has become free of which nobody told."""
+        """Apply the server's reply. Return whether capacity became free without a notification."""
         self.is_under_way = False
         self.kept, self.keeps, self.keeping = reply.kept, reply.may_keep, reply.keeping
         self._settled_at, self._is_fresh = now, True
         if not self.keeps:
             self._ceiling, self.is_wanted = _NONE, False
-        # Redis that has lost its data, and its clock, starts with old versions: what was asked for counts.
+        # A Redis that lost its data and its clock restarts at old versions: the reply to our order counts.
         self._version = reply.version
         used, kept = self.others, self.others_kept
         self.others, self.others_kept = reply.others, reply.others_kept
         return not (used.is_within(reply.others) and kept.is_within(reply.others_kept))
 
     def failed(self, used: Load) -> None:
-        """Note that it is not known what the server counts. The next order puts it right."""
+        """Note that the server's count is unknown after a failure. The next order corrects it."""
         self.is_under_way = self.keeps = False
         self.kept, self._ceiling = used, _NONE
 
     def heard(self, freed: Freed) -> None:
-        """Take in what another process says that it freed."""
+        """Apply a notification of capacity freed by another process."""
         if freed.version > self._version:
             self._version = freed.version
             rest = self.others - freed.load
@@ -184,19 +184,19 @@ class Account:
 
 
 def _ceiling(claim: Load, limits: Load) -> Load:
-    """Return up to where places may be kept beside such requests: so that there is room for one more."""
+    """Return the limits for reservations next to such requests, which leave room for one more of them."""
     pairs = [(getattr(claim, name), getattr(limits, name)) for name in COUNTERS]
     return Load(*[max(0, limit - wanted) if wanted else -1 for wanted, limit in pairs])
 
 
 def _lower(one: Load, other: Load) -> Load:
-    """Return the lower of two ceilings, counter by counter, where there are both."""
+    """Return the minimum of two limits, counter by counter, where both are set."""
     pairs = [(getattr(one, name), getattr(other, name)) for name in COUNTERS]
     return Load(*[max(pair) if min(pair) < 0 else min(pair) for pair in pairs])
 
 
 def _part(kept: Load, seqs: int, used: Load) -> Load:
-    """Return of what is kept as much as so many sequences take, and what is used."""
+    """Return the part of a reservation that so many sequences take, and at least what is used."""
     if seqs >= kept.seqs:
         return kept
     parts = [-(-getattr(kept, name) * seqs // kept.seqs) for name in COUNTERS]

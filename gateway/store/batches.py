@@ -1,8 +1,7 @@
-"""`ports.BatchStore` over Redis: each step is one script, so that whoever dies leaves nothing half done.
+"""`ports.BatchStore` over Redis. Each step is a single script, so that a crash leaves nothing half done.
 
-Batches, their lines and their jobs are in one slot. Whoever works at a batch has taken it for `lease_s`, and
-everything it does renews that; another one takes it when it was not heard of for so long. Time is the
-server's alone.
+A batch, its lines and its jobs share a cluster slot. A runner leases a batch for `lease_s`; every operation
+renews the lease, and another runner takes over when it has expired. Only the server's clock is used.
 """
 
 import json
@@ -30,13 +29,13 @@ from gateway.store.connections import Connections, StoreAway, milliseconds
 from gateway.store.jobs import LOST_S, PROMISE_S, key_of, owner_of, promised
 
 COMMAND_S = 5.0
-"""The longest a command may take, and the longest it may wait for its turn: a line may be megabytes long."""
+"""Timeout of a command, and of waiting for a connection: a line may have megabytes."""
 
 LEASE_S = 10.0
-"""Whoever was not heard of for so long works at its batches no more."""
+"""A runner not heard from for this long has lost its batches."""
 
 EACH_MAX = 4
-"""Batches of one API key that are worked at: the others wait, so that no key takes all runners."""
+"""Maximum number of batches per API key in progress, so that one key cannot occupy all runners."""
 
 CONNECTIONS_MAX = 8
 RETRY_AFTER_S = 5.0
@@ -60,14 +59,14 @@ class RedisBatches:
         command_s: float = COMMAND_S,
         each_max: int = EACH_MAX,
     ) -> None:
-        """Prepare to keep batches in the Redis at `url`; connects when first used.
+        """Prepare to store batches in the Redis at `url`; connects on first use.
 
         Args:
             url: `redis://`, `rediss://` or `unix://`.
-            prefix: What keys start with.
-            lease_s: After so long without a word from its runner a batch is anybody's.
-            command_s: The longest a command may take, and the longest it may wait for its turn.
-            each_max: Batches of one API key that are worked at.
+            prefix: Prefix of all keys.
+            lease_s: Lease time of a batch.
+            command_s: Timeout of a command, and of waiting for a connection.
+            each_max: Maximum number of batches per API key in progress.
         """
         self._tag = f"{{{prefix}:jobs}}"
         self._lease_ms, self._each_max = milliseconds(lease_s), each_max
@@ -193,13 +192,13 @@ class RedisBatches:
         await self._run("release", claim.batch.id, claim.fence)
 
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         await self._connections.aclose()
 
-    # ------------------------------------------------------------ asking
+    # ------------------------------------------------------------ internals
 
     async def _held(self, name: str, claim: BatchClaim, *arguments: str | bytes | int) -> Any:
-        """Return what a script says that only whoever has the batch may run."""
+        """Run a script that requires the lease on a batch, and return its result."""
         reply = await self._run(name, claim.batch.id, claim.fence, claim.number, self._lease_ms, *arguments)
         if reply is None:
             raise BatchLost(claim.batch.id)
@@ -221,7 +220,7 @@ def _lines(pairs: Sequence[bytes]) -> list[RunningLine]:
     found = []
     for job_id, written in zip(pairs[::2], pairs[1::2], strict=True):
         number, _, custom_id = written.decode().partition(" ")
-        if number:  # it was written down already
+        if number:  # already written
             found.append(RunningLine(job_id.decode(), int(number), custom_id))
     return found
 

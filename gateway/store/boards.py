@@ -1,8 +1,8 @@
-"""Who owns a box, and what it does: in memory for one process, in Redis or Valkey for several.
+"""Ownership and state of boxes: in memory for one process, in Redis or Valkey for several.
 
-The owner's lease is fenced: every change of owner has a higher number than all before, and what an owner
-writes under an old number is not kept. So a process that was away for too long cannot undo what the next
-one does, and a machine that compares the numbers can refuse its commands too.
+Ownership is a lease with a fencing token: each change of owner increases the token, and writes with an old
+token are rejected. So a process that was unresponsive for too long cannot overwrite its successor's state,
+and a machine that compares tokens can reject its commands as well.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from gateway.store.leases import Leases
 from gateway.store.redis import COMMAND_S, owner_name
 
 BOX_TTL_S = 15.0
-"""Life of an ownership that is not renewed: how long a box stands still when its owner crashes."""
+"""Lease time of an ownership: how long a box is unmanaged after its owner has crashed."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Shared:
 
 
 class MemoryBoard:
-    """`ports.BoxBoard` in memory. Several of one `shared` behave as processes of one store do."""
+    """`ports.BoxBoard` in memory. Instances with the same `shared` behave like processes with one store."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class RedisBoard:
     """`ports.BoxBoard` over Redis. Close it with `aclose`."""
 
     def __init__(self, leases: Leases) -> None:
-        """Use these scripts. Their owner names this process; an ownership lives as long as an account."""
+        """Use these scripts. Their owner names this process; the lease time is that of an account."""
         self._leases = leases
 
     @classmethod
@@ -99,8 +99,8 @@ class RedisBoard:
         try:
             await self._leases.leave_box(box_id)
         except StoreAway:
-            return  # the ownership ends by itself
+            return  # the lease expires by itself
 
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         await self._leases.aclose()

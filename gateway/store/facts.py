@@ -1,7 +1,7 @@
-"""The facts of gateway processes on their way through Redis: JSON out, and JSON of unknown quality in.
+"""Encodes and decodes the facts that gateway processes exchange through Redis, as JSON.
 
-The hash that holds them is written by whoever has access to the server. So what is read is checked against
-its form and the range of every number; what cannot be read says nothing, and neither does another version.
+The hash that holds them can be written by anyone with access to the server. So everything read is validated,
+including the range of each number; invalid facts and other versions are ignored.
 
     {"v": 1,
      "verdicts": {"light-0": {"number": 1, "state": "ejected", "reason": "..", "left_s": 4, "ejections": 1}},
@@ -30,15 +30,15 @@ log = logging.getLogger("gateway.store")
 
 VERSION = 1
 BYTES_MAX = 65_536
-"""No process may say more of itself: 256 callers with names of 60 characters each, and 100 backends, fit."""
+"""Maximum size of a process's facts: enough for 256 callers with names of 60 characters, and 100 backends."""
 
 REASON_CHARS_MAX = 300
 FEW_MAX = 10_000
-"""More ejections of a backend, or long prompts that wait for it, are told as so many. A number beyond its
-range would make all of a gateway's facts unreadable."""
+"""Larger counts of ejections or waiting long prompts are sent as this. A number out of range would make all
+facts of a gateway invalid."""
 
 LEFT_MAX_S = 86_400.0
-"""Likewise of the time for which a verdict holds."""
+"""The same for the remaining time of a verdict."""
 
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Few = Annotated[int, Meta(ge=0, le=FEW_MAX)]
@@ -70,7 +70,7 @@ class _Document(Struct):
 
 
 def encode(facts: Facts) -> str:
-    """Return facts as text."""
+    """Encode facts as JSON."""
     document = _Document(
         verdicts={
             name: _Verdict(
@@ -93,10 +93,10 @@ def encode(facts: Facts) -> str:
 
 
 def decode(text: str) -> Facts | None:
-    """Return what a text says, or None for one of another version.
+    """Decode JSON to facts; None if they are of another version.
 
     Raises:
-        ValueError: it is none that any version could have written.
+        ValueError: the text cannot come from any version.
     """
     if len(text.encode(errors="replace")) > BYTES_MAX:
         raise ValueError(f"longer than {BYTES_MAX} bytes")
@@ -123,18 +123,18 @@ def decode(text: str) -> Facts | None:
 
 
 def _plain(reason: str) -> str:
-    """Return a reason as it may stand in a log line: of bounded length, nothing but printable characters."""
+    """Return a reason that is safe for a log line: bounded in length, and printable."""
     return "".join(char if char.isprintable() else " " for char in reason[:REASON_CHARS_MAX])
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the server passes on of another process.
+    """The facts of another process, as received from the server.
 
     Attributes:
         owner: Its name.
-        left_s: Seconds until it counts as gone, unless it is heard of again.
-        text: Its facts.
+        left_s: Seconds until it is considered gone, unless it is heard from again.
+        text: Its encoded facts.
     """
 
     owner: str
@@ -151,15 +151,15 @@ class _Peer:
 
 
 class Exchange:
-    """Facts of this process out, those of the others in, each for as long as its process is there.
+    """Publishes this process's facts and receives those of its peers, each valid while its process lives.
 
-    Does no I/O: who talks to the server asks for `outgoing`, and hands over what comes back. What a
-    process said counts until the server's clock would have it gone, also when the server is away or has
-    lost it: being away, or empty, is not news of a process.
+    Does no I/O: the client of the server asks for `outgoing` and passes replies to `incoming`. The facts of
+    a peer remain valid until they expire by the server's clock, even if the server is unreachable or has
+    lost them: neither says anything about the peer.
     """
 
     def __init__(self, ttl_s: float, poke: Callable[[], None]) -> None:
-        """Keep what others say for `ttl_s` at most. `poke` has the server talked to at once."""
+        """Keep facts of peers for at most `ttl_s`. `poke` triggers an exchange with the server at once."""
         self._ttl_s, self._poke = ttl_s, poke
         self._collect: Callable[[], Facts] | None = None
         self._heard: Callable[[Mapping[str, Facts]], None] = lambda facts: None
@@ -168,16 +168,16 @@ class Exchange:
         self._complained: set[str] = set()
 
     def join(self, collect: Callable[[], Facts], heard: Callable[[Mapping[str, Facts]], None]) -> None:
-        """Publish what `collect` returns, and tell `heard` what all others say, after every exchange."""
+        """Publish what `collect` returns, and call `heard` with all peers' facts after every exchange."""
         self._collect, self._heard = collect, heard
 
     def publish_now(self) -> None:
-        """Publish this process's facts at once, and have the others look at once."""
+        """Publish this process's facts at once, and have its peers read them at once."""
         self._is_urgent = True
         self._poke()
 
     def outgoing(self) -> tuple[str, bool]:
-        """Return what to publish, "" for nothing, and whether the others are to look at once."""
+        """Return the facts to publish, "" for none, and whether its peers should read them at once."""
         is_urgent, self._is_urgent = self._is_urgent, False
         text = "" if self._collect is None else encode(self._collect())
         size_bytes = len(text.encode())
@@ -187,11 +187,11 @@ class Exchange:
         return "", False
 
     def not_sent(self, is_urgent: bool) -> None:
-        """Note that what was outgoing may not have arrived."""
+        """Note that the outgoing facts may not have arrived."""
         self._is_urgent = self._is_urgent or is_urgent
 
     def incoming(self, told: Iterable[Told], now: float) -> None:
-        """Take in what the server passed on at `now` (monotonic seconds)."""
+        """Apply the facts received at `now` (monotonic seconds)."""
         for one in told:
             before = self._peers.get(one.owner)
             is_same = before is not None and before.text == one.text
@@ -202,7 +202,7 @@ class Exchange:
         self._tell()
 
     def fade(self, now: float) -> None:
-        """Forget processes whose time is over."""
+        """Remove expired peers."""
         gone = [owner for owner, peer in self._peers.items() if peer.ends_at <= now]
         for owner in gone:
             del self._peers[owner]
@@ -210,7 +210,7 @@ class Exchange:
             self._tell()
 
     def ages(self, now: float) -> Mapping[str, float]:
-        """Return, per other process whose facts count, how many seconds ago it was last heard of."""
+        """Return, per live peer, how many seconds ago it was last heard from."""
         return {owner: now - peer.told_at for owner, peer in self._peers.items()}
 
     def _tell(self) -> None:

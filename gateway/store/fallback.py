@@ -1,11 +1,11 @@
-"""The shared ledger, and what becomes of it while Redis is away: this process counts alone.
+"""The shared ledger with a fallback: while Redis is unreachable, this process counts alone.
 
-Chat has to go on without Redis. So each process then admits under its part of every limit, by what it
-holds itself, and asks Redis nothing until a synchronisation has told it everything that happened
-meanwhile. The two ways of counting are never mixed: what is held is known here all along.
+Chat must continue without Redis. So each process then admits requests within its part of every limit, by its
+own count, and does not contact Redis again before a synchronization has reported everything that happened
+in the meantime. The two ways of counting are never mixed: this process always knows what it holds itself.
 
-When Redis is back, it does not know yet what the others took while it was away. So each process keeps to its
-part for a moment longer, until all that live have told.
+When Redis returns, it does not know yet what the other processes admitted in the meantime. So each process
+keeps to its part for a moment longer, until all live processes have reported.
 """
 
 import logging
@@ -28,19 +28,19 @@ log = logging.getLogger("gateway.store")
 
 
 class Mode(StrEnum):
-    """How slots are counted. Few and fixed: each is a metric label."""
+    """How slots are counted. A closed set: used as a metric label."""
 
     SHARED = "shared"  # by Redis, for all gateways
-    ALONE = "alone"  # by this process, under its part of every limit
+    ALONE = "alone"  # by this process, within its part of every limit
 
 
 class FallbackLedger:
-    """`ports.Ledger` over a RedisLedger, and without Redis while it is away. Never raises for that.
+    """`ports.Ledger` over a RedisLedger, with a fallback while Redis is unreachable.
 
     Attributes:
         mode: How slots are counted at the moment.
-        keeps_to_part: Whether this process takes no more than its part of every limit: while it counts alone,
-            and until the others can have told Redis what they hold.
+        keeps_to_part: Whether this process keeps to its part of every limit: while it counts alone, and
+            until all other processes can have reported to Redis what they hold.
     """
 
     is_local = False
@@ -52,58 +52,58 @@ class FallbackLedger:
         *,
         replicas_min: int = 1,
     ) -> None:
-        """Count by `shared`. `on_change` is called after every change of mode.
+        """Count with `shared`. `on_change` is called after every change of mode.
 
-        There are at least `replicas_min` gateway processes, seen or not.
+        At least `replicas_min` gateway processes are assumed to exist, seen or not.
         """
         self._shared = shared
         self._replicas_min = replicas_min
         self._on_change = on_change
         self._on_freed: list[OnFreed] = []
         self._alone_since = 0.0
-        self._whole_at = 0.0  # when the others have told Redis what they hold
-        self._asking: dict[str, Load] = {}  # per backend, what is being taken of this process's part
+        self._whole_at = 0.0  # when all other processes have reported to Redis
+        self._asking: dict[str, Load] = {}  # per backend, claims on this process's part that are in progress
         self.keeps_to_part = False
         self.mode = Mode.SHARED
 
     @property
     def replicas(self) -> int:
-        """Gateway processes last seen, this one included, or how many there are at least."""
+        """Number of gateway processes last seen, including this one, and at least the configured minimum."""
         return max(self._shared.replicas, self._replicas_min)
 
     @property
     def owner(self) -> str:
-        """This process's name in Redis."""
+        """The name of this process in Redis."""
         return self._shared.owner
 
     @property
     def exchange(self) -> Exchange:
-        """What gateway processes tell each other of themselves, while Redis is there."""
+        """The exchange of facts between gateway processes, while Redis is reachable."""
         return self._shared.exchange
 
     def on_freed(self, callback: OnFreed) -> None:
-        """Have `callback` called whenever something became free on a backend, through whichever gateway."""
+        """Register a callback for when capacity becomes free on a backend, through any gateway."""
         self._on_freed.append(callback)
         self._shared.on_freed(callback)
 
     def load(self, backend_id: str) -> Load:
-        """See `ports.Ledger.load`. Under its part of the limits, as if every replica held as much."""
+        """See `ports.Ledger.load`. While `keeps_to_part`, as if every replica held as much as this one."""
         return self._seen(self._shared.load(backend_id), backend_id, self.replicas)
 
     def others(self, backend_id: str) -> Load:
-        """See `ports.Ledger.others`. Under its part of the limits, as for `load`."""
+        """See `ports.Ledger.others`. While `keeps_to_part`, as for `load`."""
         return self._seen(self._shared.others(backend_id), backend_id, self.replicas - 1)
 
     def loads(self) -> Mapping[str, Load]:
-        """Return what is in flight on every backend that was ever asked about."""
+        """Return what is in flight on every backend used so far."""
         return {backend_id: self.load(backend_id) for backend_id in self._shared.loads()}
 
     def held(self) -> Mapping[str, Load]:
-        """Return what this process itself has in flight, by backend."""
+        """Return what this process has in flight, by backend."""
         return self._shared.held()
 
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
-        """See `ports.Ledger.acquire`. Alone, `limits` are divided by the replicas."""
+        """See `ports.Ledger.acquire`. While alone, `limits` are divided by the number of replicas."""
         if self.mode is Mode.SHARED:
             try:
                 if self.keeps_to_part:
@@ -148,11 +148,11 @@ class FallbackLedger:
             self._fall_back(failure)
 
     async def run(self) -> None:
-        """Keep Redis and this process in agreement, until cancelled; come back to it when it is back."""
+        """Keep Redis and this process synchronized, until cancelled; reconnect after outages."""
         await self._shared.run(self._synced)
 
     async def aclose(self) -> None:
-        """Give back what is still held, as far as Redis answers, and close."""
+        """Release everything still held, as far as Redis responds, and close."""
         await self._shared.aclose()
 
     def _synced(self, failure: StoreAway | None) -> None:
@@ -170,10 +170,10 @@ class FallbackLedger:
             self._tell_all()
         elif self.keeps_to_part and anyio.current_time() >= self._whole_at:
             self.keeps_to_part = False
-            self._tell_all()  # every limit has just grown
+            self._tell_all()  # every limit has just increased
 
     def _fall_back(self, failure: StoreAway) -> None:
-        """Count alone. The store is not shared again before every command of that time has ended."""
+        """Switch to counting alone, at least until every command in progress has ended."""
         if self.mode is Mode.ALONE:
             return
         log.error(
@@ -196,7 +196,7 @@ class FallbackLedger:
         self._on_change(mode)
 
     async def _acquire_of_part(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
-        """Take a place that Redis counts, if it is of this process's part."""
+        """Acquire a slot counted by Redis, if it is within this process's part."""
         asking = self._asking.get(backend_id, Load())
         own = self._shared.held().get(backend_id, Load()) + asking
         refused = admission.full(own, claim, divided(limits, claim, self.replicas))
@@ -209,9 +209,9 @@ class FallbackLedger:
             self._asking[backend_id] -= claim
 
     def _seen(self, load: Load, backend_id: str, processes: int) -> Load:
-        """Return `load`, or while this process keeps to its part, as if so many held as much as this one.
+        """Return `load`; while keeping to its part, as if `processes` processes held as much as this one.
 
-        Once Redis is back: whichever is more.
+        Once Redis is back: the larger of the two.
         """
         if not self.keeps_to_part:
             return load
@@ -220,9 +220,9 @@ class FallbackLedger:
 
 
 def divided(limits: Load, claim: Load, replicas: int) -> Load:
-    """Return one process's part of `limits`, counter by counter; room for one such `claim` is always in it.
+    """Return one process's part of `limits`, counter by counter; it always has room for one such `claim`.
 
-    Without that room, a document that takes half a backend could run on none of three replicas.
+    Otherwise, a document that takes half a backend could run on none of three replicas.
     """
 
     def part(name: str) -> int:

@@ -1,7 +1,7 @@
-"""`ports.FileStore` over Redis: files in pieces of 1 MiB, so that no step takes or holds much more.
+"""`ports.FileStore` over Redis. Files are stored in pieces of 1 MiB, so that no operation handles much more.
 
-A file belongs to an API key, whose files together are bounded in bytes. It is seen once it is whole; an
-upload that breaks off is forgotten after a while, as is what has expired and no batch reads any more.
+A file belongs to an API key, and all files of a key are bounded in bytes. A file becomes visible once it is
+complete; incomplete uploads expire, as do files past their expiry that no batch is reading.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from gateway.store.connections import Connections, StoreAway, milliseconds
 from gateway.store.jobs import key_of, owner_of
 
 COMMAND_S = 5.0
-"""The longest a command may take, and the longest it may wait for its turn: a piece is a megabyte."""
+"""Timeout of a command, and of waiting for a connection: a piece has a megabyte."""
 
 PIECE_BYTES = 1024 * 1024  # as in files.lua
 CONNECTIONS_MAX = 8
@@ -26,12 +26,12 @@ class RedisFiles:
     """`ports.FileStore` over Redis. Close it with `aclose`."""
 
     def __init__(self, url: str, *, prefix: str = "gw", command_s: float = COMMAND_S) -> None:
-        """Prepare to keep files in the Redis at `url`; connects when first used.
+        """Prepare to store files in the Redis at `url`; connects on first use.
 
         Args:
             url: `redis://`, `rediss://` or `unix://`.
-            prefix: What keys start with.
-            command_s: The longest a command may take, and the longest it may wait for its turn.
+            prefix: Prefix of all keys.
+            command_s: Timeout of a command, and of waiting for a connection.
         """
         self._tag = f"{{{prefix}:jobs}}"
         self._connections = Connections(
@@ -67,7 +67,7 @@ class RedisFiles:
         """See `ports.FileStore.page`."""
         found: list[StoredFile] = []
         order = "asc" if ascending else "desc"
-        while len(found) < limit:  # a page at a time: no script may hold up the store
+        while len(found) < limit:  # page by page, so that no script blocks the server for long
             ids = await self._run("page", "files", owner_of(key), after or "", order, _PAGE)
             if ids is None:
                 return None
@@ -91,7 +91,7 @@ class RedisFiles:
         return FileRefusal.IN_USE if deleted < 0 else bool(deleted)
 
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         await self._connections.aclose()
 
     async def _run(self, name: str, *arguments: str | bytes | int) -> Any:

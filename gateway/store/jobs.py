@@ -1,9 +1,8 @@
-"""Jobs in Redis or Valkey: streams with a consumer group hand them out, scripts keep everything else true.
+"""Jobs in Redis or Valkey: a stream with a consumer group hands them out, scripts keep the state consistent.
 
-Each method that changes something is one script, so no state is ever seen half changed, and a process that
-dies between two methods leaves nothing half done. Time is the server's alone. Nothing is repeated silently,
-and everything may be repeated: a caller that got StoreUnavailable does not know whether it was done, and asks
-again.
+Each operation is a single script, so no intermediate state is visible, and a process that dies between two
+operations leaves nothing half done. Only the server's clock is used. Nothing is retried silently, and all
+operations are idempotent: after StoreUnavailable the caller does not know the outcome, and retries.
 """
 
 import hashlib
@@ -40,25 +39,25 @@ from gateway.store.connections import Connections, StoreAway, milliseconds
 log = logging.getLogger("gateway.store")
 
 LOST_S = 10.0
-"""A worker that was not heard of for so long has lost its jobs: about three of its beats."""
+"""A worker not heard from for this long, about three heartbeats, has lost its jobs."""
 
 COMMAND_S = 2.0
-"""The longest a command may take, and the longest it may wait for its turn: a body may be megabytes long."""
+"""Timeout of a command, and of waiting for a connection: a body may have megabytes."""
 
 POLL_S = 5.0
-"""Time between two looks at a job that somebody waits for, should a message about it be lost."""
+"""Polling interval for a job that is waited for, in case a message about it is lost."""
 
 AGAIN_S = 1.0
-"""Time between two tries to listen while the store is away."""
+"""Interval between attempts to subscribe while the store is unreachable."""
 
 RETRY_AFTER_S = 5.0
-"""When callers are asked to come back."""
+"""`Retry-After` for callers."""
 
 PROMISE_S = 86_400.0
 """How long an idempotency key is remembered."""
 
 STOPS_MAX = 1000
-"""Claims that have ended by another hand and that nobody has asked for yet."""
+"""Maximum number of claims ended by other processes that have not been collected."""
 
 _LINES = "batch:"
 _SCRIPTS = (
@@ -74,7 +73,7 @@ _SHOWN = (  # as in jobs.lua
 
 @dataclass(slots=True)
 class _Waiters:
-    """Those who wait for one job."""
+    """The tasks waiting for one job."""
 
     count: int = 0
     heard: anyio.Event = field(default_factory=anyio.Event)
@@ -85,7 +84,7 @@ class _Waiters:
 
 
 class RedisJobs:
-    """`ports.JobStore` over Redis. `run` has to run for what is said of jobs to be heard at once."""
+    """`ports.JobStore` over Redis. Messages about jobs are received while `run` runs."""
 
     def __init__(
         self,
@@ -96,14 +95,14 @@ class RedisJobs:
         command_s: float = COMMAND_S,
         connections_max: int = 16,
     ) -> None:
-        """Prepare to keep jobs in the Redis at `url`; connects when first used.
+        """Prepare to store jobs in the Redis at `url`; connects on first use.
 
         Args:
             url: `redis://`, `rediss://` or `unix://`.
-            prefix: What keys and channels start with. Gateways share the jobs of one prefix.
-            lost_s: After so long without a sign of life a worker has lost its jobs.
-            command_s: The longest a command may take, and the longest it may wait for its turn.
-            connections_max: Connections at once, beside the one that listens.
+            prefix: Prefix of all keys and channels. Gateways with the same prefix share their jobs.
+            lost_s: A worker not heard from for this long has lost its jobs.
+            command_s: Timeout of a command, and of waiting for a connection.
+            connections_max: Maximum number of connections, in addition to the subscribed one.
         """
         self._tag = f"{{{prefix}:jobs}}"
         self._lost_ms = milliseconds(lost_s)
@@ -120,9 +119,9 @@ class RedisJobs:
         self._is_away = False
         self._tokens: dict[str, str] = {}  # of claims whose reply was lost, by worker
         self._waiters: dict[str, _Waiters] = {}
-        self._wanted = anyio.Event()  # set when the jobs that are waited for are others
+        self._wanted = anyio.Event()  # set when the set of awaited jobs has changed
         self._work = _Waiters()
-        self._work_heard = 0  # messages about work; and how many of them were answered by a look
+        self._work_heard = 0  # messages about new work; and how many of them were followed by a check
         self._work_seen = 0
         self._stops: deque[tuple[str, int]] = deque(maxlen=STOPS_MAX)
 
@@ -180,7 +179,7 @@ class RedisJobs:
         """See `ports.JobStore.changed`."""
         with anyio.move_on_after(wait_s), self._waiting_for(job_id) as waiters:
             while True:
-                heard = waiters.heard  # what is said during the look is heard too
+                heard = waiters.heard  # read before the check, so that messages during it are not missed
                 now_status, now_chunks = await self._glance(job_id)
                 status = status or now_status
                 if now_chunks > chunks or now_status is not status or status is None or status.is_final:
@@ -212,7 +211,7 @@ class RedisJobs:
         index = "jobs" if key is None else f"jobs:{owner_of(key)}"
         found: list[Job] = []
         before = "+inf"
-        while before and len(found) < limit:  # a page at a time: no script may hold up the store
+        while before and len(found) < limit:  # page by page, so that no script blocks the server for long
             reply = await self._run("find", index, before, status or "", lane or "", limit - len(found))
             before = reply[0].decode()
             found += map(_job, reply[1:])
@@ -243,7 +242,7 @@ class RedisJobs:
     async def claim(
         self, worker: str, lanes: Collection[str] | None, attempts_max: int, config: str = ""
     ) -> Job | None:
-        """See `ports.JobStore.claim`. One whose reply was lost is the next one's answer."""
+        """See `ports.JobStore.claim`. If a reply was lost, the next call returns the same job."""
         heard = self._work_heard
         token = self._tokens.setdefault(worker, secrets.token_hex(8))
         named = () if lanes is None else lanes
@@ -332,10 +331,10 @@ class RedisJobs:
         self._stops.clear()
         return stops
 
-    # ------------------------------------------------------------ what is said
+    # ------------------------------------------------------------ messages
 
     async def run(self) -> None:
-        """Hear what is said of jobs, until cancelled. Warns once of a server that may forget jobs."""
+        """Receive messages about jobs, until cancelled. Warn once about a server that may evict jobs."""
         is_checked = False
         while True:
             try:
@@ -344,12 +343,12 @@ class RedisJobs:
                     is_checked = True
                 await self._listen()
             except* StoreAway:
-                pass  # those who wait look by themselves meanwhile
+                pass  # waiting tasks poll in the meantime
             self._wake_all()
             await anyio.sleep(AGAIN_S)
 
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         await self._connections.aclose()
 
     async def _check(self) -> None:
@@ -357,7 +356,7 @@ class RedisJobs:
             info = await self._connections.bounded(lambda: self._connections.redis.info())
         except StoreAway as error:
             if isinstance(error.__cause__, NoPermissionError):
-                return  # some ACLs keep it from everybody
+                return  # some ACLs do not allow it
             raise
         if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
             log.warning(
@@ -384,7 +383,7 @@ class RedisJobs:
             await self._connections.close(channel)
 
     async def _follow(self, channel: PubSub) -> None:
-        """Subscribe to what is said of the jobs that are waited for, and of no others."""
+        """Subscribe to messages about exactly the jobs that are awaited."""
         followed: set[str] = set()
         while True:
             self._wanted = anyio.Event()
@@ -397,7 +396,7 @@ class RedisJobs:
             await self._wanted.wait()
 
     def _hear(self, message: Mapping[str, Any]) -> None:
-        """Wake those whom a message concerns; also one that says that from now on all is heard."""
+        """Wake the tasks concerned by a message, including the confirmation of a subscription."""
         if message["type"] not in ("message", "subscribe"):
             return
         name = message["channel"].decode()
@@ -434,12 +433,12 @@ class RedisJobs:
                 self._wanted.set()
 
     async def _glance(self, job_id: str) -> tuple[JobStatus | None, int]:
-        """Return a job's status and number of chunks; no status where there is no such job."""
+        """Return a job's status and number of chunks; None as status if the job does not exist."""
         redis = self._connections.redis
         status, chunks = await self._ask(lambda: redis.hmget(self._key("job", job_id), ["status", "chunks"]))
         return (None, 0) if status is None else (JobStatus(status.decode()), int(chunks))
 
-    # ------------------------------------------------------------ asking
+    # ------------------------------------------------------------ internals
 
     def _key(self, *names: str) -> str:
         return ":".join((self._tag, *names))
@@ -463,23 +462,23 @@ class RedisJobs:
         return reply
 
 
-# ------------------------------------------------------------------ words
+# ------------------------------------------------------------------ encoding
 
 
 def owner_of(key: str | None, batch: str = "") -> str:
-    """Return what stands for an API key; for none, what no key can be. Lines of batches are counted apart."""
+    """Return the owner for an API key; None gets a value that no key can have. Batches count apart."""
     owner = "-" if key is None else f"={key}"
     return f"{_LINES}{owner}" if batch else owner
 
 
 def key_of(owner: str) -> str | None:
-    """Return the API key that stands behind an owner."""
+    """Return the API key of an owner."""
     owner = owner.removeprefix(_LINES)
     return None if owner == "-" else owner[1:]
 
 
 def promised(key: str | None, idempotency: Idempotency | None) -> tuple[str, str]:
-    """Return under what an idempotency key is kept, and what tells its request; two "" for none."""
+    """Return the id of an idempotency key, and the fingerprint of its request; "" and "" without a key."""
     if idempotency is None:
         return "", ""
     digest = _digest(owner_of(key), idempotency.route, idempotency.key)
@@ -487,7 +486,7 @@ def promised(key: str | None, idempotency: Idempotency | None) -> tuple[str, str
 
 
 def _digest(*words: str) -> str:
-    parts = (f"{len(word)}:{word}" for word in words)  # so that no two lists of words are one text
+    parts = (f"{len(word)}:{word}" for word in words)  # length-prefixed: no two lists collide
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
@@ -496,9 +495,9 @@ def _job_or_none(reply: Sequence[Any] | None) -> Job | None:
 
 
 def _job(reply: Sequence[Any]) -> Job:
-    """Return a job as `show` in jobs.lua returns it."""
+    """Decode a job as returned by `show` in jobs.lua."""
     job_id, position, *values = reply
-    given = dict(zip(_SHOWN, values, strict=False))  # a brief one has no body and facts
+    given = dict(zip(_SHOWN, values, strict=False))  # a brief one lacks body and facts
 
     def text(name: str) -> str:
         return (given[name] or b"").decode()

@@ -1,4 +1,4 @@
-"""A Valkey of the gateway's own, kept running: started again when it ends, always at the same address."""
+"""Supervises an embedded Valkey server: restarts it when it exits, always at the same address."""
 
 import logging
 from contextlib import nullcontext
@@ -14,26 +14,26 @@ from gateway.store.embedded import temporary_folder, valkey_in
 log = logging.getLogger("gateway.store")
 
 GOOD_SPELL_S = 60.0
-"""What lives this long after its start ended for a reason of its own, and is started again at once."""
+"""A server that ran for this long before it exited is restarted without a pause."""
 
 PAUSE_S = 0.5
 PAUSE_MAX_S = 30.0
 
 
 def next_pause_s(before_s: float, lived_s: float) -> float:
-    """Return how long to wait before starting again what lived for `lived_s`, after a pause of `before_s`."""
+    """Return the pause before restarting a server that ran for `lived_s`, after a pause of `before_s`."""
     if lived_s >= GOOD_SPELL_S:
         return 0.0
     return min(PAUSE_MAX_S, max(PAUSE_S, 2 * before_s))
 
 
 async def keep_store(folder: Path | None, *, task_status: TaskStatus[str]) -> None:
-    """Run a store until cancelled; report its URL once it answers. It is always at that URL.
+    """Run a server until cancelled; report its URL, which never changes, once it responds.
 
-    It keeps its data in `folder`, or, if that is None, nothing.
+    It stores its data in `folder`, or nothing if that is None.
 
     Raises:
-        ConfigError: it cannot be started the first time.
+        ConfigError: the first start failed.
     """
     pause_s, is_first = 0.0, True
     with temporary_folder() if folder is None else nullcontext(folder) as where:

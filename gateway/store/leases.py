@@ -1,4 +1,4 @@
-"""The scripts by which processes share limits, called: one round trip each."""
+"""Calls the scripts by which processes share limits: one round trip each."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -18,22 +18,22 @@ _counters = attrgetter(*COUNTERS)
 _SIZE = len(COUNTERS)
 _HEAD = 5
 _REPLY = _HEAD + 3 * _SIZE
-"""Numbers that every reply begins with."""
+"""Number of values that every reply begins with."""
 
 
 @valueclass(frozen=True, slots=True)
 class Order:
-    """What a process has of a backend, and what more of it it wants.
+    """What a process holds on a backend, and what more it asks for.
 
     Attributes:
-        number: Grows with every order of this process on the backend.
-        used: What its requests take.
-        kept: What it would have kept for it, used or not.
-        ceiling: Up to where places may be kept that are not used; -1 for a counter of which none may.
-        waits: Whether somebody waits here for something to come free there.
-        may_keep: Whether it may keep anything that is not used.
-        deaf: How many others keep something and have not given it back when they were asked.
-        claims: What requests would take, each with what the backend may hold.
+        number: Increases with every order of this process for the backend.
+        used: Load of its requests.
+        kept: The reservation it wants in total, used or not.
+        ceiling: Limits up to which unused slots may be reserved; -1 for counters that must not be.
+        waits: Whether requests are waiting here for capacity.
+        may_keep: Whether it may reserve unused slots.
+        deaf: Number of other processes that did not return their reservation when asked.
+        claims: Claims of waiting requests, each with the limits of the backend.
     """
 
     number: int
@@ -48,16 +48,16 @@ class Order:
 
 @valueclass(frozen=True, slots=True)
 class Reply:
-    """What became of an order.
+    """The result of an order.
 
     Attributes:
-        is_known: Whether the server had this process's account.
-        version: Of the backend's accounts; grows with every order.
-        keeping: How many other processes keep there what they do not use.
-        may_keep: Whether this one may keep what it does not use.
-        others: What all other processes use there.
-        others_kept: What is kept for them, used or not.
-        kept: What is kept for this one.
+        is_known: Whether the server knew this process's account.
+        version: Version of the backend's accounts; increases with every order.
+        keeping: Number of other processes with unused reservations there.
+        may_keep: Whether this process may reserve unused slots.
+        others: Load of all other processes' requests.
+        others_kept: Their reservations, used or not.
+        kept: This process's reservation.
         outcomes: Per claim 0 for counted, or the number of the counter that is full, from 1.
     """
 
@@ -73,7 +73,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """What became free on a backend, and of whose. `version` is that of the accounts without it."""
+    """Capacity freed on a backend, and by which process. `version` is that of the accounts without it."""
 
     backend: str
     owner: str
@@ -83,7 +83,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A process that found no room on a backend: what others keep there and do not use is wanted."""
+    """A process found no room on a backend, and needs the unused reservations of the others."""
 
     backend: str
     owner: str
@@ -91,18 +91,18 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Urgent:
-    """A process whose facts cannot wait for the next look."""
+    """A process has facts that others should read at once."""
 
     owner: str
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a heartbeat brought.
+    """The reply to a heartbeat.
 
     Attributes:
-        replicas: Gateway processes there are.
-        told: What the others say of themselves.
+        replicas: Number of live gateway processes.
+        told: Facts of the others.
     """
 
     replicas: int
@@ -114,21 +114,21 @@ NextNews = Callable[[], Awaitable[News | None]]
 
 
 class Leases:
-    """The scripts of one Redis, for one owner. Every method raises StoreAway."""
+    """The scripts of one Redis, for one owner. All methods raise StoreAway."""
 
     def __init__(
         self, url: str, *, prefix: str, owner: str, ttl_s: float, command_s: float, connections_max: int
     ) -> None:
-        """Prepare to use the server at `url`; connects when first used.
+        """Prepare to use the server at `url`; connects on first use.
 
         Args:
             url: `redis://`, `rediss://` or `unix://`.
-            prefix: What every key and the channel start with.
-            owner: Names this process; no colon, no space.
-            ttl_s: Life of an account, or of the ownership of a box, that is not renewed.
-            command_s: The longest a command may take, connecting included; and the longest it may wait
-                for its turn before.
-            connections_max: Commands at once that concern no account, each on a connection of its own.
+            prefix: Prefix of all keys and of the channel.
+            owner: Name of this process; no colon, no space.
+            ttl_s: Expiry of an account, or of the ownership of a box, unless renewed.
+            command_s: Timeout of a command, including connecting; and the maximum time it may wait for a
+                free connection before.
+            connections_max: Maximum concurrent commands other than `settle`, each on its own connection.
         """
         self._prefix, self._owner = prefix, owner
         self._ttl_ms = milliseconds(ttl_s)
@@ -138,13 +138,13 @@ class Leases:
         self._channel = f"{prefix}:freed"
         self._wires = Wires(self._connections.connection, command_s)
         self._settle = self._connections.script("settle")
-        # By backend, the words that every call begins with: how many, and packed.
+        # Per backend, the words that every call begins with: their number, and encoded.
         self._begins: dict[str, tuple[int, bytes]] = {}
         self._heartbeat = self._connections.script("heartbeat")
         self._box = self._connections.script("box")
 
     async def settle(self, backend_id: str, order: Order) -> Reply:
-        """Put down what this process has of a backend, and take what it claims as far as there is room."""
+        """Report what this process holds on a backend, and acquire what it claims as far as there is room."""
         arguments = [order.number, int(order.waits), int(order.may_keep), order.deaf]
         for load in (order.used, order.kept, order.ceiling, *chain.from_iterable(order.claims)):
             arguments += _counters(load)
@@ -158,17 +158,17 @@ class Leases:
             values = await self._wires.ask(command)
         if len(values) != _REPLY + len(order.claims):
             raise StoreAway("a later command was carried out before this one")
-        known, version, _, keeping, may_keep = values[:_HEAD]  # third, how many others wait
+        known, version, _, keeping, may_keep = values[:_HEAD]  # third: how many others wait
         others, others_kept, kept = (Load(*values[at : at + _SIZE]) for at in range(_HEAD, _REPLY, _SIZE))
         outcomes = values[_REPLY:]
         return Reply(bool(known), version, keeping, bool(may_keep), others, others_kept, kept, outcomes)
 
     async def heartbeat(self, facts: str = "", *, is_urgent: bool = False) -> Beat:
-        """Say that this process is there, and its facts; `is_urgent`: have the others look at once."""
+        """Announce this process and its facts. `is_urgent`: have the others read them at once."""
         return await self._beat(self._ttl_ms, facts, self._channel if is_urgent else "")
 
     async def leave(self) -> None:
-        """Say that this process is going."""
+        """Announce that this process is leaving."""
         await self._beat(0)
 
     async def _beat(self, ttl_ms: int, facts: str = "", channel: str = "") -> Beat:
@@ -179,12 +179,12 @@ class Leases:
         return Beat(replicas, tuple(Told(owner, left_ms / 1000, text) for owner, left_ms, text in rows))
 
     async def box(self, box_id: str, fence: int, state: str, note: str) -> tuple[int, str, list[str]]:
-        """Own a box, or see who does: the fence (0: another does), the state, the others' notes."""
+        """Acquire or renew a box. Return the fence (0: another owns it), the state, the others' notes."""
         found, written, notes = await self._on_box(box_id, self._ttl_ms, fence, state, note)
         return int(found), written, notes
 
     async def leave_box(self, box_id: str) -> None:
-        """Own a box no more."""
+        """Release the ownership of a box."""
         await self._on_box(box_id, 0, 0, "", "")
 
     async def _on_box(self, box_id: str, *arguments: int | str) -> Any:
@@ -200,7 +200,7 @@ class Leases:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[NextNews]:
-        """Yield a function that returns what any process publishes next; None if it is not understood."""
+        """Yield a function that returns the next message published by any process; None if it is invalid."""
         ear = Ear()
 
         async def next_news() -> News | None:
@@ -214,13 +214,13 @@ class Leases:
             ear.close()
 
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         self._wires.close()
         await self._connections.aclose()
 
 
 def _news(message: str) -> News | None:
-    """Return what a message says, or None for one from a gateway that counts otherwise than this one."""
+    """Decode a message; None if it comes from a gateway with an incompatible way of counting."""
     words = message.split(" ")
     if len(words) == 1:
         return Urgent(message)

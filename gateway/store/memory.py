@@ -1,4 +1,4 @@
-"""The ledger of one process: what is in flight on each backend, and the check that keeps it there."""
+"""The ledger of one process: counts what is in flight on each backend, and enforces the limits."""
 
 from collections.abc import Callable, Collection, Mapping
 from itertools import count
@@ -8,7 +8,7 @@ from gateway.core.values import Exclusion, Load
 from gateway.ports import Slot
 
 OnFreed = Callable[[str], None]
-"""Called with a backend's id whenever something became free there. Must not block, must not raise."""
+"""Called with a backend's id when capacity becomes free there. Must not block, must not raise."""
 
 
 class MemoryLedger:
@@ -19,17 +19,17 @@ class MemoryLedger:
     def __init__(self, owner: str = "") -> None:
         """Start with nothing in flight. Slot ids start with `owner`."""
         self._owner = owner
-        self._held: dict[str, dict[str, Load]] = {}  # per backend and slot id, what it takes at the moment
+        self._held: dict[str, dict[str, Load]] = {}  # per backend and slot id, what it takes now
         self._sums: dict[str, Load] = {}
         self._ids = count(1)
         self._on_freed: list[OnFreed] = []
 
     def new_id(self) -> str:
-        """Return an id that no slot has had yet."""
+        """Return a unique slot id."""
         return f"{self._owner}{next(self._ids)}"
 
     def on_freed(self, callback: OnFreed) -> None:
-        """Have `callback` called after every release and every first token."""
+        """Register a callback for every release and every first token."""
         self._on_freed.append(callback)
 
     def load(self, backend_id: str) -> Load:
@@ -37,19 +37,19 @@ class MemoryLedger:
         return self._sums.get(backend_id, _NOTHING)
 
     def others(self, backend_id: str) -> Load:
-        """See `ports.Ledger.others`. There are none."""
+        """See `ports.Ledger.others`. There are no other processes."""
         return _NOTHING
 
     def loads(self) -> Mapping[str, Load]:
-        """Return what is in flight on every backend that was ever used."""
+        """Return what is in flight on every backend used so far."""
         return dict(self._sums)
 
     def held(self) -> Mapping[str, Load]:
-        """Return what this process itself has in flight: here, all there is."""
+        """Return what this process has in flight, which here is everything."""
         return dict(self._sums)
 
     def claims(self, backend_id: str) -> Mapping[str, Load]:
-        """Return what each slot held on a backend takes at the moment, by slot id."""
+        """Return what each slot on a backend takes, by slot id."""
         return dict(self._held.get(backend_id, {}))
 
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
@@ -68,7 +68,7 @@ class MemoryLedger:
         return slot
 
     def adopt(self, slot: Slot) -> None:
-        """Count a slot that another ledger has granted. No limit is checked."""
+        """Count a slot granted by another ledger, without checking limits."""
         self._held.setdefault(slot.backend, {})[slot.id] = slot.load
         self._sums[slot.backend] = self.load(slot.backend) + slot.load
 
@@ -88,10 +88,10 @@ class MemoryLedger:
         return True
 
     def waits(self, backends: Collection[str]) -> None:
-        """See `ports.Ledger.waits`. There is nobody who has to know."""
+        """See `ports.Ledger.waits`. There are no other processes to tell."""
 
     def shrink(self, slot: Slot) -> Load | None:
-        """Count a slot as answered. Returns what it takes from now on, or None if nothing changed."""
+        """Count a slot as answered. Return what it takes from now on; None if nothing changed."""
         held = self._held.get(slot.backend, {}).get(slot.id)
         if held is None or held == held.after_first_token:
             return None
@@ -100,7 +100,7 @@ class MemoryLedger:
         return held.after_first_token
 
     def forget(self, slot: Slot) -> bool:
-        """Stop counting a slot. Returns whether it was held."""
+        """Stop counting a slot. Return whether it was counted."""
         held = self._held.get(slot.backend, {}).pop(slot.id, None)
         if held is None:
             return False

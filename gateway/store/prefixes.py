@@ -1,4 +1,4 @@
-"""Which backend has seen which conversation: a bounded memory of prefix hashes, oldest forgotten first."""
+"""Which backends have cached which conversation: a bounded LRU memory of prefix hashes."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from gateway.core.values import Prefixes
 
 HOLDERS_MAX = 4
-"""Backends remembered per prefix: a shared system prompt soon sits on all replicas of a pool."""
+"""Backends remembered per prefix: a shared system prompt is soon cached on all replicas of a pool."""
 
 
 class MemoryPrefixIndex:
     """`ports.PrefixIndex` in memory.
 
-    A conversation comes back as everything before plus two messages, so it is enough to remember two
-    prefixes per request: the whole of it, which its next turn begins with, and the first message, which
-    other conversations share where it is a system prompt.
+    The next turn of a conversation is everything before plus two messages. So it suffices to remember two
+    prefixes per request: the whole of it, with which the next turn begins, and the first message, which
+    conversations share if it is a system prompt.
     """
 
     def __init__(self, entries_max: int = 65_536) -> None:

@@ -1,7 +1,7 @@
-"""Idempotency keys: in this process, or in Redis or Valkey, where every gateway finds them.
+"""Answers by idempotency key: in memory for one process, or in Redis or Valkey for several.
 
-What runs is marked with a lease; what has ended well is kept on its owner's shelf. A runner whose lease ran
-out can neither overwrite nor free what another one has done since.
+A running request holds its key with a lease; a successful answer is stored under the key. A runner whose
+lease has expired can neither overwrite nor release what another one has done since.
 """
 
 import logging
@@ -17,22 +17,22 @@ from gateway.store.shelf import Shelf
 log = logging.getLogger("gateway.store")
 
 COMMAND_S = 2.0
-"""The longest a command may take, and the longest it may wait for its turn: an answer may be megabytes."""
+"""Timeout of a command, and of waiting for a connection: an answer may have megabytes."""
 
 CONNECTIONS_MAX = 8
 RETRY_AFTER_S = 5.0
-"""When callers are asked to come back."""
+"""`Retry-After` for callers."""
 
 
 class MemoryPromises:
     """`ports.PromiseStore` for one process. State changes with no `await` between check and change."""
 
     def __init__(self, clock: Clock, bytes_max: int) -> None:
-        """Keep at most `bytes_max` bytes of answers for each owner."""
+        """Store at most `bytes_max` bytes of answers per owner."""
         self._clock = clock
         self._bytes_max = bytes_max
         self._shelves: dict[str | None, Shelf] = {}
-        self._marks: dict[tuple[str | None, str], tuple[Promise, float]] = {}  # with when it expires
+        self._marks: dict[tuple[str | None, str], tuple[Promise, float]] = {}  # with its expiry
 
     async def begin(self, promise: Promise, lease_s: float) -> bytes | Standing:
         """See `ports.PromiseStore.begin`."""
@@ -66,10 +66,10 @@ class MemoryPromises:
             del self._marks[promise.owner, promise.id]
 
     async def aclose(self) -> None:
-        """Nothing has to be closed."""
+        """There is nothing to close."""
 
     def _is_own(self, promise: Promise) -> bool:
-        """Return whether nobody else has the key, and nothing is kept under it."""
+        """Return whether no other runner has the key, and no answer is stored under it."""
         return self._mark(promise) in (promise, None) and self._shelf(promise).get(promise.id) is None
 
     def _mark(self, promise: Promise) -> Promise | None:
@@ -80,7 +80,7 @@ class MemoryPromises:
         now = self._clock.now()
         self._marks.pop((promise.owner, promise.id), None)
         self._marks[promise.owner, promise.id] = promise, now + lease_s
-        # Leases are of one length, so what was set first expires first.
+        # All leases have the same length, so they expire in the order in which they were set.
         while (oldest := next(iter(self._marks.items())))[1][1] <= now:
             del self._marks[oldest[0]]
 
@@ -91,16 +91,16 @@ class MemoryPromises:
 
 
 class RedisPromises:
-    """`ports.PromiseStore` over Redis. Each command is one script, bounded in time and sent once."""
+    """`ports.PromiseStore` over Redis. Each command is one script, with a timeout, and never retried."""
 
     def __init__(self, url: str, *, prefix: str, bytes_max: int, command_s: float = COMMAND_S) -> None:
-        """Prepare to use the server at `url`; connects when first used.
+        """Prepare to use the server at `url`; connects on first use.
 
         Args:
             url: `redis://`, `rediss://` or `unix://`.
-            prefix: What every key starts with. Gateways share the promises of one prefix.
-            bytes_max: The most bytes of answers kept for each owner.
-            command_s: The longest a command may take, and the longest it may wait for its turn.
+            prefix: Prefix of all keys. Gateways with the same prefix share their idempotency keys.
+            bytes_max: Maximum bytes of stored answers per owner.
+            command_s: Timeout of a command, and of waiting for a connection.
         """
         self._prefix, self._bytes_max = prefix, bytes_max
         self._connections = Connections(
@@ -135,7 +135,7 @@ class RedisPromises:
         await self._run("free", promise)
 
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         await self._connections.aclose()
 
     async def _run(self, what: str, promise: Promise, *arguments: int | bytes) -> Any:
@@ -168,6 +168,6 @@ def _record(promise: Promise, answer: bytes) -> bytes:
 
 
 def _answer(promise: Promise, record: bytes) -> bytes | Standing:
-    """Return the answer in a record, unless it is to another body."""
+    """Return the answer in a record, unless it belongs to a different request body."""
     fingerprint = promise.fingerprint.encode()
     return record[len(fingerprint) :] if record.startswith(fingerprint) else Standing.REUSED

@@ -1,27 +1,27 @@
-"""The ledger that gateway processes share, in Redis or Valkey.
+"""The ledger shared by gateway processes, in Redis or Valkey.
 
-Of every backend each process has an account there: what it uses, and what is kept for it. The sum of what is
-kept is what may not pass a limit. A place that is kept already costs no command; for one that is not, and
-for everything near a limit, one script settles the account (settle.lua), for all that happened in one round
-of the event loop. The process counts its own slots here as well: so it can say again what it has after Redis
-has lost it, and it can go on alone. Redis decides what may be taken; each process decides what it holds.
+For every backend, each process has an account: what it uses, and what is reserved for it. Limits apply to
+the sum of all reservations. A slot from the reservation costs no command; for any other slot, and for
+everything near a limit, a script settles the account (settle.lua), for all requests of one event loop
+iteration together. Each process also counts its own slots here, so it can restore its account after Redis
+has lost it, and can continue alone. Redis decides what may be acquired; each process decides what it holds.
 
-What is always so, per backend and counter, and why:
+Invariants, per backend and counter, with their reasons:
 
-1. What is used, what is kept unused, and what is free add up to the limit; nobody is given what another
-   keeps. The script alone gives, one after the other, and it adds up what is *kept*. (Redis that has lost
-   its data knows again what runs within a second; a process that is alone keeps to its part.)
-2. A process uses of what is kept for it no more than the server counts. It takes nothing between a command
-   and its reply, nor after a command that failed, nor what was said `ttl_s` / 3 ago or longer.
-3. More than is used is kept only for a process that hears, and while nobody waits: the script allows it to
-   nobody as long as one account says that its owner waits, or was refused.
-4. Who waits has said so in its account, with a message to those who keep something. They settle at once, and
-   at their next two ticks even if they heard nothing; then they keep nothing, and tell of each place that
-   becomes free. A process that is dead does not: its account ends after `ttl_s`.
-5. Who waits looks at every tick, whatever it has heard or not. If the others use or keep less than before,
-   its waiters are woken. So messages are only for speed: nobody sleeps for longer than two ticks beside a
-   place that is free, or four beside one that is kept and not used by a process that lives.
-6. A backend that takes turns with others on one machine has to be seen empty: of it nothing is kept.
+1. Used slots, unused reservations and free slots add up to the limit; no process is given what another has
+   reserved. Only the script hands out slots, sequentially, and it sums up *reservations*. (A Redis that has
+   lost its data knows again within a second what is running; a process that is alone keeps to its part.)
+2. A process never uses more of its reservation than the server counts. It takes nothing from it between a
+   command and its reply, after a failed command, or if the last reply is `ttl_s` / 3 old or older.
+3. Unused slots are reserved only for a process that receives messages, and only while nobody waits: the
+   script allows it to no process while any account says that its owner waits, or was refused.
+4. A waiting process has said so in its account, with a message to those with reservations. They settle at
+   once, and at their next two ticks even if they missed the message; from then on they reserve nothing, and
+   report each slot they free. A dead process does not; its account expires after `ttl_s`.
+5. A waiting process checks at every tick, whether it received a message or not. If the others use or reserve
+   less than before, its requests are woken. So messages only matter for speed: nobody sleeps for longer than
+   two ticks next to a free slot, or four next to an unused slot reserved by a live process.
+6. A backend that shares a machine with others must be seen to be empty: nothing is reserved on it.
 """
 
 import asyncio
@@ -45,30 +45,30 @@ from gateway.store.leases import Freed, Leases, News, Urgent
 from gateway.store.memory import MemoryLedger, OnFreed
 
 TTL_S = 15.0
-"""Life of an account that is not settled: how long a crashed gateway's slots stay taken."""
+"""Expiry of an account that is not settled: how long the slots of a crashed gateway stay occupied."""
 
 COMMAND_S = 0.5
-"""The longest a command may take, and the longest it may wait for its turn. Usual is below 1 ms."""
+"""Timeout of a command, and of waiting for its turn. Below 1 ms is normal."""
 
 REFRESH_S = 1.0
-"""How old a snapshot of what the others hold may become."""
+"""Maximum age of a snapshot of what the others hold."""
 
 TICK_S = 0.2
 """The same while requests are being placed."""
 
 PLACED_MAX = 24
-"""Requests that a process places on a backend before it tells and looks again, over the square of how many
-other processes there are: 24 with one other, 3 with three, each with five. With staler knowledge many
-processes all run to the same backend (`benchmarks/freshness.py`)."""
+"""Requests that a process places on a backend before it reports and refreshes, divided by the square of the
+number of other processes: 24 with one other, 3 with three, each one with five. With staler data, many
+processes all choose the same backend (`benchmarks/freshness.py`)."""
 
 GIVEN_BACK_S = 0.1
-"""How long a request that finds no room waits for others to give back what they keep. Usual is 1 ms."""
+"""How long a request without room waits for others to return reservations. 1 ms is normal."""
 
 MUTE_S = 1.0
-"""Those that did not do so in time are not waited for again before this."""
+"""Processes that did not return theirs in time are not waited for again before this."""
 
 CATCH_UPS_MAX = 5
-"""Rounds in which a synchronisation runs after slots that were taken meanwhile."""
+"""Maximum rounds of a synchronization to cover slots that were acquired during it."""
 
 _REASONS = tuple(COUNTERS.values())
 T = TypeVar("T")
@@ -76,17 +76,17 @@ OnSync = Callable[[StoreAway | None], None]
 
 
 class RedisLedger:
-    """`ports.Ledger` over Redis. Its methods raise StoreAway when Redis does not answer.
+    """`ports.Ledger` over Redis. Its methods raise StoreAway if Redis does not reply.
 
-    `run` has to run as long as slots are held; without it nothing is kept, since nobody would hear that
-    it is wanted. What became of a command that failed is not known; the next one puts it right, since each
-    says all that this process has.
+    `run` must be running while slots are held; without it nothing is reserved, since this process could not
+    learn that others need it. The outcome of a failed command is unknown; the next one corrects it, because
+    each reports everything this process holds.
 
     Attributes:
-        owner: Names this process in Redis.
-        replicas: Gateway processes seen within the last `ttl_s`, this one included.
-        return_s: Within this after Redis is back, every process that lives has told it what it holds.
-        exchange: What these processes tell each other of themselves, with every synchronisation.
+        owner: Name of this process in Redis.
+        replicas: Gateway processes seen within the last `ttl_s`, including this one.
+        return_s: Time after an outage within which every live process has reported what it holds.
+        exchange: The facts that processes exchange with every synchronization.
     """
 
     is_local = False
@@ -103,21 +103,21 @@ class RedisLedger:
         connections_max: int = 16,
         takes_turns: Collection[str] = (),
     ) -> None:
-        """Prepare to share slots through the Redis at `url`; connects when first used.
+        """Prepare to share slots through the Redis at `url`; connects on first use.
 
         Args:
             url: `redis://`, `rediss://` or `unix://`.
-            prefix: What keys and channel start with. Gateways share what they count by sharing it.
-            ttl_s: Life of an account that is not settled.
-            command_s: The longest a command may take, and the longest it may wait for its turn.
-            refresh_s: Time between two looks at what the others hold.
-            tick_s: The same while somebody wants to know.
-            connections_max: Connections at once, beside those for accounts and the one that listens.
-            takes_turns: Backends of which nothing is kept that is not used.
+            prefix: Prefix of all keys and of the channel. Gateways with the same prefix share their limits.
+            ttl_s: Expiry of an account that is not settled.
+            command_s: Timeout of a command, and of waiting for its turn.
+            refresh_s: Interval between two snapshots of what the others hold.
+            tick_s: The same while requests are being placed.
+            connections_max: Maximum connections, besides those for accounts and the subscribed one.
+            takes_turns: Backends on which nothing unused may be reserved.
         """
         self.owner = owner_name()
         self.replicas = 1
-        # A try that is under way may take as long as a command and its turn, and the next comes after that.
+        # An attempt in progress may take as long as a command and its turn; the next one follows it.
         self.return_s = refresh_s + 2 * command_s
         self._ttl_s, self._refresh_s, self._tick_s = ttl_s, refresh_s, tick_s
         self._takes_turns = frozenset(takes_turns)
@@ -141,13 +141,13 @@ class RedisLedger:
         self._on_freed: list[OnFreed] = []
 
     def on_freed(self, callback: OnFreed) -> None:
-        """Have `callback` called whenever something became free on a backend, through whichever gateway."""
+        """Register a callback for when capacity becomes free on a backend, through any gateway."""
         self._on_freed.append(callback)
 
-    # -------------------------------------------------------------- the port
+    # -------------------------------------------------------------- `ports.Ledger`
 
     def load(self, backend_id: str) -> Load:
-        """See `ports.Ledger.load`. What this process holds is exact, what others hold as last heard of."""
+        """See `ports.Ledger.load`. Exact for this process; for the others, as last reported."""
         account = self._account(backend_id)
         account.is_looked_at = True
         return self._own.load(backend_id) + account.others
@@ -157,11 +157,11 @@ class RedisLedger:
         return self._account(backend_id).others
 
     def loads(self) -> Mapping[str, Load]:
-        """Return what is in flight on every backend that was ever asked about."""
+        """Return what is in flight on every backend used so far."""
         return {name: self._own.load(name) + account.others for name, account in self._accounts.items()}
 
     def held(self) -> Mapping[str, Load]:
-        """Return what this process itself has in flight, by backend."""
+        """Return what this process has in flight, by backend."""
         return self._own.held()
 
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
@@ -188,7 +188,7 @@ class RedisLedger:
         return outcome
 
     def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
-        """See `ports.Ledger.acquire_at_once`. Only what is kept for this process can be had so."""
+        """See `ports.Ledger.acquire_at_once`. Possible only from the reservation."""
         account, used = self._account(backend_id), self._own.load(backend_id)
         if not self._hears or not account.covers(used, claim, limits, monotonic() - self._ttl_s / 3):
             return None
@@ -198,7 +198,7 @@ class RedisLedger:
         return self._adopted(backend_id, claim)
 
     def release_at_once(self, slot: Slot) -> bool:
-        """See `ports.Ledger.release_at_once`. It can be so where the place is kept."""
+        """See `ports.Ledger.release_at_once`. Possible if the slot goes back into the reservation."""
         if not self._hears or not self._account(slot.backend).may_keep(slot.load):
             return False
         return self._own.release_at_once(slot)
@@ -210,7 +210,7 @@ class RedisLedger:
             await self._freed(slot.backend, slot.load - left)
 
     async def release(self, slot: Slot) -> None:
-        """See `ports.Ledger.release`. The slot is given back here even if Redis cannot be told yet."""
+        """See `ports.Ledger.release`. The slot is released here even if Redis cannot be told yet."""
         if self._own.forget(slot):
             await self._freed(slot.backend, slot.load)
 
@@ -228,24 +228,24 @@ class RedisLedger:
     # -------------------------------------------------------------- without Redis
 
     async def acquire_alone(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
-        """Take a place if what this process itself holds allows it. Redis is told when it can be."""
+        """Acquire a slot based on this process's own count. Redis is told once it is reachable."""
         self._account(backend_id)
         return await self._own.acquire(backend_id, claim, limits)
 
     async def answered_alone(self, slot: Slot) -> None:
-        """Note a slot's first token. Redis is told when it can be."""
+        """Record a slot's first token. Redis is told once it is reachable."""
         await self._own.answered(slot)
 
     async def release_alone(self, slot: Slot) -> None:
-        """Give a place back. Redis is told when it can be."""
+        """Release a slot. Redis is told once it is reachable."""
         await self._own.release(slot)
 
     # -------------------------------------------------------------- in the background
 
     async def run(self, synced: OnSync = lambda failure: None) -> None:
-        """Renew accounts, refresh snapshots and hear what others free, until cancelled.
+        """Renew accounts, refresh snapshots and receive messages, until cancelled.
 
-        `synced` is called after every synchronisation, with its failure or None.
+        `synced` is called after every synchronization, with its failure or None.
         """
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._listen)
@@ -259,23 +259,23 @@ class RedisLedger:
                     synced(failure)
                     await anyio.sleep(self._refresh_s)
                     continue
-                if not self._poked.is_set():  # else it began before something that it has to see
+                if not self._poked.is_set():  # otherwise it began before the event that triggered this
                     synced(None)
                 with anyio.move_on_after(self._refresh_s):
                     await self._poked.wait()
 
     def resync(self) -> None:
-        """Have every account settled now: Redis may have forgotten some."""
+        """Settle all accounts now, because Redis may have lost some."""
         self._poke()
 
     def _poke(self) -> None:
         self._poked.set()
 
     async def sync(self) -> None:
-        """Make Redis and this process agree: on who is there, what is held here, and what is not.
+        """Synchronize with Redis: live processes, and what this one holds.
 
         Raises:
-            StoreAway: Redis did not answer; what was not done yet is done by the next one.
+            StoreAway: Redis did not reply; the next synchronization completes the rest.
         """
         facts, is_urgent = self.exchange.outgoing()
         try:
@@ -296,7 +296,7 @@ class RedisLedger:
         self._is_away = False
 
     def _count(self, replicas: int, now: float) -> None:
-        # A Redis that has just come back knows only those that have spoken since, however long it was away.
+        # After an outage of any length, Redis knows only the processes that have reported since.
         if self._is_away:
             self._fewer_at = now + self._ttl_s
         if replicas >= self.replicas or now >= self._fewer_at:
@@ -304,7 +304,7 @@ class RedisLedger:
             self._fewer_at = now + self._ttl_s
 
     async def aclose(self) -> None:
-        """Give back what is still held, say goodbye and close, as far as Redis answers."""
+        """Release everything still held, announce the exit and close, as far as Redis replies."""
         self._is_listening, self._waited_for = False, frozenset()
         for backend_id in self._accounts:
             for lease, claim in self._own.claims(backend_id).items():
@@ -319,7 +319,7 @@ class RedisLedger:
 
     @property
     def _hears(self) -> bool:
-        """Whether others could say that they want what is kept here, as far as is known."""
+        """Whether this process is known to receive messages from the others."""
         return self._is_listening and not self._is_away
 
     def _account(self, backend_id: str) -> Account:
@@ -343,13 +343,13 @@ class RedisLedger:
         except asyncio.CancelledError:
             if asked.outcome.done() and not asked.outcome.cancelled() and not asked.outcome.exception():
                 slot = asked.outcome.result()
-                if isinstance(slot, Slot) and self._own.forget(slot):  # it was taken at that very moment
+                if isinstance(slot, Slot) and self._own.forget(slot):  # it was acquired just then
                     self._settle_soon(account)
             raise
         return asked.outcome.result()
 
     async def _freed(self, backend_id: str, freed: Load) -> None:
-        """Tell Redis of what became free, unless it is kept; then whoever waits here."""
+        """Report freed capacity to Redis unless it is reserved, and then to requests waiting here."""
         account = self._account(backend_id)
         try:
             if not self._hears or not account.may_keep(freed):
@@ -358,10 +358,10 @@ class RedisLedger:
             self._tell(backend_id)
 
     async def _settle_all(self, accounts: Iterable[Account]) -> None:
-        """Have the server know what is used by now of each.
+        """Report the current use of each account.
 
         Raises:
-            StoreAway: it did not answer.
+            StoreAway: the server did not reply.
         """
         loop, told = asyncio.get_running_loop(), []
         for account in accounts:
@@ -373,7 +373,7 @@ class RedisLedger:
                 await future
 
     def _settle_soon(self, account: Account) -> None:
-        """Settle an account, with all that happens in this round of the event loop."""
+        """Settle an account together with all requests of this event loop iteration."""
         if not account.is_due and not account.is_under_way:
             asyncio.get_running_loop().call_soon(self._begin, account)
             account.is_due = True
@@ -400,7 +400,7 @@ class RedisLedger:
         except BaseException as failure:
             account.failed(self._own.load(account.backend))
             away = failure if isinstance(failure, StoreAway) else StoreAway("closed")
-            # Those that waited for it do not try one after the other.
+            # Requests behind it must not fail one timeout after the other.
             for one in (*asked, *account.asked):
                 _fail(one.outcome, away)
             for future in (*told, *account.told):
@@ -420,13 +420,13 @@ class RedisLedger:
             if not future.done():
                 future.set_result(None)
         if not reply.is_known and not order.used.is_within(_NOTHING):
-            self._poke()  # Redis has forgotten more, maybe
+            self._poke()  # Redis may have lost more than this
         self._settle_rest(account)
         if has_freed:
             self._tell(account.backend)
 
     def _settle_rest(self, account: Account) -> None:
-        """Serve who has come meanwhile, as far as it can be done without asking."""
+        """Serve requests that arrived in the meantime, as far as the reservation allows."""
         rest = []
         for one in account.asked:
             if one.outcome.done():
@@ -442,7 +442,7 @@ class RedisLedger:
         if rest or account.told or is_behind or is_unsaid or (account.is_wanted and account.keeps):
             self._settle_soon(account)
 
-    # -------------------------------------------------------------- hearing
+    # -------------------------------------------------------------- messages
 
     async def _tick(self) -> None:
         while True:
@@ -457,7 +457,7 @@ class RedisLedger:
             try:
                 async with self._leases.listening() as next_news:
                     self._is_listening = True
-                    self.resync()  # what was said meanwhile was not heard
+                    self.resync()  # messages were missed in the meantime
                     while True:
                         news = await next_news()
                         if news is None or news.owner == self.owner:
@@ -490,12 +490,12 @@ _NOTHING = Load()
 
 
 def _fail(future: asyncio.Future[T], failure: StoreAway) -> None:
-    if not future.done():  # else its caller was cancelled
+    if not future.done():  # otherwise its caller was cancelled
         future.set_exception(failure)
-        future.exception()  # that is, nobody has to look at it
+        future.exception()  # marks the exception as retrieved
 
 
 def owner_name() -> str:
-    """Return a name for this process, unlike any other's."""
+    """Return a unique name for this process."""
     host = re.sub(r"[^\w.-]", "-", socket.gethostname())[:24]
     return f"{host}-{secrets.token_hex(4)}"

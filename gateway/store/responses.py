@@ -1,6 +1,6 @@
-"""Kept responses: in this process, or in Redis or Valkey, where every gateway finds them.
+"""Stored responses: in memory for one process, or in Redis or Valkey for several.
 
-Both bound what one owner has in bytes, and forget first what would expire first.
+Both limit the bytes per owner, and evict first what expires first.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from gateway.store.connections import Connections, StoreAway, milliseconds
 from gateway.store.shelf import Shelf
 
 COMMAND_S = 2.0
-"""The longest a command may take, and the longest it may wait for its turn: a record may be megabytes."""
+"""Timeout of a command, and of waiting for a connection: a record may have megabytes."""
 
 CONNECTIONS_MAX = 8
 
@@ -20,7 +20,7 @@ class MemoryResponseStore:
     """`ports.ResponseStore` for one process. State changes with no `await` between check and change."""
 
     def __init__(self, clock: Clock, bytes_max: int) -> None:
-        """Keep at most `bytes_max` bytes for each owner."""
+        """Store at most `bytes_max` bytes per owner."""
         self._clock = clock
         self._bytes_max = bytes_max
         self._shelves: dict[str | None, Shelf] = {}
@@ -38,7 +38,7 @@ class MemoryResponseStore:
         return self._shelf(owner).drop(id)
 
     async def aclose(self) -> None:
-        """Nothing has to be closed."""
+        """There is nothing to close."""
 
     def _shelf(self, owner: str | None) -> Shelf:
         shelf = self._shelves.setdefault(owner, Shelf())
@@ -47,16 +47,16 @@ class MemoryResponseStore:
 
 
 class RedisResponseStore:
-    """`ports.ResponseStore` over Redis. Each command is one script, bounded in time and sent once."""
+    """`ports.ResponseStore` over Redis. Each command is one script, with a timeout, and never retried."""
 
     def __init__(self, url: str, *, prefix: str, bytes_max: int, command_s: float = COMMAND_S) -> None:
-        """Prepare to use the server at `url`; connects when first used.
+        """Prepare to use the server at `url`; connects on first use.
 
         Args:
             url: `redis://`, `rediss://` or `unix://`.
-            prefix: What every key starts with.
-            bytes_max: The most bytes kept for each owner.
-            command_s: The longest a command may take, and the longest it may wait for its turn.
+            prefix: Prefix of all keys.
+            bytes_max: Maximum bytes stored per owner.
+            command_s: Timeout of a command, and of waiting for a connection.
         """
         self._prefix, self._bytes_max = prefix, bytes_max
         self._connections = Connections(
@@ -85,7 +85,7 @@ class RedisResponseStore:
         return bool(await self._run(owner, "delete", id))
 
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         await self._connections.aclose()
 
     async def _run(self, owner: str | None, *arguments: str | bytes | int) -> Any:

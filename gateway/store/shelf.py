@@ -1,4 +1,4 @@
-"""Records of one owner in this process: bounded in bytes, and what would expire first is forgotten first."""
+"""The records of one owner in memory: bounded in bytes, evicted in the order of their expiry."""
 
 import heapq
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ _SPARE = 64
 
 @dataclass(slots=True)
 class Shelf:
-    """What one owner has: records with the time they expire, and who expires first.
+    """The records of one owner.
 
     Attributes:
-        records: By id, with when each expires.
-        order: A heap of (expires, id); it may name what is gone.
-        size: Bytes of all records.
+        records: By id, with their expiry.
+        order: A heap of (expiry, id), which may contain removed records.
+        size: Total bytes of all records.
     """
 
     records: dict[str, tuple[bytes, float]] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Shelf:
         return None if found is None else found[0]
 
     def put(self, id: str, record: bytes, expires: float, bytes_max: int) -> bool:
-        """Keep a record in place of what was there. False: it is larger than all that may be kept."""
+        """Store a record, replacing any previous one. False: it alone exceeds `bytes_max`."""
         if len(record) > bytes_max:
             return False
         self.drop(id)
@@ -41,7 +41,7 @@ class Shelf:
         return True
 
     def drop(self, id: str) -> bool:
-        """Forget a record. Returns whether there was one."""
+        """Remove a record. Return whether it existed."""
         found = self.records.pop(id, None)
         if found is None:
             return False
@@ -49,7 +49,7 @@ class Shelf:
         return True
 
     def drop_until(self, now: float) -> None:
-        """Forget what has expired by `now`."""
+        """Remove all records that have expired by `now`."""
         while self.order and self.order[0][0] <= now:
             self._drop_first()
 

@@ -1,8 +1,8 @@
-"""`ports.WebhookStore` over Redis: what is to be delivered survives whoever was to deliver it.
+"""`ports.WebhookStore` over Redis: pending deliveries survive the process that was to make them.
 
-What ends a job says so in the same script (`announce` in webhooks.lua), so an event exists exactly where
-its job has ended. Handing it on to the endpoints, claiming a delivery and settling it are one script each.
-A claim that is not settled is over after `CLAIM_S`, and the delivery is due again.
+The script that ends a job also creates its event (`announce` in webhooks.lua), so an event exists if and
+only if its job has ended. Creating deliveries, claiming and settling them are one script each. A claim that
+is not settled expires after `CLAIM_S`, and the delivery is due again.
 """
 
 import json
@@ -15,13 +15,13 @@ from gateway.store.connections import Connections, StoreAway, milliseconds
 from gateway.store.jobs import key_of
 
 COMMAND_S = 2.0
-"""The longest a command may take. Nobody waits for one."""
+"""Timeout of a command. No caller waits for one."""
 
 CLAIM_S = 60.0
-"""How long an attempt may keep a delivery from the others: three times what one takes at most."""
+"""Expiry of a claim: three times the maximum duration of an attempt."""
 
 PENDING_MAX = 100_000
-"""Deliveries that may wait for one endpoint."""
+"""Maximum number of pending deliveries per endpoint."""
 
 CONNECTIONS_MAX = 4
 _SCRIPTS = ("events", "hearers", "hand_on", "claim", "settle", "pending")
@@ -39,14 +39,14 @@ class RedisWebhooks:
         claim_s: float = CLAIM_S,
         pending_max: int = PENDING_MAX,
     ) -> None:
-        """Prepare to keep deliveries in the Redis at `url`; connects when first used.
+        """Prepare to store deliveries in the Redis at `url`; connects on first use.
 
         Args:
             url: `redis://`, `rediss://` or `unix://`.
-            prefix: What keys start with.
-            command_s: The longest a command may take.
-            claim_s: How long an attempt keeps a delivery from the others.
-            pending_max: Deliveries that may wait for one endpoint.
+            prefix: Prefix of all keys.
+            command_s: Timeout of a command.
+            claim_s: Expiry of a claim.
+            pending_max: Maximum number of pending deliveries per endpoint.
         """
         self._tag = f"{{{prefix}:jobs}}"
         self._claim_ms, self._pending_max = milliseconds(claim_s), pending_max
@@ -95,7 +95,7 @@ class RedisWebhooks:
         return dict(zip(endpoints, await self._run("pending", *endpoints), strict=True))
 
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         await self._connections.aclose()
 
     async def _run(self, name: str, *arguments: str | int | bytes) -> Any:
@@ -107,7 +107,7 @@ class RedisWebhooks:
 
 
 def _said(endpoint: WebhookEndpoint) -> str:
-    """Return what an endpoint hears of, without where it is."""
+    """Encode an endpoint's subscriptions, without its URL."""
     keys = None if endpoint.keys is None else sorted(endpoint.keys)
     return json.dumps({"events": endpoint.events, "keys": keys})
 

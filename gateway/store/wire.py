@@ -1,15 +1,14 @@
-"""The ledger's connections: commands are sent without waiting for the replies to earlier ones.
+"""Pipelined connections for the ledger: commands are sent without waiting for earlier replies.
 
-Near a limit every request asks the store three times, and then the client is most of what that costs.
-redis-py takes a connection out of its pool for each command, looks whether it is alive, starts a timer,
-writes, waits, and reads the reply value by value: 185 us of CPU, most of it in the client and the event loop.
-Here it is 28 us: all that the tasks of one round of the event loop have to ask is one write, replies are read
-as they arrive, by no task, and one timer watches the oldest command of a connection. docs/store.md has the
-figures.
+Near a limit every request sends three commands to the store, and then the client is most of their cost. For
+each command, redis-py takes a connection from its pool, checks whether it is alive, starts a timer, writes,
+waits, and reads the reply value by value: 185 us of CPU, mostly in the client and the event loop. Here it is
+28 us: all commands of one event loop iteration are a single write, replies are parsed as they arrive, without
+a task, and a single timer watches the oldest command of a connection. docs/store.md has the figures.
 
-redis-py still opens the connections: addresses, TLS, users, databases and names are its business. What is
-promised is what `connections.py` promises: every command is bounded in time, sent once, and never in doubt
-silently.
+redis-py still opens the connections, and so handles addresses, TLS, users, databases and names. The
+guarantees are those of `connections.py`: every command has a timeout, is sent once, and reports an unknown
+outcome.
 """
 
 import asyncio
@@ -24,27 +23,27 @@ from redis.asyncio.connection import AbstractConnection
 from gateway.store.connections import ONCE_MORE_S, UNREACHABLE, StoreAway, patience
 
 WIRES = 2
-"""Connections of a process. One would carry all; what hangs on one must not hold up what comes after it."""
+"""Connections per process. One would suffice; with two, a stalled one does not hold up later commands."""
 
 
 class ScriptMissing(StoreAway):
-    """The server does not know the script: it was not run."""
+    """The server does not know the script, so it was not run."""
 
 
 class Wires:
     """Connections to one server, opened when there is something to send."""
 
     def __init__(self, connection: Callable[[], AbstractConnection], command_s: float) -> None:
-        """Send on what `connection` makes. `command_s`: as for `Connections`."""
+        """Use the connections that `connection` returns. `command_s`: as for `Connections`."""
         self._connection, self._command_s = connection, command_s
         self._wires: list[_Wire] = []
 
     async def ask(self, command: bytes) -> Sequence[int]:
-        """Send a packed command and return its reply, to the end or the limit also if the caller leaves.
+        """Send an encoded command; wait for its reply or timeout, even if the calling task is cancelled.
 
         Raises:
             ScriptMissing: it was not run.
-            StoreAway: what became of it is not known.
+            StoreAway: its outcome is unknown.
         """
         wire = self._next()
         reply = wire.send(command)
@@ -54,12 +53,12 @@ class Wires:
         return reply.result()
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         for wire in list(self._wires):
             wire.end("closed")
 
     def _next(self) -> "_Wire":
-        """Return the connection that this round of the event loop fills, or the one that is behind least."""
+        """Return the connection written to in this iteration, or the one with the shortest queue."""
         wire = min(self._wires, key=_Wire.behind, default=None)
         if wire is None or (wire.behind() > 0 and len(self._wires) < WIRES):
             wire = _Wire(self._connection, self._command_s, self._left)
@@ -72,7 +71,7 @@ class Wires:
 
 
 class _Wire(asyncio.Protocol):
-    """One connection. Replies come in the order of the commands, which is all that tells whose they are."""
+    """One connection. Replies arrive in the order of the commands, which is how they are matched."""
 
     def __init__(
         self,
@@ -80,12 +79,12 @@ class _Wire(asyncio.Protocol):
         command_s: float,
         left: Callable[["_Wire"], None],
     ) -> None:
-        """Send on what `connection` makes. `left` is called when no more commands may be sent on it."""
+        """Use the connection that `connection` returns. `left` is called when it accepts no more commands."""
         self._connection, self._command_s, self._left = connection, command_s, left
         self._loop = asyncio.get_running_loop()
         self._opening = asyncio.Lock()
         self._open_by = self._loop.time() + command_s
-        self._asked: deque[tuple[asyncio.Future[list[int]], float]] = deque()  # and since when
+        self._asked: deque[tuple[asyncio.Future[list[int]], float]] = deque()  # with the time it was sent
         self._unsent: list[bytes] = []
         self._unread = b""
         self._heard = 0.0
@@ -95,11 +94,11 @@ class _Wire(asyncio.Protocol):
         self._writer: asyncio.StreamWriter | None = None
 
     def behind(self) -> int:
-        """Return how many commands a new one would wait for; -1 where it is sent together with others."""
+        """Return how many commands a new one would queue behind; -1 if it would join an unsent write."""
         return -1 if self._is_filling else len(self._asked)
 
     async def open(self) -> None:
-        """Connect, on behalf of all that have something to send. If one is cancelled at it, the next does."""
+        """Connect on behalf of all waiting commands. If this task is cancelled, the next one does it."""
         if self._writer is not None:
             return
         async with self._opening:
@@ -116,7 +115,7 @@ class _Wire(asyncio.Protocol):
         except UNREACHABLE as error:
             self.end(_text(error))
         else:
-            if not self._is_left:  # else nobody waits any longer
+            if not self._is_left:  # otherwise nobody is waiting any more
                 self._writer = _taken(connection, self)
                 self._heard = self._loop.time()
                 self._asked = deque((reply, self._heard) for reply, _ in self._asked)
@@ -125,7 +124,7 @@ class _Wire(asyncio.Protocol):
             await connection.disconnect(nowait=True)
 
     def send(self, command: bytes) -> asyncio.Future[list[int]]:
-        """Send a command with all others of this round of the event loop."""
+        """Send a command, together with all others of this event loop iteration."""
         reply: asyncio.Future[list[int]] = self._loop.create_future()
         self._asked.append((reply, self._loop.time()))
         self._unsent.append(command)
@@ -137,7 +136,7 @@ class _Wire(asyncio.Protocol):
         return reply
 
     def end(self, why: str) -> None:
-        """Close the connection; what became of the commands that were not answered is not known."""
+        """Close the connection; the outcome of unanswered commands is unknown."""
         self._leave()
         if self._timer is not None:
             self._timer.cancel()
@@ -163,9 +162,9 @@ class _Wire(asyncio.Protocol):
             self.end(_text(error))
 
     def _watch(self) -> None:
-        """See that the oldest command is not too old; its time runs from the reply before it.
+        """Enforce the timeout of the oldest command, which runs from the reply before it.
 
-        Before there is a connection it runs for whoever opens that.
+        Before the connection is open, it applies to the connecting task.
         """
         self._timer = None
         if not self._asked:
@@ -185,7 +184,7 @@ class _Wire(asyncio.Protocol):
             self.end(f"no answer within {self._command_s:g} s")
 
     def data_received(self, data: bytes) -> None:
-        """Give each reply to whoever waits for it."""
+        """Deliver each reply to its waiter."""
         *lines, rest = (self._unread + data).split(b"\r\n")
         at = 0
         try:
@@ -205,13 +204,13 @@ class _Wire(asyncio.Protocol):
             self._writer.transport.close()
 
     def _answer(self, head: bytes, values: list[bytes]) -> None:
-        """Take a reply: integers, or an error. A connection that a server refuses on is used no more.
+        """Process a reply: integers, or an error. After a refusal the connection is not used again.
 
-        It may lead to one that has become a replica; a new one finds who took its place.
+        It may lead to a server that has become a replica; a new connection reaches its replacement.
 
         Raises:
-            ValueError: it is none.
-            IndexError: nobody has asked.
+            ValueError: it is not a valid reply.
+            IndexError: no command is waiting for it.
         """
         numbers = [int(value[1:]) for value in values if value.startswith(b":")]
         is_error = head.startswith(b"-")
@@ -227,19 +226,19 @@ class _Wire(asyncio.Protocol):
             reply.set_result(numbers)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Fail what was asked."""
+        """Fail the commands in progress."""
         self.end("ConnectionError: the server closed the connection" if error is None else _text(error))
 
 
 class Ear(asyncio.Protocol):
-    """A connection on which one channel is heard.
+    """A connection that is subscribed to one channel.
 
-    Where somebody waits, each request makes two messages for every process. One that comes alone costs 72 us
-    here, what the ledger makes of it included, and 142 us with redis-py's channels.
+    Under contention, each request causes two messages for every process. One that arrives alone costs 72 us
+    here, including its processing by the ledger, and 142 us with redis-py's channels.
     """
 
     def __init__(self) -> None:
-        """Hear nothing yet."""
+        """Start without a subscription."""
         self._said: deque[str] = deque()
         self._unread = b""
         self._why_closed = ""
@@ -248,10 +247,10 @@ class Ear(asyncio.Protocol):
         self._writer: asyncio.StreamWriter | None = None
 
     async def subscribe(self, connection: AbstractConnection, channel: str) -> None:
-        """Connect, and return once whatever is published will be heard. To be bounded in time.
+        """Connect, and return once the subscription is confirmed. Needs an external timeout.
 
         Raises:
-            StoreAway: it was refused, or the connection is lost. UNREACHABLE: there was none.
+            StoreAway: it was refused, or the connection is lost. UNREACHABLE: it could not be opened.
         """
         try:
             await connection.connect()  # type: ignore[no-untyped-call]
@@ -262,7 +261,7 @@ class Ear(asyncio.Protocol):
         await self._subscribed
 
     async def heard(self) -> str:
-        """Return what is published next.
+        """Return the next message.
 
         Raises:
             StoreAway: the connection is lost.
@@ -275,7 +274,7 @@ class Ear(asyncio.Protocol):
         return self._said.popleft()
 
     def close(self, why: str = "closed") -> None:
-        """Hear no more."""
+        """Close the connection."""
         self._why_closed = self._why_closed or why
         self._is_heard.set()
         _fail(self._subscribed, StoreAway(self._why_closed))
@@ -283,11 +282,11 @@ class Ear(asyncio.Protocol):
             self._writer.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Keep messages until they are asked for; what is none ends the connection."""
+        """Queue messages until they are fetched; anything else ends the connection."""
         *lines, rest = (self._unread + data).split(b"\r\n")
         at = 0
         while at < len(lines):
-            # *3, then each behind its length: `message`, channel, text. Of `subscribe` the last is a number.
+            # *3, then length-prefixed: `message`, channel, text. For `subscribe`, the last one is a number.
             if lines[at] != b"*3":
                 self.close(lines[at].decode(errors="replace"))
                 return
@@ -304,14 +303,14 @@ class Ear(asyncio.Protocol):
         self._unread = b"\r\n".join([*lines[at:], rest])
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell whoever listens."""
+        """Notify the subscriber."""
         self.close("ConnectionError: the server closed the connection" if error is None else _text(error))
 
 
 def _taken(connection: AbstractConnection, protocol: asyncio.Protocol) -> asyncio.StreamWriter:
-    """Give the socket of a connection to `protocol`; redis-py has no public name for it.
+    """Hand the socket of a redis-py connection to `protocol`; redis-py has no public API for that.
 
-    The writer is to be kept: unreferenced, it would close the socket.
+    Keep a reference to the returned writer: once it is collected, the socket is closed.
     """
     writer, connection._writer = connection._writer, None
     assert writer is not None
@@ -320,19 +319,19 @@ def _taken(connection: AbstractConnection, protocol: asyncio.Protocol) -> asynci
 
 
 def _fail(reply: asyncio.Future[Any], failure: StoreAway) -> None:
-    if not reply.done():  # else its caller was cancelled
+    if not reply.done():  # otherwise its caller was cancelled
         reply.set_exception(failure)
-        reply.exception()  # that is, nobody has to look at it: its caller may be cancelled while it connects
+        reply.exception()  # marks the exception as retrieved: its caller may be cancelled while connecting
 
 
 def packed(words: Iterable[str | int]) -> bytes:
-    """Return the words of a command, or some of them, as they are sent."""
+    """Encode the words of a command, or some of them."""
     return b"".join([_number(word) if isinstance(word, int) else _word(word) for word in words])
 
 
 @lru_cache(maxsize=4096)
 def _number(number: int) -> bytes:
-    """Limits are few, and what requests take repeats itself."""
+    """Encode a number. Cached: limits are few, and claims repeat."""
     return _word(str(number))
 
 
@@ -342,9 +341,9 @@ def _word(word: str) -> bytes:
 
 
 def _once_more_s(due: float, now: float, command_s: float) -> float:
-    """Return how long a command is still waited for that was due then: as long as nobody looked, if possible.
+    """Return how much longer to wait for an overdue command, to make up for the time this process stalled.
 
-    What a process has not seen because it stood still says nothing of the server.
+    Replies that were not seen because this process stalled say nothing about the server.
     """
     return min(max(now - due, ONCE_MORE_S), command_s)
 
