@@ -1,4 +1,4 @@
-"""Jobs at work: whoever takes them from the store, runs them, and writes down what comes."""
+"""Job workers: they claim jobs from the store, run them, and store their answers."""
 
 from gateway.jobs.batches import BatchRules, BatchRunner
 from gateway.jobs.watch import QueueWatch

@@ -1,10 +1,10 @@
-"""Works batches off: reads their input files, hands lines over as jobs, and writes down what becomes of them.
+"""Processes batches: reads their input files, submits lines as jobs, and collects the results.
 
-Every gateway process runs one of these. A batch is worked at by one of them at a time, that has taken it;
-where it stands is in the store alone, so that another goes on wherever the first was when it died.
+Every gateway process runs one of these. A batch is processed by one of them at a time, which holds a lease on
+it; its progress is stored only in the store, so that another process can resume it at any point.
 
-Of a batch only some lines are jobs at once, the next ones follow as these end: a batch of 50,000 lines fills
-neither the queue nor the store. A line's job is of the lowest priority.
+Only some lines of a batch are jobs at any time, and further lines follow as these end, so that a batch of
+50,000 lines fills neither the queue nor the store. These jobs have the lowest priority.
 """
 
 import logging
@@ -44,31 +44,31 @@ log = logging.getLogger("gateway.jobs")
 T = TypeVar("T")
 
 AGAIN_S = 1.0
-"""Time between two tries while the store is away."""
+"""Interval between attempts while the store is unreachable."""
 
 RELEASE_S = 5.0
-"""How long a runner that is stopped may take to let its batches go."""
+"""How long a stopped runner may take to release its batches."""
 
 WRITTEN_MAX = 262_144
-"""Bytes of lines that are written down at once."""
+"""Maximum bytes of result lines written at once."""
 
 SUBMITTED_MAX = 32
-"""Lines that are handed over between two looks at a batch."""
+"""Maximum lines submitted between two checks of a batch."""
 
 INLINE_BYTES = 262_144
-"""An answer up to this is rendered where it is, a longer one in a thread."""
+"""An answer up to this size is rendered inline, a longer one in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRules:
-    """How batches are worked off.
+    """Limits for processing batches.
 
     Attributes:
-        queued_max: Lines of one API key that may be jobs at once.
-        bytes_max: Bytes that these may hold.
-        taken_max: Batches that one process works at.
-        look_s: The longest time between two looks at a batch, or for one.
-        keep_s: How long the result of a line is kept for whoever writes it down, beyond the batch's own time.
+        queued_max: Maximum number of lines per API key that are jobs at once.
+        bytes_max: Maximum bytes of those jobs.
+        taken_max: Maximum number of batches that one process works on.
+        look_s: Maximum interval between two checks of a batch, or for new batches.
+        keep_s: How long the result of a line is kept for collection, beyond the batch's own deadline.
     """
 
     queued_max: int = 1000
@@ -79,11 +79,11 @@ class BatchRules:
 
 
 ReadLine = Callable[[Batch, BatchLine], Awaitable[NewJob]]
-"""Returns the job that a line is. Raises GatewayError: a CallerError where the line itself is at fault."""
+"""Returns the job for a line. Raises GatewayError; a CallerError if the line itself is invalid."""
 
 
 class BatchRunner:
-    """One process's share of the work."""
+    """Processes batches in one process."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class BatchRunner:
         read_line: ReadLine,
         rules: BatchRules,
     ) -> None:
-        """Work batches off, as `name`, which no other runner has."""
+        """Process batches under the unique name `name`."""
         self._batches, self._files, self._jobs = batches, files, jobs
         self._name = name
         self._read_line = read_line
@@ -105,7 +105,7 @@ class BatchRunner:
         self._ended = anyio.Event()
 
     async def run(self) -> None:
-        """Work until stopped or cancelled."""
+        """Process batches until stopped or cancelled."""
         try:
             with self._scope:
                 async with anyio.create_task_group() as tasks:
@@ -120,7 +120,7 @@ class BatchRunner:
             self._ended.set()
 
     async def stop(self) -> None:
-        """End `run`, which must have been started, and return when every batch has been let go."""
+        """Stop a running `run`, and return when all batches have been released."""
         self._scope.cancel()
         await self._ended.wait()
 
@@ -144,9 +144,9 @@ class BatchRunner:
                 claim.batch.id,
                 extra=about("batch_lost", id=claim.batch.id),
             )
-            await self._let_go(claim)  # where the store has lost a step nobody else has it
+            await self._let_go(claim)  # the store may have lost a step that nobody else has either
         except StoreUnavailable:
-            await self._let_go(claim)  # whoever takes it next goes on from what is stored
+            await self._let_go(claim)  # the next runner resumes from what is stored
             await anyio.sleep(AGAIN_S)
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(RELEASE_S, shield=True):
@@ -162,7 +162,7 @@ class BatchRunner:
             self._taken -= 1
 
     async def _let_go(self, claim: BatchClaim) -> None:
-        with suppress(StoreUnavailable):  # its lease ends by itself
+        with suppress(StoreUnavailable):  # its lease expires by itself
             await self._batches.release(claim)
 
     async def _work_off(self, claim: BatchClaim) -> None:
@@ -205,7 +205,7 @@ class BatchRunner:
                 await anyio.sleep(self._rules.look_s)
 
     async def _validate(self, claim: BatchClaim) -> bool:
-        """Read the whole file: nothing of it runs unless all of it can. Returns whether it does."""
+        """Validate the whole file before anything of it runs. Return whether it is valid."""
         reader, splitter = InputReader(claim.batch.endpoint), LineSplitter()
         errors: list[BatchLineError] = []
 
@@ -240,14 +240,14 @@ class BatchRunner:
         )
         total = 0 if errors else reader.count
         moved = await self._batches.move(claim, BatchStatus.VALIDATING, new, total=total, errors=errors)
-        if not moved:  # it was cancelled meanwhile
+        if not moved:  # it was cancelled in the meantime
             await self._batches.move(claim, BatchStatus.CANCELLING, BatchStatus.CANCELLED)
         return moved and not errors
 
-    # ------------------------------------------------------------ lines become jobs
+    # ------------------------------------------------------------ submitting lines
 
     async def _submit_some(self, sight: BatchSight, lines: "_Lines") -> bool:
-        """Hand over the next lines, as far as there is room. Returns whether there was."""
+        """Submit the next lines, as far as there is room. Return whether there was."""
         for count in range(SUBMITTED_MAX):
             claim, line = lines.claim, await lines.peek()
             if line is None:
@@ -276,11 +276,11 @@ class BatchRunner:
             lines.go_on()
         return True
 
-    # ------------------------------------------------------------ jobs become lines
+    # ------------------------------------------------------------ collecting results
 
     async def _collect(self, claim: BatchClaim, sight: BatchSight, line: RunningLine) -> None:
         job = await self._jobs.get(line.job_id)
-        if job is not None and not job.status.is_final:  # an operator has started it again
+        if job is not None and not job.status.is_final:  # an operator has retried it
             await self._batches.collect(claim, line.job_id, b"", is_answer=False)
             return
         written, is_answer = _unanswered(claim.batch, sight, line, job), False
@@ -302,19 +302,19 @@ class BatchRunner:
                 is_answer = status < 400
         await self._batches.collect(claim, line.job_id, written, is_answer=is_answer)
 
-    # ------------------------------------------------------------ giving up
+    # ------------------------------------------------------------ cancellation and expiry
 
     async def _stop_jobs(self, claim: BatchClaim, sight: BatchSight) -> None:
-        """Cancel what runs; it is collected like anything that has ended."""
+        """Cancel running jobs; they are collected like any others."""
         for number, line in enumerate(await self._batches.running(claim.batch.id)):
             if number % SUBMITTED_MAX == 0:
-                await self._batches.look(claim)  # still there
+                await self._batches.look(claim)  # renews the lease
             if await self._jobs.cancel(line.job_id) is None:
                 written = _unanswered(claim.batch, sight, line, None)
                 await self._batches.collect(claim, line.job_id, written, is_answer=False)
 
     async def _write_rest(self, sight: BatchSight, lines: "_Lines") -> bool:
-        """Write down that the next lines will not run. Returns whether there were any."""
+        """Write error lines for the next lines, which will not run. Return whether there were any."""
         claim = lines.claim
         written: list[bytes] = []
         size, number, end = 0, 0, 0
@@ -330,13 +330,13 @@ class BatchRunner:
 
 
 class _Lines:
-    """The lines of a batch's input file behind those that are dealt with.
+    """Reads the remaining lines of a batch's input file.
 
     Attributes:
-        claim: The claim by which they are dealt with, with the last of them that is.
-        end: Where the line behind the next one begins.
-        job: What the next line is, where that is known.
-        is_over: Whether there is none.
+        claim: The claim on the batch, including its last processed line.
+        end: Offset of the line after the next one.
+        job: The job for the next line, if already known.
+        is_over: Whether there are no more lines.
     """
 
     def __init__(self, files: FileStore, claim: BatchClaim) -> None:
@@ -356,24 +356,24 @@ class _Lines:
         return self._is_read and not self._raws and self._next is None
 
     async def peek(self) -> BatchLine | None:
-        """Return the next line, or None at the end."""
+        """Return the next line without consuming it; None at the end."""
         while self._next is None and not self.is_over:
             if not self._raws:
                 await self._read_on()
                 continue
             raw = self._raws.popleft()
             size = 0 if raw.data is None else len(raw.data)
-            read = partial(request_of, raw, self._endpoint, {})  # the file was found to be in order
+            read = partial(request_of, raw, self._endpoint, {})  # the file has been validated before
             found = await _in_thread_if(size > INLINE_BYTES, read)
             if isinstance(found, BatchLineError):
-                # Nested more deeply than this stack has room; that of a thread has.
+                # Nested too deeply for this stack; a thread's has room.
                 found = await anyio.to_thread.run_sync(read)
             if isinstance(found, BatchLine):
                 self._next, self.end = found, raw.end
         return self._next
 
     def go_on(self) -> None:
-        """Leave the next line behind."""
+        """Consume the next line."""
         if self._next is not None:
             self.claim = replace(self.claim, number=self._next.number)
         self._next = self.job = None
@@ -390,21 +390,21 @@ async def _in_thread_if(is_long: bool, function: Callable[[], T]) -> T:
 
 
 def _end_of(sight: BatchSight) -> BatchStatus:
-    """Return what follows on the status of a batch of which nothing is left to run."""
+    """Return the status that follows once nothing of a batch is left to run."""
     if sight.status is BatchStatus.CANCELLING:
         return BatchStatus.CANCELLED
     return BatchStatus.EXPIRED if sight.is_due else BatchStatus.FINALIZING
 
 
 def _refused(batch: Batch, line: BatchLine, error: CallerError) -> bytes:
-    """Return the error file's line of a request that no backend could ever take."""
+    """Return the error line for a request that no backend could ever take."""
     status, body = refusal(error)
     line_id = batch.line_id(line.number)
     return answered_line(line_id, line.custom_id, status, line_id, body)
 
 
 def _unanswered(batch: Batch, sight: BatchSight, line: RunningLine, job: Job | None) -> bytes:
-    """Return the error file's line of a request that got no answer."""
+    """Return the error line for a request without an answer."""
     has_expired = job is not None and job.error is not None and job.error.code == "job_expired"
     if sight.status is BatchStatus.CANCELLING:
         code, message = "batch_cancelled", "The batch was cancelled before this request had ended."

@@ -1,4 +1,4 @@
-"""The caller of a job is its record: what a backend sends is written to the store, a chunk at a time."""
+"""The downstream side of a job: the backend's answer is written to the store, chunk by chunk."""
 
 from collections.abc import Callable
 
@@ -10,35 +10,35 @@ from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Headers, JobStore
 
 CHUNK_S = 0.25
-"""How long events are gathered into a chunk: what a reader that follows may be behind."""
+"""How long events are collected into a chunk: the maximum delay for someone following the answer."""
 
 GATHERED_MAX = 1024 * 1024
-"""Bytes that may wait to be written, while the store is slow or away; above it the backend waits."""
+"""Maximum unwritten bytes while the store is slow or unreachable; above this, backpressure is applied."""
 
 AGAIN_S = 1.0
-"""Time between two tries to write while the store is away."""
+"""Interval between attempts to write while the store is unreachable."""
 
 
 class JobLost(CallerStalled):
-    """This attempt no longer has the job: another worker has it, it was cancelled, or it is over."""
+    """This attempt no longer holds the job: another worker has it, it was cancelled, or it is final."""
 
 
 class JobRecord(Downstream):
-    """`ports.Downstream` of one attempt of a job. `run` must run while the answer comes.
+    """`ports.Downstream` of one attempt at a job. `run` must be running while the answer arrives.
 
     Attributes:
-        error: Why an answer that had begun has failed; None while it has not.
-        is_lost: Whether the job is no longer this attempt's.
-        has_gap: Whether the store has lost what was written: the job has to go on from what is there.
+        error: Why an answer failed after it had begun; None if it has not.
+        is_lost: Whether this attempt no longer holds the job.
+        has_gap: Whether the store has lost chunks, so that the job must continue from what it has.
     """
 
     def __init__(self, store: JobStore, job: Job, *, restarts: bool, on_start: Callable[[], None]) -> None:
-        """Write for `job` as it was claimed.
+        """Write the answer of `job` as it was claimed.
 
         Args:
-            store: Where to.
-            job: The job; its number of chunks says where to go on.
-            restarts: Whether the answer begins anew, so that what is stored is void.
+            store: Where to write it.
+            job: The job; its number of chunks is where to continue.
+            restarts: Whether the answer starts over, which invalidates stored chunks.
             on_start: Called when an answer has begun.
         """
         self._store = store
@@ -59,11 +59,11 @@ class JobRecord(Downstream):
         self._on_start()
 
     async def send(self, data: bytes) -> None:
-        """See `ports.Downstream.send`. Waits for the store only where much has gathered.
+        """See `ports.Downstream.send`. Waits for the store only if too much is unwritten.
 
         Raises:
-            JobLost: there is no point in going on.
-            CallerStalled: nor is there after a gap.
+            JobLost: the attempt no longer holds the job.
+            CallerStalled: the store has lost chunks.
         """
         while len(self._gathered) > GATHERED_MAX and not self._is_over:
             self._has_room = anyio.Event()
@@ -74,11 +74,11 @@ class JobRecord(Downstream):
         self._has_some.set()
 
     async def fail(self, error: GatewayError, code: str) -> None:
-        """See `ports.Downstream.fail`. What has come so far stays: the next attempt may go on from it."""
+        """See `ports.Downstream.fail`. What was received is kept: the next attempt may continue it."""
         self.error = error
 
     async def run(self) -> None:
-        """Write what gathers, until cancelled or lost. A store that is away is tried again."""
+        """Write chunks until cancelled or lost. Retries while the store is unreachable."""
         while not self._is_over:
             if not self._is_behind:
                 self._has_some = anyio.Event()
@@ -90,7 +90,7 @@ class JobRecord(Downstream):
                 await anyio.sleep(AGAIN_S)
 
     async def write_all(self) -> None:
-        """Write all that has come. A store that is away is tried again, until cancelled."""
+        """Write everything received. Retries while the store is unreachable, until cancelled."""
         while not self._is_over and self._is_behind:
             try:
                 await self.write()
@@ -98,10 +98,10 @@ class JobRecord(Downstream):
                 await anyio.sleep(AGAIN_S)
 
     async def write(self) -> None:
-        """Write a chunk: what could not be written before, or else what has gathered.
+        """Write one chunk: the one that failed before, or else everything collected.
 
         Raises:
-            StoreUnavailable: it has not been written, or nobody knows; `write` again.
+            StoreUnavailable: it may not have been written; call `write` again.
         """
         async with self._writing:
             if self._unwritten is None and self._gathered:
@@ -137,5 +137,5 @@ class JobRecord(Downstream):
 
     @property
     def chunks(self) -> int:
-        """How many chunks the job has by now."""
+        """The job's current number of chunks."""
         return self._number

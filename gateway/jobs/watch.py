@@ -1,4 +1,4 @@
-"""Looks at the queue now and then, for metrics and logs, so that no page has to wait for the store."""
+"""Polls the queue for metrics and logs, so that scrapes do not wait for the store."""
 
 import logging
 from dataclasses import replace
@@ -13,29 +13,29 @@ from gateway.ports import Clock, JobStore
 log = logging.getLogger("gateway.jobs")
 
 LOOK_S = 5.0
-"""Time between two looks."""
+"""Polling interval."""
 
 
 class QueueWatch:
-    """What one process sees of the queue.
+    """One process's view of the queue.
 
     Attributes:
-        sight: The last look; None before the first.
+        sight: The latest snapshot; None before the first one.
     """
 
     def __init__(self, store: JobStore, clock: Clock) -> None:
-        """Look at the jobs of `store`."""
+        """Poll the jobs of `store`."""
         self._store, self._clock = store, clock
         self.sight: QueueSight | None = None
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Poll until cancelled."""
         while True:
             await self.look()
             await anyio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Look once. Says in the log when a drain has begun or is over."""
+        """Poll once. Logs the beginning and the end of a drain."""
         before = self.sight or QueueSight()
         try:
             lanes, drained_at = tuple(await self._store.lanes()), await self._store.drain()

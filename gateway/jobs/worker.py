@@ -1,17 +1,17 @@
-"""Works jobs off: claims one, runs it through the same pipeline as any request, and writes its answer down.
+"""The job worker: claims jobs, runs each through the request pipeline, and stores its answer.
 
-A worker takes no more than it can place: of each lane at most `ahead_max` jobs of its own may be waiting for
-a backend, so that what waits, waits in the store, in its order and for every worker. Nothing of a job lives
-here alone. A worker that dies is missed within seconds, and another one goes on from what is stored.
+A worker claims no more than it can place: per lane, at most `ahead_max` of its jobs may be waiting for a
+backend. All others wait in the store, in order and available to every worker. No state of a job exists only
+in the worker: if one dies, this is noticed within seconds, and another continues from what is stored.
 
-What ends a job: its answer, or a backend's refusal of its content. What does not: a backend that fails, a
-fleet that is full or down, this process being stopped. Then the job is given back, and counts as failed only
-where an attempt took a backend's time, so that an outage of hours costs no job.
+A job ends with its answer, or when a backend rejects its content. It does not end because a backend fails,
+the fleet is full or down, or this process is stopped. In these cases it is returned to the queue, and a
+failure is counted only if the attempt took a backend's time, so that an outage of hours costs no job.
 
-Gateways of one store may have different configurations. So jobs of a model that this one does not have are
-left to the others, and so is one that this process itself refuses, though another has accepted it. Only where
-all configurations have refused it, it counts as failed, and ends when it has been refused as often as it may
-fail.
+Gateways that share a store may have different configurations. So jobs of a model that this gateway does not
+serve are left to the others, and so is a job that this gateway rejects although another has accepted it. Only
+if all configurations have rejected it, this counts as a failure, and the job ends after as many of these as
+it may have failures.
 """
 
 import logging
@@ -44,22 +44,22 @@ log = logging.getLogger("gateway.jobs")
 T = TypeVar("T")
 
 FINISH_S = 5.0
-"""How long a worker that is stopped may take to give its jobs back."""
+"""How long a stopped worker may take to return its jobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRules:
-    """How a worker works.
+    """Limits of a worker.
 
     Attributes:
-        running_max: Jobs it has at once.
-        ahead_max: Of these, per lane, those that have no answer yet.
-        attempts_max: After so many failures a job is given up.
-        beat_s: Time between two signs of life. A job is taken over after about three.
-        look_s: The longest time between two looks at the store when nothing is heard of it.
-        retry_s, retry_max_s: How long a job rests after its first failure; twice as long after each further
-            one, up to the latter.
-        continues: Whether an answer that was cut is continued, where it can be.
+        running_max: Maximum number of jobs at once.
+        ahead_max: Per lane, the maximum number of these whose answers have not begun.
+        attempts_max: A job fails for good after this many failures.
+        beat_s: Heartbeat interval. Jobs are taken over after about three missed ones.
+        look_s: Maximum interval between two checks of the store without a message.
+        retry_s, retry_max_s: How long a job rests after its first failure; doubled after each further one,
+            up to the maximum.
+        continues: Whether to continue an interrupted answer where possible.
     """
 
     running_max: int = 64
@@ -73,29 +73,29 @@ class WorkerRules:
 
 
 Read = Callable[[Job, bytes], Incoming]
-"""Returns the request of a job, from its chat body. Raises CallerError for one that is none."""
+"""Returns the request for a job's chat body. Raises CallerError if it is invalid."""
 
 Run = Callable[[Incoming, Downstream], Awaitable[None]]
-"""Serves a request, to its end: `Pipeline.run`."""
+"""Serves a request to completion: `Pipeline.run`."""
 
 Serves = Callable[[], Serving]
-"""Returns what this process can run, by the configuration in force."""
+"""Returns what this process can serve under the current configuration."""
 
 
 @dataclass(slots=True)
 class _Claim:
-    """A job that this worker has."""
+    """A job claimed by this worker."""
 
     job: Job
     at: float
-    config: str  # in force when it was claimed
+    config: str  # version at the time of the claim
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     beginning: Beginning = Beginning.NEW
-    is_returned: bool = False  # it is to be given back before it has an answer
+    is_returned: bool = False  # it is to be returned before its answer begins
 
 
 class Worker:
-    """One process's share of the work."""
+    """Runs jobs in one process."""
 
     def __init__(
         self,
@@ -108,10 +108,10 @@ class Worker:
         may_start: Callable[[str], bool] = lambda _: True,
         on_attempt: Callable[[AttemptEnd], None] = lambda _: None,
     ) -> None:
-        """Work jobs of `store` off, as `name`, which no other worker has.
+        """Run jobs of `store` under the unique name `name`.
 
-        Lanes whose model is not in `serves()` are left alone, and so is one whose jobs no backend could take
-        now, by `may_start`. `on_attempt` is told of every attempt that is over.
+        Lanes whose model is not in `serves()` are skipped, as are lanes for which `may_start` returns False
+        because no backend could serve them now. `on_attempt` is called at the end of every attempt.
         """
         self._store = store
         self._name = name
@@ -121,9 +121,9 @@ class Worker:
         self._on_attempt = on_attempt
         self._serves = serves
         self._may_start = may_start
-        self._foreign: frozenset[str] = frozenset()  # lanes that are left alone
+        self._foreign: frozenset[str] = frozenset()  # lanes of models that are not served here
         self._claims: dict[str, _Claim] = {}
-        self._ahead: dict[str, set[str]] = {}  # per lane, the jobs that have no answer yet
+        self._ahead: dict[str, set[str]] = {}  # per lane, the jobs whose answers have not begun
         self._room = anyio.Event()
         self._idle = anyio.Event()
         self._scope = anyio.CancelScope()
@@ -133,11 +133,11 @@ class Worker:
 
     @property
     def running(self) -> int:
-        """Jobs it has."""
+        """Number of jobs claimed."""
         return len(self._claims)
 
     async def run(self) -> None:
-        """Work until stopped or cancelled; what is not finished then is given back."""
+        """Run jobs until stopped or cancelled; unfinished ones are returned then."""
         try:
             with self._scope:
                 async with anyio.create_task_group() as tasks:
@@ -150,14 +150,14 @@ class Worker:
             self._ended.set()
 
     async def stop(self) -> None:
-        """End `run`, which must have been started, and return when every job has been given back."""
+        """Stop a running `run`, and return when all jobs have been returned."""
         self._scope.cancel()
         await self._ended.wait()
 
     def drain(self, is_needed: Callable[[], bool] = lambda: False) -> None:
-        """Take no more jobs, except while `is_needed()`: somebody waits here for one.
+        """Claim no more jobs, except while `is_needed()`, because a caller here is waiting for one.
 
-        Those whose answers have not begun are given back.
+        Jobs whose answers have not begun are returned.
         """
         self.is_draining = True
         self._is_needed = is_needed
@@ -166,7 +166,7 @@ class Worker:
         self._room.set()
 
     async def wait_idle(self) -> None:
-        """Return once it has no jobs, after `drain`; `run` must have been started."""
+        """Wait until no jobs are left, after `drain`; `run` must be running."""
         await self._idle.wait()
 
     def _return_unbegun(self) -> None:
@@ -181,7 +181,7 @@ class Worker:
     # ------------------------------------------------------------ claiming
 
     async def _next(self) -> Job | None:
-        """Return the next job, or None after a while in which there was none."""
+        """Return the next job; None after a while without one."""
         is_leaving = self.is_draining and not self._is_needed()
         if is_leaving:
             self._return_unbegun()
@@ -204,7 +204,7 @@ class Worker:
             return None
 
     def _own_lanes(self, lanes: Iterable[Lane], serving: Serving) -> list[str]:
-        """Return the lanes whose model is configured here. Of the others the log tells, once each."""
+        """Return the lanes whose model is served here. Others are logged, once each."""
         own, foreign = [], set[str]()
         for lane in lanes:
             if serving.has(lane.name):
@@ -222,7 +222,7 @@ class Worker:
         return own
 
     async def _changed(self) -> None:
-        """Return when there may be something to claim, or room for it."""
+        """Wait until there may be a job to claim and room for it."""
         self._room = anyio.Event()
         room = self._room
         async with anyio.create_task_group() as tasks:
@@ -241,14 +241,14 @@ class Worker:
 
     def _start(self, job: Job, tasks: TaskGroup) -> None:
         if (former := self._claims.get(job.id)) is not None:
-            former.scope.cancel()  # it was lost meanwhile, and has come back before anybody said so
+            former.scope.cancel()  # it was lost, and claimed again before the loss was reported
         claim = self._claims[job.id] = _Claim(job, anyio.current_time(), self._serves().config)
         self._ahead.setdefault(job.new.lane, set()).add(job.id)
         tasks.start_soon(self._work, claim)
-        if self.is_draining and not self._is_needed():  # it was asked for before that
+        if self.is_draining and not self._is_needed():  # it was claimed before the drain began
             self._return(claim)
 
-    # ------------------------------------------------------------ staying
+    # ------------------------------------------------------------ heartbeats
 
     async def _beat(self) -> None:
         while True:
@@ -256,14 +256,14 @@ class Worker:
             try:
                 lost = await self._store.beat(self._name, claims, self._serves())
             except StoreUnavailable:
-                lost = ()  # what an attempt writes that was taken over meanwhile is refused
+                lost = ()  # writes of an attempt that was taken over are rejected anyway
             for job_id, attempt in claims:
                 if job_id in lost:
                     self._lose(job_id, attempt)
             await anyio.sleep(self._rules.beat_s)
 
     def _lose(self, job_id: str, attempt: int) -> None:
-        """Stop working at a job that is no longer this worker's."""
+        """Stop working on a job that this worker no longer holds."""
         claim = self._claims.get(job_id)
         if claim is not None and claim.job.attempt == attempt:
             claim.scope.cancel()
@@ -298,7 +298,7 @@ class Worker:
             )
             await self._give_back(claim, after_s=self._rules.retry_s, failed=True)
         finally:
-            if self._claims.get(job.id) is claim:  # else this worker has the job again
+            if self._claims.get(job.id) is claim:  # otherwise this worker has claimed the job again
                 self._ahead[job.new.lane].discard(job.id)
                 del self._claims[job.id]
             self._room.set()
@@ -309,7 +309,7 @@ class Worker:
         if job.chunks:
             claim.beginning = Beginning.CONTINUED
         if stored is not None and stored.finish_reason is not None:
-            await self._finish(claim, stored.status)  # only the end was missing
+            await self._finish(claim, stored.status)  # only the final status was missing
             return
         body = continuation(job.new.body, stored) if stored is not None and self._rules.continues else None
         if body is not None:
@@ -317,7 +317,7 @@ class Worker:
             if not isinstance(failure, CallerError):
                 await self._conclude(claim, failure)
                 return
-            # This engine does not continue answers, or this one has become too long a prompt.
+            # This engine does not continue answers, or the answer has become too long for a prompt.
             job = claim.job = replace(job, chunks=chunks)
         if job.chunks:
             claim.beginning = Beginning.RESTARTED
@@ -325,10 +325,10 @@ class Worker:
         await self._conclude(claim, failure)
 
     async def _relay(self, job: Job, body: bytes, *, restarts: bool) -> tuple[int, GatewayError | None]:
-        """Run a request of a job. Returns how many chunks the job has then, and why it failed, or None.
+        """Run a request of a job. Return its number of chunks then, and why it failed, or None.
 
         Raises:
-            JobLost: it is no longer this worker's.
+            JobLost: this worker no longer holds the job.
         """
         waiting = self._ahead[job.new.lane]
 
@@ -381,7 +381,7 @@ class Worker:
                     failed=not isinstance(failure, ShedError),
                 )
 
-    # ------------------------------------------------------------ what must reach the store
+    # ------------------------------------------------------------ reporting to the store
 
     async def _answer_so_far(self, job: Job) -> AnswerSoFar:
         chunks = await _until_answered(lambda: self._store.all_chunks(job.id))
@@ -419,7 +419,7 @@ class Worker:
         self._tell(claim, outcome)
 
     async def _refuse(self, claim: _Claim, failure: CallerError) -> None:
-        """Give back a job that the configuration does not let run here."""
+        """Return a job that the configuration cannot run here."""
         job, error = claim.job, JobError(failure.code, failure.message)
         became = await _until_answered(
             lambda: self._store.refuse(
@@ -428,7 +428,7 @@ class Worker:
                 error,
                 config=claim.config,
                 attempts_max=self._rules.attempts_max,
-                after_s=self._rules.retry_max_s,  # so that another configuration gets time
+                after_s=self._rules.retry_max_s,  # leaves time for gateways with another configuration
                 claim=job.claim,
             )
         )
@@ -480,7 +480,7 @@ def _log_failed(job: Job, failure: GatewayError) -> None:
 
 
 async def _until_answered(ask: Callable[[], Awaitable[T]]) -> T:
-    """Ask the store until it answers: a store that is away for a while costs no work that is done."""
+    """Repeat a call until the store responds, so that a short outage does not waste finished work."""
     while True:
         try:
             return await ask()

@@ -28,8 +28,8 @@ READ_S = 2.0
 """How long one read of a channel lasts before the next. Not a limit, just an opportunity to be cancelled."""
 
 UNREACHABLE = (RedisError, OSError, RuntimeError)
-"""Exceptions raised if the server is gone. RuntimeError is uvloop's, for a write to a connection that was reset,
-before the reset is noticed."""
+"""Exceptions raised if the server is gone. RuntimeError is uvloop's, for a write to a connection before its
+reset is noticed."""
 
 BACKSTOP_S = 60.0
 """redis-py's own timeouts. The effective ones are set here: redis-py's do not allow for a stalled process."""

@@ -1,1 +1,1 @@
-"""What happened, for people and machines: metrics, log lines, and the last requests with their decisions."""
+"""Observability: metrics, traces, log lines, and the most recent requests with their decisions."""

@@ -1,7 +1,7 @@
-"""The lines of a log of decisions: what is written of a request and of a policy. docs/replay.md lists them.
+"""The format of the decision log: lines for requests and for policies. docs/replay.md documents it.
 
-Every line is a JSON object with the version of the format (`v`) and its kind. Members may be added within
-a version; where one changes its meaning, the version does.
+Each line is a JSON object with the version of the format (`v`) and its kind. Members may be added within a
+version; if the meaning of one changes, so does the version.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ VERSION = 1
 
 
 class NewerFormat(Exception):
-    """The line is of a version that this program does not know."""
+    """The line has a version that this program does not know."""
 
 
 class PromptLength(msgspec.Struct, frozen=True):
@@ -31,11 +31,11 @@ class PromptLength(msgspec.Struct, frozen=True):
 
 
 class PolicyLine(msgspec.Struct, frozen=True, tag="policy", tag_field="kind", omit_defaults=True):
-    """A policy, once in every file before the first request that was decided under it.
+    """A policy. Every file contains it before the first request that was decided under it.
 
     Attributes:
         v: Version of the format.
-        version: Short hash of the configuration it came from.
+        version: Short hash of its configuration.
         policy: The policy itself; backends without their URLs.
         engines: Launch flags of the engines, by backend.
         boxes: Backends that take turns on one machine, by the machine's name.
@@ -49,7 +49,7 @@ class PolicyLine(msgspec.Struct, frozen=True, tag="policy", tag_field="kind", om
 
 
 class RequestLine(msgspec.Struct, frozen=True, tag="request", tag_field="kind", omit_defaults=True):
-    """A request that ended. Times in seconds; what is not known, or did not happen, is left out.
+    """A finished request. Times in seconds; values that are unknown or do not apply are left out.
 
     Attributes:
         v: Version of the format.
@@ -58,16 +58,16 @@ class RequestLine(msgspec.Struct, frozen=True, tag="request", tag_field="kind", 
         total_s: From arrival to the end.
         key: Name of its caller's API key.
         policy, model, endpoint, stream, max_tokens, seqs, choices, prompts, reasoning, images, audios, tools,
-            is_job, handed_over_as, size_bytes, patience_s, headers: See `core.asked.Asked`. Without `prompt`,
-            none is there.
-        prompt: Its prompt's length, as it was estimated.
+            is_job, handed_over_as, size_bytes, patience_s, headers: See `core.asked.Asked`. All are missing
+            if `prompt` is.
+        prompt: Its estimated prompt length.
         traffic_class: Its class.
-        out: Why backends were left out of the decision as it came in, by backend.
-        pool, backend, is_spill: Where it was served, and whether that was a later pool of its class.
+        out: Why backends were excluded from its first decision, by backend.
+        pool, backend, is_spill: Where it was served, and whether in a later pool of its class.
         tries: Backends that were tried.
-        wait_s: From the decision to a place on a backend; of one that got none, to its end.
-        ttft_s: From arrival to the first token; of an answer that was not streamed, to the whole of it.
-        tokens_in, tokens_cached, tokens_out: As the backend reported them.
+        wait_s: From the decision to a slot; if it got none, to the end.
+        ttft_s: From arrival to the first token; for a non-streamed answer, to the whole of it.
+        tokens_in, tokens_cached, tokens_out: As reported by the backend.
         chunks: Reads relayed after the first byte.
     """
 
@@ -116,7 +116,7 @@ ASKED = (
     *("policy", "model", "endpoint", "stream", "max_tokens", "seqs", "choices", "prompts", "reasoning"),
     *("images", "audios", "tools", "is_job", "handed_over_as", "size_bytes", "patience_s", "headers"),
 )
-"""The members of `core.asked.Asked` that stand in a line as they are."""
+"""The members of `core.asked.Asked` that a line contains unchanged."""
 
 
 class _Head(msgspec.Struct):
@@ -131,14 +131,14 @@ _heads = msgspec.json.Decoder(_Head)
 def policy_line(
     policy: Policy, engines: Mapping[str, EngineFlags], boxes: Mapping[str, tuple[str, ...]]
 ) -> bytes:
-    """Return the line of a policy, its end included."""
+    """Encode a policy as a line, including the line break."""
     backends = {name: replace(backend, url="") for name, backend in policy.backends.items()}
     plain = replace(policy, backends=backends)
     return _encoder.encode(PolicyLine(VERSION, policy.version, plain, dict(engines), dict(boxes))) + b"\n"
 
 
 def request_line(record: RequestRecord, *, has_key: bool) -> bytes:
-    """Return the line of a request, its end included. `has_key`: with the name of the API key."""
+    """Encode a request as a line, including the line break. `has_key`: with the name of the API key."""
     facts: dict[str, Any] = {}
     asked, decision, usage = record.asked, record.decision, record.usage
     if asked is not None:
@@ -174,11 +174,11 @@ def request_line(record: RequestRecord, *, has_key: bool) -> bytes:
 
 
 def read(line: bytes) -> Line:
-    """Return what a line says.
+    """Decode a line.
 
     Raises:
-        ValueError: it is not a line of such a log, or not a whole one.
-        NewerFormat: it is of a version to come.
+        ValueError: it is not a complete line of a decision log.
+        NewerFormat: it has a newer version.
     """
     try:
         if _heads.decode(line).v > VERSION:

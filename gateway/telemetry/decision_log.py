@@ -1,8 +1,8 @@
-"""Appends what was decided to a file, one line per request that ended, from a thread of its own.
+"""Appends decisions to a file, one line per finished request, from a dedicated thread.
 
-Several processes may append to one file: each batch is written under a lock on the file, in one piece, and
-whoever finds the file set aside opens the one that took its place. What a process that was killed has left
-unfinished is one line without an end; whoever writes next ends it first.
+Several processes may append to one file: each batch is a single write under a lock on the file, and a
+process that finds the file rotated opens its replacement. A killed process may leave an incomplete last
+line; the next writer terminates it first.
 """
 
 import fcntl
@@ -26,28 +26,28 @@ from gateway.telemetry import decision_lines
 log = logging.getLogger("gateway.decisions")
 
 QUEUE_MAX = 10_000
-"""Requests that may wait to be written; what ends beyond that is not written, and counted."""
+"""Maximum number of queued requests; further ones are dropped and counted."""
 
 BATCH_MAX = 500
-"""Requests that are written in one piece."""
+"""Maximum number of requests per write."""
 
 COLLECT_S = 0.1
-"""How long the first of them waits for others: to wake the thread, take the lock and write costs 80 us, which
-would be most of what a request costs if each was written by itself."""
+"""How long the first request of a batch waits for more: waking the thread, locking and writing cost 80 us,
+which would dominate if each request was written separately."""
 
 POLICIES_MAX = 16
-"""Policies that are remembered for requests which were decided before the last reload."""
+"""Number of policies remembered for requests that were decided before the last reload."""
 
 WARNING_EVERY_S = 60.0
 END_S = 5.0
-"""Seconds that a disk which does not answer may hold up the end of the process."""
+"""Seconds that an unresponsive disk may delay the end of the process."""
 
 OnLines = Callable[[str, int], None]
-"""Told how many requests were `written`, `dropped` (too many waited) or `failed` (the file refused them)."""
+"""Receives numbers of requests that were `written`, `dropped` (queue full) or `failed` (write error)."""
 
 
 class DecisionLog:
-    """`ports.Recorder` that writes to a file. `start` it, and `close` it in the end."""
+    """`ports.Recorder` that writes to a file. Call `start` first and `close` at the end."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class DecisionLog:
         on_lines: OnLines,
         queue_max: int = QUEUE_MAX,
     ) -> None:
-        """Append to `file`, of which `files` are kept, each of about `max_bytes`.
+        """Append to `file`, and keep `files` files of about `max_bytes` each.
 
         Raises:
             ConfigError: the file cannot be opened.
@@ -74,7 +74,7 @@ class DecisionLog:
         self._thread = Thread(target=self._run, name="decisions", daemon=True)
         self._policies: OrderedDict[str, bytes] = OrderedDict()
         self._saying = Lock()
-        self._unsaid = 0  # requests that were lost since the last warning
+        self._unsaid = 0  # requests lost since the last warning
         self._said_at: float | None = None
         try:
             with self._files.locked():
@@ -85,15 +85,15 @@ class DecisionLog:
     def policy_in_force(
         self, policy: Policy, engines: Mapping[str, EngineFlags], boxes: Mapping[str, tuple[str, ...]]
     ) -> None:
-        """Note a policy under which requests are decided from now on."""
+        """Register a policy under which requests are decided from now on."""
         known = self._policies.copy()
         known[policy.version] = decision_lines.policy_line(policy, engines, boxes)
         while len(known) > POLICIES_MAX:
             known.popitem(last=False)
-        self._policies = known  # in one step: the thread reads it
+        self._policies = known  # replaced atomically: the thread reads it
 
     def start(self) -> None:
-        """Write what comes from now on."""
+        """Start the writing thread."""
         self._thread.start()
 
     def attempt(self, record: AttemptRecord) -> None:
@@ -107,7 +107,7 @@ class DecisionLog:
             self._lost("dropped", 1, "too many wait to be written")
 
     def close(self) -> None:
-        """Write what waits, and end. A disk that does not answer holds this up for `END_S`."""
+        """Write everything queued, and stop. An unresponsive disk delays this by `END_S`."""
         self._is_ending.set()
         if self._thread.is_alive():
             with suppress(Full):
@@ -173,22 +173,22 @@ class DecisionLog:
 
 
 class _Files:
-    """The file that is written to, and those that were set aside: FILE.1 is the newest of them."""
+    """The current file and its rotated predecessors, of which FILE.1 is the newest."""
 
     def __init__(self, path: Path, max_bytes: int, files: int) -> None:
         self.path = path
         self._max_bytes = max_bytes
         self._files = files
         self._file: int | None = None
-        self._written: set[str] = set()  # versions of the policies that this process wrote into it
-        self._size = 0  # after what this process wrote last: if it is smaller, somebody has emptied it
+        self._written: set[str] = set()  # versions of the policies this process has written to it
+        self._size = 0  # after this process's last write: if it is smaller now, it was truncated
 
     @contextmanager
     def locked(self) -> Iterator[set[str]]:
-        """Have the file to oneself; it has room. Gives the versions of the policies that are in it.
+        """Lock the file and ensure that it has room. Yields the versions of the policies it contains.
 
         Raises:
-            OSError: it cannot be opened, or set aside.
+            OSError: it cannot be opened or rotated.
         """
         file = self._current()
         try:
@@ -198,17 +198,17 @@ class _Files:
                 fcntl.flock(file, fcntl.LOCK_UN)
 
     def append(self, data: bytes) -> None:
-        """Write at the end of the file, in one piece."""
+        """Append to the file in a single write."""
         assert self._file is not None
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
-            data = b"\n" + data  # somebody was killed while writing
+            data = b"\n" + data  # a process was killed while writing
         while data:
             data = data[os.write(self._file, data) :]
         self._size = os.fstat(self._file).st_size
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

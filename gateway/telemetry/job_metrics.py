@@ -1,6 +1,6 @@
-"""The metrics of jobs: what waits in the store, as last seen, and what this process's own worker has done.
+"""Job metrics: the queue as last polled, and the attempts of this process's worker.
 
-A lane is a model and a class of the configuration, so labels stay bounded.
+A lane is a model and a class of the configuration, so labels are bounded.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,13 +11,13 @@ from prometheus_client.registry import Collector
 
 from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobOutcome, JobStatus, QueueSight
 
-# From what is served at once to what waits for a night, and for a day.
+# From jobs served at once to those that wait for a night or a day.
 QUEUE_BUCKETS_S = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 1800, 3600, 7200, 14400, 28800, 57600, 86400)
 DURATION_BUCKETS_S = (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 57600, 86400)
 
 
 class JobMetrics:
-    """Counts and measures jobs."""
+    """Metrics of jobs."""
 
     def __init__(
         self,
@@ -27,13 +27,13 @@ class JobMetrics:
         sight: Callable[[], QueueSight | None],
         now: Callable[[], float],
     ) -> None:
-        """Register with `registry`, and read gauges at scrape time.
+        """Register with `registry`; gauges are evaluated when scraped.
 
         Args:
-            registry: Where to.
-            lanes: The lanes of the configuration.
-            sight: The queue as last seen; None: not yet.
-            now: The time, in monotonic seconds.
+            registry: Where to register.
+            lanes: Returns the lanes of the configuration.
+            sight: Returns the latest snapshot of the queue; None before the first one.
+            now: Returns monotonic seconds.
         """
         self.attempts = Counter(
             "gateway_job_attempts",
@@ -64,7 +64,7 @@ class JobMetrics:
         registry.register(_Queue(lanes, sight, now))
 
     def attempt_ended(self, end: AttemptEnd) -> None:
-        """Note that an attempt at a job is over."""
+        """Count a finished attempt at a job."""
         lane = end.job.new.lane
         self.attempts.labels(lane, end.beginning.value, end.outcome.value).inc()
         if end.job.attempt == 1:
@@ -75,7 +75,7 @@ class JobMetrics:
 
 
 class _Queue(Collector):
-    """What waits and runs in the store."""
+    """Gauges of queued and running jobs in the store."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class _Queue(Collector):
                 jobs.add_metric([name, JobStatus.IN_PROGRESS.value], lane.in_progress if lane else 0)
                 oldest_s = lane.oldest_s if lane else None
                 oldest.add_metric([name], 0.0 if oldest_s is None else oldest_s + since_s)
-            # Also those that are 0: what appears with its first event has not increased.
+            # Zeros are exported too: a series that appears with its first event shows no increase.
             for name in sorted({*self._lanes(), *(lane for lane, _ in sight.totals)}):
                 for outcome in JobOutcome:
                     totals.add_metric([name, outcome.value], sight.totals.get((name, outcome.value), 0))

@@ -1,4 +1,4 @@
-"""The last requests, each with its decision: the operator's answer to "why did it go there?"."""
+"""The most recent requests with their decisions, which answer "why did it go there?"."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ _IN_ORDER = frozenset({Ending.COMPLETED, Ending.REPLAYED, Ending.HANDED_OVER, En
 
 
 class Journal:
-    """A bounded memory of what ended, newest first. Features and figures only, never text.
+    """A bounded memory of finished requests, newest first. It contains features and figures, never text.
 
-    What went wrong, or was late, is kept beside the rest, so that a busy minute does not wash it away.
+    Failed and late requests are kept separately, so that a busy minute does not evict them.
     """
 
     def __init__(self, entries_max: int = 200, notable_max: int = 100) -> None:
-        """Keep that many, and that many notable ones."""
+        """Keep `entries_max` requests, and `notable_max` notable ones."""
         self._records: deque[tuple[int, RequestRecord]] = deque(maxlen=entries_max)
         self._notable: deque[tuple[int, RequestRecord]] = deque(maxlen=notable_max)
         self._recent = Recent()
@@ -34,32 +34,32 @@ class Journal:
             self._notable.appendleft((self.count, record))
 
     def recent(self) -> Sequence[RequestRecord]:
-        """Return the records kept, newest first."""
+        """Return all kept records, newest first."""
         return tuple(record for _, record in self._records)
 
     def since(self, number: int) -> Sequence[tuple[int, RequestRecord]]:
-        """Return what is still kept of those that ended after the first `number`, with their numbers, the
-        newest first: every request that has ended has the next number, from 1."""
+        """Return the kept records after number `number`, with their numbers, newest first. Finished requests
+        are numbered from 1."""
         kept = dict(self._notable) | dict(self._records)
         return [(one, kept[one]) for one in sorted(kept, reverse=True) if one > number]
 
     def find(self, request_id: str) -> RequestRecord | None:
-        """Return the record of a request, or None where it is not kept any more."""
+        """Return the record of a request; None if it is no longer kept."""
         for _, record in (*self._records, *self._notable):
             if record.id == request_id:
                 return record
         return None
 
     def history(self, now: float) -> History:
-        """Return what the last minutes looked like, up to `now` (monotonic seconds)."""
+        """Return statistics of the last minutes up to `now` (monotonic seconds)."""
         return self._recent.history(now)
 
 
 def is_notable(record: RequestRecord) -> bool:
-    """Return whether a request went wrong, was tried twice, or was answered later than its class wants."""
+    """Return whether a request failed, was retried, or was answered later than its class's target."""
     if record.ending not in _IN_ORDER or len(record.attempts) > 1:
         return True
-    if record.ttft_target_s is None or not record.route:  # nobody looks on at a job
+    if record.ttft_target_s is None or not record.route:  # nobody is watching a job
         return False
     first = record.first_byte_at if record.stream else record.admitted_at
     return first is not None and first - record.received_at > record.ttft_target_s

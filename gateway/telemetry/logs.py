@@ -1,6 +1,6 @@
-"""Log lines: one per request, one per change of the world. JSON for machines, short lines on a terminal.
+"""Log lines: one per request, one per state change. JSON for machines, short lines on a terminal.
 
-What goes wrong again and again says so a few times a minute, and how often beside that: see `Calm`.
+Recurring problems are logged a few times a minute, with the number of suppressed lines: see `Calm`.
 
 Never in a log: prompts, answers, keys, query strings.
 """
@@ -37,7 +37,7 @@ webhooks_log = logging.getLogger("gateway.webhooks")
 LOOK_S, AGAIN_S = 5.0, 0.1
 CALM_S = 60.0
 CALM_LINES = 10
-"""Lines of one kind that are written within `CALM_S`. More would be read by nobody."""
+"""Maximum number of lines of one kind within `CALM_S`."""
 
 _SUBJECTS = ("backend", "box", "endpoint", "lane", "store", "worker")
 _ONE_EACH = frozenset({"request", "request_queued", "job_ended", "batch_ended"})
@@ -50,7 +50,7 @@ class _JsonFormatter(logging.Formatter):
         super().__init__()
         self._who = {} if worker is None else {"worker": worker}
         self._second = 0
-        self._openings: dict[str, str] = {}  # of requests' lines, by level
+        self._openings: dict[str, str] = {}  # of request lines, by level
 
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", {})
@@ -64,7 +64,7 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
     def request_line(self, level: str, created: float, fields: dict[str, Any]) -> str:
-        """Return the line of a request, which is all fields. What it begins with is made once a second."""
+        """Format the line of a request. Its beginning is cached for a second."""
         if int(created) != self._second:
             self._second = int(created)
             self._openings.clear()
@@ -86,12 +86,12 @@ class _JsonFormatter(logging.Formatter):
 
 
 def _plain_json(line: dict[str, Any]) -> str:
-    """Return what `json.dumps` makes of strings, counts and short decimals; in a third of its time."""
+    """Like `json.dumps` for strings, integers and short decimals, in a third of its time."""
     try:
         text = msgspec.json.format(msgspec.json.encode(line), indent=0).decode()
-    except UnicodeEncodeError:  # half of a surrogate pair, in the name of a model
+    except UnicodeEncodeError:  # a lone surrogate in a model name
         return json.dumps(line)
-    return text if text.isascii() and "\x7f" not in text else json.dumps(line)  # which escapes these
+    return text if text.isascii() and "\x7f" not in text else json.dumps(line)  # which json.dumps escapes
 
 
 class _HumanFormatter(logging.Formatter):
@@ -106,31 +106,32 @@ class _HumanFormatter(logging.Formatter):
 
 @dataclass(slots=True)
 class _Minute:
-    """Lines of one kind since the first of them."""
+    """The lines of one kind within a period."""
 
     since: float
     lines: int = 1
-    newest: logging.LogRecord | None = None  # of those that were kept back
+    newest: logging.LogRecord | None = None  # the latest suppressed one
 
     def is_over(self, now: float) -> bool:
-        """Return whether it is over by `now`, epoch seconds: or nobody knows, as the clock was set back."""
+        """Return whether the period is over at `now` (epoch seconds), or the clock was set back."""
         return not 0 <= now - self.since < CALM_S
 
 
 class Calm(logging.Filter):
-    """Lets through a few lines a minute of one event about one subject, and keeps back the others.
+    """Limits the rate of log lines per event and subject.
 
-    The newest that was kept back is written when the minute is over, with how many there were, so that what
-    is written last is how things stand. Requests, and jobs and batches that have ended, have all their lines.
+    When the period is over, the latest suppressed line is written with the number of suppressed ones, so that
+    the last line always shows the current state. Lines about requests, and about jobs and batches that have
+    ended, are not limited.
     """
 
     def __init__(self) -> None:
-        """Start with nothing seen."""
+        """Start without history."""
         super().__init__()
         self._seen: dict[tuple[object, ...], _Minute] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a line is to be written now."""
+        """Return whether a line may be written now."""
         fields = getattr(record, "fields", {})
         name = fields.get("event", record.name)
         if name in _ONE_EACH or hasattr(record, "kept_back"):
@@ -149,20 +150,20 @@ class Calm(logging.Filter):
         return False
 
     def over(self, now: float) -> Sequence[logging.LogRecord]:
-        """Return the newest of each kind kept back, of minutes that are over by `now`, epoch seconds."""
+        """Return the latest suppressed line per kind whose period is over at `now` (epoch seconds)."""
         found = []
         for kind, minute in list(self._seen.items()):
             if not minute.is_over(now):
                 continue
             del self._seen[kind]
             if minute.newest is not None:
-                minute.newest.kept_back = minute.lines - CALM_LINES - 1  # it is written after all
+                minute.newest.kept_back = minute.lines - CALM_LINES - 1  # this one is written
                 found.append(minute.newest)
         return found
 
 
 async def run(clock: Clock) -> None:
-    """Write what was kept back when it is due, and what nobody read when somebody does, until cancelled."""
+    """Write suppressed and held-back lines when they are due, until cancelled."""
     is_behind = False
     while True:
         await anyio.sleep(AGAIN_S if is_behind else LOOK_S)
@@ -171,7 +172,7 @@ async def run(clock: Clock) -> None:
 
 
 def dropped_lines() -> int:
-    """Return how many lines were dropped because they could not be written."""
+    """Return the number of lines dropped because they could not be written."""
     return sum(lines.outlet.dropped for lines in _all_lines())
 
 
@@ -180,7 +181,7 @@ def _all_lines() -> Iterator["_Lines"]:
 
 
 def tell_kept_back(now: float) -> None:
-    """Write what was kept back until `now`, epoch seconds, and is due."""
+    """Write suppressed lines whose period is over at `now` (epoch seconds)."""
     for handler in logging.getLogger().handlers:
         for calm in handler.filters:
             if isinstance(calm, Calm):
@@ -189,9 +190,9 @@ def tell_kept_back(now: float) -> None:
 
 
 def set_up(level: str = "info", stream: TextIO | None = None, *, worker: int | None = None) -> None:
-    """Send every log line to `stream` (standard error): JSON, or the human form on a terminal.
+    """Send all log lines to `stream` (default: standard error), as JSON, or in human form on a terminal.
 
-    Each says which `worker` wrote it, where several processes write to one stream.
+    If several processes share a stream, each line contains the number of its `worker`.
     """
     stream = stream or sys.stderr
     handler = _Lines(stream)
@@ -202,20 +203,20 @@ def set_up(level: str = "info", stream: TextIO | None = None, *, worker: int | N
     root.setLevel(level.upper())
     for noisy in ("httpx", "httpcore", "uvicorn.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # What goes wrong in a request is logged by the gateway itself; uvicorn would only say it again.
+    # The gateway logs failed requests itself; uvicorn would log them again.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
 
 def gather_in(loop: asyncio.AbstractEventLoop) -> None:
-    """Write the lines of one round of an event loop together from now on, at its end."""
+    """From now on, write all lines of an event loop iteration together, at its end."""
     for lines in _all_lines():
         lines.gather_in(loop)
 
 
 class _Lines(logging.Handler):
-    """Writes lines: those of one round of the event loop in one call, which is most of what a line costs.
+    """Writes all lines of an event loop iteration in one call, which is most of a line's cost.
 
-    Warnings and errors, and what other threads say, are written at once.
+    Warnings, errors and lines from other threads are written immediately.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -227,11 +228,11 @@ class _Lines(logging.Handler):
         self._told_of = 0
 
     def gather_in(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Gather the lines that are written in `loop`, which runs in this thread."""
+        """Collect the lines logged in `loop`, which runs in this thread."""
         self._loop, self._thread = loop, threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, or gather it."""
+        """Write a line, or collect it."""
         try:
             line = self.format(record)
         except Exception:  # noqa: BLE001 - as every handler does
@@ -243,9 +244,9 @@ class _Lines(logging.Handler):
             self._write(line + "\n")
 
     def takes_request(self, level: int, created: float, fields: dict[str, Any]) -> bool:
-        """Take the line of a request without a record of `logging`, which costs more than the line itself.
+        """Accept a request's line without a `logging` record, which would cost more than the line.
 
-        Returns whether it did.
+        Returns whether it was accepted.
         """
         if not isinstance(self.formatter, _JsonFormatter) or not self._gathers(level):
             return False
@@ -253,7 +254,7 @@ class _Lines(logging.Handler):
         return True
 
     def _gathers(self, level: int) -> bool:
-        """Return whether a line of that level is gathered, if it is written in this thread."""
+        """Return whether a line of that level is collected, if it is logged in this thread."""
         return (
             self._loop is not None
             and level < logging.WARNING
@@ -268,17 +269,17 @@ class _Lines(logging.Handler):
         self._gathered.append(line + "\n")
 
     def flush(self) -> None:
-        """Write what was gathered."""
+        """Write the collected lines."""
         self._write()
 
     def close(self) -> None:
-        """Write what is left, if somebody reads it."""
+        """Write what is left, if it is being read."""
         self.flush()
         self.outlet.close()
         super().close()
 
     def catch_up(self) -> bool:
-        """Write what was held back; return whether that is all, after saying how many lines were dropped."""
+        """Write held-back lines. Return whether none are left, after reporting dropped ones."""
         self.flush()
         if self.outlet.is_behind:
             return False
@@ -292,7 +293,7 @@ class _Lines(logging.Handler):
         return True
 
     def _write(self, *lines: str) -> None:
-        """Write what was gathered, and lines behind it."""
+        """Write the collected lines, followed by `lines`."""
         with self.lock or nullcontext():
             gathered, self._gathered = self._gathered, []
             self.outlet.write([*gathered, *lines])
@@ -302,7 +303,7 @@ class RequestLog:
     """`ports.Recorder` that writes a line per request."""
 
     def __init__(self) -> None:
-        """Work out what all lines have in common, which is most of what `logging` notes of one."""
+        """Prepare the parts that all lines share, which are most of what `logging` computes per record."""
         alike = requests_log.makeRecord(
             requests_log.name, logging.INFO, __file__, 0, "", (), None, "finished"
         )
@@ -311,7 +312,7 @@ class RequestLog:
         self._wall = SystemClock().wall
 
     def attempt(self, record: AttemptRecord) -> None:
-        """See `ports.Recorder.attempt`. A failed one is worth a line even where another backend saved it."""
+        """See `ports.Recorder.attempt`. Failed attempts are logged even if the request succeeded."""
         if record.outcome.is_fault:
             fleet_log.warning(
                 "attempt on %s failed: %s",
@@ -348,14 +349,14 @@ class RequestLog:
 
 
 def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
-    """Yield whoever gets the records of a logger."""
+    """Yield all handlers that receive a logger's records."""
     while logger is not None:
         yield from logger.handlers
         logger = logger.parent if logger.propagate else None
 
 
 def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
-    """Write a line when a backend's state changed, and one when what it serves became wrong, or right."""
+    """Log changes of a backend's state, and of whether it serves the right models."""
     if new.model_error != old.model_error and (new.model_error or new.served_models):
         fleet_log.log(
             logging.WARNING if new.model_error else logging.INFO,
@@ -366,7 +367,7 @@ def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> 
         )
     if new.state is old.state:
         return
-    # What a box does with its own models is no cause for worry.
+    # A box stopping its own models is not a problem.
     is_good = new.state in (State.UP, State.PROBATION, State.OUT) or old.state is State.OUT
     level = logging.INFO if is_good else logging.WARNING
     fleet_log.log(
@@ -387,7 +388,7 @@ def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> 
 
 
 def count_drifted(drift: CountDrift) -> None:
-    """Write a line when an engine's count has begun, or ceased, to differ from the gateway's."""
+    """Log when an engine's count begins or ceases to differ from the gateway's."""
     level = logging.INFO if drift.cause is Cause.NONE else logging.WARNING
     fleet_log.log(
         level,
@@ -406,7 +407,7 @@ def count_drifted(drift: CountDrift) -> None:
 
 
 def job_attempt_ended(end: AttemptEnd) -> None:
-    """Write a line when a job has ended, or will not be tried again."""
+    """Log jobs that have ended, or will not be retried."""
     if end.outcome not in (AttemptOutcome.ENDED, AttemptOutcome.POISONED):
         return
     job, is_poisoned = end.job, end.outcome is AttemptOutcome.POISONED
@@ -439,7 +440,7 @@ def job_attempt_ended(end: AttemptEnd) -> None:
 
 
 def webhook_attempted(attempt: WebhookAttempt) -> None:
-    """Write a line when an attempt to deliver a webhook has failed. It names the endpoint, never its URL."""
+    """Log failed webhook deliveries, by the endpoint's name, never its URL."""
     delivery = attempt.delivery
     if attempt.outcome is WebhookOutcome.DELIVERED:
         return
@@ -473,13 +474,13 @@ def webhook_attempted(attempt: WebhookAttempt) -> None:
 def request_fields(record: RequestRecord) -> dict[str, Any]:
     """Return the members of a request's log line; times in seconds, rounded to 0.1 ms.
 
-    What there is nothing to say of is left out.
+    Values that do not apply are left out.
     """
     decision, usage, first = record.decision, record.usage, record.first_byte_at
     fields: dict[str, Any] = {"event": "request", "id": record.id}
     if record.trace:
         fields["trace"] = f"{record.trace.own.trace_id:032x}"
-    fields["ending"] = record.ending._value_  # `value` looks it up through two calls
+    fields["ending"] = record.ending._value_  # `value` would take two calls
     fields["status"] = record.status
     if record.error_code:
         fields["code"] = record.error_code
@@ -508,7 +509,7 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Sentence:
-    """A request's line for people, made when one reads it."""
+    """The human-readable line of a request, formatted on demand."""
 
     fields: dict[str, Any]
 

@@ -1,7 +1,7 @@
-"""How late the event loop is: what everybody waits for when somebody computes.
+"""Measures event loop delay: how long everything waits while something computes.
 
-A task that sleeps for a while and looks how much longer that took. 20 looks a second cost 5 ms of CPU (one
-loaded x86 core, Python 3.11); a stall of any length is seen by the one look that it delays.
+A task sleeps for a fixed time and measures how much longer it took. 20 measurements a second cost 5 ms of CPU
+(one loaded x86 core, Python 3.11); a stall of any length is seen by the measurement that it delays.
 """
 
 import anyio
@@ -10,12 +10,12 @@ from prometheus_client import CollectorRegistry, Histogram
 from gateway.ports import Clock
 
 LOOK_S = 0.05
-# A stall of 25 ms is the most that the gateway allows itself; what a scheduler does is below 5.
+# The gateway tolerates stalls of up to 25 ms; those caused by the OS scheduler are below 5.
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
 class LoopWatch:
-    """Measures the event loop that it runs in."""
+    """Measures the delay of the running event loop."""
 
     def __init__(self, registry: CollectorRegistry, clock: Clock) -> None:
         """Register with `registry`."""
@@ -28,7 +28,7 @@ class LoopWatch:
         )
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Measure until cancelled."""
         while True:
             due_at = self._clock.now() + LOOK_S
             await anyio.sleep(LOOK_S)

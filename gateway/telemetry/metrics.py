@@ -1,9 +1,9 @@
-"""The `gateway_*` metrics: our own stable names. docs/metrics.md lists them, and a test keeps it true.
+"""The `gateway_*` metrics, with stable names. docs/metrics.md lists them, and a test keeps it complete.
 
-The process's own, `process_*`, are those that every program with a Prometheus client has (Linux only).
+The process metrics, `process_*`, are the standard ones of Prometheus clients (Linux only).
 
-Labels are bounded by the configuration (backends, pools, classes, models) or by an enum; none holds
-anything a caller can choose.
+Labels are bounded by the configuration (backends, pools, classes, models) or by an enum; none contains a
+value that a caller can choose.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,10 +29,10 @@ from gateway.pipeline import Sight
 from gateway.pipeline.box_keeper import BoxSight
 from gateway.telemetry.series import Counts, Spreads
 
-# vLLM's own, up to and beyond the longest first token published (319 s).
+# vLLM's buckets, extended beyond the longest published first token (319 s).
 TTFT_BUCKETS_S = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)
 TPOT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-# Jobs run and wait among the others, and for longer: these go up to hours.
+# Jobs take longer, including their time in the queue: buckets up to hours.
 _DURATIONS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 DURATION_BUCKETS_S = (*_DURATIONS_S, 3840, 7680, 15360)
 OVERHEAD_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -63,14 +63,14 @@ ERROR_BUCKETS = (-0.5, -0.2, -0.1, -0.05, -0.02, -0.01, -0.001, 0.001, 0.01, 0.0
 
 
 class Timeliness(StrEnum):
-    """Whether a first token came when it was due."""
+    """Whether a first token arrived in time."""
 
     TIMELY = "timely"
     LATE = "late"
 
 
 class Metrics:
-    """Counts and measures. One registry per instance, so that tests and processes do not share one."""
+    """All metrics. Each instance has its own registry, so that tests and processes do not share one."""
 
     def __init__(
         self,
@@ -90,10 +90,10 @@ class Metrics:
         boxes: Callable[[], Mapping[str, BoxSight]] = dict,
         dropped_lines: Callable[[], int] = int,
     ) -> None:
-        """Read gauges from these at scrape time: per backend id; what waits per (model, class).
+        """Read gauges from these callables when scraped: per backend id; queues per (model, class).
 
-        `store_modes` says of each way of counting slots whether it is in force; of none without a store.
-        `dropped_lines` of the log.
+        `store_modes` returns, per way of counting slots, whether it is in force; empty without a store.
+        `dropped_lines` returns the number of dropped log lines.
         """
         self._backends = backends
         self.registry = CollectorRegistry(auto_describe=True)
@@ -269,12 +269,12 @@ class Metrics:
     def finished(self, record: RequestRecord) -> None:
         """See `ports.Recorder.finished`."""
         if record.ending is Ending.SHED and not record.route:
-            return  # a job for which nobody has room is given back: nothing was refused, and it goes on
+            return  # a job that finds no room is returned to the queue: it is not a refused request
         decision = record.decision
         name = decision.traffic_class if decision else ""
         self.requests.add((name, record.pool, record.backend, record.ending, record.error_code))
         if record.ending is Ending.HANDED_OVER:
-            return  # it is counted as a request when it runs
+            return  # it is counted when it runs
         if record.estimated_at is not None:
             self.estimating.observe((), record.estimated_at - record.received_at)
         if decision is None:
@@ -286,12 +286,12 @@ class Metrics:
             self.waiting_time.observe((name,), record.admitted_at - record.estimated_at)
         if record.first_byte_at is not None:
             self._served(record, name)
-        elif record.ending is Ending.LEFT:  # whoever leaves before it is due says nothing of that
+        elif record.ending is Ending.LEFT:  # leaving before the first token is due proves nothing
             self._first_token(record, name, record.ended_at, only_late=True)
 
     def _first_token(self, record: RequestRecord, name: str, at: float, *, only_late: bool = False) -> None:
         """Count the first token of a stream that came at `at`, or had not come by then."""
-        if not record.stream or not record.route or record.due_s is None:  # nobody looks on at a job
+        if not record.stream or not record.route or record.due_s is None:  # nobody is watching a job
             return
         is_late = at - record.received_at > record.due_s
         if is_late or not only_late:
@@ -316,24 +316,24 @@ class Metrics:
         if record.stream and (tpot_s := record.tpot_s) is not None:
             self.tpot.observe(where, tpot_s)
         estimated = decision.estimate.tokens
-        if estimated > 0 and decision.demand.prompts == 1:  # of several, the sum is reported
+        if estimated > 0 and decision.demand.prompts == 1:  # of several, a sum is reported
             self.estimate_error.observe((record.backend,), (usage.prompt_tokens - estimated) / estimated)
 
     def backend_changed(self, backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
-        """Note that a backend's status changed."""
+        """Record a change of a backend's status."""
         if new.state is not old.state:
             self.state_changes.labels(backend_id, new.state.value).inc()
         if new.restarts > old.restarts:
             self.restarts.labels(backend_id).inc(new.restarts - old.restarts)
 
     def box_swapped(self, box_id: str, swap: Swap) -> None:
-        """Note that this process has ended a swap of a box."""
+        """Record a swap of a box completed by this process."""
         self.swaps.labels(box_id, swap.backend, swap.cause.value).inc()
         self.swap_time.labels(box_id, swap.backend).observe(swap.took_s)
 
     def config_in_force(self, version: str, at: float) -> None:
-        """Note that a configuration is in force since `at`, in epoch seconds."""
-        for name in self._backends():  # what appears with its first event has not increased
+        """Record the configuration in force since `at` (epoch seconds)."""
+        for name in self._backends():  # a series that appears with its first event shows no increase
             self.restarts.labels(name)
             for state in State:
                 self.state_changes.labels(name, state.value)
@@ -343,21 +343,21 @@ class Metrics:
         self.config_successful.set(1)
 
     def webhook_attempted(self, attempt: WebhookAttempt) -> None:
-        """Note an attempt to deliver a webhook."""
+        """Record a delivery attempt of a webhook."""
         self.webhooks.labels(attempt.delivery.endpoint, attempt.outcome.value).inc()
 
     def webhooks_wait(self, pending: Mapping[str, int]) -> None:
-        """Note how many deliveries wait, by endpoint."""
+        """Record the number of pending deliveries, by endpoint."""
         for endpoint, count in pending.items():
             self.webhooks_pending.labels(endpoint).set(count)
 
     def exposition(self) -> tuple[bytes, str]:
-        """Return the page for Prometheus and its content type."""
+        """Return the Prometheus page and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
 
 class _Fleet(Collector):
-    """Gauges that are read, not kept: what is in flight, and what the engines say."""
+    """Gauges evaluated when scraped: requests in flight, and engine metrics."""
 
     def __init__(
         self,
@@ -433,7 +433,7 @@ class _Fleet(Collector):
 
 
 class _Knees(Collector):
-    """What is in force of each knee, and what the steps say of it."""
+    """Gauges of the knees in force and the estimated ones."""
 
     def __init__(self, sights: Callable[[], Mapping[str, Sight]]) -> None:
         self._sights = sights
@@ -467,7 +467,7 @@ class _Knees(Collector):
 
 
 class _Waiting(Collector):
-    """Who waits."""
+    """Gauges of waiting requests."""
 
     def __init__(
         self,
@@ -510,7 +510,7 @@ class _Waiting(Collector):
 
 
 class _Boxes(Collector):
-    """Machines on which models take turns: what they do, and what decides what they do next."""
+    """Gauges of boxes: their state, and what determines their next action."""
 
     def __init__(self, boxes: Callable[[], Mapping[str, BoxSight]]) -> None:
         self._boxes = boxes
@@ -582,7 +582,7 @@ class _Boxes(Collector):
 
 
 class _Store(Collector):
-    """Gauges of what gateway processes share."""
+    """Gauges of the state shared by gateway processes."""
 
     def __init__(self, replicas: Callable[[], int], store_modes: Callable[[], Mapping[str, bool]]) -> None:
         self._replicas, self._store_modes = replicas, store_modes
@@ -604,7 +604,7 @@ class _Store(Collector):
 
 
 class _Log(Collector):
-    """What became of the log's lines."""
+    """Gauges of the log itself."""
 
     def __init__(self, dropped_lines: Callable[[], int]) -> None:
         self._dropped_lines = dropped_lines

@@ -1,6 +1,6 @@
-"""The same metrics by OTLP over HTTP, for sites that collect by push: the Prometheus page, translated.
+"""Pushes metrics by OTLP over HTTP: a translation of the Prometheus page.
 
-One registry is counted into, so both ways always say the same. Names, labels and units are those of the page.
+Both use one registry, so they always agree. Names, labels and units are those of the Prometheus page.
 """
 
 import asyncio
@@ -43,12 +43,12 @@ _SCOPE = InstrumentationScope("gemma-gateway", __version__)
 
 
 def sender(endpoint: str, headers: Mapping[str, str]) -> MetricExporter:
-    """Return what sends to the base URL `endpoint`, with `headers`; `/v1/metrics` is added."""
+    """Return an exporter to the base URL `endpoint`, with `headers`; `/v1/metrics` is appended."""
     return OTLPMetricExporter(f"{endpoint.rstrip('/')}/v1/metrics", headers=dict(headers), timeout=10)
 
 
 class MetricsPush:
-    """Sends a registry to an OTLP receiver, again and again."""
+    """Sends a registry to an OTLP receiver periodically."""
 
     def __init__(
         self,
@@ -68,17 +68,17 @@ class MetricsPush:
         self._taking = Taking(metric_exporter.__name__, on_away=_say_away, on_back=_say_back)
 
     async def run(self) -> None:
-        """Send until cancelled. What a receiver does not take is in the next one: nothing is a difference."""
+        """Send until cancelled. Values are cumulative, so after a failure the next export catches up."""
         while True:
             await anyio.sleep(self._interval_s)
             data = metrics_data(self._registry, self._resource, self._since_ns, self._now_ns())
             self._taking.note(await self._sent(data))
 
     async def _sent(self, data: MetricsData) -> bool:
-        """Return whether the receiver has taken it."""
+        """Export, and return whether the receiver has accepted it."""
         try:
             return await threads.in_own(asyncio.get_running_loop(), "OTLP metrics", partial(self._send, data))
-        except OSError:  # no thread is left
+        except OSError:  # no thread could be started
             return False
 
     def _send(self, data: MetricsData) -> bool:
@@ -91,7 +91,7 @@ class MetricsPush:
         return int(self._clock.wall() * 1e9)
 
     def close(self) -> None:
-        """End."""
+        """Shut down."""
         self._sender.shutdown()
         self._taking.close()
 
@@ -109,7 +109,7 @@ def _say_back() -> None:
 
 
 def metrics_data(registry: CollectorRegistry, resource: Resource, since_ns: int, now_ns: int) -> MetricsData:
-    """Return everything in a registry, counted since `since_ns`, as of `now_ns` (epoch nanoseconds)."""
+    """Convert a registry, counted since `since_ns`, as of `now_ns` (epoch nanoseconds)."""
     metrics = [metric for family in registry.collect() for metric in _metrics(family, since_ns, now_ns)]
     scope = ScopeMetrics(scope=_SCOPE, metrics=metrics, schema_url="")
     return MetricsData([ResourceMetrics(resource=resource, scope_metrics=[scope], schema_url="")])
@@ -167,7 +167,7 @@ def _histograms(family: Family, since_ns: int, now_ns: int) -> Iterator[Histogra
             start_time_unix_nano=since_ns,
             time_unix_nano=now_ns,
             count=below[-1],
-            sum=next(  # none where values may be below 0, which the protocol asks for
+            sum=next(  # OTLP requires no sum if values may be negative
                 (sample.value for sample in samples if sample.name.endswith("_sum")),
                 None,  # type: ignore[arg-type]
             ),

@@ -1,9 +1,9 @@
-"""Where log lines go. Nobody waits for whoever reads them.
+"""Writes log lines without ever blocking on their reader.
 
-A pipe takes 64 KiB. Once its reader has stopped (a log collector that hangs, a container runtime whose disk
-is full), the next write waits for it, and with it the event loop: every stream, every probe, every health
-check. So what goes to a pipe or a socket is held back while that takes nothing, and, beyond a limit, dropped
-and counted. A file or a terminal is written to as usual.
+A pipe holds 64 KiB. If its reader stops (a hanging log collector, a container runtime with a full disk), the
+next write blocks, and with it the event loop: all streams, probes and health checks. So lines for a pipe or a
+socket are buffered while it accepts nothing, and beyond a limit dropped and counted. Files and terminals are
+written to directly.
 """
 
 import os
@@ -18,7 +18,7 @@ from time import monotonic, sleep
 from typing import TextIO
 
 HELD_BYTES_MAX = 1024 * 1024
-"""Of lines that wait for a reader: some 2,500 requests."""
+"""Maximum bytes buffered: some 2,500 requests."""
 
 LAST_S = 1.0
 """How long the end of a process waits for a reader."""
@@ -28,30 +28,30 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 class Outlet(ABC):
-    """Takes lines.
+    """A destination for log lines.
 
     Attributes:
-        dropped: How many lines nobody will ever read.
+        dropped: Number of dropped lines.
     """
 
     dropped: int = 0
 
     @property
     def is_behind(self) -> bool:
-        """Whether lines are held back."""
+        """Whether lines are buffered."""
         return False
 
     @abstractmethod
     def write(self, lines: Sequence[str]) -> None:
-        """Write whole lines, and what is held back before them. With none: only what is held back."""
+        """Write complete lines, after any buffered ones. Without lines: only flush the buffer."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is held back, if a reader takes it in time. What comes afterwards may be dropped."""
+        """Flush the buffer, if the reader reads in time. Later lines may be dropped."""
 
 
 def outlet_of(stream: TextIO) -> Outlet:
-    """Return what writes to a stream as its kind demands."""
+    """Return the writer for a stream according to its kind."""
     try:
         descriptor = stream.fileno()
         mode = os.fstat(descriptor).st_mode
@@ -60,18 +60,17 @@ def outlet_of(stream: TextIO) -> Outlet:
         if stat.S_ISSOCK(mode):
             other = socket.socket(fileno=os.dup(descriptor))
             return Unwaiting(lambda data: other.send(data, socket.MSG_DONTWAIT), other.close)
-    except (OSError, ValueError):  # no file at all
+    except (OSError, ValueError):  # not a file descriptor
         pass
     return Waiting(stream)
 
 
 def _into_pipe(descriptor: int) -> Outlet:
-    """Return what writes into a pipe.
+    """Return a non-blocking writer for a pipe.
 
-    Not to wait is a property of what was opened, which other processes share, and they are not to be changed.
-    So the pipe is opened once more. Where that cannot be done (there is no /proc, or the user is not whom the
-    pipe belongs to), the pipe is asked before each write, which fails only if another process fills it in
-    that moment.
+    O_NONBLOCK is a property of the open file description, which other processes share and must not see
+    changed. So the pipe is opened again. If that is impossible (no /proc, or a pipe of another user), the
+    pipe is polled before each write, which can block only if another process fills it in that moment.
     """
     try:
         again = os.open(f"{_DESCRIPTORS}/{descriptor}", os.O_WRONLY | os.O_NONBLOCK)
@@ -89,7 +88,7 @@ def _into_pipe(descriptor: int) -> Outlet:
 
 
 class Waiting(Outlet):
-    """Writes to a stream, and waits until it has taken everything."""
+    """Writes to a stream, blocking until it has accepted everything."""
 
     def __init__(self, stream: TextIO) -> None:
         """Write to `stream`."""
@@ -105,14 +104,14 @@ class Waiting(Outlet):
             self.dropped += len(lines)
 
     def close(self) -> None:
-        """See `Outlet.close`. The stream is not this one's to close."""
+        """See `Outlet.close`. The stream itself is not closed."""
 
 
 class Unwaiting(Outlet):
-    """Writes what is taken at once, and holds the rest back."""
+    """Writes what is accepted without blocking, and buffers the rest."""
 
     def __init__(self, put: Callable[[bytes], int], release: Callable[[], None]) -> None:
-        """Write by `put`, which returns how many bytes were taken, or raises BlockingIOError if none were.
+        """Write with `put`, which returns the number of bytes accepted, or raises BlockingIOError.
 
         `release` is called at the end.
         """
@@ -150,7 +149,7 @@ class Unwaiting(Outlet):
             self._release()
 
     def _write_held(self) -> None:
-        """Write until nothing more is taken; up to PIPE_BUF bytes at once, which no other writer's divide."""
+        """Write until nothing more is accepted; PIPE_BUF bytes at a time, so that lines stay intact."""
         held = self._held
         while held:
             piece = held.popleft()
@@ -160,7 +159,7 @@ class Unwaiting(Outlet):
                 taken = self._put(piece)
             except BlockingIOError:
                 taken = 0
-            except OSError:  # nobody will ever read it
+            except OSError:  # the reader is gone
                 held.appendleft(piece)
                 self._give_up()
                 return
@@ -171,7 +170,7 @@ class Unwaiting(Outlet):
                 return
 
     def _give_up(self) -> None:
-        """Drop what is held back."""
+        """Drop the buffer."""
         self.dropped += sum(line.count(b"\n") for line in self._held)
         self._held.clear()
         self._held_bytes = 0

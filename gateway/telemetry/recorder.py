@@ -1,4 +1,4 @@
-"""Hands every record to everybody who keeps one."""
+"""Passes every record to several recorders."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from gateway.ports import Recorder
 
 
 class Recorders:
-    """`ports.Recorder` that passes records on, in order."""
+    """`ports.Recorder` that passes records to others, in order."""
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
-        """Pass records on to these."""
+        """Pass records to these."""
         self._recorders = tuple(recorders)
 
     def attempt(self, record: AttemptRecord) -> None:

@@ -1,8 +1,8 @@
-"""Counters and histograms for what every request counts: prometheus_client's own, to whoever reads the page.
+"""Fast counters and histograms for per-request metrics, exported through prometheus_client.
 
-Those take a lock for each value and look at one bucket after the other, which was a third of what the end of
-a request cost. These may be used by one thread only, the event loop's; what another one counts, or what is
-counted seldom, is prometheus_client's own.
+prometheus_client's own take a lock per value and scan the buckets one by one, which was a third of the cost
+of finishing a request. These may be used by the event loop's thread only; anything counted rarely or in
+another thread uses prometheus_client's.
 """
 
 from bisect import bisect_left
@@ -22,7 +22,7 @@ _CLOCK = SystemClock()
 
 
 class Counts(Collector):
-    """A counter. Its labels are given in order, and must be bounded."""
+    """A counter. Label values are given in order, and must be bounded."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Counts(Collector):
         registry.register(self)
 
     def add(self, labels: Labels, amount: float = 1) -> None:
-        """Count.
+        """Increment the counter.
 
         Raises:
             ValueError: `amount` is negative.
@@ -53,7 +53,7 @@ class Counts(Collector):
         self._totals[labels] = total + amount
 
     def collect(self) -> Iterator[Metric]:
-        """Give what Prometheus reads."""
+        """Yield the metric for Prometheus."""
         family = Metric(self._name, self._documentation, "counter")
         shows_created = _shows_created()
         for labels, total in self._totals.items():
@@ -65,7 +65,7 @@ class Counts(Collector):
 
 
 class _Spread:
-    """What one set of labels has seen: values by bucket, and their sum."""
+    """The values of one set of labels: counts by bucket, and their sum."""
 
     __slots__ = ("counts", "created", "sum")
 
@@ -76,7 +76,7 @@ class _Spread:
 
 
 class Spreads(Collector):
-    """A histogram. Its labels are given in order, and must be bounded."""
+    """A histogram. Label values are given in order, and must be bounded."""
 
     def __init__(
         self,
@@ -87,23 +87,23 @@ class Spreads(Collector):
         buckets: Sequence[float],
         registry: CollectorRegistry,
     ) -> None:
-        """Register with `registry`. `buckets`: upper bounds, in order."""
+        """Register with `registry`. `buckets`: upper bounds, ascending."""
         self._name, self._documentation, self._labelnames = name, documentation, tuple(labels)
         self._bounds = (*buckets, inf)
         self._les = [floatToGoString(bound) for bound in self._bounds]  # type: ignore[no-untyped-call]
         self._spreads: dict[Labels, _Spread] = {}
         if not labels:
-            self._begin(())  # there is but one, and it is there before its first value
+            self._begin(())  # without labels, its only series exists before the first value
         registry.register(self)
 
     def observe(self, labels: Labels, value: float) -> None:
-        """Count a value."""
+        """Record a value."""
         spread = self._spreads.get(labels) or self._begin(labels)
         spread.sum += value
         spread.counts[bisect_left(self._bounds, value)] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """Give what Prometheus reads."""
+        """Yield the metric for Prometheus."""
         family = Metric(self._name, self._documentation, "histogram")
         shows_created = _shows_created()
         for labels, spread in self._spreads.items():
@@ -112,7 +112,7 @@ class Spreads(Collector):
                 below += count
                 family.add_sample(f"{self._name}_bucket", {**named, "le": le}, below)
             family.add_sample(f"{self._name}_count", named, below)
-            if self._bounds[0] >= 0:  # a sum that may go down is none that Prometheus can use
+            if self._bounds[0] >= 0:  # Prometheus cannot use a sum that may decrease
                 family.add_sample(f"{self._name}_sum", named, spread.sum)
             if shows_created:
                 family.add_sample(f"{self._name}_created", named, spread.created)
@@ -124,11 +124,11 @@ class Spreads(Collector):
 
 
 def _named(names: Labels, values: Labels) -> dict[str, str]:
-    # An enum's member counts as its value; on the page it has to be one.
+    # An enum member equals its value as a dict key; on the page it must be the plain value.
     return {name: str(value) for name, value in zip(names, values, strict=True)}
 
 
 def _shows_created() -> bool:
-    """Return whether prometheus_client is set up to say when each series began, as it is by default."""
+    """Return whether prometheus_client exports creation times, as it does by default."""
     (family,) = Counter("gateway_probe", "", registry=None).collect()
     return any(sample.name.endswith("_created") for sample in family.samples)

@@ -1,21 +1,21 @@
-"""Whether an OTLP receiver takes what it is sent: said when that changes, and not with each try.
+"""Logs when an OTLP receiver becomes unreachable or reachable, instead of every attempt.
 
-The library logs every try, several times in ten seconds for as long as a receiver is away. Its words are
-kept for the one line that says why.
+The OpenTelemetry library logs every attempt, several times in ten seconds while a receiver is unreachable.
+Its messages are captured, to state the reason in a single line.
 """
 
 import logging
 from collections.abc import Callable
 
 _QUEUE = "opentelemetry.sdk._shared_internal"
-"""Where the library says that spans are dropped."""
+"""The logger by which the library reports dropped spans."""
 
 
 class Taking:
-    """Tells when a receiver stops taking what it is sent, and when it takes it again."""
+    """Tracks whether a receiver accepts exports, and reports changes."""
 
     def __init__(self, library: str, *, on_away: Callable[[str], None], on_back: Callable[[], None]) -> None:
-        """Keep what the logger `library` says for `on_away`, which is told why, until `close`."""
+        """Capture the messages of the logger `library` until `close`; `on_away` receives the reason."""
         self._on_away = on_away
         self._on_back = on_back
         self._is_away = False
@@ -25,7 +25,7 @@ class Taking:
             logger.addFilter(one)
 
     def note(self, is_taken: bool) -> None:
-        """Note how sending ended."""
+        """Record the result of an export."""
         was_away, self._is_away = self._is_away, not is_taken
         reason, self._reason = self._reason or "it does not say why", ""
         if self._is_away and not was_away:
@@ -34,12 +34,12 @@ class Taking:
             self._on_back()
 
     def close(self) -> None:
-        """Let the library speak for itself again."""
+        """Stop capturing the library's messages."""
         for logger, one in self._filters:
             logger.removeFilter(one)
 
     def _keep(self, record: logging.LogRecord) -> bool:
-        self._reason = self._reason or record.getMessage()  # the first says more than that it was the last
+        self._reason = self._reason or record.getMessage()  # the first message is the most specific one
         return False
 
     def _passes(self, _: logging.LogRecord) -> bool:

@@ -1,19 +1,19 @@
-"""Traces: each request that is worth keeping becomes spans when it has ended, sent by OTLP over HTTP.
+"""Tracing: at its end, each sampled request becomes spans, exported by OTLP over HTTP.
 
-    POST /v1/chat/completions            (server; everything the gateway decided, as attributes)
+    POST /v1/chat/completions            (server; all decisions of the gateway, as attributes)
       gateway.estimate                   reading and counting the prompt
-      gateway.admission                  waiting for a place
-      chat gemma-4                       (client; one per try)
-        gateway.connect                  until there is a connection, where none was kept
-        gateway.first_token              until the backend's first token; its own spans are beside this
+      gateway.admission                  waiting for a slot
+      chat gemma-4                       (client; one per attempt)
+        gateway.connect                  connecting, unless a connection was kept alive
+        gateway.first_token              until the backend's first token; next to its own spans
         gateway.decode                   from the first token to the last
 
-A request is kept if its trace was chosen (a share of all, or its caller's wish), if it failed, or if it was
-slow. That is known when it ends, so nothing is made before: a request that is not kept costs a random number
-and a header. What a backend itself says of a request is only asked for where the trace was chosen at first.
+A request is kept if its trace was sampled (by share, or by its caller), if it failed, or if it was slow. This
+is decided at its end (tail sampling), so nothing is created before: a request that is not kept costs a random
+number and a header. The backend is asked for spans only if the trace was sampled from the beginning.
 
-Never in a span: prompts, answers, keys. Names are those of OpenTelemetry's GenAI conventions, in the version
-that the configuration names; `gateway.*` are our own.
+Never in a span: prompts, answers, keys. Names follow OpenTelemetry's GenAI conventions, in the configured
+version; `gateway.*` names are our own.
 """
 
 import logging
@@ -48,28 +48,28 @@ Value: TypeAlias = str | bool | int | float | Sequence[str]
 
 _SCOPE = InstrumentationScope("gemma-gateway", __version__)
 _ESTIMATE, _ADMISSION = 1001, 1002
-"""Numbers of child spans; tries have 1, 2, ..., their parts the numbers below within each."""
+"""Numbers of child spans. Attempts are 1, 2, ...; their children use the numbers below within each."""
 
 _FIRST_TOKEN, _DECODE, _CONNECT = 1, 2, 3
 _FAULTS = frozenset({Ending.FAILED, Ending.BROKEN, Ending.SHED})
-"""Endings that are ours: by OpenTelemetry's rules a server's span is no error where its caller was wrong."""
+"""Endings that are our fault: per OpenTelemetry, a server span is no error if its caller was at fault."""
 
 _ERRORS = _FAULTS | {Ending.REJECTED}
 
 
 END_S = 2.0
-"""How long the end of the process may wait for a receiver to take the last spans."""
+"""How long the end of the process may wait for the export of the last spans."""
 
 
 class Conventions(StrEnum):
-    """Which version of the GenAI conventions spans follow."""
+    """Version of the GenAI conventions."""
 
-    CURRENT = "current"  # of their own repository: gen_ai.provider.name, gen_ai.response.time_to_first_chunk
-    V1_41 = "1.41"  # the last within the main conventions: gen_ai.system
+    CURRENT = "current"  # their own repository: gen_ai.provider.name, gen_ai.response.time_to_first_chunk
+    V1_41 = "1.41"  # the last one in the main conventions: gen_ai.system
 
 
 class Kept(StrEnum):
-    """Why a request is kept. Few and fixed: each is a metric label."""
+    """Why a request is kept. A closed set: used as a metric label."""
 
     CHOSEN = "chosen"
     FAILED = "failed"
@@ -78,14 +78,14 @@ class Kept(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TraceRules:
-    """What is kept.
+    """Sampling rules.
 
     Attributes:
-        share: Of all requests, 0..1.
-        follows_callers: Whether a request is kept because its caller keeps its own part.
-        slow_factor: A first token later than this many times what its class wants is slow.
-        slow_total_s: A request that takes longer is slow; None: none is for that.
-        conventions: How things are named.
+        share: The sampled share of all requests, 0..1.
+        follows_callers: Whether to keep a request if its caller sampled its trace.
+        slow_factor: A first token later than this multiple of its class's target is slow.
+        slow_total_s: A request that takes longer is slow; None: no limit.
+        conventions: Version of the naming conventions.
     """
 
     share: float = 0.01
@@ -96,10 +96,10 @@ class TraceRules:
 
 
 class Sender(SpanExporter):
-    """Sends spans to an OTLP receiver, with retries; once it is shut down, it gives up what it is sending."""
+    """Exports spans to an OTLP receiver, with retries; shutting it down aborts an export in progress."""
 
     def __init__(self, endpoint: str, headers: Mapping[str, str]) -> None:
-        """Send to the base URL `endpoint`, with `headers`; `/v1/traces` is added."""
+        """Export to the base URL `endpoint`, with `headers`; `/v1/traces` is appended."""
         self._exporter = OTLPSpanExporter(
             f"{endpoint.rstrip('/')}/v1/traces", headers=dict(headers), timeout=10
         )
@@ -107,14 +107,14 @@ class Sender(SpanExporter):
         self._is_shut = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send spans."""
+        """Export spans."""
         result = self._exporter.export(spans)
         if not self._is_shut:
             self._taking.note(result is SpanExportResult.SUCCESS)
         return result
 
     def shutdown(self) -> None:
-        """Send nothing more. May be called again."""
+        """Export nothing more. Idempotent."""
         if not self._is_shut:
             self._is_shut = True
             self._exporter.shutdown()  # type: ignore[no-untyped-call]
@@ -134,7 +134,7 @@ def _say_back() -> None:
 
 
 class Tracing:
-    """Gives requests their place in a trace, and is the `ports.Recorder` that makes spans of them."""
+    """Assigns requests to traces, and is the `ports.Recorder` that creates their spans."""
 
     def __init__(
         self,
@@ -144,9 +144,9 @@ class Tracing:
         backends: Callable[[], Mapping[str, Backend]],
         on_kept: Callable[[Kept], None] = lambda _: None,
     ) -> None:
-        """Send what is kept through `sender`, from a thread of its own, in batches.
+        """Export kept requests through `sender`, in batches, from a separate thread.
 
-        `service` is what the gateway is called there; `on_kept` is told why each request is kept.
+        `service` is the gateway's service name; `on_kept` receives the reason for each kept request.
         """
         self._rules = rules
         self._sender = sender
@@ -154,12 +154,12 @@ class Tracing:
         self._resource = Resource.create({"service.name": service, "service.version": __version__})
         self._backends = backends
         self._on_kept = on_kept
-        self._random = random.Random()  # ids need to be different, not secret
+        self._random = random.Random()  # ids must be unique, not secret
 
     def begin(self, traceparent: str | None, link: SpanRef | None = None) -> Trace:
-        """Return the place of a request that its caller put there, or that begins here.
+        """Return a request's place in its caller's trace, or in a new one.
 
-        `link`: the request that handed this one over.
+        `link`: the request that submitted this one as a job.
         """
         parent = None if traceparent is None else trace.parse(traceparent)
         bits = self._random.getrandbits(192)
@@ -184,8 +184,8 @@ class Tracing:
             self._processor.on_end(span)
 
     def close(self) -> None:
-        """Send what has not been sent, and end. A receiver that is away holds this up for `END_S`."""
-        # Not even its own shutdown ends the library's waiting for an answer: Python ends this thread.
+        """Export what is left, and shut down. An unreachable receiver delays this by `END_S`."""
+        # The library's shutdown does not interrupt a pending request; the interpreter's exit ends the thread.
         ending = threading.Thread(target=self._processor.shutdown, name="OTLP traces", daemon=True)
         ending.start()
         ending.join(END_S)
@@ -203,14 +203,14 @@ class Tracing:
         rules, total_s = self._rules, record.ended_at - record.received_at
         if rules.slow_total_s is not None and total_s > rules.slow_total_s:
             return True
-        if record.ttft_target_s is None or not record.stream or not record.route:  # nobody looks on at a job
+        if record.ttft_target_s is None or not record.stream or not record.route:  # nobody is watching a job
             return False
         first_s = total_s if record.first_byte_at is None else record.first_byte_at - record.received_at
         return first_s > rules.slow_factor * record.ttft_target_s
 
 
 class _Spans:
-    """The spans of one request; iterate once."""
+    """The spans of one request; may be iterated once."""
 
     def __init__(
         self,
@@ -309,7 +309,7 @@ class _Spans:
                 "gateway.estimate_mode": decision.estimate.mode.value,
                 "gateway.candidates": [_words(candidate) for candidate in decision.candidates],
             }
-            if record.usage is not None and decision.demand.prompts == 1:  # of several, the sum is reported
+            if record.usage is not None and decision.demand.prompts == 1:  # of several, a sum
                 facts["gateway.estimate_error_tokens"] = record.usage.prompt_tokens - decision.estimate.tokens
         if record.admitted_at is not None and record.estimated_at is not None:
             facts["gateway.queue_s"] = round(record.admitted_at - record.estimated_at, 6)
@@ -333,7 +333,7 @@ class _Spans:
         }
         if attempt.outcome is Outcome.OK:
             facts |= self._genai()
-        # Of an answer in one piece the first chunk is the last one, too.
+        # The first chunk of a non-streamed answer is also its last one.
         first = attempt.first_byte_at if self._record.stream else None
         if first is not None and self._conventions is Conventions.CURRENT:
             facts["gen_ai.response.time_to_first_chunk"] = round(first - attempt.started_at, 6)
@@ -347,7 +347,7 @@ class _Spans:
         return {"gen_ai.operation.name": self._operation_name(), provider: "vllm"}
 
     def _operation_name(self) -> str:
-        """Return what the conventions call what backends are asked for: chats, but for one route."""
+        """Return the operation name of the conventions: chat, except for one route."""
         return "text_completion" if self._record.route == Endpoint.COMPLETIONS else "chat"
 
     def _genai(self) -> dict[str, Value | None]:
@@ -362,7 +362,7 @@ class _Spans:
         return facts
 
     def _model(self) -> str:
-        """Return the model by its configured name: what a caller made up is no name for a span."""
+        """Return the model by its configured name: an unknown name sent by a caller must not name a span."""
         return self._record.decision.model if self._record.decision else "unknown"
 
     # ------------------------------------------------------------ one span
@@ -401,12 +401,12 @@ class _Spans:
         )
 
     def _ns(self, at: float) -> int:
-        """Return monotonic seconds as nanoseconds since the epoch."""
+        """Convert monotonic seconds to nanoseconds since the epoch."""
         return int((self._record.wall_at + (at - self._record.received_at)) * 1e9)
 
 
 def _context(ref: SpanRef) -> SpanContext:
-    # Exporters drop what is not sampled; by now it has been decided that this is kept.
+    # Exporters drop unsampled spans; at this point the span is to be kept.
     return SpanContext(ref.trace_id, ref.span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
 

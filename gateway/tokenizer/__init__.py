@@ -1,4 +1,4 @@
-"""How long a prompt is: the site's own vocabulary through tiktoken, or class counts. tiktoken's only home."""
+"""Prompt lengths: exact with the site's own vocabulary, or by class counts. The only user of tiktoken."""
 
 from gateway.tokenizer.counting import Measurement, count_text, measure
 from gateway.tokenizer.estimator import PromptEstimator, open_estimator

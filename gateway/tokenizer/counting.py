@@ -1,4 +1,4 @@
-"""Counts one text either way: with a vocabulary, or by class counts without one."""
+"""Counts the tokens of a text, with a vocabulary or by class counts."""
 
 import time
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from gateway.tokenizer.vocab import Vocabulary
 
 
 def count_approximate(text: str, stop_above_tokens: int | None = None) -> Counted:
-    """Return about how many tokens `text` has, by class counts. Stops early like `count_exact`.
+    """Return the approximate number of tokens in `text`, by class counts. Stops early like `count_exact`.
 
-    Between slices the interpreter's lock is given up, so that a worker thread never holds the event
-    loop for longer than one slice takes, about 3 ms.
+    The GIL is released between slices, so that a worker thread never blocks the event loop for longer than
+    one slice takes, about 3 ms.
     """
     tokens = 0.0
     for at in range(0, len(text), SLICE_CHARS):
@@ -35,13 +35,13 @@ def count(vocabulary: Vocabulary | None, text: str, stop_above_tokens: int | Non
 
 
 def chars_per_token_max(vocabulary: Vocabulary | None) -> int:
-    """Return the most characters one token can stand for."""
+    """Return the maximum number of characters in a token."""
     longest = 0 if vocabulary is None else vocabulary.chars_per_token_max
     return max(CHARS_PER_TOKEN_MAX, longest)
 
 
 def count_text(vocabulary: Vocabulary | None, text: str) -> tuple[int, CountMode]:
-    """Return how many tokens `text` has, without `<bos>`, and how that was found out."""
+    """Return the number of tokens in `text`, without `<bos>`, and how it was counted."""
     counted = count(vocabulary, text)
     exact = vocabulary is not None and not counted.guessed_tokens
     return counted.tokens, CountMode.EXACT if exact else CountMode.APPROXIMATE
@@ -49,12 +49,12 @@ def count_text(vocabulary: Vocabulary | None, text: str) -> tuple[int, CountMode
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a file holds and how long counting it took.
+    """The length of a file, and how long counting it took.
 
     Attributes:
         path: The file.
-        bytes, chars: Its size; what is no UTF-8 is read as U+FFFD.
-        tokens, tokens_max: Its count, and the upper end that the mode's band gives it.
+        bytes, chars: Its size; invalid UTF-8 is read as U+FFFD.
+        tokens, tokens_max: Its count, and the upper end of the mode's error band.
         mode: How it was counted.
         seconds: Wall time of the count.
     """
@@ -69,7 +69,7 @@ class Measurement:
 
 
 def measure(path: Path, vocabulary: Vocabulary | None) -> Measurement:
-    """Return the length of a text file. Raises OSError if it cannot be read."""
+    """Measure a text file. Raises OSError if it cannot be read."""
     data = path.read_bytes()
     text = data.decode("utf-8", "replace")
     started_s = time.perf_counter()

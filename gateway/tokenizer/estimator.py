@@ -1,7 +1,7 @@
-"""Estimates prompts without ever holding up the event loop.
+"""Estimates prompt lengths without blocking the event loop.
 
-Small prompts are counted where they are; a large one is counted in one of two worker threads while the
-loop goes on serving. What is refused for its sheer size is refused before any of its text is touched.
+Small prompts are counted inline, large ones in one of two worker threads. Prompts that are rejected for
+their size alone are rejected before any of their text is examined.
 """
 
 from collections import OrderedDict
@@ -25,34 +25,34 @@ from gateway.tokenizer.learning import LearnedMargin, LearnedRatios
 from gateway.tokenizer.vocab import Vocabulary, load
 
 INLINE_BYTES = 16_384
-"""Up to here a count takes 1 ms, hostile text 4 ms (docs/estimate.md#time): no thread is worth its hop."""
+"""Up to this size, counting takes 1 ms, or 4 ms for hostile text (docs/estimate.md#time): no thread needed."""
 INLINE_TEXTS = 512
-"""With roles and names, each of which takes 1 us, or 3 if its count is not remembered."""
+"""Including roles and names. Each text takes 1 us, or 3 us if its count is not cached."""
 THREADS = 2
 INLINE_CHARS = 1_000_000
-"""What the template makes of so much is found out in 5 ms: tools and arguments are searched for texts."""
+"""Up to this size, applying the template takes 5 ms: it searches tools and arguments for texts."""
 WAITING_MAX = 256
-"""Large prompts that may be counted or wait for it: at 60 ms per MB and two threads, seconds of work."""
+"""Maximum large prompts being counted or queued for it: at 60 ms per MB and two threads, seconds of work."""
 REMEMBERED_CHARS_MIN = 2048
 CONVERSATION_TEXTS = 8
-"""A prompt of so many comes again, longer by a few: their counts are remembered however short they are."""
+"""A prompt with this many texts will return with a few more: counts are cached even of short ones."""
 ESCAPED_CHAR_BYTES = 12
-"""What a character takes in JSON at most: an emoji as two escapes."""
+"""Maximum bytes of a character in JSON: an emoji as two escapes."""
 REMEMBERED_MAX = 32_768
-"""Texts whose counts are kept, in 7 MB: the earlier turns of a thousand conversations."""
+"""Maximum number of texts whose counts are cached, in 7 MB: the past turns of a thousand conversations."""
 
 
 TextKey = int
-"""What a text is known by: a hash of its length and of its hash."""
+"""Cache key of a text: a hash of its length and its own hash."""
 
 
 @valueclass(frozen=True, slots=True)
 class TextEstimate(Estimate):
-    """An estimate that remembers how its texts were counted, so that the answer can teach something.
+    """An estimate with the details that learning from the answer requires.
 
     Attributes:
-        kind: What the text mostly is; None where a vocabulary counted it.
-        fixed_tokens: The part that needed no counting.
+        kind: The predominant kind of text; None if it was counted with a vocabulary.
+        fixed_tokens: The part that did not need counting.
         counted_tokens: The rest, before any learned ratio.
     """
 
@@ -62,10 +62,10 @@ class TextEstimate(Estimate):
 
 
 class RememberedCounts:
-    """Counts of long texts met before; the least recently used are forgotten. Thread-safe.
+    """LRU cache of the counts of long texts. Thread-safe.
 
-    A text is known by its length and by the hash that Python keeps with it: 64 bits under a key of this
-    process's own, so that nobody can make two texts that meet. By chance one in 10^15 meets one that is kept.
+    The key is the length of the text and the hash that Python caches with it: 64 bits, keyed with a secret of
+    this process, so that nobody can construct a collision. A random one has a probability of 1 in 10^15.
     """
 
     def __init__(self, entries_max: int = REMEMBERED_MAX) -> None:
@@ -80,14 +80,14 @@ class RememberedCounts:
         return key in self._counts
 
     def get(self, key: TextKey) -> Counted | None:
-        """Return the count kept under `key`, or None."""
+        """Return the cached count, or None."""
         with self._lock:
             if key in self._counts:
                 self._counts.move_to_end(key)
             return self._counts.get(key)
 
     def put(self, key: TextKey, counted: Counted) -> None:
-        """Keep a count."""
+        """Cache a count."""
         with self._lock:
             self._counts[key] = counted
             self._counts.move_to_end(key)
@@ -95,13 +95,13 @@ class RememberedCounts:
                 self._counts.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all counts."""
         with self._lock:
             self._counts.clear()
 
 
 class PromptEstimator:
-    """The Estimator of gateway/ports.py: exact with a vocabulary, approximate without one."""
+    """Implements `ports.Estimator`: exact with a vocabulary, approximate without one."""
 
     def __init__(self, vocabulary: Vocabulary | None) -> None:
         self.vocabulary = vocabulary
@@ -110,7 +110,7 @@ class PromptEstimator:
         self._ratios = LearnedRatios()
         self._threads = anyio.CapacityLimiter(THREADS)
         self._waiting = 0
-        self._limit = (0, 0)  # the last one asked for, and where counting stops for it
+        self._limit = (0, 0)  # the latest limit asked for, and where counting stops for it
 
     @property
     def mode(self) -> CountMode:
@@ -118,7 +118,7 @@ class PromptEstimator:
         return CountMode.APPROXIMATE if self.vocabulary is None else CountMode.EXACT
 
     async def estimate(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
-        """See ports.Estimator. Raises AtCapacity when too many large prompts wait to be counted."""
+        """See ports.Estimator. Raises AtCapacity if too many large prompts are queued for counting."""
         size = _size(prompt)
         at_least_tokens = -(-size.chars // chars_per_token_max(self.vocabulary))
         if at_least_tokens > limit_tokens:
@@ -143,17 +143,17 @@ class PromptEstimator:
             self._waiting -= 1
 
     def estimate_now(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
-        """Return what `estimate` does, on the calling thread."""
+        """Like `estimate`, but on the calling thread."""
         return self._estimate(pieces(prompt, costs), limit_tokens)
 
     def _known(self, parts: Pieces) -> Sequence[Counted | None]:
-        """Return the counts of a prompt's texts, in order, as far as they are remembered."""
+        """Return the cached counts of a prompt's texts, in order."""
         chars_min = _remembered_from(parts)
         keys = [_key(piece, chars_min) for piece in parts.texts]
         return [None if key is None else self.remembered.get(key) for key in keys]
 
     def _estimate(self, parts: Pieces, limit_tokens: int, known: Sequence[Counted | None] = ()) -> Estimate:
-        """`known`: what is known of the texts' counts; (): nothing is looked up yet."""
+        """`known`: cached counts of the texts; (): the cache has not been queried."""
         stop_above = self._stop_above(limit_tokens)
         total = parts.fixed_tokens
         counts, guessed = [], 0
@@ -175,7 +175,7 @@ class PromptEstimator:
         return self._judge(parts, total, exact=not guessed)
 
     def _stop_above(self, limit_tokens: int) -> int:
-        """Return the tokens above which no window can hold a prompt, margin included."""
+        """Return the count above which no window can hold a prompt, including the margin."""
         limit, stop_above = self._limit
         if limit != limit_tokens:
             stop_above = limit_tokens + margin_tokens(limit_tokens, self.mode)
@@ -193,7 +193,7 @@ class PromptEstimator:
         return TextEstimate(total, total + margin, mode, kind, parts.fixed_tokens, counted)
 
     def _count(self, piece: Piece, key: TextKey | None, stop_above_tokens: int) -> Counted:
-        """Return the tokens of a text, from memory if it is known by a key and was met before."""
+        """Return the tokens of a text, from the cache if possible."""
         if key is None:
             return count(self.vocabulary, piece.text, stop_above_tokens)
         counted = self.remembered.get(key)
@@ -217,7 +217,7 @@ class PromptEstimator:
         return Counted(tokens, guessed)
 
     def observe(self, prompt: Prompt, estimate: Estimate, actual_tokens: int) -> None:
-        """See ports.Estimator. Only text-only prompts that this estimator counted teach anything."""
+        """See ports.Estimator. Learns only from text-only prompts that this estimator has counted."""
         if not isinstance(estimate, TextEstimate) or actual_tokens <= 0 or not is_plain(prompt):
             return
         if estimate.mode is CountMode.EXACT:
@@ -237,25 +237,25 @@ class PromptEstimator:
         self._margin.elsewhere_tokens = elsewhere.p99_tokens
 
     def close(self) -> None:
-        """Forget the counts that were kept. The threads belong to the event loop and end with it."""
+        """Clear the cache. The threads belong to the event loop and end with it."""
         self.remembered.clear()
 
 
 def open_estimator(vocab: Path | None) -> PromptEstimator:
-    """Return an estimator with the vocabulary in a file, or an approximate one for None.
+    """Return an estimator with the vocabulary in a file, or an approximate one if None.
 
-    There is no way from one to the other: a file that cannot be used raises ConfigError.
+    There is no fallback: an unusable file raises ConfigError.
     """
     return PromptEstimator(None if vocab is None else load(vocab))
 
 
 def _remembered_from(parts: Pieces) -> int:
-    """Return how many characters a text must have for its count to be worth remembering."""
+    """Return the minimum length, in characters, of texts whose counts are cached."""
     return 1 if len(parts.texts) >= CONVERSATION_TEXTS and not parts.alternatives else REMEMBERED_CHARS_MIN
 
 
 def _key(piece: Piece, chars_min: int) -> TextKey | None:
-    """Return what a text is known by; None for one that is not worth remembering."""
+    """Return the cache key of a text; None if it is too short."""
     if piece.long is not None:
         return hash((piece.long.size_bytes, piece.long.key))
     if len(piece.text) < chars_min and not piece.comes_again:
@@ -264,7 +264,7 @@ def _key(piece: Piece, chars_min: int) -> TextKey | None:
 
 
 def _sample(parts: Pieces) -> str:
-    """Return the longest text of a prompt, or the beginning of it."""
+    """Return the longest text of a prompt, truncated."""
     text = max((piece.text for piece in parts.texts), key=len, default="")
     long = max(
         (piece.long for piece in parts.texts if piece.long is not None),
@@ -276,12 +276,12 @@ def _sample(parts: Pieces) -> str:
 
 @valueclass(frozen=True, slots=True)
 class _Size:
-    """How much there is to count, as far as a quick look tells.
+    """The amount of text to count, as far as a quick look shows.
 
     Attributes:
-        chars: Characters that will all be counted: of a list of prompts, those of the longest.
-        bytes_max: What all of it takes in UTF-8 at most.
-        texts: Texts looked at; above INLINE_TEXTS there are more.
+        chars: Characters that will certainly be counted: of a list of prompts, those of the longest.
+        bytes_max: Maximum size of all texts in UTF-8.
+        texts: Number of texts examined; above INLINE_TEXTS there are more.
     """
 
     chars: int
@@ -290,7 +290,7 @@ class _Size:
 
 
 def _bytes_to_count(parts: Pieces, known: Sequence[Counted | None]) -> int:
-    """Return what the texts whose counts are not known take in UTF-8 at most."""
+    """Return the maximum UTF-8 size of the texts whose counts are not cached."""
     return sum(
         piece.long.size_bytes if piece.long is not None else _bytes_max(piece.text)
         for piece, counted in zip(parts.texts, known, strict=True)
@@ -299,12 +299,12 @@ def _bytes_to_count(parts: Pieces, known: Sequence[Counted | None]) -> int:
 
 
 def _bytes_max(text: str) -> int:
-    """Return what a text takes in UTF-8 at most."""
+    """Return the maximum UTF-8 size of a text."""
     return len(text) if text.isascii() else 4 * len(text)
 
 
 def _size(prompt: Prompt) -> _Size:
-    """Return the size of a prompt, looking no further than is needed to decide where to count it."""
+    """Return the size of a prompt, examining no more than is needed to decide where to count it."""
     texts = [prompt.tools_json, *prompt.raw_texts[:INLINE_TEXTS]]
     longs: list[LongText] = []
     for turn in prompt.turns:
@@ -317,7 +317,7 @@ def _size(prompt: Prompt) -> _Size:
         if len(texts) > INLINE_TEXTS:
             break
     together = sum(map(len, texts))
-    bytes_max = 4 * together  # whatever they are
+    bytes_max = 4 * together  # regardless of the characters
     for long in longs:
         together += long.size_bytes // ESCAPED_CHAR_BYTES
         bytes_max += long.size_bytes

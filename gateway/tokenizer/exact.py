@@ -1,8 +1,8 @@
-"""Counts tokens with the site's own vocabulary, with bounded work and no way to raise.
+"""Counts tokens with the site's own vocabulary, with bounded work and without raising.
 
-tiktoken releases the interpreter's lock while it encodes, and no list of ids is asked for. Text is cut into
-pieces all the same, so that counting can stop early, what holds the lock is over in well under a millisecond,
-and one piece that the engine chokes on costs the accuracy of that piece alone.
+tiktoken releases the GIL while it encodes, and no list of ids is created. Text is still cut into pieces, so
+that counting can stop early, work under the GIL takes well under a millisecond at a time, and text that
+cannot be encoded affects the accuracy of only one piece.
 """
 
 import re
@@ -14,13 +14,13 @@ from gateway.core.value import valueclass
 from gateway.tokenizer.vocab import Vocabulary, ids_in
 
 PIECE_CHARS = 255_936
-"""Characters per piece: 31 x 8256, so that long runs of blanks, which count by 31, lose nothing to a cut.
+"""Characters per piece: 31 x 8256, so that runs of blanks, counted in units of 31, are cut without loss.
 
-To begin with a piece takes 0.1 ms: the engine has just filled the processor's caches with its tables.
+Each piece costs 0.1 ms extra, because the encoder has just filled the CPU caches with its tables.
 """
 
 BEYOND_ASCII_CHARS = PIECE_CHARS // 8
-"""Likewise beyond ASCII: such characters are looked at one by one as well, and may be four tokens each."""
+"""The same for non-ASCII text: such characters are also checked one by one, and may be four tokens each."""
 
 _ASCII = re.compile("[\0-\x7f]+")
 _SURROGATE = re.compile(f"[{chr(0xD800)}-{chr(0xDFFF)}]")
@@ -29,12 +29,12 @@ SEARCHED_CHARS = 2_000
 
 @valueclass(frozen=True, slots=True)
 class Counted:
-    """How many tokens a text has.
+    """The number of tokens in a text.
 
     Attributes:
-        tokens: The count; above the limit it was given, a lower bound.
-        guessed_tokens: How many of them come from pieces that could not be encoded.
-        complete: False where counting stopped early.
+        tokens: The count; a lower bound if above the given limit.
+        guessed_tokens: The part from pieces that could not be encoded.
+        complete: False if counting stopped early.
     """
 
     tokens: int
@@ -43,10 +43,10 @@ class Counted:
 
 
 def count_exact(vocabulary: Vocabulary, text: str, stop_above_tokens: int | None = None) -> Counted:
-    """Return the tokens in `text`, without `<bos>`; a marker such as `<|turn>` counts as the token it is.
+    """Return the tokens in `text`, without `<bos>`. A marker such as `<|turn>` counts as one token.
 
-    Stops after the first piece that takes the count above `stop_above_tokens`. Never raises, whatever
-    the text: a piece that cannot be encoded is guessed by class counts.
+    Stops after the first piece that takes the count above `stop_above_tokens`. Never raises: a piece that
+    cannot be encoded is estimated by class counts.
     """
     tokens = guessed = 0
     for piece in (text,) if len(text) <= BEYOND_ASCII_CHARS else pieces(text):
@@ -64,7 +64,7 @@ def count_exact(vocabulary: Vocabulary, text: str, stop_above_tokens: int | None
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Yield `text` in pieces of at most PIECE_CHARS characters, cut where a token is likely to end."""
+    """Yield `text` in pieces of at most PIECE_CHARS characters, cut where a token probably ends."""
     size = PIECE_CHARS if text.isascii() else BEYOND_ASCII_CHARS
     start = 0
     while len(text) - start > size:
@@ -74,7 +74,7 @@ def pieces(text: str) -> Iterator[str]:
         if newline >= 0:
             end = newline + 1
         else:
-            # A word carries the space before it, so the cut falls in front of that.
+            # A word includes the space before it, so cut in front of that.
             space = text.rfind(" ", half, end)
             if space >= 0 and text[space - 1] != " ":
                 end = space
@@ -85,7 +85,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def _may_hold_markers(vocabulary: Vocabulary, piece: str) -> bool:
-    """Return whether a text may hold a marker: a short one is searched for all, a long one for beginnings."""
+    """Return whether a text may contain a marker. Short texts are searched fully, long ones for prefixes."""
     for start, markers in vocabulary.markers.items():
         if start in piece and (len(piece) > SEARCHED_CHARS or any(marker in piece for marker in markers)):
             return True
@@ -95,13 +95,13 @@ def _may_hold_markers(vocabulary: Vocabulary, piece: str) -> bool:
 def _count_piece(vocabulary: Vocabulary, piece: str) -> int:
     beyond = ""
     if not piece.isascii():
-        # The source writes a space as U+2581 and cannot tell the two apart. Half a surrogate pair is no text.
+        # SentencePiece cannot tell U+2581 from a space. Lone surrogates are not text.
         piece = piece.replace("▁", " ")
         beyond = _ASCII.sub("", piece)
         if _SURROGATE.search(beyond):
             piece = piece.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             beyond = _ASCII.sub("", piece)
-    # Looking for markers costs tiktoken 10 us before the first character is looked at.
+    # Searching for markers would cost tiktoken 10 us up front.
     has_markers = _may_hold_markers(vocabulary, piece)
     tokens = ids_in(vocabulary.encoding, piece, with_markers=has_markers)
     if beyond and not vocabulary.characters.issuperset(beyond):

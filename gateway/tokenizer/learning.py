@@ -1,11 +1,11 @@
-"""What the backends' own counts teach: a margin for exact counts, ratios for approximate ones.
+"""Learns from the token counts that backends report: a margin for exact counts, ratios for approximate ones.
 
-Both are bounded, because what is learned comes from callers. One answer moves a ratio by a few percent at
-most, a kind's ratio stays within 0.8..1.25, and the margin never exceeds 5 %. A systematic error beyond
-that is drift (core/drift.py): reported, not corrected in silence.
+Both are bounded, because callers influence what is learned. One answer changes a ratio by a few percent at
+most, a ratio stays within 0.8..1.25, and the margin never exceeds 5 %. Larger systematic errors are drift
+(core/drift.py): they are reported, not silently corrected.
 
-What other gateways have learned is used beside it, under the same bounds, and kept apart, so that no answer
-is ever counted twice.
+What other gateways have learned is used too, with the same bounds, but kept separate, so that no answer is
+counted twice.
 """
 
 import math
@@ -18,38 +18,38 @@ from gateway.core.facts import Learned, Ratio, pooled
 
 MARGIN_WINDOW = 200
 RATIO_WINDOW = 200
-"""Answers that count: older ones fade, so that a change of traffic is followed within a few hundred."""
+"""Effective number of answers: older ones decay, so a change of traffic is tracked within a few hundred."""
 RATIO_PRIOR = 20
-"""Answers' worth of belief that class counts are right as they are. A guess."""
+"""Weight of the prior, in answers, that class counts are correct. A guess."""
 RATIO_MIN, RATIO_MAX = 0.8, 1.25
 TEXT_TOKENS_MIN = 200
-"""Shorter texts say more about the template than about how their kind is counted."""
+"""In shorter texts, the template dominates over the kind of text."""
 STEP_MAX = 0.3
-"""The most that one answer says, as a logarithm; and so the most that a mean of them can be."""
+"""Maximum log ratio that a single answer contributes; thus also the maximum of their mean."""
 _NOTHING = Ratio(0, 0.0)
 
 
 class LearnedMargin:
-    """The 99th percentile of how far off exact counts were, in tokens.
+    """The 99th percentile of the error of exact counts, in tokens.
 
     Attributes:
-        p99_tokens: By this process's own answers.
-        elsewhere_tokens: The same of other gateways, the largest of them.
+        p99_tokens: From this process's own answers.
+        elsewhere_tokens: The largest one of other gateways.
     """
 
     def __init__(self) -> None:
         self._errors: deque[int] = deque(maxlen=MARGIN_WINDOW)
-        self._ranked: list[int] = []  # the same, in order of size
+        self._ranked: list[int] = []  # the same, sorted
         self.p99_tokens = 0
         self.elsewhere_tokens = 0
 
     @property
     def tokens(self) -> int:
-        """What to allow for."""
+        """The margin to add."""
         return max(self.p99_tokens, self.elsewhere_tokens)
 
     def observe(self, error_tokens: int) -> None:
-        """Note how far one count was off, either way."""
+        """Record the absolute error of one count."""
         error, ranked = abs(error_tokens), self._ranked
         if len(ranked) == MARGIN_WINDOW:
             del ranked[bisect_left(ranked, self._errors[0])]
@@ -59,11 +59,11 @@ class LearnedMargin:
 
 
 class LearnedRatios:
-    """True over counted tokens, per kind of text, for counts that know no vocabulary.
+    """Actual over counted tokens per kind of text, for counts without a vocabulary.
 
     Attributes:
-        seen: What this process's own answers taught.
-        elsewhere: What the answers of other gateways taught.
+        seen: Learned from this process's own answers.
+        elsewhere: Learned by other gateways.
     """
 
     def __init__(self) -> None:
@@ -71,13 +71,13 @@ class LearnedRatios:
         self.elsewhere: Mapping[TextKind, Ratio] = {}
 
     def ratio(self, kind: TextKind) -> float:
-        """Return what to multiply a class count of this kind by: 1.0 until answers say otherwise."""
+        """Return the factor for class counts of this kind: 1.0 until something was learned."""
         known = pooled((Learned(self.seen), Learned(self.elsewhere))).ratios.get(kind, _NOTHING)
         shrunk = known.mean_log * known.answers / (known.answers + RATIO_PRIOR)
         return min(RATIO_MAX, max(RATIO_MIN, math.exp(shrunk)))
 
     def observe(self, kind: TextKind, counted_tokens: int, true_tokens: int) -> None:
-        """Note one answer: the count before any ratio, and the truth; both without the template's tokens."""
+        """Record one answer: the count before any ratio, and the actual tokens, both without the template."""
         if counted_tokens < TEXT_TOKENS_MIN or true_tokens <= 0:
             return
         before = self.seen.get(kind, _NOTHING)
