@@ -1,1 +1,1 @@
-"""The caller's side: Litestar's only home."""
+"""The downstream side. The only package that imports Litestar."""

@@ -1,4 +1,4 @@
-"""Responses in the background: handed over, looked at, followed, cancelled. The store keeps them."""
+"""Background jobs: submitting, polling, following and cancelling them. Their state is in the store."""
 
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -38,20 +38,20 @@ from gateway.ports import Clock, Incoming, JobStore, Recorder
 log = logging.getLogger("gateway.jobs")
 
 FOLLOW_S = 10.0
-"""How long a follower waits for news before it says that it is still there."""
+"""How long a follower waits for news before it sends a keep-alive."""
 
 AGAIN_S = 1.0
-"""Time between two looks at a store that is away."""
+"""Interval between attempts while the store is unreachable."""
 
 RETRY_AFTER_S = 5
 RETRY_AFTER_MAX_S = 59
 LANES_FOR_S = 2.0
-"""How old the figures may be that expected starts are computed from."""
+"""Maximum age of the figures from which expected starts are computed."""
 
 PRIORITY_HEADER = "x-gateway-priority"
 EXPIRES_HEADER = "x-gateway-expires-s"
 _NEVER = 2**53
-"""More chunks than a job ever has."""
+"""More chunks than any job has."""
 
 _HEADERS_KEPT = 32
 _HEADER_CHARS_KEPT = 256
@@ -64,12 +64,12 @@ _REFUSALS: Mapping[Refusal, str] = {
 
 @dataclass(frozen=True, slots=True)
 class JobRules:
-    """What jobs are allowed.
+    """Limits for jobs.
 
     Attributes:
-        quota: Of each API key.
-        keep_s: How long a result is kept after its end; unstored_keep_s: where `store` is false.
-        priorities: Of the jobs of an API key, where it is not normal.
+        quota: Per API key.
+        keep_s: How long a result is kept after the job's end; unstored_keep_s: the same if `store` is false.
+        priorities: Priorities per API key, where not normal.
     """
 
     quota: Quota = field(default_factory=Quota)
@@ -79,7 +79,7 @@ class JobRules:
 
 
 class Background:
-    """Jobs for the callers they belong to; one per process."""
+    """Jobs on behalf of callers; one per process."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Background:
         away_s: Callable[[str], float | None],
         recorder: Recorder,
     ) -> None:
-        """Hand jobs to `jobs`, placed as `pipeline` would place them; tell `recorder` of each.
+        """Submit jobs to `jobs`, placed as `pipeline` would place them; report each to `recorder`.
 
-        `away_s`: how long nobody who could serve a lane can be there; see `BoxKeeper.away_s`.
+        `away_s`: seconds until a backend can serve a lane; see `BoxKeeper.away_s`.
         """
         self._recorder = recorder
         self._jobs = jobs
@@ -114,12 +114,12 @@ class Background:
         body: bytes,
         estimate: Estimate | None = None,
     ) -> tuple[Job, bool]:
-        """Hand a request over. Returns the job, and whether it was handed over before, under the same key.
+        """Submit a request as a job. Return the job, and whether it existed before under the same key.
 
         Raises:
-            CallerError: no backend could ever take it, or the idempotency key was used with another body.
-            JobRefused: its API key has too much there already.
-            StoreUnavailable: whether it was accepted is not known; the same idempotency key finds it.
+            CallerError: no backend could ever take it, or the idempotency key belongs to another body.
+            JobRefused: the quota of its API key is exhausted.
+            StoreUnavailable: it may or may not have been accepted; retry with the same idempotency key.
         """
         request = incoming.request
         decision = await self._pipeline.place_of(incoming, estimate)
@@ -155,25 +155,25 @@ class Background:
         return found, found.id != id
 
     async def is_served_elsewhere(self, model: str) -> bool:
-        """Return whether processes that have another configuration than this one work at a model's jobs."""
+        """Return whether processes with a different configuration run jobs of a model."""
         return await self._jobs.is_served_elsewhere(model, self._pipeline.serving().config)
 
     async def get(self, key: str | None, id: str) -> Job | None:
         """Return a job of this API key, or None."""
         job = await self._jobs.get(id)
-        is_theirs = job is not None and job.new.key == key and not job.new.batch  # lines are their batch's
+        is_theirs = job is not None and job.new.key == key and not job.new.batch  # not a batch's line
         return job if is_theirs else None
 
     async def cancel(self, key: str | None, id: str) -> Job | None:
-        """Cancel a job of this API key unless it is over; return it as it is then, or None."""
+        """Cancel a job of this API key unless it is final. Return its new state, or None."""
         return None if await self.get(key, id) is None else await self._jobs.cancel(id)
 
     async def delete(self, key: str | None, id: str) -> bool:
-        """Forget a job of this API key. Returns whether there was one."""
+        """Delete a job of this API key. Return whether it existed."""
         return await self.get(key, id) is not None and await self._jobs.delete(id)
 
     async def finished(self, job: Job, wait_s: float) -> Job:
-        """Return a job once it is over, or as it was last known after `wait_s`."""
+        """Wait until a job is final, at most `wait_s`, and return its last known state."""
         with anyio.move_on_after(wait_s):
             while not job.status.is_final:
                 try:
@@ -183,25 +183,25 @@ class Background:
         return job
 
     async def over(self, job: Job, wait_s: float) -> Job:
-        """Return a job as it is now, once its status has changed or after `wait_s`."""
+        """Wait until a job's status changes, at most `wait_s`, and return its current state."""
         await self._jobs.changed(job.id, _NEVER, wait_s, job.status)
         return await self._again(job)
 
     async def news(self, job: Job, start: int, wait_s: float) -> tuple[Job, Sequence[Chunk]]:
-        """Return the chunks of a job from number `start` on, once there is news or after `wait_s`.
+        """Wait for chunks of a job from number `start` on, at most `wait_s`, and return them.
 
-        The job with them is as it is now where there are none, else as it was: it brings its body along.
+        The job is refreshed only if there are none, because that loads its body too.
         """
         await self._jobs.changed(job.id, start, wait_s, job.status)
         chunks = await self._jobs.chunks(job.id, start)
         return (job if chunks else await self._again(job)), chunks
 
     async def answer(self, job: Job) -> bytes:
-        """Return the chat completion that a job has become, which has one."""
+        """Return the chat completion of a successful job."""
         return whole(job, await self._chunks_of_final(job))
 
     async def response(self, job: Job) -> dict[str, Any]:
-        """Return the response that a job is, or will be."""
+        """Return the current response object of a job."""
         replay = Replay(JobFacts.of(job), msgspec.json.decode)
         chunks = await self._chunks_of_final(job) if job.status.is_final else []
         replay.tell(job, chunks)
@@ -212,7 +212,7 @@ class Background:
         return response
 
     async def record(self, job: Job) -> bytes:
-        """Return a finished job as it would be kept if it had been answered in place."""
+        """Return a finished job in the format in which a synchronous response would be stored."""
         facts = JobFacts.of(job)
         if facts.is_chat:
             message = "That was a chat, which a response cannot continue: send its messages as `input`."
@@ -222,7 +222,7 @@ class Background:
         return msgspec.json.encode({"response": response, "context": context, "input": said})
 
     async def events(self, job: Job, after: int) -> AsyncIterator[Sequence[Event]]:
-        """Yield the events of a job after number `after`, as they come; an empty batch now and then.
+        """Yield the events of a job after number `after`, as they come; an empty batch from time to time.
 
         The last batch ends with the event that ends the response.
         """
@@ -238,10 +238,10 @@ class Background:
                 if not new:
                     yield ()
                 await self._jobs.changed(job.id, replay.chunks, FOLLOW_S, job.status)
-                job = await self._again(job)  # which brings its body along: not for each chunk
+                job = await self._again(job)  # not for each chunk, because it loads the body
 
     def retry_after_s(self, response: Mapping[str, Any]) -> int:
-        """Return when to look at a response again."""
+        """Return when to poll a response again."""
         start_s = (response.get("queue") or {}).get("expected_start_s")
         return max(RETRY_AFTER_S, min(RETRY_AFTER_MAX_S, int(start_s or 0)))
 
@@ -253,15 +253,15 @@ class Background:
 
     async def _chunks_of_final(self, job: Job) -> Sequence[Chunk]:
         chunks = await self._jobs.all_chunks(job.id)
-        if len(chunks) < job.chunks:  # its time was over just now
+        if len(chunks) < job.chunks:  # it has just expired
             raise gone(job.id)
         return chunks
 
     async def place(self, job: Job) -> Mapping[str, Any]:
-        """Return a job's place in the queue, and in how many seconds it starts, each None where not known."""
+        """Return a job's position in the queue and the seconds until its start; None where unknown."""
         now = self._clock.now()
         if now - self._lanes[0] > LANES_FOR_S:
-            self._lanes = now, self._lanes[1]  # whoever asks meanwhile is told by what was known
+            self._lanes = now, self._lanes[1]  # concurrent callers use the previous figures
             try:
                 self._lanes = now, {lane.name: lane for lane in await self._jobs.lanes()}
             except StoreUnavailable:
@@ -271,7 +271,7 @@ class Background:
         return {"position": job.position, "expected_start_s": None if start_s is None else round(start_s, 1)}
 
     def _priority(self, key: str | None, headers: Mapping[str, str]) -> JobPriority:
-        """Return the priority of a key's jobs. A caller may ask for less, never for more."""
+        """Return the priority of a key's jobs. A caller may lower it, never raise it."""
         most = self._rules.priorities.get(key or "", JobPriority.NORMAL)
         asked = headers.get(PRIORITY_HEADER)
         if asked is None:
@@ -284,13 +284,13 @@ class Background:
 
 
 def gone(id: str, param: str | None = None) -> ResponseNotFound:
-    """Return what is said of an id under which this caller finds nothing."""
+    """Return the error for an id that does not exist for this caller."""
     message = f"No response {id[:64]!r} is kept here for this key: it is unknown, deleted or expired."
     return ResponseNotFound(message, param=param)
 
 
 def _record(incoming: Incoming, decision: Decision, decided_at: float, now: float) -> RequestRecord:
-    """Return what is kept of a request that has become a job."""
+    """Return the record of a request that was submitted as a job."""
     request, arrival = incoming.request, incoming.arrival
     return RequestRecord(
         id=arrival.id,
@@ -311,7 +311,7 @@ def _record(incoming: Incoming, decision: Decision, decided_at: float, now: floa
 
 
 def headers_kept(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers that are kept with a job: those that sites make up for themselves."""
+    """Return the headers that are stored with a job: site-specific ones."""
     own = {
         name: value
         for name, value in headers.items()
@@ -321,7 +321,7 @@ def headers_kept(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def streamed(body: bytes) -> bytes:
-    """Return a chat body that asks for a stream with usage."""
+    """Return a chat body changed to request a stream with usage."""
     members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     members["stream"] = msgspec.Raw(b"true")
     members["stream_options"] = msgspec.Raw(b'{"include_usage":true}')

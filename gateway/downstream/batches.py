@@ -1,4 +1,4 @@
-"""The routes under `/v1/batches`, and how a line of one becomes a job."""
+"""The routes under `/v1/batches`, and the conversion of a batch's lines to jobs."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ _PAGE, _PAGE_MAX = 20, 100
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """Where batches and their files are kept, and what files are allowed."""
+    """The stores of batches and their files, and the rules for files."""
 
     batches: BatchStore
     files: FileStore
@@ -53,10 +53,10 @@ class Batching:
 
 
 class Batches:
-    """Takes batches in and shows them; one per process."""
+    """The routes for batches; one per process."""
 
     def __init__(self, store: BatchStore, keys: KeyRing, rules: FileRules) -> None:
-        """Keep batches in `store`, each for its API key; `rules` hold for the files they leave."""
+        """Keep batches in `store`, each for its API key; `rules` apply to the files they produce."""
         self._store = store
         self._keys = keys
         self._output_keep_s = rules.keep_s
@@ -64,7 +64,7 @@ class Batches:
         self._uploads = Uploads()
 
     def handlers(self) -> Sequence[BaseRouteHandler]:
-        """Return the handlers."""
+        """Return the route handlers."""
 
         @post(PATH, status_code=200)
         async def create(request: Request[Any, Any, Any]) -> Mapping[str, Any]:
@@ -103,7 +103,7 @@ class Batches:
         try:
             body = await read_body(request.scope, request.receive, self._limits, self._uploads)
         except CallerGone:
-            raise InvalidRequest("The request broke off.") from None  # nobody hears it
+            raise InvalidRequest("The request broke off.") from None  # nobody will see it
         members = _members(body)
         endpoint = members.get("endpoint")
         if endpoint not in ENDPOINTS:
@@ -152,7 +152,7 @@ def _members(body: bytes) -> Mapping[str, Any]:
 
 
 class BatchLines:
-    """Makes jobs of lines; one per process."""
+    """Converts lines to jobs; one per process."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class BatchLines:
         background: Background | None,
         clock: Clock,
     ) -> None:
-        """Make jobs that `pipeline` will serve, as it would serve a request with the line's body."""
+        """Create jobs that `pipeline` will serve like requests with the lines' bodies."""
         self._pipeline = pipeline
         self._responses = responses
         self._rules = rules
@@ -175,14 +175,14 @@ class BatchLines:
         self._clock = clock
 
     async def job(self, batch: Batch, line: BatchLine) -> NewJob:
-        """Return the job that a line is.
+        """Return the job for a line.
 
-        One that no backend could ever take here is for processes that have another configuration, if any has
-        its model: they find out what they can run.
+        If no backend here could ever take it, it is left to processes with a different configuration, if one
+        of them serves its model.
 
         Raises:
-            CallerError: it is no request, or no backend could ever take it.
-            GatewayError: that cannot be said now.
+            CallerError: it is not a valid request, or no backend could ever take it.
+            GatewayError: this cannot be determined at the moment.
         """
         if len(line.body) > self._body_bytes_max:
             raise BodyTooLarge(f"The request body is larger than {self._body_bytes_max} bytes.")

@@ -1,7 +1,7 @@
-"""Chats that go through the queue: handed over with `Prefer: respond-async`, or served in place as jobs.
+"""Chats that use the job queue: submitted with `Prefer: respond-async`, or served synchronously as jobs.
 
-Which is which is decided before anything is sent, and costs nothing where no class of the model uses the
-queue: a prompt is counted once, here or in the pipeline.
+This is decided before anything is sent, at no cost if no class of the model uses the queue: a prompt is
+counted only once, either here or in the pipeline.
 """
 
 import logging
@@ -43,7 +43,7 @@ _TRUE = frozenset({"true", "1", "yes"})
 
 
 class ChatJobs:
-    """Answers chats, through the queue where that is wanted; one per process."""
+    """Answers chats, through the queue where required; one per process."""
 
     def __init__(
         self,
@@ -55,15 +55,16 @@ class ChatJobs:
         refused: Callable[[Arrival, GatewayError, str | None], None],
         is_stopping: Callable[[], bool],
     ) -> None:
-        """Hand jobs to `background`, and everything else to `pipeline`.
+        """Submit jobs to `background`, and pass everything else to `pipeline`.
 
         Args:
-            background: Where jobs are handed over.
-            pipeline: What serves the rest.
-            keys: Who is who.
-            clock: The time.
-            refused: Takes note of a request that ended before it was a job.
-            is_stopping: Whether this process is being stopped: then nobody who is cut off has left.
+            background: Where jobs are submitted.
+            pipeline: Serves everything else.
+            keys: The API keys.
+            clock: Source of times.
+            refused: Records a request that ended before it became a job.
+            is_stopping: Whether this process is shutting down: then a cancelled request does not mean that
+                its caller has left.
         """
         self._background = background
         self._pipeline = pipeline
@@ -71,17 +72,17 @@ class ChatJobs:
         self._clock = clock
         self._refused = refused
         self._is_stopping = is_stopping
-        self.waiting = 0  # callers that are served in place
+        self.waiting = 0  # callers being served synchronously
 
     @staticmethod
     def is_handed_over(request: WireRequest) -> bool:
-        """Return whether the caller of a chat wants to be told where its answer will be."""
+        """Return whether a chat asks to be submitted as a job."""
         prefers = preference(request.request.headers.get("prefer"))
         return prefers.respond_async and not request.request.stream and _can_be_a_job(request)
 
     def answering(self, request: WireRequest, received: Received) -> Work:
-        """Return what answers a chat."""
-        held = [(request, received)]  # taken out, and let go once it is a job: the store has its body then
+        """Return the work that answers a chat."""
+        held = [(request, received)]  # popped once it is a job, whose body is in the store
 
         async def work(downstream: HttpDownstream) -> None:
             await self._answer(held, downstream)
@@ -109,18 +110,18 @@ class ChatJobs:
         del request, received
         await self._served(job, waiter, downstream)
 
-    # -------------------------------------------------------------- handing over
+    # -------------------------------------------------------------- submitting
 
     async def _classified(
         self, request: WireRequest, *, is_async: bool
     ) -> tuple[TrafficClass, Estimate] | tuple[None, None]:
-        """Return the class of a request and its prompt's length, where it makes a difference."""
+        """Return the class and the estimate of a request, if they matter for the queue."""
         if not is_async and not (self._pipeline.may_queue(request.request.model) and _can_be_a_job(request)):
             return None, None
         try:
             found = await self._pipeline.classified(request)
         except ShedError:
-            found = None  # whoever it is handed to says so
+            found = None  # the next step reports the error
         return found or (None, None)
 
     async def _handed_over(
@@ -130,21 +131,21 @@ class ChatJobs:
         estimate: Estimate | None,
         queue: OnDisconnect | None,
     ) -> Job | None:
-        """Return the job that the request is now; None: the store is away, and it need not be one.
+        """Submit the request as a job. None: the store is unreachable, and a job is not required.
 
         Args:
             request: The chat.
-            received: The same as it arrived.
-            estimate: Its prompt's length, where it is known.
-            queue: What becomes of it if its caller leaves; None: nobody waits for it.
+            received: The same, as received.
+            estimate: Its prompt length, if known.
+            queue: What happens to the job if its caller leaves; None: nobody is waiting for it.
 
         Raises:
-            GatewayError: it is refused.
+            GatewayError: it is rejected.
         """
         is_in_place = queue is not None
         wants_store = request.member("store")
         is_kept = wants_store is True if is_in_place else wants_store is not False
-        # One that is cancelled when its caller leaves must not be what the caller finds when it comes again.
+        # A job that ends with its caller's connection must not be found when the caller repeats the request.
         is_found_again = queue is not OnDisconnect.CANCEL
         token = secrets.token_hex(16)
         echo = response_echo(request.member, request.request.model, store=is_kept)
@@ -171,7 +172,7 @@ class ChatJobs:
             )
             key = received.headers.get("idempotency-key") if is_found_again else None
             job, _ = await submit(idempotency_key=key)
-            if is_in_place and failure(job) is not None:  # what is found has failed: it is asked for anew
+            if is_in_place and failure(job) is not None:  # the existing job has failed: run it again
                 job, _ = await submit(idempotency_key=None)
         except StoreUnavailable as error:
             if not is_in_place:
@@ -198,7 +199,7 @@ class ChatJobs:
     async def _told_where(
         self, job: Job, prefers: Preference, headers: Headers, downstream: HttpDownstream
     ) -> None:
-        """Answer with the chat completion if it comes in time, else with where it will be."""
+        """Send the chat completion if it is ready in time, or else the location of the job."""
         headers = (*headers, (b"preference-applied", prefers.applied.encode()))
         try:
             job = await self._background.finished(job, prefers.waited_s)
@@ -230,7 +231,7 @@ class ChatJobs:
     # -------------------------------------------------------------- fetching
 
     def handlers(self) -> Sequence[BaseRouteHandler]:
-        """Return the handlers of chat completions that were jobs."""
+        """Return the route handlers for chat completions that were jobs."""
 
         @get(Endpoint.CHAT.value + "/{completion_id:str}")
         async def retrieve(request: Request[Any, Any, Any], completion_id: FromPath[str]) -> Response[bytes]:
@@ -257,7 +258,7 @@ class ChatJobs:
 
 
 def _can_be_a_job(request: WireRequest) -> bool:
-    """Return whether an engine streams the answer: of that a job's answer is made."""
+    """Return whether engines can stream the answer, as jobs require."""
     return not any(request.member(name) for name in NOT_IN_STREAMS)
 
 
@@ -282,7 +283,7 @@ def _waiter(request: WireRequest, waiting: Waiting, queue: OnDisconnect, headers
 
 
 def _headers(request: WireRequest, job: Job, estimate: Estimate | None) -> Headers:
-    """Return the headers of an answer that say what was decided."""
+    """Return the response headers that describe the decision."""
     headers = [(b"x-request-id", request.arrival.id.encode()), *_job_headers(job)]
     if estimate is not None:
         headers.append((b"x-gateway-prompt-tokens", str(estimate.tokens).encode()))

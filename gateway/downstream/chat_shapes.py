@@ -1,4 +1,4 @@
-"""What is read of a chat, as msgspec decodes it."""
+"""The parts of a chat request that are decoded, as msgspec structs."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ import msgspec
 _NULL = msgspec.Raw(b"null")
 
 LOOKED_INTO = frozenset({"assistant", "tool"})
-"""Whose texts the chat template looks into: they are decoded, however long they are."""
+"""Roles whose texts the chat template inspects: they are always decoded, whatever their length."""
 
 
 class Message(msgspec.Struct, gc=False):
-    """What is read of a message of a chat, where it has the types that it should."""
+    """The decoded members of a chat message."""
 
     role: str
     content: str | list[Any] | None = None
@@ -21,7 +21,7 @@ class Message(msgspec.Struct, gc=False):
 
 
 class Chat(msgspec.Struct, gc=False):
-    """What is read of nearly every chat, likewise."""
+    """The decoded members of a chat request."""
 
     model: str
     messages: list[Message]
@@ -32,7 +32,7 @@ class Chat(msgspec.Struct, gc=False):
 
 
 class LongMessage(msgspec.Struct, gc=False):
-    """`Message`, where the content may be a long text."""
+    """`Message` whose content may be a long text."""
 
     role: str
     content: msgspec.Raw = _NULL
@@ -42,7 +42,7 @@ class LongMessage(msgspec.Struct, gc=False):
 
 
 class LongChat(msgspec.Struct, gc=False):
-    """`Chat`, likewise."""
+    """`Chat` with `LongMessage`s."""
 
     model: str
     messages: list[LongMessage]

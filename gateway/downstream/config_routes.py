@@ -1,4 +1,4 @@
-"""The configuration on the admin port: looked at, tried, replaced, and taken back."""
+"""The configuration API on the admin port: read, check, replace, roll back."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -52,49 +52,51 @@ class _Version(Protocol):
 
 
 class Configurations(Protocol):
-    """What is in force, and how it is replaced."""
+    """The current configuration, and how to replace it."""
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the file."""
 
     @property
     def versions(self) -> Sequence[_Version]:
-        """The last ones that were in force, the current one first."""
+        """Recent versions, the current one first."""
 
     async def plan(self, source: bytes) -> _Reload:
-        """Return what another one would change."""
+        """Return what a new configuration would change."""
 
     async def put(self, source: bytes, by: str, check: Callable[[], None]) -> _Reload:
-        """Put another one in force and into the file, unless `check` raises when nobody else can any more.
+        """Apply a new configuration and write it to the file.
+
+        `check` is called when no concurrent change is possible any more; if it raises, nothing changes.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
 
 
 class InvalidConfiguration(InvalidRequest):
-    """The configuration cannot be used. Nothing has changed."""
+    """The configuration is invalid. Nothing has changed."""
 
     code = "invalid_configuration"
 
 
 class ConfigurationChanged(CallerError):
-    """The configuration to be replaced is not the one in force."""
+    """The configuration has changed since the operator read it."""
 
     status = 412
     code = "configuration_changed"
 
 
 class MatchRequired(CallerError):
-    """Which configuration is to be replaced was not said."""
+    """The request does not say which version it replaces."""
 
     status = 428
     code = "if_match_required"
 
 
 def config_handlers(configurations: Configurations) -> Sequence[BaseRouteHandler]:
-    """Return the handlers under `/admin/config`."""
+    """Return the route handlers under `/admin/config`."""
     desk = _Desk(configurations)
 
     @get("/admin/config", sync_to_thread=False)
@@ -112,7 +114,7 @@ def config_handlers(configurations: Configurations) -> Sequence[BaseRouteHandler
     @put("/admin/config", status_code=200)
     async def replace(request: Request[Any, Any, Any]) -> Response[Any]:
         check = partial(desk.check_match, request.headers.get("if-match"))
-        check()  # before its body is read
+        check()  # before reading the body
         return await desk.replaced(await request.body(), "put", check)
 
     @post("/admin/config/rollback", status_code=200)
@@ -125,7 +127,7 @@ def config_handlers(configurations: Configurations) -> Sequence[BaseRouteHandler
 
 
 class _Desk:
-    """What the handlers share."""
+    """State shared by the handlers."""
 
     def __init__(self, configurations: Configurations) -> None:
         self._configurations = configurations
@@ -152,7 +154,7 @@ class _Desk:
         return known[version]
 
     def check_match(self, given: str | None) -> None:
-        """Refuse to replace a configuration that the operator has not seen."""
+        """Reject a change that is not based on the current version."""
         if given is None:
             message = 'Say which configuration this replaces: `If-Match: "VERSION"`, from the ETag of GET.'
             raise MatchRequired(message)

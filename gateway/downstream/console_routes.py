@@ -1,8 +1,8 @@
-"""The operator's console: its page, and the one stream of events that keeps it up to date.
+"""The operator's console: its page, and the event stream that keeps it up to date.
 
-Readers cost little: what is true at a moment is encoded once for all of them, and nothing is put by for one
-that is slow. Each is told what has ended since it last looked, as far as that is kept; one that does not
-read for a while is dropped, and comes back by itself.
+Readers are cheap: the current state is encoded once for all of them, and nothing is buffered for slow ones.
+Each gets the requests that have ended since its last event, as far as they are kept. A reader that stops
+reading is disconnected, and reconnects by itself.
 """
 
 import logging
@@ -30,13 +30,13 @@ log = logging.getLogger("gateway.console")
 
 TICK_S = 1.0
 HISTORY_TICKS = 5
-"""The last minutes change slowly: they are told every few ticks."""
+"""The history changes slowly: it is sent every few ticks."""
 
 STALL_S = 10.0
-"""How long a reader may keep the gateway from sending."""
+"""How long a reader may block sending."""
 
 STOP_S = 0.5
-"""How long the end of all streams may take."""
+"""Time limit for ending all streams."""
 
 READERS_MAX = 32
 
@@ -65,48 +65,48 @@ _STREAM_HEADERS = (
 
 
 class Source(Protocol):
-    """What the console shows."""
+    """The data that the console shows."""
 
     def snapshot(self) -> Any:
-        """Return what is true at this moment."""
+        """Return the current state."""
 
     def history(self) -> Any:
-        """Return the last minutes."""
+        """Return statistics of the last minutes."""
 
     def ended(self, since: int) -> tuple[int, Sequence[Any]]:
-        """Return how many requests have ended, and those after the first `since` that are kept."""
+        """Return the number of finished requests, and the kept ones after number `since`."""
 
     def request(self, request_id: str) -> Any:
-        """Return all that is kept of a request, or None."""
+        """Return the full record of a request, or None."""
 
 
 class TooManyReaders(GatewayError):
-    """As many consoles are open as may be."""
+    """The maximum number of consoles is open."""
 
     status = 503
     code = "too_many_readers"
 
 
 class Console:
-    """The page, its files, its events, and single requests."""
+    """The page, its assets, the event stream, and single requests."""
 
     def __init__(self, source: Source, *, tick_s: float = TICK_S, stall_s: float = STALL_S) -> None:
-        """Show what `source` says, every `tick_s`; `stall_s`: how long a reader may keep it from sending."""
+        """Send the state of `source` every `tick_s`. `stall_s`: how long a reader may block sending."""
         self._source = source
         self._feed = _Feed(source, tick_s, stall_s)
         self._pages = _files()
 
     @property
     def readers(self) -> int:
-        """How many read its events."""
+        """Number of open event streams."""
         return self._feed.readers
 
     async def stop(self) -> None:
-        """End the events of all who read them, properly: their consoles ask again."""
+        """End all event streams cleanly: the consoles will reconnect."""
         await self._feed.stop()
 
     def handlers(self) -> Sequence[BaseRouteHandler]:
-        """Return the handlers."""
+        """Return the route handlers."""
 
         @get("/", sync_to_thread=False)
         def console() -> Response[bytes]:
@@ -131,7 +131,7 @@ class Console:
 
 
 class _Feed:
-    """The stream of events, for all who read it."""
+    """The event stream for all readers."""
 
     def __init__(self, source: Source, tick_s: float, stall_s: float) -> None:
         self._source = source
@@ -143,14 +143,14 @@ class _Feed:
         self._told: dict[str, tuple[float, bytes]] = {}
 
     async def stop(self) -> None:
-        """End every stream."""
+        """End all streams."""
         self._stopped.set()
         with anyio.move_on_after(STOP_S):
             while self.readers:
                 await self._left.wait()
 
     async def serve(self, receive: Receive, send: Send) -> None:
-        """Send events until the reader leaves, or does not read."""
+        """Send events until the reader disconnects or stops reading."""
         downstream = AsgiDownstream(send)
         if self.readers >= READERS_MAX:
             message = f"{READERS_MAX} consoles are open already."
@@ -188,7 +188,7 @@ class _Feed:
         await downstream.finish()
 
     def _shared(self, name: str, make: Callable[[], Any], every_s: float) -> bytes:
-        """Return an event that is worked out once for all who ask at nearly the same time."""
+        """Return an event, computed once for all readers within `every_s`."""
         now = anyio.current_time()
         if name not in self._told or now - self._told[name][0] > every_s / 2:
             self._told[name] = now, _event(name, make())

@@ -1,6 +1,6 @@
-"""Calls from web pages of other origins (CORS), where they are ASGI requests.
+"""CORS for requests that are handled by ASGI.
 
-Chats that are none say the same in their answers (direct_call.py); a preflight is never one of those.
+Chats that bypass ASGI send the same headers (direct_call.py); preflight requests never bypass it.
 """
 
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,15 +13,15 @@ _ROUTES = "/v1/"
 
 
 class CrossOrigin:
-    """An application whose routes for applications can be called by the pages of some origins."""
+    """ASGI middleware that allows pages of the configured origins to call the routes for applications."""
 
     def __init__(self, app: ASGIApp, origins: Origins) -> None:
-        """Ask `app`, of which nothing is changed but headers of its answers."""
+        """Wrap `app`; only response headers are changed."""
         self._app = app
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Handle a request."""
         if not self._origins.allowed or not scope["path"].startswith(_ROUTES):
             await self._app(scope, receive, send)
             return

@@ -1,9 +1,9 @@
-"""Whether a body is crowded: of more values than can be decoded without holding everybody up.
+"""Detects bodies with more JSON values than can be decoded without blocking the process.
 
-While values are made the interpreter does nothing else, in whichever thread that is, for 0.05 to 0.2 us each.
-Texts cost next to nothing, however many commas they hold. But to tell one from the other takes a walk over
-all strings, which is longer than reading most bodies. So a few places are looked at first, chosen at random:
-a body of values is seen by nearly each of them.
+While msgspec creates values, it holds the GIL, in whichever thread, for 0.05 to 0.2 us per value. Text costs
+next to nothing, however many commas it contains. But telling the two apart requires a scan of all strings,
+which takes longer than decoding most bodies. So a few places are sampled first, at random: a body full of
+values shows up in nearly all of them.
 """
 
 from random import Random
@@ -12,31 +12,31 @@ from typing import Final
 from gateway.downstream.long_texts import is_escaped
 
 VALUES_MAX: Final = 100_000
-"""Values that are decoded at once, in at most 20 ms. Nearly each of them takes a token of its own."""
+"""Maximum values decoded at once, in at most 20 ms. Almost every value takes a token of its own."""
 
 CONTAINERS_MAX: Final = 2 * VALUES_MAX
-"""Likewise objects and arrays, which may stand within each other."""
+"""Maximum objects and arrays, which may be nested."""
 
 STRINGS_MAX: Final = 2 * VALUES_MAX
-"""Likewise strings, where more values are allowed because they are numbers."""
+"""Maximum strings, if more values are allowed because they are numbers."""
 
 QUOTES_MAX: Final = 1_000_000
-"""Quotation marks that are looked at, those within texts as well: more stand in none that fits a window."""
+"""Maximum quotation marks scanned, including those within text: no body that fits a window has more."""
 
 PLACE_BYTES: Final = 256
 APART_BYTES: Final = 32_768
-"""How much is looked at, in 0.4 us, and of how much."""
+"""A sample of this length is taken, in 0.4 us, from every block of this length."""
 
 SMALL_BYTES: Final = 131_072
-"""So many bytes cannot hold enough values."""
+"""Smaller bodies cannot contain enough values."""
 
 _COUNTED_BYTES = 65_536
 _MARKS = b",{["
-_random = Random().random  # nobody can know it beforehand
+_random = Random().random  # unpredictable for callers
 
 
 def may_be_crowded(body: bytes, most: int = VALUES_MAX) -> bool:
-    """Return whether a body has more than about `most` commas and opening brackets, by a few places in it."""
+    """Return whether a body seems to contain more than `most` commas and opening brackets, by sampling."""
     size = len(body)
     if size <= SMALL_BYTES:
         return False
@@ -53,8 +53,7 @@ def may_be_crowded(body: bytes, most: int = VALUES_MAX) -> bool:
 def is_crowded(body: bytes, most: int = VALUES_MAX) -> bool:
     """Return whether a body has more than `most` commas, or too many brackets or strings.
 
-    What stands in strings does not count. It takes 0.7 us per quotation mark, and never holds the interpreter
-    for long.
+    Characters within strings do not count. Takes 0.7 us per quotation mark, and never holds the GIL for long.
     """
     commas = brackets = strings = at = 0
     is_in_string = False

@@ -1,10 +1,9 @@
-"""Finds the long strings that most long requests are made of, and cuts them out of the body.
+"""Finds the long strings that make up most long requests, and cuts them out of the body.
 
-To read a long body takes a walk over each of its bytes, and nearly all of them are in a few strings as a
-rule: the document that somebody asks about, or images. So the ends of those are looked for, from both ends
-of the body, what is around them is read as any small body is, and each is walked over once. Where one turns
-out to be more than one string, they are looked for message by message; as a last resort the body is read as a
-whole.
+Decoding a long body scans every byte, nearly all of which are usually in a few strings: documents, images.
+So the ends of these strings are searched for from both ends of the body, the rest is decoded like any small
+body, and each string is scanned only once. If a supposed string turns out to be several, they are searched
+for message by message; as a last resort the body is decoded as a whole.
 """
 
 import re
@@ -16,45 +15,45 @@ from gateway.core.value import valueclass
 from gateway.downstream.long_texts import LONG_BYTES, NEAR_BYTES, is_escaped, is_plain
 
 MARK: Final = secrets.token_hex(16)
-"""Stands, with a number of NUMBER_CHARS digits, where a string was. Made anew by each process: nobody can
+"""Placeholder for a string, followed by a number of NUMBER_CHARS digits. Random per process: callers cannot
 send it."""
 
 NUMBER_CHARS = 4
 
 ESCAPED_MAX = 64
-"""A string with so many quotes in it is taken for a long one, as is one that is long without them."""
+"""A string with this many escaped quotes is taken for a long one, like one that is long without any."""
 
 QUOTES_MAX = 512
-"""Looked at on either side, in 0.1 ms; with more of them around it, a text is not looked for."""
+"""Maximum quotes examined from either end, in 0.1 ms; with more of them, no long text is searched for."""
 
 WINDOW_BYTES = LONG_BYTES // 2
-"""Any long string fills one of these, of which a body is made, from end to end."""
+"""The body is divided into windows of this size: any long string fills at least one of them completely."""
 
 _QUOTE = b'"'
 _UNESCAPED = (b',"', b' "')
-_CONTENT = b'"content"'  # not within a text, where there would be backslashes
+_CONTENT = b'"content"'  # cannot occur within text, where quotes are escaped
 _MARK = MARK.encode()
 _MEDIA_OPENS = re.compile(rb'"(?:url|image_url|audio_url|data)"\s*:\s*"$')
-_OPENS_BYTES = 64  # with the white space that there may be
+_OPENS_BYTES = 64  # including possible white space
 
 Span = tuple[int, int]
-"""Where a string begins in a body, and where it ends, without its quotes."""
+"""Start and end of a string in a body, without its quotes."""
 
 
 @valueclass(frozen=True, slots=True)
 class CutOut:
-    """A body without the long strings in it.
+    """A body without its long strings.
 
     Attributes:
-        rest: The body, with MARK and a number in the place of each.
-        texts: What was there, as it was sent, without its quotes; by number.
+        rest: The body, with MARK and a number in place of each long string.
+        texts: The strings by number, as received, without quotes.
     """
 
     rest: bytes
     texts: Sequence[memoryview]
 
     def put_back(self, part: bytes) -> bytes:
-        """Return a part of the rest, or one made of it, with the strings in their places again."""
+        """Return `part`, taken or derived from `rest`, with the strings restored."""
         first, *others = part.split(_MARK)
         if not others:
             return part
@@ -65,15 +64,15 @@ class CutOut:
 
 
 def number_of(value: object) -> int | None:
-    """Return the number of the string that a value stands for; None: it stands for itself."""
+    """Return the number of the string that a value is a placeholder for, or None."""
     return int(value[len(MARK) :]) if isinstance(value, str) and value.startswith(MARK) else None
 
 
 def may_hold_long_texts(body: bytes) -> bool:
-    """Return whether a string of a body, which may be JSON, may be a long one. False is certain.
+    """Return whether a body, which may be JSON, may contain a long string. False is certain.
 
-    Within a string there is a backslash before every quote: wherever there is a space or a comma before one,
-    a string begins or ends. As a rule that is seen in 10 us, where a conversation is of many messages.
+    Quotes within strings are escaped: a quote preceded by a space or a comma begins or ends a string. In a
+    conversation with many messages, this is usually found out in 10 us.
     """
     marks = sorted(_UNESCAPED, key=lambda mark: body.find(mark, 0, NEAR_BYTES) < 0)  # as this body is written
     for at in range(0, len(body) - WINDOW_BYTES + 1, WINDOW_BYTES):
@@ -83,11 +82,11 @@ def may_hold_long_texts(body: bytes) -> bool:
 
 
 def cuts_of(body: bytes) -> Iterator[CutOut]:
-    """Yield a body without its long strings; then once more, should what has quotes be several of them.
+    """Yield a body without its long strings; then once more, in case one with quotes is several strings.
 
-    It is not known yet whether each is one string, nor whether the body is JSON. If what was cut out is the
-    inside of strings, and the rest is JSON with marks as strings in it, then the body is JSON, and means just
-    that: wherever the ends were guessed.
+    Whether each is a single string, or the body is JSON at all, is not known yet. If the parts that were cut
+    out are the inside of strings, and the rest is JSON with placeholders as strings, then the body is JSON
+    with the same meaning, no matter where the cuts were made.
     """
     for spans in _guesses(body):
         if (cut := _cut_out(body, spans)) is not None:
@@ -95,12 +94,12 @@ def cuts_of(body: bytes) -> Iterator[CutOut]:
 
 
 def bytes_beside_media(body: bytes) -> int:
-    """Return how large a body, which may be JSON, is beside its images and recordings."""
+    """Return the size of a body, which may be JSON, without its images and recordings."""
     return len(body) - max((_media_bytes(body, spans) for spans in _guesses(body)), default=0)
 
 
 def _media_bytes(body: bytes, spans: Iterable[Span]) -> int:
-    """Return how much of some long strings are images and recordings, in which nothing is escaped."""
+    """Return the total size of images and recordings, which contain no escapes, among some long strings."""
     view = memoryview(body)
     return sum(
         end - start
@@ -110,7 +109,7 @@ def _media_bytes(body: bytes, spans: Iterable[Span]) -> int:
 
 
 def _guesses(body: bytes) -> Iterator[Sequence[Span]]:
-    """Yield where the long strings of a body may be; at least one each time."""
+    """Yield guesses of where the long strings of a body are; at least one string each time."""
     spans = _spans(body, 0, len(body))
     if spans:
         yield spans
@@ -129,12 +128,12 @@ def _cut_out(body: bytes, spans: Sequence[Span]) -> CutOut | None:
     rest.append(view[at:])
     joined = b"".join(rest)
     if joined.count(_MARK) != len(spans):
-        return None  # somebody has sent it after all
+        return None  # a caller has sent the placeholder by chance
     return CutOut(joined, tuple([view[start:end] for start, end in spans]))
 
 
 def _messages(body: bytes) -> Iterator[Span]:
-    """Yield what is likely to be a message's content, with what follows it, where that is long."""
+    """Yield parts that are probably the content of a message, with what follows, if long."""
     at = body.find(_CONTENT)
     while at >= 0:
         following = body.find(_CONTENT, at + 1)
@@ -145,9 +144,9 @@ def _messages(body: bytes) -> Iterator[Span]:
 
 
 def _spans(body: bytes, begin: int, end: int) -> Sequence[Span]:
-    """Return where the long strings are in a part of a body that begins with the quote of one, or before it.
+    """Return the long strings in a part of a body that begins at or before the quote of one.
 
-    In order; of those with quotes in them, at most one is found.
+    In order; among strings with quotes in them, at most one is found.
     """
     before, start = _from_the_front(body, begin, end)
     if start == 0:
@@ -158,7 +157,7 @@ def _spans(body: bytes, begin: int, end: int) -> Sequence[Span]:
 
 
 def _from_the_front(body: bytes, begin: int, end: int) -> tuple[list[Span], int]:
-    """Return the long strings without quotes, and where the first other begins; 0: none was found."""
+    """Return the long strings without quotes, and the start of the first other string; 0 if there is none."""
     found: list[Span] = []
     opens = at = body.find(_QUOTE, begin, end)
     escaped = 0
@@ -180,7 +179,7 @@ def _from_the_front(body: bytes, begin: int, end: int) -> tuple[list[Span], int]
 
 
 def _from_the_back(body: bytes, start: int, end: int) -> tuple[list[Span], int]:
-    """Return likewise those behind `start`, the last one first, and where the one that begins there ends."""
+    """Return those behind `start`, last one first, and the end of the string that begins at `start`."""
     found: list[Span] = []
     closes = at = body.rfind(_QUOTE, start, end)
     escaped = 0

@@ -1,14 +1,13 @@
-"""Chats that never become ASGI requests: the same work, done on the connection itself.
+"""Chats that bypass ASGI: the same processing, directly on the connection.
 
-The ASGI way of a request (a scope, a task group that listens for its caller's leaving, a message per piece)
-costs more than all that is decided about it. So an ordinary chat, a POST with a length and a good key, is
-taken here as soon as its head is complete, and becomes a `Call` like any other. Whatever is not ordinary
-takes the ASGI way: chunked bodies, HTTP/1.0, `Expect`, requests sent before the answer to the last one, and
-every one that is refused by its head.
+Handling a request through ASGI (a scope, a task group that watches for disconnects, a message per chunk)
+costs more than all decisions about it. So an ordinary chat, a POST with a Content-Length and a valid key, is
+intercepted as soon as its head is complete, and becomes a `Call` like any other. Everything else is handled
+by ASGI: chunked bodies, HTTP/1.0, `Expect`, pipelined requests, and requests that are rejected by their head.
 
-This leans on uvicorn's protocol class: a call stands where its `RequestResponseCycle` would, so that
-keep-alive, pipelining, the end of connections and the graceful end of the server stay uvicorn's business.
-Both ways pass the same tests (tests/downstream/test_calls.py).
+This relies on uvicorn's protocol class: a call takes the place of its `RequestResponseCycle`, so that
+keep-alive, pipelining, closing connections and graceful shutdown remain uvicorn's responsibility. Both paths
+pass the same tests (tests/downstream/test_calls.py).
 """
 
 import asyncio
@@ -26,28 +25,28 @@ _PATH = Endpoint.CHAT.value.encode()
 
 
 class DirectProtocol(GuardedProtocol):
-    """uvicorn's protocol, guarded, from which ordinary chats are taken before they become ASGI requests."""
+    """uvicorn's protocol, guarded, which intercepts ordinary chats before they become ASGI requests."""
 
     def __init__(self, *args: Any, chats: Chats, **kwargs: Any) -> None:
-        """As uvicorn calls it; `chats` answers what is taken."""
+        """Called by uvicorn; `chats` answers intercepted requests."""
         super().__init__(*args, **kwargs)
         self._chats = chats
         self._call: Any = None  # a `DirectCall`, until its answer is complete
-        self._is_receiving = False  # its body
-        self._announced = 0  # bytes of that
-        self._host = b""  # that the last chat was for: the next one is, too, as a rule
-        self._filling: Filling | None = None  # which receives it instead
+        self._is_receiving = False  # the body of the call
+        self._announced = 0  # its Content-Length
+        self._host = b""  # of the last chat, already validated: usually the next one has the same
+        self._filling: Filling | None = None  # receives the rest of a long body
         self._body_timer: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes. A body that is not complete with those of its head has a time to be complete in."""
+        """Process received bytes. An incomplete body must be completed within a time limit."""
         super().data_received(data)
         if self._is_receiving and self._body_timer is None and not self._call.is_begun:
             self._body_timer = self.loop.call_later(self._chats.limits.within_s, self._body_overdue)
             self._fill()
 
     def on_headers_complete(self) -> None:
-        """Take the request, or leave it to the ASGI way."""
+        """Intercept the request, or leave it to ASGI."""
         head = self._head_of_a_chat()
         if head is None:
             super().on_headers_complete()
@@ -57,14 +56,14 @@ class DirectProtocol(GuardedProtocol):
         self._is_receiving = True
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of a body."""
+        """Process a part of a body."""
         if self._is_receiving:
             self._call.take(body)
         else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Answer what is complete."""
+        """Answer a complete request."""
         if self._is_receiving:
             self._is_receiving, self._has_ended = False, True
             self._stop_body_timer()
@@ -73,12 +72,12 @@ class DirectProtocol(GuardedProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Go on with what came meanwhile, or wait for what comes."""
+        """Continue with data received in the meantime, or wait for more."""
         self._call, self._is_receiving = None, False
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the work for a caller that has left."""
+        """Cancel the call of a disconnected caller."""
         self._stop_body_timer()
         self._end_filling()
         call, self._call = self._call, None
@@ -87,25 +86,25 @@ class DirectProtocol(GuardedProtocol):
             call.caller_left()
 
     def resume_writing(self) -> None:
-        """Go on with an answer whose caller has read enough of it."""
+        """Continue an answer once the write buffer has drained."""
         super().resume_writing()
         if self._call is not None:
             self._call.resumed()
 
     def answer(self, call: DirectCall) -> None:
-        """Answer a call in a task of its own, which ends with the server at the latest."""
+        """Answer a call in a task, which the server cancels at shutdown at the latest."""
         task = self.loop.create_task(call.answer())
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
 
     def receive_no_more(self) -> None:
-        """Leave what still comes to the parser: the body is there, or the connection will be closed."""
+        """Return further data to the parser: the body is complete, or the connection will be closed."""
         if self._filling is not None:
             self._end_filling()
             self.transport.set_protocol(self)
 
     def _fill(self) -> None:
-        """Have the rest of a body received in one piece, if there is much of it."""
+        """Receive the rest of a body into a single buffer, if it is long."""
         uploads = self._chats.uploads
         if (
             self._announced - self._call.received < WORTH_BYTES
@@ -118,11 +117,11 @@ class DirectProtocol(GuardedProtocol):
         self.transport.set_protocol(self._filling)
 
     def _filled(self, size: int, is_complete: bool) -> None:
-        """Note that so much more of a body has come; answer what is complete."""
+        """Note that `size` more bytes of a body were received; answer it if complete."""
         self._call.took(size)
         if is_complete and self._filling is not None:
             self.receive_no_more()
-            self.parser = self.new_parser()  # the old one still waits for this body
+            self.parser = self.new_parser()  # the old parser still expects this body
             self.on_message_complete()
 
     def _end_filling(self) -> None:
@@ -131,7 +130,7 @@ class DirectProtocol(GuardedProtocol):
             self._filling = None
 
     def _head_of_a_chat(self) -> Head | None:
-        """Return the head of an ordinary chat; None: it is none, or will be refused."""
+        """Return the head of an ordinary chat; None: it is not one, or will be rejected."""
         if self.url != _PATH or self.parser.get_method() != b"POST":
             return None
         if self.cycle is not None and not self.cycle.response_complete:

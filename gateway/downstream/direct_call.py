@@ -1,6 +1,6 @@
-"""A chat that is answered on its connection: its body as it comes, and the bytes of its answer.
+"""A chat that is answered on its connection: receiving its body, and writing its answer.
 
-What holds the connection is `direct.DirectProtocol`, a subclass of uvicorn's protocol.
+The connection itself is `direct.DirectProtocol`, a subclass of uvicorn's protocol.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ log = logging.getLogger("gateway.downstream")
 
 
 class Chats(Protocol):
-    """Who answers chats.
+    """Answers chats.
 
     Attributes:
-        limits: What bounds the body of a request.
-        uploads: What is being received.
-        origins: Whose web pages may call.
+        limits: Limits on request bodies.
+        uploads: The bodies being received.
+        origins: The origins whose web pages may call.
     """
 
     limits: BodyLimits
@@ -45,10 +45,10 @@ class Chats(Protocol):
     origins: Origins
 
     def head(self, headers: Headers) -> Head:
-        """Return what is read of a request before its body is.
+        """Validate a request by its head, before its body is read.
 
         Raises:
-            GatewayError: something in it speaks against the request.
+            GatewayError: the request is rejected.
         """
 
     async def chat(self, call: Call) -> None:
@@ -56,7 +56,7 @@ class Chats(Protocol):
 
 
 class Connection(Protocol):
-    """What a call needs of the connection it came on: uvicorn's protocol, and how an answer is begun."""
+    """The parts of the connection that a call uses: uvicorn's protocol, and methods of `DirectProtocol`."""
 
     headers: list[tuple[bytes, bytes]]
     transport: asyncio.Transport
@@ -65,20 +65,20 @@ class Connection(Protocol):
     server_state: ServerState
 
     def answer(self, call: "DirectCall") -> None:
-        """Answer a call in a task of its own."""
+        """Answer a call in a task."""
 
     def on_response_complete(self) -> None:
-        """Go on with the next request."""
+        """Continue with the next request."""
 
     def linger(self) -> None:
-        """Close the connection behind an answer whose request has not come as a whole."""
+        """Close the connection after an answer to an incomplete request."""
 
     def receive_no_more(self) -> None:
-        """Take no more of the body of a call."""
+        """Stop receiving the body of a call."""
 
 
 class _Deaf:
-    """An event that nobody waits for: a call is told in other ways what uvicorn would tell it by one."""
+    """An event that nobody waits for: a call does not need uvicorn's notification."""
 
     def set(self) -> None:
         """Do nothing."""
@@ -90,7 +90,7 @@ _CLOSE = (b"connection", b"close")
 
 
 class _Poured:
-    """An answer that is written as it arrives."""
+    """Writes a streamed answer as it arrives."""
 
     __slots__ = ("_call", "_flow", "_frame", "_glance", "_pouring", "_response", "_write")
 
@@ -103,7 +103,7 @@ class _Poured:
         pouring: Pouring,
         frame: Callable[[bytes], bytes],
     ) -> None:
-        """Write what `pouring` makes of `response`, each time as `frame` returns it."""
+        """Write the output of `pouring` for `response`, framed by `frame`."""
         self._call = call
         self._write = transport.write
         self._flow = flow
@@ -113,22 +113,22 @@ class _Poured:
         self._frame = frame
 
     def take(self, data: bytes) -> bool:
-        """Write what is to be passed on of some bytes, and return whether more is wanted."""
+        """Write the output for some received bytes. Return whether more is wanted."""
         if passed_on := self._pouring.take(data):
             self._pass(self._frame(passed_on))
         return not self._pouring.is_over
 
     def take_chunk(self, chunk: bytes, start: int, end: int) -> bool:
-        """Write a chunk, if it is known at a glance, and return whether it was."""
+        """Write a chunk if the fast path recognizes it. Return whether it did."""
         passed_on = self._glance(chunk, start, end)
         if passed_on is None:
             return False
-        # A chunk that nothing is changed in is written as it was read.
+        # An unchanged chunk is written with its original framing.
         self._pass(chunk if passed_on is chunk else self._frame(passed_on))
         return True
 
     def resumed(self) -> None:
-        """Note that the caller has read enough of what was written."""
+        """Continue after the write buffer has drained."""
         self._pouring.resumed()
         self._response.go_on()
 
@@ -146,18 +146,18 @@ def _chunk(data: bytes) -> bytes:
 
 
 class DirectCall(HttpDownstream):
-    """A chat on its connection: `Call`, and the `ports.Downstream` of its answer.
+    """A chat on its connection: both the `Call`, and the `ports.Downstream` of its answer.
 
     Attributes:
-        response_complete, keep_alive, disconnected, message_event: What uvicorn's protocol reads, sets and
-            calls of the request whose turn it is.
-        is_begun: Whether it is being answered.
-        parts, received: What has come of its body, and how many bytes that is.
-        filling: What the body is received in, where that is done in one piece; `parts` are in it, too.
+        response_complete, keep_alive, disconnected, message_event: Used by uvicorn's protocol, as of its own
+            request cycle.
+        is_begun: Whether answering has begun.
+        parts, received: The received parts of the body, and their size.
+        filling: Receives a long body into a single buffer, which includes `parts`; None for others.
     """
 
     def __init__(self, protocol: Connection, chats: Chats, head: Head) -> None:
-        """Receive the body of a request with that head."""
+        """Start receiving the body of a request with that head."""
         super().__init__()
         self.head: Head | None = head
         self.method = "POST"
@@ -175,24 +175,24 @@ class DirectCall(HttpDownstream):
         self.received = 0
         self.filling: Filling | None = None
         self._failure: Exception | None = None
-        self._scope = anyio.move_on_after(None)  # a scope without a limit: made once, not twice
+        self._scope = anyio.move_on_after(None)  # a scope without a deadline, created in one step
         self._unwritten_head = b""
         self._is_chunked = False
-        self._left = 0  # bytes of an answer whose length was announced
+        self._left = 0  # remaining bytes of an answer with a Content-Length
         self._poured: _Poured | None = None
         chats.uploads.calls += 1
 
     # ------------------------------------------------------------ receiving
 
     def take(self, part: bytes) -> None:
-        """Take a piece of the body."""
+        """Process a part of the body."""
         if self.is_begun:
             return  # it was given up
         self.parts.append(part)
         self.took(len(part))
 
     def took(self, size: int) -> None:
-        """Count what was taken of the body."""
+        """Account for received bytes of the body."""
         uploads = self._chats.uploads
         self.received += size
         uploads.bytes += size
@@ -200,21 +200,21 @@ class DirectCall(HttpDownstream):
             self.give_up(OutOfResources("Too much is being uploaded at once. Please retry.", retry_after_s=5))
 
     def begin(self) -> None:
-        """Begin to answer: the body is complete, or never will be."""
+        """Start answering: the body is complete, or was given up."""
         if not self.is_begun:
             self.is_begun = True
             self._protocol.answer(self)
 
     def give_up(self, failure: Exception) -> None:
-        """Take no more of the body."""
+        """Stop receiving the body, and answer with an error."""
         if not self.is_begun:
             self._failure = failure
-            self.keep_alive = False  # what follows on the connection is not a request
+            self.keep_alive = False  # the rest of the body must not be parsed as a request
             self._protocol.receive_no_more()
             self.begin()
 
     def caller_left(self) -> None:
-        """Note that the connection is gone."""
+        """Handle the loss of the connection."""
         self.disconnected = True
         if self.is_begun:
             self._scope.cancel()
@@ -245,11 +245,11 @@ class DirectCall(HttpDownstream):
         with self._scope:
             try:
                 await work()
-            except OSError:  # a socket found closed before the event loop told us so
+            except OSError:  # a closed socket, noticed before the event loop has reported it
                 return
 
     async def answer(self) -> None:
-        """Be answered; drop the connection if that does not come to its end."""
+        """Answer the request; close the connection if the answer remains incomplete."""
         self._chats.uploads.calls -= 1
         try:
             await self._chats.chat(self)
@@ -271,7 +271,7 @@ class DirectCall(HttpDownstream):
         if self._chats.origins.allowed:
             fields += self._chats.origins.fields(self._origin())
         by_name = dict(fields)
-        if b"connection" in by_name:  # whoever sends it wants it closed
+        if b"connection" in by_name:  # only sent to close the connection
             self.keep_alive = False
             fields = [field for field in fields if field[0] != b"connection"]
         length = by_name.get(b"content-length")
@@ -285,7 +285,7 @@ class DirectCall(HttpDownstream):
         head = STATUS_LINE[status] + b"".join([b"%b: %b\r\n" % field for field in fields]) + b"\r\n"
         if head.count(b"\n") != len(fields) + 2 or head.count(b"\r") != len(fields) + 2:
             raise ValueError("a header holds a line break")
-        # It is written with what follows: the first bytes of the body, as a rule in this very moment.
+        # Written together with the first bytes of the body, which usually follow in this iteration.
         self._unwritten_head = head
         self._protocol.loop.call_soon(self._write_head)
 
@@ -302,7 +302,7 @@ class DirectCall(HttpDownstream):
         await self._write(data)
 
     async def relay(self, response: UpstreamResponse, pouring: Pouring) -> None:
-        """See `ports.Downstream.relay`. Bytes are written as they arrive; no task runs for them."""
+        """See `ports.Downstream.relay`. Bytes are written as the backend's arrive, without a task."""
 
         self._write_head()
         frame = _chunk if self._is_chunked else bytes
@@ -313,7 +313,7 @@ class DirectCall(HttpDownstream):
             self._poured = None
 
     def resumed(self) -> None:
-        """Note that the caller has read enough of what was written."""
+        """Continue after the write buffer has drained."""
         if self._poured is not None:
             self._poured.resumed()
 
@@ -325,7 +325,7 @@ class DirectCall(HttpDownstream):
             with anyio.move_on_after(FINISH_S) as patience:
                 await self._flow.drain()
             if patience.cancelled_caught:
-                return  # without an end, the connection is dropped
+                return  # the connection is closed without completing the body
         self._write_head()
         if self._is_chunked and not self.disconnected:
             self._transport.write(b"0\r\n\r\n")
@@ -337,7 +337,7 @@ class DirectCall(HttpDownstream):
         self._protocol.on_response_complete()
 
     async def _write(self, data: bytes) -> None:
-        """Write, once the caller has read enough of what was written before."""
+        """Write once the buffer has room."""
         if self._flow.write_paused and not self.disconnected:
             await self._flow.drain()
         if not self.disconnected:

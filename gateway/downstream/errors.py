@@ -1,4 +1,4 @@
-"""Every failure in the one shape that OpenAI clients read: `{"error": {message, type, param, code}}`."""
+"""Encodes every error in the shape that OpenAI clients expect: `{"error": {message, type, param, code}}`."""
 
 import msgspec
 
@@ -14,29 +14,29 @@ from gateway.ports import Headers
 
 
 class MethodNotAllowed(InvalidRequest):
-    """The path exists, the method on it does not.
+    """The path exists, but not with this method.
 
     Attributes:
-        allowed: The methods that do, as the header `Allow` lists them.
+        allowed: The supported methods, for the `Allow` header.
     """
 
     status = 405
     code = "method_not_allowed"
 
     def __init__(self, message: str, allowed: str) -> None:
-        """Refuse a method where there are only those `allowed`."""
+        """Reject a method, where only those in `allowed` are supported."""
         super().__init__(message)
         self.allowed = allowed
 
 
 def envelope(error: GatewayError, code: str | None = None) -> bytes:
-    """Return the body of an error answer; `code` in place of the error's own. It is always a string."""
+    """Return the body of an error response. `code` overrides the error's own, and is always a string."""
     fields = {"message": error.message, "type": error.type, "param": error.param, "code": code or error.code}
     return msgspec.json.encode({"error": fields})
 
 
 def headers_of(error: GatewayError, body: bytes) -> Headers:
-    """Return the headers of an error answer, with those that steer a client's retries."""
+    """Return the headers of an error response, including those that control a client's retries."""
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

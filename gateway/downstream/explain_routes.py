@@ -1,4 +1,4 @@
-"""`POST /admin/explain`: what would be decided about a request, on the fleet as it stands."""
+"""`POST /admin/explain`: the decision for a request, on the fleet in its current state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ from gateway.core.errors import CallerError, ConfigError, InvalidRequest
 from gateway.downstream.config_routes import InvalidConfiguration
 
 BODY_BYTES_MAX = 32 * 1024 * 1024
-"""As large as a request may be by default."""
+"""The default maximum size of a request."""
 
 CONFIG_CHARS_MAX = 1_000_000
 
 
 class RequestForgotten(CallerError):
-    """Nothing is kept of a request that was to be decided again."""
+    """The record of the past request is no longer kept."""
 
     status = 404
     code = "request_not_found"
@@ -26,15 +26,15 @@ class RequestForgotten(CallerError):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked.
+    """What to explain.
 
     Attributes:
-        request: The body of a request, as bytes; b"" where a past one is meant.
-        request_id: Of a past request; "" where one is given.
+        request: The body of a request; b"" for a past one.
+        request_id: The id of a past request; "" for a new one.
         completions: Whether the body is one for /v1/completions.
         key: Name of the caller's API key, or None.
-        headers: Of the request, names in lower case.
-        config: Another configuration to decide under, or None for the one in force.
+        headers: Headers of the request, names in lower case.
+        config: Another configuration to decide under; None for the current one.
     """
 
     request: bytes = b""
@@ -50,14 +50,14 @@ class _Answer(Protocol):
 
 
 class Explainer(Protocol):
-    """Who knows what would be decided."""
+    """Explains decisions."""
 
     async def explain(self, question: Question) -> _Answer:
-        """Return what would be decided.
+        """Return the decision and its explanation.
 
         Raises:
-            ConfigError: the configuration in question cannot be used.
-            RequestForgotten: nothing is kept of the request in question.
+            ConfigError: the given configuration is invalid.
+            RequestForgotten: the record of the given request is no longer kept.
         """
 
 
@@ -73,7 +73,7 @@ class _Asked(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def explain_handlers(explainer: Explainer) -> list[BaseRouteHandler]:
-    """Return the handler of `POST /admin/explain`."""
+    """Return the route handler of `POST /admin/explain`."""
 
     @post("/admin/explain", status_code=200, request_max_body_size=BODY_BYTES_MAX)
     async def explain(request: Request[Any, Any, Any]) -> Response[str]:

@@ -1,4 +1,4 @@
-"""The routes under `/v1/files`: what batches read and leave. Uploads go to the store as they come."""
+"""The routes under `/v1/files`: the input and output files of batches. Uploads are streamed to the store."""
 
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -31,16 +31,16 @@ from gateway.ports import FileStore
 
 PATH = "/v1/files"
 PIECE_BYTES = 1024 * 1024
-"""Bytes of an upload that are written at once: what one keeps in memory."""
+"""Bytes of an upload that are written at once, and so its maximum memory use."""
 
 UPLOADS_MAX = 16
-"""Uploads that are taken in at once; the others wait."""
+"""Maximum concurrent uploads; others wait."""
 
 UPLOADS_PER_KEY = 4
-"""Likewise of one API key, where there are keys: nobody waits for another's slow uploads alone."""
+"""The same per API key, if there are keys, so that slow uploads of one key do not block all others."""
 
 UPLOADS_OVERHEAD = 64 * 1024
-"""What a form may have beside its file."""
+"""Maximum size of a form without its file."""
 
 CLEAN_UP_S = 5.0
 _PAGE_MAX = 10_000
@@ -48,12 +48,12 @@ _PAGE_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class FileRules:
-    """What files are allowed.
+    """Limits for files.
 
     Attributes:
-        bytes_max: Of all files of an API key together.
-        keep_s: How long one is kept.
-        within_s: How long a piece of an upload may take.
+        bytes_max: Maximum total size of the files of an API key.
+        keep_s: How long a file is kept.
+        within_s: Time limit for receiving one piece of an upload.
     """
 
     bytes_max: int = 1024 * 1024 * 1024
@@ -62,10 +62,10 @@ class FileRules:
 
 
 class Files:
-    """Takes files in and gives them out; one per process."""
+    """The routes for files; one per process."""
 
     def __init__(self, store: FileStore, keys: KeyRing, rules: FileRules) -> None:
-        """Keep files in `store`, each for the API key it came with."""
+        """Keep files in `store`, each for the API key that uploaded it."""
         self._store = store
         self._keys = keys
         self._rules = rules
@@ -76,7 +76,7 @@ class Files:
         """Return a file of this API key.
 
         Raises:
-            FileNotFound: there is none.
+            FileNotFound: it does not exist.
         """
         file = await self._store.get(id)
         if file is None or file.new.key != key:
@@ -85,7 +85,7 @@ class Files:
         return file
 
     def handlers(self) -> Sequence[BaseRouteHandler]:
-        """Return the handlers."""
+        """Return the route handlers."""
 
         @post(PATH, status_code=200, request_max_body_size=None)
         async def upload(request: Request[Any, Any, Any]) -> Mapping[str, Any]:
@@ -137,7 +137,7 @@ class Files:
         offset = 0
         while offset < file.size_bytes:
             piece = await self._store.read(file.id, offset)
-            if not piece:  # deleted meanwhile: the connection is dropped, so nobody takes it for whole
+            if not piece:  # deleted in the meantime: close the connection, so that the caller notices
                 raise ConnectionResetError("the file was deleted while it was read")
             offset += len(piece)
             yield piece
@@ -145,7 +145,7 @@ class Files:
     # -------------------------------------------------------------- uploads
 
     def _turn(self, key: str | None) -> AbstractAsyncContextManager[object]:
-        """Return where an upload waits for others of its key."""
+        """Return the semaphore for uploads of a key."""
         if key is None:
             return nullcontext()
         return self._turns_of.setdefault(key, anyio.CapacityLimiter(UPLOADS_PER_KEY))
@@ -171,7 +171,7 @@ class Files:
                 is_whole = True
                 return file
         except CallerGone:
-            raise InvalidRequest("The upload broke off.") from None  # nobody hears it
+            raise InvalidRequest("The upload broke off.") from None  # nobody will see it
         finally:
             if not is_whole:
                 with anyio.move_on_after(CLEAN_UP_S, shield=True), suppress(StoreUnavailable):
@@ -180,13 +180,13 @@ class Files:
 
 @dataclass(slots=True)
 class _Upload:
-    """An upload as far as it has come.
+    """An upload in progress.
 
     Attributes:
-        fields: The form's other fields.
-        file: Once it has begun.
-        gathered: What is not written yet, less than a piece.
-        written: Bytes that are.
+        fields: The other fields of the form.
+        file: The file, once it has begun.
+        gathered: Received bytes that are not written yet, less than a piece.
+        written: Number of bytes written.
     """
 
     store: FileStore
@@ -239,10 +239,10 @@ class _Upload:
 
 
 def expiry_of(written: object, name: str) -> int:
-    """Return after how many seconds a file is to expire.
+    """Return the requested seconds until a file expires.
 
     Raises:
-        InvalidRequest: it is nothing that is offered.
+        InvalidRequest: the value is not supported.
     """
     members = written if isinstance(written, Mapping) else {}
     seconds = members.get("seconds")
@@ -255,20 +255,20 @@ def expiry_of(written: object, name: str) -> int:
 
 
 def limit_of(query: Mapping[str, Any], default: int, most: int) -> int:
-    """Return how many objects a query asks for.
+    """Return the requested page size.
 
     Raises:
-        InvalidRequest: it is no such number.
+        InvalidRequest: it is not a valid one.
     """
     written = str(query.get("limit", default))
-    # More digits than that are no number of objects, and int() has a limit of its own.
+    # More digits are certainly invalid, and int() limits their number itself.
     if not written.isascii() or not written.isdigit() or len(written) > 9 or not 1 <= int(written) <= most:
         raise InvalidRequest(f"`limit` must be an integer from 1 to {most}.", param="limit")
     return int(written)
 
 
 def page_of(objects: Sequence[Mapping[str, Any]], limit: int) -> Mapping[str, Any]:
-    """Return the first `limit` of some objects as a page. More than those says that there is another."""
+    """Return the first `limit` objects as a page. If there are more, `has_more` is true."""
     shown = objects[:limit]
     return {
         "object": "list",

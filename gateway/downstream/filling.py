@@ -1,7 +1,7 @@
-"""Receives a long body where it is to lie: in one piece, which the kernel writes into.
+"""Receives a long body directly into its final buffer.
 
-Received as any other bytes, a body comes in pieces that the event loop copies, the parser copies again, and
-that are joined in the end. A body whose length was announced needs none of that.
+Normally a body arrives in parts that the event loop copies, the parser copies again, and that are joined at
+the end. For a body with a known length, the kernel can write directly into a buffer of that length.
 """
 
 import asyncio
@@ -11,14 +11,14 @@ from io import BytesIO
 from gateway.downstream.relay import Uploads
 
 WORTH_BYTES = 65_536
-"""What must be missing of a body to be received so."""
+"""The minimum remaining length for which this is worthwhile."""
 
 TOGETHER_MAX = 64 * 1024 * 1024
-"""What may be set aside for bodies that have not come yet: whoever announces much and stalls holds it."""
+"""Maximum memory allocated for bodies that have not arrived yet, which stalling callers could hold."""
 
 
 class Filling(asyncio.BufferedProtocol):
-    """Takes the place of a connection's protocol until a body is complete; tells it of all else."""
+    """Replaces a connection's protocol until a body is complete, and forwards all other events to it."""
 
     def __init__(
         self,
@@ -28,54 +28,54 @@ class Filling(asyncio.BufferedProtocol):
         parts: Iterable[bytes],
         on_bytes: Callable[[int, bool], None],
     ) -> None:
-        """Set `size` bytes aside, of which `parts` have come.
+        """Allocate `size` bytes, the first of which are `parts`.
 
-        `on_bytes` is told how many more have come, each time, and whether those were the last.
+        `on_bytes` is called with the number of each further bytes, and whether they were the last ones.
         """
         self._protocol = protocol
         self._uploads = uploads
         self._size = size
         self._on_bytes = on_bytes
         self._file = BytesIO(bytes(size))
-        self._left = self._file.getbuffer()  # to be filled
+        self._left = self._file.getbuffer()  # still to be filled
         uploads.set_aside += size
         for part in parts:
             self._left[: len(part)] = part
             self._take(len(part))
 
     def body(self) -> bytes:
-        """Return the body, once it is complete. Not a copy: nobody looks into it from elsewhere by then."""
+        """Return the complete body without copying it: no other view of the buffer exists any more."""
         return self._file.getvalue()
 
     def end(self) -> None:
-        """Receive no more."""
+        """Stop receiving."""
         self._uploads.set_aside -= self._size
         self._size = 0
         self._left = memoryview(b"")
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where the next bytes belong."""
+        """Return the buffer for the next bytes."""
         return self._left
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Note that so many have come."""
+        """Note that `nbytes` were received."""
         self._take(nbytes)
         self._on_bytes(nbytes, not self._left)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._protocol.connection_lost(exc)
 
     def eof_received(self) -> bool | None:
-        """Pass it on."""
+        """Forward the event."""
         return self._protocol.eof_received()
 
     def pause_writing(self) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._protocol.resume_writing()
 
     def _take(self, size: int) -> None:

@@ -1,7 +1,7 @@
-"""What happens on a connection before there is a request: limits on heads, and refusals in the one shape.
+"""Limits on request heads, and errors in OpenAI's shape for requests that uvicorn rejects.
 
-uvicorn waits for ever for the end of a request's head, and lets it grow without bound; its own refusals are
-plain text. This adds what is missing, and leaves everything else to it.
+uvicorn waits indefinitely for the end of a request's head, does not limit its size, and rejects requests in
+plain text. This adds what is missing; everything else is left to uvicorn.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ HEAD_BYTES_MAX = 65_536
 HEAD_WITHIN_S = 15.0
 CONNECTIONS_MAX = 8_192
 LINGER_S = 60.0
-"""How long a connection that is to be closed may wait for its caller to read what was written; and how long
-the rest of a body may take once it was answered without it."""
+"""How long a connection that is being closed may wait for its caller to read the response, and how long the
+rest of a body may take once it was answered early."""
 
 READ_BYTES_MAX = 262_144
-"""What event loops read at once."""
+"""Maximum bytes that event loops read at once."""
 
 _OF_UPGRADES = frozenset({b"upgrade", b"http2-settings"})
-"""Headers, and what `Connection` says of them, by which a request asks for another protocol."""
+"""Headers, and values of `Connection`, that request a protocol upgrade."""
 
 
 class HeadTooLarge(InvalidRequest):
@@ -41,26 +41,26 @@ class HeadTooLarge(InvalidRequest):
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a bound on heads: in bytes, in time, and in connections that may send one.
+    """uvicorn's protocol with limits on heads: their size, their duration, and connections waiting for one.
 
-    What stands behind a body in chunks, its trailers, is bounded like a head; uvicorn would keep all of it.
+    The trailers of a chunked body have the same size limit as a head; uvicorn would keep all of them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As uvicorn calls it."""
+        """Called by uvicorn."""
         super().__init__(*args, **kwargs)
-        self._head_bytes = 0  # of a head, or of trailers, not complete
+        self._head_bytes = 0  # of an incomplete head, or incomplete trailers
         self._is_in_head = True
-        self._has_ended = False  # whether a request has, in what is being read
-        self._wants_upgrade = False  # a request whose head is to be read again, without that
-        self._rest_at = 0  # where its head ended in what came
+        self._has_ended = False  # whether a request has ended within the data being parsed
+        self._wants_upgrade = False  # the head is to be parsed again without its upgrade
+        self._rest_at = 0  # where its head ended in the data
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
-        self._running: RequestResponseCycle | None = None  # the request that is being answered
+        self._running: RequestResponseCycle | None = None  # the request being answered
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection, or refuse it where there are too many."""
+        """Accept a connection, or reject it if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > CONNECTIONS_MAX:
             self._refuse(OutOfResources("This gateway has too many connections.", retry_after_s=5))
@@ -68,8 +68,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection. uvicorn tells only the last request on it, which may not have begun."""
-        self._unset_keepalive_if_required()  # uvicorn's own timer, which outlives a connection that was reset
+        """Clean up. uvicorn notifies only the latest request on it, which may not have started."""
+        self._unset_keepalive_if_required()  # uvicorn's own timer, which would outlive a reset connection
         self._stop_timer()
         self._stop_stall_timer()
         self._stop_rest_timer()
@@ -91,7 +91,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; a head that does not end within its bound ends the connection."""
+        """Parse bytes; close the connection if a head exceeds its limit."""
         if self.transport.is_closing():
             return
         self._has_ended = False
@@ -99,14 +99,14 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._wants_upgrade:
             self._read_without_upgrade(data[self._rest_at :])
             return
-        # What was read with the end of another request may be all of that one: it does not count.
+        # Data read together with the end of another request may be all of that one: it does not count.
         if self._is_in_head and not self._has_ended and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 self._refuse(HeadTooLarge(f"The request's headers are longer than {HEAD_BYTES_MAX} bytes."))
 
     def on_message_begin(self) -> None:
-        """Begin a request."""
+        """Start a request."""
         self._is_in_head = True
         self._head_bytes = 0
         if self._head_timer is None:
@@ -114,11 +114,11 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Begin its body.
+        """Start its body.
 
-        A server may pass over a wish for another protocol, and Java's client utters it with its first request
-        on every connection. But the parser then skips the body, and would take what it finds next for a
-        request: it could be anybody's bytes. So such a head is read once more, without that wish.
+        A server may ignore an upgrade request, which Java's client sends with its first request on every
+        connection. But the parser then skips the body, and would parse what follows as a request, which may
+        be anyone's bytes. So such a head is parsed again without the upgrade.
         """
         self.head_is_complete()
         if not self.parser.should_upgrade():
@@ -129,19 +129,19 @@ class GuardedProtocol(HttpToolsProtocol):
             self._wants_upgrade = True
 
     def on_chunk_header(self) -> None:
-        """Bound what comes until it is of a body: behind the last chunk, that is trailers."""
+        """Limit the data until the next body bytes: after the last chunk, these are trailers."""
         self._is_in_head = True
-        self._head_bytes = -READ_BYTES_MAX  # which counts what was read with them, too
+        self._head_bytes = -READ_BYTES_MAX  # allows for body data read together with them
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of a body."""
+        """Process a part of a body."""
         self._is_in_head = False
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End a request, unless it was refused, or is read again."""
+        """End a request, unless it was rejected or is being parsed again."""
         self._is_in_head, self._has_ended = False, True
-        if self._rest_timer is not None:  # it was answered before: only now the connection is idle
+        if self._rest_timer is not None:  # it was answered early: the connection is idle only now
             self._stop_rest_timer()
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -151,47 +151,47 @@ class GuardedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def pause_writing(self) -> None:
-        """Note that the caller does not read as fast as it is answered."""
+        """Handle a full write buffer: the caller reads slowly."""
         super().pause_writing()
         if self._stall_timer is None:
             self._stall_timer = self.loop.call_later(LINGER_S, self._stalled)
 
     def resume_writing(self) -> None:
-        """Note that it has read enough."""
+        """Handle a drained write buffer."""
         self._stop_stall_timer()
         super().resume_writing()
 
     def head_is_complete(self) -> None:
-        """Bound the head no more."""
+        """Lift the limits on the head."""
         self._is_in_head = False
         self._stop_timer()
 
     def linger(self) -> None:
-        """Close the connection behind an answer whose request has not come as a whole."""
+        """Close the connection after an answer to an incomplete request."""
         if not self.transport.is_closing():
             self.transport.write_eof()
             self.transport.set_protocol(Lingering(self))
             self._rest_timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
     def new_parser(self) -> httptools.HttpRequestParser:
-        """Return a parser for what comes from now on, as uvicorn makes it."""
+        """Return a new parser, created as by uvicorn."""
         parser = httptools.HttpRequestParser(self)
         with suppress(AttributeError):  # httptools < 0.6.3
             parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP."""
+        """Reject data that is not HTTP."""
         self._refuse(InvalidRequest(msg))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """See where the parser has left off. (uvicorn calls this as it does.)"""
+        """Note where the parser has stopped. (Called by uvicorn at that point.)"""
         error = sys.exception()
         assert isinstance(error, httptools.HttpParserUpgrade)
         (self._rest_at,) = error.args
 
     def _read_without_upgrade(self, rest: bytes) -> None:
-        """Read a request again that asked for another protocol; `rest` is what has come behind its head."""
+        """Parse a request again without its upgrade; `rest` is the data after its head."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
         for name, value in self.headers:
@@ -218,9 +218,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._stall_timer = None
 
     def _asgi_answered(self) -> None:
-        """Go on after an answer; one that was given before its request was complete does not wait for ever.
+        """Continue after an answer. If its request is still incomplete, limit the time for the rest.
 
-        uvicorn's own timer ends with the first byte of the rest, and with that alone nobody sends any more.
+        uvicorn's own timer stops at the next byte received, so a stalled caller would never time out.
         """
         is_rest_to_come = self._running is not None and self._running.more_body
         if is_rest_to_come and self._rest_timer is None and not self.transport.is_closing():
@@ -240,16 +240,16 @@ class GuardedProtocol(HttpToolsProtocol):
             self._rest_timer = None
 
     def _stalled(self) -> None:
-        """Drop a connection that is to be closed, and cannot be as long as its caller does not read."""
+        """Drop a connection that cannot be closed because its caller does not read."""
         if self.transport.is_closing():
             self.transport.abort()
-        else:  # how long an answer may wait is for whoever gives it
+        else:  # how long an answer may wait is decided elsewhere
             self._stall_timer = self.loop.call_later(LINGER_S, self._stalled)
 
     def _head_overdue(self) -> None:
         self._head_timer = None
         if self.cycle is not None and not self.cycle.response_complete:
-            self._await_head()  # an answer is being given, which a refusal would break off
+            self._await_head()  # an answer is in progress, which an error would corrupt
         elif not self.transport.is_closing():
             self._refuse(RequestTimeout(f"No complete request arrived within {HEAD_WITHIN_S:g} s."))
 

@@ -1,7 +1,7 @@
-"""Half characters in a request body, replaced as engines do.
+"""Replaces lone surrogate escapes in a request body, as engines do.
 
-Half an emoji, which JavaScript cuts off, is legal JSON: one of the two escapes that make a character. Strict
-decoders refuse it all the same. All else keeps its bytes.
+Half of an emoji, as truncated by JavaScript, is valid JSON: one of the two escapes of a surrogate pair.
+Strict decoders still reject it. All other bytes are left unchanged.
 """
 
 import re
@@ -9,12 +9,12 @@ import re
 from gateway.downstream.long_texts import SLICE_BYTES, is_escaped, take_a_break
 
 LOOKS_MAX = 10_000
-"""A body with more that looks like half a character is no text; 0.6 us each."""
+"""Maximum escapes examined, at 0.6 us each: a body with more of them is not text."""
 
 _FIRST, _SECOND = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _FIRST_HALF = re.compile(_FIRST)
-# Begins with what never varies, which is found ten times as fast. Pairs are passed over here, because a text
-# may be made of them; what only looks like a pair, behind backslashes, is not.
+# Starts with a constant prefix, which is found ten times as fast. Pairs are skipped here, because a text may
+# consist of them; escaped backslashes that only look like a pair are not.
 _LONE_HALF = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!%b)|[c-fC-F][0-9a-fA-F]{2}(?<![^\\]%b%b))"
     % (_SECOND, _FIRST, _SECOND)
@@ -24,7 +24,7 @@ _INSTEAD = rb"\ufffd"
 
 
 def mended(body: bytes) -> bytes | None:
-    """Return a body with each half character in it replaced; None if there is none, or no end of them."""
+    """Return a body with all lone surrogates replaced; None if there are none, or too many."""
     parts: list[bytes] = []
     done = looks = 0
     for begin in range(0, len(body), SLICE_BYTES):
@@ -42,7 +42,7 @@ def mended(body: bytes) -> bytes | None:
 
 
 def _is_second(body: bytes, at: int) -> bool:
-    """Return whether the escape there ends a pair."""
+    """Return whether the escape there completes a pair."""
     first = at - _HALF_BYTES
     return (
         first >= 0

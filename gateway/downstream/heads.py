@@ -1,4 +1,4 @@
-"""HEAD wherever there is GET, as HTTP wants of every server: probes and monitors ask so."""
+"""Adds HEAD to every GET route, as HTTP requires: probes and monitors use it."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class Heads:
-    """An application that answers HEAD as it answers GET, but for the body."""
+    """ASGI middleware that answers HEAD like GET, without the body."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Ask `app`, of which nothing is changed."""
+        """Wrap `app`."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
-        if scope.get("method") != "HEAD":  # a socket has none
+        """Handle a request."""
+        if scope.get("method") != "HEAD":  # WebSockets have no method
             await self._app(scope, receive, send)
             return
         is_over = False
@@ -23,7 +23,7 @@ class Heads:
             nonlocal is_over
             if message["type"] == "http.response.start":
                 await send(message)
-            elif not is_over:  # whatever the body would be, even one that does not end
+            elif not is_over:  # discard the body, even an endless one
                 is_over = True
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -32,6 +32,6 @@ class Heads:
 
 
 def with_head(allowed: str) -> str:
-    """Return what `Allow` says, with the method that comes with GET."""
+    """Add HEAD to a value of `Allow` that contains GET."""
     methods = allowed.split(", ")
     return ", ".join([*methods, "HEAD"]) if "GET" in methods else allowed

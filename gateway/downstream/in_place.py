@@ -1,7 +1,7 @@
-"""A caller that waits for its job: comments while it waits, then the answer as it is stored.
+"""Serves a caller that waits for its job: comments while it waits, then the stored answer.
 
-The job does not need the caller, nor this process. The caller has a connection open, and gets what it would
-have got without the queue: a status while that is possible, else an event that says what went wrong.
+The job depends neither on the caller nor on this process. The caller keeps its connection open, and gets the
+same as without the queue: a status code while that is possible, or else an event with the error.
 """
 
 import logging
@@ -27,30 +27,30 @@ from gateway.ports import Clock, Headers
 log = logging.getLogger("gateway.downstream")
 
 PLACE_S = 2.0
-"""Time between two looks at the place of a caller that wants to know it."""
+"""Polling interval for a caller that wants to know its position."""
 
 AWAY_S = 60.0
-"""How long a caller is kept waiting for a store that is away."""
+"""How long a caller is kept waiting while the store is unreachable."""
 
 LEAVE_S = 5.0
-"""How long the job of a caller that has left may take to be cancelled."""
+"""Time limit for cancelling the job of a caller that has left."""
 
 _LOOK_S = 60.0
-"""The longest time between two looks where nothing else is due."""
+"""Maximum polling interval if nothing else is due."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """What is kept of a request while its job is waited for; the request itself is in the store.
+    """What is kept in memory while a job is awaited; the request itself is in the store.
 
     Attributes:
         key: Name of its API key, or None.
-        headers: Of the answer, and of an error: what was decided.
-        stream: Whether it wants a stream; `include_usage`: with the usage event.
-        silent_until: When a stream gets its headers, and from then on comments. Monotonic seconds.
-        deadline: When it wants the first token at the latest, or None. Monotonic seconds.
-        wants_place: Whether it wants to be told its place.
-        on_disconnect: What becomes of the job if it leaves.
+        headers: Response headers that describe the decision, for answers and errors.
+        stream: Whether to stream the answer; `include_usage`: including the usage event.
+        silent_until: When to send the headers of a stream, and comments from then on. Monotonic seconds.
+        deadline: Latest time for the first token, or None. Monotonic seconds.
+        wants_place: Whether to send its position in the queue.
+        on_disconnect: What happens to the job if its caller leaves.
     """
 
     key: str | None
@@ -64,7 +64,7 @@ class Waiter:
 
 
 class InPlace:
-    """Serves one waiter."""
+    """Serves one waiting caller."""
 
     def __init__(
         self, waiter: Waiter, background: Background, downstream: HttpDownstream, clock: Clock
@@ -80,11 +80,11 @@ class InPlace:
         self._away_since: float | None = None
 
     async def serve(self, job: Job) -> None:
-        """Answer with what becomes of a job, to the end.
+        """Answer with the result of a job, to completion.
 
         Raises:
             GatewayError: nothing has been sent yet.
-            CallerStalled, OSError: the caller is gone, or as good as.
+            CallerStalled, OSError: the caller is gone or no longer reads.
         """
         try:
             if self._waiter.stream:
@@ -97,7 +97,7 @@ class InPlace:
                 raise
             await self._bounded(error)
 
-    # -------------------------------------------------------------- a whole answer
+    # -------------------------------------------------------------- a non-streamed answer
 
     async def _whole(self, job: Job) -> None:
         body = b""
@@ -144,7 +144,7 @@ class InPlace:
         await self._downstream.finish()
 
     async def _comment(self, job: Job, *, has_begun: bool) -> None:
-        """Send a comment, if one is due."""
+        """Send a comment if one is due."""
         if self._waiter.wants_place and not has_begun:
             place = await self._background.place(job) if job.status is JobStatus.QUEUED else None
             said = _place_comment(place)
@@ -155,7 +155,7 @@ class InPlace:
             await self._send(KEEP_ALIVE)
 
     async def _send(self, data: bytes) -> None:
-        """Send a piece of the stream, with its headers where it is the first."""
+        """Send a part of the stream, preceded by the headers if it is the first."""
         await self._bounded(data)
         self._comment_at = self._clock.now() + KEEP_ALIVE_S
 
@@ -186,10 +186,10 @@ class InPlace:
         return max(0.0, min(due) - self._clock.now())
 
     async def _in_time(self, job: Job, *, has_begun: bool) -> Job:
-        """Return the job, unless its first token is late for its caller: then it is cancelled.
+        """Return the job, or cancel it if its first token is too late for its caller.
 
         Raises:
-            AtCapacity: it is.
+            AtCapacity: it was cancelled.
         """
         deadline = self._waiter.deadline
         if has_begun or deadline is None or self._clock.now() < deadline or job.status.is_final:
@@ -210,10 +210,10 @@ class InPlace:
         )
 
     async def _away(self, error: StoreUnavailable) -> None:
-        """Let some time pass for a store that is away.
+        """Wait a while for an unreachable store.
 
         Raises:
-            StoreUnavailable: it has been away for too long.
+            StoreUnavailable: it has been unreachable for too long.
         """
         now = self._clock.now()
         self._away_since = self._away_since or now
@@ -221,10 +221,10 @@ class InPlace:
             raise error
         await anyio.sleep(AGAIN_S)
 
-    # -------------------------------------------------------------- leaving
+    # -------------------------------------------------------------- disconnects
 
     async def left(self, job: Job) -> None:
-        """Do with a job what is to be done with it now that its caller has left."""
+        """Apply `on_disconnect` to a job whose caller has left."""
         if self._waiter.on_disconnect is OnDisconnect.FINISH:
             return
         with anyio.move_on_after(LEAVE_S, shield=True) as patience:
@@ -246,7 +246,7 @@ class InPlace:
 
 
 def _place_comment(place: Mapping[str, Any] | None) -> bytes:
-    """Return the comment that says where a job stands; None: it waits no more."""
+    """Return the comment with a job's position; None if it is no longer queued."""
     if place is None:
         return b": queue position=0 expected_start_s=0\n\n"
     start_s = place["expected_start_s"]

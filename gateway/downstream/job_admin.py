@@ -1,4 +1,4 @@
-"""Jobs as operators see and handle them. Figures only: what is asked and answered is its owner's alone."""
+"""Jobs for operators: list, inspect, cancel, retry, drain. Prompts and answers are never shown."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ _FILTERS = ("key", "lane", "limit", "status")
 
 
 def job_handlers(jobs: JobStore | None, clock: Clock) -> Sequence[BaseRouteHandler]:
-    """Return the handlers under `/admin/jobs`; None: there are no jobs here."""
+    """Return the route handlers under `/admin/jobs`. `jobs` is None if there are no jobs."""
     return _Desk(jobs, clock).handlers()
 
 
 class _Desk:
-    """What the handlers share."""
+    """State shared by the handlers."""
 
     def __init__(self, jobs: JobStore | None, clock: Clock) -> None:
         self._kept = jobs
@@ -108,7 +108,7 @@ class _Desk:
 
 
 def lane_view(lane: Lane) -> Mapping[str, Any]:
-    """Return a lane as an operator wants to see it."""
+    """Return a lane as JSON."""
     return {
         "lane": lane.name,
         "queued": lane.queued,
@@ -119,7 +119,7 @@ def lane_view(lane: Lane) -> Mapping[str, Any]:
 
 
 def job_view(job: Job, now: float) -> Mapping[str, Any]:
-    """Return a job as an operator wants to see it; times in epoch seconds, `now` being one."""
+    """Return a job as JSON; times in epoch seconds, like `now`."""
     until = job.ended_at if job.ended_at is not None else now
     is_running = job.status is JobStatus.IN_PROGRESS
     return {

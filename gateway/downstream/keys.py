@@ -1,4 +1,4 @@
-"""Who is calling: API keys, known by their digests only."""
+"""Authentication: API keys, stored as digests only."""
 
 from collections.abc import Mapping
 from hashlib import blake2b, sha256
@@ -8,28 +8,27 @@ from gateway.core.errors import Unauthorized
 
 
 class KeyRing:
-    """Names callers by their API key. An empty ring lets everybody in, unnamed.
+    """Authenticates callers by API key. An empty ring admits everyone, without a name.
 
-    A key is looked up by its digest under a secret of this process, so that how long that takes tells nothing
-    about any key, and takes no longer with a thousand of them than with one. To compare each in constant time
-    takes 0.06 us per key.
+    A key is looked up by its digest under a per-process secret, so that the time it takes reveals nothing
+    about any key, and does not grow with their number. Comparing each in constant time would take 0.06 us per key.
     """
 
     def __init__(self, digests: Mapping[str, bytes]) -> None:
-        """Know these keys: name to SHA-256 digest."""
+        """Accept these keys: name to SHA-256 digest."""
         self._secret = token_bytes(32)
         self._names: dict[bytes, str] = {}
         self.replace(digests)
 
     def replace(self, digests: Mapping[str, bytes]) -> None:
-        """Know these keys from now on, and no others."""
+        """Replace the accepted keys."""
         self._names = {self._blinded(digest): name for name, digest in digests.items()}
 
     def name_of(self, authorization: str | None) -> str | None:
-        """Return the name of the key in an `Authorization` header, or None where no keys are configured.
+        """Return the name of the key in an `Authorization` header; None if no keys are configured.
 
         Raises:
-            Unauthorized: there is no key in it, or nobody has it.
+            Unauthorized: there is no key, or it is unknown.
         """
         if not self._names:
             return None
@@ -43,5 +42,5 @@ class KeyRing:
         return found
 
     def _blinded(self, digest: bytes) -> bytes:
-        """Return what a key is looked up by: nobody outside can tell two that are nearly alike."""
+        """Return the keyed hash for the lookup, so that similar digests cannot be told apart from outside."""
         return blake2b(digest, key=self._secret).digest()

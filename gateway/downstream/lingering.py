@@ -1,8 +1,8 @@
-"""How a connection ends whose last request was answered before it had come as a whole.
+"""Lingering close: ends a connection whose last request was answered before it was complete.
 
-Closed at once, with bytes of the request unread or still on their way, it is reset by the kernel, and the
-answer may be lost with it: a proxy that is still passing a body on says 502 instead of what it was told. So
-only the gateway's side is closed, and the rest of the request is thrown away until the caller closes its own.
+If such a connection is closed while data of the request is unread or in flight, the kernel resets it, and the
+answer may be lost: a proxy that is still forwarding the body reports 502 instead. So only the gateway's side
+is closed at first, and the rest of the request is discarded until the caller closes its side.
 """
 
 import asyncio
@@ -13,32 +13,32 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 class Lingering(asyncio.Protocol):
-    """Takes the place of a connection's protocol, and of what comes nothing; tells it of all else."""
+    """Replaces a connection's protocol: discards incoming data, and forwards every other event to it."""
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
-        """Tell `protocol`, whose last answer is written."""
+        """Forward to `protocol`, whose last answer has been written."""
         self._protocol = protocol
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._protocol.connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._protocol.resume_writing()
 
 
 class Exit:
-    """The transport that uvicorn sees of an ASGI request, which it closes behind the last answer."""
+    """The transport that uvicorn uses for an ASGI request, with a different `close`."""
 
     __slots__ = ("close", "get_extra_info", "is_closing", "write")
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        """Have it closed by `close`."""
+        """Use `close` to close it."""
         self.write = transport.write
         self.is_closing = transport.is_closing
         self.get_extra_info = transport.get_extra_info
@@ -46,10 +46,10 @@ class Exit:
 
 
 def last_unless_told_to_go_on(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
-    """Return `app` for a caller that waits to be told to go on: its connection is kept only where it was.
+    """Wrap `app` for a request with `Expect: 100-continue`: keep the connection only if the body was read.
 
-    Whoever is answered instead may send the body all the same, or not, and cannot be asked which (RFC 9110,
-    10.1.1). Go before 1.22.5, and so Caddy, does not send it and goes on with its next request, which would
+    After an early answer, the caller may or may not send the body, and one cannot tell which (RFC 9110,
+    10.1.1). Go before 1.22.5, and so Caddy, does not send it but continues with its next request, which would
     be taken for the body here (CVE-2024-24791).
     """
     is_to_be_kept, cycle.keep_alive = cycle.keep_alive, False

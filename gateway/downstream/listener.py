@@ -1,8 +1,8 @@
-"""Listening: an ASGI application on a socket. uvicorn's only home.
+"""Serves an ASGI application on a socket. The only module that runs uvicorn.
 
-uvicorn with httptools is the strictest of the servers that were tried against malformed requests
-(docs/decisions/0003-http-server.md). It neither installs signal handlers nor decides when to stop here:
-the process does, because it drains two listeners together.
+uvicorn with httptools handled malformed requests most strictly of all servers that were tested
+(docs/decisions/0003-http-server.md). Here it neither installs signal handlers nor decides when to stop: the
+process does, because it drains two listeners together.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ from gateway.downstream.direct import DirectProtocol
 from gateway.downstream.direct_call import Chats
 from gateway.downstream.guard import GuardedProtocol
 
-KEEPALIVE_S = 75  # above the idle time after which common load balancers give a connection up
+KEEPALIVE_S = 75  # longer than the idle timeout of common load balancers
 BACKLOG = 2048
 CUT_S = 2
 LOOKS_MAX = 200
-"""Connections that are looked at in one turn of the event loop: each takes 5 us (one x86 core, uvloop)."""
+"""Connections checked per event loop iteration; each takes 5 us (one x86 core, uvloop)."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to that address and not yet listening; port 0 picks a free one.
+    """Return a socket bound to that address, not listening yet. Port 0 picks a free one.
 
     Raises:
-        NotYet: it is taken, or is no address of this machine.
-        ConfigError: this user may not listen there.
+        NotYet: the address is in use, or does not belong to this machine.
+        ConfigError: this user may not bind to it.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -62,7 +62,7 @@ class Listener(uvicorn.Server):
     """One ASGI application on one socket."""
 
     def __init__(self, app: ASGIApp, bound: socket.socket, chats: Chats | None = None) -> None:
-        """Serve `app` on `bound`, once `run_until_stopped` is called; ordinary chats by `chats`."""
+        """Prepare to serve `app` on `bound`; ordinary chats are passed to `chats`."""
         protocol = GuardedProtocol if chats is None else partial(DirectProtocol, chats=chats)
         super().__init__(
             uvicorn.Config(
@@ -92,7 +92,7 @@ class Listener(uvicorn.Server):
             self._ended.set()
 
     def cut(self) -> None:
-        """End now: running requests are cancelled, their connections dropped."""
+        """Stop now: cancel running requests and close their connections."""
         self.config.timeout_graceful_shutdown = CUT_S
         self.force_exit = self.should_exit = True
         for task in self.server_state.tasks:
@@ -106,12 +106,12 @@ class Listener(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and let `wait_started` return."""
+        """Start, and release `wait_started`."""
         await super().startup(sockets=sockets)
         self._accepting.set()
 
     async def on_tick(self, counter: int) -> bool:
-        """Do what uvicorn does ten times a second, and drop callers whose machines are gone."""
+        """Run uvicorn's periodic work, ten times a second, and drop callers whose machines are gone."""
         if not self._to_look_at and monotonic() - self._looked_at >= tcp.LOOK_S:
             self._looked_at = monotonic()
             self._to_look_at = list(self.server_state.connections)
@@ -122,9 +122,9 @@ class Listener(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def wait_ended(self) -> None:
-        """Return once every connection is closed."""
+        """Wait until every connection is closed."""
         await self._ended.wait()
 
     async def wait_started(self) -> None:
-        """Return once connections are accepted."""
+        """Wait until connections are accepted."""
         await self._accepting.wait()

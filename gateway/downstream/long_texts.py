@@ -1,7 +1,7 @@
-"""Long texts of a body: looked at where they lie in it, and decoded piece by piece when they are counted.
+"""Long texts in a body: kept in place, and decoded in pieces when they are counted.
 
-Decoded at once, a document takes its size again, and four times that with a single emoji in it; and the
-interpreter does nothing else meanwhile. What waits to be counted, or for a backend, takes next to none of it.
+Decoding a document at once takes its size in memory again, or four times that if it contains a single emoji,
+and blocks the GIL meanwhile. A request that is queued needs almost no additional memory this way.
 """
 
 import codecs
@@ -16,42 +16,42 @@ import msgspec
 from gateway.core.values import LongText
 
 LONG_BYTES = 65_536
-"""From here on a text is a long one, as a JSON string with its quotes."""
+"""Minimum size of a long text, as a JSON string with its quotes."""
 
 PIECE_BYTES = 255_936
-"""What is decoded at once, as it was sent, in 0.25 ms: 62 x 4128, so that long runs of blanks or line ends,
-which count by 31, lose nothing to a cut."""
+"""Size of a piece, as received, decoded in 0.25 ms: 62 x 4128, so that runs of blanks or line breaks, counted
+in units of 31, are cut without loss."""
 
 TEXT_BYTES_MAX = 8 * 1024 * 1024
-"""What is decoded at once at most: 32 bytes for each token of the longest window, 262,144. Longer texts of
-messages are still read, piece by piece, to say how long they are."""
+"""Maximum size decoded at once: 32 bytes per token of the longest window, 262,144. Longer texts of messages
+are still decoded in pieces, in order to report their length."""
 
 NEAR_BYTES = 4_096
-"""Where the end of a line or a word is looked for first: copied for it."""
+"""Range in which the end of a line or word is searched first; it is copied for that."""
 
 HASHED_BYTES = 65_536
-"""What is hashed or looked through at once: a copy of it stays in the processor's caches."""
+"""Size hashed or searched at once: a copy of it stays in the CPU caches."""
 
 SLICE_BYTES = 1_310_720
-"""What is looked at without a break, in 1.5 ms. A body up to this is read by the event loop itself."""
+"""Size processed without a break, in 1.5 ms. A body up to this size is decoded by the event loop itself."""
 
 BREAK_S = 0.0001
-"""Giving the interpreter up for nothing is no break: whoever waits for it takes longer to wake up."""
+"""How long a thread sleeps to let others run: a zero sleep is too short for the waiting thread to wake up."""
 
 KEPT_BYTES = 16 * 1024 * 1024
-"""Decoded text that is kept from its reading to its counting, of all requests together."""
+"""Maximum decoded text kept between decoding and counting, over all requests."""
 
 WELL_FORMED_MAX = 16_384
-"""Texts that are known to be well-formed, by their keys."""
+"""Number of texts known to be well-formed, by their keys."""
 
-_UNSURE_BYTES = 12  # a cut falls into an escape of one character at most
+_UNSURE_BYTES = 12  # a cut falls within at most one escape sequence
 
 
 def long_text(raw: msgspec.Raw) -> LongText:
-    """Return a long text, given as the JSON string that it was sent as, read before.
+    """Return a long text, given as a JSON string that was already validated.
 
     Raises:
-        UnicodeDecodeError: it is not UTF-8. Nothing else can be wrong with what was cut out of a body.
+        UnicodeDecodeError: it is not UTF-8, the only possible error left.
     """
     view = memoryview(raw)[1:-1]
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -62,9 +62,9 @@ def long_text(raw: msgspec.Raw) -> LongText:
 
 
 def unread_text(view: memoryview) -> LongText | None:
-    """Return the long text that lies in a body there, without its quotes; None where it is no single text.
+    """Return the long text at this position of a body, without its quotes; None if it is not a single string.
 
-    Nothing has looked at it before: it is decoded, unless one like it was before.
+    It has not been validated: it is decoded now, unless an equal text was decoded before.
     """
     key = key_of(view)
     if _well_formed.holds((len(view), key)):
@@ -86,7 +86,7 @@ def unread_text(view: memoryview) -> LongText | None:
 
 
 def whole_text(view: memoryview) -> str | None:
-    """Return the text that lies in a body there, all at once; None: it is no single text, or too long."""
+    """Decode the text at this position of a body; None if it is not a single string, or too long."""
     if len(view) > TEXT_BYTES_MAX:
         return None
     try:
@@ -96,7 +96,7 @@ def whole_text(view: memoryview) -> str | None:
 
 
 def beginning_of(view: memoryview, chars: int) -> str | None:
-    """Return the first characters of the text that lies in a body there; None where it is no single text."""
+    """Return the first characters of the text at this position; None if it is not a single string."""
     if is_plain(view):
         return bytes(view[:chars]).decode()
     shown: str | None = None
@@ -111,15 +111,15 @@ def beginning_of(view: memoryview, chars: int) -> str | None:
 
 
 def is_plain(view: memoryview) -> bool:
-    """Return whether what lies in a body there is the inside of a JSON string, in which nothing is escaped.
+    """Return whether these bytes of a body are the inside of a JSON string without any escapes.
 
-    As an image is, or a recording.
+    Images and recordings are.
     """
     for at in range(0, len(view), HASHED_BYTES):
         if at % SLICE_BYTES == 0:
             take_a_break(at)
         piece = _quoted(view[at : at + HASHED_BYTES])
-        if b"\\" in piece or not piece.isascii():  # neither of which may be cut into
+        if b"\\" in piece or not piece.isascii():  # a cut could split an escape or a character
             return False
         try:
             _skip(piece)
@@ -129,7 +129,7 @@ def is_plain(view: memoryview) -> bool:
 
 
 def key_of(view: memoryview) -> int:
-    """Return a hash of a text, which means something in this process alone."""
+    """Return a hash of a text, valid only within this process."""
     key = 0
     for at in range(0, len(view), HASHED_BYTES):
         if at % SLICE_BYTES == 0:
@@ -139,13 +139,13 @@ def key_of(view: memoryview) -> int:
 
 
 def take_a_break(done_bytes: int) -> None:
-    """Let the event loop have its turn, once a thread has looked at so much."""
+    """Let the event loop run after a thread has processed enough."""
     if done_bytes >= SLICE_BYTES:
         time.sleep(BREAK_S)
 
 
 def _after(done_bytes: int) -> int:
-    """Return how much was done without a break once another piece is."""
+    """Return how much has been processed without a break, after another piece."""
     done_bytes += PIECE_BYTES
     if done_bytes < SLICE_BYTES:
         return done_bytes
@@ -154,19 +154,19 @@ def _after(done_bytes: int) -> int:
 
 
 class NotOneText(Exception):
-    """What was taken for the inside of a JSON string is none."""
+    """These bytes are not the inside of a single JSON string."""
 
 
 class Pieces:
-    """What a long text is in pieces: decoded by now, until they are asked for; decoded anew from then on.
+    """The pieces of a long text: kept decoded until their first use, and decoded again after that.
 
-    Asked for, they come without the white space at the text's ends.
+    They come without white space at both ends of the text.
     """
 
     __slots__ = ("_decoded", "_kept_bytes", "_view")
 
     def __init__(self, view: memoryview, decoded: Sequence[str]) -> None:
-        """Keep what was decoded, unless too much is kept already."""
+        """Keep the decoded pieces, unless too much is kept already."""
         self._view = view
         self._kept_bytes = 0
         self._decoded: Sequence[str] = ()
@@ -175,13 +175,13 @@ class Pieces:
             self._kept_bytes, self._decoded = size, decoded
 
     def __call__(self) -> Iterator[str]:
-        """Return them."""
+        """Yield the pieces."""
         decoded = self._decoded
         self._forget()
         return _stripped(decoded or _pieces(self._view))
 
     def __del__(self) -> None:
-        """Keep nothing of a request that has gone."""
+        """Release the kept text of a request that has ended."""
         self._forget()
 
     def _forget(self) -> None:
@@ -191,14 +191,14 @@ class Pieces:
 
 
 class _Kept:
-    """How much decoded text is kept. Thread-safe."""
+    """Accounts for kept decoded text. Thread-safe."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self._lock = Lock()
 
     def take(self, size: int) -> bool:
-        """Return whether so much more may be kept, which counts from now on."""
+        """Reserve `size`. Return whether there was room."""
         with self._lock:
             if self.bytes + size > KEPT_BYTES:
                 return False
@@ -211,7 +211,7 @@ class _Kept:
 
 
 class _WellFormed:
-    """Texts that were decoded before; the least recently met are forgotten. Thread-safe."""
+    """LRU set of texts that were decoded before. Thread-safe."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[tuple[int, int], None] = OrderedDict()
@@ -236,8 +236,8 @@ _well_formed = _WellFormed()
 
 
 def _stripped(pieces: Iterable[str]) -> Iterator[str]:
-    """Yield a text in pieces, without the white space at its ends."""
-    blanks: list[str] = []  # at the end of what was yielded, unless more follows
+    """Yield the pieces of a text, without white space at both ends of the text."""
+    blanks: list[str] = []  # at the end of what was yielded, to be dropped unless more follows
     has_begun = False
     for piece in pieces:
         if not has_begun:
@@ -251,10 +251,10 @@ def _stripped(pieces: Iterable[str]) -> Iterator[str]:
 
 
 def _pieces(view: memoryview) -> Iterator[str]:
-    """Yield the text that the inside of a JSON string stands for, in pieces.
+    """Decode the inside of a JSON string in pieces.
 
     Raises:
-        NotOneText: it is not the inside of one string.
+        NotOneText: it is not the inside of a single string.
     """
     start = 0
     while start < len(view):
@@ -263,7 +263,7 @@ def _pieces(view: memoryview) -> Iterator[str]:
         if end < len(view):
             cut = _cut(view, end)
             end, unsure = (cut, 1) if cut else (end, _UNSURE_BYTES)
-        # Cut within a character, it cannot be decoded; the rest of that character goes to the next piece.
+        # A cut may fall within a character, whose bytes then move to the next piece.
         for less in range(min(unsure, end - start)):
             try:
                 text: str = _decode(_quoted(view[start : end - less]))
@@ -285,7 +285,7 @@ _skip = msgspec.json.Decoder(msgspec.Raw).decode
 
 
 def _cut(view: memoryview, end: int) -> int:
-    """Return where a piece had better end: before its last line end, else before its last word, else 0."""
+    """Return the best end of a piece: before its last line break, else before its last word, else 0."""
     half = end - PIECE_BYTES // 2
     near = end - NEAR_BYTES
     return (
@@ -303,13 +303,13 @@ def _line_end(view: memoryview, begin: int, end: int) -> int:
 
 def _word_end(view: memoryview, begin: int, end: int) -> int:
     at = begin + bytes(view[begin:end]).rfind(b" ")
-    # A word carries the space before it.
+    # A word includes the space before it.
     return at if at > begin and view[at - 1] != _SPACE else 0
 
 
 def is_escaped(data: bytes | memoryview, at: int) -> bool:
-    """Return whether the character there stands behind an odd number of backslashes."""
-    if data[at - 1] != _BACKSLASH or data[at - 2] != _BACKSLASH:  # as nearly all do
+    """Return whether the character there is preceded by an odd number of backslashes."""
+    if data[at - 1] != _BACKSLASH or data[at - 2] != _BACKSLASH:  # true for nearly all
         return at > 0 and data[at - 1] == _BACKSLASH
     size = 64
     while True:

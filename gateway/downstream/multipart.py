@@ -1,4 +1,4 @@
-"""A form that is uploaded, part by part: none of it is kept but its short fields."""
+"""A streaming parser for multipart forms: only short fields are kept in memory."""
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ FIELDS_MAX = 16
 FIELD_BYTES_MAX = 4096
 
 PACE_BYTES_S = 16 * 1024
-"""A form that comes more slowly than this, all in all, is given up: a byte now and then is no upload."""
+"""Minimum average rate of an upload: slower ones are aborted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a form, whole.
+    """A complete form field.
 
     Attributes:
         name: Its name.
-        value: What it says.
+        value: Its value.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class FileBegins:
-    """A file of a form begins.
+    """The beginning of a file.
 
     Attributes:
-        name: Of the field.
-        filename: As its sender names it.
+        name: Name of its field.
+        filename: Name given by the sender.
     """
 
     name: str
@@ -49,7 +49,7 @@ class FileBegins:
 
 
 Part = Field | FileBegins | bytes
-"""What comes of a form; bytes are of the file that has begun last."""
+"""A part of a form; bytes belong to the file that has begun last."""
 
 
 async def parts_of(content_type: str, receive: Receive, within_s: float) -> AsyncIterator[Part]:
@@ -57,13 +57,13 @@ async def parts_of(content_type: str, receive: Receive, within_s: float) -> Asyn
 
     Args:
         content_type: The request's header.
-        receive: Where it arrives.
-        within_s: How long each piece of it may take, and how far it may be behind its pace.
+        receive: The ASGI callable.
+        within_s: Time limit per piece, and tolerance for its average rate.
 
     Raises:
-        InvalidRequest: it is no form.
-        RequestTimeout: nothing more of it came.
-        CallerGone: the caller left.
+        InvalidRequest: it is not a valid form.
+        RequestTimeout: data arrived too slowly.
+        CallerGone: the caller disconnected.
     """
     kind, options = parse_options_header(content_type)
     if kind != "multipart/form-data" or not options.get("boundary"):
@@ -88,7 +88,7 @@ async def parts_of(content_type: str, receive: Receive, within_s: float) -> Asyn
 
 
 class _Reader:
-    """Reads a form; a field that is no file is put together."""
+    """Parses a form, and assembles fields that are not files."""
 
     def __init__(self, boundary: str) -> None:
         try:
@@ -96,7 +96,7 @@ class _Reader:
         except MultipartError as error:
             raise _no_form(error) from error
         self._name = ""
-        self._value: bytearray | None = None  # None: a file
+        self._value: bytearray | None = None  # None for a file
 
     def feed(self, data: bytes, *, is_last: bool) -> Iterator[Part]:
         try:

@@ -1,7 +1,7 @@
-"""Answers to requests of HTTP/1.0, as proxies still send them: nginx before 1.29.7, unless told otherwise.
+"""Support for HTTP/1.0 requests, which some proxies still send: nginx before 1.29.7, by default.
 
-HTTP/1.0 knows no chunks, and nobody may send it any (RFC 9112, 6.1): an answer whose length is not known when
-it begins lasts until its connection ends. Nor does it know of being told to go on.
+HTTP/1.0 has no chunked encoding, and a server must not send it (RFC 9112, 6.1): an answer of unknown length
+is delimited by the end of its connection. Nor does it have `Expect: 100-continue`.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 def as_http_1_0(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
-    """Return `app`, with answers that fit the request of `cycle`, which is not of HTTP/1.1.
+    """Wrap `app` so that its answers fit the request of `cycle`, which is not HTTP/1.1.
 
-    A connection is kept only where that was asked for, and the answer says how long it is. One whose end is
-    that of the answer is reset instead wherever it ends before, so that nobody takes a part for the whole.
+    The connection is kept alive only if that was requested and the answer has a length. If an answer that is
+    delimited by the end of its connection is incomplete, the connection is reset, so that the caller notices.
     """
     cycle.waiting_for_100_continue = False
     cycle.keep_alive = _is_to_be_kept(cycle.scope["headers"])
@@ -48,15 +48,15 @@ def as_http_1_0(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Appl
 
 
 def _is_to_be_kept(headers: Any) -> bool:
-    """Return whether the connection is to be kept. Where a body is in chunks, all else is in doubt, too."""
+    """Return whether to keep the connection alive. With a chunked body, nothing about it can be trusted."""
     wishes = b",".join(value for name, value in headers if name == b"connection").lower()
     is_in_chunks = any(name == b"transfer-encoding" for name, _ in headers)
     return b"keep-alive" in {wish.strip() for wish in wishes.split(b",")} and not is_in_chunks
 
 
 def _reset_at_close(transport: asyncio.Transport, is_so: bool) -> None:
-    """Have the kernel reset the connection when it is closed, whoever closes it, or end it as is usual."""
-    with suppress(OSError):  # it is closed by now
+    """Configure whether closing the connection resets it."""
+    with suppress(OSError):  # already closed
         transport.get_extra_info("socket").setsockopt(
             socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", is_so, 0)
         )

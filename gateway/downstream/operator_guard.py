@@ -1,8 +1,8 @@
-"""Keeps web pages away from the admin port, which has no keys, and which an operator's browser can reach.
+"""Protects the admin port, which has no keys, from web pages in an operator's browser.
 
-A page can send requests to any address, under its own name (DNS rebinding) or across sites. So what shows
-or changes the gateway is answered only under names that no stranger can own, and nothing is changed for any
-page but the console, which comes from this very port.
+A page can send requests to any address, under its own name (DNS rebinding) or cross-site. So requests are
+served only under host names that an attacker cannot control, and no page may change anything, except for the
+console, which is served by this port itself.
 """
 
 import ipaddress
@@ -22,15 +22,15 @@ _ELSEWHERE = frozenset({b"cross-site", b"same-site"})
 
 
 class OperatorGuard:
-    """The admin application, for those who may have it."""
+    """ASGI middleware that rejects requests from foreign web pages."""
 
     def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
-        """Let requests through to `app`; `names` are those it is called by, beside what is always trusted."""
+        """Wrap `app`; `names` are trusted host names, in addition to those that are always trusted."""
         self._app = app
         self._names = frozenset(name.lower() for name in names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
+        """Handle a request, or reject it."""
         message = self._refusal(scope) if scope["type"] == ScopeType.HTTP else None
         if message is None:
             await self._app(scope, receive, send)
@@ -53,7 +53,7 @@ class OperatorGuard:
         return None
 
     def _is_trusted(self, host: str) -> bool:
-        """Return whether no stranger can have this name lead wherever they like."""
+        """Return whether an attacker cannot make this host name resolve to other addresses."""
         match = _HOST.fullmatch(host.lower())
         if match is None:
             return False
@@ -62,7 +62,7 @@ class OperatorGuard:
 
 
 def _is_own(headers: Iterable[tuple[bytes, bytes]], host: str) -> bool:
-    """Return whether no page asks, or the console does: what a browser says of that, no page can choose."""
+    """Return whether the request comes from no page, or from the console, by headers that no page can set."""
     for name, value in headers:
         if name == b"sec-fetch-site" and value != b"same-origin":
             return False
@@ -75,7 +75,7 @@ def _is_own(headers: Iterable[tuple[bytes, bytes]], host: str) -> bool:
 
 
 def _is_from_elsewhere(headers: Mapping[bytes, bytes]) -> bool:
-    """Return whether a page of another origin reads; following a link is no reading."""
+    """Return whether a page of another origin is reading; following a link does not count."""
     return headers.get(b"sec-fetch-site") in _ELSEWHERE and headers.get(b"sec-fetch-mode") != b"navigate"
 
 

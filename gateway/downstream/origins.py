@@ -1,7 +1,7 @@
-"""Which web pages may call (CORS): by their origins, and in the headers by which browsers learn of it.
+"""CORS: the origins whose web pages may call, and the headers that tell browsers about it.
 
-A browser asks before it sends an API key for a page (a preflight), and keeps from the page every answer that
-does not name its origin. Callers that are no browsers look at none of this.
+A browser asks before it sends an API key on behalf of a page (a preflight request), and withholds from the
+page every response that does not allow its origin. Other clients ignore all of this.
 """
 
 import re
@@ -26,11 +26,11 @@ EXPOSED = (
     "location",
     "preference-applied",
 )
-"""Headers of answers that pages may read, besides the few that browsers show them anyway."""
+"""Response headers that pages may read, in addition to those that CORS always exposes."""
 
 METHODS = b"GET, HEAD, POST, DELETE"
 MAX_AGE_S = 7_200
-"""For how long a browser need not ask again. Chromium does not remember longer."""
+"""How long a browser may cache a preflight response. Chromium's maximum."""
 
 _EXPOSE = (b"access-control-expose-headers", ", ".join(EXPOSED).encode())
 _VARY = (b"vary", b"Origin")
@@ -38,23 +38,23 @@ _NAMES = re.compile(rb"[\w!#$%&'*+.^`|~-]+( *, *[\w!#$%&'*+.^`|~-]+)*")
 
 
 class Origins:
-    """The origins whose pages may call. Cookies are never allowed: the gateway has none.
+    """The allowed origins. Cookies are never allowed: the gateway has none.
 
     Attributes:
-        allowed: These origins, as browsers write them; `ANY` stands for all. Empty: answers say nothing.
+        allowed: These origins, as browsers send them; `ANY` stands for all. Empty: no CORS headers are sent.
     """
 
     def __init__(self, allowed: Collection[str] = ()) -> None:
-        """Let the pages of these call."""
+        """Allow these origins."""
         self.allowed: frozenset[str] = frozenset()
         self._fields: Mapping[str, Headers] = {}
         self._otherwise: Headers = ()
         self.replace(allowed)
 
     def replace(self, allowed: Collection[str]) -> None:
-        """Let the pages of these call from now on, and no others."""
+        """Replace the allowed origins."""
         self.allowed = frozenset(allowed)
-        if ANY in self.allowed:  # every answer is the same then, whoever asks
+        if ANY in self.allowed:  # then responses do not depend on the origin
             self._fields, self._otherwise = {}, (_allow(ANY), _EXPOSE)
         elif self.allowed:
             self._fields = {origin: (_allow(origin), _EXPOSE, _VARY) for origin in self.allowed}
@@ -63,13 +63,14 @@ class Origins:
             self._fields, self._otherwise = {}, ()
 
     def fields(self, origin: str) -> Headers:
-        """Return what an answer to a request with that `Origin` says besides; "": it has none."""
+        """Return the CORS headers for a response to a request with that `Origin`; "": it has none."""
         return self._fields.get(origin, self._otherwise)
 
     def preflight(self, origin: str, names: bytes) -> Headers | None:
-        """Return the headers that agree to what a page of `origin` wants to send; None: it may not.
+        """Return the headers of a preflight response for `origin`; None: it is not allowed.
 
-        `names` are those of its request's headers. All may come: classes can depend on any.
+        `names` are the request headers that the page wants to send. All are allowed, because classes can
+        depend on any.
         """
         if not origin or not self.allowed & {origin, ANY}:
             return None

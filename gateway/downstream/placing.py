@@ -1,4 +1,4 @@
-"""Puts what was cut out of a chat where it belongs: into messages, text parts, images and recordings."""
+"""Puts the strings that were cut out of a chat back: into messages, text parts, images and recordings."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -15,13 +15,13 @@ _SHOWN_CHARS = 64
 
 @valueclass(frozen=True, slots=True)
 class _Place:
-    """Where a string was in a chat.
+    """The place of a string in a chat.
 
     Attributes:
-        message: The index of its message.
-        part: The object in it that it is a member of; None: it is the message's content.
-        name: Of that member.
-        number: Of the string.
+        message: Index of its message.
+        part: The object that contains it; None: it is the message's content.
+        name: Its name in that object.
+        number: Number of the string.
     """
 
     message: int
@@ -31,7 +31,7 @@ class _Place:
 
 
 def put_long(messages: list[Message], texts: Sequence[memoryview]) -> bool:
-    """Put what was cut out of a chat where its marks stand; return False where that is no place for it."""
+    """Put strings back in place of their marks. Return False if a mark is where no long string belongs."""
     places = list(_places(messages))
     if sorted(place.number for place in places) != list(range(len(texts))):
         return False
@@ -40,10 +40,10 @@ def put_long(messages: list[Message], texts: Sequence[memoryview]) -> bool:
 
 
 def _put(messages: list[Message], place: _Place, text: memoryview, have_long: set[int]) -> bool:
-    """`have_long`: the messages with a long text by now. A second one is decoded, as a short one is."""
+    """`have_long`: messages that already have a long text. A second one is decoded like a short one."""
     part, name = place.part, place.name
     if part is not None and name != _TEXT:
-        shown = beginning_of(text, _SHOWN_CHARS)  # all that is looked at of an image
+        shown = beginning_of(text, _SHOWN_CHARS)  # nothing else of an image is examined
         part[name] = shown
         return shown is not None
     message = messages[place.message]

@@ -1,9 +1,9 @@
-"""`Idempotency-Key` where a request is answered in place: run once, and answered again with the same bytes.
+"""`Idempotency-Key` for synchronous requests: each runs once, and its answer is replayed byte for byte.
 
-An answer is written down while it is passed on. It is kept before its last bytes are sent, so that a caller
-who has all of it, and asks again at once, gets it again. Whatever does not end well frees the key.
+An answer is recorded while it is relayed, and stored before its last bytes are sent, so that a caller can
+repeat the request as soon as it has received all of it. If the request fails, the key is released.
 
-A job has idempotency of its own (background.py): whoever hands a request over does not come here.
+Jobs have their own idempotency (background.py), and do not use this module.
 """
 
 from dataclasses import dataclass
@@ -28,16 +28,16 @@ from gateway.pipeline.caller import CALLER_STALL_S
 from gateway.ports import Clock, Headers, PromiseStore, Recorder
 
 RETRY_AFTER_S = 2
-"""When to ask again for an answer that is being given: every OpenAI client does, for a 409."""
+"""When to retry while the answer is in progress. Every OpenAI client retries after a 409."""
 
 LEASE_S = 30.0
-"""How long the mark of a gateway that was killed keeps its request from being run again."""
+"""How long the lease of a killed gateway prevents its request from being run again."""
 
 RECORDED_BYTES_MAX = 256 * 1024 * 1024
-"""What all answers that are being written down may hold together; those beyond it are not kept."""
+"""Maximum memory for all answers being recorded; further ones are not stored."""
 
 PIECE_BYTES = 64 * 1024
-"""Bytes of a kept answer that are sent at a time: the server buffers as much for a slow caller."""
+"""Size of the writes of a stored answer, which is the most that is buffered for a slow caller."""
 
 REPLAYED_HEADERS: Headers = ((b"x-gateway-replayed", b"true"),)
 _REQUEST_ID = b"x-request-id"
@@ -46,7 +46,7 @@ _FIRST_REQUEST_ID = b"x-gateway-original-request-id"
 
 @dataclass(frozen=True, slots=True)
 class PromiseKeeping:
-    """Where answers are kept, for how many seconds, how many bytes of one, and the lease of what runs."""
+    """The store, the expiry of answers in seconds, their maximum size, and the lease time of a key."""
 
     store: PromiseStore
     ttl_s: float
@@ -55,22 +55,22 @@ class PromiseKeeping:
 
 
 class Promises:
-    """Serves requests that carry an idempotency key; one per process."""
+    """Serves requests with idempotency keys; one per process."""
 
     def __init__(self, keeping: PromiseKeeping, readers: Readers, recorder: Recorder, clock: Clock) -> None:
-        """Keep answers as `keeping` says; tell `recorder` of requests that were answered from there."""
+        """Store answers as `keeping` says; report replayed requests to `recorder`."""
         self.keeping = keeping
-        self.recorded_bytes = 0  # of the answers that are being written down
+        self.recorded_bytes = 0  # of all answers being recorded
         self._readers = readers
         self._recorder = recorder
         self._clock = clock
 
     async def read(self, received: Received, read: Read) -> Work:
-        """Return what answers a request: what `read` returns, or what was answered before.
+        """Return the work that answers a request: that of `read`, or a replay.
 
         Raises:
-            GatewayError: as `read` does; or the key is none, is in use, or stands for another request.
-            StoreUnavailable: whether it was answered before is not known.
+            GatewayError: as `read`; or the key is invalid, in use, or belongs to another request.
+            StoreUnavailable: a previous answer may or may not exist.
         """
         written = received.headers.get(HEADER)
         if written is None:
@@ -91,7 +91,7 @@ class Promises:
         return partial(self._run, work, promise)
 
     async def _run(self, work: Work, promise: Promise, downstream: HttpDownstream) -> None:
-        """Run a request, write its answer down, and keep it if it ends well."""
+        """Run a request, record its answer, and store it if successful."""
         mark = Mark(self.keeping, promise)
         recording = Recording(downstream, mark, self)
         failure: Exception | None = None
@@ -101,7 +101,7 @@ class Promises:
                 try:
                     await work(recording)
                 except (GatewayError, CallerStalled, OSError) as error:
-                    failure = error  # carried out by value: the group would wrap it
+                    failure = error  # returned by value, because the task group would wrap it
                 tasks.cancel_scope.cancel()
         finally:
             recording.forget()
@@ -110,7 +110,7 @@ class Promises:
             raise failure
 
     async def _replay(self, received: Received, answer: KeptAnswer, downstream: HttpDownstream) -> None:
-        """Give an answer that was kept."""
+        """Send a stored answer."""
         arrival, ending = received.arrival, Ending.LEFT
         try:
             await downstream.start(answer.status, _headers_again(answer, arrival.id))
@@ -141,17 +141,17 @@ class Promises:
 
 
 class Mark:
-    """A runner's hold on an idempotency key, until the answer is kept or the key is free again."""
+    """A request's hold on its idempotency key, until the answer is stored or the key is released."""
 
     def __init__(self, keeping: PromiseKeeping, promise: Promise) -> None:
-        """Hold `promise`, which has begun."""
+        """Hold the key of `promise`, which has been acquired."""
         self._keeping = keeping
         self._promise = promise
         self._is_over = False
-        self._turn = anyio.Lock()  # no renewal may come after the end
+        self._turn = anyio.Lock()  # no renewal may follow the end
 
     async def renew(self) -> None:
-        """Renew it until it is over or another runner has it."""
+        """Renew the lease until the request ends or another one has the key."""
         while True:
             await anyio.sleep(self._keeping.lease_s / 3)
             async with self._turn:
@@ -161,19 +161,19 @@ class Mark:
                     if not await self._keeping.store.renew(self._promise, self._keeping.lease_s):
                         return
                 except StoreUnavailable:
-                    pass  # the store says so in the log; the next renewal may be in time
+                    pass  # logged by the store; the next renewal may be in time
 
     async def keep(self, answer: KeptAnswer) -> None:
-        """Keep the answer, if that is possible: the caller gets it anyway."""
+        """Store the answer if possible: the caller gets it in any case."""
         await self._end(answer)
 
     async def free(self) -> None:
-        """Let the next request with the key be run, unless the answer is kept."""
+        """Release the key, unless the answer was stored."""
         await self._end(None)
 
     async def _end(self, answer: KeptAnswer | None) -> None:
         store, promise = self._keeping.store, self._promise
-        with anyio.CancelScope(shield=True):  # bounded by the store
+        with anyio.CancelScope(shield=True):  # bounded by the store's timeouts
             async with self._turn:
                 if self._is_over:
                     return
@@ -184,23 +184,23 @@ class Mark:
                     else:
                         await store.keep(promise, answer.encoded(), self._keeping.ttl_s)
                 except StoreUnavailable:
-                    pass  # the mark ends with its lease
+                    pass  # the lease expires by itself
 
 
 class Recording(HttpDownstream):
-    """A caller whose answer is written down while it is passed on, and kept before its last bytes are."""
+    """Records the answer while relaying it, and stores it before its last bytes are sent."""
 
     def __init__(self, caller: HttpDownstream, mark: Mark, promises: Promises) -> None:
-        """Pass on to `caller`."""
+        """Relay to `caller`."""
         super().__init__()
         self._caller = caller
         self._mark = mark
         self._promises = promises
         self._status = 0
         self._headers: Headers = ()
-        self._length = -1  # of the body, where the headers say it
+        self._length = -1  # Content-Length of the answer, if known
         self._seen_bytes = 0
-        self._parts: list[bytes] | None = []  # None: it cannot be kept
+        self._parts: list[bytes] | None = []  # None: it cannot be stored
         self._held_bytes = 0
 
     async def start(self, status: int, headers: Headers) -> None:
@@ -234,7 +234,7 @@ class Recording(HttpDownstream):
         await self._caller.finish()
 
     def forget(self) -> None:
-        """Write nothing down, and give back what that took."""
+        """Stop recording, and release the memory."""
         self._promises.recorded_bytes -= self._held_bytes
         self._parts, self._held_bytes = None, 0
 
@@ -250,7 +250,7 @@ class Recording(HttpDownstream):
             self.forget()
 
     async def _end(self) -> None:
-        """Keep the answer, which is complete, or free the key where it cannot be kept."""
+        """Store the complete answer, or release the key if it cannot be stored."""
         if self._parts is None or not 200 <= self._status < 300:
             await self._mark.free()
         else:
@@ -268,6 +268,6 @@ def _refuse(standing: Standing) -> NoReturn:
 
 
 def _headers_again(answer: KeptAnswer, request_id: str) -> Headers:
-    """Return the headers of an answer that is given again: the first request's, but with an id of its own."""
+    """Return the headers of a replayed answer: those of the original, with a new request id."""
     first = [(_FIRST_REQUEST_ID if name == _REQUEST_ID else name, value) for name, value in answer.headers]
     return [(_REQUEST_ID, request_id.encode()), *first, *REPLAYED_HEADERS]

@@ -1,4 +1,4 @@
-"""A request whose body has arrived and is to be read, and where it is read."""
+"""A received request before it is parsed, and where that happens."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
@@ -14,16 +14,16 @@ from gateway.downstream.relay import HttpDownstream
 from gateway.ports import Arrival, Headers
 
 INLINE_BYTES = SLICE_BYTES
-"""A body up to this is read where it is, in at most 2 ms, if it is texts; a larger one in a thread."""
+"""Bodies up to this size are parsed inline, in at most 2 ms for text; larger ones in a thread."""
 
 INLINE_OBJECTS = 1_000
-"""Objects in a body that is read where it is: a part takes 2 us, an item of a response 12."""
+"""Maximum objects in a body parsed inline: a content part takes 2 us, an item of a response 12."""
 
 INLINE_VALUES = 50_000
-"""Likewise commas and brackets, about: 1.25 MB of prose has a third of that."""
+"""Approximate maximum of commas and brackets: 1.25 MB of prose has a third of that."""
 
 COUNTED_BYTES = 16_384
-"""In a smaller body they are not looked for, which takes up to 0.1 ms."""
+"""Smaller bodies are not examined for these, which takes up to 0.1 ms."""
 
 READERS = 2
 
@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 @valueclass(frozen=True, slots=True)
 class Received:
-    """A request as it arrived.
+    """A received request.
 
     Attributes:
-        arrival: When, and under which id.
-        body: All of it.
-        key: Name of the caller's API key, or None where none is configured.
-        headers: What policy may match on, names in lower case.
-        forwarded: The headers that travel on.
+        arrival: Its time of arrival and its id.
+        body: The complete body.
+        key: Name of the caller's API key, or None if no keys are configured.
+        headers: Headers that policies may match, names in lower case.
+        forwarded: Headers to forward.
     """
 
     arrival: Arrival
@@ -50,21 +50,21 @@ class Received:
 
 
 Work = Callable[[HttpDownstream], Awaitable[None]]
-"""Answers a request that has been read, to its end."""
+"""Answers a parsed request, to completion."""
 
 Read = Callable[[Received], Awaitable[Work]]
-"""Reads a request of one route; raises GatewayError."""
+"""Parses a request of one route; raises GatewayError."""
 
 
 class Readers:
-    """Where bodies are read: a long one must not keep the others waiting."""
+    """Parses bodies, long ones in threads, so that they do not block other requests."""
 
     def __init__(self) -> None:
-        """Start with no thread in use."""
+        """Start without threads in use."""
         self._limiter = anyio.CapacityLimiter(READERS)
 
     async def run(self, read: Callable[[], T], *read_from: bytes) -> T:
-        """Return what `read` returns, which it makes of these bytes."""
+        """Return the result of `read`, which parses the bytes in `read_from`."""
         if _is_quick(read_from):
             return read()
         return await anyio.to_thread.run_sync(read, limiter=self._limiter)

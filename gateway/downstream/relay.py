@@ -1,4 +1,4 @@
-"""One request inside one ASGI call: reads the body, runs the work, and cancels it when the caller leaves."""
+"""A request within an ASGI call: read the body, run the work, cancel it when the caller disconnects."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
@@ -20,11 +20,11 @@ FINISH_S = 30.0
 
 
 class CallerGone(Exception):
-    """The caller left before it had sent its body."""
+    """The caller disconnected before its body was complete."""
 
 
 class HttpDownstream(Downstream, ABC):
-    """`ports.Downstream` over HTTP: what the routes for applications answer through.
+    """`ports.Downstream` over HTTP, with what the routes for applications need beyond it.
 
     Attributes:
         is_started: Whether the status has been sent.
@@ -47,21 +47,21 @@ class HttpDownstream(Downstream, ABC):
         """End the body."""
 
     async def send_last(self, data: bytes, *, is_good: bool) -> None:
-        """Send the last bytes of a stream that has no `[DONE]`; `is_good`: it is whole, and no failure."""
+        """Send the last bytes of a stream without `[DONE]`; `is_good`: it is complete and successful."""
         await self.send(data)
 
     async def fail(self, error: GatewayError, code: str) -> None:
-        """See `ports.Downstream.fail`. In the way that every SDK raises on."""
+        """See `ports.Downstream.fail`. Sent so that every SDK raises an exception."""
         await self.send(b"data: " + envelope(error, code) + b"\n\n" + DONE)
 
 
 @dataclass(slots=True)
 class Head:
-    """What is read of a request before its body is.
+    """The validated head of a request.
 
     Attributes:
         headers: Its headers by name, in lower case.
-        key: Name of the caller's API key, or None where none is configured.
+        key: Name of the caller's API key, or None if no keys are configured.
     """
 
     headers: dict[str, str]
@@ -69,11 +69,11 @@ class Head:
 
 
 class Call(Protocol):
-    """A caller's request over HTTP, whichever way it came, and the way back."""
+    """An HTTP request and the way to answer it, with or without ASGI."""
 
     @property
     def head(self) -> Head | None:
-        """What was read of it, if that was necessary to take it."""
+        """Its head, if already validated."""
 
     @property
     def method(self) -> str:
@@ -85,20 +85,20 @@ class Call(Protocol):
 
     @property
     def downstream(self) -> HttpDownstream:
-        """What answers it."""
+        """Where to send the answer."""
 
     async def body(self, limits: "BodyLimits", uploads: "Uploads") -> bytes:
         """Return its body.
 
         Raises:
-            BodyTooLarge: it is longer than allowed; found by its announced length where it has one.
+            BodyTooLarge: it exceeds the limit; detected by its Content-Length if it has one.
             RequestTimeout: it was not complete in time.
-            OutOfResources: the bodies being received hold all the memory they may.
-            CallerGone: the caller left meanwhile.
+            OutOfResources: all bodies being received have reached their memory limit.
+            CallerGone: the caller disconnected.
         """
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work`, cancelled as soon as the caller leaves.
+        """Run `work`, and cancel it when the caller disconnects.
 
         Raises:
             GatewayError, CallerStalled: as raised by `work`.
@@ -134,8 +134,8 @@ class AsgiCall:
     head: Head | None = None
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take what the server hands over."""
-        self.method = str(scope.get("method", ""))  # a socket has none
+        """Wrap an ASGI call."""
+        self.method = str(scope.get("method", ""))  # WebSockets have no method
         self.headers: Headers = list(scope["headers"])
         self.downstream: HttpDownstream = AsgiDownstream(send)
         self._scope = scope
@@ -152,7 +152,7 @@ class AsgiCall:
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """How large a request body may be, how long it may take, and what all of them may hold together."""
+    """Limits on the size of a body, the time to receive it, and the total memory of all bodies."""
 
     bytes_max: int = 32 * 1024 * 1024
     within_s: float = 60.0
@@ -160,12 +160,12 @@ class BodyLimits:
 
 
 class Uploads:
-    """Bytes of the bodies that are being received: slow callers must not fill the memory together.
+    """Accounts for the bodies being received, so that slow callers cannot fill the memory.
 
     Attributes:
-        bytes: How many.
-        set_aside: Bytes of memory for bodies that are received in one piece (filling.py).
-        calls: How many calls will come to be answered once their bodies are there.
+        bytes: Their total size so far.
+        set_aside: Memory allocated for bodies received into a single buffer (filling.py).
+        calls: Number of calls whose bodies are still incomplete.
     """
 
     def __init__(self) -> None:
@@ -176,10 +176,10 @@ class Uploads:
 
 
 def announced_bytes(digits: bytes | str) -> int:
-    """Return how long a body is by its `Content-Length`.
+    """Parse a Content-Length.
 
-    The parser has refused what is 2**64 or more. So further digits are zeros, and Python does not read
-    thousands of those.
+    The HTTP parser has rejected values from 2**64 on. So any further digits are leading zeros, of which int()
+    does not accept thousands.
     """
     return int(digits[-20:])
 
@@ -188,10 +188,10 @@ async def read_body(scope: Scope, receive: Receive, limits: BodyLimits, uploads:
     """Return the request body.
 
     Raises:
-        BodyTooLarge: it is longer than allowed; found by its announced length where it has one.
+        BodyTooLarge: it exceeds the limit; detected by its Content-Length if it has one.
         RequestTimeout: it was not complete in time.
-        OutOfResources: the bodies being received hold all the memory they may.
-        CallerGone: the caller left meanwhile.
+        OutOfResources: all bodies being received have reached their memory limit.
+        CallerGone: the caller disconnected.
     """
     announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     if announced.isdigit() and announced_bytes(announced) > limits.bytes_max:
@@ -225,10 +225,10 @@ def _too_large(bytes_max: int) -> BodyTooLarge:
 
 
 async def run_for_caller(work: Callable[[], Awaitable[None]], receive: Receive) -> None:
-    """Run `work`, cancelled as soon as the caller leaves.
+    """Run `work`, and cancel it when the caller disconnects.
 
-    The server tells of that only through `receive`, so somebody has to listen all the while. An error is
-    carried out by value, because a task group would wrap it.
+    ASGI reports a disconnect only through `receive`, so a task has to wait for it all the time. Errors are
+    returned by value, because a task group would wrap them.
 
     Raises:
         GatewayError, CallerStalled: as raised by `work`.
@@ -241,7 +241,7 @@ async def run_for_caller(work: Callable[[], Awaitable[None]], receive: Receive) 
         except (GatewayError, CallerStalled) as error:
             failure = error
         except OSError:
-            # The server found the caller's socket closed before it told us so.
+            # The server noticed the closed socket before it was reported through `receive`.
             pass
         tasks.cancel_scope.cancel()
     if failure is not None:
@@ -251,14 +251,14 @@ async def run_for_caller(work: Callable[[], Awaitable[None]], receive: Receive) 
 async def send_json(
     value: object, downstream: HttpDownstream, status: int = 200, headers: Headers = ()
 ) -> None:
-    """Answer with a JSON value."""
+    """Respond with a JSON value."""
     await send_body(msgspec.json.encode(value), downstream, status, headers)
 
 
 async def send_body(
     body: bytes, downstream: HttpDownstream, status: int = 200, headers: Headers = ()
 ) -> None:
-    """Answer with JSON that is written by now."""
+    """Respond with encoded JSON."""
     length = (b"content-length", str(len(body)).encode())
     await downstream.start(status, [(b"content-type", b"application/json"), length, *headers])
     await downstream.send(body)
@@ -266,7 +266,7 @@ async def send_body(
 
 
 async def send_error(error: GatewayError, downstream: HttpDownstream) -> None:
-    """Answer with an error."""
+    """Respond with an error."""
     body = envelope(error)
     await downstream.start(error.http_status, headers_of(error, body))
     await downstream.send(body)

@@ -1,7 +1,7 @@
-"""The routes under `/v1/responses`: a request becomes a chat request, its answer a response, kept if wanted.
+"""The routes under `/v1/responses`: requests are translated to chat requests, and answers back.
 
-The pipeline serves the chat request like any other. What it sends, status, headers and a chat's bytes, is
-translated on its way out, event by event.
+The pipeline serves the chat request like any other. Its answer, status, headers and the bytes of a chat
+completion, is translated event by event, and stored if requested.
 """
 
 import re
@@ -54,7 +54,7 @@ from gateway.ports import Clock, Downstream, Headers, Incoming, ResponseStore
 
 PATH = "/v1/responses"
 REFERENCES_MAX = 64
-"""Responses that one request may refer to through items: each is looked up."""
+"""Maximum number of responses that a request may refer to by item ids: each is looked up."""
 
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 _DEPTH_SPARE = 200
@@ -64,30 +64,30 @@ _PAGE_MAX = 100
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Where responses are kept, and for how many seconds."""
+    """The store of responses, and their expiry in seconds."""
 
     store: ResponseStore
     ttl_s: float
 
 
 class KeptResponse(msgspec.Struct):
-    """A kept response by itself."""
+    """A stored response."""
 
     response: msgspec.Raw
 
 
 class Kept(KeptResponse):
-    """A kept response, and the conversation it answered: what came before its own input, and that input."""
+    """A stored response with its conversation: everything before its own input, and that input."""
 
     context: list[Any]
     input: list[Any]
 
     def items(self) -> list[Item]:
-        """Return everything that was said, the answer included."""
+        """Return the whole conversation, including the answer."""
         return [*self.context, *self.input, *self.output()]
 
     def output(self) -> list[Item]:
-        """Return the answer's items, without calls that broke off: nobody can have answered those."""
+        """Return the items of the answer, without incomplete calls, which cannot have been answered."""
         response = msgspec.json.decode(self.response)
         return [item for item in response["output"] if not _is_half_a_call(item)]
 
@@ -98,7 +98,7 @@ def _is_half_a_call(item: Item) -> bool:
 
 @dataclass(slots=True)
 class Found:
-    """What a request builds on: the conversation before it, items by their ids, and the records of both."""
+    """The stored context of a request: its conversation, items by id, and the records of both."""
 
     context: Sequence[Item] = ()
     stored: dict[str, Item] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Found:
 
 
 class Responses:
-    """Serves responses; one per process."""
+    """The routes for responses; one per process."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Responses:
         background: Background | None,
         clock: Clock,
     ) -> None:
-        """Serve responses with `pipeline`; those in the background with `background`, where there is one."""
+        """Serve responses with `pipeline`, and background ones with `background`, if there is one."""
         self._pipeline = pipeline
         self._keys = keys
         self._rules = rules
@@ -131,7 +131,7 @@ class Responses:
         self._clock = clock
 
     async def read(self, received: Received) -> Work:
-        """Return what answers a request to create a response. See `reading.Read`."""
+        """Return the work that answers a request to create a response. See `reading.Read`."""
         raws, members = await self._readers.run(lambda: _members(received.body), received.body)
         background = self._background_of(members)
         read_on = partial(self._read_on, raws=raws, members=members, background=background)
@@ -164,7 +164,7 @@ class Responses:
         return work
 
     async def line(self, received: Received, token: str) -> tuple[Incoming, JobFacts]:
-        """Return the chat request that a batch's line is, and what its response needs beside the answer."""
+        """Return the chat request for a batch's line, and what its response needs besides the answer."""
         raws, members = await self._readers.run(lambda: _members(received.body), received.body)
         asked = await self._asked(received, raws, members, token)
         return asked.incoming, asked.facts(received, token, {"store": False})
@@ -183,10 +183,10 @@ class Responses:
             *found.records,
         )
 
-    # -------------------------------------------------------------- in the background
+    # -------------------------------------------------------------- background
 
     def _background_of(self, members: Mapping[str, Any]) -> Background | None:
-        """Return what runs a response on after its caller has left, or None where that is not wanted."""
+        """Return what runs a background response; None if the request does not ask for one."""
         wanted = members.get("background")
         if wanted is not None and not isinstance(wanted, bool):
             raise InvalidRequest("`background` must be true or false.", param="background")
@@ -228,7 +228,7 @@ class Responses:
     async def _follow(
         self, background: Background, job: Job, after: int, send: Callable[[bytes], Awaitable[None]]
     ) -> None:
-        """Send the events of a job as they come, and comments in between."""
+        """Send the events of a job as they come, with comments in between."""
         async for events in background.events(job, after):
             await send(_frames(events) or KEEP_ALIVE)
 
@@ -236,7 +236,7 @@ class Responses:
         return None if self._background is None else await self._background.get(key, id)
 
     async def _look_up(self, key: str | None, wanted: Needs) -> Found:
-        """Return the conversation a request goes on with, and the items it refers to that are kept."""
+        """Return the conversation that a request continues, and the stored items it refers to."""
         found = Found()
         if wanted.previous is not None:
             record = await self._record(key, wanted.previous, "previous_response_id")
@@ -268,10 +268,10 @@ class Responses:
     async def _opened(self, record: bytes) -> Kept:
         return await self._readers.run(lambda: msgspec.json.decode(record, type=Kept), record)
 
-    # -------------------------------------------------------------- what is kept
+    # -------------------------------------------------------------- stored responses
 
     def handlers(self) -> Sequence[BaseRouteHandler]:
-        """Return the handlers of kept responses."""
+        """Return the route handlers for stored responses."""
 
         @get(PATH + "/{response_id:str}")
         async def retrieve(request: Request[Any, Any, Any], response_id: FromPath[str]) -> Response[bytes]:
@@ -316,7 +316,7 @@ class Responses:
 
         @post([PATH + "/compact", PATH + "/input_tokens"])
         async def elsewhere(request: Request[Any, Any, Any]) -> None:
-            # OpenAI's API has these; without a route of their own they would be ids that take no POST.
+            # Unsupported routes of OpenAI's API, which would otherwise be ids that do not accept POST.
             raise RouteNotFound(f"There is nothing at {request.scope['path']}.")
 
         return [retrieve, input_items, forget, cancel, elsewhere]
@@ -324,7 +324,7 @@ class Responses:
     async def _shown(
         self, background: Background, job: Job, request: Request[Any, Any, Any]
     ) -> Response[Any]:
-        """Return a job as it is, or its events from some number on."""
+        """Return a job's current response, or its events from some number on."""
         query = request.query_params
         if query.get("stream", "false").lower() in ("false", "0", ""):
             response = await background.response(job)
@@ -345,7 +345,7 @@ class Responses:
 
 
 def _page(items: Sequence[Item], query: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a page of items as the query asks for it, by `limit`, `order` and `after`."""
+    """Return a page of items according to `limit`, `order` and `after`."""
     limit, order = limit_of(query, _PAGE, _PAGE_MAX), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest("`order` must be asc or desc.", param="order")
@@ -358,17 +358,17 @@ def _page(items: Sequence[Item], query: Mapping[str, Any]) -> Mapping[str, Any]:
     return page_of(ordered, limit)
 
 
-# ------------------------------------------------------------------ in
+# ------------------------------------------------------------------ requests
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request, read.
+    """A parsed request.
 
     Attributes:
-        incoming: The chat request it is.
-        draft: The response to it, of which nothing is written yet.
-        conversation: What is kept beside the response, as the JSON members of a `Kept`; None: keep nothing.
+        incoming: The chat request it was translated to.
+        draft: Its response, still empty.
+        conversation: JSON members to store with the response, as in `Kept`; None: do not store it.
     """
 
     incoming: wire.WireRequest
@@ -376,7 +376,7 @@ class Asked:
     conversation: bytes | None
 
     def facts(self, received: Received, token: str, says: Mapping[str, Any]) -> JobFacts:
-        """Return what is kept with the job that it becomes; `says`: of its response."""
+        """Return what to store with the job for it. `says`: members of its response."""
         return JobFacts(
             response={**self.draft.response, **says},
             token=token,
@@ -387,7 +387,7 @@ class Asked:
 
 
 def _members(body: bytes) -> tuple[dict[str, msgspec.Raw], dict[str, Any]]:
-    """Return the members of a body, all of them as sent, and decoded those that are read."""
+    """Return all members of a body as received, and those that are read, decoded."""
     wire.check_size(body)
     raws = wire.members_of(body)
     return raws, {name: wire.decoded(raw, name) for name, raw in raws.items() if name in READ}
@@ -405,7 +405,7 @@ def _translated(
     response = new_response(translated.echo, token, int(received.arrival.wall_at))
     check_depth(response)
     conversation = _conversation(translated) if translated.store else None
-    # Copies: what is taken as it is would keep the whole body in memory.
+    # Copies: a reference would keep the whole body in memory.
     chat = {name: raw.copy() for name, raw in raws.items() if travels(name)}
     chat |= {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in translated.chat.items()}
     size = sum(len(memoryview(raw)) for raw in chat.values()) + len(conversation or b"")
@@ -435,7 +435,7 @@ def _conversation(translated: Translated) -> bytes:
 
 
 def check_depth(response: Mapping[str, Any]) -> None:
-    """Refuse a request whose echo could not be written later, inside an event and deeper down the stack."""
+    """Reject a request whose echo would be too deeply nested to be encoded within an event later."""
     nested: object = response
     for _ in range(_DEPTH_SPARE):
         nested = [nested]
@@ -445,22 +445,22 @@ def check_depth(response: Mapping[str, Any]) -> None:
         raise InvalidRequest("The request is nested too deeply.") from error
 
 
-# ------------------------------------------------------------------ out
+# ------------------------------------------------------------------ answers
 
 
 @dataclass(slots=True)
 class Answer(Downstream):
-    """`ports.Downstream` for the caller of a response: takes a chat answer, gives a response.
+    """`ports.Downstream` that translates a chat completion to a response.
 
     Attributes:
         downstream: The caller.
         asked: The request.
-        key: Whose it is.
-        keeping: Where the response is kept.
-        clock: When it was complete.
-        head: Status and headers of a whole answer, which wait for its body.
+        key: Name of its API key.
+        keeping: Where to store the response.
+        clock: Source of the time of completion.
+        head: Status and headers of a non-streamed answer, which wait for its body.
         parts: That body so far.
-        stream: Reads a stream.
+        stream: Translates a stream.
     """
 
     downstream: HttpDownstream
@@ -484,7 +484,7 @@ class Answer(Downstream):
         await self.downstream.send(_frames(self.asked.draft.begin()))
 
     async def send(self, data: bytes) -> None:
-        """See `ports.Downstream.send`. A comment, which keeps a connection open, is passed on."""
+        """See `ports.Downstream.send`. Keep-alive comments are passed on."""
         if not self.asked.incoming.request.stream:
             self.parts.append(data)
             return
@@ -495,14 +495,14 @@ class Answer(Downstream):
             await self.downstream.send(data)
 
     async def fail(self, error: GatewayError, code: str) -> None:
-        """See `ports.Downstream.fail`. In this API it is the last state of the response."""
+        """See `ports.Downstream.fail`. In this API, an error is the final state of a response."""
         await self._send(self.asked.draft.fail(error.type, error.message))
 
     async def finish(self) -> None:
-        """End the answer, once the chat answer has come to its end.
+        """Complete the answer at the end of the chat completion.
 
         Raises:
-            UpstreamFailed: it was no answer.
+            UpstreamFailed: the chat completion is invalid.
             CallerStalled: the caller does not read.
         """
         with anyio.move_on_after(CALLER_STALL_S) as patience:
@@ -520,7 +520,7 @@ class Answer(Downstream):
         if not draft.is_over:
             await self.downstream.send(_frames(events))
             return
-        await self._keep()  # before the last event, which says whether it is kept
+        await self._keep()  # before the last event, which says whether it is stored
         await self.downstream.send_last(_frames(events), is_good=draft.response["status"] != "failed")
 
     async def _send_whole(self) -> None:
@@ -538,7 +538,7 @@ class Answer(Downstream):
         await self.downstream.send(body)
 
     async def _keep(self) -> None:
-        """Keep the response, if that is wanted. Where it cannot be kept its `store` says so."""
+        """Store the response if requested. If that fails, set its `store` to false."""
         response, conversation = self.asked.draft.response, self.asked.conversation
         if conversation is None:
             return
@@ -555,7 +555,7 @@ class Answer(Downstream):
 
 
 def _frames(events: Sequence[Event]) -> bytes:
-    """Return events as server-sent ones."""
+    """Encode events as server-sent events."""
     return b"".join(
         b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in events
     )

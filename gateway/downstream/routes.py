@@ -1,4 +1,4 @@
-"""The two HTTP surfaces: what applications call, and what operators look at."""
+"""The two HTTP surfaces: the API for applications, and the admin API for operators."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -57,7 +57,7 @@ log = logging.getLogger("gateway.downstream")
 
 
 class Applications:
-    """What the routes for applications need; one per process."""
+    """The API for applications; one per process."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class Applications:
         trace_of: Callable[[str | None], Trace | None] = passed_on,
         window_of: Callable[[Backend], int],
     ) -> None:
-        """Serve applications with `pipeline`; `readiness` names what must hold for `/readyz`.
+        """Serve applications with `pipeline`. `readiness` returns the conditions for `/readyz`.
 
-        `trace_of` returns the place of a request in a trace, of its caller's `traceparent` header;
-        `window_of` the context window of a backend. Web pages of `origins` can call, too.
+        `trace_of` returns a request's trace for its caller's `traceparent` header; `window_of` the context
+        window of a backend. Web pages of `origins` may call too.
         """
         self.serving = Serving(keys=keys, limits=limits, recorder=recorder, clock=clock, trace_of=trace_of)
         self._policy = policy
@@ -136,11 +136,11 @@ class Applications:
 
     @property
     def waiting_in_place(self) -> int:
-        """Callers whose answer is a job's."""
+        """Number of callers waiting for a job synchronously."""
         return 0 if self._chat_jobs is None else self._chat_jobs.waiting
 
     def asgi_app(self) -> ASGIApp:
-        """Return the application that listens to applications."""
+        """Return the ASGI application for the public port."""
 
         @asgi(Endpoint.CHAT.value, copy_scope=True)
         async def chat(scope: Scope, receive: Receive, send: Send) -> None:
@@ -203,7 +203,7 @@ class Applications:
         return CrossOrigin(Heads(app), self._origins)
 
     async def _read_chat(self, chat_jobs: ChatJobs, relayed: Relayed, received: Received) -> Work:
-        """Return what answers a chat where there are jobs. One that is handed over is found as one again."""
+        """Return the work that answers a chat with jobs enabled. Repeated submissions find the same job."""
         request = await relayed.request(received)
         if chat_jobs.is_handed_over(request):
             return chat_jobs.answering(request, received)
@@ -214,7 +214,7 @@ class Applications:
         return await self._promises.read(received, read)
 
     def _cards(self) -> Mapping[str, dict[str, Any]]:
-        """Return every model as it is listed, by each of its names; `max_model_len` as vLLM has it."""
+        """Return the model objects by name and alias; `max_model_len` as in vLLM."""
         policy = self._policy()
         return {
             name: {
@@ -230,7 +230,7 @@ class Applications:
 
 
 class Operators:
-    """The admin surface. Its own listener, never exposed by default."""
+    """The admin API. It has its own listener, which is not exposed by default."""
 
     def __init__(
         self,
@@ -241,14 +241,14 @@ class Operators:
         names: Collection[str],
         handlers: Sequence[BaseRouteHandler],
     ) -> None:
-        """Show each of `views` under `/admin/<name>` as JSON, and `metrics` (body, content type).
+        """Serve each of `views` under `/admin/<name>` as JSON, and `metrics` (body, content type).
 
         Args:
             views: By name.
-            metrics: The page for Prometheus.
-            readiness: What must hold for `/readyz`, each by its name.
-            names: Hosts that this port is called by.
-            handlers: What else operators can do.
+            metrics: Returns the Prometheus page.
+            readiness: Returns the conditions for `/readyz`, by name.
+            names: Host names of this port.
+            handlers: Additional route handlers.
         """
         self._names = names
         self._views = views
@@ -257,7 +257,7 @@ class Operators:
         self._readiness = readiness
 
     def asgi_app(self) -> ASGIApp:
-        """Return the application that listens to operators."""
+        """Return the ASGI application for the admin port."""
 
         @get("/metrics", sync_to_thread=False)
         def metrics() -> Response[bytes]:
@@ -269,7 +269,7 @@ class Operators:
             if view not in self._views:
                 known = ", ".join(sorted((*self._views, "jobs")))
                 raise RouteNotFound(f"There is nothing at /admin/{view[:100]}. Known views: {known}.")
-            # In a thread: the rankings of some hundred decisions are made there, where nobody has read them.
+            # In a thread, because rankings of hundreds of decisions may have to be computed now.
             body = await anyio.to_thread.run_sync(indented, self._views[view]())
             return Response(body, media_type=MediaType.JSON)
 
@@ -289,7 +289,7 @@ class Operators:
 
 @get(["/livez", "/healthz"], sync_to_thread=False, media_type=MediaType.TEXT)
 def livez() -> str:
-    """Say that the process runs."""
+    """Report that the process is running."""
     return "ok"
 
 
@@ -299,12 +299,12 @@ def _readiness(checks: Mapping[str, bool]) -> Response[dict[str, Any]]:
 
 
 async def _with_id(response: Response[Any]) -> Response[Any]:
-    """Give an answer that has none a request id, and one that lists methods the whole list.
+    """Add a request id if it is missing, and HEAD to `Allow`.
 
-    Litestar would run a plain function in a thread, and there may be none to be had.
+    Declared async because Litestar would run a plain function in a thread, and there may be none available.
     """
     response.headers.setdefault("x-request-id", new_request_id())
-    if "Allow" in response.headers:  # as Litestar spells it
+    if "Allow" in response.headers:  # in Litestar's spelling
         response.headers["Allow"] = with_head(response.headers["Allow"])
     return response
 

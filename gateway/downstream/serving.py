@@ -1,4 +1,4 @@
-"""Serves one request, whichever way and for whichever route it came: received, read, answered, recorded."""
+"""Serves one request of any route: receive, parse, answer, record."""
 
 import logging
 import secrets
@@ -29,20 +29,20 @@ _CHAT = Endpoint.CHAT.value
 
 
 class InternalError(GatewayError):
-    """A fault of the gateway itself. The log has it; the caller learns nothing of its insides."""
+    """A fault of the gateway itself. Details are logged, and not sent to the caller."""
 
     code = "internal_error"
 
 
 class Serving:
-    """What requests of all routes have in common; one per process.
+    """The common part of serving all requests; one per process.
 
     Attributes:
-        limits: What bounds the body of a request.
-        uploads: What is being received.
-        in_flight: Requests that are being served.
-        is_leaving: Whether this gateway is about to stop, and no more should be sent to it.
-        is_draining: Whether new ones are refused.
+        limits: Limits on request bodies.
+        uploads: The bodies being received.
+        in_flight: Number of requests being served.
+        is_leaving: Whether this gateway is about to stop, so that load balancers should avoid it.
+        is_draining: Whether new requests are rejected.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Serving:
         clock: Clock,
         trace_of: Callable[[str | None], Trace | None],
     ) -> None:
-        """Serve whoever has one of `keys`.
+        """Serve callers with one of `keys`.
 
-        `trace_of` returns the place of a request in a trace, of its caller's `traceparent` header.
+        `trace_of` returns a request's trace for its caller's `traceparent` header.
         """
         self.limits = limits
         self.uploads = Uploads()
@@ -70,20 +70,20 @@ class Serving:
         self._idle = anyio.Event()
 
     def refuse(self) -> None:
-        """Refuse new work from now on."""
+        """Reject new requests from now on."""
         self.is_leaving = self.is_draining = True
 
     async def drain(self) -> None:
-        """Refuse new work from now on, and return when everything that runs has ended."""
+        """Reject new requests from now on, and return when all running ones have ended."""
         self.refuse()
         if self.in_flight or self.uploads.calls:
             await self._idle.wait()
 
     def head(self, headers: Headers) -> Head:
-        """Return what is read of a request before its body is.
+        """Validate a request by its head, before its body is read.
 
         Raises:
-            Draining, Unauthorized: its body is not worth reading.
+            Draining, Unauthorized: the request is rejected.
         """
         if self.is_draining:
             raise Draining("This gateway is shutting down. Please retry.", retry_after_s=1)
@@ -91,7 +91,7 @@ class Serving:
         return Head(found, self._keys.name_of(found.get("authorization")))
 
     async def serve(self, route: str, read: Read, call: Call) -> None:
-        """Read and answer a request of `route`. Whatever goes wrong with it ends here."""
+        """Parse and answer a request of `route`. Handles all its errors."""
         traceparent = dict(call.headers).get(b"traceparent")
         arrival = Arrival(
             new_request_id(),
@@ -105,7 +105,7 @@ class Serving:
         try:
             await self._run(arrival, read, call)
         except GatewayError as error:
-            if downstream.is_started:  # its status is spent: without an end, the server drops the connection
+            if downstream.is_started:  # the server closes the connection: the body is incomplete
                 log.warning(
                     "request %s was cut off: %s",
                     arrival.id,
@@ -121,7 +121,7 @@ class Serving:
                 arrival.id,
                 extra=about("internal_error", id=arrival.id),
             )
-            if downstream.is_started:  # the server drops the connection, which clients see as an error
+            if downstream.is_started:  # the server closes the connection, which clients treat as an error
                 raise
             await send_error(_internal(arrival.id), downstream)
         finally:
@@ -143,7 +143,7 @@ class Serving:
             return
         try:
             await call.run(partial(work, call.downstream))
-        except CallerStalled:  # without an end, the server drops the connection: nobody takes it for whole
+        except CallerStalled:  # the server closes the connection, because the body is incomplete
             return
 
     def _head(self, call: Call) -> Head:
@@ -163,7 +163,7 @@ class Serving:
         )
 
     def refused(self, arrival: Arrival, error: GatewayError | None, key: str | None) -> None:
-        """Record a request that ended before it was run, with the name of its key; no error: it was left."""
+        """Record a request that ended before it ran. `key`: name of its key; no error: the caller left."""
         self._recorder.finished(
             RequestRecord(
                 id=arrival.id,
@@ -183,12 +183,12 @@ class Serving:
 
 
 class Relayed:
-    """The requests of one endpoint whose answers are relayed as they are."""
+    """The requests of one endpoint whose answers are relayed unchanged."""
 
     def __init__(
         self, endpoint: Endpoint, pipeline: Pipeline, readers: Readers, rules: wire.WireRules
     ) -> None:
-        """Read them by `rules`, and have `pipeline` answer them."""
+        """Parse requests by `rules`, and have `pipeline` answer them."""
         self._endpoint = endpoint
         self._pipeline = pipeline
         self._readers = readers
@@ -199,10 +199,10 @@ class Relayed:
         return partial(self._answer, await self.request(received))
 
     async def request(self, received: Received) -> wire.WireRequest:
-        """Return what was asked for.
+        """Parse a request.
 
         Raises:
-            GatewayError: it is nothing that can be asked for.
+            GatewayError: it is invalid.
         """
         return await self._readers.run(partial(self._read, received), received.body)
 
@@ -226,7 +226,7 @@ class ServedChats:
     """`direct_call.Chats`."""
 
     def __init__(self, serving: Serving, read: Read, origins: Origins) -> None:
-        """Serve chats as `read` reads them, to web pages of `origins`, too."""
+        """Serve chats as `read` parses them, for web pages of `origins` too."""
         self.limits = serving.limits
         self.uploads = serving.uploads
         self.origins = origins
@@ -238,15 +238,15 @@ class ServedChats:
         return self._serving.head(headers)
 
     async def chat(self, call: Call) -> None:
-        """Answer a chat, whichever way it came."""
+        """Answer a chat."""
         await self._serving.serve(_CHAT, self._read, call)
 
 
 def new_request_id() -> str:
-    """Return an id that nobody guesses."""
+    """Return an unguessable id."""
     try:
         return _IDS.pop()
-    except IndexError:  # one call of the kernel for many
+    except IndexError:  # one system call for many ids
         drawn = secrets.token_hex(16 * 256)
         _IDS.extend(f"req-{drawn[at : at + 32]}" for at in range(0, len(drawn), 32))
         return _IDS.pop()
@@ -257,7 +257,7 @@ _IDS: list[str] = []
 
 def _headers(raw: Headers) -> dict[str, str]:
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in raw}
-    if "prefer" in headers:  # a list may come in several headers; of any other the last one counts
+    if "prefer" in headers:  # this header may be a list in several lines; of all others the last one is used
         headers["prefer"] = ", ".join(
             [value.decode("latin-1") for name, value in raw if name.lower() == b"prefer"]
         )

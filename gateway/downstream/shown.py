@@ -1,4 +1,4 @@
-"""What operators are shown, as JSON."""
+"""Encodes the admin API's data as JSON."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import msgspec
 
 
 def compact(view: Any) -> bytes:
-    """Return it in one line. What is no list to JSON and can be gone through, a ranking, is shown as one."""
+    """Encode without white space. Iterables such as rankings become lists."""
     return msgspec.json.encode(view, enc_hook=list)
 
 
 def indented(view: Any) -> bytes:
-    """Return it for people."""
+    """Encode with indentation, for people."""
     return msgspec.json.format(compact(view), indent=2)

@@ -1,12 +1,13 @@
-"""The members of an OpenAI request that the gateway reads; everything else travels on as it was sent.
+"""Reads the members of an OpenAI request that the gateway needs; all others are forwarded unchanged.
 
-The body is decoded one level deep: each member stays the bytes it was. What goes to a backend is the object
-put together again from those bytes, with the members the gateway owns replaced. So an unknown member, a
-number's spelling or a nested structure arrives untouched, while a duplicate key or bytes after the object
-cannot mean one thing here and another there.
+The body is decoded one level deep: each member remains raw bytes. The body for a backend is assembled from
+these, with the members that the gateway controls replaced. So unknown members, the spelling of numbers and
+nested structures are preserved, while a duplicate key or data after the object cannot be interpreted
+differently by gateway and backend.
 
-What the gateway reads of a chat is decoded a second time, all at once, into `Chat`: a long text is walked
-twice and decoded once. Whatever does not fit that is read member by member, and each complaint names its own.
+The members that the gateway reads of a chat are decoded a second time, all at once, into `Chat`: a long text
+is scanned twice and decoded once. A body that does not fit is decoded member by member, so that each error
+names its member.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,13 +49,13 @@ from gateway.downstream.placing import put_long
 from gateway.ports import Arrival, Headers
 
 MODEL_CHARS_MAX = 256
-"""Names are echoed, kept and shown: one longer than this is no name."""
+"""Names are echoed, stored and displayed; longer ones are invalid."""
 
 MEMBERS_MAX = 512
-"""Members of a body: no engine knows nearly as many."""
+"""Maximum members of a body: no engine has nearly as many."""
 
 SOFT_TOKENS_MAX = 1_048_576
-"""What a request may ask for per image: a larger number counts as this, which is longer than any window."""
+"""Maximum tokens that a request may ask for per image: larger numbers count as this, beyond any window."""
 
 _TEXTS = ("text", "refusal", "thinking")
 _MEDIA = ("image_url", "audio_url", "video_url")
@@ -76,9 +77,9 @@ _BOM = b"\xef\xbb\xbf"
 _ASIDE = frozenset(
     {"tools", "stream_options", "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs"}
 )
-"""What is read of a chat besides `Chat`: mostly absent."""
+"""Members of a chat outside `Chat`, mostly absent."""
 _NO_PROMPT = "`prompt` must be a string, an array of strings or of tokens."
-_NEAR = 64  # bytes, with the white space that there may be
+_NEAR = 64  # bytes, including possible white space
 _INCLUDE_USAGE = msgspec.Raw(b'{"include_usage":true}')
 
 
@@ -87,15 +88,15 @@ class WireRules:
     """What the operator allows in a request body.
 
     Attributes:
-        choices_max: Most choices (`n` times prompts) of one request.
-        messages_max: Most messages, parts and tool calls of a message, and prompts, each; work per item is
-            bounded by it.
-        parts_max: Most parts and tool calls of all messages together.
-        tools_max: Most tools.
-        token_ids_max: Most tokens of a prompt that comes as ids.
-        remote_media: Whether images and audio may be URLs that the backend fetches.
-        drop_fields: Members left out because they reach into the engine.
-        usage_in_streams: Ask backends for the usage event of every stream.
+        choices_max: Maximum choices (`n` times prompts) of a request.
+        messages_max: Maximum messages, parts and tool calls of a message, and prompts, each; limits the work
+            per item.
+        parts_max: Maximum parts and tool calls of all messages together.
+        tools_max: Maximum tools.
+        token_ids_max: Maximum tokens of a prompt given as ids.
+        remote_media: Whether images and audio may be URLs, which the backend fetches.
+        drop_fields: Members to remove because they give access to engine internals.
+        usage_in_streams: Whether to ask backends for a usage event in every stream.
     """
 
     choices_max: int = 16
@@ -110,7 +111,7 @@ class WireRules:
 
 @valueclass(frozen=True, slots=True)
 class WireRequest:
-    """`ports.Incoming` for a decoded body."""
+    """`ports.Incoming` for a parsed body."""
 
     arrival: Arrival
     request: Request
@@ -129,17 +130,17 @@ class WireRequest:
                 return msgspec.json.decode(self.cut.put_back(bytes(raw)))
             return None if raw is None else msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None  # the backend will say so
+            return None  # the backend will report the error
 
     def body_for(self, served_model: str, changes: Changes = NO_CHANGES) -> bytes:
         """See `ports.Incoming.body_for`."""
         members = _changed(self.members, changes) if changes else self.members
         body = _object({"model": msgspec.json.encode(served_model), **members})
-        return body if self.cut is None else self.cut.put_back(body)  # copied here, and nowhere before
+        return body if self.cut is None else self.cut.put_back(body)  # the only copy of the body
 
 
 def _object(members: Mapping[str, bytes | msgspec.Raw]) -> bytes:
-    """Return an object of members that are written by now."""
+    """Assemble an object from encoded members."""
     parts: list[bytes | msgspec.Raw] = []
     for name, written in members.items():
         parts += (b"," if parts else b"{", msgspec.json.encode(name), b":", written)
@@ -148,7 +149,7 @@ def _object(members: Mapping[str, bytes | msgspec.Raw]) -> bytes:
 
 
 def _changed(members: Mapping[str, msgspec.Raw], changes: Changes) -> Mapping[str, msgspec.Raw]:
-    """Return the members with `changes` in them; what stands beside a change keeps its bytes."""
+    """Return the members with `changes` applied; siblings of a change keep their bytes."""
     changed = dict(members)
     for (name, *inner), value in changes.items():
         raw = msgspec.Raw(msgspec.json.encode(value))
@@ -169,11 +170,11 @@ def read(
     headers: Mapping[str, str] | None = None,
     forwarded: Headers = (),
 ) -> WireRequest:
-    """Return what the gateway reads of a request body.
+    """Parse a request body.
 
     Raises:
-        InvalidRequest: it is not JSON, not an object, or a member the gateway reads has a wrong type.
-        BodyTooLarge: it is more than can be decoded without holding everybody up.
+        InvalidRequest: it is not a JSON object, or a member that the gateway reads has a wrong type.
+        BodyTooLarge: decoding it would block the process for too long.
     """
     is_chat = endpoint is Endpoint.CHAT
     has_long = is_chat and len(body) >= LONG_BYTES and may_hold_long_texts(body)
@@ -216,12 +217,12 @@ def _read_around(
     headers: Mapping[str, str] | None,
     forwarded: Headers,
 ) -> WireRequest | None:
-    """Return what is read of a chat whose long strings were cut out; None: it is to be read as a whole.
+    """Parse a chat whose long strings were cut out. None: it must be parsed as a whole.
 
-    So is whatever there is to complain about.
+    That includes all invalid ones.
     """
     if len(cut.rest) > SLICE_BYTES:
-        return None  # too much to be decoded at once
+        return None  # too large to be decoded at once
     try:
         members = members_of(cut.rest)
         seen = CHAT.decode(cut.rest.removeprefix(_BOM))
@@ -259,9 +260,9 @@ def read_members(
     seen: "Chat | None" = None,
     cut: CutOut | None = None,
 ) -> WireRequest:
-    """Return what the gateway reads of a request, given as the members of its body, which are taken over.
+    """Parse a request, given as the members of its body; takes ownership of `members`.
 
-    `seen`: the same members, where they could be decoded at once. `cut`: what they lack.
+    `seen`: the same members, if they could be decoded at once. `cut`: the strings that were cut out.
 
     Raises:
         InvalidRequest: a member the gateway reads has a wrong type.

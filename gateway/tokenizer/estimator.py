@@ -25,7 +25,7 @@ from gateway.tokenizer.learning import LearnedMargin, LearnedRatios
 from gateway.tokenizer.vocab import Vocabulary, load
 
 INLINE_BYTES = 16_384
-"""Up to this size, counting takes 1 ms, or 4 ms for hostile text (docs/estimate.md#time): no thread needed."""
+"""Up to this size, counting takes 1 ms, or 4 ms for hostile text (docs/estimate.md#time)."""
 INLINE_TEXTS = 512
 """Including roles and names. Each text takes 1 us, or 3 us if its count is not cached."""
 THREADS = 2
