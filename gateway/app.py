@@ -1,6 +1,6 @@
-"""The composition root: builds the concrete things, joins them, and runs them as one process.
+"""The composition root: builds all components, wires them, and runs them as one process.
 
-Nothing else constructs an adapter, and nothing here decides anything.
+Nothing else constructs an adapter, and nothing here makes decisions.
 """
 
 import asyncio
@@ -76,11 +76,11 @@ from gateway.what_if import WhatIf
 log = logging.getLogger("gateway.process")
 
 STOP_S = 5.0
-"""Seconds in which connections close once their requests have ended or were cut."""
+"""How long connections may take to close after their requests have ended or were cut off."""
 
 CLOSE_S = 30.0
-"""Seconds in which what is left of telemetry is sent. The thread that was to do it may have died for lack of
-memory, and then never answers."""
+"""How long telemetry may take to send what is left. Its thread may have died for lack of memory, and then
+never responds."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RELOAD_SIGNAL = signal.SIGHUP
@@ -89,12 +89,12 @@ _LOST = frozenset({State.HUNG, State.DOWN})
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A gateway that serves.
+    """A running gateway.
 
     Attributes:
-        url: Base URL for applications; "" where none can connect.
-        admin_url: Base URL for operators, or None where the admin listener is off.
-        gateway: What serves it.
+        url: Base URL for applications; "" if it does not serve any.
+        admin_url: Base URL for operators; None if the admin listener is off.
+        gateway: The gateway itself.
     """
 
     url: str
@@ -107,13 +107,13 @@ class _Part(Protocol):
 
 
 class Gateway:
-    """One gateway process, joined. Secrets and files are read here, once."""
+    """One gateway process, fully wired. Secrets and files are read here, once."""
 
     def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
         """Build everything from a valid configuration.
 
         Raises:
-            ConfigError: something it names is missing or unusable.
+            ConfigError: something that it refers to is missing or unusable.
         """
         settings.require(environ)
         self.settings = settings
@@ -244,7 +244,7 @@ class Gateway:
             trace_of=passed_on if self.tracing is None else self.tracing.begin,
             window_of=self._window_of,
         )
-        self.chats: Chats | None = self.applications.chats  # None: all of them take the ASGI way
+        self.chats: Chats | None = self.applications.chats  # None: all of them are handled by ASGI
         self.batch_runner = parts.batch_runner(
             settings, self.batching, self.jobs, self.applications.batch_lines
         )
@@ -295,10 +295,10 @@ class Gateway:
         )
 
     def _prepare(self, settings: Settings) -> Callable[[], Awaitable[None]]:
-        """Return what makes other settings those that count. What may fail is done by then.
+        """Return a function that applies other settings. Everything that can fail is done before it returns.
 
         Raises:
-            ConfigError: they cannot be used.
+            ConfigError: they cannot be applied.
         """
         return partial(
             self._put_in_force,
@@ -317,7 +317,7 @@ class Gateway:
         digests: Mapping[str, bytes],
         tls: Mapping[str, ssl.SSLContext | bool],
     ) -> None:
-        """Make other settings those that count, all in one step."""
+        """Apply other settings atomically."""
         for name in set(self.policy.backends) - set(policy.backends):
             self.counts.forget(name)
         self.settings, self.policy = settings, policy
@@ -354,7 +354,7 @@ class Gateway:
 
     def _backend_sampled(self, backend_id: str, engine: EngineSample) -> None:
         if self._store is not None and self._store.keeps_to_part:
-            self.counts.forget(backend_id)  # what the other gateways have there is not known
+            self.counts.forget(backend_id)  # what the other gateways hold there is unknown
             return
         backend = self.policy.backends[backend_id]
         before, after = self.counts.observe(engine, self.ledger.load(backend_id), backend)
@@ -364,10 +364,10 @@ class Gateway:
             self.pipeline.room.look()
 
     def readiness(self) -> Mapping[str, bool]:
-        """Return what must hold for `/readyz`, each by its name."""
+        """Return the conditions for `/readyz`, by name."""
         statuses = self.fleet.statuses()
         up = any(kept_out(backend, statuses[name]) is None for name, backend in self.policy.backends.items())
-        # A box that changes models serves nobody for minutes, but what waits for it is not lost.
+        # A box that is swapping serves nobody for minutes, but requests that wait for it are not lost.
         return {"a_backend_is_up": up or self.boxes.can_serve_later}
 
     def _readiness_for_operators(self) -> Mapping[str, bool]:
@@ -383,18 +383,18 @@ class Gateway:
 
     @property
     def in_flight(self) -> int:
-        """Requests of applications that run; of a process that only works jobs off, its jobs."""
+        """Number of requests being served; for a process that only runs jobs, its jobs."""
         if self.settings.is_job_worker and self.worker is not None:
             return self.worker.running
         return self.applications.serving.in_flight
 
     @property
     def notice_s(self) -> float:
-        """Seconds between the order to stop and the first request that is refused."""
+        """Seconds between the signal to stop and the first rejected request."""
         return 0.0 if self.settings.is_job_worker else self.settings.shutdown.notice_s
 
     async def give_notice(self) -> None:
-        """Be not ready, and go on as ever for `notice_s`."""
+        """Become unready, but continue to serve for `notice_s`."""
         notice_s = self.notice_s
         if notice_s:
             log.info(
@@ -406,7 +406,7 @@ class Gateway:
             await anyio.sleep(notice_s)
 
     async def drain(self) -> None:
-        """Take nothing new, and return when everything that is `in_flight` has ended."""
+        """Reject new requests, and return when everything `in_flight` has ended."""
         if self.worker is not None:
             self.worker.drain(lambda: self.applications.waiting_in_place > 0)
         if self.settings.is_job_worker and self.worker is not None:
@@ -416,7 +416,7 @@ class Gateway:
 
     @asynccontextmanager
     async def running(self, listen: socket.socket | None = None) -> AsyncIterator[Running]:
-        """Serve on the configured addresses while the block runs.
+        """Serve on the configured addresses for the duration of the block.
 
         Applications connect to `listen`, if given: a socket that this process was started with.
 
@@ -455,7 +455,7 @@ class Gateway:
         return BackendView(backend, Load(), status).capacity.context_tokens
 
     def _at_work(self) -> list[_Part]:
-        """Return the parts that work while the gateway runs, as far as it has them."""
+        """Return the parts that run while the gateway serves, as far as they are configured."""
         parts: list[_Part | None] = [
             self.loop_watch,
             self.open_files,
@@ -506,7 +506,7 @@ class Gateway:
             await anyio.to_thread.run_sync(self._close_telemetry, abandon_on_cancel=True)
 
     def _close_telemetry(self) -> None:
-        """Tell and send what is left; a receiver that is away holds that up for some seconds."""
+        """Send and write what is left; an unreachable receiver delays this by some seconds."""
         logs.tell_kept_back(inf)
         if self.tracing is not None:
             self.tracing.close()
@@ -521,9 +521,9 @@ async def serve(
 ) -> None:
     """Run a gateway until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
 
-    SIGHUP has it read its configuration again. A signal that comes before its store runs ends it at once.
+    SIGHUP reloads the configuration. A signal that arrives before the store is running ends it at once.
 
-    Jobs are kept beside it where the file names no store; a worker of jobs uses what `serve` keeps there.
+    Jobs are stored in an embedded store if the file names none, which a separate worker uses too.
 
     Raises:
         ConfigError: it cannot be built from these settings, or an address cannot be bound.
@@ -548,7 +548,7 @@ async def serve(
                     await serve_until(signals, gateway, ready=ready)
                 else:
                     log.info("stopped", extra=about("stopped"))
-            except ConfigError as error:  # carried out by value: the group would wrap it
+            except ConfigError as error:  # returned by value, because the task group would wrap it
                 failure = error
             tasks.cancel_scope.cancel()
     if failure is not None:
@@ -556,9 +556,9 @@ async def serve(
 
 
 async def start_store(tasks: TaskGroup, folder: Path | None, stops: AsyncIterator[object]) -> str | None:
-    """Keep a store in `tasks`, and return its URL once it answers: up to two minutes later, if it has much
-    to read in `folder`. Return None if one of `stops` comes before: there is no store then, or it is to be
-    cancelled.
+    """Run a store in `tasks`, and return its URL once it responds: up to two minutes later, if it has to load
+    a lot from `folder`. Return None if one of `stops` comes first: then there is no store, or it is about to
+    be cancelled.
 
     Raises:
         ConfigError: it cannot be started.
@@ -575,7 +575,7 @@ async def start_store(tasks: TaskGroup, folder: Path | None, stops: AsyncIterato
         race.start_soon(wait_told)
         try:
             url = await tasks.start(keep_store, folder)
-        except ConfigError as error:  # carried out by value: the group would wrap it
+        except ConfigError as error:  # returned by value, because the task group would wrap it
             failure = error
         race.cancel_scope.cancel()
     if failure is not None:
@@ -590,7 +590,7 @@ async def serve_until(
     ready: Callable[[Running], None],
     listen: socket.socket | None = None,
 ) -> None:
-    """Run a gateway until the first of `stops`, then drain it; the second ends it at once.
+    """Run a gateway until the first of `stops`, then drain it; the second one ends it at once.
 
     Raises:
         ConfigError: an address cannot be bound.
@@ -619,7 +619,7 @@ async def serve_until(
 
 
 async def reread_on(hints: AsyncIterator[object], gateway: Gateway) -> None:
-    """Have a gateway read its configuration again for each of `hints`, until cancelled."""
+    """Reload the configuration of a gateway for each of `hints`, until cancelled."""
     async for _ in hints:
         await gateway.reloader.reread("signal")
 

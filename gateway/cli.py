@@ -34,7 +34,7 @@ log_level_option = click.option(
 
 
 class Commands(click.RichGroup):
-    """The commands of this file, and those that live with what they start and are loaded only then."""
+    """The commands of this file, and those defined in other modules, which are imported only when used."""
 
     elsewhere: ClassVar[Mapping[str, str]] = {
         "box-switch": "gateway.simulator.box_command",
@@ -46,11 +46,11 @@ class Commands(click.RichGroup):
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return every name."""
+        """Return all names."""
         return sorted((*super().list_commands(ctx), *self.elsewhere))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of that name, or None."""
+        """Return the command with that name, or None."""
         if cmd_name not in self.elsewhere:
             return super().get_command(ctx, cmd_name)
         command: click.Command = getattr(import_module(self.elsewhere[cmd_name]), cmd_name.replace("-", "_"))
@@ -102,11 +102,11 @@ def worker(config: Path, log_level: str, admin: str | None) -> None:
 
 
 def _hear_early_signals() -> None:
-    """Ignore SIGHUP, and end at SIGTERM, until the gateway listens for them, some seconds from here.
+    """Ignore SIGHUP and exit on SIGTERM until the gateway handles signals, some seconds later.
 
-    SIGHUP would end the process. Nothing is lost: the configuration that is about to be read is the one that
-    the signal is about. SIGTERM would be lost on the first process of a container, which Linux spares the
-    signals that it has not asked for: it would start, and serve until it is killed.
+    SIGHUP would end the process; it can be ignored, because the configuration is read after this anyway.
+    SIGTERM would be lost for the first process of a container, which Linux exempts from signals without a
+    handler: it would start, and serve until killed.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # nothing has been started yet
@@ -252,7 +252,7 @@ def tokens(file: Path, vocab: Path | None, as_json: bool) -> None:
         click.echo(f"{measured.tokens} tokens ({measured.mode.value}), {measured.bytes} bytes, {took}")
 
 
-@main.group(cls=click.RichGroup)  # else one of the class of `main`, with the commands from elsewhere
+@main.group(cls=click.RichGroup)  # not the class of `main`, which adds other commands
 def vocab() -> None:
     """Build the vocabulary for exact token counts."""
 
@@ -286,7 +286,7 @@ def _header(text: str) -> tuple[str, str]:
 
 
 def _usable(action: Callable[[], T]) -> T:
-    """Return what `action` returns; a configuration that cannot be used ends the command with status 2."""
+    """Return the result of `action`; an unusable configuration ends the command with status 2."""
     try:
         return action()
     except ConfigError as error:

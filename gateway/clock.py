@@ -1,4 +1,4 @@
-"""The system's clocks, behind the port that everything else takes its time from."""
+"""The system's clocks, behind the port from which everything else gets its time."""
 
 import time
 
@@ -6,6 +6,6 @@ import time
 class SystemClock:
     """`ports.Clock` by the system's clocks."""
 
-    # Called some twenty times for a request: without a frame of Python's in between.
+    # Called some twenty times per request: aliases avoid a Python frame.
     now = staticmethod(time.monotonic)
     wall = staticmethod(time.time)  # noqa: TID251 - the one place where the wall clock is read

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options shared by several commands."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 
 def config_option(help: str = "The configuration file.", *, required: bool = True) -> Callable[[F], F]:
-    """Return the option by which a command is told of a configuration; otherwise CONFIG_ENV tells it."""
+    """Return the option for the configuration file, which defaults to the variable CONFIG_ENV."""
     return click.option(
         "--config",
         "-c",

@@ -1,14 +1,14 @@
-"""What a log line is about, for machines: the name of the event, and its fields.
+"""Structured fields for log lines: the name of the event, and its details.
 
-A line is written with `logging`, by whoever knows of the event, in words for people; `extra=about(...)` says
-the same in fields. docs/logs.md lists every event, and a test holds it to the code.
+Lines are written with `logging`, in words for people; `extra=about(...)` adds the same in fields for
+machines. docs/logs.md lists every event, and a test keeps it complete.
 """
 
 from typing import Any
 
 
 def about(name: str, **fields: Any) -> dict[str, Any]:
-    """Return the `extra` of a log call. What is None is left out. Names are stable, as metrics' are.
+    """Return the `extra` of a log call; fields that are None are omitted. Names are stable, like metrics'.
 
     Never a field: prompts, answers, keys, query strings.
     """

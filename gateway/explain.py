@@ -1,4 +1,4 @@
-"""Why a request would go where it would go, for a person at a terminal: worked out here, or by a gateway."""
+"""Explains where a request would go and why, offline or by asking a running gateway, for the terminal."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ TIMEOUT_S = 15.0
 
 
 class NotAnswered(Exception):
-    """The admin port did not explain anything. The message says why."""
+    """The admin port did not return an explanation. The message says why."""
 
 
 async def explain(
@@ -35,7 +35,7 @@ async def explain(
 
     Raises:
         ConfigError: the vocabulary cannot be used.
-        CallerError: the gateway would refuse the request before looking at backends.
+        CallerError: the gateway would reject the request before considering backends.
     """
     policy = settings.policy()
     incoming = what_if.read(settings, body, completions=completions, key=key, headers=headers)
@@ -58,11 +58,11 @@ def ask(
     headers: Mapping[str, str] | None = None,
     config: bytes | None = None,
 ) -> Mapping[str, Any]:
-    """Return the decision of a running gateway for a request body, on its fleet as it stands.
+    """Return the decision of a running gateway for a request body, on its fleet in its current state.
 
     Raises:
-        NotAnswered: it cannot be reached, or does not answer this.
-        GatewayError: what it would answer to such a request instead.
+        NotAnswered: it is unreachable, or its answer is not an explanation.
+        GatewayError: the error it would return for such a request.
     """
     question: dict[str, Any] = {
         "request": wire.members_of(body),
@@ -86,7 +86,7 @@ def ask(
 
 
 class _Refused(GatewayError):
-    """What a running gateway would answer."""
+    """The error a running gateway would return."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
         super().__init__(told["message"], code=told["code"])
@@ -112,7 +112,7 @@ _SCORES = {"spare knee": "spare_knee", "speed": "speed", "affinity": "prefix_aff
 
 
 def show(found: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print an explanation, as its JSON, for a person."""
+    """Print an explanation, given as JSON, for people."""
     console = console or Console(highlight=False)
     decision = found["decision"]
     estimate, demand = decision["estimate"], decision["demand"]

@@ -22,7 +22,7 @@ from gateway.core.jobs import JobStatus
 ADMIN_ENV = "GEMMA_GATEWAY_ADMIN"
 DEFAULT = "http://127.0.0.1:9090"
 TIMEOUT_S = 15.0
-PIPED_WIDTH = 250  # nothing is cut off where no terminal says how wide it is
+PIPED_WIDTH = 250  # nothing is truncated if the output is not a terminal
 FAILURE, USAGE = 1, 2
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _STYLES = {"completed": "green", "failed": "red", "in_progress": "cyan", "cancelled": "dim"}
@@ -31,7 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _common(command: F) -> F:
-    """Add the options that every command here has."""
+    """Add the options shared by all commands here."""
     options = (
         click.option(
             "--admin", metavar="URL", envvar=ADMIN_ENV, show_envvar=True, help="URL of the admin port."
@@ -137,11 +137,11 @@ def drain(undo: bool, admin: str | None, config: Path | None, as_json: bool) -> 
     _done(view, as_json, "workers take jobs" if not view["drained"] else _drained(view).plain)
 
 
-# ------------------------------------------------------------------ asking
+# ------------------------------------------------------------------ HTTP
 
 
 def _base(admin: str | None, config: Path | None) -> str:
-    """Return the URL of the admin port. Ends the command with status 2 where it is none."""
+    """Return the URL of the admin port. Ends the command with status 2 if it is invalid."""
     if admin is not None:
         try:
             parts = urlsplit(admin)
@@ -164,7 +164,7 @@ def _base(admin: str | None, config: Path | None) -> str:
 
 
 def _ask(method: str, base: str, path: str, query: Mapping[str, str] | None = None) -> Any:
-    """Return what the admin port says of jobs. Ends the command with status 1 where it says no."""
+    """Return the admin port's answer. Ends the command with status 1 if it is an error."""
     try:
         answer = httpx.request(
             method, f"{base}/admin/jobs{path}", params=query, timeout=TIMEOUT_S, trust_env=False
@@ -189,7 +189,7 @@ def _fail(message: str, status: int = FAILURE) -> NoReturn:
     sys.exit(status)
 
 
-# ------------------------------------------------------------------ for people
+# ------------------------------------------------------------------ output for people
 
 
 def _console() -> Console:
@@ -236,7 +236,7 @@ def _jobs(found: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _history(job: Mapping[str, Any]) -> Table:
-    """Return what is known of a job, in the order in which it came about."""
+    """Return the details of a job, in chronological order."""
     error = job["error"]
     rests = "" if job["rests_s"] is None else f", not before {_span(job['rests_s'])} from now"
     place = "" if job["position"] is None else f", place {job['position']} in its lane{rests}"
@@ -281,7 +281,7 @@ def _moment(at: float | None, ago_s: float | None, worker: str | None = None) ->
 
 
 def _span(seconds: float | None) -> str:
-    """Return a time as people say it: 5 s, 12 min, 3 h 05 min, 2 d 4 h."""
+    """Format a duration: 5 s, 12 min, 3 h 05 min, 2 d 4 h."""
     if seconds is None:
         return ""
     if seconds < 60:
@@ -294,5 +294,5 @@ def _span(seconds: float | None) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return text that does nothing to a terminal, nor to a table: a backend's words may be in it."""
+    """Return text that is safe for terminals and tables: it may contain a backend's words."""
     return "".join(char if char.isprintable() else " " for char in text)

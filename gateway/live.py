@@ -1,4 +1,4 @@
-"""What the console follows: the fleet as it stands, who waits, what has ended, and the last minutes."""
+"""The data for the console: current state, waiting requests, finished requests, and the last minutes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ WAITERS_MAX = 50
 
 
 class Live:
-    """The console's side of one gateway process. Figures only: no text is kept that could be shown."""
+    """The console's data source in one gateway process. It contains no text of requests."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Live:
         self._clock = clock
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Return what is true at this moment."""
+        """Return the current state."""
         policy = self._policy()
         return {
             "at": round(self._clock.wall(), 3),
@@ -48,17 +48,17 @@ class Live:
         }
 
     def history(self) -> History:
-        """Return the last minutes."""
+        """Return statistics of the last minutes."""
         return self._journal.history(self._clock.now())
 
     def ended(self, since: int) -> tuple[int, Sequence[Mapping[str, Any]]]:
-        """Return how many requests have ended by now, and those kept of them after the first `since`,
-        the newest first."""
+        """Return the number of finished requests, and the kept ones after number `since`,
+        newest first."""
         rows = [_row(number, record) for number, record in self._journal.since(since)]
         return self._journal.count, rows
 
     def request(self, request_id: str) -> RequestRecord | None:
-        """Return all that is kept of a request, or None."""
+        """Return the full record of a request, or None."""
         return self._journal.find(request_id)
 
     def _waiting(self, policy: Policy) -> Mapping[str, Any]:

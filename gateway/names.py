@@ -1,13 +1,13 @@
-"""An event loop to which host names do no harm: neither unanswered look-ups, nor addresses that are gone.
+"""An event loop with robust name resolution: slow lookups block no others, and dead addresses are skipped.
 
-uvloop looks names up in two threads, asyncio in a few that others need as well. A name for which no server
-answers holds such a thread for ten seconds or more, and whoever asked has given up and asks anew long before:
-soon no other name is found either, and every backend that has one is out of service. So each name has a
-thread of its own here, and whoever asks for it meanwhile waits for the same answer. There are never more of
-these threads than names in the configuration, and none delays the end of the process.
+uvloop resolves names in two threads, asyncio in a small pool that is shared with other work. A name whose
+servers do not respond occupies a thread for ten seconds or more, while its callers time out and ask again:
+soon no other name is resolved, and all backends with a name are out of service. So here each name has its own
+thread, and concurrent lookups of a name share the result. There are never more such threads than names in
+the configuration, and none delays the end of the process.
 
-A name may have several addresses. Neither loop tries the second before the first has failed, which takes a
-host that is gone longer than any caller waits. Here it is tried `APART_S` later.
+If a name has several addresses, both loops try the second one only after the first has failed, which, for a
+host that is down, takes longer than any caller waits. Here it is tried after `APART_S`.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from typing import Any
 from gateway import threads
 
 APART_S = 0.25
-"""An address that has not answered for this long is not waited for alone: RFC 8305's time."""
+"""Delay before the next address is tried concurrently, as recommended by RFC 8305."""
 
 _Question = tuple[str | bytes | None, str | bytes | int | None, int, int, int, int]
 _Found = list[tuple[Any, ...]]
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """Return what makes such event loops: uvloop's where it is installed, else asyncio's."""
+    """Return a factory of such event loops: based on uvloop if it is installed, or else on asyncio."""
     base: Any = asyncio.SelectorEventLoop
     if find_spec("uvloop") is not None:
         import uvloop
@@ -69,7 +69,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def _is_name(host: Any) -> bool:
-    """Return whether a host has to be looked up."""
+    """Return whether a host must be resolved."""
     if not host or not isinstance(host, str | bytes):
         return False
     try:
@@ -82,10 +82,10 @@ def _is_name(host: Any) -> bool:
 async def _look_up(
     loop: asyncio.AbstractEventLoop, under_way: dict[_Question, asyncio.Future[_Found]], question: _Question
 ) -> _Found:
-    """Return the answer to a question, which may have been asked by others already.
+    """Resolve a name, joining a lookup in progress.
 
     Raises:
-        OSError, UnicodeError: there is none.
+        OSError, UnicodeError: it cannot be resolved.
     """
     answer = under_way.get(question)
     if answer is None:
@@ -100,16 +100,16 @@ def _forget(
 ) -> None:
     del under_way[question]
     if not answer.cancelled():
-        answer.exception()  # that is, nobody has to look at it: whoever asked may have left
+        answer.exception()  # marks the exception as retrieved, since all callers may have left
 
 
 async def _first_connected(
     loop: asyncio.AbstractEventLoop, found: Sequence[tuple[Any, ...]]
 ) -> socket.socket:
-    """Return a socket connected to the first of these addresses that takes it.
+    """Return a socket connected to the first address that accepts.
 
     Raises:
-        OSError: none does. It is that of the last.
+        OSError: none does; the error of the last one.
     """
     left = list(found)
     tries: set[asyncio.Task[socket.socket]] = set()
@@ -135,7 +135,7 @@ async def _first_connected(
 
 
 def _drop(one: asyncio.Task[socket.socket]) -> None:
-    """Close a connection that was made when another had been taken."""
+    """Close a connection that lost the race."""
     if not one.cancelled() and one.exception() is None:
         one.result().close()
 

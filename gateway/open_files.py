@@ -1,9 +1,8 @@
-"""How many files and connections this process may have open, and how many it has.
+"""The limit on open files, and how much of it is used.
 
-A request in flight has two connections, and Linux starts a process with room for 1,024 files: so 500 callers
-would be all. The kernel lets every process have as many as its hard limit says, mostly 524,288 or more, if it
-asks; the low number is only for programs that use select(2). So a gateway asks, as Go's programs and most
-servers do.
+A request in flight has two connections, and Linux starts processes with a limit of 1,024 open files, which is
+reached with 500 callers. A process may raise it to its hard limit, usually 524,288 or more; the low default
+exists only for programs that use select(2). So the gateway raises it, like Go programs and most servers.
 """
 
 import logging
@@ -18,44 +17,44 @@ from gateway.events import about
 log = logging.getLogger("gateway.process")
 
 ENOUGH = 1_048_576
-"""Where the hard limit is higher than this, or there is none."""
+"""Used if the hard limit is higher, or unlimited."""
 
 LOOK_S = 5.0
 SHORT_ABOVE = 0.9
-"""Share of the limit, above which few are left."""
+"""Share of the limit above which a warning is logged."""
 
 _FOLDER = "/proc/self/fd"
 
 
 def raise_limit() -> int:
-    """Let this process, and those it starts, have as many files as the system allows; return how many."""
+    """Raise the limit of this process and its children as far as the system allows; return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # macOS has limits that it does not tell
+        with suppress(OSError, ValueError):  # macOS does not report its effective limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class OpenFiles:
-    """Says when few are left: beyond the limit, new connections are closed without a word."""
+    """Warns when few file descriptors are left: beyond the limit, new connections are closed silently."""
 
     def __init__(self) -> None:
-        """Take it that many are left."""
+        """Assume that many are left."""
         self._is_short = False
 
     async def run(self) -> None:
-        """Look until cancelled, where the system can tell."""
+        """Check periodically until cancelled, if the system supports it."""
         while os.path.isdir(_FOLDER):  # noqa: ASYNC240 - never on a disk
             self.look()
             await anyio.sleep(LOOK_S)
 
     def look(self) -> None:
-        """Write a line if few are left, or are no longer."""
+        """Log when few are left, and when that is over."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         try:
             count = len(os.listdir(_FOLDER))
-        except OSError:  # it cannot even be opened to be looked at
+        except OSError:  # no descriptor is left to check with
             count = limit
         was_short, self._is_short = self._is_short, 0 < limit * SHORT_ABOVE < count
         if self._is_short and not was_short:

@@ -1,4 +1,4 @@
-"""The parts of a gateway, each built from its sections of the configuration. Files are read here, once."""
+"""Factories for the parts of a gateway, from the sections of the configuration. Files are read here, once."""
 
 import logging
 import secrets
@@ -64,7 +64,7 @@ log = logging.getLogger("gateway.process")
 
 
 def ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
-    """Return what counts places: for this process alone, or for all that share the store."""
+    """Return the ledger: for this process alone, or for all that share the store."""
     if settings.store is None:
         return MemoryLedger()
     return FallbackLedger(
@@ -78,7 +78,7 @@ def ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
 
 
 def board(settings: Settings, clock: SystemClock) -> MemoryBoard | RedisBoard:
-    """Return where the owner of a box is agreed on."""
+    """Return the board on which processes agree on the owners of boxes."""
     if settings.store is None or not settings.boxes:
         return MemoryBoard(clock.now)
     return RedisBoard.at(settings.store.url, settings.store.prefix)
@@ -91,7 +91,7 @@ def members(
     secrets: Mapping[str, str],
     tls: Mapping[str, ssl.SSLContext | bool],
 ) -> Mapping[str, Member]:
-    """Return how each model of a box is started, stopped and tried."""
+    """Return how each model of a box is started, stopped and checked."""
     return {
         member: Member(
             backends[member],
@@ -122,14 +122,14 @@ def _call(section: RequestSection) -> Call:
 
 
 def box_settle_s(settings: Settings) -> float:
-    """Return how long a box drains at least, so that nothing that waits for it is overlooked."""
+    """Return the minimum drain time of a box, so that no request on its way to it is missed."""
     if settings.store is not None:
         return SETTLE_S
     return JOBS_SETTLE_S if settings.jobs_store is not None else 0.0
 
 
 def response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStore | RedisResponseStore:
-    """Return where responses are kept."""
+    """Return the store for responses."""
     bytes_max = settings.responses.max_bytes_per_key
     if settings.store is None:
         return MemoryResponseStore(clock, bytes_max)
@@ -137,7 +137,7 @@ def response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStor
 
 
 def promises(settings: Settings, clock: SystemClock) -> PromiseKeeping:
-    """Return where answers are kept for idempotency keys: in whichever store there is."""
+    """Return the store for answers by idempotency key, and its rules."""
     section, store = settings.idempotency, settings.jobs_store or settings.store
     bytes_max = section.max_bytes_per_key
     kept = (
@@ -149,7 +149,7 @@ def promises(settings: Settings, clock: SystemClock) -> PromiseKeeping:
 
 
 def jobs(settings: Settings) -> RedisJobs | None:
-    """Return where jobs are kept, or None where there are none."""
+    """Return the job store; None without jobs."""
     store = settings.jobs_store
     return None if store is None else RedisJobs(store.url, prefix=store.prefix)
 
@@ -162,7 +162,7 @@ def background(
     away_s: Callable[[str], float | None],
     recorder: Recorder,
 ) -> Background | None:
-    """Return what takes jobs in and shows them to their callers, or None where there are none."""
+    """Return what accepts jobs and shows them to their callers; None without jobs."""
     section = settings.jobs
     if section is None or jobs is None:
         return None
@@ -178,7 +178,7 @@ def background(
 def job_metrics(
     metrics: Metrics, watch: QueueWatch | None, policy: Callable[[], Policy], clock: SystemClock
 ) -> JobMetrics | None:
-    """Return what measures jobs, or None where there are none."""
+    """Return the metrics of jobs; None without jobs."""
     if watch is None:
         return None
 
@@ -196,7 +196,7 @@ def worker(
     metrics: JobMetrics | None,
     tracing: "Tracing | None",
 ) -> Worker | None:
-    """Return this process's worker, or None where it works no jobs off."""
+    """Return this process's worker; None if it runs no jobs."""
     section = settings.jobs
     if section is None or jobs is None or not settings.works_jobs:
         return None
@@ -228,7 +228,7 @@ def worker(
 
 
 def batching(settings: Settings) -> Batching | None:
-    """Return where batches and files are kept, and what is allowed, or None where there are no jobs."""
+    """Return the stores of batches and files, and their rules; None without jobs."""
     store, section = settings.jobs_store, settings.jobs
     if store is None or section is None:
         return None
@@ -246,7 +246,7 @@ def batching(settings: Settings) -> Batching | None:
 def batch_runner(
     settings: Settings, batching: Batching | None, jobs: RedisJobs | None, lines: BatchLines
 ) -> BatchRunner | None:
-    """Return what works batches off in this process, or None where there are no jobs."""
+    """Return this process's batch runner; None without jobs."""
     section = settings.jobs
     if section is None or batching is None or jobs is None:
         return None
@@ -255,14 +255,14 @@ def batch_runner(
 
 
 def process_name() -> str:
-    """Return a name that no other process has."""
+    """Return a unique name for this process."""
     return f"{socket.gethostname()}-{secrets.token_hex(4)}"
 
 
 def webhooks(
     settings: Settings, environ: Mapping[str, str], clock: SystemClock, metrics: Metrics
 ) -> Webhooks | None:
-    """Return what tells the configured endpoints, or None where there are none."""
+    """Return what delivers webhooks; None without endpoints."""
     endpoints = settings.webhooks(environ)
     store = settings.jobs_store or settings.store
     if not endpoints or store is None:
@@ -287,11 +287,11 @@ def tracing(
     backends: Callable[[], Mapping[str, Backend]],
     metrics: Metrics,
 ) -> "Tracing | None":
-    """Return what makes traces of requests, or None where nobody takes them."""
+    """Return what creates and exports traces; None without a receiver."""
     section, otlp = settings.telemetry.traces, settings.telemetry.otlp
     if section is None or otlp is None:
         return None
-    # Imported here: who sends nothing pays nothing.
+    # Imported here, so that it costs nothing unless it is used.
     from gateway.telemetry.tracing import Conventions, Sender, TraceRules, Tracing
 
     rules = TraceRules(
@@ -310,7 +310,7 @@ def tracing(
 def metrics_push(
     settings: Settings, environ: Mapping[str, str], metrics: Metrics, clock: SystemClock
 ) -> "MetricsPush | None":
-    """Return what sends metrics to a receiver, or None where nobody takes them."""
+    """Return what pushes metrics; None without a receiver."""
     section, otlp = settings.telemetry.metrics, settings.telemetry.otlp
     if section is None or otlp is None:
         return None
@@ -321,7 +321,7 @@ def metrics_push(
 
 
 def decision_log(settings: Settings, metrics: Metrics, clock: SystemClock) -> DecisionLog | None:
-    """Return what writes decisions to a file, or None where nothing is written.
+    """Return the decision log; None if it is off.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -342,14 +342,14 @@ def decision_log(settings: Settings, metrics: Metrics, clock: SystemClock) -> De
 
 
 def tell_policy(log: DecisionLog | None, settings: Settings) -> None:
-    """Have the policy of these settings written before what is decided under it."""
+    """Register the policy of these settings with the decision log."""
     if log is not None:
         boxes = {name: tuple(box.backends) for name, box in settings.boxes.items()}
         log.policy_in_force(settings.policy(), settings.engines(), boxes)
 
 
 def say_how_it_counts(estimator: PromptEstimator) -> None:
-    """Say in the log by which vocabulary prompts are counted."""
+    """Log how prompts are counted, and with which vocabulary."""
     vocabulary = estimator.vocabulary
     if vocabulary is None:
         log.warning(
@@ -368,7 +368,7 @@ def say_how_it_counts(estimator: PromptEstimator) -> None:
 
 
 def health_rules(settings: Settings) -> HealthRules:
-    """Return when a backend counts as what."""
+    """Return the thresholds of the health state machine."""
     section = settings.health
     return HealthRules(
         interval_s=section.interval_s,
@@ -382,7 +382,7 @@ def health_rules(settings: Settings) -> HealthRules:
 
 
 def hang_s(settings: Settings, backend_id: str) -> float:
-    """Return how long a backend may say nothing at all before it counts as hung."""
+    """Return how long a backend may be silent before it counts as hung."""
     profile = settings.profile(backend_id)
     batched = profile.flags.max_num_batched_tokens
     return hang_after_s(profile.perf, batched, profile.capacity.context_tokens, settings.health.hang_s)
@@ -400,17 +400,17 @@ def wire_rules(settings: Settings) -> WireRules:
 
 
 class Verifications:
-    """How the certificates of backends are verified. What is verified alike stays the same object."""
+    """How backends' certificates are verified. Equal settings share one SSL context."""
 
     def __init__(self) -> None:
-        """Start with nothing read."""
+        """Start with no contexts."""
         self._known: dict[tuple[Path, bytes], ssl.SSLContext] = {}
 
     def of(self, settings: Settings) -> Mapping[str, ssl.SSLContext | bool]:
-        """Return it per backend.
+        """Return the verification per backend.
 
         Raises:
-            ConfigError: a file of authorities holds none.
+            ConfigError: a CA file contains no certificates.
         """
         return {name: self._verification(settings, name) for name in settings.document.backends}
 
@@ -433,7 +433,7 @@ def verification(settings: Settings, backend_id: str) -> ssl.SSLContext | bool:
     """Return how the certificate of a backend is verified.
 
     Raises:
-        ConfigError: the file of its authorities holds none.
+        ConfigError: its CA file contains no certificates.
     """
     tls = settings.tls(backend_id)
     if not tls.verify:
@@ -452,10 +452,10 @@ def verification(settings: Settings, backend_id: str) -> ssl.SSLContext | bool:
 
 
 def backend_keys(settings: Settings, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the API keys by which backends know the gateway.
+    """Return the API keys to send to backends.
 
     Raises:
-        ConfigError: no header can carry one of them.
+        ConfigError: a key is not a valid header value.
     """
     keys = {}
     for name in settings.document.backends:

@@ -1,4 +1,4 @@
-"""The gateway as a process: what `gemma-gateway serve` runs, from a file's name to an exit status."""
+"""The gateway as a process: what `gemma-gateway serve` runs, from a file name to an exit status."""
 
 import os
 import sys
@@ -18,9 +18,9 @@ USAGE = 2
 
 
 def serve(config: Path, log_level: str = "info", workers: int = 1) -> int:
-    """Serve until a signal; return the exit status. What it listens on, and what is wrong, goes to stderr.
+    """Serve until a signal; return the exit status. Addresses and errors are printed to stderr.
 
-    With more than one worker, this process only looks after them.
+    With more than one worker, this process only supervises them.
     """
     logs.set_up(log_level)
     try:
@@ -40,9 +40,9 @@ def serve(config: Path, log_level: str = "info", workers: int = 1) -> int:
 
 
 def work(config: Path, log_level: str = "info", admin: str | None = None) -> int:
-    """Work jobs off until a signal; return the exit status. Otherwise as `serve`.
+    """Run jobs until a signal; return the exit status. Otherwise like `serve`.
 
-    `admin`: where operators connect, in place of what the file says.
+    `admin`: the address for operators, overriding the configuration.
     """
     logs.set_up(log_level)
     try:
@@ -58,15 +58,15 @@ def work(config: Path, log_level: str = "info", admin: str | None = None) -> int
 
 
 def status_of(error: ConfigError) -> int:
-    """Return the exit status of a process that could not start: 1 if it may be able to a moment later."""
+    """Return the exit status for a failed start: 1 if another attempt may succeed."""
     return supervisor.FAILURE if isinstance(error, NotYet) else USAGE
 
 
 def run(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
-    """Run a coroutine function to its end, on uvloop where it is installed.
+    """Run a coroutine function to completion, on uvloop if it is installed.
 
-    For a process that serves: it keeps the memory that it frees, may open as many files as it can get, and
-    looks every host name up by itself.
+    Configures the process for serving: it keeps freed memory, raises its limit on open files, and uses its
+    own name resolution.
     """
     memory.keep_freed(os.environ)
     open_files.raise_limit()

@@ -1,7 +1,7 @@
-"""Another configuration while the gateway runs: read, checked, compared, and put in force in one step.
+"""Reloads the configuration at run time: read, check, compare, and apply it atomically.
 
-A file that cannot be used changes nothing. What runs on a backend goes on there, under the policy it came in
-under; what waits is decided anew. What is read only at the start is named, and stays as it was.
+An invalid file changes nothing. Requests in flight continue under their policy; queued ones are decided
+again. Settings that are read only at startup are reported, and keep their values.
 """
 
 import errno
@@ -30,10 +30,10 @@ log = logging.getLogger("gateway.config")
 T = TypeVar("T")
 VERSIONS_KEPT = 10
 LOOK_S = 1.0
-"""Time between two looks at the file. It has to say the same at two looks: editors take a while."""
+"""Polling interval of the file. A change is applied once two polls agree, because editors take a while."""
 
 UNREADABLE_LOOKS = 5
-"""Looks in a row after which it is said that the file cannot be read: until then it may be being replaced."""
+"""Failed polls in a row before a warning: until then, the file may be in the process of being replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Version:
 
     Attributes:
         id: Short hash of the file.
-        source: What the file said.
-        at: Epoch seconds at which it came into force.
-        by: What brought it: start, signal, file, put or rollback.
+        source: Contents of the file.
+        at: Epoch seconds at which it was applied.
+        by: What triggered it: start, signal, file, put or rollback.
     """
 
     id: str
@@ -55,13 +55,13 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """What came, or would come, of another configuration.
+    """The result of a reload, or its preview.
 
     Attributes:
-        version: Of that configuration; "" where it cannot be used.
+        version: Of the new configuration; "" if it is invalid.
         changes: What changes.
-        warnings: What is legal and probably not meant.
-        error: Why it cannot be used, one problem per line; "" if it can.
+        warnings: Valid settings that are probably mistakes.
+        error: Why it is invalid, one problem per line; "" if it is valid.
     """
 
     version: str = ""
@@ -71,10 +71,10 @@ class Reload:
 
 
 def read(path: Path) -> bytes:
-    """Return what a file says.
+    """Read a configuration file.
 
     Raises:
-        OSError: it cannot be read, or is no file: what is written into a pipe might be waited for forever.
+        OSError: it cannot be read, or is not a regular file: reading a pipe might block forever.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -83,10 +83,10 @@ def read(path: Path) -> bytes:
 
 
 async def _in_thread(function: Callable[..., T], *args: Any) -> T:
-    """Return what a function returns.
+    """Run a function in a thread.
 
     Raises:
-        OSError: no thread can be started now: the system has as many processes and threads as it may.
+        OSError: no thread can be started: a limit on processes and threads is reached.
     """
     try:
         return await anyio.to_thread.run_sync(partial(function, *args), abandon_on_cancel=True)
@@ -95,7 +95,7 @@ async def _in_thread(function: Callable[..., T], *args: Any) -> T:
 
 
 class Reloader:
-    """Holds what is in force, and replaces it. One per process."""
+    """Holds the configuration in force, and replaces it. One per process."""
 
     def __init__(
         self,
@@ -110,12 +110,12 @@ class Reloader:
 
         Args:
             started: The configuration that the process was started with.
-            environ: Where `${VAR}` and secrets come from.
-            prepare: Returns what makes valid settings those that count, which cannot fail; raises ConfigError
-                where they cannot be used. Changes nothing itself.
-            in_flight: Requests that run, per backend.
-            clock: When versions came into force.
-            on_reload: Told of everything that was tried.
+            environ: Source of `${VAR}` and secrets.
+            prepare: Returns a function that applies valid settings and cannot fail; raises ConfigError if
+                they cannot be applied. Changes nothing itself.
+            in_flight: Returns the number of running requests per backend.
+            clock: Source of times.
+            on_reload: Called with the result of every attempt.
         """
         self._started = started
         self._environ = environ
@@ -125,13 +125,13 @@ class Reloader:
         self._on_reload = on_reload
         self._turn = anyio.Lock()
         self._versions = deque([Version(started.version, started.source, clock.wall(), "start")])
-        self._refused = b""  # what was tried last, if it cannot be used
-        self._has_failed = False  # what was tried last was not put in force, or could not be read
+        self._refused = b""  # the last one tried, if it was invalid
+        self._has_failed = False  # the last one tried was not applied, or could not be read
         self.running = started
 
     @property
     def versions(self) -> Sequence[Version]:
-        """The last configurations that were in force, the current one first."""
+        """Recent configurations, the current one first."""
         return tuple(self._versions)
 
     @property
@@ -140,49 +140,49 @@ class Reloader:
         return self.running.path
 
     async def plan(self, source: bytes) -> Reload:
-        """Return what another configuration would change. Nothing is changed."""
+        """Return what another configuration would change, without applying it."""
         try:
             return (await self.preview(source))[1]
         except ConfigError as error:
             return Reload(error=str(error))
 
     async def preview(self, source: bytes) -> tuple[Settings, Reload]:
-        """Return what would be in force with another configuration, and what that changes. Changes nothing.
+        """Return the settings of another configuration and what it would change, without applying it.
 
         Raises:
-            ConfigError: it cannot be used.
-            OSError: that cannot be found out now.
+            ConfigError: it is invalid.
+            OSError: this cannot be determined at the moment.
         """
         in_flight = self._in_flight()
-        return await _in_thread(self._beside, source, in_flight)  # it may take 50 ms
+        return await _in_thread(self._beside, source, in_flight)  # may take 50 ms
 
     async def apply(self, source: bytes, by: str) -> Reload:
-        """Put a configuration in force, if it can be used. Returns what came of it."""
+        """Apply a configuration if it is valid. Return the result."""
         async with self._turn:
             return await self._replace(source, by, writes=False)
 
     async def put(self, source: bytes, by: str = "put", check: Callable[[], None] = lambda: None) -> Reload:
-        """Put a configuration in force and into the file, for the next start and for other processes.
+        """Apply a configuration and write it to the file, for the next start and for other processes.
 
-        `check` may object: called when nobody else can replace what is in force any more.
+        `check` may raise to prevent this; it is called when no concurrent change is possible any more.
 
         Raises:
-            OSError: the file cannot be written. Nothing has changed then.
-            Exception: whatever `check` raises. Likewise.
+            OSError: the file cannot be written. Nothing has changed.
+            Exception: raised by `check`. Nothing has changed.
         """
         async with self._turn:
             check()
             return await self._replace(source, by, writes=True)
 
     async def reread(self, by: str) -> Reload:
-        """Put in force what the file says now."""
+        """Read the file and apply it."""
         try:
             return await self.apply(await _in_thread(read, self.path), by)
         except OSError as error:
             return self._not_read(error, by)
 
     async def watch(self) -> None:
-        """Put in force what the file says whenever it says something else, until cancelled."""
+        """Apply the file whenever it changes, until cancelled."""
         before, in_vain = b"", 0
         while True:
             await anyio.sleep(LOOK_S)
@@ -205,15 +205,15 @@ class Reloader:
         return found
 
     def _is_news(self, source: bytes) -> bool:
-        """Return whether this is not in force, or was put back after a failure: that has to be said."""
+        """Return whether this differs from the configuration in force, or was restored after a failure."""
         return self._has_failed or source != self._versions[0].source
 
     async def _replace(self, source: bytes, by: str, *, writes: bool) -> Reload:
-        """Put a configuration in force. To be called by whose turn it is."""
+        """Apply a configuration. Requires the lock."""
         try:
             wanted, found = await self.preview(source)
             put_in_force = self._prepare(wanted)
-            if writes:  # once nothing can be wrong with it any more: the next start reads it
+            if writes:  # only after all checks, because the next start reads it
                 await anyio.to_thread.run_sync(_write, self.path, source)
             await put_in_force()
         except ConfigError as error:
@@ -238,15 +238,15 @@ class Reloader:
         wanted = settings.beside(self._started, self.running, new)
         wanted.require(self._environ)
         own = {name: getattr(self.running.document, name) for name in settings.LIVE}
-        # What one of several processes has of its own, such as a port, is no change.
+        # Settings specific to one of several processes, such as a port, are not a change.
         changes = settings.changes(self._written.model_copy(update=own), new.document, in_flight)
-        # What is lacking for sections that are read at the start alone stops the next start, and nothing now.
+        # Missing secrets of sections that are read only at startup affect the next start, and nothing now.
         warnings = sorted((*new.warnings, *new.unmet(self._environ)))
         return wanted, Reload(new.version, changes, tuple(str(one) for one in warnings))
 
     @cached_property
     def _written(self) -> Document:
-        """What the file said at the start; needed at the first reload only."""
+        """The file's contents at startup; only needed from the first reload on."""
         return settings.load(self.path, self._environ, source=self._started.source).document
 
 
@@ -277,7 +277,7 @@ def _say(found: Reload, by: str) -> None:
 
 
 def _write(path: Path, source: bytes) -> None:
-    """Replace the file at once: nobody ever reads half of it. A link stays one."""
+    """Replace the file atomically. A symbolic link is preserved."""
     real = path.resolve()
     with NamedTemporaryFile(dir=real.parent, prefix=f".{real.name}.", delete=False) as file:
         try:

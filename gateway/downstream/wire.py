@@ -347,16 +347,16 @@ def _max_tokens(fields: "_Fields", seen: "Chat | None", *, chat: bool) -> int | 
         most = _count(seen.max_completion_tokens, "max_completion_tokens", 1)
         return _count(seen.max_tokens, "max_tokens", 1) if most is None else most
     most = fields.count("max_completion_tokens", least=1) if chat else None
-    if most is None:  # 0 is legal where only the prompt is scored (`echo`)
+    if most is None:  # 0 is valid if only the prompt is scored (`echo`)
         most = fields.count("max_tokens", least=1 if chat else 0)
     return most
 
 
 def check_size(body: bytes) -> None:
-    """Refuse a body that is longer than any text that a model can read, images and recordings aside.
+    """Reject a body that is longer than any text a model can read, without its images and recordings.
 
     Raises:
-        BodyTooLarge: it is.
+        BodyTooLarge: it is too long.
     """
     if len(body) > TEXT_BYTES_MAX and bytes_beside_media(body) > TEXT_BYTES_MAX:
         raise BodyTooLarge(
@@ -365,10 +365,10 @@ def check_size(body: bytes) -> None:
 
 
 def members_of(body: bytes, *, values_max: int = VALUES_MAX) -> dict[str, msgspec.Raw]:
-    """Return the members of a request body, undecoded.
+    """Return the members of a request body as raw JSON.
 
     Raises:
-        InvalidRequest: it is not JSON, or not an object, or of more values than any model reads.
+        InvalidRequest: it is not a JSON object, or has more values than any model reads.
     """
     _check_values(body, values_max)
     body = body.removeprefix(_BOM)
@@ -387,17 +387,17 @@ def members_of(body: bytes, *, values_max: int = VALUES_MAX) -> dict[str, msgspe
 
 
 def _check_values(body: bytes, values_max: int = VALUES_MAX) -> None:
-    """Refuse a body of too many values: making them holds up everybody.
+    """Reject a body with too many values, whose decoding would block the process.
 
     Raises:
-        InvalidRequest: it is one.
+        InvalidRequest: it has too many.
     """
     if may_be_crowded(body) and is_crowded(body, values_max):
         message = f"At most {CONTAINERS_MAX:,} objects and arrays and {values_max:,} values per request."
         raise InvalidRequest(message, code="too_many_items")
 
 
-# Made once: a decoder that is made for each call takes longer than a short body.
+# Created once: creating a decoder takes longer than decoding a short body.
 _decode_members: Callable[[bytes], dict[str, msgspec.Raw]] = msgspec.json.Decoder(
     Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=MEMBERS_MAX)]
 ).decode
@@ -406,7 +406,7 @@ _decode_ids = msgspec.json.Decoder(list[int]).decode
 
 
 class _Fields:
-    """Typed reads of single members; each complaint names its member."""
+    """Typed access to single members; each error names its member."""
 
     def __init__(self, members: Mapping[str, msgspec.Raw]) -> None:
         self._members = members
@@ -420,7 +420,7 @@ class _Fields:
         return None if raw is None else decoded(raw, name)
 
     def items(self, name: str, *, most: int) -> list[msgspec.Raw]:
-        """Return the items of an array that must be there, undecoded."""
+        """Return the items of a required array as raw JSON."""
         raw = self.raw(name)
         if raw is None:
             raise InvalidRequest(f"`{name}` is required.", param=name)
@@ -453,7 +453,7 @@ def _count(value: object, name: str, least: int) -> int | None:
 
 
 def decoded(raw: msgspec.Raw, name: str) -> Any:
-    """Return the value of the member `name`."""
+    """Decode the member `name`."""
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -462,7 +462,7 @@ def decoded(raw: msgspec.Raw, name: str) -> Any:
 
 
 def _items(raw: msgspec.Raw, name: str, most: int) -> list[msgspec.Raw]:
-    """Return the items of an array, undecoded."""
+    """Return the items of an array as raw JSON."""
     try:
         items = _decode_items(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -484,15 +484,15 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def seen_of(members: Mapping[str, msgspec.Raw]) -> Chat | None:
-    """Return what is read of a chat with these members; None: it is long, or to be read one by one."""
+    """Decode a chat from its members; None: it is long, or must be decoded member by member."""
     body = _object(members)
     return None if len(body) > SLICE_BYTES or may_hold_long_texts(body) else _seen(body, at_once=True)
 
 
 def _seen(body: bytes, *, at_once: bool) -> Chat | None:
-    """Return what is read of a chat; None where it is to be read member by member.
+    """Decode a chat; None if it must be decoded member by member.
 
-    `at_once`: all of it, in half the time that its messages take one by one.
+    `at_once`: decode all of it, in half the time of decoding its messages one by one.
     """
     try:
         if at_once:
@@ -506,12 +506,12 @@ def _seen(body: bytes, *, at_once: bool) -> Chat | None:
 
 
 def _opened(message: LongMessage) -> Message:
-    """Return a message with its content decoded, unless that is a long text: its content is that, then.
+    """Return a message with its content decoded, or as a long text.
 
-    What an assistant or a tool said is decoded all the same: the template looks into it.
+    Content of an assistant or a tool is always decoded, because the template inspects it.
 
     Raises:
-        msgspec.DecodeError, UnicodeDecodeError, RecursionError: it is to be read by itself.
+        msgspec.DecodeError, UnicodeDecodeError, RecursionError: it must be decoded separately.
     """
     raw = message.content
     content: Any
@@ -536,7 +536,7 @@ def _chat(
     *,
     is_bare: bool,
 ) -> tuple[Prompt, Prefixes, int]:
-    """`cut`: what the members lack. `is_bare`: they are none that `Chat` does not show."""
+    """`cut`: the strings cut out of the members. `is_bare`: all members are part of `Chat`."""
     raws: Sequence[msgspec.Raw] = ()
     if seen is None:
         raws = fields.items("messages", most=rules.messages_max)
@@ -547,7 +547,7 @@ def _chat(
     if not messages:
         raise InvalidRequest("`messages` must not be empty.", param="messages")
     turns: list[Turn] = []
-    read: list[tuple[int, int]] = []  # per message, a hash of everything up to it, and the size of that
+    read: list[tuple[int, int]] = []  # per message, a hash of the conversation up to it, and its size
     key = size = parts = 0
     for index, one in enumerate(messages):
         message = _message(raws[index], f"messages.{index}") if one is None else one
@@ -599,7 +599,7 @@ def _chat(
 
 @valueclass(frozen=True, slots=True)
 class _Tools:
-    """How many tools a chat has, their compact JSON, and how many texts are in that."""
+    """The number of tools of a chat, their compact JSON, and the number of texts in it."""
 
     count: int = 0
     json: str = ""
@@ -617,7 +617,7 @@ def _tools(fields: _Fields, most: int) -> _Tools:
     return _read_tools(written, most) if len(written) < LONG_BYTES else _read_tools.__wrapped__(written, most)
 
 
-@lru_cache(maxsize=64)  # an application sends the same ones with every request
+@lru_cache(maxsize=64)  # an application sends the same tools with every request
 def _read_tools(written: bytes, most: int) -> _Tools:
     raws = _items(msgspec.Raw(written), "tools", most)
     if not raws:
@@ -627,7 +627,7 @@ def _read_tools(written: bytes, most: int) -> _Tools:
 
 
 def _message(raw: msgspec.Raw, where: str) -> Message:
-    """Return a message that is read by itself."""
+    """Decode a single message."""
     if len(memoryview(raw)) >= LONG_BYTES:
         with suppress(*UNFIT):
             return _opened(LONG_MESSAGE.decode(raw))
@@ -644,7 +644,7 @@ def _message(raw: msgspec.Raw, where: str) -> Message:
 
 
 def _count_parts(message: Message, where: str, rules: WireRules) -> int:
-    """Return how many parts and tool calls a message has, before any of them is looked at."""
+    """Return the number of parts and tool calls of a message, before any of them is examined."""
     content, calls = message.content, message.tool_calls
     parts = len(content) if isinstance(content, list) else 0
     if parts > rules.messages_max:
@@ -672,7 +672,7 @@ def _turn(message: Message, where: str, rules: WireRules) -> Turn:
     if listed is not None and not isinstance(listed, list):
         raise InvalidRequest("`tool_calls` must be an array.", param=f"{where}.tool_calls")
     calls = tuple(_call(call) for call in listed or () if isinstance(call, dict))
-    if calls:  # the template keeps a thought only where a tool call came of it
+    if calls:  # the template keeps a thought only if it led to a tool call
         thought = message.reasoning or message.reasoning_content
         texts = [*texts, thought] if isinstance(thought, str) else texts
     return Turn(message.role, tuple(texts), calls, images, audios, long, before)
@@ -693,7 +693,7 @@ def _parts(content: Sequence[object], where: str, rules: WireRules) -> tuple[lis
             texts.append(part)
             continue
         fields = _known_part(part, f"{where}.{index}")
-        # Engines go by the keys of a part as much as by its type, so all of them count.
+        # Engines go by the keys of a part as well as by its type, so all of them count.
         texts += [fields[name] for name in _TEXTS if isinstance(fields.get(name), str | LongText)]
         for name in _MEDIA:
             if fields.get(name) is not None:
@@ -714,7 +714,7 @@ def _known_part(part: object, where: str) -> Mapping[str, Any]:
 
 
 def _check_source(name: str, source: object, where: str, rules: WireRules) -> None:
-    """Refuse what the backend would have to fetch: it would do so from inside the operator's network."""
+    """Reject URLs that the backend would have to fetch, from inside the operator's network."""
     url = source.get("url") if isinstance(source, Mapping) else source
     if not isinstance(url, str):
         raise InvalidRequest(f"`{name}` needs a `url`.", param=where)
@@ -759,7 +759,7 @@ def _completion(fields: _Fields, rules: WireRules) -> tuple[Prompt, Prefixes, in
 
 
 def _length(raw: msgspec.Raw) -> int:
-    """Return how many token ids an array among others has."""
+    """Return the number of token ids in an array of a list of prompts."""
     written = bytes(raw)
     tokens = _token_ids(written)
     if tokens is not None:
@@ -772,11 +772,11 @@ def _length(raw: msgspec.Raw) -> int:
 
 
 def _token_ids(written: bytes) -> int | None:
-    """Return how many token ids a long array has; None: it is short, or not of token ids alone.
+    """Return the number of token ids in a long array; None: it is short, or has other items.
 
-    Decoded at once, a million of them would hold the interpreter for 30 ms.
+    Decoding a million of them at once would hold the GIL for 30 ms.
     """
-    if len(written) < LONG_BYTES or written.find(b".") >= 0:  # 1.0 is no id
+    if len(written) < LONG_BYTES or written.find(b".") >= 0:  # 1.0 is not a token id
         return None
     tokens, at = 0, 1
     while at < len(written):
