@@ -1,8 +1,8 @@
-"""Selection: filter, score, pick. Where may this request go, in which order, and why not elsewhere?
+"""Selection: filter, score, pick. Which backends may serve a request, in which order, and why not the others?
 
-A rule is a function; the order of pools is the operator's. Filters run in the order of `FILTERS`
-and the first that objects is the reason shown. Scores are weighted and summed; ties go to the order
-in which the pool lists its backends: no dice, so a decision can be explained and replayed.
+Each filter is a function. Filters run in the order of `FILTERS`, and the first objection is the reason
+shown. Scores are weighted and summed. Pools keep the order that the operator configured, and ties go to the
+order of backends in the pool. Nothing is random, so a decision can be explained and replayed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,17 +32,17 @@ from gateway.core.values import (
 
 @valueclass(frozen=True, slots=True)
 class BackendView:
-    """A backend as it stands at the moment of a decision.
+    """Snapshot of a backend at the moment of a decision.
 
     Attributes:
         backend: Its configuration.
-        load: What the gateway has in flight on it.
+        load: The load in flight on it.
         status: Its health.
-        prefix_share: Share (0..1) of this conversation it has seen before.
-        share_max: How much of its knee may be used: the whole, or less where a target for TPOT says so.
-        kv_taken: KV blocks in use there that nobody has reserved who shares this gateway's count.
-        long_waiting: Requests with long prompts that wait for it as their first choice.
-        away: Why the machine it shares with other models runs none of its own now; None where it does.
+        prefix_share: Share (0..1) of this conversation that it has seen before.
+        share_max: Usable part of its knee, in millionths: `admission.WHOLE`, or less to meet a TPOT target.
+        kv_taken: KV blocks in use that no gateway sharing this gateway's ledger has reserved.
+        long_waiting: Queued requests with long prompts whose first choice it is.
+        away: Why its box, shared with other models, does not run its model now; None if it does.
     """
 
     backend: Backend
@@ -56,7 +56,7 @@ class BackendView:
 
     @property
     def capacity(self) -> Capacity:
-        """What it can hold; a window the engine reports below the configured one wins."""
+        """The configured capacity, with the context window that the engine reports if that is smaller."""
         reported, configured = self.status.context_tokens, self.backend.capacity
         if reported is None or reported >= configured.context_tokens:
             return configured
@@ -70,16 +70,16 @@ def _narrowed(capacity: Capacity, context_tokens: int) -> Capacity:
 
 @valueclass(frozen=True, slots=True)
 class Case:
-    """One request before one backend: what a filter judges.
+    """One request and one backend: the input of a filter.
 
     Attributes:
-        demand: What the request asks.
+        demand: What the request asks for.
         view: The backend.
-        capacity: What it can hold.
-        pool: The pool it is considered in.
-        claim: What the request would take.
-        limits: The most the backend may hold for it to start.
-        spill_limits: The same where an earlier pool of the class was the first choice; else None.
+        capacity: The backend's capacity.
+        pool: The pool in which it is considered.
+        claim: The load that the request would add.
+        limits: The highest load at which the backend may start the request, the claim included.
+        spill_limits: The same for a spill, when an earlier pool of the class was the first choice; else None.
     """
 
     demand: Demand
@@ -92,7 +92,7 @@ class Case:
 
 
 class BackendCase(Protocol):
-    """What filters that look at the backend alone judge."""
+    """The input of a filter that looks only at the backend."""
 
     @property
     def view(self) -> BackendView:
@@ -171,7 +171,7 @@ def _version(case: BackendCase) -> Objection | None:
     status, allowed = case.view.status, case.view.backend.versions
     if not allowed:
         return None
-    if not status.served_models:  # they are asked for together
+    if not status.served_models:  # models and version are queried together
         return Exclusion.NOT_ASKED, "its engine's version is not known yet"
     wrong = versions.misfit(allowed, status.version)
     return (Exclusion.WRONG_VERSION, wrong) if wrong else None
@@ -233,7 +233,7 @@ def _spill(case: Case) -> Objection | None:
 
 
 FILTERS: Mapping[str, Filter] = {
-    # What can never change first, so that a caller whose request fits nowhere is not told to retry.
+    # Permanent objections first, so that a caller whose request fits nowhere is not told to retry.
     "fit": _fit,
     "modality": _modality,
     "drain": _drain,
@@ -255,9 +255,9 @@ class _Alone:
 
 
 def kept_out(backend: Backend, status: BackendStatus) -> Objection | None:
-    """Return why a backend would be given nothing now, whatever is asked for; None if it would be.
+    """Return why a backend would get no request at all now; None if it would get some.
 
-    One that nobody has probed yet is a last resort, and none to count on.
+    A backend that has not been probed yet is kept out: selection uses it only as a last resort.
     """
     if status.state is State.UNKNOWN:
         return Exclusion.UNHEALTHY, "unknown: not probed yet"
@@ -266,11 +266,11 @@ def kept_out(backend: Backend, status: BackendStatus) -> Objection | None:
 
 
 def is_clear(case: Case) -> bool:
-    """Return whether certainly no filter objects: an ordinary request before a backend that is well.
+    """Return whether it is certain that no filter objects: an ordinary request and a healthy backend.
 
-    The same as the filters say of most cases, at a third of their cost. Where this is False, they say why,
-    or that nothing objects after all. That a request has room implies that its KV blocks fit, and that a long
-    one starts alone where it has to: `admission.limits` sees to both.
+    Decides most cases at a third of the cost of the filters. False is inconclusive: the filters then find
+    the objection, or that there is none. Room for the claim implies that its KV blocks fit, and that a long
+    prompt starts alone if it has to, because `admission.limits` accounts for both.
     """
     demand, view = case.demand, case.view
     backend, status, load = view.backend, view.status, view.load
@@ -293,7 +293,7 @@ def _may_spill(case: Case, most: Load) -> bool:
 
 
 def could_take(backend: Backend, demand: Demand) -> bool:
-    """Return whether a backend could ever take a request, however long it would have to wait."""
+    """Return whether a backend could ever serve a request, regardless of the wait."""
     return admission.misfit(backend.capacity, demand) is None and not _refused_parts(backend, demand)
 
 
@@ -305,11 +305,11 @@ def rank(
     *,
     failed: frozenset[str] = _NONE,
 ) -> tuple[Candidate, ...]:
-    """Return every backend of the class's pools: those that may be tried, best first, then the rest.
+    """Return every backend of the class's pools: eligible ones first, best first, then the excluded ones.
 
-    Pools keep their configured order, whatever the scores: a later pool is a spill, never a first
-    choice. `failed` are backends this very request has been tried on. One without a view has left the
-    configuration since the request came in, and is left out.
+    Pools keep their configured order regardless of scores: a later pool is a spill, never a first choice.
+    `failed` are the backends on which this request has already failed. A backend without a view was removed
+    from the configuration after the request arrived, and is skipped.
     """
     eligible: list[Candidate] = []
     excluded: list[tuple[Case, Objection]] = []
@@ -322,10 +322,10 @@ def rank(
 def ranking(
     policy: Policy, traffic_class: TrafficClass, demand: Demand, views: Mapping[str, BackendView]
 ) -> Ranking:
-    """Return what `rank` does, of which no more is worked out at once than who comes first.
+    """Return the result of `rank`, computing only the best candidate now and the rest on demand.
 
-    Most requests get a place there. `views` must not change any more: all else follows from it when somebody
-    asks.
+    Most requests start on the best candidate. `views` must not change afterwards, because the rest is
+    computed from it later.
     """
     first: Candidate | None = None
     excluded: list[tuple[Case, Objection]] = []
@@ -342,7 +342,7 @@ def ranking(
 
 
 def _pools(policy: Policy, traffic_class: TrafficClass) -> Iterator[tuple[Pool, Sequence[str]]]:
-    """Yield the pools of a class in its order, each with those of its backends that no earlier one has."""
+    """Yield the pools of a class in order, each with its backends that are in no earlier pool."""
     seen: set[str] = set()
     for pool_id in traffic_class.pools:
         pool = policy.pools[pool_id]
@@ -360,7 +360,7 @@ def _fit_in(
     *,
     is_spill: bool,
 ) -> list[Case]:
-    """Return those of a pool that may be tried, in its order; the others go to `excluded`."""
+    """Return the eligible backends of a pool, in its order; append the others to `excluded`."""
     fit: list[Case] = []
     case: Case | None = None
     for name in names:
@@ -384,17 +384,17 @@ def _promising_in(
     views: Mapping[str, BackendView],
     excluded: list[tuple[Case, Objection]],
 ) -> list[Case]:
-    """Return what `_fit_in` does for a first pool, less those that another replica of theirs comes before.
+    """Return the result of `_fit_in` for a first pool, without replicas that another replica outranks.
 
-    Replicas that are well differ in how much they have to do, and in what they have seen of the conversation.
-    So of those that have seen the same only the one with the least to do is kept, of several the first, and
-    the others are not scored.
+    Healthy replicas differ only in load and in the share of the conversation that they have seen. Of those
+    with the same share, only the least loaded one is kept (the first, on a tie); the others are not scored.
     """
     kinds, backends, weights = policy.kinds, policy.backends, policy.weights
-    # Else a millionth of the knee may be lost in the sum of the scores, and their order decides.
+    # With a smaller weight, a millionth of the knee may be lost to rounding when scores are summed; then the
+    # order in the pool decides.
     is_strict = weights.spare_knee > 1e-6 * (weights.speed + weights.prefix_affinity + weights.slow_context)
-    fit: dict[int | float, tuple[int, Case]] = {}  # with their places: by that, or by what has been seen
-    lead: Case | None = None  # of whose replicas only some are kept
+    fit: dict[int | float, tuple[int, Case]] = {}  # (place, case) by place, or by -prefix_share for replicas
+    lead: Case | None = None  # the backend whose replicas are thinned out
     kind: int | None = None
     case: Case | None = None
     for place, name in enumerate(names, 1):
@@ -429,10 +429,10 @@ def _promising_in(
 def consider(
     demand: Demand, view: BackendView, pool: Pool, *, is_spill: bool = False, before: Case | None = None
 ) -> Case:
-    """Return what the request would take of a backend, and what that may hold for it.
+    """Return a request's claim on a backend and the limits that apply to it.
 
-    `before`: the same request before another backend of the same pool. Replicas are alike, and what holds for
-    the one is not worked out again for the other.
+    `before` is the case of the same request and another backend of the pool. If the two are replicas, its
+    claim and limits are reused.
     """
     if before is not None and _are_alike(view, before.view):
         capacity, claim, most = before.capacity, before.claim, before.limits
@@ -450,17 +450,17 @@ def consider(
 
 
 def _are_alike(one: BackendView, other: BackendView) -> bool:
-    """Return whether a request takes the same of both, and both may hold the same."""
+    """Return whether a request has the same claim and the same limits on both."""
     a, b = one.backend, other.backend
     return (
-        a.capacity is b.capacity  # those of one profile share it
+        a.capacity is b.capacity  # backends of one profile share the object
         and admission.read_alike(a, b)
         and _stand_alike(one, other)
     )
 
 
 def _stand_alike(one: BackendView, other: BackendView) -> bool:
-    """Return whether what is known of two backends at this moment differs in what they have to do at most."""
+    """Return whether the current state of two backends differs in load at most."""
     a, b = one.status, other.status
     return (
         a.state is b.state
@@ -508,8 +508,8 @@ _Scores = tuple[float, float, float, float]
 """Spare knee, speed, prefix affinity, slow context."""
 
 _Scored = tuple[int, float, int, Case, float, _Scores]
-"""What is sorted by first: how well it is known, its score, the best being the least, and its place in the
-pool, which decides among equals."""
+"""Sort key first: health preference, negated score, and place in the pool, which breaks ties. Then the case,
+its score and the single scores."""
 
 
 def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
@@ -520,10 +520,10 @@ def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
         backend, used = view.backend, (view.load.share + case.claim.share) / admission.WHOLE
         own = backend.tokens_per_s
         spare = 1 - used if used < 1 else 0.0
-        # Where no rate is known, all are alike.
+        # A backend with an unknown rate counts as the fastest.
         speed = 1.0 if own is None or fastest <= 0 else own / fastest
         affinity = view.prefix_share
-        # At some lengths of prompt an engine stalls that has other work.
+        # Some engines stall at certain prompt lengths while other requests run.
         is_slow = backend.quirks and stalls(backend.quirks, case.demand.prompt_tokens)
         slow = -min(1.0, used) if is_slow else 0.0
         score = weights.spare_knee * spare + weights.speed * speed

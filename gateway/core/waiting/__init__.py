@@ -1,32 +1,32 @@
-"""The waiting line: who starts where next, and who is told that waiting will not help. Pure.
+"""The request queue: which request starts where next, and which is refused instead of waiting. Pure.
 
-One line per gateway process. Every request enters it while anybody waits, also when nothing is full, so that
-no newcomer passes those that wait for the same place:
+Each gateway process has one queue (`WaitingLine`). While any request is queued, every new one enters the
+queue, even when backends have room, so that no newcomer overtakes requests waiting for the same slot:
 
-    enter(ticket, now)      -> Refused, or None: it waits
-    offer_at_once(ticket, candidates, now) -> the same as an offer in its turn, where nobody waits
-    turn(now, views)        -> offers: who may start where; refused: who waited too long; look_again_at
-    started(id, now)           the place was taken; the request runs
-    missed(id, backends, now)  it was gone: back to its place in the line
-    released(id, backend, now, answered)  it ended; the line measures how fast places come free
+    enter(ticket, now)      -> Refused, or None: the request is queued
+    offer_at_once(ticket, candidates, now) -> an offer without a turn, if the queue is empty
+    turn(now, views)        -> offers, refused requests, and look_again_at
+    started(id, now)           the request took the offered slot and runs
+    missed(id, backends, now)  the slot was gone: the request returns to its position
+    released(id, backend, now, answered)  the request ended; the queue measures how fast slots become free
     leave(id)                  the caller left
 
-Order. The higher priority first. Among the classes of one priority with the same first pool, start-time
-fair queueing between API keys: each key's share of the tokens started is equal while both have something
-waiting, however much one of them sends, and in whatever class. What a key starts in another first pool is
-not held against it. Within a key, the earliest deadline among those that can still be met, then the
-shortest: at saturation, plain order of arrival and plain earliest-deadline are nearly as bad as each other,
-because both spend the place on what is late already (docs/routing.md). A request that was sent behind
-(`WhenLate.DEMOTE`) comes after all others of its class.
+Order: higher priority first. Among the classes of one priority with the same first pool, start-time fair
+queueing between API keys: while two keys have queued requests, each gets an equal share of the tokens
+started, regardless of how much it sends and in which classes. Tokens started in another first pool do not
+count. Within a key, the earliest deadline among requests that can still meet theirs, then the shortest. At
+saturation, plain arrival order and plain earliest-deadline-first are about equally bad, because both give
+slots to requests that are already late (docs/routing.md). A demoted request (`WhenLate.DEMOTE`) comes after
+all others of its class.
 
-Who blocks whom. A request that does not fit *holds* the backends of its first pool that are at their
-knee, out of KV blocks or busy with prompts: nobody after it is started there, whatever its class, so that
-small requests cannot starve a large one. Its class may allow it to be passed `passes_max` times before
-that. The gates for long prompts hold nothing: a document that waits for another to be read does not keep
-chats from the same backend. Nor does a spill hold the other pool's backends.
+Blocking: a request that does not fit *holds* the backends of its first pool that are at their knee, out of
+KV blocks or busy with prefill. No later request of any class starts there, so that small requests cannot
+starve a large one. Its class may let it be overtaken `passes_max` times first. The gates for long prompts
+hold nothing: a document waiting for another document's prefill does not keep chats off the same backend. A
+spill does not hold the other pool's backends either.
 
-Time is an argument. Nothing here waits; whoever owns the line calls `turn` when something was freed, when
-somebody entered, and at `look_again_at`.
+Time is an argument, and nothing here waits. The owner of the queue calls `turn` when a slot is released,
+when a request enters, and at `look_again_at`.
 """
 
 from gateway.core.waiting.fairness import LOOKAHEAD, PUT_BACK_TOKENS

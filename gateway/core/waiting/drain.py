@@ -1,4 +1,4 @@
-"""How fast places come free: requests that run over the time they stay, or what starts at present."""
+"""Drain rate of the queue: running requests over their mean residence time, or the current rate of starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ STARTS_OVER_S = 5.0
 """Time constant over which starts are counted."""
 
 RESIDENCE_WEIGHT = 0.1
-"""Weight of the newest request in the mean time that requests stay."""
+"""Weight of the newest request in the moving average of residence times."""
 
 
 @dataclass(slots=True)
 class Drain:
-    """How fast requests of one class get a place, measured."""
+    """Measured rate at which requests of one class get a slot."""
 
     running: int = 0
     residence_s: float | None = None
@@ -21,13 +21,13 @@ class Drain:
     at: float = 0.0
 
     def note_started(self, now: float) -> None:
-        """Count a request that begins to run."""
+        """Count the start of a request."""
         self.starts = self._decayed(now) + 1
         self.at = now
         self.running += 1
 
     def note_released(self, since: float, now: float, *, answered: bool) -> None:
-        """Count what started at `since` and has ended: unless it was answered, as if it had never run."""
+        """Count the end of a request that started at `since`; without an answer, undo its start instead."""
         self.running -= 1
         if not answered:
             self.starts = max(0.0, self._decayed(now) - exp((since - now) / STARTS_OVER_S))
@@ -44,11 +44,11 @@ class Drain:
 
     @staticmethod
     def per_s(drains: Sequence["Drain"], now: float) -> float | None:
-        """Return places per second of all these, or None before the first request has ended.
+        """Return the combined rate in slots per second, or None before the first request has ended.
 
-        The better of two measures: Little's law, requests that run over the time they stay, and what
-        starts at present. Each is too low at times: the first while a burst fills an idle fleet, the
-        second while nothing had to wait. Those of which none has ended yet are taken to stay as long as
+        The higher of two measures: running requests over their residence time (Little's law), and the
+        current rate of starts. The first is too low while a burst fills an idle fleet, the second while no
+        request had to wait. A class without a completed request is assumed to have the residence time of
         the others.
         """
         known = [(drain.running, drain.residence_s) for drain in drains if drain.residence_s]

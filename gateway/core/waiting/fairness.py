@@ -1,7 +1,8 @@
-"""Whose turn it is: start-time fair queueing between API keys, deadlines within a key.
+"""Scheduling order: start-time fair queueing between API keys, deadlines within a key.
 
-One `Lane` per class. Lanes of one priority with the same first pool count in common what each key has had
-(`Shares`), since they take the same places. A `Walk` goes along them in the order in which they would start.
+There is one `Lane` per class. Lanes of one priority with the same first pool compete for the same slots, so
+they share one account of the tokens started per key (`Shares`). A `Walk` iterates over their entries in the
+order in which they would start.
 """
 
 from bisect import bisect_left, insort
@@ -18,24 +19,24 @@ from gateway.core.waiting.tickets import Ticket
 _T = TypeVar("_T", bound=Any)
 
 LOOKAHEAD = 64
-"""Requests of one class that one turn looks at. Bounds its cost."""
+"""Maximum number of requests of one class that one turn considers. Bounds the cost of a turn."""
 
 PUT_BACK_TOKENS = 262_144
-"""How far a key is put back at most for what it started elsewhere: one request of the largest window. What it
-is charged beyond that is forgotten, so that a key whose gateway has gone is not shut out by all others."""
+"""Limit on how far tokens started elsewhere put a key behind the virtual time: one request of the largest
+window. Charges beyond it are dropped, so that a key is not locked out after its gateway has gone."""
 
 
 class Rank(IntEnum):
-    """Where an entry ranks in its class: the lower starts first."""
+    """Rank of an entry in its class. Lower starts first."""
 
-    TIMELY = 0  # its deadline can be met
-    LATE = 1  # it cannot
-    BEHIND = 2  # it was sent behind the others
+    TIMELY = 0  # can still meet its deadline
+    LATE = 1  # can no longer meet its deadline
+    BEHIND = 2  # demoted behind the others
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A ticket in the line. Mutable: its rank changes as time goes by."""
+    """A queued ticket. Mutable: its rank changes over time."""
 
     ticket: Ticket
     number: int
@@ -46,9 +47,7 @@ class Entry:
     is_long: bool
     rank: Rank = Rank.TIMELY
     passed: int = 0
-    is_unproven: bool = (
-        False  # nobody of its class was ahead: its first turn says whether it has to wait at all
-    )
+    is_unproven: bool = False  # entered as first of its class; its first turn shows whether it has to wait
 
     @property
     def cost(self) -> int:
@@ -56,16 +55,16 @@ class Entry:
         return self.ticket.cost
 
     def waited_s(self, now: float) -> float:
-        """Return how long it has waited, for the places of earlier tries too."""
+        """Return how long it has waited, including before earlier attempts."""
         return self.ticket.waited_s + now - self.entered_at
 
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """What waits in turn for one key of one class. Lists sorted; the last member is the entry's number."""
+    """Entries of one key in one class, without demoted ones: sorted lists of (sort key, entry number)."""
 
     timely: list[tuple[float, int]] = field(default_factory=list)  # by deadline
-    late: list[tuple[float, int]] = field(default_factory=list)  # by length
+    late: list[tuple[float, int]] = field(default_factory=list)  # by prefill time
 
     def __len__(self) -> int:
         return len(self.timely) + len(self.late)
@@ -78,28 +77,28 @@ class _Flow:
 
 
 class Lane:
-    """The line of one class."""
+    """The queue of one class."""
 
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
         self.size_bytes = 0
         self.drain = Drain()
-        self.home: Home | None = None  # what it shares places with, once one has entered
-        self.policy: Policy | None = None  # of which that is
+        self.home: Home | None = None  # None until the first request enters
+        self.policy: Policy | None = None  # the policy from which `home` was derived
         self.shares = Shares([self])
         self.behind: list[int] = []
         self._flows: dict[str | None, _Flow] = {}
-        self._starts: list[tuple[float, int]] = []  # the timely of all keys, by when they must start
+        self._starts: list[tuple[float, int]] = []  # timely entries of all keys, by latest start
 
     @property
     def in_turn(self) -> int:
-        """How many wait that were not sent behind the others."""
+        """Number of entries that were not demoted."""
         return len(self.entries) - len(self.behind)
 
     # ------------------------------------------------------------ membership
 
     def move_to(self, shares: "Shares") -> None:
-        """Count what waits here among others from now on."""
+        """Move this lane to another account."""
         for key in self._flows:
             self.shares.part(key)
             shares.join(key)
@@ -108,19 +107,19 @@ class Lane:
         self.shares = shares
 
     def add(self, entry: Entry, now: float) -> None:
-        """Let an entry wait here, where its rank puts it."""
+        """Add an entry at the position given by its rank."""
         self.entries[entry.number] = entry
         self.size_bytes += entry.ticket.size_bytes
         self._place(entry, now)
 
     def remove(self, entry: Entry) -> None:
-        """Forget an entry that waits here."""
+        """Remove an entry."""
         del self.entries[entry.number]
         self.size_bytes -= entry.ticket.size_bytes
         self._take_out(entry)
 
     def send_behind(self, entry: Entry) -> None:
-        """Let an entry wait after all others."""
+        """Demote an entry behind all others."""
         self._take_out(entry)
         entry.rank = Rank.BEHIND
         insort(self.behind, entry.number)
@@ -160,7 +159,7 @@ class Lane:
     # ------------------------------------------------------------ order
 
     def age(self, now: float) -> None:
-        """Move those whose deadline can no longer be met behind those whose can."""
+        """Rank entries that can no longer meet their deadline as late."""
         while self._starts and self._starts[0][0] < now:
             _, number = self._starts.pop(0)
             entry = self.entries[number]
@@ -170,12 +169,12 @@ class Lane:
             insort(flow.late, (entry.ticket.prefill_s, number))
 
     def of_key(self, key: str | None) -> Iterator[int]:
-        """Yield what waits in turn for a key, in order."""
+        """Return the entry numbers of a key in order, without demoted entries."""
         flow = self._flows.get(key)
         return iter(()) if flow is None else flow.in_order()
 
     def ahead_of(self, entry: Entry) -> tuple[int, float]:
-        """Return how many of its key are before an entry of this class, and when the last of them is due."""
+        """Return how many entries of its key precede an entry here, and when the last of them is due."""
         flow = self._flows.get(entry.ticket.key)
         if flow is None:
             return 0, entry.due_at
@@ -185,12 +184,12 @@ class Lane:
         return len(flow.timely) + bisect_left(flow.late, (entry.ticket.prefill_s, entry.number)), due_at
 
     def is_first(self, entry: Entry) -> bool:
-        """Return whether nobody of its class would be started before an entry."""
+        """Return whether no other entry of its class would start before an entry."""
         others = len(self._flows) - (entry.ticket.key in self._flows)
         return not others and not self.ahead_of(entry)[0]
 
     def due_before(self, key: str | None, due_at: float) -> int:
-        """Return how many of a key are before one of another class that is due then."""
+        """Return how many entries of a key here precede one of another class that is due at `due_at`."""
         flow = self._flows.get(key)
         if flow is None:
             return 0
@@ -199,12 +198,12 @@ class Lane:
 
 
 Home = tuple[int, frozenset[str]]
-"""What classes have in common that share places: the priority, and the backends of the first pool."""
+"""Priority and backends of the first pool. Classes with the same home compete for the same slots."""
 
 
 @dataclass(slots=True)
 class _Tag:
-    """Where a key stands for which something waits in turn, and in how many lanes it does."""
+    """Start tag of a key with queued entries, and the number of lanes that have some."""
 
     tag: float
     number: int
@@ -212,21 +211,21 @@ class _Tag:
 
 
 class Shares:
-    """What each key has had of the places that some lanes share: start-time fair queueing."""
+    """Per-key account of the slots that a group of lanes competes for: start-time fair queueing."""
 
     def __init__(self, lanes: list[Lane]) -> None:
         self.lanes = lanes
         self.order: list[tuple[float, int, str | None]] = []  # (tag, number of the tag, key), sorted
         self.numbers = 0
         self._tags: dict[str | None, _Tag] = {}
-        self._finish: dict[str | None, float] = {}  # tags of keys with nothing waiting, above `_virtual`
+        self._finish: dict[str | None, float] = {}  # tags above `_virtual` of keys with nothing queued
         self._virtual = 0.0
 
     def __contains__(self, key: str | None) -> bool:
         return key in self._tags
 
     def join(self, key: str | None) -> None:
-        """Note that something of a key waits in one lane more."""
+        """Note that one more lane has queued entries of a key."""
         known = self._tags.get(key)
         if known is not None:
             known.lanes += 1
@@ -237,7 +236,7 @@ class Shares:
         insort(self.order, (tag.tag, tag.number, key))
 
     def part(self, key: str | None) -> None:
-        """Note that nothing of it waits in one of them any more."""
+        """Note that one lane has no more queued entries of a key."""
         tag = self._tags[key]
         tag.lanes -= 1
         if not tag.lanes:
@@ -246,12 +245,12 @@ class Shares:
             self._remember(key, tag.tag)
 
     def begin(self, key: str | None) -> float:
-        """Return the tag with which the next of a key would start."""
+        """Return the start tag of a key's next entry."""
         tag = self._tags.get(key)
         return max(self._virtual, self._finish.get(key, 0.0)) if tag is None else tag.tag
 
     def charge(self, key: str | None, cost: float) -> float:
-        """Count a start (or, negative, one that did not happen) to a key. Return its tag before that."""
+        """Charge a start to a key (a negative cost undoes one). Return the key's tag before the charge."""
         begin = self.begin(key)
         tag = self._tags.get(key)
         if tag is None:
@@ -263,26 +262,26 @@ class Shares:
         return begin
 
     def charge_elsewhere(self, key: str | None, cost: float) -> None:
-        """Count a start from another line to a key.
+        """Charge a start from another queue to a key.
 
-        This line has not come that far: whoever waits here is passed by nobody for it, and who comes now
-        begins no later than they do.
+        The virtual time advances to the key's tag before the charge, but not past the lowest tag queued here:
+        this queue has not progressed that far, and newcomers must not begin later than queued keys.
         """
         begin = self.begin(key)
         self.charge(key, max(0.0, min(cost, self._virtual + PUT_BACK_TOKENS - begin)))
         self.advance(min(begin, self.order[0][0]) if self.order else begin)
 
     def absorb(self, other: "Shares") -> None:
-        """Count what was charged elsewhere."""
+        """Take over the charges of another account."""
         for key, tag in other._finish.items():
             self.charge_elsewhere(key, tag - other._virtual)
 
     def advance(self, tag: float) -> None:
-        """Note that what had this tag has started: who comes now begins there."""
+        """Advance the virtual time, at which new keys begin, to the tag of an entry that has started."""
         self._virtual = max(self._virtual, tag)
 
     def _remember(self, key: str | None, tag: float) -> None:
-        # A tag at or below the virtual time says nothing: a newcomer begins there.
+        # A tag at or below the virtual time carries no information: new keys begin there anyway.
         if tag > self._virtual:
             self._finish[key] = tag
         else:
@@ -291,7 +290,7 @@ class Shares:
             self._finish = {name: tag for name, tag in self._finish.items() if tag > self._virtual}
 
     def ahead_of(self, lane: Lane, entry: Entry) -> int:
-        """Return how many would be started before an entry of a lane, which need not be in it yet."""
+        """Return how many entries would start before an entry of a lane, which may not be in it yet."""
         in_turn = sum(one.in_turn for one in self.lanes)
         if entry.rank is Rank.BEHIND:
             return in_turn + bisect_left(lane.behind, entry.number)
@@ -305,24 +304,24 @@ class Shares:
 
 @dataclass(slots=True)
 class _Key:
-    """A key in one walk: its tag, charged as it goes, and the next of each lane, by deadline."""
+    """A key in one walk: its tag, charged per yielded entry, and its next entry per lane, by deadline."""
 
     tag: float
     number: int
-    heads: list[tuple[float, int, int, Iterator[int]]]  # (due at, entry, lane, what follows), a heap
+    heads: list[tuple[float, int, int, Iterator[int]]]  # a heap of (due at, entry, lane, further entries)
     is_queued: bool = True
 
 
 class Walk:
-    """One look along the lanes that share places: their entries, in the order in which they would start."""
+    """One pass over the lanes of an account: yields their entries in the order in which they would start."""
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
         self._lanes = tuple(shares.lanes)
-        self._in_turn = [lane.in_turn for lane in self._lanes]  # not yet come to
-        self._left = [min(LOOKAHEAD, len(lane.entries)) for lane in self._lanes]  # that may be looked at
+        self._in_turn = [lane.in_turn for lane in self._lanes]  # not yielded yet, without demoted entries
+        self._left = [min(LOOKAHEAD, len(lane.entries)) for lane in self._lanes]  # still to be yielded
         self._keys: dict[str | None, _Key] = {}
-        self._queue: list[tuple[float, int, str | None]] = []  # keys already come to, a heap
+        self._queue: list[tuple[float, int, str | None]] = []  # a heap of the keys reached so far
 
     def __iter__(self) -> Iterator[Entry]:
         for index, in_turn in enumerate(self._in_turn):
@@ -357,7 +356,7 @@ class Walk:
                     self._come_behind(index)
 
     def _next(self, key: _Key) -> tuple[int, Entry | None]:
-        """Take what is due first of a key, among the lanes that may still be looked at."""
+        """Take the key's entry that is due first, among the lanes within their lookahead."""
         while key.heads:
             _, number, index, following = heappop(key.heads)
             if self._left[index]:
@@ -374,11 +373,11 @@ class Walk:
             heappush(key.heads, (due_at, number, index, following))
 
     def _come_behind(self, index: int) -> None:
-        """All others of a lane have been come to: now those that were sent behind them."""
+        """Add the demoted entries of a lane, once all its others have been yielded."""
         for name, numbers in self._behind(index).items():
             key = self._keys.get(name)
             if key is None and name in self._shares:
-                continue  # not come to yet
+                continue  # not reached yet
             if key is None:
                 number = self._shares.numbers + 1 + len(self._keys)
                 key = self._keys[name] = _Key(self._shares.begin(name), number, [], is_queued=False)
@@ -388,7 +387,7 @@ class Walk:
                 heappush(self._queue, (key.tag, key.number, name))
 
     def _behind(self, index: int) -> dict[str | None, list[int]]:
-        """Return what was sent behind in a lane, per key."""
+        """Return the demoted entries of a lane, per key."""
         found: dict[str | None, list[int]] = {}
         lane = self._lanes[index]
         for number in lane.behind:
@@ -397,7 +396,7 @@ class Walk:
 
 
 def merged(shared: Sequence[Shares]) -> Iterator[Entry]:
-    """Yield what waits at one priority: by first pool in its own order, among them the earliest deadline."""
+    """Yield the entries of one priority: merge the order of each first pool by earliest deadline."""
     heads: list[tuple[float, int, Entry, Iterator[Entry]]] = []
     for shares in shared:
         walk = iter(Walk(shares))
@@ -414,7 +413,7 @@ def merged(shared: Sequence[Shares]) -> Iterator[Entry]:
 
 
 def _discard(members: list[_T], member: _T) -> None:
-    """Take one member out of a sorted list that has it."""
+    """Remove a member from a sorted list. Raises KeyError if it is missing."""
     at = bisect_left(members, member)
     if at == len(members) or members[at] != member:
         raise KeyError(member)

@@ -1,4 +1,4 @@
-"""The line itself: who waits, who was offered a place, who runs. See the package for its rules."""
+"""The queue itself: queued, offered and running requests. The package docstring states its rules."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -18,13 +18,13 @@ from gateway.core.waiting.room import Room
 from gateway.core.waiting.tickets import Offer, Reason, Refused, Ticket, Turn, Waiter
 
 MISS_PAUSE_S = 0.05
-"""A backend whose place was gone is not offered again before this, or before something is released there."""
+"""A backend whose offered slot was gone is not offered again for this long, unless a request ends there."""
 
 RETRY_AFTER_MAX_S = 59.0
-"""Above a minute some SDKs ignore Retry-After and come back at once."""
+"""Some SDKs ignore a Retry-After of more than a minute and retry at once."""
 
 EXPIRIES_SPARE = 1_024
-"""So many expiries of requests that have left may be kept, beside as many as there are requests that wait."""
+"""The expiry heap is rebuilt when it exceeds twice the number of queued requests by more than this."""
 
 _NO_BACKENDS: frozenset[str] = frozenset()
 _NOTHING_OFFERED: Mapping[str, Load] = MappingProxyType({})
@@ -32,7 +32,7 @@ _NOTHING_OFFERED: Mapping[str, Load] = MappingProxyType({})
 
 @valueclass(frozen=True, slots=True)
 class _Offered:
-    """An offer that was made and not answered yet, where it was charged, and the tag of its key before."""
+    """An unanswered offer, the account it was charged to, and the tag of its key before the charge."""
 
     entry: Entry
     offer: Offer
@@ -44,7 +44,7 @@ class _Offered:
 
 
 class WaitingLine:
-    """The line of one process. See the module for its rules."""
+    """The queue of one process. The package docstring states its rules."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -57,8 +57,8 @@ class WaitingLine:
         self._long_waiting: dict[str, int] = {}
         self._long_elsewhere: Mapping[str, int] = {}
         self._tokens_started = StartedTokens()
-        self._gone_until: dict[str, float] = {}  # backends whose place was gone when it was to be taken
-        self._back_at: Mapping[str, float] = {}  # backends whose machine runs another model
+        self._gone_until: dict[str, float] = {}  # backends whose offered slot was gone
+        self._back_at: Mapping[str, float] = {}  # backends whose box runs another model
         self._numbers = 0
 
     # ------------------------------------------------------------ questions
@@ -67,13 +67,13 @@ class WaitingLine:
         return len(self._waiting)
 
     def waiting(self) -> Mapping[tuple[str, str], int]:
-        """Return how many wait, per (model, class)."""
+        """Return the number of queued requests per (model, class)."""
         return {name: len(lane.entries) for name, lane in self._lanes.items()}
 
     def oldest_waits_s(self, now: float) -> Mapping[tuple[str, str], float]:
-        """Return how long the one that waits longest has waited, per (model, class); 0 where none does.
+        """Return the longest time a queued request has waited, per (model, class); 0 if none is queued.
 
-        What may wait without a limit, a job, is not counted: nobody holds a connection open for it.
+        Jobs, which may wait without a limit, do not count, because no open connection depends on them.
         """
         return {
             name: max(
@@ -88,27 +88,27 @@ class WaitingLine:
         }
 
     def waited_for(self) -> frozenset[str]:
-        """Return the backends that those who wait may go to."""
+        """Return the backends in the pools of queued requests."""
         if not self._waiting:
             return _NO_BACKENDS
         found: set[str] = set()
         for lane in self._lanes.values():
             entry = next(iter(lane.entries.values()), None)
-            if entry is not None:  # those of one class may all go to the same
+            if entry is not None:  # requests of one class share their pools
                 for name in entry.ticket.traffic_class.pools:
                     found.update(entry.ticket.policy.pools[name].backends)
         return frozenset(found)
 
     def long_waiting(self) -> Mapping[str, int]:
-        """Return how many requests with long prompts wait, here or elsewhere, per backend of first choice."""
+        """Return the number of queued long prompts, here and elsewhere, per backend of their first pool."""
         return summed((self._long_waiting, self._long_elsewhere))
 
     def long_waiting_here(self) -> Mapping[str, int]:
-        """Return how many of them wait in this line."""
+        """Return the part of `long_waiting` that is queued here."""
         return dict(self._long_waiting)
 
     def wants(self, backends: Collection[str]) -> Mapping[str, Wants]:
-        """Return what waits for each of these backends as its first choice, and could run there."""
+        """Return, per backend, the queued requests with it in their first pool that could run there."""
         found = dict.fromkeys(backends, Wants())
         for entry in self._waiting.values():
             ticket = entry.ticket
@@ -120,21 +120,21 @@ class WaitingLine:
         return found
 
     def tokens_started(self, now: float) -> Mapping[Flow, int]:
-        """Return the tokens of what was started from this line, per flow; see `StartedTokens`."""
+        """Return the tokens of the requests started from this queue, per flow; see `StartedTokens`."""
         return self._tokens_started.totals(now)
 
     def drain_per_s(self, model: str, traffic_class: str, now: float) -> float | None:
-        """Return how many places per second come free for a class, or None while that is unknown.
+        """Return how many slots per second become free for a class, or None while that is unknown.
 
-        Those of other classes with the same first pool are among them: what ends there is room for all.
+        Slots of other classes with the same first pool count, because any of these classes can use them.
         """
         lane = self._lanes.get((model, traffic_class))
         return None if lane is None else self._per_s(lane, now)
 
     def waiters(self, now: float, most: int = LOOKAHEAD) -> Sequence[Waiter]:
-        """Return who waits, in the order in which they would start if all backends were free at once.
+        """Return queued requests in the order in which they would start if all backends became free at once.
 
-        Of each class `LOOKAHEAD` at most, `most` in all.
+        Returns at most `LOOKAHEAD` requests of each class, and at most `most` in total.
         """
         found: list[Waiter] = []
         ahead: dict[tuple[str, ...], int] = {}
@@ -148,9 +148,9 @@ class WaitingLine:
         return found
 
     def position(self, ticket_id: str) -> int | None:
-        """Return a request's place, 1 being next; None if it is not waiting.
+        """Return the position of a request (1 is next), or None if it is not queued.
 
-        Those of other classes that want the same first pool and would start before it count, too.
+        Requests of other classes that have the same first pool and would start before it count, too.
         """
         entry = self._waiting.get(ticket_id)
         return None if entry is None else self._ahead_of(self._lane(entry.ticket), entry) + 1
@@ -158,13 +158,13 @@ class WaitingLine:
     # ------------------------------------------------------------ events
 
     def expect(self, back_at: Mapping[str, float]) -> None:
-        """Be told which backends are out, and when each can be back at the earliest (monotonic seconds)."""
+        """Set the swapped-out backends and the earliest time each can be back, in monotonic seconds."""
         self._back_at = back_at
 
     def enter(self, ticket: Ticket, now: float, *, has_waited: bool = False) -> Refused | None:
-        """Let a request wait for its turn, or return why it may not.
+        """Add a request to the queue, or return why it is refused.
 
-        `has_waited`: it was let in before, and has left only to be decided anew.
+        `has_waited`: the request was queued before and left only for a new decision, so it is not refused.
         """
         lane, rules = self._settled(ticket), ticket.traffic_class.waiting
         entry = self._entry(ticket, now)
@@ -178,8 +178,8 @@ class WaitingLine:
             lane.entries and lane.size_bytes + ticket.size_bytes > rules.waiting_bytes_max
         ):
             return _refused(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
-        # A forecast needs one of its kind ahead: who comes first of its class may start at once, unless the
-        # models that could serve it are out.
+        # The forecast does not apply to the first of its class, which may be able to start at once, unless
+        # all backends that could serve it are swapped out.
         entry.is_unproven = lane.is_first(entry)
         may_start = entry.is_unproven and not self._away_s(ticket, now)
         reason = None if may_start else _foreseen(entry, wait_s, now)
@@ -192,22 +192,22 @@ class WaitingLine:
         return None
 
     def may_start_at_once(self, ticket: Ticket, now: float) -> bool:
-        """Return whether nobody would be passed by a request that took its place in this very moment."""
+        """Return whether a request could start right now without overtaking any other."""
         if self._waiting or self._gone_until:
             return False
         return _expiry(ticket, now, ticket.traffic_class.waiting.max_wait_s) > now
 
     def start_at_once(self, ticket: Ticket, now: float) -> None:
-        """Note that it has: it counts as one that was offered its place and took it."""
+        """Note that a request has started at once; it counts like an offer that was taken."""
         lane, cost = self._settled(ticket), ticket.cost
         lane.shares.advance(lane.shares.charge(ticket.key, cost))
         self._started(ticket, lane, cost, now)
 
     def offer_at_once(self, ticket: Ticket, candidates: tuple[Candidate, ...], now: float) -> Offer | None:
-        """Offer a request its place without a turn, where nobody is passed by that: where nobody waits.
+        """Offer a request a slot without a turn, or return None if it has to enter the queue.
 
-        `candidates`: those that it may be tried on, ranked at this very moment with `offered` in mind. None:
-        it has to enter.
+        An offer is made only if it overtakes no other request, that is, while the queue is empty.
+        `candidates` are the eligible backends, ranked just now with the load of `offered` included.
         """
         if not candidates or not self.may_start_at_once(ticket, now):
             return None
@@ -217,7 +217,7 @@ class WaitingLine:
         return offer
 
     def leave(self, ticket_id: str) -> None:
-        """Forget a request that waits or was offered a place; one that is neither changes nothing."""
+        """Remove a queued request or withdraw its offer. Unknown ids are ignored."""
         entry = self._waiting.get(ticket_id)
         if entry is not None:
             self._remove(entry)
@@ -227,7 +227,7 @@ class WaitingLine:
             offered.uncharge()
 
     def offered(self) -> Mapping[str, Load]:
-        """Return what has been offered on backends, and was neither taken nor given up since."""
+        """Return the load of unanswered offers per backend."""
         if not self._offered:
             return _NOTHING_OFFERED
         claims: dict[str, Load] = {}
@@ -237,18 +237,18 @@ class WaitingLine:
         return claims
 
     def is_offered(self, ticket_id: str) -> bool:
-        """Return whether a request has been offered a place, and has neither taken it nor left since."""
+        """Return whether a request has an unanswered offer."""
         return ticket_id in self._offered
 
     def started(self, ticket_id: str, now: float) -> None:
-        """Note that an offered request has taken its place."""
+        """Note that a request has taken the slot it was offered."""
         offered = self._offered.pop(ticket_id)
         ticket = offered.entry.ticket
         offered.shares.advance(offered.tag)
         self._started(ticket, self._lane(ticket), ticket.cost, now)
 
     def missed(self, ticket_id: str, backends: Sequence[str], now: float) -> None:
-        """Note that the places offered were gone: the request is back where it was in the line."""
+        """Note that the offered slots were gone, and return the request to its position in the queue."""
         for name in backends:
             self._gone_until[name] = now + MISS_PAUSE_S
         offered = self._offered.pop(ticket_id, None)
@@ -259,8 +259,8 @@ class WaitingLine:
     def released(self, ticket_id: str, backend: str, now: float, *, answered: bool = True) -> None:
         """Note that a request that ran on `backend` has ended.
 
-        `answered`: whether the backend began an answer. A try that failed before says nothing of how fast
-        places come free.
+        `answered`: whether the backend began an answer. An attempt that failed earlier is left out of the
+        drain rate.
         """
         self._gone_until.pop(backend, None)
         running = self._running.pop(ticket_id, None)
@@ -269,21 +269,21 @@ class WaitingLine:
             lane.drain.note_released(since, now, answered=answered)
 
     def charge(self, model: str, traffic_class: str, key: str | None, tokens: int) -> None:
-        """Count tokens that another process started for a key, so that keys are treated alike there too."""
+        """Charge a key for tokens that another process started, so that fairness spans all processes."""
         lane = self._lanes.setdefault((model, traffic_class), Lane())
         lane.shares.charge_elsewhere(key, max(1, tokens))
 
     def note_long_waiting(self, elsewhere: Mapping[str, int]) -> None:
-        """Note how many requests with long prompts wait in other lines, per backend of first choice."""
+        """Set the number of long prompts queued in other processes, per backend of their first pool."""
         self._long_elsewhere = dict(elsewhere)
 
     # ------------------------------------------------------------ the turn
 
     def turn(self, now: float, views: Mapping[str, BackendView]) -> Turn:
-        """Return who may start, who must be refused, and when to look again.
+        """Return the requests that may start, the refused ones, and when to run the next turn.
 
-        `views` are the backends as they stand: their load as the ledger counts it. What has been offered
-        and not been answered is added here.
+        `views` are current snapshots with the load that the ledger counts. The load of unanswered offers is
+        added here.
         """
         refused = self._expire(now)
         if not self._waiting:
@@ -308,8 +308,8 @@ class WaitingLine:
         for entry in hopeless:
             refused.append(self._refuse(entry, Reason.NO_BACKEND, now))
         late = self._late(room.found_full, now, refused)
-        # Where the look ahead may have ended the turn before the free places did, there is more to do. So
-        # there is where somebody held a backend who has gone.
+        # There is more to do if the lookahead limit may have ended the turn while slots were still free, or
+        # if an entry that held backends in this turn was refused or demoted.
         is_unfinished = self._waiting and (hopeless or late or (offers and looked >= LOOKAHEAD))
         return Turn(offers, refused, now if is_unfinished else self._next_look(now))
 
@@ -336,7 +336,7 @@ class WaitingLine:
         )
 
     def _settled(self, ticket: Ticket) -> Lane:
-        """Return the lane of a ticket, where the ticket's policy wants it."""
+        """Return the lane of a ticket, moved to the home that the ticket's policy gives it."""
         lane = self._lane(ticket)
         if lane.policy is not ticket.policy:
             lane.policy = ticket.policy
@@ -344,7 +344,7 @@ class WaitingLine:
         return lane
 
     def _settle(self, lane: Lane, home: Home) -> None:
-        """Let a lane share places with those that have the same home. It moves when its policy changes."""
+        """Let a lane share its account with lanes of the same home, which changes when the policy does."""
         if lane.home == home:
             return
         old = lane.shares
@@ -374,7 +374,7 @@ class WaitingLine:
     def _count_long(self, entry: Entry, change: int) -> None:
         ticket = entry.ticket
         for name in ticket.first_pool:
-            if name in ticket.failed:  # it waits for the others
+            if name in ticket.failed:  # it waits for the other backends
                 continue
             count = self._long_waiting.get(name, 0) + change
             if count:
@@ -402,7 +402,7 @@ class WaitingLine:
         return _refused(entry, reason, ahead, wait_s, now)
 
     def _forecast(self, lane: Lane, entry: Entry, now: float) -> tuple[int, float | None]:
-        """Return how many are ahead of an entry, and how long it would wait; None where nothing is known."""
+        """Return how many requests are ahead of an entry and its expected wait, None while unknown."""
         ahead = self._ahead_of(lane, entry)
         per_s = self._per_s(lane, now)
         away_s = self._away_s(entry.ticket, now)
@@ -411,7 +411,7 @@ class WaitingLine:
         return ahead, max(away_s, (ahead + 1) / per_s)
 
     def _away_s(self, ticket: Ticket, now: float) -> float:
-        """Return how long no backend of a request's class can be back; 0 where one is in."""
+        """Return the time until the first backend of a request's class can be back; 0 if one is running."""
         if not self._back_at:
             return 0.0
         pools = (ticket.policy.pools[name] for name in ticket.traffic_class.pools)
@@ -420,7 +420,7 @@ class WaitingLine:
         return max(0.0, back_at - now)
 
     def _ahead_of(self, lane: Lane, entry: Entry) -> int:
-        """Return how many that want the same first pool would be started before an entry, of any class."""
+        """Return how many requests of any class with the same first pool would start before an entry."""
         before = lane.shares.ahead_of(lane, entry)
         if lane.home is None:
             return before
@@ -433,7 +433,7 @@ class WaitingLine:
         return before + sum(above)
 
     def _per_s(self, lane: Lane, now: float) -> float | None:
-        """Return the places per second that come free where a lane would rather go."""
+        """Return the slots per second that become free in a lane's first pool, or None while unknown."""
         if lane.home is None:
             return Drain.per_s([lane.drain], now)
         pool = lane.home[1]
@@ -441,7 +441,7 @@ class WaitingLine:
         return Drain.per_s(drains, now)
 
     def _late(self, full: Sequence[Entry], now: float, refused: list[Refused]) -> bool:
-        """Refuse or send behind who found no place in its first turn and cannot have one in time."""
+        """Refuse or demote entries that found no slot in their first turn and would not get one in time."""
         found = False
         for entry in full:
             rules = entry.ticket.traffic_class.waiting
@@ -462,8 +462,8 @@ class WaitingLine:
         self._note_expiry(entry)
 
     def _note_expiry(self, entry: Entry) -> None:
-        # What never expires would never come to the front, and so be kept long after it has left. So would be
-        # for long what has left behind one that stays.
+        # Entries that never expire stay out of the heap, because they would never reach its top and be
+        # dropped. Stale entries below a long-lived one are dropped by rebuilding the heap.
         if entry.expires_at < inf:
             heappush(self._expiries, (entry.expires_at, entry.number, entry))
         if len(self._expiries) > EXPIRIES_SPARE + 2 * len(self._waiting):
@@ -490,7 +490,7 @@ class WaitingLine:
         return self._waiting.get(entry.ticket.id) is entry and entry.expires_at == expires_at
 
     def _with_offers(self, views: Mapping[str, BackendView]) -> dict[str, BackendView]:
-        """Return the views with what was offered and not answered yet, and the long prompts that wait."""
+        """Return the views with the load of unanswered offers and the queued long prompts added."""
         extra = self.offered()
         full = dict(views)
         long_waiting = self.long_waiting()
@@ -541,13 +541,13 @@ def _waiter(entry: Entry, position: int, now: float) -> Waiter:
 
 
 def _expiry(ticket: Ticket, entered_at: float, wait_s: float) -> float:
-    """Return when a request that entered then has waited `wait_s` in all, or its caller gives up."""
+    """Return when a request will have waited `wait_s` in total, or its deadline if that is earlier."""
     expires_at = entered_at + wait_s - ticket.waited_s
     return expires_at if ticket.deadline is None else min(expires_at, ticket.deadline)
 
 
 def _foreseen(entry: Entry, wait_s: float | None, now: float) -> Reason | None:
-    """Return why a request that would wait for `wait_s` from now need not: it would be too late."""
+    """Return the reason to refuse a request that would wait another `wait_s`, or None if that is in time."""
     deadline = entry.ticket.deadline
     if wait_s is None:
         return None

@@ -1,4 +1,4 @@
-"""What one turn has to give: the backends as they stand, less what was offered and what is held."""
+"""Capacity available to one turn of the queue: the backend snapshots minus offers and holds."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,7 +11,7 @@ from gateway.core.waiting.fairness import Entry
 from gateway.core.waiting.tickets import Ticket
 
 _SHARED = frozenset({Exclusion.AT_KNEE, Exclusion.KV_FULL, Exclusion.PREFILL_BUSY})
-"""What is short for requests of every kind. The gates for long prompts are not among them."""
+"""Shortages that affect every kind of request, unlike the gates for long prompts."""
 
 _FULL = frozenset(
     {
@@ -22,21 +22,21 @@ _FULL = frozenset(
         Exclusion.SPILL_RESERVE,
     }
 )
-"""What lasts until something ends: the measured rate speaks of that. Prompt work is done sooner."""
+"""Exclusions that last until a request ends, which the measured drain rate predicts. Prefill ends sooner."""
 
 
 class Room:
-    """The backends within one turn: what is offered is counted, what is waited for is held."""
+    """The backends during one turn: offers count as load, and blocked requests hold backends."""
 
     def __init__(self, views: Mapping[str, BackendView], paused: frozenset[str]) -> None:
         self._views = dict(views)
-        self._closed = set(paused)  # backends that nobody may be offered any more in this turn
+        self._closed = set(paused)  # backends not offered to any further request in this turn
         self._wanted: dict[str, list[tuple[Entry, tuple[str, ...]]]] = {}
         self._stuck: dict[tuple[str, str], list[Ticket]] = {}
-        self.found_full: list[Entry] = []  # in their first turn; they wait for something to end
+        self.found_full: list[Entry] = []  # entries in their first turn that wait for a request to end
 
     def place(self, entry: Entry) -> tuple[Candidate, ...] | None:
-        """Return where it may start, best first; () if it has to wait; None if no backend is up for it."""
+        """Return where an entry may start, best first; () if it must wait; None if no suitable one is up."""
         ticket = entry.ticket
         is_unproven, entry.is_unproven = entry.is_unproven, False
         stuck = self._stuck.setdefault((ticket.model, ticket.traffic_class.name), [])
@@ -71,7 +71,7 @@ class Room:
         }
 
     def _is_full(self, candidate: Candidate) -> bool:
-        """Whether a backend has room only when something there ends, as far as it can have room at all."""
+        """Return whether the backend has no room for the request until one ends there, or never has."""
         if candidate.excluded is None or not candidate.excluded.is_busy:
             return candidate.excluded is not None
         on_trial = self._views[candidate.backend].status.state is State.PROBATION
@@ -100,7 +100,7 @@ def _is_waited_for(candidate: Candidate) -> bool:
 
 
 def _asks_no_less(ticket: Ticket, other: Ticket) -> bool:
-    """Return whether `ticket` can start nowhere that `other`, of the same class, cannot."""
+    """Return whether `ticket` needs at least as much as `other` of the same class: it fits nowhere else."""
     asked, least = ticket.demand, other.demand
     return (
         ticket.failed >= other.failed

@@ -1,4 +1,4 @@
-"""What goes into the line and what comes out of it: tickets, offers, refusals."""
+"""Input and output of the queue: tickets, offers, refusals."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,32 +11,32 @@ from gateway.core.values import UNLIMITED, Candidate, Demand, Policy, TrafficCla
 
 
 class Reason(StrEnum):
-    """Why a request was not let wait, or not any longer. Few and fixed: a metric label and an error code."""
+    """Why a request was not queued, or was removed from the queue: a metric label and an error code."""
 
-    QUEUE_FULL = "queue_full"  # as many wait, or as many bytes, as may
-    WAIT_TOO_LONG = "wait_too_long"  # at the measured rate it would wait longer than its class allows
-    WAITED_TOO_LONG = "waited_too_long"  # it did
-    DEADLINE = "deadline"  # its caller's own deadline would pass, or has passed
-    NO_BACKEND = "no_backend"  # none that could take it is up
+    QUEUE_FULL = "queue_full"  # the class's limit of queued requests or bytes is reached
+    WAIT_TOO_LONG = "wait_too_long"  # the forecast wait exceeds the limit of its class
+    WAITED_TOO_LONG = "waited_too_long"  # the actual wait reached that limit
+    DEADLINE = "deadline"  # the caller's own deadline would pass, or has passed
+    NO_BACKEND = "no_backend"  # no backend that could take it is up
 
 
 @valueclass(frozen=True, slots=True)
 class Ticket:
-    """A request that wants a place.
+    """A request that needs a slot.
 
     Attributes:
-        id: Unique among those that wait or run.
-        model: Id of its model policy; with the class's name it says which line it stands in.
-        policy, traffic_class, demand: What decides where it may go.
-        key: Name of its caller's API key; None stands for one of its own.
-        arrived_at: When it came in, monotonic seconds. A request that is tried again keeps it.
-        prefill_s: Unloaded prefill of its prompt on the fastest backend of its first pool.
-        size_bytes: What it keeps in memory while it waits.
-        deadline: When its caller wants the first token at the latest, or None.
-        failed: Backends it was tried on.
-        waited_s: How long it waited for the places on which it was tried, or as a job in the store. What the
-            tries took is not in it.
-        prefix_shares: Per backend, the share of its conversation that was seen there.
+        id: Unique among queued and running requests.
+        model: Id of its model policy; together with the class's name it selects the lane.
+        policy, traffic_class, demand: Inputs of the decision where it may run.
+        key: Name of the caller's API key. None counts as one key.
+        arrived_at: Time of arrival in monotonic seconds, kept across retries.
+        prefill_s: Prefill time of its prompt on the fastest backend of its first pool, idle.
+        size_bytes: Memory it occupies while queued.
+        deadline: Latest time for the first token that the caller set, or None.
+        failed: Backends on which it has already failed.
+        waited_s: Earlier waiting time: in the queue before previous attempts, or as a job in the store. The
+            attempts themselves do not count.
+        prefix_shares: Per backend, the share of its conversation that the backend has seen.
     """
 
     id: str
@@ -55,29 +55,29 @@ class Ticket:
 
     @property
     def first_pool(self) -> tuple[str, ...]:
-        """The backends of its first choice."""
+        """Ids of the backends in its first pool."""
         return self.policy.pools[self.traffic_class.pools[0]].backends
 
     @property
     def is_long(self) -> bool:
-        """Whether its prompt counts as long where it would rather go."""
+        """Whether its prompt counts as long in its first pool."""
         return admission.is_long(self.policy.pools[self.traffic_class.pools[0]].gates, self.demand)
 
     @property
     def cost(self) -> int:
-        """What a start is charged to its key with, in tokens."""
+        """Tokens charged to its key when it starts."""
         return max(1, self.demand.seqs * self.demand.total_tokens)
 
     @property
     def due_at(self) -> float:
-        """When its first token is due: by its class, or earlier by its caller."""
+        """When its first token is due: the deadline of its class, or the caller's if that is earlier."""
         waiting = self.traffic_class.waiting
         due = self.arrived_at + waiting.ttft_target_s + waiting.prefill_weight * self.prefill_s
         return due if self.deadline is None else min(due, self.deadline)
 
 
 def patient(waiting: Waiting) -> Waiting:
-    """Return the rules by which work waits that nobody holds a connection open for: without a limit."""
+    """Return the rules without limits, for work that no open connection depends on."""
     return replace(
         waiting,
         max_wait_s=inf,
@@ -88,22 +88,22 @@ def patient(waiting: Waiting) -> Waiting:
 
 
 def fastest_prefill_s(policy: Policy, traffic_class: TrafficClass, demand: Demand) -> float:
-    """Return a prompt's unloaded prefill on the fastest backend of the class's first pool, in seconds."""
+    """Return the prefill seconds of a prompt on the fastest backend of the class's first pool, idle."""
     distinct = policy.distinct[traffic_class.pools[0]]
     return min([admission.prefill_s(backend, demand) for backend in distinct], default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Why a request may not wait, and what to tell its caller.
+    """A refusal, with the details for the caller.
 
     Attributes:
-        id: The ticket's.
+        id: The ticket's id.
         reason: See `Reason`.
-        position: Its place among all that want the same first pool, of whatever class, 1 being next.
-        expected_wait_s: How long it would have to wait at the rate measured; None while nothing is known.
-        retry_after_s: When to come back, seconds in 1..59.
-        waited_s: How long it has waited, before earlier tries too.
+        position: Its position among the requests of all classes with the same first pool; 1 is next.
+        expected_wait_s: Forecast wait at the measured drain rate; None while there is no rate.
+        retry_after_s: Seconds until the caller should retry, 1..59.
+        waited_s: Time spent waiting, including before earlier attempts.
     """
 
     id: str
@@ -114,7 +114,7 @@ class Refused:
     waited_s: float = 0.0
 
     def sentence(self) -> str:
-        """Return the same in words, for the caller."""
+        """Return the refusal as a sentence for the caller."""
         match self.reason:
             case Reason.NO_BACKEND:
                 return "No backend that could take this request is up."
@@ -133,17 +133,17 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """A request that waits, for an operator.
+    """A queued request, as shown to an operator.
 
     Attributes:
         id, model, traffic_class, key: See `Ticket`.
         pool: Id of its first pool.
-        position: Its place among those that want the same first pool, 1 being next.
-        prompt_tokens: Of its prompt.
-        waited_s: How long it has waited, for the places of earlier tries too.
-        due_in_s: When its first token is due, from now; negative where that has passed.
-        is_behind: Whether it was sent behind the others.
-        tries: Backends it was tried on.
+        position: Its position among requests with the same first pool; 1 is next.
+        prompt_tokens: Estimated length of its prompt.
+        waited_s: Time spent waiting, including before earlier attempts.
+        due_in_s: Seconds until its first token is due; negative when overdue.
+        is_behind: Whether it was demoted behind the others.
+        tries: Number of backends on which it has failed.
     """
 
     id: str
@@ -161,7 +161,7 @@ class Waiter:
 
 @valueclass(frozen=True, slots=True)
 class Offer:
-    """A request that may start: take a place on the first of these that still has one."""
+    """A request that may start, on the first of the candidates that still has a slot."""
 
     ticket: Ticket
     candidates: tuple[Candidate, ...]
@@ -169,12 +169,13 @@ class Offer:
 
 @valueclass(frozen=True, slots=True)
 class Turn:
-    """What is to be done now.
+    """Result of one turn of the queue.
 
     Attributes:
-        offers: Who may start, in order. Each is answered with `started`, `missed` or `leave`.
-        refused: Who must be told that waiting did not help; they have left the line.
-        look_again_at: When to ask again if nothing happens before, monotonic seconds; None: not needed.
+        offers: Requests that may start, in order. Answer each with `started`, `missed` or `leave`.
+        refused: Refused requests; they have already left the queue.
+        look_again_at: When to run the next turn if nothing happens before, in monotonic seconds; None if not
+            needed.
     """
 
     offers: Sequence[Offer]
