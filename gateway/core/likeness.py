@@ -1,36 +1,35 @@
-"""What the events of a stream have in common: all but their text. Pure.
+"""A fast path that recognizes plain token events of a stream by their common prefix and suffix. Pure.
 
-An engine writes every event of an answer the same way: the same id, the same model, the same nulls, and some
-characters of text. So once one of them has been looked into and said nothing but its text, another one says
-nothing either if it begins and ends with the same bytes and no quotation mark stands between: inside JSON
-text every quotation mark is escaped, so the text ends where it did before. That is two comparisons and one
-search of a few characters, where to look for each of the words that mean something takes seven searches of
-the whole event.
+An engine writes every event of an answer in the same form: the same id, model and nulls, and a few characters
+of text. Once one event has been found to carry only text, another event with the same prefix and suffix, and
+no quotation mark in between, also carries only text: quotation marks inside a JSON string are escaped, so the
+text ends at the same place. This takes two comparisons and a search of a few characters, instead of seven
+searches of the whole event, one for each marker.
 """
 
 import re
 
 LEARNED_MAX = 16
-"""How often the likeness of one stream is taken. An engine whose events differ in more than their text (token
-ids, say) is not looked at in this way any further."""
+"""How many events of one stream are learned. The limit saves the effort for engines whose events differ in
+more than their text (in token ids, for example)."""
 
 TOKEN_BYTES_MAX = 2_048
-"""A longer event is not one more token: it is neither taken as a likeness nor known by one."""
+"""Longer events are more than one token: they are neither learned nor passed to `Likeness.glance`."""
 
 _TEXT = re.compile(rb'("(?:content|text|reasoning|reasoning_content)"\s*:\s*")((?:[^"\\]|\\.)*)"')
 
 
 class Likeness:
-    """Knows an event by its beginning and its end.
+    """Recognizes token events by the prefix and suffix of a learned event.
 
     Attributes:
-        applies: Whether what comes next may be judged by it.
+        applies: Whether the next bytes may be checked against it.
     """
 
     __slots__ = ("_begin", "_end", "_least", "_left", "_shown", "applies")
 
     def __init__(self) -> None:
-        """Know nothing."""
+        """Start without a learned event."""
         self._begin: bytes | None = None
         self._end = b""
         self._least = 0
@@ -39,7 +38,7 @@ class Likeness:
         self.applies = False
 
     def learn(self, event: bytes, shown: bytes) -> None:
-        """Know an event that said nothing but its text, and whatever is like it; `shown` is shown of it."""
+        """Learn an event that carries only text; `shown` is the event as relayed to the caller."""
         if self._left == 0 or len(event) > TOKEN_BYTES_MAX:
             return
         self._left -= 1
@@ -47,16 +46,16 @@ class Likeness:
         if found is None:
             return
         begin, rest = event[: found.end(1)], event[found.end(1) :]
-        if not shown.endswith(rest):  # what is shown otherwise stands behind the text
+        if not shown.endswith(rest):  # the relayed event differs after the start of the text
             return
         self._begin, self._end = begin, event[found.end(2) :]
         self._least = len(self._begin) + len(self._end)
         self._shown = shown[: len(shown) - len(rest)]
 
     def glance(self, data: bytes, start: int, end: int) -> bytes | None:
-        """Return what is shown of the event `data[start:end]`, or None if it is not like those known.
+        """Return the bytes to relay for the event `data[start:end]`, or None if it is not recognized.
 
-        `data` itself says: nothing is shown otherwise than it is written.
+        Returns `data` itself if the event is relayed unchanged.
         """
         begin = self._begin
         if not self.applies or begin is None:

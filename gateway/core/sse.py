@@ -1,14 +1,13 @@
-"""A streamed answer: bytes in, bytes that may be relayed out. No I/O, and no parsing where none is needed.
+"""Streamed answers: takes received bytes, returns bytes that may be relayed. No I/O, and minimal parsing.
 
-The gateway relays bytes. It has to understand four things in them, and nothing else: that the first
-content has come (until then another backend may still be asked), that a choice finished, what the usage
-was, and that something went wrong although the status was 200. All four are announced by a few bytes
-that cannot occur inside JSON text, where every quotation mark is escaped; so one search per event decides
-whether it has to be parsed at all. Once content has come, an event without any of them is passed on as
-it is: that it is JSON at all is then the backend's word.
+The gateway relays bytes and detects only four things in them: the first content (until then the request can
+fail over to another backend), the end of a choice, the usage, and an error despite status 200. Every event is
+parsed until the first content. After that, one search per event for a few markers decides whether to parse
+it. The markers contain quotation marks, which are escaped inside JSON strings, so a text cannot imitate them.
+An event without a marker is relayed as it is, without checking that it is valid JSON.
 
-An event is only let go when it is complete. Nobody could use half an event, and a caller who gets an
-error must get it between two events.
+Only complete events are relayed: a partial event is useless to the caller, and an error must be sent between
+two events.
 """
 
 import json
@@ -33,12 +32,12 @@ _UNFINISHED = BackendError("The answer ended before it was finished.")
 
 
 class StreamReader:
-    """Follows one streamed answer from its first byte to its last.
+    """Processes one streamed answer from its first byte to its last.
 
     Attributes:
-        has_content: A token has come; before that, nothing of this answer may be relayed.
+        has_content: Whether a token has been received; before that, nothing of this answer may be relayed.
         usage: The last usage seen.
-        fault: What is wrong with the answer, once something is. Nothing after it is let go.
+        fault: The error in the answer, or None. Nothing after it is relayed.
     """
 
     def __init__(
@@ -49,13 +48,13 @@ class StreamReader:
         hide_usage: bool,
         decode: Callable[[bytes], Any] = json.loads,
     ) -> None:
-        """Follow an answer with that many choices.
+        """Create a reader for an answer with that many choices.
 
         Args:
-            choices: Choices the answer must finish.
+            choices: Number of choices that must finish.
             names: The backend's name for the model and the one to show instead.
-            hide_usage: The gateway asked for the usage event, the caller did not: keep it back.
-            decode: Decodes JSON; raises a ValueError for what is none.
+            hide_usage: Whether to drop the usage event, because the gateway asked for it and not the caller.
+            decode: JSON decoder; raises ValueError for invalid JSON.
         """
         self.has_content = False
         self.usage: Usage | None = None
@@ -66,23 +65,23 @@ class StreamReader:
         self._names = names
         self._hide_usage = hide_usage
         self._decode = decode
-        self._tail: list[bytes] = []  # of an event that is not complete
+        self._tail: list[bytes] = []  # pieces of an incomplete event
         self._tail_bytes = 0
         self._likeness = Likeness()
 
     @property
     def may_begin(self) -> bool:
-        """Whether the answer may begin: from then on no other backend can be asked."""
+        """Whether relaying may begin; after that the request cannot fail over to another backend."""
         return self.has_content
 
     @property
     def is_done(self) -> bool:
-        """Whether `[DONE]` has been let go: nothing more is owed to the caller."""
+        """Whether `[DONE]` has been relayed, which ends the answer."""
         return self._done
 
     @property
     def is_complete(self) -> bool:
-        """Whether every choice has finished, properly."""
+        """Whether every choice has finished, without a fault."""
         return self.fault is None and len(self._finished) >= self._unfinished
 
     def feed(self, data: bytes) -> bytes:
@@ -90,7 +89,7 @@ class StreamReader:
         self._likeness.applies = False
         if self.fault is not None or self._done:
             return b""
-        is_complete = data.endswith(b"\n\n")  # the common case: what arrived ends with an event's end
+        is_complete = data.endswith(b"\n\n")  # the common case: the data ends at the end of an event
         if is_complete and self.has_content and not self._tail and self._says_nothing(data):
             shown = self._names.in_event(data)
             self._likeness.learn(data, shown)
@@ -101,23 +100,23 @@ class StreamReader:
 
     @property
     def glance(self) -> Callable[[bytes, int, int], bytes | None]:
-        """`Likeness.glance` of this stream, which need not be fed with what is known by it.
+        """`Likeness.glance` of this stream. Events that it recognizes need not be passed to `feed`.
 
-        Nearly every read of a stream is one event like the one before.
+        Nearly every read of a stream returns a single event similar to the previous one.
         """
         return self._likeness.glance
 
     @property
     def _sees_all(self) -> bool:
-        """Whether nothing has to be looked for in texts."""
+        """Whether event texts may be skipped, because nothing has to be searched in them."""
         return True
 
     def end(self) -> bytes:
-        """Return what is still owed to the caller now that the body ended; sets `fault` if it ended early."""
+        """Return the remaining bytes for the caller at the end of the body; set `fault` if it ended early."""
         if self.fault is not None or self._done:
             return b""
         rest = b"".join(self._tail)
-        # A last event may lack the blank line after it.
+        # The last event may lack its terminating blank line.
         owed = b"".join(self._inspect(rest.rstrip() + b"\n\n", parse=True)) if rest.strip() else b""
         if self.fault is None and not self.is_complete:
             self.fault = _UNFINISHED
@@ -126,12 +125,12 @@ class StreamReader:
         return owed if self._done else owed + DONE
 
     def _says_nothing(self, event: bytes) -> bool:
-        """Return whether bytes after the first content certainly are one event that need not be parsed.
+        """Return whether `event`, received after the first content, is one event that needs no parsing.
 
-        The same as what `_WORTH_PARSING` looks for, in the form in which engines write it, and five times as
-        fast. What is written otherwise is looked into.
+        Checks for the same markers as `_WORTH_PARSING`, in the form that engines write, five times as fast.
+        Events in any other form return False and are examined further.
         """
-        # Not `in`: it first tries the bytes as a number, and drops the error it gets (CPython 3.11).
+        # Not `in`: it first tries to convert the bytes to a number, and drops the exception (CPython 3.11).
         find = event.find
         reasons = event.count(b'"finish_reason"')
         return (
@@ -148,7 +147,7 @@ class StreamReader:
         )
 
     def _complete_events(self, data: bytes) -> bytes:
-        """Return what has become complete with `data`; keep the rest. Looks at no byte more than twice."""
+        """Return the events that `data` completes and buffer the rest. Scans no byte more than twice."""
         overlap = self._last_bytes()
         cut = 0
         for end in _ends(overlap + data):
@@ -162,7 +161,7 @@ class StreamReader:
         return b""
 
     def _last_bytes(self) -> bytes:
-        """Return the end of what is kept: an event's end may begin there."""
+        """Return the last bytes of the buffer, where an event terminator may begin."""
         last = b""
         for part in reversed(self._tail):
             last = part[len(last) - _END_BYTES_MAX + 1 :] + last
@@ -177,7 +176,7 @@ class StreamReader:
         return block
 
     def _inspect(self, block: bytes, *, parse: bool = False) -> Iterator[bytes]:
-        """Yield the events of a block that may be relayed, learning from each; `parse`: look into all."""
+        """Yield the events of a block that may be relayed, updating the state; `parse`: parse all of them."""
         for event in _split(block):
             shown = self._names.in_event(event)
             is_looked_into = parse or not self.has_content
@@ -210,7 +209,7 @@ class StreamReader:
                 yield shown
 
     def _mended(self, event: bytes, decoded: dict[str, Any]) -> bytes:
-        """Return what to show of an event that was looked into: here, all of it."""
+        """Return the bytes to relay for a parsed event; subclasses may change them."""
         return event
 
     def _decoded(self, payload: bytes) -> dict[str, Any] | None:
@@ -244,19 +243,19 @@ def _split(block: bytes) -> Iterator[bytes]:
 
 
 def _ends(data: bytes) -> Iterator[int]:
-    """Yield where the events in some bytes end."""
+    """Yield the end offset of each event in `data`."""
     if data.find(b"\r") >= 0:
         for match in _END_OF_EVENT.finditer(data):
             yield match.end()
         return
-    end = data.find(b"\n\n") + 2  # as nearly all engines write it, and found ten times as fast
+    end = data.find(b"\n\n") + 2  # the form that nearly all engines write, and ten times as fast to find
     while end > 1:
         yield end
         end = data.find(b"\n\n", end) + 2
 
 
 def _payload(event: bytes) -> bytes | None:
-    """Return the data of an event, its lines joined, or None if it has none."""
+    """Return the joined data lines of an event, or None if it has none."""
     lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None
 

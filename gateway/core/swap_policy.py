@@ -1,15 +1,16 @@
-"""When a box changes models: gated batches. Pure.
+"""When a box swaps models: gated batches. Pure.
 
-A swap costs minutes in which nobody is served, so work for the model that is out gathers until enough of
-it waits, or until the oldest has waited long enough. Age alone livelocks: after a swap of five minutes both
-queues look overdue, and the box would swap back without having served anything. So there is a gate:
-everything that was queued when a model came in is started before the next swap is considered. What of it
-turns up later (a job whose backend died, or that was between two gateways) calls off a swap that drains.
+A box serves no requests for the minutes that a swap takes. So requests for the model that is out accumulate
+until there are enough of them, or until the oldest has waited long enough. Age alone livelocks: after a swap
+of five minutes both queues look overdue, and the box would swap back without having served any request. The
+gate prevents that: all requests that were queued when a model came in are started before the next swap is
+considered. If some of them appear only later (a job whose backend died, or that was moving between two
+gateways), they cancel a swap that is still draining.
 
-While a box drains, nothing new starts, and one long answer may keep the rest of the machine idle for half an
-hour. Who waits for the model that is still in is served soonest by calling the swap off: that is a swap
-back at no cost. So the same trigger that would bring the model back in does so before it is out; but only
-until the oldest that waits for the other model has waited twice its time, so that neither starves.
+While a box drains, no request starts, and one long answer may keep the rest of the machine idle for half an
+hour. Cancelling the swap is then the fastest way to serve requests for the model that is still in, because it
+is a swap back at no cost. So the trigger that would bring that model back in cancels the swap instead, but
+only until the oldest request for the other model has waited twice its time, so that neither model starves.
 docs/boxes.md has the figures.
 """
 
@@ -18,23 +19,23 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 CALL_OFF_UNTIL = 2.0
-"""Times its `wait_s` that the oldest for the other model has waited when a swap is called off no more."""
+"""A swap is not cancelled once the oldest request for the other model has waited this many `wait_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """What brings a model in.
+    """Condition for swapping a model in.
 
     Attributes:
-        jobs: As many requests waiting for it start a swap.
-        wait_s: So does one that has waited this long.
+        jobs: This many requests waiting for it trigger a swap.
+        wait_s: So does one request that has waited this many seconds.
     """
 
     jobs: int = 4
     wait_s: float = 600.0
 
     def is_met(self, wants: "Wants", now: float) -> bool:
-        """Return whether what waits is enough."""
+        """Return whether the waiting requests meet the condition."""
         if wants.oldest_at is None:
             return False
         return wants.count >= self.jobs or now - wants.oldest_at >= self.wait_s
@@ -42,13 +43,13 @@ class Trigger:
 
 @dataclass(frozen=True, slots=True)
 class SwapRules:
-    """When one box swaps. Seconds; `idle_s` and `residency_s` are choices, none is measured.
+    """When one box swaps, in seconds. `idle_s` and `residency_s` are choices, not measurements.
 
     Attributes:
-        default: Whose model is in when nobody wants anything.
+        default: The backend whose model is in when there is no work.
         triggers: Per backend of the box, in its order.
-        residency_s: A model that came in stays at least this long.
-        idle_s: Without work for this long, the box goes back to the default.
+        residency_s: Minimum time that a model stays in.
+        idle_s: Without work for this long, the box returns to the default.
     """
 
     default: str
@@ -59,11 +60,11 @@ class SwapRules:
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What waits for one backend as its first choice.
+    """Requests that wait for one backend as their first choice.
 
     Attributes:
-        count: Requests.
-        oldest_at: When the oldest of them began to wait, monotonic seconds; None where there is none.
+        count: Number of requests.
+        oldest_at: When the oldest of them began to wait, in monotonic seconds; None if there is none.
     """
 
     count: int = 0
@@ -76,14 +77,14 @@ class Wants:
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Whose model is in, and what it has to do.
+    """The model that is in, and the waiting requests.
 
     Attributes:
-        backend: Whose.
-        since: When it came in, monotonic seconds.
-        batch_at: What was queued for it then is started before a swap is considered.
-        idle_since: When it was last seen with something running or waiting.
-        wants: What waits, per backend.
+        backend: The backend whose model is in.
+        since: When it came in, in monotonic seconds.
+        batch_at: Requests queued for it at this time are started before a swap is considered.
+        idle_since: When it was last seen with running or waiting requests.
+        wants: Waiting requests per backend.
         barred: Backends that must not be started.
     """
 
@@ -96,29 +97,29 @@ class Residency:
 
     @property
     def batch_is_served(self) -> bool:
-        """Whether everything that was queued when the model came in has been started."""
+        """Whether all requests that were queued when the model came in have been started."""
         oldest_at = self.wants.get(self.backend, Wants()).oldest_at
         return oldest_at is None or oldest_at > self.batch_at
 
 
 class Cause(StrEnum):
-    """Why a swap is planned, or why none is. Few and fixed: a metric label."""
+    """Why a swap is planned. A small, fixed set: a metric label."""
 
     JOBS = "jobs"  # enough requests wait for the other model
-    AGE = "age"  # one has waited long enough for it
-    IDLE = "idle"  # nobody wants the model that is in
+    AGE = "age"  # one request has waited long enough for it
+    IDLE = "idle"  # the model that is in has no work
     NOTHING = "nothing"  # no swap is planned
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the box does next, as far as is known.
+    """The next swap of the box, as far as it can be planned.
 
     Attributes:
         cause: See `Cause`.
-        target: Whose model comes in; "" where no swap is planned.
-        at: The earliest time it may begin, monotonic seconds; None where that depends on the batch.
-        held_by_batch: Whether what was queued for the present model has to start first.
+        target: The backend whose model comes in; "" if no swap is planned.
+        at: The earliest time it may begin, in monotonic seconds; None if that depends on the batch.
+        held_by_batch: Whether requests queued for the current model have to start first.
     """
 
     cause: Cause = Cause.NOTHING
@@ -132,7 +133,7 @@ class Plan:
 
 
 def plan(rules: SwapRules, here: Residency, now: float) -> Plan:
-    """Return what the box does next if nothing else happens."""
+    """Return the next swap of the box, given its current state."""
     wishes = []
     for place, (name, trigger) in enumerate(rules.triggers.items()):
         wants = here.wants.get(name, Wants())
@@ -145,7 +146,7 @@ def plan(rules: SwapRules, here: Residency, now: float) -> Plan:
             wishes.append((by_age, place, name, Cause.AGE))
     if not wishes:
         return _going_home(rules, here)
-    # Among several that are due, the one that has been due for longest.
+    # If several are due, the one that has been due the longest.
     at, _, target, cause = min(wishes)
     if not here.batch_is_served:
         return Plan(cause, target, None, held_by_batch=True)
@@ -153,7 +154,7 @@ def plan(rules: SwapRules, here: Residency, now: float) -> Plan:
 
 
 def is_called_off(rules: SwapRules, here: Residency, planned: Plan, now: float) -> bool:
-    """Return whether a swap that still drains is not worth it any more."""
+    """Return whether a swap that is still draining should be cancelled."""
     own = here.wants.get(here.backend, Wants())
     other = here.wants.get(planned.target, Wants())
     if other.oldest_at is None:

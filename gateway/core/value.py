@@ -1,10 +1,10 @@
-"""Values: objects that never change once they are made, and of which a request makes dozens.
+"""Value classes: immutable objects that are cheap to create, because each request creates dozens of them.
 
-To a type checker they are frozen dataclasses. At run time they are msgspec structs, which are made in C: one
-of six fields in 0.07 us, where a frozen dataclass takes 0.75 us and a plain one 0.16 (CPython 3.11). They are
-as frozen, compare and hash alike, and for `replace`, `fields` and `asdict` they are dataclasses.
+Type checkers see frozen dataclasses. At run time they are msgspec structs, which are created in C: 0.07 us
+for one of six fields, against 0.75 us for a frozen dataclass and 0.16 us for a plain one (CPython 3.11).
+They are frozen, compare and hash like frozen dataclasses, and work with `replace`, `fields` and `asdict`.
 
-Everything that is made once, at the start or by a change of policy, is a frozen dataclass proper.
+Objects that are created only at startup or on a policy change are ordinary frozen dataclasses.
 """
 
 from typing import TYPE_CHECKING
@@ -17,11 +17,11 @@ else:
     import msgspec
 
     def valueclass(*, frozen, slots):
-        """Make a value class of a class written as a dataclass. All its fields are compared."""
+        """Turn a class written as a dataclass into a value class. All fields take part in comparisons."""
 
         def make(written):
             made = written
-            if not isinstance(written, type(msgspec.Struct)):  # else its base has made it one
+            if not isinstance(written, type(msgspec.Struct)):  # a subclass of a value class already is one
                 made = _made(written, frozen=frozen)
             described = make_dataclass(
                 "_", made.__struct_fields__, init=False, repr=False, eq=False, match_args=False

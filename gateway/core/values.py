@@ -1,8 +1,8 @@
-"""The values that the steps of a request hand to each other. All frozen, none knows a vendor.
+"""Values passed between the steps of a request. All are frozen and independent of any vendor.
 
-Read in the order of a request: what the caller sent (`Request`), how long it is (`Estimate`), what
-policy says about it (`ModelPolicy`, `TrafficClass`), where it could run (`Backend`, `Pool`), what it
-would take there (`Demand`, `Load`), and what was decided and why (`Decision`).
+In the order of a request: the caller's request (`Request`), its length (`Estimate`), where it could run
+(`Backend`, `Pool`), the policy for it (`ModelPolicy`, `TrafficClass`), its resource needs (`Demand`, `Load`),
+and the decision with its reasons (`Decision`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ from gateway.core.perf import PerfModel
 from gateway.core.value import valueclass
 from gateway.core.versions import VersionBound
 
-# ------------------------------------------------------------------ what the caller sent
+# ------------------------------------------------------------------ the caller's request
 
 
 class Endpoint(StrEnum):
-    """The two generating routes of the OpenAI API that are relayed."""
+    """The two generation endpoints of the OpenAI API that are relayed."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
@@ -28,12 +28,12 @@ class Endpoint(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LongText:
-    """A text so long that it is not kept in memory beside the body that it came in.
+    """A text too long to keep in memory in addition to the request body.
 
     Attributes:
-        size_bytes: How long it was as it was sent: what it takes in UTF-8 at most.
-        key: A hash of it, which means something in this process alone.
-        pieces: Returns it stripped, piece by piece; cut where a token is likely to end.
+        size_bytes: Its length in the body: an upper bound of its length in UTF-8.
+        key: A hash of it, valid only in this process.
+        pieces: Returns an iterator over its stripped text, split where a token is likely to end.
     """
 
     size_bytes: int
@@ -43,16 +43,16 @@ class LongText:
 
 @valueclass(frozen=True, slots=True)
 class Turn:
-    """One message of a chat, reduced to what its length depends on.
+    """One message of a chat, reduced to the parts that determine its length.
 
     Attributes:
         role: As sent; unknown roles are legal.
         texts: Its text parts, in order, unstripped.
-        tool_calls: `(name, compact JSON arguments)` of each call an assistant message carries.
-        images: Image parts in it.
-        audios: Audio parts in it.
-        long: One more text part, where that is a long one.
-        texts_before_long: How many of `texts` stand before it.
+        tool_calls: `(name, compact JSON arguments)` of each tool call in an assistant message.
+        images: Number of image parts.
+        audios: Number of audio parts.
+        long: One more text part if that is a long one, else None.
+        texts_before_long: How many of `texts` precede it.
     """
 
     role: str
@@ -66,17 +66,17 @@ class Turn:
 
 @valueclass(frozen=True, slots=True)
 class Prompt:
-    """What has to be counted to know a prompt's length.
+    """The parts of a request that determine the length of its prompt.
 
     Attributes:
-        turns: The messages of a chat; for /v1/completions empty.
-        raw_texts: The prompt strings of /v1/completions; for a chat empty.
-        raw_tokens: Prompt tokens that came as ids (/v1/completions) and need no counting.
+        turns: The messages of a chat; empty for /v1/completions.
+        raw_texts: The prompt strings of /v1/completions; empty for a chat.
+        raw_tokens: Number of prompt tokens sent as ids (/v1/completions), which need no counting.
         tools_json: The tools as compact JSON, or "".
-        tools_texts: Texts in that, besides keys.
+        tools_texts: Number of texts in it, without keys.
         thinking: Whether the chat template opens a thought (`enable_thinking`).
-        image_budget: Soft tokens per image the request itself asks for, or None for the model's default.
-        audio_tokens: Soft tokens of all audio parts, when their length is known; else 0.
+        image_budget: Soft tokens per image set by the request, or None for the model's default.
+        audio_tokens: Soft tokens of all audio parts if their length is known, else 0.
     """
 
     turns: tuple[Turn, ...] = ()
@@ -92,35 +92,35 @@ class Prompt:
 Prefixes = tuple[tuple[int, float], ...]
 
 Changes = Mapping[tuple[str, ...], object]
-"""Members of a request body that become something else for a backend, by path: `("stream",)` is a member,
-`("stream_options", "include_usage")` a member of an object that keeps its others."""
+"""New values for members of a request body sent to a backend, by path: `("stream",)` is a top-level member,
+`("stream_options", "include_usage")` a member of an object whose other members are kept."""
 
 NO_CHANGES: Changes = MappingProxyType({})
 
 
 @valueclass(frozen=True, slots=True)
 class Request:
-    """What the gateway reads of a request. The body itself travels on as bytes.
+    """The parts of a request that the gateway interprets. The body itself is forwarded as bytes.
 
     Attributes:
-        endpoint: Which route it came in on.
-        model: The name the caller sent.
-        stream: Whether the answer is wanted as server-sent events.
+        endpoint: The endpoint that received it.
+        model: The model name that the caller sent.
+        stream: Whether the caller wants server-sent events.
         max_tokens: `max_completion_tokens`, else `max_tokens`, else None.
-        seqs: Sequences it will occupy on a backend: `n` times the number of prompts.
-        choices: Choices a complete answer has.
-        prompts: Different prompts in it: 1, but for lists of them (/v1/completions).
-        reasoning: `reasoning_effort` above none, or `enable_thinking`.
+        seqs: Sequences it occupies on a backend: `n` times the number of prompts.
+        choices: Number of choices in a complete answer.
+        prompts: Number of distinct prompts: 1, except for a list of prompts (/v1/completions).
+        reasoning: Whether `reasoning_effort` is above none or `enable_thinking` is set.
         images, audios, tools: Counts.
         include_usage: Whether the caller asked for the usage event of a stream.
-        key: Name of the caller's API key, or None where none is configured.
-        headers: The request headers policy may match on, names in lower case.
-        prompt: What to count.
-        is_job: It waits for as long as it takes, and nobody holds a connection open that it depends on.
-        queued_s: How long it has waited, as a job, before it came here.
-        handed_over_as: Name of the class that it was given when it became a job, and keeps; "" otherwise.
-        prefixes: Per message boundary, shortest first: a hash of everything up to it, which means something
-            in this process alone, and the share (0..1) of the conversation that is, by its length.
+        key: Name of the caller's API key, or None if no keys are configured.
+        headers: The request headers that policy may match on, names in lower case.
+        prompt: The prompt, for counting its tokens.
+        is_job: Whether it is a job: it may wait without a limit, and does not depend on an open connection.
+        queued_s: How long it waited in the store as a job.
+        handed_over_as: Name of the class it was assigned when it became a job, which it keeps; "" otherwise.
+        prefixes: Per message boundary, shortest first: a hash of everything before it, valid only in this
+            process, and the share (0..1) of the conversation's length that this is.
     """
 
     endpoint: Endpoint
@@ -145,21 +145,21 @@ class Request:
 
 
 class CountMode(StrEnum):
-    """How a count came about."""
+    """How the tokens of a prompt were counted."""
 
-    EXACT = "exact"  # the site's own Gemma vocabulary
-    APPROXIMATE = "approximate"  # class counts, with a band
+    EXACT = "exact"  # with the site's own Gemma vocabulary
+    APPROXIMATE = "approximate"  # by character class counts, with an error band
     BOUND = "bound"  # counting stopped early: the prompt is longer than any window
 
 
 @valueclass(frozen=True, slots=True)
 class Estimate:
-    """A prompt's length in tokens, template included.
+    """A prompt's length in tokens, including the chat template.
 
     Attributes:
-        tokens: The best single figure; classes are chosen by it.
-        tokens_max: The upper end; what must fit is checked against it.
-        mode: How it came about.
+        tokens: The best single estimate, used to choose the class.
+        tokens_max: The upper bound, used to check that the request fits.
+        mode: How the tokens were counted.
     """
 
     tokens: int
@@ -167,7 +167,7 @@ class Estimate:
     mode: CountMode
 
 
-# ------------------------------------------------------------------ where it could run
+# ------------------------------------------------------------------ backends and pools
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +183,14 @@ class KneeStep:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one backend can hold. Each figure is measured or says what it is: docs/measurements.md.
+    """Capacity of one backend. Each figure is measured, or labelled if not: docs/measurements.md.
 
     Attributes:
         context_tokens: Prompt plus output of one sequence (the engine's `max_model_len`).
         knee: Concurrent sequences at which output tokens/s stops growing, by prompt length; ascending.
-        kv: How blocks are counted, or None where the engine alone should judge.
-        kv_blocks: Size of the KV pool in blocks, or None likewise.
-        kv_budget: Share of `kv_blocks` that admission may plan with, 0..1.
+        kv: Formula that counts KV blocks, or None to leave KV admission to the engine.
+        kv_blocks: Size of the KV pool in blocks, or None to leave KV admission to the engine.
+        kv_budget: Share of `kv_blocks` that admission may use, 0..1.
     """
 
     context_tokens: int
@@ -200,12 +200,12 @@ class Capacity:
     kv_budget: float = 0.9
 
     def __hash__(self) -> int:
-        return self.context_tokens  # it is looked up by itself: one field tells enough
+        return self.context_tokens  # cheap, and selective enough: capacities are cache keys
 
 
 @dataclass(frozen=True, slots=True)
 class Modalities:
-    """What a deployment accepts besides text. 0: none of it. None: no limit of its own."""
+    """Inputs a deployment accepts besides text. 0: not accepted. None: no limit."""
 
     images_max: int | None = 0
     audios_max: int | None = 0
@@ -218,17 +218,17 @@ class Backend:
     Attributes:
         id: Its name in the configuration.
         url: Base URL without a trailing slash and without `/v1`.
-        model: The name it serves the model under, or None to learn it from `/v1/models`.
+        model: The name under which it serves the model, or None to learn it from `/v1/models`.
         profile: Name of the profile its figures come from.
-        capacity: What it can hold.
-        modalities: What it accepts besides text.
-        tokens_per_s: Decode rate of a lone stream, for the `speed` score; None when unknown.
-        boot_budget_s: How long it may take to become ready before that counts as a fault.
-        drain: Set by the operator: finish what runs, take nothing new.
-        perf: Its latency model, to predict prompt work with; None where no profile gives one.
+        capacity: How much load it can hold.
+        modalities: Inputs it accepts besides text.
+        tokens_per_s: Decode rate of a single stream, for the `speed` score; None if unknown.
+        boot_budget_s: How long it may take to boot before that counts as a fault.
+        drain: Set by the operator: finish running requests, take no new ones.
+        perf: Its latency model, to predict prefill time; None if its profile has none.
         batched_tokens: Prompt tokens of one engine step (`max_num_batched_tokens`).
-        versions: Engine versions it may have; () for any.
-        quirks: What its engine is known to do wrong, by name (docs/profiles.md lists them).
+        versions: Allowed engine versions; () for any.
+        quirks: Names of known faults of its engine (listed in docs/profiles.md).
     """
 
     id: str
@@ -248,15 +248,15 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long each phase of an attempt may take, in seconds.
+    """Timeouts for each phase of an attempt, in seconds.
 
     Attributes:
         connect_s: Opening the connection.
-        first_byte_s: From sending a streamed request to the first generated token. vLLM answers
-            with status 200 at admission, so headers alone prove nothing. An answer that is not
-            streamed has no first byte before its last: only `total_s` bounds it.
-        idle_s: Between two reads after that.
-        total_s: The whole attempt; comment lines re-arm the idle timer, this they cannot.
+        first_byte_s: From sending a streamed request to the first generated token. Headers do not count,
+            because vLLM sends status 200 at admission. A non-streaming answer has no first token before its
+            end, so only `total_s` bounds it.
+        idle_s: Between two reads after the first token. Comment lines reset it.
+        total_s: The whole attempt, regardless of comment lines.
     """
 
     connect_s: float = 2.0
@@ -267,18 +267,18 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """What a pool lets in beside the knee. Each figure holds per backend of the pool.
+    """Admission limits of a pool in addition to the knee. Each applies per backend.
 
-    Sources: docs/routing.md, "What each rule is for".
+    Sources: docs/routing.md.
 
     Attributes:
-        long_prompt_tokens: From this length on a prompt is long.
-        long_prefills: Long prompts a backend may be reading at once. 0: a long prompt only starts where
-            nothing else runs. None: no gate.
-        long_seqs: Sequences with long prompts a backend may hold at all, or None: 4 to 6 where somebody
-            reads along, 12 to 16 for throughput.
-        prefill_s: A backend takes no new prompt while this much prompt work is outstanding there, in
-            seconds as its latency model predicts it; None: no bound.
+        long_prompt_tokens: A prompt of at least this length is long.
+        long_prefills: Long prompts that a backend may prefill at once. 0: a long prompt starts only on an
+            idle backend. None: no limit.
+        long_seqs: Sequences with long prompts that a backend may hold, or None for no limit: 4 to 6 for
+            interactive readers, 12 to 16 for throughput.
+        prefill_s: A backend takes no new prompt while at least this much prefill is outstanding, in seconds
+            predicted by its latency model; None: no limit.
     """
 
     long_prompt_tokens: int = 16_000
@@ -288,17 +288,17 @@ class Gates:
 
 
 OPEN = Gates(long_prefills=None)
-"""No gate at all: the knee and the KV blocks are the only limits."""
+"""No gates: the knee and the KV blocks are the only limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """When a pool takes work of a class whose first choice is another pool.
+    """Conditions for a pool to take requests of a class whose first choice is another pool.
 
     Attributes:
-        reserve: Share of the knee (0..1) that such work leaves free for the pool's own documents. Those
-            that run use the reserve up.
-        prefill_s: Prompt work outstanding there from which on it takes none, in seconds.
+        reserve: Share of the knee (0..1) that such requests leave free for the pool's own documents. Running
+            documents count towards the reserve.
+        prefill_s: Seconds of outstanding prefill at which a backend takes no more such requests.
     """
 
     reserve: float = 0.125
@@ -312,11 +312,11 @@ class Pool:
     Attributes:
         id: Its name in the configuration.
         backends: Their ids.
-        timeouts: How long each phase of an attempt there may take.
-        gates: What it lets in beside the knee.
-        spill: When it takes work that would rather go to an earlier pool of its class.
-        tpot_target_s: Seconds per output token that its callers shall see at most, or None: its backends
-            are given less than their knee while it is exceeded.
+        timeouts: Timeouts of attempts in this pool.
+        gates: Its admission limits in addition to the knee.
+        spill: When it takes requests whose first choice is an earlier pool of their class.
+        tpot_target_s: Target for the seconds per output token, or None. While it is exceeded, backends are
+            loaded below their knee.
     """
 
     id: str
@@ -327,7 +327,7 @@ class Pool:
     tpot_target_s: float | None = None
 
 
-# ------------------------------------------------------------------ what policy says
+# ------------------------------------------------------------------ policy
 
 
 class Comparison(StrEnum):
@@ -349,7 +349,7 @@ class Bound:
 
 
 class _Derived:
-    """A value that has worked something out of itself, beside its fields. A copy of it is made anew."""
+    """A dataclass with slots computed from its fields. Copying or unpickling computes them again."""
 
     __slots__ = ()
 
@@ -364,10 +364,10 @@ class _DerivedOfWhen(_Derived):
 
 @dataclass(frozen=True, slots=True)
 class When(_DerivedOfWhen):
-    """The condition of a class: every field that is set must hold; an empty one always does.
+    """The condition of a class: all fields that are set must match; an empty condition always matches.
 
-    Numeric fields are bounds that must all hold. Counts (`images`, `audios`, `tools`) are numeric
-    too; the configuration's `true` is `> 0` and its `false` is `== 0`.
+    All bounds of a numeric field must hold. Counts (`images`, `audios`, `tools`) are numeric too: `true` in
+    the configuration is `> 0`, and `false` is `== 0`.
 
     Attributes:
         numeric: Names of the numeric fields that are set.
@@ -390,31 +390,32 @@ class When(_DerivedOfWhen):
 
 
 class WhenLate(StrEnum):
-    """What becomes of a request that would wait, or has waited, for longer than its class allows."""
+    """How to handle a request that would wait, or has waited, longer than its class allows."""
 
     REFUSE = "refuse"
-    DEMOTE = "demote"  # it goes behind all others of its class
+    DEMOTE = "demote"  # move it behind all others of its class
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """How requests of a class wait for a backend when all are full.
+    """Queueing rules of a class.
 
     Attributes:
-        max_wait_s: The longest one waits.
-        ttft_target_s: First token wanted within this time of arrival: the deadline that orders the line.
-        prefill_weight: How many times a prompt's own unloaded prefill comes on top of it. 1 states the
-            deadline of a document: nobody expects 200,000 tokens to be read at once. More lets short
-            prompts go before long ones where there is not time for all, so that more callers are served.
-        waiting_max: Requests of the class that may wait.
-        waiting_bytes_max: Bytes they may hold together.
-        when_late: Refused, or sent behind the others.
-        demoted_wait_s: The longest one that was sent behind waits, in all. None: twice `max_wait_s`, and a
-            minute at least.
-        passes_max: How many times one that does not fit may be passed by smaller ones that do.
-        keep_alive_after_s: A stream that has no token this long after its arrival gets its headers, and
-            comments from then on, so that nothing in between takes it for dead. From there on a failure is an
-            event, not a status. None: never.
+        max_wait_s: Maximum time in the queue.
+        ttft_target_s: Target for the time to first token, counted from arrival: the deadline that orders the
+            queue.
+        prefill_weight: Multiple of the prompt's own prefill time on an idle backend that is added to the
+            target. 1 suits documents, whose prefill takes long in any case. Higher values favor short
+            prompts when there is not enough time for all, so that more callers are served.
+        waiting_max: Maximum number of queued requests of the class.
+        waiting_bytes_max: Maximum total bytes held by them.
+        when_late: Whether late requests are refused or demoted.
+        demoted_wait_s: Maximum total wait of a demoted request. None: twice `max_wait_s`, and at least a
+            minute.
+        passes_max: How many times a request that does not fit may be overtaken by smaller ones.
+        keep_alive_after_s: A stream without a token this long after its arrival gets its headers and then
+            periodic comments, so that proxies do not close it as idle. From then on a failure is reported as
+            an event, not as a status. None: never.
     """
 
     max_wait_s: float = 1.2
@@ -429,14 +430,14 @@ class Waiting:
 
     @property
     def longest_wait_s(self) -> float:
-        """The longest a request waits in all, sent behind where that is what becomes of late ones."""
+        """The maximum total wait of a request, including the time after a demotion."""
         if self.when_late is WhenLate.REFUSE:
             return self.max_wait_s
         return max(60.0, 2 * self.max_wait_s) if self.demoted_wait_s is None else self.demoted_wait_s
 
 
 class OnDisconnect(StrEnum):
-    """What becomes of a request in the queue whose caller has left."""
+    """What to do with a job served in place when its caller leaves."""
 
     CANCEL = "cancel"
     FINISH = "finish"
@@ -444,17 +445,17 @@ class OnDisconnect(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TrafficClass:
-    """What kind of work a request is, and where that work goes.
+    """A kind of request, and the pools that serve it.
 
     Attributes:
-        name: short_chat, long_document, reasoning, or the site's own.
+        name: short_chat, long_document, reasoning, or the site's own name.
         pools: Pool ids, first choice first; the later ones are the spill order.
-        when: What makes a request one of these.
-        output_reserve_tokens: Output to plan for when the caller gives no `max_tokens`.
-        priority: Among those that wait, the higher goes first.
-        waiting: How they wait.
-        queue: Its chats are jobs, served in place; and what becomes of one whose caller leaves. None: they
-            wait in the line.
+        when: The condition for a request to be in this class.
+        output_reserve_tokens: Output tokens to plan for if the caller sends no `max_tokens`.
+        priority: Queued requests of higher priority start first.
+        waiting: Queueing rules.
+        queue: If set, its chats are jobs served in place; the value says what to do when the caller leaves.
+            None: its chats wait in the queue of the process.
     """
 
     name: str
@@ -468,7 +469,7 @@ class TrafficClass:
 
 @dataclass(frozen=True, slots=True)
 class TemplateCosts:
-    """Constants of a model's chat template that a prompt's length depends on, in tokens.
+    """Token costs of a model's chat template.
 
     Sources: the official Gemma 4 chat template (docs/measurements.md#prompt-length).
     """
@@ -480,30 +481,29 @@ class TemplateCosts:
     think_marker: int = 2  # <|think|>\n
     image: int = 280  # soft tokens per image; the processor's default budget
     image_markers: int = 2
-    audio: int = 750  # soft tokens of an audio part of unknown length: the most one can have
+    audio: int = 750  # soft tokens of an audio part of unknown length: the maximum
     audio_markers: int = 2
-    tool_round: int = 22  # per tool call with its result, beside their own text; an upper bound
+    tool_round: int = 22  # per tool call with its result, without their own text; an upper bound
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPolicy:
-    """One public model name: its aliases, its classes, and how its prompts are counted."""
+    """One public model name: its aliases, classes and chat template costs."""
 
     id: str
     classes: tuple[TrafficClass, ...]
     aliases: tuple[str, ...] = ()
-    reasoning_aliases: tuple[str, ...] = ()  # names that make a request a reasoning one
+    reasoning_aliases: tuple[str, ...] = ()  # names that turn reasoning on
     template: TemplateCosts = TemplateCosts()
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How much each score counts when backends of one pool are ranked. 0 switches one off.
+    """Weights of the scores that rank the backends of one pool. 0 disables a score.
 
-    `spare_knee` leads; `speed` keeps a slow box behind a fast one that shares its pool;
-    `prefix_affinity` is a tie-break, as the routing study found it to be worth
-    (docs/measurements.md#affinity). `slow_context` is a cost, on engines alone that stall at one length of
-    prompt: docs/quirks.md.
+    `spare_knee` dominates. `speed` ranks a slow server behind a fast one in the same pool. `prefix_affinity`
+    is a tie-break, in line with the benefit measured in the routing study (docs/measurements.md#affinity).
+    `slow_context` is a cost that applies only to engines that stall at one prompt length (docs/quirks.md).
     """
 
     spare_knee: float = 1.0
@@ -514,15 +514,15 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often a failed attempt may be tried elsewhere before the caller hears of it."""
+    """How many attempts a request gets before the caller receives an error."""
 
     attempts_max: int = 3
 
 
 class ReasoningField(StrEnum):
-    """The member of a message or delta in which callers find the thought."""
+    """The member of a message or delta that carries the reasoning text to callers."""
 
-    AS_SENT = "as_sent"  # wherever the backend put it
+    AS_SENT = "as_sent"  # as sent by the backend
     REASONING = "reasoning"
     REASONING_CONTENT = "reasoning_content"
     BOTH = "both"
@@ -537,12 +537,12 @@ class _DerivedOfPolicy(_Derived):
 
 @dataclass(frozen=True, slots=True)
 class Policy(_DerivedOfPolicy):
-    """Everything that decides where a request goes: one immutable snapshot of the configuration.
+    """All routing configuration: an immutable snapshot.
 
     Attributes:
-        kinds: Per backend, a number: the same for replicas, which differ in nothing but name and address.
-        distinct: Per pool, one backend of each kind that is in it.
-        window_tokens: The largest window of the fleet: no prompt beyond it can be served.
+        kinds: A number per backend, equal for replicas, which differ only in name and address.
+        distinct: Per pool, one backend of each kind in it.
+        window_tokens: The largest context window of the fleet. Longer prompts cannot be served.
     """
 
     models: tuple[ModelPolicy, ...]
@@ -551,7 +551,7 @@ class Policy(_DerivedOfPolicy):
     weights: Weights = Weights()
     retry: RetryPolicy = RetryPolicy()
     reasoning_field: ReasoningField = ReasoningField.AS_SENT
-    version: str = ""  # short hash of the file it came from
+    version: str = ""  # short hash of the configuration file
 
     def __post_init__(self) -> None:
         kinds: list[Backend] = []
@@ -571,7 +571,7 @@ class Policy(_DerivedOfPolicy):
         object.__setattr__(self, "window_tokens", max(windows, default=0))
 
     def model(self, name: str) -> ModelPolicy | None:
-        """Return the model that answers to `name` (its id or an alias), or None."""
+        """Return the model with this name (its id or an alias), or None."""
         for model in self.models:
             if name == model.id or name in model.aliases or name in model.reasoning_aliases:
                 return model
@@ -580,10 +580,10 @@ class Policy(_DerivedOfPolicy):
     def context_tokens(
         self, name: str, window_of: Callable[[Backend], int] = lambda backend: backend.capacity.context_tokens
     ) -> int:
-        """Return the most tokens, prompt and output, that a request for this name may have.
+        """Return the maximum number of tokens, prompt and output, of a request for this model name.
 
-        It is the window of the largest backend of any class that such a request may be of; 0 for no model.
-        `window_of` says how long that is, if it is not what is configured.
+        This is the largest window among the backends of all classes that such a request can be in, or 0 for
+        an unknown model. `window_of` returns the window of a backend; the default is the configured one.
         """
         model = self.model(name)
         if model is None:
@@ -600,23 +600,23 @@ class Policy(_DerivedOfPolicy):
         return max(map(window_of, backends), default=0)
 
     def tpot_target_s(self, backend_id: str) -> float | None:
-        """Return the lowest target of the pools that a backend belongs to, or None where none has one."""
+        """Return the lowest target among the pools of a backend, or None if none of them has one."""
         targets = (pool.tpot_target_s for pool in self.pools.values() if backend_id in pool.backends)
         return min((target for target in targets if target is not None), default=None)
 
 
-# ------------------------------------------------------------------ what it takes, what was decided
+# ------------------------------------------------------------------ resource needs and decisions
 
 
 @valueclass(frozen=True, slots=True)
 class Demand:
-    """What a request asks of a backend.
+    """Resources that a request needs from a backend.
 
     Attributes:
         seqs: Sequences it will run.
-        prompts: Different prompts among them; the sequences of one prompt share its reading.
-        prompt_tokens: The estimate, for the knee curve.
-        total_tokens: Prompt at its upper end plus output, per sequence: what must fit.
+        prompts: Distinct prompts among them; the sequences of one prompt share its prefill.
+        prompt_tokens: Estimated prompt length, for the knee curve.
+        total_tokens: Upper bound of the prompt plus planned output, per sequence; must fit the window.
         images, audios: Counts, for the modality filter.
     """
 
@@ -629,7 +629,7 @@ class Demand:
 
     @classmethod
     def of(cls, request: Request, estimate: Estimate, output_tokens: int) -> "Demand":
-        """Return the demand of a request whose output is planned at `output_tokens`."""
+        """Return the demand of a request with `output_tokens` of planned output."""
         return cls(
             seqs=request.seqs,
             prompt_tokens=estimate.tokens,
@@ -642,18 +642,18 @@ class Demand:
 
 @valueclass(frozen=True, slots=True)
 class Load:
-    """Counters of a backend: what is in flight there, what one request takes of it, or what it may hold.
+    """Counters of a backend: its load in flight, the claim of one request, or its limits.
 
-    All integers, so that every store adds them up to the same sums. The last two end with the first
-    token, the others with the last.
+    All are integers, so that every store computes the same sums. The last two counters are released at the
+    first token, the others at the end of the request.
 
     Attributes:
         seqs: Sequences.
-        share: How much of the knee they use, in millionths (see core/admission.py).
+        share: Share of the knee that they use, in millionths (see core/admission.py).
         kv_blocks: KV blocks reserved for them.
         long_seqs: Sequences with a long prompt.
-        long_unanswered: Those of them that have not had their first token.
-        prefill_ms: Prompt work outstanding, as the backend's latency model predicts it.
+        long_unanswered: Long prompts whose first token is outstanding.
+        prefill_ms: Outstanding prefill, as predicted by the backend's latency model.
     """
 
     seqs: int = 0
@@ -700,52 +700,52 @@ class Load:
 
     @property
     def after_first_token(self) -> "Load":
-        """The same once the prompt has been answered."""
+        """The counters that remain after the first token."""
         return Load(self.seqs, self.share, self.kv_blocks, self.long_seqs)
 
 
 _NOTHING = Load()
 
 UNLIMITED = 2**53 - 1
-"""A counter without a limit: the largest integer that every store counts exactly."""
+"""Limit of an unlimited counter: the largest integer that every store represents exactly."""
 
 
 class Exclusion(StrEnum):
-    """Why a backend was left out of a decision. Few and fixed: each is a metric label."""
+    """Why a decision excluded a backend. A small, fixed set: each is a metric label."""
 
     CONTEXT_EXCEEDED = "context_exceeded"  # prompt + output can never fit its window
-    KV_EXCEEDED = "kv_exceeded"  # its whole KV pool could not hold it
-    SEQS_EXCEEDED = "seqs_exceeded"  # more parallel choices than its knee
-    MODALITY = "modality"  # it does not take images or audio
+    KV_EXCEEDED = "kv_exceeded"  # the request needs more KV blocks than its whole budget
+    SEQS_EXCEEDED = "seqs_exceeded"  # more sequences than its knee
+    MODALITY = "modality"  # it does not accept these images or audios
     WRONG_MODEL = "wrong_model"  # it serves another model
-    WRONG_VERSION = "wrong_version"  # its engine is of a version that was not allowed
-    NOT_ASKED = "not_asked"  # what it serves is being asked: known in a moment
+    WRONG_VERSION = "wrong_version"  # its engine's version is not allowed
+    NOT_ASKED = "not_asked"  # its models have not been queried yet; known in a moment
     UNHEALTHY = "unhealthy"  # down, ejected, hung, booting
-    DRAINING = "draining"  # the operator or the engine is emptying it
-    SWAPPED_OUT = "swapped_out"  # its box runs another model at the moment
-    AT_KNEE = "at_knee"  # full right now
-    KV_FULL = "kv_full"  # no blocks right now
-    LONG_FULL = "long_full"  # as many long documents as it may have
-    LONG_PREFILL = "long_prefill"  # it is reading a long document: one at a time
-    PREFILL_BUSY = "prefill_busy"  # too much prompt work outstanding
-    SPILL_LONG = "spill_long"  # as a spill: it reads a long document, or one waits for it
-    SPILL_PREFILL = "spill_prefill"  # as a spill: too much prompt work outstanding
-    SPILL_RESERVE = "spill_reserve"  # as a spill: what is left is kept for its own class
-    FAILED = "failed"  # it was tried for this very request
+    DRAINING = "draining"  # the operator or the engine is draining it
+    SWAPPED_OUT = "swapped_out"  # its box runs another model now
+    AT_KNEE = "at_knee"  # full now
+    KV_FULL = "kv_full"  # no KV blocks free now
+    LONG_FULL = "long_full"  # at its limit of long documents
+    LONG_PREFILL = "long_prefill"  # at its limit of long prompts in prefill
+    PREFILL_BUSY = "prefill_busy"  # too much prefill outstanding
+    SPILL_LONG = "spill_long"  # as a spill: a long prompt is in prefill or waiting there
+    SPILL_PREFILL = "spill_prefill"  # as a spill: too much prefill outstanding
+    SPILL_RESERVE = "spill_reserve"  # as a spill: the rest of its knee is reserved for its own class
+    FAILED = "failed"  # this request has already failed there
 
     @property
     def is_permanent(self) -> bool:
-        """Whether waiting could never help: the request itself does not fit."""
+        """Whether waiting can never help, because the request itself does not fit."""
         return self in _PERMANENT
 
     @property
     def is_busy(self) -> bool:
-        """Whether it goes away by itself, mostly when something there ends: worth waiting for."""
+        """Whether it is temporary and worth waiting for: mostly until a request there ends."""
         return self in _BUSY
 
 
 Objection = tuple[Exclusion, str]
-"""Why a backend is left out, for a program and in words."""
+"""Why a backend is excluded: the code, and an explanation in words."""
 
 _PERMANENT = frozenset(
     {Exclusion.CONTEXT_EXCEEDED, Exclusion.KV_EXCEEDED, Exclusion.SEQS_EXCEEDED, Exclusion.MODALITY}
@@ -768,19 +768,19 @@ _BUSY = frozenset(
 
 @valueclass(frozen=True, slots=True)
 class Candidate:
-    """One backend as a decision saw it.
+    """One backend as evaluated in a decision.
 
     Attributes:
         backend: Its id.
-        pool: The pool it was considered in.
-        excluded: Why it is out, or None.
-        detail: The same in a few words with the figures.
-        scores: Each score in 0..1, before weights; a cost in -1..0.
+        pool: The pool in which it was considered.
+        excluded: Why it is excluded, or None.
+        detail: The explanation in words, with figures.
+        scores: Each score before weighting, in 0..1; a cost in -1..0.
         score: Their weighted sum.
-        load: What it held.
-        knee_seqs: Its knee for this request's length.
-        claim: What the request takes there.
-        limits: The most it may hold for this request to start: what `Ledger.acquire` checks.
+        load: Its load at that moment.
+        knee_seqs: Its knee for this request's prompt length.
+        claim: The load that the request adds there.
+        limits: The highest load at which this request may start, as checked by `Ledger.acquire`.
         is_spill: Whether an earlier pool of the class was the first choice.
     """
 
@@ -798,14 +798,14 @@ class Candidate:
 
 
 class Ranking(Sequence[Candidate]):
-    """The backends of a decision: those that may be tried, best first; then those that may not, and why.
+    """The backends of a decision: eligible ones, best first, then the excluded ones with their reasons.
 
-    A request needs the first of them. The others are worked out when somebody asks, which is mostly never,
-    from how they stood at the moment of the decision.
+    Most requests need only the first. The others are computed on demand, from the snapshots taken at the
+    moment of the decision.
 
     Attributes:
-        first: The best that may be tried; None where none may.
-        passed_over: Those that were looked at before the first was found, and may not be tried.
+        first: The best eligible backend, or None.
+        passed_over: Excluded backends that were evaluated before the first was found, with the reason.
     """
 
     __slots__ = ("_all", "_work_out", "first", "passed_over")
@@ -816,7 +816,7 @@ class Ranking(Sequence[Candidate]):
         passed_over: tuple[tuple[str, Exclusion], ...],
         work_out: Callable[[], tuple[Candidate, ...]],
     ) -> None:
-        """Know the beginning; `work_out` returns them all, the same whenever it is called."""
+        """Set the known part; `work_out` returns all candidates, and the same ones at any time."""
         self.first = first
         self.passed_over = passed_over
         self._work_out = work_out
@@ -824,21 +824,21 @@ class Ranking(Sequence[Candidate]):
 
     @classmethod
     def of(cls, *candidates: Candidate) -> "Ranking":
-        """Return one of which all is known, in its order."""
+        """Return a ranking of these candidates, in this order."""
         first = next((one for one in candidates if one.excluded is None), None)
         passed_over = tuple((one.backend, one.excluded) for one in candidates if one.excluded is not None)
         return cls(first, passed_over, lambda: candidates)
 
     @property
     def all(self) -> tuple[Candidate, ...]:
-        """All of them."""
+        """All candidates."""
         if self._all is None:
             self._all = self._work_out()
         return self._all
 
     @property
     def eligible(self) -> tuple[Candidate, ...]:
-        """Those that may be tried, best first."""
+        """The eligible candidates, best first."""
         return tuple(candidate for candidate in self.all if candidate.excluded is None)
 
     @overload
@@ -856,15 +856,15 @@ class Ranking(Sequence[Candidate]):
 
 @valueclass(frozen=True, slots=True)
 class Decision:
-    """Where a request may go, in order, and why each other backend is out.
+    """Where a request may run, in order of preference, and why every other backend is excluded.
 
     Attributes:
         model: Id of the model policy that applied.
-        traffic_class: Its class, and `class_reason`: why it is one of those.
+        traffic_class: The class of the request, and `class_reason`: why it is in that class.
         pools: The class's pools; the later ones are spill.
         estimate: The prompt's length.
-        demand: What it asks of a backend.
-        candidates: Its backends, best first, and why each other one is out.
+        demand: Resources that the request needs.
+        candidates: The eligible backends, best first, then the excluded ones with their reasons.
     """
 
     model: str

@@ -9,16 +9,16 @@
            | boot budget over                                      |
            v                     probe ok                          |
          DOWN -----------------------------------------------------+
-        DRAINING: the engine said it is stopping.   HUNG: it generates nothing while requests run.
-        OUT: its machine runs another model (`put_out`), until that one is started again (`awaited`).
+        DRAINING: the engine reported that it is stopping.   HUNG: no progress while requests run.
+        OUT: its box runs another model (`put_out`), until its own is started again (`awaited`).
 
-Three kinds of evidence come in. *Probes* say whether the server answers; *samples* of the engine's
-own metrics say whether it makes progress and whether it is still the same process; *attempts* say
-how real requests fared. No one of them is enough: a hung engine and a draining one both answer
+The evidence is of three kinds. *Probes* show whether the server answers. *Samples* of the engine's own
+metrics show whether it makes progress and whether it is still the same process. *Attempts* show how
+real requests ended. None of them is sufficient alone: a hung engine and a draining one both answer
 `/health` with 200, and a caller's bad request fails on a healthy backend.
 
-Gateways that share a store tell each other what only their own requests could show (`Verdict`,
-`Elsewhere`), so that a backend that fails through one of them is out at all of them.
+Gateways that share a store exchange the evidence that only their own requests provide (`Verdict`,
+`Elsewhere`), so that a backend that fails through one gateway is out of service at all of them.
 """
 
 from gateway.core.health.transitions import advance, awaited, put_out

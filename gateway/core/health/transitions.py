@@ -1,4 +1,4 @@
-"""What each event makes of a backend's status. One function per kind of event, and `advance` for all."""
+"""Transitions of a backend's status: one function per kind of event, and `advance`, which dispatches."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,14 +24,14 @@ from gateway.core.health.vocabulary import (
 )
 
 HEARD_MAX = 256
-"""Gateways whose last verdict on a backend is remembered. One that starts anew has a new name."""
+"""Gateways whose last verdict on a backend is remembered. A restarted gateway has a new name."""
 
 _TELLING = frozenset({Outcome.FAILED, Outcome.TIMEOUT})
-"""Faults that are news to other gateways. Their probes find out by themselves what cannot be reached; and a
-refused key or model name may be the doing of this gateway's own configuration."""
+"""Faults reported to other gateways. Unreachable backends are left out because every gateway's probes detect
+them, and refused keys or model names because this gateway's own configuration may be at fault."""
 
 _GOING_OR_GONE = frozenset({State.BOOTING, State.DOWN, State.DRAINING})
-"""States that no word of its stopping changes: the report of a stream that was cut comes after its end."""
+"""States that a report of its stopping does not change, because reports of broken streams may arrive late."""
 
 
 def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules) -> BackendStatus:
@@ -59,24 +59,24 @@ def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules)
             return _heard(status, gateway, verdict, now, rules)
         case Elsewhere(served, failed):
             return _elsewhere(status, served, failed, now, rules)
-    return status  # REJECTED, UNFIT, CANCELLED, BUSY: nothing to hold against it
+    return status  # REJECTED, UNFIT, CANCELLED, BUSY: not faults
 
 
 def put_out(status: BackendStatus, now: float, reason: str) -> BackendStatus:
-    """Return the status of a backend whose machine runs another model from now on."""
+    """Return the status of a backend whose box runs another model from now on."""
     return replace(_anew(status, State.OUT, now, reason), version=status.version)
 
 
 def awaited(status: BackendStatus, now: float, reason: str) -> BackendStatus:
-    """Return the status of a backend that is being started: it has its whole boot budget from now on.
+    """Return the status of a backend that is being started; its boot budget begins now.
 
-    What was known of the process before is forgotten, so that the new one is no unexpected restart.
+    The state of the previous process is cleared, so that the new one does not count as a restart.
     """
     return replace(_anew(status, State.BOOTING, now, reason), down_since=now)
 
 
 def _anew(status: BackendStatus, state: State, now: float, reason: str) -> BackendStatus:
-    """Return a status that keeps only what is counted since the gateway started."""
+    """Return a new status that keeps only the counters since the gateway's start."""
     return BackendStatus(
         state,
         now,
@@ -90,7 +90,7 @@ def _anew(status: BackendStatus, state: State, now: float, reason: str) -> Backe
 
 
 def _enter(status: BackendStatus, state: State, now: float, reason: str) -> BackendStatus:
-    """Return the status in `state`; `since` restarts only when that is another state than before."""
+    """Return the status in `state`; `since` is reset only if the state changes."""
     if state is status.state:
         return replace(status, reason=reason)
     return replace(status, state=state, since=now, reason=reason, successes=0, is_own_verdict=False)
@@ -123,7 +123,7 @@ def _models_failed(
     status: BackendStatus, event: ModelsFailed, now: float, rules: HealthRules
 ) -> BackendStatus:
     status = _with_model_error(status, f"cannot tell what it serves: {event.detail}")
-    if event.key_refused:  # every request would be refused too
+    if event.key_refused:  # it would refuse every request, too
         return _attempt_failed(status, Outcome.MISCONFIGURED, event.detail, now, rules)
     return status
 
@@ -154,7 +154,7 @@ def _probe_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendS
                 status, now, f"said it was stopping, but still answers {rules.drain_s:.0f} s later"
             )
         case State.HUNG if status.engine is None or now - status.engine.at >= rules.hang_s:
-            # Its metrics fell silent, so nothing could ever show that it recovered.
+            # Without metrics, a recovery could never be detected.
             return _on_probation(status, now, "was hung; its metrics are no longer available")
     return status
 
@@ -166,7 +166,7 @@ def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: 
     since = now if status.down_since is None else status.down_since
     failures = status.probe_failures + 1
     status = replace(status, probe_failures=failures, down_since=since, last_error=f"probe: {detail}")
-    # One refusal is certain: the kernel says that nobody listens. The rest may pass.
+    # A single refusal is conclusive: no process listens on the port. Other failures may be transient.
     certain = event.kind is ProbeFault.REFUSED or not status.was_up
     if not certain and failures < rules.failures_max and status.state is not State.DOWN:
         return status
@@ -203,8 +203,8 @@ def _sample(status: BackendStatus, new: EngineSample, now: float, rules: HealthR
 
 def _restarted(old: EngineSample, new: EngineSample) -> bool:
     if old.started_at is not None and new.started_at is not None:
-        return abs(new.started_at - old.started_at) >= 0.01  # one clock tick: no process starts twice in it
-    # Several API servers behind one port export no start time; counters cannot fall otherwise.
+        return abs(new.started_at - old.started_at) >= 0.01  # one clock tick, less than a restart takes
+    # Several API servers behind one port export no start time. Counters fall only at a restart.
     return (
         new.generation_tokens < old.generation_tokens
         or new.prompt_tokens < old.prompt_tokens
@@ -213,7 +213,7 @@ def _restarted(old: EngineSample, new: EngineSample) -> bool:
 
 
 def _after_restart(status: BackendStatus, now: float) -> BackendStatus:
-    """Return the status of what is a new process: what was known of the old one is forgotten."""
+    """Return the status after a restart, without the facts about the old process."""
     status = replace(
         status,
         restarts=status.restarts + 1,
@@ -228,13 +228,12 @@ def _after_restart(status: BackendStatus, now: float) -> BackendStatus:
 
 
 def _mark(engine: EngineSample) -> tuple[float, ...]:
-    """Return what moves whenever an engine finishes a step that did something.
+    """Return the metrics that change whenever an engine finishes a step that made progress.
 
-    Prompt tokens are counted only once a whole prefill is done, and one of 200,000 tokens takes 139 s.
-    But each of its chunks takes KV blocks, and that gauge is set by the engine's own step: one that
-    hangs leaves it as it was. Running and waiting are left out, because a request that arrives is no
-    progress; preemptions, because they rise in a livelock too. llama.cpp has no such gauge, but counts its
-    steps.
+    Prompt tokens are counted only at the end of a whole prefill, which takes 139 s for 200,000 tokens. But
+    each of its chunks takes KV blocks, and the engine's step sets that gauge, so a hung engine leaves it
+    unchanged. Running and waiting are left out, because the arrival of a request is not progress;
+    preemptions, because they also rise in a livelock. llama.cpp has no KV gauge, but counts its steps.
     """
     return (engine.kv_usage, engine.generation_tokens, engine.prompt_tokens, engine.steps)
 
@@ -264,8 +263,8 @@ def _attempt_ok(status: BackendStatus, now: float, rules: HealthRules) -> Backen
 
 
 def _forgiven(status: BackendStatus, served: int) -> BackendStatus:
-    # One success forgives one failure, so that a busy backend is not thrown out for a few in a
-    # thousand, and one that fails every other request still is.
+    # One success forgives one failure, so that a busy backend is not ejected for a few failures in a
+    # thousand requests, but one that fails most requests is.
     return replace(status, recent_failures=status.recent_failures[served:])
 
 
@@ -284,7 +283,7 @@ def _attempt_failed(
     detail = f"{outcome.value}: {detail}" if detail else outcome.value
     status = replace(status, last_error=detail)
     if status.state not in (State.UP, State.UNKNOWN, State.PROBATION):
-        return status  # it is out already; what was in flight does not make it worse
+        return status  # already out of service; requests that were in flight do not count
     is_telling = outcome in _TELLING
     status = replace(status, failed=status.failed + is_telling)
     if status.state is State.PROBATION:
@@ -328,7 +327,7 @@ def _attempt_drained(status: BackendStatus, detail: str, now: float) -> BackendS
 def _heard(
     status: BackendStatus, gateway: str, verdict: Verdict, now: float, rules: HealthRules
 ) -> BackendStatus:
-    """Return the status after a verdict of another gateway, which counts once, however often it is told."""
+    """Return the status after another gateway's verdict, which counts once even if it is repeated."""
     heard = dict(status.heard)
     if verdict.number <= heard.pop(gateway, 0):
         return status
@@ -355,9 +354,10 @@ def _heard(
 def _elsewhere(
     status: BackendStatus, served: int, failed: int, now: float, rules: HealthRules
 ) -> BackendStatus:
-    """Return the status after requests of other gateways, whose order is not known.
+    """Return the status after requests of other gateways, whose order is unknown.
 
-    In probation only success counts: the gateway whose request failed has ejected it, and says so.
+    In probation only successes count, because the gateway whose request failed ejects the backend and
+    publishes that verdict.
     """
     if status.state is State.PROBATION:
         return _succeeded(status, served, now, rules) if served and not failed else status

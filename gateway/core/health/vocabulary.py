@@ -1,4 +1,4 @@
-"""The words in which health is told: states, outcomes, what is known of a backend, rules and events."""
+"""Types of the health state machine: states, outcomes, backend status, rules and events."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -7,32 +7,32 @@ from gateway.core.perf import PerfModel
 
 
 class State(StrEnum):
-    """What the gateway believes of a backend."""
+    """Health state of a backend, as seen by the gateway."""
 
-    UNKNOWN = "unknown"  # not probed yet: usable only when nothing better is
-    BOOTING = "booting"  # refuses connections, within its boot budget: not a fault
+    UNKNOWN = "unknown"  # not probed yet: used only as a last resort
+    BOOTING = "booting"  # not reachable, but within its boot budget: not a fault
     UP = "up"
     PROBATION = "probation"  # back after a fault or restart: a few requests at a time until they succeed
-    DRAINING = "draining"  # the engine says it is stopping: finishes what runs, takes nothing new
-    HUNG = "hung"  # answers /health, but generates nothing while requests run
-    EJECTED = "ejected"  # failed requests: out until its penalty has passed and a probe succeeds
+    DRAINING = "draining"  # the engine is stopping: finishes running requests, takes no new ones
+    HUNG = "hung"  # answers /health, but makes no progress while requests run
+    EJECTED = "ejected"  # requests or probes failed: out until its penalty ends and a probe succeeds
     DOWN = "down"  # does not answer, beyond its boot budget
-    OUT = "out"  # its machine runs another model: not asked, and nothing is held against it
+    OUT = "out"  # its box runs another model: not probed, and its failures do not count
 
 
 class Outcome(StrEnum):
-    """How an attempt on a backend ended, as far as its health is concerned."""
+    """How an attempt on a backend ended, as it concerns the backend's health."""
 
     OK = "ok"
-    REJECTED = "rejected"  # 4xx about the content: the caller's fault, proof of life
-    UNFIT = "unfit"  # a whole answer that is not what was asked for (docs/quirks.md): proof of life
-    CANCELLED = "cancelled"  # the caller left: says nothing
-    BUSY = "busy"  # it refused for load: no fault
+    REJECTED = "rejected"  # 4xx because of the content: the caller's fault; the backend is alive
+    UNFIT = "unfit"  # a complete answer that does not match the request (docs/quirks.md); it is alive
+    CANCELLED = "cancelled"  # the caller left: neutral
+    BUSY = "busy"  # refused because of load: not a fault
     DRAINING = "draining"  # "cannot schedule new futures", finish_reason "abort": it is stopping
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
     FAILED = "failed"  # 5xx, a broken answer, a broken stream
-    MISCONFIGURED = "misconfigured"  # 401/403/404 from the backend: our key or its model name is wrong
+    MISCONFIGURED = "misconfigured"  # 401/403/404: the gateway's key or model name for the backend is wrong
 
     @property
     def is_fault(self) -> bool:
@@ -46,13 +46,13 @@ _FAULTS = frozenset({Outcome.UNREACHABLE, Outcome.TIMEOUT, Outcome.FAILED, Outco
 class ProbeFault(StrEnum):
     """How a probe failed."""
 
-    REFUSED = "refused"  # nothing listens there: the process is gone, or still booting
+    REFUSED = "refused"  # connection refused: the process is gone, or still booting
     UNREACHABLE = "unreachable"  # no route to the host
-    UNRESOLVED = "unresolved"  # its name has no address
+    UNRESOLVED = "unresolved"  # its host name does not resolve
     TIMEOUT = "timeout"
-    STATUS = "status"  # it answered, and not with 200
-    OURS = "ours"  # this gateway could not even ask: says nothing of the backend
-    BROKEN = "broken"  # TLS or HTTP that cannot be understood, or a connection that was cut
+    STATUS = "status"  # a status other than 200
+    OURS = "ours"  # the gateway could not send the probe: says nothing about the backend
+    BROKEN = "broken"  # invalid TLS or HTTP, or the connection was closed early
 
 
 GONE = frozenset({ProbeFault.REFUSED, ProbeFault.UNREACHABLE, ProbeFault.UNRESOLVED})
@@ -67,9 +67,9 @@ class EngineSample:
         running, waiting: Sequences in its batch and in its queue.
         kv_usage: Share of its KV blocks in use, 0..1.
         generation_tokens, prompt_tokens: Counters since its start.
-        preemptions: Counter since its start; a rise means KV thrash.
-        steps: Counter since its start, of batches computed; 0 where it is not exported.
-        started_at: Epoch seconds of its start (`process_start_time_seconds`), None where it is not exported.
+        preemptions: Counter since its start; a rise means KV thrashing.
+        steps: Computed batches since its start; 0 if not exported.
+        started_at: Epoch seconds of its start (`process_start_time_seconds`); None if not exported.
     """
 
     at: float
@@ -85,33 +85,34 @@ class EngineSample:
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """What is known of one backend.
+    """Health status of one backend.
 
     Attributes:
         state: See `State`.
-        since: Monotonic seconds at which it entered that state.
-        reason: Why, in a few words for an operator.
+        since: When it entered that state, in monotonic seconds.
+        reason: Short explanation of the state for an operator.
         served_models: Names in its `/v1/models`; empty until known.
-        context_tokens: `max_model_len` it reports, or None.
-        version: Engine version it reports, or "".
+        context_tokens: The `max_model_len` that it reports, or None.
+        version: The engine version that it reports, or "".
         engine: Its last metrics sample, or None.
         restarts: Restarts noticed since the gateway started.
         last_error: The last failure, for an operator; "" if none.
         recent_failures: Monotonic seconds of failed attempts not yet forgiven, oldest first.
-        metrics_error: Why its last scrape gave no sample; "" if it did. Without samples a hang goes unseen.
-        model_error: What is wrong with the models it serves; "" if nothing is known to be.
-        was_up: Whether it ever answered a probe; before that, not answering is booting.
-        probe_failures: Failed probes in a row.
-        down_since: Monotonic seconds of the first of them, or None while it answers.
-        ejections: Times it was ejected without a good spell between; each doubles the penalty.
-        ejected_until: Monotonic seconds at which its penalty ends.
-        successes: Requests that succeeded in this probation.
-        progress_at: Monotonic seconds at which its engine last moved, or was idle; None before any sample.
-        served, failed: Requests of this process that spoke for or against it, since the gateway started. What
-            every gateway can see by itself, or is its own configuration's doing, is not among them.
-        verdicts: Times this process's own requests took it out; see `Verdict`.
-        is_own_verdict: Whether that is why it is in its present state.
-        heard: Per gateway, the number of the last verdict that was heard from it.
+        metrics_error: Why its last scrape failed, or "". Hangs cannot be detected without samples.
+        model_error: A known problem with the models it serves, or "".
+        was_up: Whether it ever answered a probe or served a request; before that, no answer means booting.
+        probe_failures: Consecutive failed probes.
+        down_since: When the first of them failed, in monotonic seconds; None while it answers.
+        ejections: Ejections without a long enough healthy period in between; each doubles the penalty.
+        ejected_until: When its penalty ends, in monotonic seconds.
+        successes: Successful requests in this probation.
+        progress_at: When its engine last made progress or was idle, in monotonic seconds; None before the
+            first sample.
+        served, failed: Successful requests and faults of this process, since the gateway started. Faults that
+            every gateway detects itself or that its configuration may have caused do not count.
+        verdicts: How many times this process's own requests took it out of service; see `Verdict`.
+        is_own_verdict: Whether that is the reason for its current state.
+        heard: Per gateway, the number of the last verdict received from it.
     """
 
     state: State = State.UNKNOWN
@@ -141,30 +142,31 @@ class BackendStatus:
 
 
 PROBATION_SEQS = 2
-"""Sequences a backend in probation may hold at once: enough to learn from, few enough to lose."""
+"""Concurrent sequences on a backend in probation: enough for evidence, few enough to risk."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthRules:
-    """When a backend counts as what. Seconds; every default is a choice, none is measured unless it says so.
+    """Thresholds of the health states, in seconds. Defaults are choices, not measurements, unless noted.
 
     Attributes:
-        interval_s: Between two probes of one kind.
-        probe_timeout_s: How long `/health` may take. It took 1 ms idle on vLLM 0.32, so this is generous
-            to a loaded API server.
-        scrape_timeout_s: How long `/metrics` may take (216 ms at most under load on vLLM 0.32).
-        models_every_s: Between two looks at `/v1/models` and `/version`.
-        failures_max: Failures that eject: of attempts, each success forgiving one; of probes, in a row.
+        interval_s: Interval between probes of one kind.
+        probe_timeout_s: Timeout of `/health`. It took 1 ms on an idle vLLM 0.32, so this is generous for a
+            loaded API server.
+        scrape_timeout_s: Timeout of `/metrics` (216 ms at most under load on vLLM 0.32).
+        models_every_s: Interval between queries of `/v1/models` and `/version`.
+        failures_max: Failures that eject a backend: of attempts, where each success forgives one, or
+            consecutive ones of probes.
         failure_window_s: Older failures of attempts are forgotten.
-        penalty_s, penalty_max_s: The first ejection lasts the former; each further one twice as long, up to
-            the latter. As long a good spell as the latter forgives them all.
+        penalty_s, penalty_max_s: Duration of the first ejection, which doubles with each further one, and
+            its maximum. A healthy period of `penalty_max_s` forgives all ejections.
         probation_successes: Successful requests that end probation.
-        probation_s: In probation for this long and seen to generate: that ends it too. Where one answer
-            takes ten minutes, waiting for three would halve a healthy box for half an hour.
+        probation_s: Probation also ends after this long if the backend generates tokens. Where one answer
+            takes ten minutes, waiting for three would halve a healthy server for half an hour.
         hang_s: No progress for this long while requests run is a hang; see `hang_after_s`.
-        drain_s: A backend that said it was stopping and still answers after this long is tried again.
+        drain_s: A backend that reported it was stopping and still answers after this long is tried again.
         boot_budget_s: How long it may take to answer before that counts as a fault.
-        model: The name it should serve, or None when any will do.
+        model: The model name that it should serve, or None for any.
     """
 
     interval_s: float = 1.0
@@ -184,11 +186,11 @@ class HealthRules:
 
 
 def hang_after_s(perf: PerfModel, batched_tokens: int, context_tokens: int, floor_s: float = 30.0) -> float:
-    """Return how long a deployment may show no progress before that is a hang, in seconds.
+    """Return the seconds without progress after which a deployment counts as hung.
 
-    An engine's gauges move once per step, and a step that prefills a whole chunk at the end of a long
-    prompt is long: 27 s on the PUSH profile, 48 s on one DGX Spark. Twice the longest step its latency
-    model predicts, so that an error of the model is no hang.
+    An engine updates its gauges once per step, and a step that prefills a whole chunk at the end of a long
+    prompt takes long: 27 s on the PUSH profile, 48 s on one DGX Spark. The result is twice the longest step
+    that the latency model predicts, to allow for errors of the model, and at least `floor_s`.
     """
     start = max(0, context_tokens - batched_tokens)
     tokens = min(batched_tokens, context_tokens)
@@ -202,20 +204,20 @@ def hang_after_s(perf: PerfModel, batched_tokens: int, context_tokens: int, floo
     return max(floor_s, 2 * step)
 
 
-# ------------------------------------------------------------------ what gateways tell each other
+# ------------------------------------------------------------------ shared between gateways
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one gateway's requests showed it of a backend, and no other gateway's probes can see.
+    """A state derived from one gateway's own requests, which other gateways' probes cannot detect.
 
     Attributes:
-        number: Which of this gateway's verdicts on this backend it is, from 1. With the gateway's name it
-            says which verdict this is, however often it is repeated.
+        number: Sequence number of this gateway's verdicts on this backend, from 1. Together with the
+            gateway's name it identifies a verdict that is repeated.
         state: EJECTED or DRAINING.
-        reason: Why, in a few words for an operator.
-        left_s: For how many more seconds it holds.
-        ejections: As in `BackendStatus`, so that the next penalty is as long everywhere.
+        reason: Short explanation for an operator.
+        left_s: Remaining validity in seconds.
+        ejections: As in `BackendStatus`, so that the next penalty has the same length everywhere.
     """
 
     number: int
@@ -230,7 +232,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class ProbeOk:
-    """It answers. What `/v1/models` and `/version` said, where they were asked; None where not."""
+    """The backend answers. Carries the results of `/v1/models` and `/version`, None if not queried."""
 
     models: tuple[str, ...] | None = None
     context_tokens: int | None = None
@@ -247,7 +249,7 @@ class ProbeFailed:
 
 @dataclass(frozen=True, slots=True)
 class ModelsFailed:
-    """It answers, but `/v1/models` does not say what it serves. `key_refused`: it wants another API key."""
+    """It answers, but `/v1/models` fails. `key_refused`: it rejected the gateway's API key."""
 
     detail: str
     key_refused: bool = False
@@ -262,14 +264,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleFailed:
-    """A scrape failed. That is no verdict on the backend, but an operator wants to know."""
+    """A scrape of `/metrics` failed. It does not affect the state, but is shown to operators."""
 
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A request to it ended."""
+    """An attempt on it ended."""
 
     outcome: Outcome
     detail: str = ""
@@ -277,7 +279,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Another gateway tells its verdict. It is repeated for as long as it holds."""
+    """Another gateway published its verdict. This is repeated for as long as the verdict holds."""
 
     gateway: str
     verdict: Verdict
@@ -285,7 +287,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """So many requests to it through other gateways ended since this was last told."""
+    """Requests to it through other gateways that ended since the last such event."""
 
     served: int
     failed: int
@@ -301,28 +303,28 @@ _USABLE = frozenset({State.UP, State.PROBATION, State.UNKNOWN})
 
 
 def usable(status: BackendStatus) -> bool:
-    """Return whether it may be sent anything at all. See `preference` for UNKNOWN."""
+    """Return whether requests may be sent to it at all. See `preference` for UNKNOWN."""
     return status.state in _USABLE
 
 
 def accepts(status: BackendStatus, in_flight: int) -> bool:
-    """Return whether it may be sent one more request while it has `in_flight` sequences of ours."""
+    """Return whether it may get another request while the gateway has `in_flight` sequences on it."""
     if status.state is State.PROBATION:
         return in_flight < PROBATION_SEQS
     return usable(status)
 
 
 def preference(status: BackendStatus) -> int:
-    """Return a rank among usable backends, the lowest first: one that is not probed yet is the last resort.
+    """Return a rank among usable backends, lowest first: one not probed yet is the last resort.
 
-    A backend in probation ranks with the healthy ones: without traffic it could not prove itself, and
-    `accepts` bounds what it can spoil.
+    A backend in probation ranks with the healthy ones, because it needs traffic to leave probation, and
+    `accepts` limits the damage.
     """
     return 1 if status.state is State.UNKNOWN else 0
 
 
 def verdict(status: BackendStatus, now: float, rules: HealthRules) -> Verdict | None:
-    """Return what to tell other gateways, or None. What was heard from one of them is not passed on."""
+    """Return the verdict to publish to other gateways, or None. Verdicts of others are not passed on."""
     if not status.is_own_verdict:
         return None
     until = status.ejected_until if status.state is State.EJECTED else status.since + rules.drain_s
@@ -332,7 +334,7 @@ def verdict(status: BackendStatus, now: float, rules: HealthRules) -> Verdict | 
 
 
 def served_name(configured: str | None, status: BackendStatus) -> str | None:
-    """Return the model name to send: the configured one, else the only one it serves, else None."""
+    """Return the model name to send: the configured one, else its only served model, else None."""
     if configured is not None:
         return configured
     return status.served_models[0] if len(status.served_models) == 1 else None
