@@ -1,8 +1,8 @@
-"""What engines are known to do wrong, and what the gateway does about it. Pure.
+"""Known engine bugs (quirks) and their workarounds. Pure.
 
-One module per quirk: it names the engine's issue and the versions it is known of, and puts what it needs into
-the `Plan` of an attempt. Which ones are asked is up to the backend's profile and configuration; the answer
-of a backend without any is relayed byte for byte. docs/quirks.md says what each does and costs.
+Each quirk has a module, which names the engine's issue and the affected versions, and adds the workaround to
+the `Plan` of an attempt. A backend's profile and configuration select its quirks. The answer of a backend
+without quirks is relayed byte for byte. docs/quirks.md describes the effect and cost of each.
 """
 
 from gateway.core.quirks.assembly import AssemblingReader

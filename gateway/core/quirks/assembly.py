@@ -1,4 +1,4 @@
-"""A whole chat answer, put together from the events of a stream as the engine would have written it."""
+"""Assembly of a stream's events into a non-streaming chat answer, in the form the engine would have used."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ _EMPTY_MESSAGE: Mapping[str, Any] = {
 
 
 class AssemblingReader(MendingReader):
-    """Follows a stream and lets none of it go: `whole` is the answer, once every choice has finished."""
+    """Reads a stream without relaying it; `whole` returns the answer once every choice has finished."""
 
     def __init__(
         self,
@@ -30,13 +30,13 @@ class AssemblingReader(MendingReader):
         names: ModelNames,
         decode: Callable[[bytes], Any] = json.loads,
     ) -> None:
-        """Assemble what is left of an answer after `remedies`; the rest as for `StreamReader`."""
+        """Assemble the answer after applying `remedies`; the other arguments are those of `StreamReader`."""
         super().__init__(remedies, choices=choices, names=names, hide_usage=False, decode=decode)
         self._top: dict[str, Any] = {}
         self._choices: dict[int, _Choice] = {}
 
     def feed(self, data: bytes) -> bytes:
-        """Take in what has come; there is nothing to relay."""
+        """Process received bytes. Always returns b"", because nothing is relayed yet."""
         super().feed(data)
         return b""
 
@@ -50,7 +50,7 @@ class AssemblingReader(MendingReader):
         return self._names.in_event(encode(body | top))
 
     def _says_nothing(self, event: bytes) -> bool:
-        return False  # all of it is part of the answer
+        return False  # every event contributes to the answer
 
     def _inspect(self, block: bytes, *, parse: bool = False) -> Iterator[bytes]:
         return super()._inspect(block, parse=True)
@@ -69,13 +69,13 @@ class AssemblingReader(MendingReader):
 
 @dataclass(slots=True)
 class _Choice:
-    """What one choice has said so far."""
+    """The received part of one choice."""
 
     texts: dict[str, list[str]] = field(default_factory=dict)
     calls: dict[int, "_Call"] = field(default_factory=dict)
-    said: dict[str, Any] = field(default_factory=dict)  # what is neither text nor a call
+    said: dict[str, Any] = field(default_factory=dict)  # other members of its deltas
     logprobs: dict[str, Any] | None = None
-    members: dict[str, Any] = field(default_factory=dict)  # of the choice itself
+    members: dict[str, Any] = field(default_factory=dict)  # other members of the choice itself
 
     def add(self, choice: Mapping[str, Any]) -> None:
         for name, value in choice.items():
@@ -125,7 +125,7 @@ class _Choice:
         thought = {name: texts[name] or None for name in _TEXTS[1:3] if name in texts}
         message |= thought or {"reasoning": None}
         message["refusal"] = texts.get("refusal") or None
-        # Nothing said beside a thought or a call is null; nothing said at all is an empty text.
+        # Without text, content is null if there is reasoning or a tool call, else an empty string.
         speechless = bool(self.calls) or any(thought.values())
         message["content"] = texts.get("content") or (None if speechless else "")
         return message
@@ -133,7 +133,7 @@ class _Choice:
 
 @dataclass(slots=True)
 class _Call:
-    """A tool call so far."""
+    """The received part of a tool call."""
 
     members: dict[str, Any] = field(default_factory=dict)
     name: str = ""
@@ -154,7 +154,7 @@ class _Call:
 
 
 def _extend(held: dict[str, Any], name: str, more: Any) -> None:
-    """Put the items of a list behind those that are held under `name`; anything else takes their place."""
+    """Append the items of a list to the list held under `name`; any other value replaces it."""
     if isinstance(more, list) and isinstance(held.get(name), list):
         held[name] += more
     elif more is not None or name not in held:

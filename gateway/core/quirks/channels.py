@@ -1,9 +1,9 @@
-"""Thoughts that arrive inside the content, between channel markers or after the markers were lost.
+"""Reasoning that arrives inside the content, with or without its channel markers.
 
-Two faults lose them. Where special tokens are skipped before the parser looks, or nothing parses thoughts,
-one runs into the answer without a border: the backend is asked to leave the markers in, and the thought is
-taken out here. And with an old chat template an answer without a thought begins with the markers of an empty
-one: they are taken off. Only markers at the beginning of an answer count; later ones are text.
+There are two faults. If special tokens are dropped before the engine's parser runs, or if there is no parser,
+the reasoning runs into the answer without a separator. The backend is then asked to keep the markers, and the
+reasoning is extracted here. With an old chat template, an answer without reasoning begins with the markers of
+empty reasoning, which are removed here. Only markers at the beginning of an answer count; others are text.
 """
 
 from dataclasses import dataclass
@@ -18,21 +18,21 @@ OPEN, NAME, CLOSE = "<|channel>", "thought\n", "<channel|>"
 
 
 class _At(Enum):
-    LEAD = auto()  # where a thought may begin
-    NAME = auto()  # behind the marker that opens it
+    LEAD = auto()  # where reasoning may begin
+    NAME = auto()  # after the opening marker
     THOUGHT = auto()
     ANSWER = auto()
 
 
 @dataclass(slots=True)
 class _Choice:
-    """How far a choice has been read, and the text that is not settled yet."""
+    """Parser state of a choice, with the text held back until it can be classified."""
 
     at: _At = _At.LEAD
     held: str = ""
 
     def read(self, text: str, *, is_last: bool) -> tuple[str, str]:
-        """Return what `text` adds to the thought and to the answer."""
+        """Return the parts of the text that belong to the reasoning and to the answer."""
         thought, text, self.held = "", self.held + text, ""
         while True:
             match self.at:
@@ -59,12 +59,12 @@ class _Choice:
 
 
 class Channels(Remedy):
-    """Moves the thought at the beginning of every choice's content to where thoughts belong."""
+    """Moves reasoning at the beginning of each choice's content to the reasoning member."""
 
-    whole_marks = b"channel"  # of the markers; nobody escapes letters
+    whole_marks = b"channel"  # part of the markers; letters are never escaped
 
     def __init__(self, choices: int, *, shows_thought: bool) -> None:
-        """Read that many choices; a thought that the caller did not want to see is dropped."""
+        """Process that many choices. Without `shows_thought`, the reasoning is dropped."""
         self._choices = [_Choice() for _ in range(choices)]
         self._shows_thought = shows_thought
 
@@ -97,7 +97,7 @@ def _lost(plan: Plan) -> None:
     if not plan.is_chat or not request.prompt.thinking or path in plan.changes:
         return
     if plan.asked.member("skip_special_tokens") is not None:
-        return  # who asks for the markers, or for none, gets what they ask for
+        return  # the caller's own choice is respected
     plan.changes[path] = False
     plan.remedies += [Channels(request.choices, shows_thought=_shows_thought(plan)), TurnMarker()]
 

@@ -1,7 +1,7 @@
 """Engines that pad prompts to buckets, and the bucket at which they may stall while many requests run.
 
-No answer has to be mended for these: what they cost is counted where prompt work is predicted
-(core/admission.py) and where backends are ranked (core/selection.py).
+These quirks change no answer. The prediction of prefill (core/admission.py) and the ranking of backends
+(core/selection.py) account for them.
 """
 
 from collections.abc import Collection
@@ -18,7 +18,7 @@ STALL_TOKENS = 2_048
 
 
 def padded(quirks: Collection[str], prompt_tokens: int) -> int:
-    """Return the tokens an engine with these quirks computes for a prompt."""
+    """Return the number of tokens that an engine with these quirks computes for a prompt."""
     return -(-prompt_tokens // BUCKET_TOKENS) * BUCKET_TOKENS if BUCKETS in quirks else prompt_tokens
 
 

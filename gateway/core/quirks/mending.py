@@ -1,4 +1,4 @@
-"""Answers on their way through remedies: a stream, event by event, or a whole one."""
+"""Application of remedies to answers: to a stream event by event, or to a non-streaming answer."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -21,9 +21,9 @@ def encode(value: object) -> bytes:
 def mend_whole(
     remedies: Iterable[Remedy], body: bytes, decode: Callable[[bytes], Any]
 ) -> tuple[bytes, BackendError | None]:
-    """Return a whole answer once it has been through `remedies`, and what could not be mended.
+    """Return a non-streaming answer after applying `remedies`, and the fault they could not correct, or None.
 
-    One that nothing changes keeps its bytes.
+    An unchanged answer keeps its bytes.
     """
     mending = Remedies(remedies)
     if not mending.concern_whole(body):
@@ -37,7 +37,7 @@ def mend_whole(
 
 
 class MendingReader(StreamReader):
-    """A `StreamReader` whose events pass through remedies. One that none of them changes stays as it is."""
+    """A `StreamReader` that applies remedies to its events. Unchanged events keep their bytes."""
 
     def __init__(
         self,
@@ -48,18 +48,18 @@ class MendingReader(StreamReader):
         hide_usage: bool,
         decode: Callable[[bytes], Any] = json.loads,
     ) -> None:
-        """Follow an answer through `remedies`; the rest as for `StreamReader`."""
+        """Apply `remedies` in order; the other arguments are those of `StreamReader`."""
         super().__init__(choices=choices, names=names, hide_usage=hide_usage, decode=decode)
         self._remedies = Remedies(remedies)
 
     @property
     def may_begin(self) -> bool:
-        """See `StreamReader`: a remedy may want to see more first."""
+        """See `StreamReader`; a remedy may also hold the stream back."""
         return self.has_content and not self._remedies.holds
 
     @property
     def _sees_all(self) -> bool:
-        return self._remedies.are_idle  # what one of them waits for may be in a text
+        return self._remedies.are_idle  # an active remedy may look for something in texts
 
     def _says_nothing(self, event: bytes) -> bool:
         return not self._remedies.concern(event) and super()._says_nothing(event)

@@ -1,4 +1,4 @@
-"""What is done for one request on one backend because of the backend's quirks."""
+"""The workarounds for one request on one backend with quirks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,25 +9,25 @@ from gateway.core.values import Endpoint, Request
 
 
 class Asked(Protocol):
-    """A request as the remedies look at it. `ports.Incoming` is one."""
+    """A request as seen by workarounds. `ports.Incoming` implements it."""
 
     @property
     def request(self) -> Request:
-        """What the gateway reads of it."""
+        """The parts of it that the gateway interprets."""
 
     def member(self, name: str) -> Any:
-        """Return a member of its body, decoded; None where there is none, or where it cannot be read."""
+        """Return a decoded member of its body; None if it is missing or cannot be decoded."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """What to do, put together by the remedies in their order.
+    """The workarounds for a request, added by the rules of its backend's quirks.
 
     Attributes:
         asked: The request.
-        changes: Members of the body that become something else.
-        remedies: What the answer passes through, in order.
-        assembles: The backend is asked for a stream, of which the caller gets one whole answer.
+        changes: New values for members of the body.
+        remedies: Applied to the answer, in order.
+        assembles: Whether the backend is asked for a stream that is assembled into a non-streaming answer.
     """
 
     asked: Asked
@@ -37,7 +37,7 @@ class Plan:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a chat."""
+        """Whether the request is a chat."""
         return self.asked.request.endpoint is Endpoint.CHAT
 
     @property
@@ -48,13 +48,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Workaround:
-    """What is done about one quirk.
+    """The workaround of one quirk.
 
     Attributes:
         issue: Where it is reported, e.g. "vLLM #49955".
-        versions: Engine versions it is known of.
-        rule: Puts what it needs into the plan of a request that the quirk may show on. None where backends
-            are chosen with it in mind, and no answer has to be mended.
+        versions: Affected engine versions.
+        rule: Adds the workaround to the plan of a request that the quirk may affect. None if the quirk only
+            affects scheduling and no answer has to be changed.
     """
 
     issue: str

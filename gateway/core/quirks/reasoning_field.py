@@ -1,6 +1,6 @@
-"""Thoughts under the name a site wants: `reasoning` as in vLLM since 0.18, `reasoning_content`, or both.
+"""The name of the reasoning member: `reasoning` as in vLLM since 0.18, `reasoning_content`, or both.
 
-Not an engine's fault but a change of its mind: clients that look for the other name see no thought at all.
+This is not a bug but a renamed member: clients that look for the other name see no reasoning at all.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ _NAMES = (ReasoningField.REASONING.value, ReasoningField.REASONING_CONTENT.value
 
 
 class Renamed(Remedy):
-    """Shows the thought as `field` says, whichever of the two names it comes under."""
+    """Renames the reasoning member, whichever of the two names the backend uses."""
 
     marks = b'"reasoning'
 
     def __init__(self, field: ReasoningField) -> None:
-        """Show it as `field`, which is not `AS_SENT`."""
+        """Rename it as configured by `field`, which must not be `AS_SENT`."""
         self._shown = _NAMES if field is ReasoningField.BOTH else (field.value,)
 
     def part(self, index: int, part: dict[str, Any], finish: str | None) -> bool:
@@ -34,6 +34,6 @@ class Renamed(Remedy):
 
 
 def rename(plan: Plan, field: ReasoningField) -> None:
-    """Put into the plan of any chat what `field` asks for."""
+    """Add the renaming configured by `field` to the plan of a chat."""
     if plan.is_chat and field is not ReasoningField.AS_SENT:
         plan.remedies.append(Renamed(field))

@@ -1,4 +1,4 @@
-"""Every quirk the gateway works around, by the name that profiles and configurations give it."""
+"""All quirks that the gateway works around, by their names in profiles and configurations."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
@@ -17,7 +17,7 @@ from gateway.core.quirks.reasoning_field import rename
 from gateway.core.values import ReasoningField
 
 WORKAROUNDS: Mapping[str, Workaround] = {
-    # First what decides whether there is a stream.
+    # First, because it decides whether the backend is asked for a stream.
     "tool_markup_leaks": tool_markup.WORKAROUND,
     "thinking_default_differs": thinking_default.WORKAROUND,
     "null_reasoning_content": channels.NULL_REASONING,
@@ -29,11 +29,11 @@ WORKAROUNDS: Mapping[str, Workaround] = {
     context_buckets.BUCKETS: context_buckets.BUCKETS_WORKAROUND,
     context_buckets.STALL: context_buckets.STALL_WORKAROUND,
 }
-"""In the order in which they are applied."""
+"""In the order of application."""
 
 
 def plan(quirks: Collection[str], asked: Asked, reasoning: ReasoningField = ReasoningField.AS_SENT) -> Plan:
-    """Return what is done for a request on a backend with these quirks, on a site that wants thoughts so."""
+    """Return the plan for a request on a backend with these quirks, with the reasoning member so named."""
     made = Plan(asked)
     if quirks:
         for rule in _rules(frozenset(quirks)):
@@ -44,7 +44,7 @@ def plan(quirks: Collection[str], asked: Asked, reasoning: ReasoningField = Reas
 
 @cache
 def _rules(quirks: frozenset[str]) -> tuple[Callable[[Plan], None], ...]:
-    """Return the rules of these quirks. There are as many sets of quirks as there are kinds of backends."""
+    """Return the rules of these quirks. The cache is small: it has one entry per kind of backend."""
     return tuple(
         workaround.rule
         for name, workaround in WORKAROUNDS.items()

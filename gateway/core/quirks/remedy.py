@@ -1,4 +1,4 @@
-"""A remedy mends one answer while it passes: the deltas of its events, or its whole messages."""
+"""Remedies, which correct an answer while it is relayed: the deltas of a stream, or complete messages."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -8,14 +8,14 @@ from gateway.core.answers import BackendError
 
 
 class Remedy(ABC):
-    """Mends the answer to one request. It lives as long as the attempt does.
+    """Corrects the answer to one request. There is one instance per attempt.
 
     Attributes:
-        fault: What is wrong with the answer and cannot be mended, once something is.
-        holds: Nothing of a stream may be relayed yet.
-        is_idle: It has nothing left to do: what follows need not be looked into for its sake.
-        marks: Bytes without which an event does not concern it, unless it is the last of a choice.
-        whole_marks: Bytes without which a whole answer does not concern it.
+        fault: A fault in the answer that cannot be corrected, or None.
+        holds: Whether nothing of a stream may be relayed yet.
+        is_idle: Whether it has finished and needs no further events.
+        marks: Bytes that an event must contain to concern it, unless the event is the last of a choice.
+        whole_marks: Bytes that a non-streaming answer must contain to concern it.
     """
 
     fault: BackendError | None = None
@@ -26,10 +26,10 @@ class Remedy(ABC):
 
     @abstractmethod
     def part(self, index: int, part: dict[str, Any], finish: str | None) -> bool:
-        """Mend what choice `index` says, in place; return whether that changed it.
+        """Correct a part of choice `index` in place; return whether that changed it.
 
-        `part` is a delta, or the whole message of an answer that is not streamed; with `finish`, its
-        `finish_reason`, it is the last one of its choice.
+        `part` is a delta, or the message of a non-streaming answer. `finish` is the `finish_reason` of the
+        choice if this is its last part, else None.
         """
 
 
@@ -37,25 +37,25 @@ class Remedies:
     """The remedies of one answer, in order.
 
     Attributes:
-        fault: As in `Remedy`, of the first that has one.
+        fault: The first fault that a remedy found, or None.
     """
 
     def __init__(self, remedies: Iterable[Remedy]) -> None:
-        """Apply `remedies`, each to what the one before it left."""
+        """Apply `remedies` in order, each to the result of the previous one."""
         self.fault: BackendError | None = None
         self._active = list(remedies)
 
     def concern(self, events: bytes) -> bool:
-        """Return whether these events have to be looked into."""
+        """Return whether these events have to be parsed."""
         return any(remedy.marks in events for remedy in self._active)
 
     @property
     def are_idle(self) -> bool:
-        """Whether none of them has anything left to do."""
+        """Whether all of them have finished."""
         return not self._active
 
     def concern_whole(self, answer: bytes) -> bool:
-        """Return whether a whole answer has to be looked into."""
+        """Return whether a non-streaming answer has to be parsed."""
         return any(remedy.whole_marks in answer for remedy in self._active)
 
     @property
@@ -64,7 +64,7 @@ class Remedies:
         return any(remedy.holds for remedy in self._active)
 
     def mend(self, answer: dict[str, Any]) -> bool:
-        """Mend an event of a stream, or a whole answer, in place; return whether that changed it."""
+        """Correct an event or a non-streaming answer in place; return whether that changed it."""
         changed = False
         for index, part, finish in _parts(answer):
             for remedy in self._active:
@@ -89,7 +89,7 @@ def _parts(answer: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any], str | 
 
 
 def beginning(text: str, marker: str) -> str:
-    """Return the longest end of `text` that `marker` begins with but does not end with, or ""."""
+    """Return the longest suffix of `text` that is a proper prefix of `marker`, or ""."""
     for size in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:size]):
             return marker[:size]

@@ -1,6 +1,6 @@
-"""The chat template and the parser disagree on whether a request that does not say so thinks.
+"""Engines whose chat template and parser have different defaults for `enable_thinking`.
 
-Of the two, only one listens to what is not said. So every chat says it.
+Every chat therefore sets it explicitly.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""Streamed tool calls whose arguments are not JSON: the parser of streams misread the engine's own notation.
+"""Streamed tool calls with invalid JSON arguments, caused by the engine's streaming parser.
 
-They cannot be mended. What can be had is that nobody acts on them: before anything was sent the request
-moves on to another backend, afterwards the stream ends with an error instead of its last event.
+The arguments cannot be repaired, but the caller must not act on them. If nothing has been sent yet, the
+request is retried on another backend; otherwise the stream ends with an error instead of its last event.
 """
 
 import json
@@ -17,7 +17,7 @@ _FAULT = UnfitAnswer(
 
 
 class ToolArguments(Remedy):
-    """Collects the arguments of every call, and looks at them when its choice has finished."""
+    """Collects the arguments of every call, and validates them when its choice has finished."""
 
     marks = b'"tool_calls"'
 
@@ -26,7 +26,7 @@ class ToolArguments(Remedy):
         self._calls: dict[tuple[int, int], list[str]] = {}
 
     def part(self, index: int, part: dict[str, Any], finish: str | None) -> bool:
-        """See `Remedy`. A choice that was cut at its limit says so, and is left as it is."""
+        """See `Remedy`. A choice that was cut at its token limit (`length`) is not checked."""
         calls = part.get("tool_calls")
         for place, call in enumerate(calls if isinstance(calls, list) else ()):
             if isinstance(call, dict):

@@ -1,7 +1,7 @@
-"""A forced tool choice that is answered with text: the engine does not enforce it.
+"""Forced tool choices that the engine does not enforce, so that it may answer with text.
 
-A stream is held back until every choice has made its call, so that one that never does can still be asked
-for elsewhere. Text before a call is legal, so only the end of a choice shows that the call is missing.
+A stream is held back until every choice has made its call, so that the request can still be retried elsewhere
+if one does not. Text before a call is legal, so only the end of a choice shows that the call is missing.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ _FAULT = UnfitAnswer(
 
 
 class ForcedCall(Remedy):
-    """Waits for the call that every choice must make."""
+    """Holds a stream back until every choice has made the forced call."""
 
     holds = True
 
     def __init__(self, choices: int, name: str | None) -> None:
-        """Wait for that many choices to call the function `name`, or any where it is None."""
+        """Expect that many choices to call the function `name`, or any function if it is None."""
         self._name = name
         self._waiting = set(range(choices))
         self._has_text: set[int] = set()
@@ -33,7 +33,7 @@ class ForcedCall(Remedy):
         content = part.get("content")
         if isinstance(content, str) and content.strip():
             self._has_text.add(index)
-        # One that was cut in its thought is let go: what it would have done nobody knows.
+        # A choice cut at its token limit before any text is accepted: it might still have made the call.
         if self._is_called(part.get("tool_calls")) or (finish == "length" and index not in self._has_text):
             self._waiting.remove(index)
         elif finish is not None:

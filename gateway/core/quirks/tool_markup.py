@@ -1,13 +1,13 @@
-"""Non-streamed answers with tools in which the call stands as text, or ends the loop early with `stop`.
+"""Non-streaming answers that contain a tool call as text, or end a tool loop early with `stop`.
 
-The parser of streams finds such calls. So the backend is asked for a stream, and the answer that the caller
-wants in one piece is assembled here.
+The streaming parser recognizes such calls. So the backend is asked for a stream, which is assembled into a
+non-streaming answer (quirks/assembly.py).
 """
 
 from gateway.core.quirks.plan import Plan, Workaround
 
 NOT_IN_STREAMS = ("prompt_logprobs", "use_beam_search")
-"""Members with which an engine refuses to stream."""
+"""Members with which engines refuse to stream."""
 
 
 def _rule(plan: Plan) -> None:
@@ -15,7 +15,7 @@ def _rule(plan: Plan) -> None:
     if not plan.is_chat or request.stream or not request.tools:
         return
     if any(plan.asked.member(name) for name in NOT_IN_STREAMS):
-        return  # it goes as it is
+        return  # forwarded unchanged
     plan.assembles = True
     plan.changes[("stream",)] = True
     plan.changes[("stream_options",)] = {"include_usage": True}

@@ -1,7 +1,7 @@
-"""Streams that end with the marker which ends a turn, as text.
+"""Streams whose text ends with the end-of-turn marker.
 
-Text that could begin the marker is held back until the next event of its choice; at the choice's end a whole
-marker is dropped. Anywhere else it is text like any other.
+Text that could be the beginning of the marker is held back until the next event of its choice. A complete
+marker is dropped at the end of the choice, and is ordinary text anywhere else.
 """
 
 from typing import Any
@@ -16,10 +16,10 @@ _BEFORE_WORDS = _BEFORE_ALL | {"reasoning", "reasoning_content"}
 
 
 class TurnMarker(Remedy):
-    """Takes a trailing marker off every choice."""
+    """Removes a trailing marker from every choice."""
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
+        """Start without held text."""
         self._held: dict[int, str] = {}
 
     def part(self, index: int, part: dict[str, Any], finish: str | None) -> bool:
@@ -30,8 +30,8 @@ class TurnMarker(Remedy):
         if finish is not None:
             kept = text.removesuffix(MARKER)
         else:
-            # A call or a thought after it: it was not the end. Without a word, it still may be.
-            # A thought in the same event as words came before them.
+            # A call or reasoning after the held text shows that this was not the end. An event without
+            # either leaves that open. Reasoning in the same event as text precedes the text.
             before = _BEFORE_WORDS if said else _BEFORE_ALL
             follows = any(value for name, value in part.items() if name not in before)
             held = "" if follows else _held(text)

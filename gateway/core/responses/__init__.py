@@ -1,4 +1,5 @@
-"""The Responses API in terms of chat completions: requests and items in, a response and its events out. Pure.
+"""Translation between the Responses API and chat completions. Pure.
 
-No backend has to know the API: what reaches one is a chat request, and what comes back is read here.
+Requests and items are translated to chat requests, and chat answers to responses and their events. Backends
+need not support the API.
 """

@@ -1,7 +1,7 @@
-"""The bytes of a chat stream in, the events of a response out. Pure.
+"""Translation of a chat stream's bytes to the events of a response. Pure.
 
-What comes in has been relayed, and so checked, by the pipeline: it ends with `[DONE]`, or with an error event
-in front of it. Comments say nothing, and bring no event.
+The pipeline has relayed, and thereby checked, the stream: it ends with `[DONE]`, or with an error event and
+`[DONE]`. Comments are ignored.
 """
 
 import json
@@ -17,12 +17,12 @@ _END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
 
 @dataclass(slots=True)
 class ChatStream:
-    """Feeds a draft from a chat stream, cut anywhere.
+    """Feeds a draft from a chat stream that arrives in arbitrary pieces.
 
     Attributes:
-        draft: What is being written.
-        decode: Decodes JSON; raises a ValueError for what is none.
-        tail: Bytes of an event that is not complete.
+        draft: The draft of the response.
+        decode: JSON decoder; raises ValueError for invalid JSON.
+        tail: Bytes of an incomplete event.
     """
 
     draft: Draft
@@ -30,7 +30,7 @@ class ChatStream:
     tail: bytes = b""
 
     def feed(self, data: bytes, now: int) -> list[Event]:
-        """Return the events that have become due with `data`, at `now`, epoch seconds."""
+        """Return the events that result from `data`, received at `now` (epoch seconds)."""
         *blocks, self.tail = _END_OF_EVENT.split(self.tail + data)
         events: list[Event] = []
         for block in blocks:
@@ -39,7 +39,7 @@ class ChatStream:
         return events
 
     def end(self) -> list[Event]:
-        """Return what is still due now that the stream has ended: a failure, unless it was over."""
+        """Return the events at the end of the stream: a failure, unless the response was already over."""
         if self.draft.is_over:
             return []
         return self.draft.fail("server_error", "The answer ended before it was finished.")

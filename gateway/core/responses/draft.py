@@ -1,7 +1,7 @@
-"""A response in the making: what a chat answer says in, the response and the events of its stream out. Pure.
+"""Incremental translation of a chat answer to a response and the events of its stream. Pure.
 
-A streamed answer is written piece by piece, a whole one in a single piece, by the same code; so both end as
-the same response. All that a draft knows stands in its fields.
+The same code translates a streamed answer chunk by chunk and a non-streaming answer as one chunk, so both
+give the same response. The fields of a draft are its complete state.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from gateway.core.responses.items import item_id
 from gateway.core.usage import Usage
 
 Event = dict[str, Any]
-"""An event's data: `type`, `sequence_number`, and what its type has beside."""
+"""An event's data: `type`, `sequence_number`, and the members specific to its type."""
 
 PartType = Literal["output_text", "refusal", "reasoning_text"]
 _TEXT_NAMES: Mapping[PartType, str] = {"output_text": "text", "refusal": "refusal", "reasoning_text": "text"}
@@ -22,12 +22,12 @@ _ERROR_CODES: Mapping[str, str] = {
     "rate_limit_error": "rate_limit_exceeded",
     "invalid_request_error": "invalid_prompt",
 }
-"""The API's own few codes, by the type of an error; typed clients know no others."""
+"""Error codes of the API by error type. Typed clients accept no others than these and `server_error`."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """A text of an item, while it grows."""
+    """A text part of an item in progress."""
 
     type: PartType
     texts: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Item:
-    """An item of the output, while it grows: a message or a thought with its parts, or a call."""
+    """An output item in progress: a message or reasoning with its parts, or a function call."""
 
     kind: str
     id: str
@@ -64,19 +64,19 @@ class _Item:
 
 @dataclass(slots=True)
 class Draft:
-    """A response that is being written.
+    """A response in progress.
 
     Attributes:
-        response: As far as it is known. Complete once it is over, and then the caller's to change.
-        token: Names the response; its items' ids are made of it.
-        first_index: Items of its input: those of its output are counted on from there.
-        sequence_number: Of the next event.
-        items: Its output so far, in order.
-        speaking: The message or thought that is being written, if one is.
-        calls: The calls by their place in the chat's list.
-        finish_reason: The chat's, once it has come.
-        usage: The chat's, once it has come.
-        is_over: Whether the last event has been given out.
+        response: The response so far. Complete once `is_over`; the caller may then modify it.
+        token: Identifies the response; the ids of its items are derived from it.
+        first_index: Number of input items, from which the numbering of output items continues.
+        sequence_number: Number of the next event.
+        items: The output so far, in order.
+        speaking: The message or reasoning item in progress, or None.
+        calls: The function calls by their index in the chat answer.
+        finish_reason: The chat's `finish_reason`, once received.
+        usage: The chat's usage, once received.
+        is_over: Whether the last event has been returned.
     """
 
     response: dict[str, Any]
@@ -91,28 +91,28 @@ class Draft:
     is_over: bool = False
 
     def begin(self) -> list[Event]:
-        """Return the events in front of everything else."""
+        """Return the first events of a response that starts at once."""
         return [self._state("response.created"), self._state("response.in_progress")]
 
     def queue(self) -> list[Event]:
-        """Return the events of a response that waits to be begun."""
+        """Return the first events of a response that is queued."""
         self.response["status"] = "queued"
         return [self._state("response.created"), self._state("response.queued")]
 
     def start(self) -> list[Event]:
-        """Return the event of a response that waited, and is begun now."""
+        """Return the event for the start of a queued response."""
         self.response["status"] = "in_progress"
         return [self._state("response.in_progress")]
 
     def restart(self) -> list[Event]:
-        """Return the events of an answer that begins anew: what was said so far counts no more.
+        """Return the events for an answer that starts over, which discards the output so far.
 
-        Its items keep their places in the stream, unfinished, and are not in the response.
+        Its items keep their indexes in the stream, as incomplete, and are left out of the response.
         """
         events: list[Event] = []
         self._close_speaking(events, "incomplete")
         for item in self.items:
-            if item.status == "in_progress":  # a call: who follows must not wait for the rest of it
+            if item.status == "in_progress":  # a call: tell readers that the rest of it will not come
                 item.status = "incomplete"
                 events.append(self._item_done(item))
             item.is_void = True
@@ -121,13 +121,13 @@ class Draft:
         return events
 
     def add(self, chunk: Mapping[str, Any]) -> list[Event]:
-        """Return the events that a chat chunk, or a whole chat answer, is worth."""
+        """Return the events for a chat chunk or a non-streaming chat answer."""
         events: list[Event] = []
         self.usage = usage_of(chunk.get("usage")) or self.usage
         choices = chunk.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if not isinstance(choice, Mapping) or choice.get("index"):
-                continue  # a response has one answer; a chat may have asked for several
+                continue  # a response has a single choice, but a chat may have several
             said = choice.get("delta") or choice.get("message")
             if isinstance(said, Mapping):
                 self._said(said, events)
@@ -138,7 +138,7 @@ class Draft:
         return events
 
     def complete(self, now: int) -> list[Event]:
-        """Return the last event: the answer has come to its end, in epoch seconds `now`."""
+        """Return the last event of an answer that ended at `now` (epoch seconds)."""
         reason = _INCOMPLETE.get(self.finish_reason or "")
         self.response["status"] = "completed" if reason is None else "incomplete"
         self.response["completed_at"] = now if reason is None else None
@@ -146,15 +146,15 @@ class Draft:
         return self._end()
 
     def cancel(self) -> list[Event]:
-        """Return the last event of an answer that nobody wants any more."""
+        """Return the last event of a cancelled answer."""
         for item in self.items:
             if item.status == "in_progress":
                 item.status = "incomplete"
         self.response["status"] = "cancelled"
-        return self._end("response.incomplete")  # typed clients know no event of its own for it
+        return self._end("response.incomplete")  # typed clients have no event type for cancellation
 
     def fail(self, error_type: str, message: str) -> list[Event]:
-        """Return the last event of an answer that broke off, by an error of that type."""
+        """Return the last event of an answer that failed with an error of that type."""
         for item in self.items:
             if item.status == "in_progress":
                 item.status = "incomplete"
@@ -163,7 +163,7 @@ class Draft:
         self.response["error"] = {"code": code, "message": message}
         return self._end()
 
-    # -------------------------------------------------------------- what is said
+    # -------------------------------------------------------------- content
 
     def _said(self, said: Mapping[str, Any], events: list[Event]) -> None:
         thought = said.get("reasoning") or said.get("reasoning_content")
@@ -185,7 +185,7 @@ class Draft:
         events.append(event | {"logprobs": []} if kind == "output_text" else event)
 
     def _part(self, kind: PartType, events: list[Event]) -> tuple[_Item, _Part]:
-        """Return the part that text of this kind goes on in, opened where none is."""
+        """Return the current part for text of this kind, opening one if necessary."""
         item_kind = "reasoning" if kind == "reasoning_text" else "message"
         if self.speaking is not None and self.speaking.kind != item_kind:
             self._close_speaking(events)
@@ -201,7 +201,7 @@ class Draft:
         return item, item.parts[-1]
 
     def _called(self, place: int, call: Mapping[str, Any], events: list[Event]) -> None:
-        """Take a piece of a call. It is shown as soon as its name is known."""
+        """Add a piece of a function call, which is announced as soon as its name is known."""
         function = call.get("function")
         function = function if isinstance(function, Mapping) else {}
         name, text, id_ = function.get("name"), function.get("arguments"), call.get("id")
@@ -267,9 +267,9 @@ class Draft:
         return self._event("response.output_item.done", output_index=item.index, item=item.shown())
 
     def _close_all(self, events: list[Event]) -> None:
-        """End every item: the answer is at its end. If it was cut, the last thing in it was."""
+        """Close all items at the end of the answer. If it was truncated, the last item is incomplete."""
         if self.speaking is None and not self.calls:
-            self._part("output_text", events)  # an answer without a word is a message without a word
+            self._part("output_text", events)  # an empty answer is an empty message
         last = self.speaking or list(self.calls.values())[-1]
         last_status = "incomplete" if self.finish_reason in _INCOMPLETE else "completed"
         self._close_speaking(events, last_status)
@@ -303,7 +303,7 @@ class Draft:
 
 
 def _within(item: _Item) -> Mapping[str, Any]:
-    """Return what names the part of an item that is being written."""
+    """Return the members that identify the current part of an item."""
     return {"item_id": item.id, "output_index": item.index, "content_index": max(0, len(item.parts) - 1)}
 
 

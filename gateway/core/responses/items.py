@@ -1,11 +1,10 @@
-"""Items, of which a conversation of the Responses API is made, and the chat messages they become.
+"""Items, the elements of a conversation in the Responses API, and their translation to chat messages.
 
-An item is kept in one form: with a type, an id, and its content as a list of parts. An id names the
-response it belongs to, so that a reference to an item needs no index to be found by.
+Items are kept in one form: with a type, an id, and the content as a list of parts. An item's id contains the
+id of its response, so that references to items can be resolved without an index.
 
-Gemma's chat template decides what becomes of some: it has one place for system text, at the head; it renders
-a thought only in a message that calls tools; and it names the tool that a result comes from, of which it
-renders nothing but text.
+Gemma's chat template imposes some limits. It has one place for system text, at the head. It renders reasoning
+only in a message that calls tools. A tool result is rendered with the name of its tool, and only its text.
 """
 
 import re
@@ -24,17 +23,17 @@ _TEXTS = frozenset({"input_text", "output_text", "text"})
 
 
 def response_id(token: str) -> str:
-    """Return the id of the response that `token`, 32 hex digits, stands for."""
+    """Return the id of the response with this token (32 hex digits)."""
     return f"resp_{token}"
 
 
 def item_id(kind: str, token: str, index: int) -> str:
-    """Return the id of an item: of its kind, in that response, at that place in input and output together."""
+    """Return the id of an item of that kind in a response; `index` counts input and output items together."""
     return f"{_PREFIXES[kind]}_{token}{index:04x}"
 
 
 def home_of(item: str) -> str | None:
-    """Return the id of the response that an item's id names, or None if it names none."""
+    """Return the id of the response in an item's id, or None if there is none."""
     found = _ID.fullmatch(item)
     return response_id(found[1]) if found else None
 
@@ -47,11 +46,11 @@ def read_input(written: object, token: str, stored: Mapping[str, Item]) -> list[
 
     Args:
         written: A string or a list, as sent; its length has been checked.
-        token: Names the response they belong to.
-        stored: What the items of type `item_reference` refer to, by id.
+        token: Identifies the response they belong to.
+        stored: The items that items of type `item_reference` refer to, by id.
 
     Raises:
-        InvalidRequest: something in it is no item, or of a kind that Gemma cannot be shown.
+        InvalidRequest: An item is malformed, of an unsupported kind, or refers to one that is not stored.
     """
     if isinstance(written, str):
         written = [{"role": "user", "content": written}]
@@ -61,7 +60,7 @@ def read_input(written: object, token: str, stored: Mapping[str, Item]) -> list[
 
 
 def references(written: object) -> list[str]:
-    """Return the ids that the `input` of a request refers to."""
+    """Return the ids of the items that the `input` of a request refers to."""
     items = written if isinstance(written, list) else ()
     ids = [item.get("id") for item in items if isinstance(item, Mapping) and _is_reference(item)]
     return [id_ for id_ in ids if isinstance(id_, str)]
@@ -198,19 +197,19 @@ _OUTPUT_READERS: PartReaders = {**{name: _read_text for name in _TEXTS}, "input_
 _PART_READERS: PartReaders = {**_OUTPUT_READERS, "refusal": _read_refusal, "input_audio": _read_audio}
 
 
-# ------------------------------------------------------------------ to a chat
+# ------------------------------------------------------------------ translation to chat messages
 
 
 def messages_of(items: Sequence[Item], instructions: str | None, *, own: int) -> list[Message]:
-    """Return the chat messages that items make, in the form that Gemma's template takes.
+    """Return the chat messages for a conversation, in the form that Gemma's template accepts.
 
     Args:
         items: The whole conversation.
-        instructions: System text in front of it.
-        own: How many of `items`, at the end, are the request's own: errors name them by their place in it.
+        instructions: System text to precede it.
+        own: How many of `items`, at the end, are from this request; errors name these by index.
 
     Raises:
-        InvalidRequest: the result of a call that nobody made.
+        InvalidRequest: A tool result has no matching call.
     """
     chat = _Chat()
     if instructions:
@@ -222,20 +221,20 @@ def messages_of(items: Sequence[Item], instructions: str | None, *, own: int) ->
 
 
 class _Chat:
-    """Puts the items of one turn of the assistant into one message: its thought, its words, its calls.
+    """Merges the items of an assistant turn (reasoning, text and calls) into one message.
 
-    The images among the results of those calls follow behind all of them, in a message of the user.
+    Images in the results of its calls follow after all of these results, in a user message.
     """
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._open: Message | None = None
         self._thought = ""
-        self._tools: dict[str, str] = {}  # the tool's name by the id of its call
-        self._images: list[Item] = []  # parts, of the results that were added last
+        self._tools: dict[str, str] = {}  # tool name by call id
+        self._images: list[Item] = []  # content parts from the most recent tool results
 
     def add(self, item: Item, where: str) -> None:
-        """Add an item; `where` is blamed for the result of a call that nobody made."""
+        """Add an item; `where` is the parameter to name in an error if a result has no matching call."""
         kind = item["type"]
         if kind != "function_call_output":
             self._show_images()
@@ -262,7 +261,7 @@ class _Chat:
         self._show_images()
 
     def close(self) -> None:
-        """End the assistant's message; a thought that led to words alone is what the template leaves out."""
+        """Close the assistant's message. Its reasoning is kept only if it calls tools, as in the template."""
         if self._open is not None:
             if self._thought and "tool_calls" in self._open:
                 self._open["reasoning"] = self._thought
@@ -290,7 +289,7 @@ class _Chat:
         )
 
     def _shown(self, part: Item, name: str) -> str:
-        """Return what stands in the result of the tool for a part of it."""
+        """Return the text for a part of a tool result: the text itself, or a reference to an image."""
         if part["type"] != "input_image":
             return str(part["text"])
         mark = f"[image {len(self._images) // 2 + 1}]"
@@ -304,7 +303,7 @@ class _Chat:
 
 
 def _content(item: Item) -> str | list[Item]:
-    """Return a message's content: a string where it is one text, else parts."""
+    """Return a message's content: a string if it is a single text or can be joined into one, else parts."""
     parts = [_chat_part(part) for part in item["content"]]
     texts = [part["text"] for part in parts if "text" in part]
     if len(texts) == len(parts):
@@ -327,7 +326,7 @@ def _chat_part(part: Item) -> Item:
 
 
 def _one_system_message(messages: list[Message]) -> list[Message]:
-    """Put the system texts at the head into one message."""
+    """Merge the leading system messages into one."""
     count = 0
     for message in messages:
         if message["role"] != "system" or not isinstance(message["content"], str):

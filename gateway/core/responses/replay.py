@@ -1,6 +1,6 @@
-"""A job as a response: its events, computed again from what is stored whenever somebody asks. Pure.
+"""A job as a response, whose events are recomputed from stored chunks for each reader. Pure.
 
-What is stored is what a backend said. Its translation is the same each time, so an event has the same number
+The store holds the chat output of backends. Its translation is deterministic, so an event has the same number
 and the same ids for every reader, on every gateway, before and after a restart.
 """
 
@@ -17,16 +17,16 @@ from gateway.core.sse import DONE
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """What the response of a job needs beside its answer; kept with the job.
+    """Data that the response of a job needs in addition to the answer; stored with the job.
 
     Attributes:
-        response: The response with nothing of its answer yet.
-        token: Names it.
-        first_index: Items of its input.
+        response: The response without its output.
+        token: Identifies the response.
+        first_index: Number of input items.
         headers: The request's headers that policy may match on.
-        conversation: What was said before and asked now, for responses that go on from this one.
-        is_chat: Whether it was handed over as a chat, so that it can be shown as one.
-        trace: The span of the request that handed it over, as a `traceparent`; "" where there is none.
+        conversation: The conversation up to and including this request, for responses that continue it.
+        is_chat: Whether it was submitted as a chat, so that it can be returned as one.
+        trace: The span of the submitting request, as a `traceparent`; "" if there is none.
     """
 
     response: Mapping[str, Any]
@@ -38,7 +38,7 @@ class JobFacts:
     trace: str = ""
 
     def encoded(self) -> bytes:
-        """Return them as JSON."""
+        """Return the facts as JSON."""
         return json.dumps(
             {
                 "response": self.response,
@@ -54,16 +54,16 @@ class JobFacts:
 
     @classmethod
     def of(cls, job: Job) -> "JobFacts":
-        """Return those of a job. It was created when the store accepted it, whichever gateway was told so."""
+        """Return the facts of a job, with the creation time that the store recorded."""
         facts = cls(**json.loads(job.new.facts))
         return replace(facts, response={**facts.response, "created_at": int(job.created_at)})
 
 
 class Replay:
-    """The events of one job, from the first on. What is new is handed in; what follows from it comes out."""
+    """Translates one job to events, from the first on: takes updates of the job, returns new events."""
 
     def __init__(self, facts: JobFacts, decode: Callable[[bytes], Any] = json.loads) -> None:
-        """Begin with nothing told."""
+        """Start before the first event."""
         self._draft = Draft(dict(facts.response), facts.token, facts.first_index)
         self._stream = ChatStream(self._draft, decode)
         self._is_begun = self._is_started = False
@@ -71,7 +71,7 @@ class Replay:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last event has been given out."""
+        """Whether the last event has been returned."""
         return self._draft.is_over
 
     @property
@@ -80,9 +80,9 @@ class Replay:
         return self._draft.response
 
     def tell(self, job: Job, chunks: Sequence[Chunk]) -> list[Event]:
-        """Return the events that are new, now that the job stands there and has these chunks more.
+        """Return the new events, given the current job and the chunks added since the last call.
 
-        The chunks may have been read after the job: what they show to have happened has happened.
+        The chunks may have been read after the job, so they may be ahead of its state.
         """
         events: list[Event] = []
         if self.is_over:

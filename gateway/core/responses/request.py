@@ -1,4 +1,4 @@
-"""A request of the Responses API, translated: the chat request it is, and what its response repeats of it."""
+"""Translation of a Responses API request to a chat request and to the members that its response repeats."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from gateway.core.errors import InvalidRequest
 from gateway.core.responses.items import Item, Message, messages_of, read_input, references, response_id
 
 COPIED = frozenset({"model", "stream", "temperature", "top_p", "parallel_tool_calls"})
-"""Members that mean the same in a chat, and travel on as they were sent."""
+"""Members with the same meaning in a chat request, forwarded as sent."""
 
 READ = COPIED | {
     "background",
@@ -34,15 +34,15 @@ READ = COPIED | {
     "truncation",
     "user",
 }
-"""The members that are read here."""
+"""Members that are interpreted here."""
 
 _LEFT_OUT = frozenset(
     {
-        # of the Responses API, without a meaning here
+        # members of the Responses API without a meaning here
         "prompt_cache_retention",
         "prompt_cache_options",
         "service_tier",
-        # of a chat, where they would contradict what is translated, or change the shape of the answer
+        # members of a chat that would conflict with translated ones, or change the form of the answer
         "add_generation_prompt",
         "continue_final_message",
         "echo",
@@ -73,7 +73,7 @@ _EFFORTS: Mapping[str, str] = {
     "xhigh": "high",
     "max": "high",
 }
-"""Gemma thinks or does not; engines know these four words."""
+"""Translation to the four efforts that engines accept. Gemma's reasoning is only on or off."""
 
 _METADATA_MAX = 16
 _METADATA_KEY_MAX = 64
@@ -90,10 +90,10 @@ _CHAT_PARAMS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What has to be looked up before a request can be translated.
+    """Stored objects needed to translate a request.
 
     Attributes:
-        previous: Id of the response it goes on from, or None.
+        previous: Id of the previous response, or None.
         items: Ids of the items it refers to.
     """
 
@@ -103,14 +103,14 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A request as chat, and what else it asks for.
+    """A translated request.
 
     Attributes:
-        chat: Members of the chat request, beside those that travel on as sent.
-        items: Its own input.
-        context: The items before those, of the responses it goes on from.
+        chat: Members of the chat request, except those that are forwarded as sent.
+        items: Its own input items.
+        context: The preceding items, from the previous responses.
         echo: Members that its response repeats.
-        store: Whether the response is to be kept.
+        store: Whether to store the response.
     """
 
     chat: Mapping[str, Any]
@@ -121,12 +121,12 @@ class Translated:
 
 
 def travels(name: str) -> bool:
-    """Return whether a member goes into the chat request as it was sent: what is unknown here does."""
+    """Return whether a member is forwarded in the chat request as sent; unknown members are."""
     return name in COPIED or (name not in READ and name not in _LEFT_OUT)
 
 
 def chat_param_here(param: str | None) -> str | None:
-    """Return what the member of the chat request that an error names is called in this API."""
+    """Return the name in this API of a chat request's member, as named in an error."""
     if param is None:
         return None
     head, _, rest = param.partition(".")
@@ -136,10 +136,10 @@ def chat_param_here(param: str | None) -> str | None:
 
 
 def needs(members: Mapping[str, Any], items_max: int) -> Needs:
-    """Return what a request refers to.
+    """Return the stored objects that a request refers to.
 
     Raises:
-        InvalidRequest: it has too many items, or refers by something else than an id.
+        InvalidRequest: It has too many items, or `previous_response_id` is not a string.
     """
     written = members.get("input")
     if isinstance(written, list) and len(written) > items_max:
@@ -156,16 +156,16 @@ def read(
     context: Sequence[Item] = (),
     stored: Mapping[str, Item] | None = None,
 ) -> Translated:
-    """Return a request in terms of a chat.
+    """Translate a request to a chat request.
 
     Args:
-        members: Those of `READ` that were sent, decoded.
-        token: Names the response: 32 hex digits.
-        context: The items of the responses it goes on from.
-        stored: The items it refers to, by id, as far as they are kept.
+        members: The decoded members of `READ` that were sent.
+        token: Identifies the response: 32 hex digits.
+        context: The items of the previous responses.
+        stored: The items that it refers to, by id, if they are stored.
 
     Raises:
-        InvalidRequest: a member has a wrong type, or asks for what is not offered here.
+        InvalidRequest: A member has a wrong type or an unsupported value.
     """
     _refuse_what_is_not_offered(members)
     if members.get("input") is None:
@@ -212,9 +212,9 @@ def read(
 
 
 def new_response(echo: Mapping[str, Any], token: str, created_at: int) -> dict[str, Any]:
-    """Return a response that has nothing of its answer yet.
+    """Return a response without output.
 
-    `temperature` and `top_p` are None where they were not sent: then the model's own settings hold.
+    `temperature` and `top_p` are None if they were not sent, because the model's defaults then apply.
     """
     return {
         "id": response_id(token),
@@ -297,7 +297,7 @@ def metadata_of(written: object) -> Mapping[str, str]:
     """Return a request's `metadata`.
 
     Raises:
-        InvalidRequest: it is none.
+        InvalidRequest: It is malformed or too large.
     """
     if written is None:
         return {}
@@ -316,7 +316,7 @@ def metadata_of(written: object) -> Mapping[str, str]:
 
 
 def _tools(written: object) -> list[Mapping[str, Any]]:
-    """Return the tools in the API's own flat form."""
+    """Return the tools in the API's flat form."""
     if written is None:
         return []
     if not isinstance(written, list):
