@@ -1,20 +1,20 @@
-"""The advisory knee estimate: what a backend's own steps say about where its knee is.
+"""The advisory knee estimate, derived from the observed step times of a backend.
 
-A gateway sees the gap between chunks, which is the engine's step time. It grows with the batch and with
-the prompt tokens computed beside it, and both vary by themselves in ordinary traffic:
+A gateway observes the gap between chunks, which is the engine's step time. It grows with the batch and with
+the prompt tokens computed in the same step, and both vary naturally in ordinary traffic:
 
     step = fixed + per_seq * B + per_token * P
 
     B sequences decoding     P prompt tokens computed     (means per step, over a window)
 
-With `r` prompt tokens per step of output, a server kept at `B` sequences computes `P = r * B` of them per
-step, so it makes `B / (fixed + slope * B)` sequence steps per second, `slope = per_seq + per_token * r`.
-The knee is where 10 % more sequences buy 1 % more of that: `B = 8.18 * fixed / slope`, 89 % of the most
-it can ever make. The estimate ends at the KV slots, which no step shows before they are used up.
+With `r` prompt tokens per output step, a server kept at `B` sequences computes `P = r * B` of them per
+step, so it makes `B / (fixed + slope * B)` sequence steps per second with `slope = per_seq + per_token * r`.
+The knee is where 10 % more sequences yield 1 % more throughput: `B = 8.18 * fixed / slope`, at 89 % of the
+maximum throughput. The estimate is capped at the KV slots, whose limit does not show in step times.
 
-The three numbers come from weighted least squares over windows. They are kept as sums that fade, so memory is
-constant. Every estimate says how well it is known, and refuses where it cannot tell. It is never
-applied by itself (docs/knee.md).
+The three coefficients come from weighted least squares over windows, kept as exponentially decaying sums, so
+memory is constant. Every estimate has a confidence level, and gives no figure if the confidence is too low.
+It is never applied automatically (docs/knee.md).
 """
 
 import math
@@ -25,44 +25,45 @@ from gateway.core.tpot_control import NOTHING_SEEN, GapWindow
 
 MORE_SEQS = 0.1
 LESS_GAIN = 0.01
-"""The knee is where this much more in flight buys this much more tokens/s."""
+"""At the knee, `MORE_SEQS` more sequences in flight yield `LESS_GAIN` more tokens/s."""
 
 KNEE_RATIO = (MORE_SEQS - LESS_GAIN) / (LESS_GAIN * (1 + MORE_SEQS))
-"""The part of a step that grows with the batch over the fixed part, at the knee: 8.18, arithmetic."""
+"""Ratio of the growing part of a step to the fixed part at the knee: 8.18, computed from the definition."""
 
 STEPS_MIN = 50
-"""Steps per window at least. Where they are long, windows are put together until they have as many."""
+"""Minimum number of steps per window. Shorter windows are merged until they have as many."""
 
 HALF_LIFE_S = 600.0
 HALF_LIFE_WINDOWS = 100
-"""The longer of the two: how long until an observation has half its weight."""
+"""Half-life of observations: the longer of the two."""
 
 WINDOWS_MIN = 30
-"""With less weight of windows than this there is no estimate."""
+"""Minimum total weight of windows for an estimate."""
 
 SPREAD_MIN = 0.1
-"""Standard deviation of the batch over its mean, at least: without it the fixed part cannot be told."""
+"""Minimum standard deviation of the batch over its mean; below it the fixed part cannot be determined."""
 
 ERROR_HIGH = 0.06
 ERROR_LOW = 0.2
-"""Standard error of the knee over the knee: up to the first it is well known, beyond the second unknown."""
+"""Relative standard error of the knee: the upper limits for high and for low confidence."""
 
 BENT_LOW = 1.5
 BENT_UNKNOWN = 3.0
-"""A product term so many standard errors above zero: doubtful from the first on, no sum from the second."""
+"""Standard errors of the product term above zero: beyond the first, confidence is low; beyond the second, the
+linear model does not hold and the knee is unknown."""
 
 REACH_HIGH = 3.0
 REACH_LOW = 5.0
-"""The knee over the largest batch seen: up to the first it is near that, beyond the second it is a guess."""
+"""Ratio of the knee to the largest batch seen: the upper limits for high and for low confidence."""
 
 HIDDEN_SHARE = 0.2
-"""Windows with more of their sequences hidden do not count: what those do to the steps is not known."""
+"""Windows with a larger share of hidden sequences are skipped: their effect on the steps is unknown."""
 
 OUTLIER = 3.0
-"""Residuals beyond so many standard deviations weigh less (Huber)."""
+"""Residuals beyond this many standard deviations get less weight (Huber)."""
 
 STREAMS_KEPT = 500
-"""How many streams of a class its shape is averaged over."""
+"""Number of streams over which the shape of a class is averaged."""
 
 _Vector = tuple[float, ...]
 _Matrix = tuple[_Vector, ...]
@@ -77,21 +78,21 @@ class Confidence(StrEnum):
 
 
 class Doubt(StrEnum):
-    """The main reason why the confidence is not high. Few and fixed, for metrics."""
+    """The main reason why the confidence is not high. A small, fixed set: a metric label."""
 
     NONE = "none"
-    FEW_WINDOWS = "few_windows"  # not watched for long enough, or idle
-    HIDDEN = "hidden"  # too much of what runs there cannot be seen: whole answers, other gateways
+    FEW_WINDOWS = "few_windows"  # not observed for long enough, or idle
+    HIDDEN = "hidden"  # too much of its load is not observable: non-streaming answers, other gateways
     NO_STREAMS = "no_streams"  # no stream of this class has ended here
-    NO_SPREAD = "no_spread"  # the batch is always the same size: saturated, or a constant trickle
-    NO_LINE = "no_line"  # steps do not grow with the batch, or not from a fixed part
-    BENT = "bent"  # they grow, but prompts cost more in a large batch than in a small one
-    NOISY = "noisy"  # the figures scatter too much
-    OUT_OF_REACH = "out_of_reach"  # the knee would lie far beyond every batch seen
+    NO_SPREAD = "no_spread"  # the batch size hardly varies: saturated, or a constant trickle
+    NO_LINE = "no_line"  # steps do not grow with the batch, or have no fixed part
+    BENT = "bent"  # steps grow, but prompts cost more in a large batch than in a small one
+    NOISY = "noisy"  # too much scatter
+    OUT_OF_REACH = "out_of_reach"  # the knee would be far beyond every batch seen
 
 
 class LimitedBy(StrEnum):
-    """What ends the curve at the knee."""
+    """The resource that limits throughput at the knee."""
 
     COMPUTE = "compute"
     KV_SLOTS = "kv_slots"
@@ -99,11 +100,11 @@ class LimitedBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ClassShape:
-    """What streams of one length class look like on one backend; older ones fade.
+    """Mean shape of the streams of one length class on one backend, as decaying sums.
 
     Attributes:
-        streams, prompt_tokens, chunks: Sums over streams that ended; chunks after the first.
-        block_chunks: Sum of KV blocks times chunks: a stream holds its blocks for as long as its chunks take.
+        streams, prompt_tokens, chunks: Sums over completed streams; chunks after the first.
+        block_chunks: Sum of KV blocks times chunks, because a stream holds its blocks for all its chunks.
     """
 
     streams: float = 0.0
@@ -112,7 +113,7 @@ class ClassShape:
     block_chunks: float = 0.0
 
     def with_stream(self, *, prompt_tokens: int, chunks: int, kv_blocks: int) -> "ClassShape":
-        """Return the shape after one more stream. `kv_blocks`: of prompt and output; 0 if not counted."""
+        """Return the shape after one more stream. `kv_blocks`: for prompt and output; 0 if not counted."""
         kept = 1 - 1 / STREAMS_KEPT
         return ClassShape(
             streams=self.streams * kept + 1,
@@ -122,7 +123,7 @@ class ClassShape:
         )
 
     def slots_seqs(self, kv_blocks: int | None) -> float | None:
-        """Return how many such sequences that many blocks hold; None where nothing is counted."""
+        """Return how many such sequences fit into that many blocks; None if blocks are not counted."""
         if kv_blocks is None or not self.block_chunks:
             return None
         return kv_blocks * self.chunks / self.block_chunks
@@ -130,19 +131,18 @@ class ClassShape:
 
 @dataclass(frozen=True, slots=True)
 class KneeEstimate:
-    """Where the knee of one length class on one backend seems to be. For people to read.
+    """Estimated knee of one length class on one backend, for operators.
 
     Attributes:
-        seqs: Sequences in flight; None where the confidence is UNKNOWN.
+        seqs: Sequences in flight at the knee; None if the confidence is UNKNOWN.
         confidence: How far to trust it.
-        doubt: Why not further.
-        limited_by: What ends the curve there.
-        error: Standard error of the knee that compute alone would give, as a share of it; infinite where
-            there is none.
-        windows: Windows behind it; faded ones count for what is left of them.
+        doubt: Why the confidence is not higher.
+        limited_by: The resource that limits throughput there.
+        error: Relative standard error of the knee that compute alone would give; infinite if there is none.
+        windows: Total weight of the windows behind it.
         decoding_seqs: Mean batch seen.
-        decoding_seqs_max: Largest mean of a window, fading.
-        slots_seqs: Sequences that the KV blocks hold, if counted.
+        decoding_seqs_max: Largest mean batch of a window, decaying.
+        slots_seqs: Sequences that fit into the KV blocks; None if blocks are not counted.
     """
 
     seqs: float | None
@@ -158,19 +158,19 @@ class KneeEstimate:
 
 @dataclass(frozen=True, slots=True)
 class StepFit:
-    """The regression of one backend: sums over windows that fade. Some thirty numbers, whatever it has seen.
+    """The regression of one backend, as decaying sums over windows: some thirty numbers.
 
     Attributes:
-        pending: Windows put together until they have enough steps.
-        windows: Sum of weights.
-        hidden: The same of windows that were left out, because too much in them was hidden.
-        batch, batch_sq: Sequences decoding per step, and its squares, summed.
-        batch_max: The largest, fading slowly.
+        pending: Windows merged until they have enough steps.
+        windows: Total weight of windows.
+        hidden: Total weight of windows that were skipped, because too many of their sequences were hidden.
+        batch, batch_sq: Sums of the sequences decoding per step and of its square.
+        batch_max: The largest batch, decaying slowly.
         gram, moments: Normal equations of the relative step time on (1, B, P, B * P); the last column
-            only serves to test whether the first three are enough.
-        residuals: Sum of weights of residuals; they begin once there is a fit.
-        residual_sq, residual_lag: Squares of relative residuals, and products of neighbours, summed.
-        residual: The last one.
+            only serves to test whether the first three are sufficient.
+        residuals: Total weight of residuals, which are counted once there is a fit.
+        residual_sq, residual_lag: Sums of squared relative residuals and of products of consecutive ones.
+        residual: The last residual.
     """
 
     pending: GapWindow = NOTHING_SEEN
@@ -245,7 +245,7 @@ class StepFit:
 
     @property
     def variance(self) -> float:
-        """Variance of the relative residuals, raised by what neighbours have in common."""
+        """Variance of the relative residuals, corrected for autocorrelation."""
         if not self.residual_sq:
             return 0.0
         correlation = min(0.9, max(0.0, self.residual_lag / self.residual_sq))
@@ -253,9 +253,9 @@ class StepFit:
 
 
 def estimate(fit: StepFit, shape: ClassShape, kv_blocks: int | None = None) -> KneeEstimate:
-    """Return where the knee for streams of that shape seems to be on the backend of `fit`.
+    """Return the estimated knee for streams of that shape on the backend of `fit`.
 
-    `kv_blocks` are those that admission plans with (`blocks_planned`), None where none are counted.
+    `kv_blocks` are the blocks that admission may use (`blocks_planned`), None if blocks are not counted.
     """
     slots = shape.slots_seqs(kv_blocks)
     unknown = KneeEstimate(
@@ -293,7 +293,7 @@ def estimate(fit: StepFit, shape: ClassShape, kv_blocks: int | None = None) -> K
 
 
 def _compute_knee(fit: StepFit, shape: ClassShape, inverse: _Matrix) -> tuple[float | None, float]:
-    """Return the knee that compute alone gives, in flight, and its relative standard error."""
+    """Return the knee given by compute alone, in sequences in flight, and its relative standard error."""
     fixed, per_seq, per_token = (_dot(line, fit.moments) for line in inverse)
     ratio = shape.prompt_tokens / shape.chunks
     slope = per_seq + per_token * ratio
@@ -301,7 +301,7 @@ def _compute_knee(fit: StepFit, shape: ClassShape, inverse: _Matrix) -> tuple[fl
         return None, math.inf
     by_part = (1 / fixed, -1 / slope, -ratio / slope)
     variance = fit.variance * _dot(by_part, [_dot(line, by_part) for line in inverse])
-    # A sequence is in flight for one step more than it decodes: the one that computes its prompt.
+    # A sequence is in flight for one step more than it decodes: the step that computes its prompt.
     in_flight = KNEE_RATIO * fixed / slope * (1 + shape.streams / shape.chunks)
     return in_flight, math.sqrt(max(0.0, variance))
 
@@ -330,8 +330,8 @@ def _bend(fit: StepFit) -> float:
 
 
 def _kept(duration_s: float) -> float:
-    """Return what is left of older observations after a window of that length."""
-    # The longer of the two half-lives is the smaller rate.
+    """Return the decay factor of older observations after a window of that length."""
+    # The longer half-life is the lower rate.
     return math.pow(0.5, min(duration_s / HALF_LIFE_S, 1 / HALF_LIFE_WINDOWS))
 
 
@@ -348,10 +348,10 @@ def _solved(gram: _Matrix, moments: _Vector, size: int) -> _Vector | None:
 
 
 def _inverse(gram: _Matrix, size: int) -> _Matrix | None:
-    """Return the inverse of the first `size` rows and columns, or None where it is singular."""
+    """Return the inverse of the first `size` rows and columns, or None if they are singular."""
     if min(gram[i][i] for i in range(size)) <= 0:
         return None
-    # Scaled to ones on the diagonal, so that the test for singularity means the same in all units.
+    # Scaled to ones on the diagonal, so that the test for singularity does not depend on units.
     scale = [1 / math.sqrt(gram[i][i]) for i in range(size)]
     rows = [
         [gram[i][j] * scale[i] * scale[j] for j in range(size)] + [float(i == j) for j in range(size)]
@@ -359,7 +359,7 @@ def _inverse(gram: _Matrix, size: int) -> _Matrix | None:
     ]
     for i in range(size):
         pivot = rows[i][i]
-        # A Gram matrix needs no exchange of rows; what is left of the diagonal is 1 - R squared.
+        # A Gram matrix needs no row exchanges; the remaining diagonal element is 1 - R squared.
         if pivot < 1e-7:
             return None
         rows[i] = [value / pivot for value in rows[i]]

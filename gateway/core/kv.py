@@ -1,8 +1,8 @@
-"""KV-cache accounting in blocks, the unit the engine itself allocates.
+"""KV-cache accounting in blocks, the engine's unit of allocation.
 
 Gemma 4 mixes sliding-window layers, which never hold more than their window, with global layers,
 which hold the whole context. A budget in tokens treats them alike and is wrong by up to 7x: at
-16K in / 1K out a 2x H100 server holds 95 sequences where `244K tokens / 17.4K` says 14. Blocks are
+16K in / 1K out a 2x H100 server holds 95 sequences, but `244K tokens / 17.4K` gives 14. Blocks are
 counted per layer, in the sizes vLLM unifies its pages to (16 tokens of a sliding or drafter layer,
 32 of a global one). The formula reproduces four published "maximum concurrency" figures to 0.1%
 (docs/measurements.md#kv-blocks).
@@ -43,8 +43,8 @@ class KvFormula:
     def boot_blocks(self, context_tokens: int, batched_tokens: int) -> int:
         """Return the blocks vLLM reserves per sequence when it prints "maximum concurrency" at boot.
 
-        A prefill chunk of `batched_tokens` (`max_num_batched_tokens`) sits in every sliding layer
-        on top of its window for the length of that step.
+        During a prefill step, every sliding layer holds the chunk of `batched_tokens`
+        (`max_num_batched_tokens`) in addition to its window.
         """
         window = min(self.window_tokens - 1 + batched_tokens, context_tokens)
         return self._sum(context_tokens, window)
@@ -52,7 +52,7 @@ class KvFormula:
     def total_blocks(self, logged_tokens: int) -> int:
         """Return the pool size for "GPU KV cache size: N tokens" as vLLM <= 0.20 logs it.
 
-        Later versions print concurrency x max_model_len instead (vLLM #43308): give blocks directly.
+        Later versions log concurrency x max_model_len instead (vLLM #43308): configure blocks directly.
         """
         layers = self.sliding_layers + self.global_layers + self.drafter_layers
         return logged_tokens // self.sliding_block_tokens * layers

@@ -1,4 +1,4 @@
-"""The model's two names: the one applications send and the one a backend serves it under."""
+"""The two names of a model: the public one that applications send, and the one its backend uses."""
 
 import json
 import re
@@ -13,20 +13,20 @@ def _member(name: str) -> bytes:
 
 
 class ModelNames:
-    """Shows the model by its public name in a backend's answers and errors, whatever the backend calls it."""
+    """Replaces the backend's name for the model with the public one in answers and errors."""
 
     __slots__ = ("_member", "_public", "_seen", "_served")
 
     def __init__(self, served: str, public: str) -> None:
-        """Show `public`, where the backend says `served` or, as one with several names may, another."""
+        """Replace `served`, or in `in_event` any other name that the backend sends, with `public`."""
         self._served, self._public = served, public
         self._member = _member(public)
-        self._seen = _member(served)  # the member as it was written last
+        self._seen = _member(served)  # the member as the backend last wrote it
 
     def in_event(self, data: bytes) -> bytes:
         """Return one JSON object with its first `model` member renamed.
 
-        No parsing: inside JSON text every quotation mark is escaped, so these bytes cannot be content.
+        This needs no parsing: quotation marks inside JSON strings are escaped, so the match is not in a text.
         """
         start = data.find(b'"model"')
         if start < 0:
@@ -41,5 +41,5 @@ class ModelNames:
         return data[:start] + self._member + data[start + len(self._seen) :]
 
     def in_text(self, text: str) -> str:
-        """Return a message for people with the name replaced, as a whole word."""
+        """Return an error message with the served name replaced where it is a whole word."""
         return re.sub(rf"(?<![\w/.-]){re.escape(self._served)}(?![\w/-])", lambda _: self._public, text)

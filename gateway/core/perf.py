@@ -1,4 +1,4 @@
-"""How long an engine step takes: the fitted latency model of a Gemma 4 server. Pure.
+"""The latency model of a Gemma 4 server: a fitted formula for the duration of an engine step. Pure.
 
 One continuous-batching step of vLLM, all times in seconds:
 
@@ -21,9 +21,9 @@ class PerfModel:
 
     Attributes:
         t_fixed, t_mem, kv_read, kv_span, t_seq, t_tok, t_attn, sharp: As in the formula.
-        accept: Tokens a decoding sequence gains per step; above 1 with speculative decoding.
-        draft: Draft tokens per step; they use up the token budget of a step.
-        overhead_s: Added to the first token: tokenising, HTTP, scheduling.
+        accept: Tokens that a decoding sequence gains per step; above 1 with speculative decoding.
+        draft: Draft tokens per step; they count towards the token budget of the step.
+        overhead_s: Added to the time to first token, for tokenization, HTTP and scheduling.
     """
 
     t_fixed: float
@@ -39,7 +39,7 @@ class PerfModel:
     overhead_s: float = 0.0
 
     def __hash__(self) -> int:
-        return hash(self.t_mem)  # it is looked up several times a request, by itself: one field tells enough
+        return hash(self.t_mem)  # cheap, and selective enough: a cache key several times per request
 
     def step_s(
         self,
@@ -50,7 +50,7 @@ class PerfModel:
         prefill_tokens: int = 0,
         prefill_attn: float = 0.0,
     ) -> float:
-        """Return the seconds one step takes (see the module's formula for the five inputs)."""
+        """Return the duration of one step in seconds (the module docstring defines the inputs)."""
         mem = self.t_mem + self.kv_read * context_sum + self.kv_span * context_max
         comp = self.t_seq * decoding + self.t_tok * prefill_tokens + self.t_attn * prefill_attn
         if self.sharp == 1:
@@ -58,13 +58,13 @@ class PerfModel:
         return float(self.t_fixed + (mem**self.sharp + comp**self.sharp) ** (1 / self.sharp))
 
     def lone_tokens_per_s(self, context_tokens: int = 1024) -> float:
-        """Return the decode rate of a single stream at that context length, tokens per second."""
+        """Return the decode rate of a single stream at that context length, in tokens per second."""
         return self.accept / self.step_s(decoding=1, context_sum=context_tokens, context_max=context_tokens)
 
     def prefill_s(self, prompt_tokens: int, batched_tokens: int) -> float:
-        """Return the seconds an idle engine works on a prompt, in chunks of at most `batched_tokens`.
+        """Return the prefill seconds of a prompt on an idle engine, in chunks of at most `batched_tokens`.
 
-        Engine time alone: `overhead_s` is not in it.
+        This is engine time only, without `overhead_s`.
         """
         seconds = 0.0
         for start in range(0, prompt_tokens, batched_tokens):

@@ -1,6 +1,6 @@
-"""The request header `Prefer` (RFC 7240), as far as it means anything here: `respond-async` and `wait`. Pure.
+"""The request header `Prefer` (RFC 7240), with the preferences `respond-async` and `wait`. Pure.
 
-A preference is no demand: one that is not known, or not well-formed, is as good as absent, never an error.
+Unknown or malformed preferences are ignored, never an error.
 """
 
 import re
@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 WAIT_MAX_S = 280
-"""The longest that a caller is kept waiting: Node's own fetch gives up after 300 s without headers."""
+"""Maximum wait for an answer in place: Node's built-in fetch gives up after 300 s without headers."""
 
 _LEXEME = re.compile(r"""[ \t]*(?:(?P<word>[!#$%&'*+.^_`|~0-9A-Za-z-]+|"(?:[^"\\]|\\.)*")|(?P<other>.))""")
-"""A token, a quoted string, or else a single character; spaces before it are left out."""
+"""A token, a quoted string, or any other single character; preceding blanks are skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """What a caller prefers.
+    """Preferences of a caller.
 
     Attributes:
-        respond_async: To be told where the answer will be, rather than to wait for it.
-        wait_s: Seconds it waits for the answer nevertheless; None: it does not say.
+        respond_async: Whether the caller prefers the location of the answer to waiting for it.
+        wait_s: Seconds that the caller would wait for the answer nevertheless; None if not given.
     """
 
     respond_async: bool = False
@@ -28,34 +28,34 @@ class Preference:
 
     @property
     def waited_s(self) -> int:
-        """Seconds that it is kept waiting."""
+        """Seconds to wait for the answer: `wait_s`, at most `WAIT_MAX_S`."""
         return min(self.wait_s or 0, WAIT_MAX_S)
 
     @property
     def applied(self) -> str:
-        """What `Preference-Applied` says of it; `wait` only where it is kept to as it was asked for."""
+        """Value of `Preference-Applied`. It names `wait` only if `wait` is honored unchanged."""
         kept = self.wait_s is not None and self.wait_s == self.waited_s
         return f"respond-async, wait={self.wait_s}" if kept else "respond-async"
 
 
 def preference(written: str | None) -> Preference:
-    """Return what a `Prefer` header says; several are joined by commas. Of equal names the first counts."""
+    """Return the preferences in a `Prefer` header (several joined by commas). The first of a name wins."""
     found: dict[str, str] = {}
     for name, value in _preferences(written or ""):
         found.setdefault(name, value)
     wait = found.get("wait", "")
-    # More digits than that are a number of seconds that nobody waits, and int() has a limit of its own.
+    # More than nine digits exceed any real wait, and int() limits the number of digits.
     wait_s = int(wait[:9]) if wait.isascii() and wait.isdigit() else None
     return Preference(respond_async=found.get("respond-async") == "", wait_s=wait_s)
 
 
 def _preferences(written: str) -> Iterator[tuple[str, str]]:
-    """Yield the preferences of a header that are well-formed, names in lower case, as (name, value)."""
+    """Yield the well-formed preferences of a header as (name, value), names in lower case."""
     lexemes: list[str] = []
     for match in _LEXEME.finditer(written.rstrip(" \t") + ","):
         lexeme = match["word"] or match["other"]
         if lexeme == '"':
-            return  # a string without an end: what is in it cannot be told from what is not
+            return  # an unterminated string: the rest is ambiguous
         if lexeme != ",":
             lexemes.append(lexeme)
             continue

@@ -1,7 +1,7 @@
-"""A deployment profile: everything known about one way of serving Gemma 4. Data, with provenance.
+"""Deployment profiles: the known figures of one way of serving Gemma 4, with their provenance.
 
-The profiles themselves are YAML files in gateway/profiles/; each figure there says whether it was
-measured, derived, fitted or guessed, and by whom.
+The profiles themselves are YAML files in gateway/profiles/. Each figure there states whether it was
+measured, derived, fitted or guessed, and its source.
 """
 
 from collections.abc import Mapping
@@ -13,17 +13,17 @@ from gateway.core.values import Capacity, Modalities
 
 
 class Basis(StrEnum):
-    """How a figure came about."""
+    """How a figure was obtained."""
 
     MEASURED = "measured"  # printed by its source
     DERIVED = "derived"  # arithmetic on measured figures
     FITTED = "fitted"  # a model parameter that reproduces measured figures
-    GUESSED = "guessed"  # replace when measured
+    GUESSED = "guessed"  # to be replaced by a measurement
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where a figure comes from."""
+    """Origin of a figure."""
 
     basis: Basis
     source: str
@@ -31,12 +31,12 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class EngineFlags:
-    """The launch flags a deployment's behaviour depends on.
+    """The launch flags that affect a deployment's behavior.
 
     Attributes:
-        max_num_seqs: Sequences it runs at once; None where the recipe does not set it.
-        max_num_batched_tokens: Token budget of one step; vLLM's default where the recipe does not set it.
-        reserve_full_isl: Whether a prompt must fit into free KV as a whole before it is started.
+        max_num_seqs: Maximum concurrent sequences; None if the recipe does not set it.
+        max_num_batched_tokens: Token budget of one step; vLLM's default if the recipe does not set it.
+        reserve_full_isl: Whether a whole prompt must fit into free KV before it starts.
     """
 
     max_num_seqs: int | None
@@ -50,18 +50,18 @@ class Profile:
 
     Attributes:
         name: e.g. `h100-tp1-light`.
-        title: What it is, in one line.
+        title: One-line description.
         hardware: e.g. "1x H100 SXM5 80 GB".
         checkpoint: Public name of the weights it serves.
-        served_model: Name it usually serves them under; what the simulated backend answers to.
+        served_model: Usual name under which it serves them; also the model name of a simulated backend.
         engine_version: vLLM version it was measured with.
-        capacity, modalities: What it can hold and take.
-        flags: Launch flags that matter.
+        capacity, modalities: Its capacity, and the inputs it accepts besides text.
+        flags: Relevant launch flags.
         perf: The latency model.
-        boot_s: Cold boot, seconds, as measured; None where nobody published it.
-        boot_budget_s: How long to wait for readiness before calling it a fault.
-        quirks: Names of known quirks (docs/profiles.md lists them).
-        provenance: Per field path (`capacity.knee`, `perf.t_mem`, ...) where it comes from.
+        boot_s: Measured cold start in seconds; None if no figure is published.
+        boot_budget_s: How long it may take to boot before that counts as a fault.
+        quirks: Names of known quirks (listed in docs/profiles.md).
+        provenance: Origin of each figure by field path (`capacity.knee`, `perf.t_mem`, ...).
     """
 
     name: str

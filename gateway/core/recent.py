@@ -1,8 +1,8 @@
-"""What the last minutes looked like: latency per backend as percentiles, and what went where. Pure.
+"""History of the last minutes: latency percentiles per backend, and flows of requests. Pure.
 
-Time is cut into slices. Of a slice only counts are kept, per backend and class, so that memory is bounded by
-the policy and never by the traffic: a latency is counted in one of a few hundred bins that grow by a
-twelfth, so that a percentile is off by 4.5 % at most.
+Time is divided into slices. A slice holds only counts per backend and class, so that memory depends on the
+policy and not on the traffic. Latencies are counted in histograms with eight bins per doubling (9 % wide), so
+a percentile is off by 4.5 % at most.
 """
 
 from collections import defaultdict, deque
@@ -14,25 +14,25 @@ from gateway.core.usage import Ending, RequestRecord
 
 SLICE_S = 10.0
 SLICES = 60
-"""Slices that are kept: ten minutes."""
+"""Number of slices kept: ten minutes."""
 
 SPAN_SLICES = 3
-"""Slices that one point of a line speaks for, itself the last: half a minute."""
+"""Number of slices behind one point of a line, up to and including its own: half a minute."""
 
 FLOW_SLICES = 30
-"""Slices whose flows are added up: five minutes."""
+"""Number of slices over which flows are counted: five minutes."""
 
 BINS_PER_DOUBLING = 8
 _LEAST_S, _MOST_S = 1e-4, 1e5
 
 
 class Spread:
-    """How durations spread, as counts. Bounded: 240 bins between 0.1 ms and a day."""
+    """Histogram of durations, bounded to 240 bins between 0.1 ms and a day."""
 
     __slots__ = ("_bins", "count")
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start empty."""
         self._bins: dict[int, int] = {}
         self.count = 0
 
@@ -45,7 +45,7 @@ class Spread:
         self.count += 1
 
     def quantiles(self, shares: Sequence[float]) -> tuple[float, ...] | None:
-        """Return the duration below which each share (0..1) of them lies, or None where there are none."""
+        """Return the duration at each quantile (0..1), or None if the histogram is empty."""
         return _quantiles((self,), shares)
 
 
@@ -70,11 +70,11 @@ def _quantiles(spreads: Iterable[Spread], shares: Sequence[float]) -> tuple[floa
 
 @dataclass(frozen=True, slots=True, order=True)
 class Flow:
-    """Requests of one kind.
+    """A kind of request.
 
     Attributes:
-        model, traffic_class: Of the decision; "" where none was made.
-        backend: Where they were served; "" for nowhere.
+        model, traffic_class: From the decision; "" if none was made.
+        backend: The backend that served them; "" if none did.
         ending: How they ended.
     """
 
@@ -94,7 +94,7 @@ class _Slice:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """Of one backend: p50 and p95, where there were any, and how many requests are behind them."""
+    """One point of a backend's lines: p50 and p95, None without data, and the number of requests."""
 
     ttft: tuple[float, ...] | None = None
     tpot: tuple[float, ...] | None = None
@@ -107,12 +107,12 @@ _SHARES = (0.5, 0.95)
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """The percentiles of one backend, in seconds, per slice, the oldest first; None where nothing ended.
+    """The percentiles of one backend in seconds, per slice, oldest first; None where no request ended.
 
     Attributes:
-        ttft_p50, ttft_p95: From a request's arrival to its first token, as its caller sees it.
-        tpot_p50, tpot_p95: Per output token after the first, of streams.
-        count: Requests behind the last point.
+        ttft_p50, ttft_p95: Time to first token from the request's arrival, as the caller sees it.
+        tpot_p50, tpot_p95: Time per output token after the first.
+        count: Number of requests behind the last point.
     """
 
     ttft_p50: tuple[float | None, ...]
@@ -124,12 +124,12 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the last minutes looked like.
+    """History of the last minutes.
 
     Attributes:
-        slice_s: Seconds of a slice.
-        lines: Per backend that has answered anything.
-        flows: How many requests of each kind ended, in the last `flow_s` seconds.
+        slice_s: Seconds per slice.
+        lines: Percentiles per backend that has streamed an answer.
+        flows: How many requests of each kind ended in the last `flow_s` seconds.
         flow_s: See `flows`.
     """
 
@@ -140,12 +140,12 @@ class History:
 
 
 class Recent:
-    """The last minutes of one process."""
+    """Records the last minutes of one process."""
 
     def __init__(self) -> None:
-        """Start with nothing."""
+        """Start empty."""
         self._slices: deque[_Slice] = deque(maxlen=SLICES)
-        self._points: dict[int, Mapping[str, _Point]] = {}  # of slices that are over
+        self._points: dict[int, Mapping[str, _Point]] = {}  # of completed slices
 
     def note(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
@@ -155,13 +155,13 @@ class Recent:
         flow = (model, name, backend, record.ending)
         current.flows[flow] = current.flows.get(flow, 0) + 1
         if not backend or record.first_byte_at is None or not record.stream:
-            return  # an answer in one piece has no first token before its last
+            return  # a non-streaming answer shows no first token before its end
         current.ttft[backend].add(record.first_byte_at - record.received_at)
         if (tpot_s := record.tpot_s) is not None:
             current.tpot[backend].add(tpot_s)
 
     def history(self, now: float) -> History:
-        """Return the last minutes, up to `now` (monotonic seconds)."""
+        """Return the history up to `now` (monotonic seconds)."""
         newest = int(now // SLICE_S)
         held = {one.number: one for one in self._slices if one.number > newest - SLICES}
         numbers = range(newest - SLICES + 1, newest + 1)
@@ -184,7 +184,7 @@ class Recent:
         )
 
     def _close(self, number: int) -> None:
-        """Work out the points of a slice that is over, so that whoever looks first need not wait for all."""
+        """Compute the points of a completed slice, so that `history` does not have to compute them all."""
         held = {one.number: one for one in self._slices}
         self._points = {one: found for one, found in self._points.items() if one > number - SLICES}
         self._points[number] = _points(held, number)
@@ -199,7 +199,7 @@ class Recent:
 
 
 def _points(held: Mapping[int, _Slice], number: int) -> Mapping[str, _Point]:
-    """Return the point of every backend at a slice."""
+    """Return the point of each backend for a slice."""
     span = [held[one] for one in range(number - SPAN_SLICES + 1, number + 1) if one in held]
     found = {}
     for name in {name for one in span for name in one.ttft}:

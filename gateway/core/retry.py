@@ -1,11 +1,11 @@
-"""Retry: an attempt failed before its first byte reached the caller. May another backend be asked?"""
+"""Retries: whether a request may be tried on another backend after a failure before its first byte."""
 
 from gateway.core.values import RetryPolicy
 
 CRASHES_MAX = 2
-"""A request during which this many engines died is not shown a third: it may be what kills them."""
+"""A request is not retried once this many engines have crashed while serving it: it may be the cause."""
 
 
 def may_retry(policy: RetryPolicy, attempts: int, crashes: int) -> bool:
-    """Return whether to try once more after `attempts` tries, of which `crashes` took an engine with them."""
+    """Return whether to retry after this many attempts, `crashes` of which ended with an engine crash."""
     return attempts < policy.attempts_max and crashes < CRASHES_MAX

@@ -1,19 +1,19 @@
-"""TPOT control: how much of its configured knee a backend may use, so that callers get the promised TPOT.
+"""TPOT control: limits the share of its knee that a backend may use, to meet the TPOT target.
 
-Three parts, all pure; whoever owns the clock hands the time in.
+There are three parts. All are pure; the time is an argument.
 
-* `GapMeter` watches one backend: requests that start, get their first token and end, and a counter
-  that the relay raises by one per chunk. Nothing else is done per chunk, and no chunk is parsed.
-* `GapWindow` is what it saw in a few seconds. While `d` sequences decode, each gets a chunk per engine
-  step, so the integral of `d` over time divided by the chunks is the mean gap between two chunks of a
-  stream: what subtracting the times of every two chunks would add up to, without doing it.
-* `adjust` moves the share of the knee that is in force, additive up, multiplicative down.
+* `GapMeter` observes one backend: the start, first token and end of each request, and a counter that the
+  relay increments per chunk. No other work is done per chunk, and no chunk is parsed.
+* `GapWindow` holds the observations of a few seconds. While `d` sequences decode, each gets a chunk per
+  engine step. So the integral of `d` over time divided by the chunks is the mean gap between two chunks of
+  a stream, without a timestamp per chunk.
+* `adjust` moves the share of the knee in force: additive increase, multiplicative decrease.
 
-The share never exceeds the configured curve, and does not move while the backend is not full: a gap
-that the limit has not shaped says nothing about the limit.
+The share never exceeds the configured curve. It does not move while the backend is not full, because the gap
+then says nothing about the limit.
 
-The TPOT of a window is its gap divided by the tokens per chunk of streams that ended. When several chunks
-arrive in one read, or a read carries no token, both change alike and the TPOT stays right.
+The TPOT of a window is its gap divided by the tokens per chunk of the streams that ended. If several chunks
+arrive in one read, or a read carries no token, both change by the same factor and the TPOT stays correct.
 """
 
 from dataclasses import dataclass, replace
@@ -23,35 +23,35 @@ from gateway.core.admission import WHOLE
 from gateway.core.values import Capacity
 
 WINDOW_S = 2.0
-"""How often a backend's window should be closed: short enough that its batch hardly changes meanwhile."""
+"""Interval for closing windows, short enough that the batch hardly changes within one."""
 
 WINDOW_MAX_S = 20.0
-"""How long a window stays open for a prompt that is being computed."""
+"""Maximum length of a window that is kept open while a prompt is in prefill."""
 
 
-# ------------------------------------------------------------------ what the gateway sees
+# ------------------------------------------------------------------ observations
 
 
 @dataclass(frozen=True, slots=True)
 class GapWindow:
-    """What one backend did for a while, as seen from outside. Windows add up with `+`.
+    """Observations of one backend over a period. Windows can be added with `+`.
 
-    Sequences times seconds are integrals over the window: 3 sequences for 2 s make 6.
+    Values in sequence seconds are integrals over the window: 3 sequences for 2 s make 6.
 
     Attributes:
         duration_s: Its length.
         busy_s: The part of it in which at least one visible sequence decoded.
         decoding_seq_s: Visible sequences past their first token.
         waiting_seq_s: Visible sequences without a first token.
-        hidden_seq_s: Sequences whose steps cannot be seen: answers in one piece, several choices, and what
-            other gateways have in flight.
+        hidden_seq_s: Sequences whose steps are not observable: non-streaming answers, several choices, and
+            the load of other gateways.
         chunks: Chunks relayed after the first of each visible stream: sequences times engine steps.
-        steps: Engine steps in which a visible sequence decoded: chunks over sequences decoding.
+        steps: Engine steps in which a visible sequence decoded: chunks over decoding sequences.
         prompt_tokens: Prompt tokens of visible streams whose first token came while others decoded.
-        ended_tokens: Output tokens after the first of the visible streams that ended.
-        ended_chunks: Chunks after the first of the same streams.
-        share_s: Share of the knee in flight, that of other gateways included, millionths times seconds.
-        share_max: The highest share in flight, millionths.
+        ended_tokens: Output tokens after the first, of the visible streams that ended.
+        ended_chunks: Chunks after the first, of the same streams.
+        share_s: Share of the knee in flight, including other gateways, in millionths times seconds.
+        share_max: The highest share in flight, in millionths.
     """
 
     duration_s: float = 0.0
@@ -68,7 +68,7 @@ class GapWindow:
     share_max: int = 0
 
     def __add__(self, other: "GapWindow") -> "GapWindow":
-        """Return both in one, as if they had been a single window."""
+        """Return the two windows merged into one."""
         return GapWindow(
             duration_s=self.duration_s + other.duration_s,
             busy_s=self.busy_s + other.busy_s,
@@ -86,7 +86,7 @@ class GapWindow:
 
     @property
     def gap_s(self) -> float | None:
-        """Mean seconds between two chunks of a stream, as callers see it; None without chunks."""
+        """Mean seconds between two chunks of a stream, as seen by callers; None without chunks."""
         return self.decoding_seq_s / self.chunks if self.chunks else None
 
     @property
@@ -96,24 +96,24 @@ class GapWindow:
 
 
 NOTHING_SEEN = GapWindow()
-"""The window of no time: what sums of windows begin with."""
+"""The empty window, as the start of sums."""
 
 
 class GapMeter:
-    """Watches one backend, for one gateway process. Not thread-safe.
+    """Observes one backend in one gateway process. Not thread-safe.
 
-    Whoever holds the slot calls `opened` when the request is sent, `answered` with the first token of a
-    visible stream, and `ended` once, however it ended. The relay raises `chunks` by one for every later
-    chunk of a visible stream, and does nothing else per chunk: between two of those calls the number of
-    sequences that decode is constant, so the steps of that time are chunks over sequences.
+    The holder of a slot calls `opened` when the request is sent, `answered` at the first token of a visible
+    stream, and `ended` exactly once. The relay increments `chunks` for every later chunk of a visible stream,
+    and does nothing else per chunk. Between two calls the number of decoding sequences is constant, so the
+    number of steps is chunks over sequences.
 
-    Windows end with a first token where they can. A long prompt stretches the steps before its first
-    token; a window that ended between the two would see the one without the other.
+    Windows end with a first token if possible. A long prompt stretches the steps before its first token, and
+    a window that ended in between would contain those steps but not the prompt.
 
-    Times are monotonic seconds and never go back.
+    Times are monotonic seconds and never decrease.
 
     Attributes:
-        chunks: Chunks after the first of their stream, since the window began.
+        chunks: Chunks since the window began, without the first of each stream.
     """
 
     __slots__ = (
@@ -152,7 +152,7 @@ class GapMeter:
     def opened(self, now: float, *, share: int, hidden_seqs: int = 0) -> None:
         """Note a request that takes `share` millionths of the knee.
 
-        It is one visible stream, or `hidden_seqs` sequences that cannot be watched.
+        It is one visible stream, or `hidden_seqs` sequences that are not observable.
         """
         self._advance(now)
         if hidden_seqs:
@@ -163,7 +163,7 @@ class GapMeter:
         self._note_peak()
 
     def others(self, now: float, *, share: int, seqs: int) -> None:
-        """Note what other gateways have in flight there from now on."""
+        """Set the load that other gateways have in flight on the backend."""
         if share == self._others_share and seqs == self._others_seqs:
             return
         self._advance(now)
@@ -190,10 +190,10 @@ class GapMeter:
         tokens: int | None = None,
         chunks: int = 0,
     ) -> None:
-        """Note that a request is over; `share` and `hidden_seqs` as when it opened.
+        """Note the end of a request; `share` and `hidden_seqs` are the same as in `opened`.
 
-        `tokens` is its output after the first token as `usage` says, None where none came; `chunks` is how
-        often it raised the counter.
+        `tokens` is its output after the first token according to `usage`, None without `usage`. `chunks` is
+        the number of times it incremented the counter.
         """
         self._advance(now)
         if hidden_seqs:
@@ -208,10 +208,10 @@ class GapMeter:
             self._ended_chunks += chunks
 
     def close(self, now: float) -> GapWindow | None:
-        """Return what was seen up to the last good place to end a window, or None to ask again later.
+        """Return the observations up to the last suitable end of a window, or None if there is none yet.
 
-        Meant to be called every `WINDOW_S`. A prompt that is being computed keeps the window open, for
-        `WINDOW_MAX_S` at most.
+        Meant to be called every `WINDOW_S`. A prompt in prefill keeps the window open, for at most
+        `WINDOW_MAX_S`.
         """
         self._advance(now)
         age_s = now - self._since
@@ -264,58 +264,58 @@ class GapMeter:
         self._share_s += (self._share + self._others_share) * passed_s
 
 
-# ------------------------------------------------------------------ what follows from it
+# ------------------------------------------------------------------ control
 
 DOWN = 0.9
-"""What is left of the share after a step down. At the knee the gap follows the batch: 9 % of TPOT."""
+"""Factor of a step down. At the knee most of the gap grows with the batch, so TPOT falls by 9 %."""
 
 BAND = 0.9
-"""The share stays where TPOT is between this part of the target and the target."""
+"""The share is held while TPOT is between this fraction of the target and the target."""
 
 FAR = 0.25
-"""A TPOT this far from the target, as a share of it, is acted on after `DECIDE_FAR_S` already."""
+"""A TPOT this far from the target, as a fraction of it, leads to a move after only `DECIDE_FAR_S`."""
 
 DECIDE_FAR_S = 10.0
 DECIDE_S = 30.0
-"""What is watched before a move. In 10 s of chat the prefills of the moment alone move the gap by a tenth."""
+"""Observation time before a move. Over 10 s of chat, the prefills alone move the gap by a tenth."""
 
 DECIDE_STEPS = 50
-"""Engine steps watched at least; where steps take seconds, this is what takes long."""
+"""Minimum number of engine steps observed before a move; it dominates where steps take seconds."""
 
 UP_STEPS = 32
-"""A step up is this part of the ceiling, and at least a sequence: from a fifth to the whole in 5 minutes."""
+"""A step up is the ceiling divided by this, and at least one sequence: from a fifth to all in 5 minutes."""
 
 WAITING_SHARE = 0.3
-"""More than this share without a first token means that the engine queues by itself."""
+"""The engine is queuing if more than this share of the visible sequences has no first token."""
 
 WAITING_SEQS = 2
-"""And more than so many: one prompt being computed is no queue."""
+"""And if there are more than this many: a single prompt in prefill is not a queue."""
 
 ENDED_CHUNKS_KEPT = 4000
-"""How many chunks of ended streams the tokens per chunk are averaged over; some thirty chats."""
+"""Number of chunks of ended streams over which tokens per chunk are averaged: some thirty chats."""
 
 
 class Move(StrEnum):
-    """What the last window led to, and why. Few and fixed, for metrics."""
+    """Outcome of the last window, with the reason. A small, fixed set: a metric label."""
 
-    UP = "up"  # below the band: there is room
-    DOWN = "down"  # above the target
-    DOWN_ENGINE_QUEUE = "down_engine_queue"  # the engine queues by itself
+    UP = "up"  # TPOT below the band
+    DOWN = "down"  # TPOT above the target
+    DOWN_ENGINE_QUEUE = "down_engine_queue"  # the engine is queuing by itself
     HELD_IN_BAND = "held_in_band"
-    HELD_AT_LIMIT = "held_at_limit"  # the ceiling, or the floor
-    HELD_NOT_FULL = "held_not_full"  # the limit was not reached: the gap says nothing about it
-    HELD_UNSEEN = "held_unseen"  # no stream shows its steps: answers in one piece, several choices
-    WATCHING = "watching"  # not enough seen since the last move, or sequences above it still running
+    HELD_AT_LIMIT = "held_at_limit"  # at the ceiling or the floor
+    HELD_NOT_FULL = "held_not_full"  # the backend was not full: the gap says nothing about the limit
+    HELD_UNSEEN = "held_unseen"  # no observable steps: only non-streaming answers or several choices
+    WATCHING = "watching"  # too few observations since the last move, or the load still exceeds the share
 
 
 @dataclass(frozen=True, slots=True)
 class TpotTarget:
-    """What the operator promised, and the limits between which the share may move.
+    """The operator's target, and the limits of the share.
 
     Attributes:
-        tpot_s: Mean time per output token that callers shall see at most.
-        seq_share: Share that one sequence of the shortest length class takes, millionths.
-        floor_share: The share is never below this: one sequence of the longest class.
+        tpot_s: Target for the mean seconds per output token.
+        seq_share: Share of one sequence of the shortest length class, in millionths.
+        floor_share: Minimum share: one sequence of the longest class.
     """
 
     tpot_s: float
@@ -331,14 +331,14 @@ class TpotTarget:
 
 @dataclass(frozen=True, slots=True)
 class TpotControl:
-    """The control of one backend between two windows.
+    """State of the control loop of one backend.
 
     Attributes:
-        share: The share of the knee in force, millionths: admission compares `Load.share` with it.
-        move: What the last window led to.
-        tpot_s: TPOT last measured on the full backend, or None.
-        seen: What has been watched since the last move.
-        ended_tokens, ended_chunks: Of streams that ended lately, older ones fading.
+        share: The share of the knee in force, in millionths: admission's limit on `Load.share`.
+        move: Outcome of the last window.
+        tpot_s: The last TPOT measured while the backend was full, or None.
+        seen: Observations since the last move.
+        ended_tokens, ended_chunks: Decaying sums over the streams that ended.
     """
 
     share: int = WHOLE
@@ -350,19 +350,19 @@ class TpotControl:
 
 
 def adjust(state: TpotControl, window: GapWindow, target: TpotTarget) -> TpotControl:
-    """Return the control after one more window of its backend."""
+    """Return the state after one more window of its backend."""
     state = _with_streams_ended(state, window)
     if not _is_full(window, state.share):
         return replace(state, move=Move.HELD_NOT_FULL, seen=NOTHING_SEEN)
     if window.share_s > (state.share + target.seq_share) * window.duration_s:
-        # Streams from before the last step down still run: the gap is not that of the share in force.
+        # Streams from before the last step down still run, so the gap does not reflect the share in force.
         return replace(state, move=Move.WATCHING, seen=NOTHING_SEEN)
     seen = state.seen + window
     state = replace(state, seen=seen, move=Move.WATCHING)
     if seen.duration_s < DECIDE_FAR_S:
         return state
     if _is_queueing(seen):
-        # What cannot be seen queues as what can.
+        # Hidden sequences are assumed to queue in the same proportion as visible ones.
         visible_seq_s = seen.decoding_seq_s + seen.waiting_seq_s
         decoding = seen.share_s / seen.duration_s * seen.decoding_seq_s / visible_seq_s
         return _moved(state, min(round(decoding), round(state.share * DOWN)), Move.DOWN_ENGINE_QUEUE, target)
@@ -390,7 +390,7 @@ def _moved(state: TpotControl, share: int, move: Move, target: TpotTarget) -> Tp
 
 
 def _is_full(window: GapWindow, share: int) -> bool:
-    """Return whether a request like those in flight would not have fitted at the window's peak."""
+    """Return whether one more request of average size would not have fitted at the window's peak."""
     if not window.in_flight_seq_s:
         return False
     share_per_seq = window.share_s / window.in_flight_seq_s

@@ -1,4 +1,4 @@
-"""What a request was and how it went: the record that metrics, logs and the operator's views share."""
+"""The record of a completed request, shared by metrics, logs and the operator's views."""
 
 from enum import StrEnum
 
@@ -11,20 +11,20 @@ from gateway.core.values import Candidate, Decision
 
 
 class Ending(StrEnum):
-    """How a request ended. Few and fixed: each is a metric label."""
+    """How a request ended. A small, fixed set: each is a metric label."""
 
     COMPLETED = "completed"
-    REPLAYED = "replayed"  # answered with what its idempotency key was answered with before
-    HANDED_OVER = "handed_over"  # as a job, which is a request of its own when it runs
+    REPLAYED = "replayed"  # got the stored answer of its idempotency key
+    HANDED_OVER = "handed_over"  # became a job, which runs as a separate request
     REJECTED = "rejected"  # the caller's request was at fault
-    SHED = "shed"  # refused for load or lack of backends
-    FAILED = "failed"  # backends were asked and failed, before the first byte
+    SHED = "shed"  # refused because of load or lack of backends
+    FAILED = "failed"  # its attempts failed before the first byte
     BROKEN = "broken"  # the stream failed after its first byte
-    LEFT = "left"  # the caller went away
+    LEFT = "left"  # the caller disconnected
 
     @classmethod
     def of(cls, error: GatewayError) -> "Ending":
-        """Return how a request ended that failed with `error` before its first byte."""
+        """Return the ending of a request that failed with `error` before its first byte."""
         if isinstance(error, ShedError):
             return cls.SHED
         return cls.REJECTED if error.http_status < 500 else cls.FAILED
@@ -32,7 +32,7 @@ class Ending(StrEnum):
 
 @valueclass(frozen=True, slots=True)
 class Usage:
-    """Token counts as a backend reports them in `usage`."""
+    """Token counts reported by a backend in `usage`."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -42,7 +42,7 @@ class Usage:
 
 @valueclass(frozen=True, slots=True)
 class AttemptRecord:
-    """One attempt on one backend. Times are monotonic seconds; None where that point was not reached."""
+    """One attempt on one backend. Times are monotonic seconds; None if that point was not reached."""
 
     backend: str
     pool: str
@@ -57,30 +57,30 @@ class AttemptRecord:
 
 @valueclass(frozen=True, slots=True)
 class RequestRecord:
-    """A request, start to end. Never holds text.
+    """A request from start to end. Never contains any of its text.
 
     Attributes:
-        id: The `x-request-id` the caller got.
-        model: Name the caller sent.
+        id: The `x-request-id` sent to the caller.
+        model: The model name that the caller sent.
         stream: Whether it was streamed.
         ending: How it ended.
-        status: HTTP status the caller saw; 499 when it left, or was cut, before one was sent.
-        error_code: `error.code` the caller saw, or "".
+        status: HTTP status sent to the caller; 499 if it left, or was disconnected, before one was sent.
+        error_code: `error.code` sent to the caller, or "".
         key: Name of its API key, or None.
         wall_at: Epoch seconds of its arrival.
         received_at, estimated_at, admitted_at, first_byte_at, ended_at: Monotonic seconds.
-        decision: Where it could go and why, as it came in; None when it failed before one was made.
-        placed: The backend that it was given a place on at last, as the line saw it then; None if none.
+        decision: The routing decision made on arrival; None if it failed before that.
+        placed: The last backend on which it got a slot, as seen by the queue at that moment; None if none.
         is_spill: Whether a later pool of its class served it.
         backend, pool: Where it was served; "" if nowhere.
-        attempts: Every try, in order.
-        usage: What the backend reported, if it did.
+        attempts: All attempts, in order.
+        usage: The usage reported by the backend, or None.
         chunks: Reads relayed after the first byte.
-        ttft_target_s: How soon after its arrival its class wants the first token; None where it has no class.
-        due_s: How soon after its arrival its first token is due: that, and what is allowed for reading it.
-        trace: Where it belongs among traces; its attempts are the children 1, 2, ... of its own span.
-        route: The path it came to, as its template; "" for a job.
-        asked: What it asked; None when it failed before its prompt was counted.
+        ttft_target_s: TTFT target of its class, from arrival; None if it has no class.
+        due_s: Deadline of its first token, from arrival: the target plus the allowance for prefill.
+        trace: Its trace; the attempts are the children 1, 2, ... of its own span.
+        route: Template of the request path; "" for a job.
+        asked: The recorded request; None if it failed before its prompt was counted.
     """
 
     id: str
@@ -112,9 +112,9 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds per output token after the first, or None where it cannot be known.
+        """Mean seconds per output token after the first, or None if unknown.
 
-        The tokens of several sequences are reported as one sum, and come side by side.
+        It is unknown for several sequences, because they are generated in parallel but reported as one sum.
         """
         if self.usage is None or self.first_byte_at is None or self.usage.completion_tokens < 2:
             return None

@@ -1,8 +1,8 @@
-"""Engine versions and the ranges an operator allows. Pure.
+"""Engine versions and the version ranges that an operator allows. Pure.
 
-A version is what `/version` says, e.g. `0.20.2rc1` or `0.19.1rc1.dev31+gabc`: release numbers, a stage
-(dev, alpha, beta, release candidate, final, post), and a local part that means nothing for order. They
-compare as Python's packages do: 0.24.0rc1 comes before 0.24.
+A version is the string that `/version` reports, e.g. `0.20.2rc1` or `0.19.1rc1.dev31+gabc`: release numbers,
+a stage (dev, alpha, beta, release candidate, final, post), and a local part that is ignored. Versions compare
+like those of Python packages: 0.24.0rc1 comes before 0.24.
 """
 
 import re
@@ -30,7 +30,7 @@ Order = tuple[tuple[int, ...], tuple[int, int], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class VersionBound:
-    """One side of a range. `text` as written."""
+    """One bound of a range. `text` is its normalized text."""
 
     text: str
     op: str
@@ -39,7 +39,7 @@ class VersionBound:
 
 @lru_cache(maxsize=256)
 def order(version: str) -> Order | None:
-    """Return what a version is compared by, or None for one that cannot be read."""
+    """Return the sort key of a version, or None if it cannot be parsed."""
     match = _VERSION.fullmatch(version.strip())
     if match is None:
         return None
@@ -47,7 +47,7 @@ def order(version: str) -> Order | None:
     release = [int(number) for number in numbers.split(".")]
     while release and release[-1] == 0:  # 0.24.0 is 0.24
         release.pop()
-    # A development version comes before what it becomes: before everything, where that is a release.
+    # A development version precedes the version it leads to; one of a final release precedes all stages.
     early = -4 if dev is not None and stage is None else 0
     where = (_STAGES[stage], int(count or 0)) if stage else (early, 0)
     return tuple(release), where, (0, 0) if dev is None else (-1, int(dev or 0))
@@ -57,7 +57,7 @@ def bounds(text: str) -> tuple[VersionBound, ...]:
     """Return the bounds of a range such as `>= 0.20, < 0.24`.
 
     Raises:
-        ValueError: it is written otherwise.
+        ValueError: The text has another form.
     """
     found = []
     for part in text.split(","):
@@ -70,7 +70,7 @@ def bounds(text: str) -> tuple[VersionBound, ...]:
 
 
 def misfit(allowed: tuple[VersionBound, ...], version: str) -> str:
-    """Return what is wrong with an engine's version, in words; "" if nothing is."""
+    """Return why an engine's version is not allowed, in words; "" if it is allowed."""
     if not allowed:
         return ""
     if not version:

@@ -1,7 +1,7 @@
-"""A fleet in virtual time: engine models behind a policy, from the first arrival to the last token. Pure.
+"""Simulation of a fleet in virtual time: engine models behind a routing policy. Pure.
 
-The servers are `core.engine`'s model of vLLM. What is not in it is not here either: there is no prefix
-cache, no failure, no network; every server is up from the beginning to the end.
+The servers are instances of `core.engine`'s model of vLLM, with its limitations: no prefix cache, no failures
+and no network. Every server is up from beginning to end.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +17,11 @@ from gateway.core.values import Capacity
 
 
 class Deployment(Protocol):
-    """What a server's engine is made of; a `Profile` is one."""
+    """Parameters of a server's engine; `Profile` implements it."""
 
     @property
     def capacity(self) -> Capacity:
-        """What it can hold."""
+        """Its capacity."""
 
     @property
     def perf(self) -> PerfModel:
@@ -33,15 +33,15 @@ class Deployment(Protocol):
 
 
 class Arriving(Protocol):
-    """One request of the outside world."""
+    """One request of the workload."""
 
     @property
     def id(self) -> int:
-        """Its place among all arrivals, from 0."""
+        """Its index among all arrivals, from 0."""
 
     @property
     def at(self) -> float:
-        """Seconds at which it arrives."""
+        """Time of arrival, in seconds."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -49,7 +49,7 @@ class Arriving(Protocol):
 
     @property
     def output_tokens(self) -> int:
-        """Tokens after which each of its answers ends."""
+        """Length of each of its answers."""
 
     @property
     def seqs(self) -> int:
@@ -69,9 +69,9 @@ class Patience:
 
 @dataclass(slots=True)
 class Fate(Generic[A]):
-    """What became of one request. Times in virtual seconds; None where that point was not reached.
+    """Outcome of one request. Times are virtual seconds; None if that point was not reached.
 
-    `is_undecided`: it was still running when the run ended, and nothing that it had promised was broken.
+    `is_undecided`: it was still running when the run ended, and had not missed its target by then.
     """
 
     arrival: A
@@ -99,22 +99,22 @@ class Fate(Generic[A]):
 
 
 class Router(Protocol[A]):
-    """A policy. It hears what happens and calls `Fleet.send` and `Fleet.refuse`."""
+    """A routing policy. It handles events by calling `Fleet.send` and `Fleet.refuse`."""
 
     def arrive(self, fleet: "Fleet[A]", arrival: A) -> None:
-        """A request came in."""
+        """Handle the arrival of a request."""
 
     def answered(self, fleet: "Fleet[A]", fate: Fate[A]) -> None:
-        """A request had its first token."""
+        """Handle the first token of a request."""
 
     def ended(self, fleet: "Fleet[A]", fate: Fate[A]) -> None:
-        """A request that was sent has finished, or its caller has left."""
+        """Handle the end of a request that was sent: it finished or was rejected, or its caller left."""
 
     def left(self, fleet: "Fleet[A]", fate: Fate[A]) -> None:
-        """A caller left before its request was sent anywhere."""
+        """Handle a caller that left before its request was sent."""
 
     def look(self, fleet: "Fleet[A]") -> None:
-        """The time asked for with `Fleet.look_at` has come."""
+        """Handle the timer set with `Fleet.look_at`."""
 
 
 @dataclass(slots=True)
@@ -122,14 +122,14 @@ class Box:
     """One server.
 
     Attributes:
-        name: Its backend's.
-        profile: What it is.
+        name: Name of its backend.
+        profile: Its deployment.
         engine: Its engine.
-        in_flight: Requests it has.
-        kv_usage_max: The largest share of its KV pool that was ever in use.
-        tokens: Tokens it made in the time that counts.
-        is_running: Whether a step is under way.
-        misfits: Requests that it could not hold at all.
+        in_flight: Number of requests in flight.
+        kv_usage_max: The highest share of its KV pool in use so far.
+        tokens: Tokens generated in the counted time.
+        is_running: Whether a step is in progress.
+        misfits: Requests rejected because they could never fit.
     """
 
     name: str
@@ -150,17 +150,17 @@ class Box:
 
 @dataclass(slots=True)
 class Fleet(Generic[A]):
-    """The event loop. `run` it once.
+    """The simulation's event loop. Call `run` once.
 
     Attributes:
-        router: What decides.
-        arrivals: What comes, numbered from 0 in this order.
-        profiles: The servers, by name.
+        router: The routing policy.
+        arrivals: The requests, with ids numbered from 0 in this order.
+        profiles: The deployment of each server, by name.
         patience: How long the caller of a request waits.
-        counted_from_s, counted_until_s: The time in which tokens count.
-        now: Virtual seconds.
-        boxes: The servers as they are.
-        fates: What became of each arrival, in their order.
+        counted_from_s, counted_until_s: The period in which tokens are counted.
+        now: The current time in virtual seconds.
+        boxes: The servers, by name.
+        fates: The outcome of each arrival, in the same order.
     """
 
     router: Router[A]
@@ -173,13 +173,13 @@ class Fleet(Generic[A]):
     boxes: dict[str, Box] = field(default_factory=dict)
     fates: list[Fate[A]] = field(default_factory=list)
     _events: list[tuple[float, int, str, object]] = field(default_factory=list)
-    _owners: dict[int, Fate[A]] = field(default_factory=dict)  # of the sequences that run
+    _owners: dict[int, Fate[A]] = field(default_factory=dict)  # by id of a sequence in flight
     _seqs: int = 0
     _count: int = 0
     _looks: float = inf
 
     def run(self) -> None:
-        """Live through all arrivals and until everything has ended."""
+        """Process all arrivals until all requests have ended."""
         self.boxes = {name: Box.of(name, profile) for name, profile in self.profiles.items()}
         self.fates = [Fate(one) for one in self.arrivals]
         for one in self.arrivals:
@@ -200,10 +200,10 @@ class Fleet(Generic[A]):
                     self._looks = inf
                     self.router.look(self)
 
-    # ------------------------------------------------------------ what a router does
+    # ------------------------------------------------------------ actions of a router
 
     def send(self, arrival: A, name: str) -> None:
-        """Send a request to a server; one that its window does not hold comes back as a 400."""
+        """Send a request to a server; a request that it cannot hold is rejected with a 400."""
         box, fate = self.boxes[name], self.fates[arrival.id]
         fate.backend, fate.sent_at = name, self.now
         if not holds(box.profile, arrival):
@@ -211,7 +211,7 @@ class Fleet(Generic[A]):
             fate.refused = "400"
             self.router.ended(self, fate)
             return
-        # A caller that sets no limit gets what the window holds, as with vLLM.
+        # The output is cut at the end of the context window, as in vLLM.
         room = box.profile.capacity.context_tokens - arrival.prompt_tokens
         fate.output_tokens = min(arrival.output_tokens, room)
         box.in_flight += 1
@@ -224,11 +224,11 @@ class Fleet(Generic[A]):
             self._step(box)
 
     def refuse(self, arrival: A, reason: str) -> None:
-        """Turn a request away."""
+        """Refuse a request."""
         self.fates[arrival.id].refused = reason
 
     def look_at(self, at: float) -> None:
-        """Have `Router.look` called at a time; the earliest wish counts."""
+        """Schedule a call of `Router.look`; the earliest requested time wins."""
         if at < self._looks:
             self._looks = at
             self._at(max(at, self.now), "look", None)
@@ -290,7 +290,7 @@ class Fleet(Generic[A]):
 
 
 def holds(profile: Deployment, arrival: Arriving) -> bool:
-    """Return whether a server's window and KV pool can hold the prompt and any answer at all."""
+    """Return whether a server's window has room for the prompt and an answer, and its KV pool for both."""
     capacity = profile.capacity
     if arrival.prompt_tokens >= capacity.context_tokens:
         return False

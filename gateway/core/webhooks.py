@@ -1,13 +1,12 @@
-"""Webhooks: who hears of what ended, in which words, signed how, tried again when, and never sent where.
+"""Webhooks: event bodies, subscriptions, signatures, the retry schedule, and blocked addresses.
 
-The form is Standard Webhooks 1.0.0 with the bodies of OpenAI, so that OpenAI's SDKs verify them as they are.
+The format is Standard Webhooks 1.0.0 with OpenAI's bodies, so OpenAI's SDKs verify them without changes.
 
-    what ended -> event -> one delivery per endpoint that hears of it -> attempts, until one succeeds
+    ended job or batch -> event -> one delivery per subscribed endpoint -> attempts, until one succeeds
 
-A delivery is attempted at least once and succeeds at most once as far as the gateway knows: an endpoint may
-get one twice, under the same `webhook-id`.
+Delivery is at least once: an endpoint may receive an event more than once, under the same `webhook-id`.
 
-Pure: times are arguments, and the jitter comes of the delivery's own id.
+Pure: times are arguments, and the jitter is derived from the id of the delivery.
 """
 
 import base64
@@ -30,40 +29,40 @@ EVENT_TYPES = (
     "batch.expired",
     "batch.cancelled",
 )
-"""What can be heard of; OpenAI's words."""
+"""Event types, with OpenAI's names."""
 
 SCHEDULE_S = (0, 5, 300, 1_800, 7_200, 18_000, 36_000, 50_400, 72_000, 86_400)
-"""Seconds from one attempt to the next, the first being at once: the schedule that Standard Webhooks 1.0.0
-gives as its example. The last attempt is a little over three days after the first."""
+"""Seconds before each attempt, from the previous one: the example schedule of Standard Webhooks 1.0.0. The
+first attempt is immediate, and the last a little over three days later."""
 
 RETRY_AFTER_MAX_S = 86_400.0
-"""An endpoint that asks for more time than this gets this: the longest step of the schedule."""
+"""Limit on the Retry-After of an endpoint: the longest step of the schedule."""
 
 SECRET_BYTES = range(24, 65)
-"""How long a secret may be, by Standard Webhooks 1.0.0."""
+"""Allowed length of a secret, by Standard Webhooks 1.0.0."""
 
 
 class WebhookOutcome(StrEnum):
-    """How an attempt, or a delivery, went. Few and fixed: a metric's label."""
+    """Outcome of an attempt or a delivery. A small, fixed set: a metric label."""
 
     DELIVERED = "delivered"
-    FAILED = "failed"  # no 2xx in time; it is tried again
-    REFUSED = "refused"  # by this gateway: the host's address is not public; it is tried again
+    FAILED = "failed"  # no 2xx in time; retried
+    REFUSED = "refused"  # by this gateway, because the host's address is not allowed; retried
     GIVEN_UP = "given_up"  # the last attempt failed
-    GONE = "gone"  # 410: the endpoint gets nothing more until a restart
-    DROPPED = "dropped"  # too much waits for the endpoint already
+    GONE = "gone"  # 410: the endpoint gets no more events until a restart
+    DROPPED = "dropped"  # too many deliveries are queued for the endpoint
 
 
 @dataclass(frozen=True, slots=True)
 class WebhookEndpoint:
-    """Where events are sent.
+    """A receiver of events.
 
     Attributes:
         name: Its name in the configuration.
-        url: Where to. May hold a token: never logged.
-        secrets: Keys of the signatures, one each; several while one replaces another.
-        events: Types it hears of; "batch.*" for all of a kind.
-        keys: Names of the API keys whose jobs it hears of; None: of all, and of jobs without one.
+        url: Its URL, which may contain a token and is never logged.
+        secrets: Signing keys, one signature each; several during a rotation.
+        events: Event types it receives; "batch.*" for all of a kind.
+        keys: Names of the API keys whose events it receives; None for all, including jobs without a key.
         allow_private: Whether it may be on a private or loopback address.
     """
 
@@ -75,7 +74,7 @@ class WebhookEndpoint:
     allow_private: bool = False
 
     def hears(self, event: "WebhookEvent") -> bool:
-        """Return whether it is told of an event."""
+        """Return whether it receives an event."""
         kind = event.type.partition(".")[0]
         named = event.type in self.events or f"{kind}.*" in self.events
         return named and (self.keys is None or event.key in self.keys)
@@ -83,13 +82,13 @@ class WebhookEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class WebhookEvent:
-    """Something that has ended.
+    """The end of a job or a batch.
 
     Attributes:
-        entry: What the store knows it by until it is handed on.
+        entry: Its id in the store until it is turned into deliveries.
         type: One of `EVENT_TYPES`.
-        subject: Id of what has ended: `resp_...` or `batch_...`.
-        key: Name of the API key it belongs to, or None.
+        subject: Id of the job or batch: `resp_...` or `batch_...`.
+        key: Name of the API key that owns it, or None.
         created_at: When it ended, in epoch seconds of the store's clock.
     """
 
@@ -101,13 +100,13 @@ class WebhookEvent:
 
     @property
     def id(self) -> str:
-        """Its id, the same whoever computes it: what endpoints tell a repetition by."""
+        """Its deterministic id, which endpoints use to detect duplicates."""
         text = f"{self.entry} {self.type} {self.subject}"
         return f"evt_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
     @property
     def body(self) -> bytes:
-        """What is sent of it. Thin: whoever wants more fetches it, with an API key."""
+        """The request body. It is thin: receivers fetch the result with an API key."""
         members = {
             "id": self.id,
             "object": "event",
@@ -120,14 +119,14 @@ class WebhookEvent:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """An event on its way to one endpoint, claimed for an attempt.
+    """An event to be sent to one endpoint, claimed for an attempt.
 
     Attributes:
-        id: The event's: `webhook-id`.
+        id: The event's id, sent as `webhook-id`.
         endpoint: Name of the endpoint.
-        claim: How often it has been claimed: what its outcome must be reported under.
-        failures: Attempts that failed before.
-        body: What is sent.
+        claim: Number of times it has been claimed: the fencing token for reporting the outcome.
+        failures: Number of failed attempts so far.
+        body: The request body.
     """
 
     id: str
@@ -139,13 +138,13 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class WebhookAttempt:
-    """How an attempt went.
+    """Result of an attempt.
 
     Attributes:
-        delivery: What was attempted.
-        outcome: How it went.
-        detail: Why it failed, in words that hold nothing of the answer's body and nothing of the URL.
-        retry_s: Seconds until the next attempt, or None where there is none.
+        delivery: The attempted delivery.
+        outcome: Its outcome.
+        detail: Why it failed, without any part of the response body or the URL.
+        retry_s: Seconds until the next attempt, or None if there is none.
     """
 
     delivery: Delivery
@@ -158,10 +157,10 @@ class WebhookAttempt:
 
 
 def read_secret(written: str) -> bytes:
-    """Return the key in a secret as it is written: `whsec_` and base64 of 24 to 64 bytes.
+    """Return the key in a secret of the form `whsec_` and base64 of 24 to 64 bytes.
 
     Raises:
-        ValueError: it is written otherwise. The message does not repeat it.
+        ValueError: The secret has another form. The message does not repeat it.
     """
     kind, _, text = written.partition("_")
     try:
@@ -174,7 +173,7 @@ def read_secret(written: str) -> bytes:
 
 
 def signed_headers(delivery: Delivery, secrets: tuple[bytes, ...], now: int) -> dict[str, str]:
-    """Return the headers that make an attempt at `now`, in epoch seconds, verifiable."""
+    """Return the id, timestamp and signature headers of an attempt at `now`, in epoch seconds."""
     signed = b"%s.%d.%s" % (delivery.id.encode(), now, delivery.body)
     digests = (hmac.digest(secret, signed, "sha256") for secret in secrets)
     return {
@@ -188,7 +187,7 @@ def signed_headers(delivery: Delivery, secrets: tuple[bytes, ...], now: int) -> 
 
 
 def judge(delivery: Delivery, status: int, retry_after_s: float | None = None) -> WebhookAttempt:
-    """Return what an answer with that status means. A redirection is a failure, and is not followed."""
+    """Return the result of an attempt answered with this status. Redirects count as failures."""
     if 200 <= status < 300:
         return WebhookAttempt(delivery, WebhookOutcome.DELIVERED)
     if status == 410:
@@ -203,18 +202,18 @@ def failed(
     retry_after_s: float | None = None,
     outcome: WebhookOutcome = WebhookOutcome.FAILED,
 ) -> WebhookAttempt:
-    """Return a failed attempt: tried again later, or given up where it was the last."""
+    """Return the result of a failed attempt: retried later, or given up after the last one."""
     failures = delivery.failures + 1
     if failures >= len(SCHEDULE_S):
         return WebhookAttempt(delivery, WebhookOutcome.GIVEN_UP, detail)
-    # All that failed at one moment must not come back at one moment.
+    # Jitter, so that deliveries that failed at the same moment are not retried at the same moment.
     jitter = 0.9 + 0.2 * zlib.crc32(f"{delivery.id} {delivery.endpoint} {failures}".encode()) / 2**32
     asked_s = min(retry_after_s or 0.0, RETRY_AFTER_MAX_S)
     return WebhookAttempt(delivery, outcome, detail, max(SCHEDULE_S[failures] * jitter, asked_s))
 
 
 def retry_after_s(value: str | None, now: float) -> float | None:
-    """Return the seconds that a Retry-After header asks for, by number or date; None where it says none."""
+    """Return the seconds given by a Retry-After header, as a number or a date; None if there are none."""
     if value is None:
         return None
     if value.isascii() and value.isdigit():
@@ -242,8 +241,8 @@ _METADATA = frozenset(
         ),
     )
 )
-"""Where clouds tell a machine its credentials: AWS, Google, Azure and others; AWS, Google and Scaleway by
-IPv6; Alibaba; Oracle's classic one; Azure's wire server. The last two look like public addresses."""
+"""Metadata services of clouds, which hand out credentials: AWS, Google, Azure and others; AWS, Google and
+Scaleway over IPv6; Alibaba; Oracle Classic; Azure's wire server. The last two look like public addresses."""
 
 _PRIVATE = tuple(
     map(
@@ -255,10 +254,10 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def address_refusal(text: str, *, allow_private: bool) -> str:
-    """Return why nothing is sent to an IP address, or "" where something may be.
+    """Return why an IP address is blocked, or "" if it is allowed.
 
-    An IPv6 address that leads to an IPv4 one (NAT64, 6to4) is judged by that. `allow_private` lets in
-    loopback and private networks, never the rest.
+    An IPv6 address that maps to an IPv4 one (NAT64, 6to4) is checked as that address. `allow_private` permits
+    loopback and private networks, but no other blocked address.
     """
     try:
         address = ipaddress.ip_address(text)
