@@ -3,8 +3,8 @@
 The gateway relays bytes and detects only four things in them: the first content (until then the request can
 fail over to another backend), the end of a choice, the usage, and an error despite status 200. Every event is
 parsed until the first content. After that, one search per event for a few markers decides whether to parse
-it. The markers contain quotation marks, which are escaped inside JSON strings, so a text cannot imitate them.
-An event without a marker is relayed as it is, without checking that it is valid JSON.
+it. Except for `[DONE]`, the markers contain quotation marks, which are escaped inside JSON strings, so a text
+cannot imitate them. An event without a marker is relayed as it is, without checking that it is valid JSON.
 
 Only complete events are relayed: a partial event is useless to the caller, and an error must be sent between
 two events.

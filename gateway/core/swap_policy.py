@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 CALL_OFF_UNTIL = 2.0
-"""A swap is not cancelled once the oldest request for the other model has waited this many `wait_s`."""
+"""No cancellation once the oldest request for the other model has waited this many times its `wait_s`."""
 
 
 @dataclass(frozen=True, slots=True)

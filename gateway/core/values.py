@@ -1,8 +1,8 @@
 """Values passed between the steps of a request. All are frozen and independent of any vendor.
 
-In the order of a request: the caller's request (`Request`), its length (`Estimate`), where it could run
-(`Backend`, `Pool`), the policy for it (`ModelPolicy`, `TrafficClass`), its resource needs (`Demand`, `Load`),
-and the decision with its reasons (`Decision`).
+In order: the caller's request (`Request`), its length (`Estimate`), where it could run (`Backend`, `Pool`),
+the policy for it (`ModelPolicy`, `TrafficClass`), its resource needs (`Demand`, `Load`), and the decision
+with its reasons (`Decision`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,7 +74,7 @@ class Prompt:
         raw_tokens: Number of prompt tokens sent as ids (/v1/completions), which need no counting.
         tools_json: The tools as compact JSON, or "".
         tools_texts: Number of texts in it, without keys.
-        thinking: Whether the chat template opens a thought (`enable_thinking`).
+        thinking: Whether the chat template enables reasoning (`enable_thinking`).
         image_budget: Soft tokens per image set by the request, or None for the model's default.
         audio_tokens: Soft tokens of all audio parts if their length is known, else 0.
     """
@@ -405,8 +405,9 @@ class Waiting:
         ttft_target_s: Target for the time to first token, counted from arrival: the deadline that orders the
             queue.
         prefill_weight: Multiple of the prompt's own prefill time on an idle backend that is added to the
-            target. 1 suits documents, whose prefill takes long in any case. Higher values favor short
-            prompts when there is not enough time for all, so that more callers are served.
+            target. 1 suits documents, because callers do not expect a prefill of 200,000 tokens to be
+            immediate. Higher values favor short prompts when there is not enough time for all, so that more
+            callers are served.
         waiting_max: Maximum number of queued requests of the class.
         waiting_bytes_max: Maximum total bytes held by them.
         when_late: Whether late requests are refused or demoted.
@@ -493,7 +494,7 @@ class ModelPolicy:
     id: str
     classes: tuple[TrafficClass, ...]
     aliases: tuple[str, ...] = ()
-    reasoning_aliases: tuple[str, ...] = ()  # names that turn reasoning on
+    reasoning_aliases: tuple[str, ...] = ()  # other names that also request reasoning
     template: TemplateCosts = TemplateCosts()
 
 
@@ -514,7 +515,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How many attempts a request gets before the caller receives an error."""
+    """How many attempts a request gets in total before the caller receives an error."""
 
     attempts_max: int = 3
 
@@ -780,7 +781,7 @@ class Candidate:
         load: Its load at that moment.
         knee_seqs: Its knee for this request's prompt length.
         claim: The load that the request adds there.
-        limits: The highest load at which this request may start, as checked by `Ledger.acquire`.
+        limits: The highest load, this request included, at which it may start; checked by `Ledger.acquire`.
         is_spill: Whether an earlier pool of the class was the first choice.
     """
 

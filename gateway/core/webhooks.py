@@ -4,7 +4,8 @@ The format is Standard Webhooks 1.0.0 with OpenAI's bodies, so OpenAI's SDKs ver
 
     ended job or batch -> event -> one delivery per subscribed endpoint -> attempts, until one succeeds
 
-Delivery is at least once: an endpoint may receive an event more than once, under the same `webhook-id`.
+A delivery ends with its first success, or is given up after the last attempt. An endpoint may still receive
+an event more than once, if its answer is lost, but always under the same `webhook-id`.
 
 Pure: times are arguments, and the jitter is derived from the id of the delivery.
 """

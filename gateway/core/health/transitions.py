@@ -203,7 +203,7 @@ def _sample(status: BackendStatus, new: EngineSample, now: float, rules: HealthR
 
 def _restarted(old: EngineSample, new: EngineSample) -> bool:
     if old.started_at is not None and new.started_at is not None:
-        return abs(new.started_at - old.started_at) >= 0.01  # one clock tick, less than a restart takes
+        return abs(new.started_at - old.started_at) >= 0.01  # one clock tick; a restart takes longer
     # Several API servers behind one port export no start time. Counters fall only at a restart.
     return (
         new.generation_tokens < old.generation_tokens

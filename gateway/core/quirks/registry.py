@@ -33,7 +33,7 @@ WORKAROUNDS: Mapping[str, Workaround] = {
 
 
 def plan(quirks: Collection[str], asked: Asked, reasoning: ReasoningField = ReasoningField.AS_SENT) -> Plan:
-    """Return the plan for a request on a backend with these quirks, with the reasoning member so named."""
+    """Return the plan for a request on a backend with these quirks and a site's `reasoning` setting."""
     made = Plan(asked)
     if quirks:
         for rule in _rules(frozenset(quirks)):

@@ -22,7 +22,7 @@ _ERROR_CODES: Mapping[str, str] = {
     "rate_limit_error": "rate_limit_exceeded",
     "invalid_request_error": "invalid_prompt",
 }
-"""Error codes of the API by error type. Typed clients accept no others than these and `server_error`."""
+"""Error codes of the API by error type. Other types become `server_error`: typed clients know few codes."""
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class Draft:
         events: list[Event] = []
         self._close_speaking(events, "incomplete")
         for item in self.items:
-            if item.status == "in_progress":  # a call: tell readers that the rest of it will not come
+            if item.status == "in_progress":  # a call: readers must not wait for the rest of it
                 item.status = "incomplete"
                 events.append(self._item_done(item))
             item.is_void = True

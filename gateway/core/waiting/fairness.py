@@ -22,8 +22,8 @@ LOOKAHEAD = 64
 """Maximum number of requests of one class that one turn considers. Bounds the cost of a turn."""
 
 PUT_BACK_TOKENS = 262_144
-"""Limit on how far tokens started elsewhere put a key behind the virtual time: one request of the largest
-window. Charges beyond it are dropped, so that a key is not locked out after its gateway has gone."""
+"""Limit on how far tokens started elsewhere move a key's tag beyond the virtual time: one request of the
+largest window. Further charges are dropped, so that a key is not locked out after its gateway has gone."""
 
 
 class Rank(IntEnum):
@@ -297,7 +297,7 @@ class Shares:
         key = entry.ticket.key
         own, due_at = lane.ahead_of(entry)
         own += sum(one.due_before(key, due_at) for one in self.lanes if one is not lane)
-        # The other keys take turns with this one.
+        # The other keys alternate with this one.
         others = len(self._tags) - (key in self._tags)
         return min(in_turn - (entry.number in lane.entries), own + (own + 1) * others)
 
@@ -413,7 +413,7 @@ def merged(shared: Sequence[Shares]) -> Iterator[Entry]:
 
 
 def _discard(members: list[_T], member: _T) -> None:
-    """Remove a member from a sorted list. Raises KeyError if it is missing."""
+    """Remove a member from a sorted list; KeyError if it is missing."""
     at = bisect_left(members, member)
     if at == len(members) or members[at] != member:
         raise KeyError(member)

@@ -36,7 +36,7 @@ class Room:
         self.found_full: list[Entry] = []  # entries in their first turn that wait for a request to end
 
     def place(self, entry: Entry) -> tuple[Candidate, ...] | None:
-        """Return where an entry may start, best first; () if it must wait; None if no suitable one is up."""
+        """Return the backends to offer, best first; () if the entry must wait; None if no backend is up."""
         ticket = entry.ticket
         is_unproven, entry.is_unproven = entry.is_unproven, False
         stuck = self._stuck.setdefault((ticket.model, ticket.traffic_class.name), [])
@@ -71,7 +71,7 @@ class Room:
         }
 
     def _is_full(self, candidate: Candidate) -> bool:
-        """Return whether the backend has no room for the request until one ends there, or never has."""
+        """Return whether the backend cannot take the request before another one ends there, if at all."""
         if candidate.excluded is None or not candidate.excluded.is_busy:
             return candidate.excluded is not None
         on_trial = self._views[candidate.backend].status.state is State.PROBATION
@@ -100,7 +100,7 @@ def _is_waited_for(candidate: Candidate) -> bool:
 
 
 def _asks_no_less(ticket: Ticket, other: Ticket) -> bool:
-    """Return whether `ticket` needs at least as much as `other` of the same class: it fits nowhere else."""
+    """Return whether `ticket` cannot start where `other`, of the same class, cannot: it needs no less."""
     asked, least = ticket.demand, other.demand
     return (
         ticket.failed >= other.failed
