@@ -1,20 +1,20 @@
-"""Standard input, output and error, which whoever starts a process may have closed."""
+"""Standard input, output and error, which may be closed when a process starts."""
 
 import os
 import sys
 
 
 def open_closed() -> None:
-    """Open those that are closed as nothing (/dev/null). To be called before anything else is opened.
+    """Open closed ones on /dev/null. Call this before anything else is opened.
 
-    Otherwise a connection gets such a number, which whoever writes an error then writes to, and uvloop ends
-    the process rather than close it.
+    Otherwise a connection would get such a descriptor, error messages would be written to it, and uvloop
+    would abort the process rather than close it.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:  # it was closed when Python started
             stream = open(number, mode, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115

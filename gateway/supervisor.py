@@ -1,12 +1,12 @@
-"""Several gateway processes on one port: started, watched, replaced and ended together.
+"""Supervises several gateway processes on one port: starts, watches, replaces and stops them.
 
-The parent serves nothing. It holds the socket that applications connect to, so that a connection that waits
-to be accepted outlives a worker that dies; each worker is a fresh interpreter (worker.py) that inherits the
-socket. Workers share limits through the store, and have one started for them where none is configured.
+The parent serves nothing. It holds the listening socket, so that a connection waiting to be accepted
+outlives a crashed worker; each worker is a fresh interpreter (worker.py) that inherits the socket. Workers
+share limits through the store; if none is configured, one is started for them.
 
-A worker hears from its parent through its standard input: first its order, a line of JSON; then a byte, to
-drain; then another, to end at once. The end of the input, whatever ended the parent, is an order to drain. It
-answers on its standard output, with one line: a `Report`.
+The parent controls a worker through its standard input: first its order, a line of JSON; then a byte, to
+drain; then another, to exit at once. EOF, however the parent ended, also means to drain. The worker replies
+on its standard output with a single line: a `Report`.
 """
 
 import json
@@ -35,7 +35,7 @@ log = logging.getLogger("gateway.supervisor")
 
 FAILURE = 1
 END_S = STOP_S + 5.0
-"""Seconds a worker gets beyond its drain, or to end at once, before it is killed."""
+"""Time beyond its drain, or to exit at once, after which a worker is killed."""
 
 REPORT_BYTES_MAX = 1_000_000
 
@@ -45,17 +45,17 @@ REREAD = b"r"
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a worker is told at its start.
+    """A worker's configuration at startup.
 
     Attributes:
-        number: Which one it is, from 0.
-        workers: How many there are.
+        number: Its number, from 0.
+        workers: Number of workers.
         config: The configuration file.
-        source: What the file said at the start, so that all workers ever started do the same.
-        changed: What it has said since, as far as that can take effect while they run; None: the same.
-        log_level: From which level on to log.
-        listen_fd: File descriptor of the socket that applications connect to.
-        store_url: Where limits are shared, if the file names no store.
+        source: Contents of the file when the parent was started, so that all workers start alike.
+        changed: Its current contents, as far as they can take effect at run time; None: unchanged.
+        log_level: Minimum log level.
+        listen_fd: File descriptor of the listening socket for applications.
+        store_url: The store for shared limits, if the file names none.
     """
 
     number: int
@@ -70,10 +70,10 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a worker says once: that it accepts connections, or why its configuration cannot be used.
+    """A worker's single reply: it accepts connections, or its configuration is unusable.
 
     Attributes:
-        admin_url: Base URL for operators, or None where that listener is off.
+        admin_url: Base URL for operators; None if that listener is off.
         error: What is wrong, one problem per line; None if it serves.
     """
 
@@ -83,12 +83,12 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Workers that all accept connections.
+    """Workers that accept connections.
 
     Attributes:
         url: Base URL for applications.
-        workers: How many there are.
-        admin_urls: Base URL for operators of each worker; empty where that listener is off.
+        workers: Number of workers.
+        admin_urls: Base URL for operators of each worker; empty if that listener is off.
     """
 
     url: str
@@ -106,25 +106,25 @@ async def serve(
 ) -> int:
     """Run `workers` until SIGTERM or SIGINT, then drain them; a second signal ends them at once.
 
-    SIGHUP has them read their configuration again. A signal that comes before their store runs ends it at
-    once.
+    SIGHUP makes them reload their configuration. A signal that arrives before their store is running ends it
+    at once.
 
-    `ready` is called once, when all of them accept connections. Returns the exit status: 1 if one did not
-    end as it was told to.
+    `ready` is called once, when all of them accept connections. Returns the exit status: 1 if a worker did
+    not stop as ordered.
 
     Raises:
         ConfigError: no gateway can be built from these settings, an address cannot be bound, or there is
             no store for the workers to share.
     """
     settings.require(environ)
-    settings.for_worker(workers - 1, workers, None)  # the last one has a port for operators as well
+    settings.for_worker(workers - 1, workers, None)  # the last one also has an admin port
     failure: ConfigError | None = None
     with (
         anyio.open_signal_receiver(*STOP_SIGNALS) as signals,
         anyio.open_signal_receiver(RELOAD_SIGNAL) as hints,
         bind(*settings.listen) as listen,
     ):
-        listen.listen(BACKLOG)  # from here on connections wait for a worker, whichever lives
+        listen.listen(BACKLOG)  # from here on, connections wait for any live worker
         order = Order(
             0, workers, str(settings.path), settings.source.decode(), log_level, listen.fileno(), None
         )
@@ -144,7 +144,7 @@ async def serve(
                     if settings.reload.watch:
                         tasks.start_soon(_follow, settings, environ, crew)
                     await crew.run(order)
-            except ConfigError as error:  # carried out by value: the group would wrap it
+            except ConfigError as error:  # returned by value, because the task group would wrap it
                 failure = error
             tasks.cancel_scope.cancel()
     if failure is not None:
@@ -157,13 +157,13 @@ class Crew:
     """The workers of one port.
 
     Attributes:
-        ended_well: Whether each that was told to stop has ended by itself, with status 0.
+        ended_well: Whether every worker that was told to stop exited by itself, with status 0.
     """
 
     def __init__(self, end_s: float, ready: Callable[[tuple[str, ...]], None]) -> None:
-        """Call `ready` once, with the workers' URLs for operators, when all accept connections.
+        """Call `ready` once, with the workers' URLs for operators, when all of them accept connections.
 
-        `end_s`: how long each may take to end by itself.
+        `end_s`: how long each may take to exit by itself.
         """
         self.end_s = end_s
         self.ended_well = True
@@ -175,13 +175,13 @@ class Crew:
         self._stops = 0
         self._stopping = anyio.Event()
         self._failure: ConfigError | None = None
-        self._source: str | None = None  # what the file says by now, if that is known
+        self._source: str | None = None  # current contents of the file, if known
 
     async def run(self, order: Order) -> None:
-        """Return when all workers have ended after `stop`; until then, start each again that ends.
+        """Run the workers, restarting each that exits; return when all have exited after `stop`.
 
         Raises:
-            ConfigError: one could not use its configuration when they were first started.
+            ConfigError: a worker could not use its configuration at the first start.
         """
         async with anyio.create_task_group() as tasks:
             for number in range(order.workers):
@@ -190,24 +190,24 @@ class Crew:
             raise self._failure
 
     async def reread(self, source: str | None) -> None:
-        """Have every worker read its configuration again; those started later are told `source`."""
+        """Make all workers reload their configuration; those started later get `source`."""
         self.follow(source)
         for process in tuple(self._processes.values()):
             await _tell(process, REREAD)
 
     def follow(self, source: str | None) -> None:
-        """Have workers that are started from now on be told `source`; None: it cannot be used."""
+        """Give `source` to workers started from now on; None: it is invalid."""
         self._source = source or self._source
 
     async def stop(self) -> None:
-        """Have every worker drain; the second time, end at once."""
+        """Make all workers drain; the second time, exit at once."""
         self._stops += 1
         self._stopping.set()
         for process in tuple(self._processes.values()):
             await _tell(process, STOP)
 
     def kill(self) -> None:
-        """End every worker by force."""
+        """Kill all workers."""
         self._stopping.set()
         for number, process in self._processes.items():
             log.error(
@@ -224,7 +224,7 @@ class Crew:
             error: Exception | None
             try:
                 status, error = await self._live(order)
-            except OSError as failure:  # no memory for it, or no process to spare
+            except OSError as failure:  # no memory, or the process limit is reached
                 status, error = FAILURE, OSError(f"it cannot be started: {failure}")
             if self._stopping.is_set():
                 self._note_end(order.number, status)
@@ -244,14 +244,14 @@ class Crew:
                     await self._stopping.wait()
 
     async def _live(self, order: Order) -> tuple[int, ConfigError | None]:
-        """Run one worker to its end. Returns its exit status, and what was wrong with its configuration."""
+        """Run one worker to its end. Return its exit status, and the error in its configuration, if any."""
         said = None
         async with await anyio.open_process(
             [*self._command, str(order.number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None,
-            start_new_session=True,  # the terminal's Ctrl-C is the parent's to hear
+            start_new_session=True,  # the terminal's Ctrl-C goes to the parent only
             pass_fds=(order.listen_fd,),
         ) as process:
             self._processes[order.number] = process
@@ -288,10 +288,10 @@ class Crew:
             self._ready(tuple(url for url in urls if url is not None))
 
     def _give_up(self, error: ConfigError) -> None:
-        self._failure = error  # the others would say the same
+        self._failure = error  # the others would report the same
         self._stopping.set()
         for process in self._processes.values():
-            _kill(process)  # nothing was announced yet
+            _kill(process)  # its start was not announced yet
 
     def _note_end(self, number: int, status: int) -> None:
         if status and self._failure is None:
@@ -323,7 +323,7 @@ async def _pass_hints_on(
 
 
 async def _follow(settings: Settings, environ: Mapping[str, str], crew: Crew) -> None:
-    """Read the file whenever it has changed, as the workers do: who is started later begins with that."""
+    """Read the file whenever it changes, as the workers do, because later workers start with it."""
     before = seen = settings.source
     while True:
         await anyio.sleep(LOOK_S)
@@ -336,7 +336,7 @@ async def _follow(settings: Settings, environ: Mapping[str, str], crew: Crew) ->
 
 
 def _usable(settings: Settings, environ: Mapping[str, str], source: bytes | None = None) -> str | None:
-    """Return what the file says, if workers started with `settings` can use it; what is wrong, they say."""
+    """Return the contents of the file if workers started with `settings` can use it. They log any errors."""
     try:
         new = load(settings.path, environ, source=source)
         beside(settings, settings, new).require(environ)
@@ -347,12 +347,12 @@ def _usable(settings: Settings, environ: Mapping[str, str], source: bytes | None
 
 async def _tell(process: Process, words: bytes) -> None:
     assert process.stdin is not None
-    with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # it has ended: its end is awaited
+    with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # its exit is handled elsewhere
         await process.stdin.send(words)
 
 
 async def _report(process: Process) -> Report | None:
-    """Return what a worker reports, or None if it ends without."""
+    """Return a worker's report; None if it exits without one."""
     assert process.stdout is not None
     try:
         line = await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", REPORT_BYTES_MAX)
@@ -367,7 +367,7 @@ def _kill(process: Process) -> None:
 
 
 def _command() -> list[str]:
-    """Return how to start a worker that imports what this process did, not what the current folder holds."""
+    """Return the command for a worker that imports this process's code, not the current folder's."""
     flags = [] if os.getcwd() in sys.path else ["-P"]
     return [sys.executable, *flags, "-m", "gateway.worker"]
 

@@ -1,13 +1,13 @@
-"""What is set on the connections to callers and backends.
+"""TCP options for connections to callers and backends, and the detection of dead peers.
 
-A machine that loses its power, or its network, closes nothing: whoever only waits to hear from it waits for
-ever. So the kernel asks the other kernel after 15 s of silence, and gives a connection up that has not
-answered in another 15. A machine that is back by then says that it knows of no such connection, which ends it
-at once. A process that is busy answers by its kernel: this takes nobody for dead that is slow.
+A machine that loses power or its network closes nothing: a peer that only waits for it waits forever. So the
+kernel sends keep-alive probes after 15 s of silence, and drops a connection that does not answer them for
+another 15 s. A machine that has rebooted by then rejects the connection, which ends it at once. Probes are
+answered by the peer's kernel, so a slow process is not taken for a dead machine.
 
-The kernel only asks where nothing is under way. What it was given to send it sends again and again, for a
-quarter of an hour, and meanwhile asks nothing. Its own limit for that, TCP_USER_TIMEOUT, also ends
-connections whose other side is there and does not read for a while. So `is_gone` is asked every `LOOK_S`.
+The kernel sends no probes while data is unacknowledged. It retransmits that data for a quarter of an hour.
+The limit for that, TCP_USER_TIMEOUT, would also end connections whose peer is alive but does not read for a
+while. So `is_gone` is checked every `LOOK_S`.
 """
 
 import asyncio
@@ -28,25 +28,25 @@ KEEPALIVE = (
             ("TCP_KEEPINTVL", ASK_EVERY_S),
             ("TCP_KEEPCNT", ASKED_MAX),
         )
-        if hasattr(socket, name)  # not every system has them all
+        if hasattr(socket, name)  # not every system has all of them
     ),
 )
-"""Options of a socket, as `setsockopt` takes them. What is accepted by a socket has those of that."""
+"""Arguments for `setsockopt`. Accepted connections inherit them from the listening socket."""
 
 GONE_S = SILENT_S + ASK_EVERY_S * ASKED_MAX
-"""A machine that has acknowledged nothing for this long, although it was sent something, is gone."""
+"""A machine that has not acknowledged any data for this long, although some was sent, is dead."""
 
 LOOK_S = 5.0
-"""How often whoever has connections looks at them."""
+"""Interval between checks of all connections."""
 
 _INFO = struct.Struct("=2x2B52xI")  # of Linux's tcp_info: retransmits, probes, last_ack_recv in ms
 
 
 def is_gone(transport: asyncio.BaseTransport) -> bool:
-    """Return whether the machine at the other end has acknowledged nothing of late that was sent to it.
+    """Return whether the peer's machine has recently not acknowledged any data that was sent to it.
 
-    One that acknowledges, and takes nothing because nobody reads there, is not gone. False where the system
-    does not tell.
+    A machine that acknowledges, but whose process does not read, is not gone. Returns False if the system
+    does not provide this information.
     """
     if sys.platform != "linux":
         return False
@@ -54,8 +54,8 @@ def is_gone(transport: asyncio.BaseTransport) -> bool:
         connection = transport.get_extra_info("socket")
         info: bytes = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
         retransmits, probes, silent_ms = _INFO.unpack(info)
-    except (OSError, RuntimeError, AttributeError, struct.error):  # closed by now
+    except (OSError, RuntimeError, AttributeError, struct.error):  # already closed
         return False
-    # The first time that it is sent again, or asked whether it reads by now, it may be answering already.
+    # After the first retransmission or window probe, its answer may be on the way.
     is_unheard: bool = max(retransmits, probes) > 1 and silent_ms >= GONE_S * 1000
     return is_unheard

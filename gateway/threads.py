@@ -1,4 +1,4 @@
-"""Threads of their own, which the end of the process does not wait for, as it would for those of a pool."""
+"""Dedicated daemon threads, which, unlike those of a pool, do not delay the end of the process."""
 
 import asyncio
 import errno
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 def in_own(loop: asyncio.AbstractEventLoop, name: str, function: Callable[[], T]) -> asyncio.Future[T]:
-    """Return what `function` returns or raises, once it has: in a thread of that name, however long it takes.
+    """Run `function` in a new thread called `name`, and return a future of its result.
 
     Raises:
-        OSError: no thread is left: the system has as many processes and threads as it may.
+        OSError: no thread can be started: a limit on processes and threads is reached.
     """
     answer: asyncio.Future[T] = loop.create_future()
 
@@ -32,7 +32,7 @@ def in_own(loop: asyncio.AbstractEventLoop, name: str, function: Callable[[], T]
             result = function()
         except Exception as error:  # noqa: BLE001 - it is for whoever waits
             failure = error
-        with suppress(RuntimeError):  # the loop is closed by now
+        with suppress(RuntimeError):  # the loop is already closed
             loop.call_soon_threadsafe(tell, result, failure)
 
     try:

@@ -1,4 +1,4 @@
-"""What operators are shown, as JSON: the parts of a running gateway, each in an operator's words."""
+"""The admin API's views: the parts of a running gateway, as JSON for operators."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -50,7 +50,7 @@ class Views:
         self._clock = clock
 
     def by_name(self) -> Mapping[str, Callable[[], Any]]:
-        """Return the views, by the name under which they are shown."""
+        """Return the views by name."""
         return {
             "backends": self.backends,
             "boxes": self.boxes,
@@ -60,17 +60,17 @@ class Views:
         }
 
     def policy(self) -> Mapping[str, Any]:
-        """Return the policy in force, for operators."""
+        """Return the policy in force."""
         policy = self._policy()
         return asdict(policy) | {"version": policy.version, "gateway": __version__}
 
     def boxes(self) -> Mapping[str, Any]:
-        """Return every box as an operator wants to see it."""
+        """Return all boxes."""
         now = self._clock.now()
         return {name: _box_view(sight, now) for name, sight in self._boxes.sights().items()}
 
     def replicas(self) -> Mapping[str, Any]:
-        """Return which gateway processes share the store, and what they tell each other, for operators."""
+        """Return the gateway processes that share the store, and the facts they exchange."""
         if self._store is None:
             return {"owner": None, "mode": None, "replicas": 1, "others": {}}
         told = self._peers.view()
@@ -85,7 +85,7 @@ class Views:
         }
 
     def backends(self) -> Mapping[str, Any]:
-        """Return every backend as an operator wants to see it."""
+        """Return all backends."""
         policy, now, sights = self._policy(), self._clock.now(), self._watch.sights()
         loads, statuses = self._ledger.loads(), self._fleet.statuses()
         pools = {

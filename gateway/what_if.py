@@ -1,6 +1,6 @@
-"""What would be decided about a request: under this policy or another, on the fleet as it stands or idle.
+"""What-if decisions for a request: under the current policy or another, on the live fleet or an idle one.
 
-The gateway's own decision, without sending anything.
+Uses the gateway's own decision code, without sending anything.
 """
 
 import json
@@ -33,7 +33,7 @@ _NOW = Arrival("req-explained", 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class ClassVerdict:
-    """One class of the model: whether it matched, and why or why not."""
+    """The verdict on one class of the model: whether it matched, and why or why not."""
 
     name: str
     matched: bool
@@ -42,12 +42,12 @@ class ClassVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Who stands before it.
+    """The queue in front of the request.
 
     Attributes:
-        waiting: Requests of its class that wait.
-        expected_wait_s: How long it would wait at the rate measured, 0 where nobody waits; None while that is
-            not known.
+        waiting: Number of waiting requests of its class.
+        expected_wait_s: Expected wait at the measured rate, 0 if nobody is waiting; None if the rate is
+            unknown.
     """
 
     waiting: int
@@ -56,17 +56,17 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A decision with what led to it.
+    """A decision and its explanation.
 
     Attributes:
-        classes: Every class of the model, in order.
-        decision: Where it may go and why.
-        dropped: Members of the body that are not passed on.
-        policy: Version of the configuration it was decided under.
-        fleet: "idle": as configured, healthy and empty; "live": as it stands.
-        outlook: Who stands before it; None on an idle fleet.
-        changes: What that configuration changes in the one in force.
-        notes: What this does not know, in sentences.
+        classes: All classes of the model, in order.
+        decision: The eligible backends and the reasons.
+        dropped: Members of the body that are not forwarded.
+        policy: Version of the configuration that was applied.
+        fleet: "idle": as configured, healthy and empty; "live": in its current state.
+        outlook: The queue in front of it; None on an idle fleet.
+        changes: Differences of that configuration from the one in force.
+        notes: Limits of this explanation, in sentences.
     """
 
     classes: tuple[ClassVerdict, ...]
@@ -79,20 +79,20 @@ class Explanation:
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> str:
-        """Return everything as JSON."""
+        """Encode as JSON."""
         return indented(self).decode()
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What the gateway would answer at once, before looking at any backend."""
+    """The error the gateway would return before considering any backend."""
 
     status: int
     code: str
     message: str
 
     def as_json(self) -> str:
-        """Return everything as JSON."""
+        """Encode as JSON."""
         return json.dumps({"refused": asdict(self)}, indent=2)
 
 
@@ -104,10 +104,10 @@ def read(
     key: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> wire.WireRequest:
-    """Return a request as the gateway would read it.
+    """Parse a request like the gateway.
 
     Raises:
-        CallerError: it would be refused, or no API key has that name.
+        CallerError: it would be rejected, or no API key has that name.
     """
     if key is not None and key not in (named := settings.document.keys or {}):
         there_are = f"there are {', '.join(named)}" if named else "it has no `keys`"
@@ -122,7 +122,7 @@ def decided(
     """Return the decision for a request, with the verdict on every class.
 
     Raises:
-        CallerError: the gateway would refuse it before looking at backends.
+        CallerError: the gateway would reject it before considering backends.
     """
     model = deciding.model_of(policy, request.model)
     traffic_class, decision = deciding.decide(policy, model, request, estimate, lambda _: views)
@@ -141,7 +141,7 @@ def decided(
 
 
 class WhatIf:
-    """Answers `POST /admin/explain` on the fleet as it stands."""
+    """Answers `POST /admin/explain` for the live fleet."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class WhatIf:
         journal: Journal,
         clock: Clock,
     ) -> None:
-        """Join the parts of a running gateway; `settings` and `policy` return what is in force."""
+        """Wire up the parts of a running gateway; `settings` and `policy` return those in force."""
         self._settings = settings
         self._policy = policy
         self._reloader = reloader
@@ -164,11 +164,11 @@ class WhatIf:
         self._clock = clock
 
     async def explain(self, question: Question) -> Explanation | Refusal:
-        """Return what would be decided, or what would be answered instead.
+        """Return the explained decision, or the error that would be returned instead.
 
         Raises:
-            ConfigError: the configuration in question cannot be used.
-            RequestForgotten: nothing is kept of the request in question.
+            ConfigError: the given configuration is invalid.
+            RequestForgotten: the record of the given request is no longer kept.
         """
         settings, policy, changes = self._settings(), self._policy(), tuple[str, ...]()
         if question.config is not None:
@@ -219,7 +219,7 @@ class WhatIf:
     def _views(
         self, policy: Policy, held: Mapping[str, float]
     ) -> tuple[Mapping[str, BackendView], tuple[str, ...]]:
-        """Return the backends of a policy as they stand, and what is not known of them."""
+        """Return the current state of a policy's backends, and notes on what is unknown about them."""
         known, idle = self._pipeline.sights(held), deciding.idle(policy)
         views, unknown = {}, []
         for name, backend in policy.backends.items():
@@ -235,7 +235,7 @@ class WhatIf:
         return views, (f"Not in the running fleet, so assumed to be idle and healthy: {', '.join(unknown)}.",)
 
     def _unkept(self, policy: Policy, request: Request) -> Sequence[str]:
-        """Return what is not known of a past request."""
+        """Return notes on what is unknown about a past request."""
         notes = [
             "Decided again from what is kept of the request: its estimated length, its key and its features. "
             "The text is not kept, so the length is not counted again. The fleet is as it is now."
@@ -258,5 +258,5 @@ class WhatIf:
 
 
 def _held(decision: Decision) -> Mapping[str, float]:
-    """Return what a decision saw of the conversation on each backend: of those that it scored."""
+    """Return the prefix shares that a past decision used, for the backends it scored."""
     return {one.backend: one.scores.get("prefix_affinity", 0.0) for one in decision.candidates}

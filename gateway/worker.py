@@ -1,7 +1,7 @@
 """One of several gateway processes on a port: `python -m gateway.worker NUMBER`.
 
-Started by supervisor.py, which says how the two talk; nobody else has a use for it. The number on the
-command line is for those who read a list of processes.
+Started by supervisor.py, which documents the protocol between the two. The number is only for people who look
+at process lists.
 """
 
 import json
@@ -26,18 +26,18 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 def main() -> int:
-    """Serve as ordered on standard input. Returns the exit status."""
+    """Serve as ordered on standard input. Return the exit status."""
     for heard in (*app.STOP_SIGNALS, app.RELOAD_SIGNAL):
-        signal.signal(heard, signal.SIG_IGN)  # sent to all processes at once, they are the parent's to hear
+        signal.signal(heard, signal.SIG_IGN)  # the parent handles them for all workers
     reports = os.dup(STDOUT)
-    os.dup2(STDERR, STDOUT)  # whatever else is printed is no report
+    os.dup2(STDERR, STDOUT)  # anything else that is printed must not be taken for the report
     written, stops = _order()
     if written is None:
-        return 0  # the parent is gone already
+        return 0  # the parent has already exited
     order = Order(**json.loads(written))
 
     def report(said: Report) -> None:
-        with suppress(OSError):  # the parent is gone, which ends this process soon
+        with suppress(OSError):  # the parent has exited, which ends this process soon
             os.write(reports, json.dumps(asdict(said)).encode() + b"\n")
 
     logs.set_up(order.log_level, worker=order.number)
@@ -46,7 +46,7 @@ def main() -> int:
         own = loaded.for_worker(order.number, order.workers, order.store_url)
         if order.changed is not None:
             new = settings.load(order.config, source=order.changed.encode())
-            # A later change is compared with what all workers were started with, as the others do.
+            # Later changes are compared with the configuration that all workers were started with.
             own = replace(settings.beside(loaded, own, new), tree=loaded.tree)
         with socket.socket(fileno=order.listen_fd) as listen:
             process.run(_serve, own, listen, stops, report)
@@ -67,7 +67,7 @@ async def _serve(own: Settings, listen: socket.socket, stops: int, report: Calla
         tasks.start_soon(app.reread_on, hints, gateway)
         try:
             await app.serve_until(_told(stops, hints_out), gateway, ready=ready, listen=listen)
-        except ConfigError as error:  # carried out by value: the group would wrap it
+        except ConfigError as error:  # returned by value, because the task group would wrap it
             failure = error
         tasks.cancel_scope.cancel()
     if failure is not None:
@@ -75,7 +75,7 @@ async def _serve(own: Settings, listen: socket.socket, stops: int, report: Calla
 
 
 def _order() -> tuple[bytes | None, int]:
-    """Return the order, or None if the input ends before it does; and how many stops came with it."""
+    """Return the order, or None at EOF; and the number of stop bytes received with it."""
     heard = b""
     while b"\n" not in heard:
         more = os.read(STDIN, 65_536)
@@ -87,9 +87,9 @@ def _order() -> tuple[bytes | None, int]:
 
 
 async def _told(stops: int, hints: MemoryObjectSendStream[None]) -> AsyncIterator[None]:
-    """Yield for each of so many `stops`, then for each that is heard. The parent's end is one if none was.
+    """Yield for each of `stops`, then for each stop byte received. EOF counts as one if it is the first.
 
-    That the configuration is to be read again goes into `hints`; once is enough for several.
+    Requests to reload go to `hints`, where several may be merged.
     """
     for _ in range(stops):
         yield

@@ -1,22 +1,22 @@
 """Admission: may this request start on this backend now?
 
-A bandwidth-bound server gains nothing past its *knee*: output tokens/s stays flat while every
-request's time per output token grows. So the gateway stops at the knee and lets the caller wait or
-try elsewhere. A request makes a *claim* on a vector of integer counters, and starts where no counter
-it touches would pass its *limit*:
+A bandwidth-bound server gains nothing beyond its *knee*: total output tokens/s stays flat, while the time
+per output token of every request grows. So the gateway stops at the knee, and lets requests wait or go
+elsewhere. A request *claims* amounts of several integer counters, and starts if none of these would exceed
+its *limit*:
 
-* Sequences. A knee is a curve over prompt length, not a number: an H100 holds 64 short chats but
-  about 12 sixteen-thousand-token prompts. A sequence therefore takes the share `1 / knee(length)` of
-  its backend, and the shares of what is in flight may not exceed the whole. Shares are integers
-  (millionths), so that every store adds them up to the same sum.
+* Sequences. A knee is a curve over prompt length, not a number: an H100 holds 64 short chats but about 12
+  prompts of sixteen thousand tokens. So a sequence takes a share of `1 / knee(length)` of its backend, and
+  all shares in flight may not exceed the whole. Shares are integers (millionths), so that all stores compute
+  the same sums.
 * KV blocks, by the model's own formula (core/kv.py).
-* Long prompts: how many a backend reads at once, and how many it holds.
-* Prompt work outstanding, in milliseconds as the backend's latency model predicts it. A backend takes
-  a prompt, of any size, while less than the bound is outstanding: a bound on the sum would let small
-  prompts starve a large one.
+* Long prompts: how many a backend prefills at once, and how many it holds.
+* Outstanding prefill work, in milliseconds as predicted by the backend's latency model. A backend accepts a
+  prompt of any size while less than the bound is outstanding: with a bound on the sum, small prompts would
+  starve a large one.
 
-Pure: no clock, no I/O. The store only compares and counts, atomically, and a contract test holds all
-stores to one table of cases.
+Pure: no clock, no I/O. The store only compares and counts, atomically, and a contract test runs all stores
+against one table of cases.
 """
 
 from collections.abc import Mapping
@@ -38,15 +38,15 @@ from gateway.core.values import (
 )
 
 WHOLE = 1_000_000
-"""A backend's knee in units of `Load.share`."""
+"""A backend's whole knee, in units of `Load.share`."""
 
 PROMPT_TOKENS_MAX = 1_048_576
-"""The longest prompt whose work is predicted, chunk by chunk: no deployment has such a window. A longer one
-is refused, and may be of any length: callers write the budget of their images themselves."""
+"""The longest prompt whose prefill time is predicted, chunk by chunk: no deployment has such a window. Longer
+ones are rejected; their size is unbounded, because callers choose the token budget of their images."""
 
 
 def knee_step(capacity: Capacity, prompt_tokens: int) -> KneeStep:
-    """Return the step of the knee curve that holds for prompts of that length."""
+    """Return the step of the knee curve for prompts of that length."""
     for step in capacity.knee:
         if step.prompt_tokens_max is None or prompt_tokens <= step.prompt_tokens_max:
             return step
@@ -54,14 +54,14 @@ def knee_step(capacity: Capacity, prompt_tokens: int) -> KneeStep:
 
 
 def knee_seqs(capacity: Capacity, prompt_tokens: int) -> int:
-    """Return how many sequences with prompts of that length the backend runs before it saturates."""
+    """Return how many sequences with prompts of that length saturate the backend."""
     return knee_step(capacity, prompt_tokens).seqs
 
 
 def prefill_s(backend: Backend, demand: Demand) -> float:
-    """Return the seconds an idle backend works on the prompt; 0 where no latency model is known.
+    """Return the predicted prefill time on an idle backend, in seconds; 0 without a latency model.
 
-    Of a prompt beyond `PROMPT_TOKENS_MAX`: on one of that length.
+    For a prompt longer than `PROMPT_TOKENS_MAX`, the time of one of that length.
     """
     if backend.perf is None:
         return 0.0
@@ -69,9 +69,9 @@ def prefill_s(backend: Backend, demand: Demand) -> float:
 
 
 def read_alike(one: Backend, other: Backend) -> bool:
-    """Return whether two backends certainly take the same time for any prompt, as replicas do."""
+    """Return whether two backends certainly have the same prefill time for any prompt, as replicas do."""
     return (
-        one.perf is other.perf  # those of one profile share it
+        one.perf is other.perf  # shared by all backends with one profile
         and one.batched_tokens == other.batched_tokens
         and one.quirks == other.quirks
     )
@@ -79,7 +79,7 @@ def read_alike(one: Backend, other: Backend) -> bool:
 
 @lru_cache(maxsize=4096)
 def _prefill_s(perf: PerfModel, prompt_tokens: int, batched_tokens: int) -> float:
-    """Asked for one prompt several times: backends of a pool are alike, and a decision may be made anew."""
+    """Cached: the backends of a pool are alike, and a request may be decided several times."""
     if prompt_tokens > PROMPT_TOKENS_MAX:
         return _prefill_s(perf, PROMPT_TOKENS_MAX, batched_tokens)
     return perf.prefill_s(prompt_tokens, batched_tokens)
@@ -91,16 +91,16 @@ def is_long(gates: Gates, demand: Demand) -> bool:
 
 
 def claim(capacity: Capacity, demand: Demand, gates: Gates = OPEN, prefill_s: float = 0.0) -> Load:
-    """Return what a request takes of a backend while it runs there.
+    """Return what a request occupies on a backend while it runs there.
 
-    `prefill_s` is the work of one of its prompts. Several sequences of one prompt count as one prefill: the
-    engine reads the prompt once and shares the blocks.
+    `prefill_s` is the prefill time of one of its prompts. Several sequences of one prompt count as a single
+    prefill: the engine processes the prompt once and shares its blocks.
     """
     knee = knee_seqs(capacity, demand.prompt_tokens)
     long = is_long(gates, demand)
     return Load(
         demand.seqs,
-        # Floor division lets exactly `knee` sequences fit, for every knee below 1,000.
+        # Rounding down lets exactly `knee` sequences fit, for every knee below 1,000.
         demand.seqs * (WHOLE // knee),
         0 if capacity.kv is None else demand.seqs * capacity.kv.blocks(demand.total_tokens),
         demand.seqs if long else 0,
@@ -116,15 +116,15 @@ def limits(
     share_max: int = WHOLE,
     kv_taken: int = 0,
 ) -> Load:
-    """Return the most a backend may hold once a request that claims `wanted` has started there.
+    """Return the maximum load of a backend after a request that claims `wanted` has started there.
 
-    `share_max` is how much of the knee may be used, `kv_taken` the blocks that others hold there. Where a
-    limit is smaller than one request that fits the backend, that request may still run alone.
+    `share_max` is the usable part of the knee, `kv_taken` the blocks in use by others. Where a limit is below
+    what a single fitting request needs, that request may still run alone.
     """
     wanted = wanted or _NOTHING
     planned = blocks_planned(capacity)
     blocks = UNLIMITED if planned is None else max(planned - kv_taken, min(planned, wanted.kv_blocks))
-    # A long prompt where none may be read beside other work: only on a backend that is empty.
+    # A long prompt in a pool without concurrent prefills starts only on an empty backend.
     alone = gates.long_prefills == 0 and wanted.long_seqs > 0
     return Load(
         wanted.seqs if alone else UNLIMITED,
@@ -139,10 +139,10 @@ def limits(
 def spill_limits(
     capacity: Capacity, most: Load, wanted: Load, load: Load, gates: Gates, rules: Spill
 ) -> Load:
-    """Return `most` tightened for work whose first choice was another pool.
+    """Return `most` reduced for requests whose first choice was another pool.
 
-    The reserve is for the pool's own long documents: those in `load` are what it was kept for, so they
-    use it up instead of adding to it. What needs more than it leaves may run alone: it would wait for ever.
+    The reserve is meant for the pool's own long documents: those in `load` use it up instead of adding to it.
+    A request that needs more than the rest may run alone, because otherwise it would wait forever.
     """
     own = load.long_seqs * (WHOLE // knee_seqs(capacity, gates.long_prompt_tokens + 1))
     reserved = max(0, round(rules.reserve * WHOLE) - own)
@@ -169,15 +169,15 @@ COUNTERS: Mapping[str, Exclusion] = {
     "long_unanswered": Exclusion.LONG_PREFILL,
     "prefill_ms": Exclusion.PREFILL_BUSY,
 }
-"""Each counter of `Load`, and what it means when it is the one that is full. In the order of checking."""
+"""The counters of `Load` in the order of checking, with the exclusion for each if it is full."""
 
 
 def full(load: Load, wanted: Load, most: Load) -> Exclusion | None:
-    """Return the first counter that `wanted` on top of `load` would take above `most`, or None.
+    """Return the first counter of `load` that `wanted` would take above `most`, or None.
 
-    A counter that `wanted` does not touch is not checked: a chat is not refused for documents that run.
+    Counters that `wanted` does not use are not checked: a chat is not refused because of running documents.
     """
-    if load.has_room(wanted, most):  # mostly so
+    if load.has_room(wanted, most):  # the common case
         return None
     for name, reason in COUNTERS.items():
         extra = getattr(wanted, name)
@@ -187,16 +187,16 @@ def full(load: Load, wanted: Load, most: Load) -> Exclusion | None:
 
 
 def blocks_planned(capacity: Capacity) -> int | None:
-    """Return the KV blocks admission may hand out, or None where the engine alone judges."""
+    """Return the KV blocks that may be used, or None if only the engine decides."""
     if capacity.kv is None or capacity.kv_blocks is None:
         return None
     return int(capacity.kv_blocks * capacity.kv_budget)
 
 
 def misfit(capacity: Capacity, demand: Demand, kv_blocks: int | None = None) -> Exclusion | None:
-    """Return why the request could never run here, or None: waiting cannot change this.
+    """Return why the request could never run here, or None. Waiting cannot change this.
 
-    `kv_blocks`: what it claims, where that is known.
+    `kv_blocks`: the blocks it claims, if already known.
     """
     if demand.total_tokens > capacity.context_tokens:
         return Exclusion.CONTEXT_EXCEEDED

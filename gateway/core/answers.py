@@ -1,7 +1,7 @@
-"""Reading what a backend says: its errors in five shapes, its verdicts, its usage. Pure.
+"""Interprets what a backend says: errors in five shapes, verdicts, usage. Pure.
 
-A status of 200 proves nothing with vLLM: an engine that is being stopped answers 200 with the partial
-text and `finish_reason: "abort"`, and one whose worker died puts an `error` event before `[DONE]`.
+With vLLM, status 200 proves nothing: an engine that is stopping answers 200 with partial text and
+`finish_reason: "abort"`, and one whose worker process died sends an `error` event before `[DONE]`.
 """
 
 import json
@@ -15,7 +15,7 @@ from gateway.core.health import Outcome
 from gateway.core.usage import Usage
 
 ABORTED = "abort"
-"""The finish_reason of an answer that the engine gave up: it is stopping, or was told to."""
+"""The finish_reason of an aborted answer: the engine is stopping, or was told to abort it."""
 
 _OVERLONG = re.compile(
     r"maximum context length|max_model_len|context window|available context size", re.IGNORECASE
@@ -23,7 +23,7 @@ _OVERLONG = re.compile(
 _CALLERS_FAULT = re.compile(
     r"(?:image|audio|video) input is not supported|Failed to parse (?:messages|tools): ", re.IGNORECASE
 )
-"""What llama.cpp's server says with status 500 of a request that it cannot serve."""
+"""Messages with which llama.cpp's server rejects unsupported requests, with status 500."""
 _STOPPING = re.compile(r"after shutdown|shutting down", re.IGNORECASE)
 _CRASHED = re.compile(r"EngineCore|EngineDead|engine core", re.IGNORECASE)
 _NO_MODEL = re.compile(r"model .{1,200} does not exist", re.IGNORECASE | re.DOTALL)
@@ -39,10 +39,10 @@ _PRIVATE: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]+"), "[path]"),
 )
 TOKENS_MAX = 2**53
-"""A backend that reports more tokens has not counted them."""
+"""Larger token counts are not credible."""
 
 MESSAGE_CHARS_MAX = 4_000
-_MESSAGE_BYTES_MAX = 6 * MESSAGE_CHARS_MAX  # as it may be escaped
+_MESSAGE_BYTES_MAX = 6 * MESSAGE_CHARS_MAX  # allows for escapes
 _MESSAGE = re.compile(
     r'\s*\{\s*(?:"error"\s*:\s*\{\s*)?"(?:message|detail)"\s*:\s*'
     r'"((?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)'
@@ -52,7 +52,7 @@ _OWN_VERDICTS = frozenset({400, 413, 422})
 
 @dataclass(frozen=True, slots=True)
 class BackendError:
-    """A backend's error, whichever shape it came in."""
+    """A backend's error, normalized from any shape."""
 
     message: str
     code: str = ""
@@ -65,28 +65,28 @@ class BackendError:
 
     @property
     def gist(self) -> str:
-        """What is known of it, in words of ours; "" if nothing. Its own words may quote the prompt."""
+        """A summary in our own words; "" if there is none. The backend's own words may quote the prompt."""
         return next((words for pattern, words in _GISTS if pattern.search(self.message)), "")
 
     @property
     def public_message(self) -> str:
-        """Its own words for the caller, without addresses and paths of the operator's machines."""
-        message = self.message[:MESSAGE_CHARS_MAX].encode(errors="replace").decode()  # not half a character
+        """The backend's own words for the caller, without addresses and paths of the operator's machines."""
+        message = self.message[:MESSAGE_CHARS_MAX].encode(errors="replace").decode()  # no lone surrogate
         for pattern, words in _PRIVATE:
             message = pattern.sub(words, message)
         return message
 
 
 class UnfitAnswer(BackendError):
-    """An answer that is whole, and not what was asked for. The backend is well; another try may do better."""
+    """A complete answer that is not what was asked for. The backend is healthy; a retry may succeed."""
 
 
 def read_error(body: bytes) -> BackendError:
-    """Return the error a body describes; one that describes none says only that it does not.
+    """Parse an error body; one without a recognizable error yields a generic description.
 
-    The shapes of vLLM 0.32: `{"error": {message, type, param, code: int}}` with two spellings of
-    type, `{"detail": ...}` from the framework, `{"error": "Unauthorized"}`, and
-    `{"type": "error", "error": {...}}`; older ones put the members at the top level.
+    The shapes of vLLM 0.32: `{"error": {message, type, param, code: int}}` with two spellings of type,
+    `{"detail": ...}` from the framework, `{"error": "Unauthorized"}`, and
+    `{"type": "error", "error": {...}}`; older ones have the members at the top level.
     """
     try:
         decoded = json.loads(body)
@@ -96,14 +96,14 @@ def read_error(body: bytes) -> BackendError:
 
 
 def _beginning(body: bytes) -> str:
-    """Return how the message in a body that was cut begins: engines quote what they refuse, all of it."""
+    """Return the beginning of the message in a truncated body: engines quote the whole input they reject."""
     found = _MESSAGE.match(body[:_MESSAGE_BYTES_MAX].decode(errors="ignore"))
     text = "" if found is None else str(json.loads(f'"{found[1]}"', strict=False))
-    return text.encode(errors="ignore").decode()  # the cut may have halved a character
+    return text.encode(errors="ignore").decode()  # the cut may have split a character
 
 
 def error_of(decoded: object) -> BackendError | None:
-    """Return the error a decoded JSON value describes, or None if it describes none."""
+    """Return the error that a decoded JSON value describes, or None."""
     if not isinstance(decoded, dict):
         return None
     error = decoded.get("error")
@@ -127,9 +127,9 @@ def error_of(decoded: object) -> BackendError | None:
 
 
 def verdict(status: int, error: BackendError) -> tuple[GatewayError, Outcome]:
-    """Return what to tell the caller about a status that is not 200, and what it says of the backend.
+    """Return the error for the caller for a status other than 200, and the outcome for the backend's health.
 
-    A `CallerError` is final; an `UpstreamError` may be tried elsewhere.
+    A `CallerError` is final; an `UpstreamError` may be retried elsewhere.
     """
     if status in (401, 403):
         return UpstreamFailed("The backend does not accept the gateway's credentials."), Outcome.MISCONFIGURED
@@ -153,7 +153,7 @@ def verdict(status: int, error: BackendError) -> tuple[GatewayError, Outcome]:
 def _rejected(status: int, error: BackendError) -> BackendRejected:
     message, code = error.public_message, "invalid_request"
     if error.code == "context_length_exceeded" or (_OVERLONG.search(message) and error.param != "max_tokens"):
-        # Clients recognise an overflow by these words, not by the code.
+        # Clients recognize a context overflow by these words, not by the code.
         said = message.rstrip().removesuffix(".")
         message = f"{said}. Input tokens exceed the configured limit [context_length_exceeded]."
         code = "context_length_exceeded"
@@ -163,16 +163,16 @@ def _rejected(status: int, error: BackendError) -> BackendRejected:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a complete, non-streamed answer says of itself."""
+    """The parts of a complete non-streamed answer that determine whether it is valid."""
 
     error: BackendError | None
     finish_reasons: tuple[str | None, ...]
     usage: Usage | None
 
     def fault(self, choices: int) -> BackendError | None:
-        """Return what is wrong with it although the status was 200, or None if it is an answer.
+        """Return what is wrong with the answer despite status 200, or None.
 
-        Every one of `choices` must be there and have finished, as in a stream.
+        Each of `choices` must exist and be finished, as in a stream.
         """
         if self.error is not None:
             return self.error
@@ -184,7 +184,7 @@ class Answer:
 
 
 def read_answer(decoded: object) -> Answer | None:
-    """Return what a decoded answer says, or None if it has neither an error nor a list of choices."""
+    """Parse a decoded answer; None if it has neither an error nor a list of choices."""
     if not isinstance(decoded, dict):
         return None
     error = error_of(decoded)
@@ -198,7 +198,7 @@ def read_answer(decoded: object) -> Answer | None:
 
 
 def usage_of(usage: object) -> Usage | None:
-    """Return the token counts of a `usage` member, or None if it holds none."""
+    """Return the token counts in a `usage` member, or None."""
     if not isinstance(usage, dict):
         return None
     prompt_tokens = usage.get("prompt_tokens")

@@ -1,4 +1,4 @@
-"""What a request asked, without its text: enough to decide about it again. Pure."""
+"""The features of a request without its text: enough to decide it again. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -7,25 +7,24 @@ from gateway.core.value import valueclass
 from gateway.core.values import Endpoint, Estimate, ModelPolicy, Policy, Prompt, Request
 
 OTHER = True
-"""Stands for the value of a header that no condition names: it was there, and that is all that is kept."""
+"""Replaces the value of a header that no condition compares: only its presence is stored."""
 
 HeaderValue = str | bool
 
 
 @valueclass(frozen=True, slots=True)
 class Asked:
-    """One request's features and figures. Nothing of it is a caller's own words.
+    """One request's features and figures. Contains no text written by a caller.
 
     Attributes:
-        policy: Version of the policy that it was decided under.
-        model: The name it asked for; one that the configuration knows.
+        policy: Version of the policy it was decided under.
+        model: The requested model, by a name that the configuration knows.
         endpoint, stream, max_tokens, seqs, choices, prompts, reasoning, images, audios, tools, is_job,
             handed_over_as: As in `Request`.
-        estimate: How long its prompt was taken to be.
-        size_bytes: What it kept in memory.
-        patience_s: How long its caller said that it waits for the first token, or None.
-        headers: Those that the policy's conditions match on: the value where a condition names it, else
-            `OTHER`.
+        estimate: The estimated prompt length.
+        size_bytes: Memory it occupied.
+        patience_s: How long its caller said it would wait for the first token, or None.
+        headers: Headers in conditions of the policy: the value if a condition compares it, otherwise `OTHER`.
     """
 
     policy: str
@@ -58,7 +57,7 @@ class Asked:
         size_bytes: int = 0,
         patience_s: float | None = None,
     ) -> "Asked":
-        """Return what is kept of a request for a model of the policy with that version."""
+        """Return the features of a request for a model of the policy with that version."""
         headers: dict[str, HeaderValue] = {}
         for name, values in _matched(model).items():
             value = request.headers.get(name)
@@ -86,7 +85,7 @@ class Asked:
         )
 
     def request(self, key: str | None = None) -> Request:
-        """Return the request again, as far as a decision reads it. `key`: name of its caller's API key."""
+        """Restore the request, as far as a decision needs it. `key`: name of its caller's API key."""
         return Request(
             endpoint=self.endpoint,
             model=self.model,
@@ -101,7 +100,7 @@ class Asked:
             audios=self.audios,
             tools=self.tools,
             key=key,
-            # No header can have the value "": it stands for one that nobody named.
+            # "" is never the value of a header: it stands for one that no condition compares.
             headers={name: "" if value is OTHER else str(value) for name, value in self.headers.items()},
             is_job=self.is_job,
             handed_over_as=self.handed_over_as,
@@ -109,7 +108,7 @@ class Asked:
 
 
 def matched_headers(policy: Policy, model: str) -> Mapping[str, frozenset[str]]:
-    """Return the headers that the classes of a model match on, with every value that one of them names."""
+    """Return the headers in conditions of a model's classes, with all values that they are compared with."""
     known = policy.model(model)
     return {} if known is None else _matched(known)
 

@@ -1,4 +1,4 @@
-"""What a batch's line got once its job has ended: status and body, as the request would have had. Pure."""
+"""The result of a batch's line after its job has ended: status and body, as for a single request. Pure."""
 
 import json
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ RESPONSES = "/v1/responses"
 
 
 def answer_of(endpoint: str, job: Job, chunks: Sequence[Chunk]) -> tuple[int, bytes] | None:
-    """Return status and body of what a job that has ended answers; None: it has no answer, and no verdict.
+    """Return status and body for an ended job; None: it has neither an answer nor an error for it.
 
     Args:
-        endpoint: The batch's.
+        endpoint: The batch's endpoint.
         job: The job, final.
-        chunks: All of its answer.
+        chunks: All chunks of its answer.
     """
     error = failure(job)
     if job.status is JobStatus.CANCELLED or isinstance(error, JobExpired):
@@ -32,13 +32,13 @@ def answer_of(endpoint: str, job: Job, chunks: Sequence[Chunk]) -> tuple[int, by
 
 
 def refusal(error: GatewayError) -> tuple[int, bytes]:
-    """Return status and body of an error, in the shape that OpenAI clients read."""
+    """Return status and body of an error in OpenAI's shape."""
     said = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
     return error.http_status, _encoded({"error": said})
 
 
 def unreadable() -> tuple[int, bytes]:
-    """Return status and body where the answer is none."""
+    """Return status and body for an invalid answer."""
     return refusal(UpstreamFailed("The answer cannot be read."))
 
 

@@ -1,17 +1,17 @@
-"""Batches: files of requests that are worked off within a day, line by line, as OpenAI's Batch API has them.
+"""Batches: files of requests, processed line by line within a day, as in OpenAI's Batch API.
 
     input file -> lines -> a job each -> output lines and error lines, in the order in which they end
 
-A batch is validated as a whole before any of it runs: one bad line fails it, and names what is wrong with
-every line, up to `ERRORS_MAX`. Ids of lines come of the batch and the line's number, so reading a file again
-after a crash makes the same ids.
+A batch is validated completely before any of it runs: a single bad line fails it, and the errors of all lines
+are reported, up to `ERRORS_MAX`. Ids of lines are derived from the batch and the line's number, so reading a
+file again after a crash yields the same ids.
 
     VALIDATING    becomes IN_PROGRESS, FAILED, EXPIRED or CANCELLING
     IN_PROGRESS   becomes FINALIZING, EXPIRED or CANCELLING
     FINALIZING    becomes COMPLETED
     CANCELLING    becomes CANCELLED
 
-Pure: lines are arguments; the store makes every step from one status to the next.
+Pure: lines are arguments; the store performs the transitions.
 """
 
 import hashlib
@@ -23,35 +23,35 @@ from typing import Any, NoReturn
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/responses")
 LINES_MAX = 50_000
-"""Requests of one batch; OpenAI's limit."""
+"""Maximum requests per batch; OpenAI's limit."""
 
 FILE_BYTES_MAX = 200 * 1024 * 1024
-"""Bytes of an input file; OpenAI's limit, read as mebibytes."""
+"""Maximum size of an input file; OpenAI's limit, interpreted as mebibytes."""
 
 ERRORS_MAX = 100
-"""Errors of an input file that are reported; reading ends with the last of them."""
+"""Maximum errors reported per input file; validation stops at the last of them."""
 
 CUSTOM_ID_MAX = 512
-"""Characters of a `custom_id`. OpenAI names no limit; metadata values have this one."""
+"""Maximum characters of a `custom_id`. OpenAI documents no limit; this is the one for metadata values."""
 
 WINDOW_S = 86_400
-"""The one completion window there is, "24h"."""
+"""The only supported completion window, "24h"."""
 
 OPEN_MAX = 100
-"""Batches of one API key that may be open at once."""
+"""Maximum number of open batches per API key."""
 
 KEPT_MAX = 10_000
-"""Batches of one API key that are kept; the oldest go first."""
+"""Maximum number of stored batches per API key; the oldest are deleted first."""
 
 KEEP_S = 30 * 86_400
-"""How long a batch is kept after its end: as long as its files, at most."""
+"""How long a batch is stored after its end: at most as long as its files."""
 
 
 class BatchStatus(StrEnum):
-    """Where a batch stands; OpenAI's words."""
+    """Status of a batch, in OpenAI's terms."""
 
     VALIDATING = "validating"
-    FAILED = "failed"  # the input file is bad; nothing ran
+    FAILED = "failed"  # the input file is invalid; nothing ran
     IN_PROGRESS = "in_progress"
     FINALIZING = "finalizing"
     COMPLETED = "completed"
@@ -73,11 +73,11 @@ _FINAL = frozenset({BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIR
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A request of an input file.
+    """A request in an input file.
 
     Attributes:
-        number: Of the line in the file, from 1.
-        custom_id: The caller's own name for it.
+        number: Line number in the file, from 1.
+        custom_id: The caller's own id.
         body: The request, JSON.
     """
 
@@ -88,12 +88,12 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True)
 class BatchLineError:
-    """What is wrong with an input file.
+    """An error in an input file.
 
     Attributes:
-        code: Fixed: for programs.
-        message: For people. Repeats nothing of a body.
-        line: Number of the line, from 1; None where it is the file.
+        code: A stable code for programs.
+        message: For people. Never quotes a body.
+        line: Line number, from 1; None for the file as a whole.
         param: The member at fault, or None.
     """
 
@@ -110,7 +110,7 @@ class _Bad(Exception):
 
 
 LINE_BYTES_MAX = 32 * 1024 * 1024
-"""Bytes of a line: what a request body may have where nothing else is configured."""
+"""Maximum size of a line: the default maximum of a request body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ class RawLine:
 
     Attributes:
         number: From 1.
-        data: Its bytes with its end; None for one that is longer than `LINE_BYTES_MAX`.
-        end: Where in the file the next one begins, in bytes.
+        data: Its bytes including the line break; None if longer than `LINE_BYTES_MAX`.
+        end: Offset of the next line.
     """
 
     number: int
@@ -129,16 +129,16 @@ class RawLine:
 
 
 class LineSplitter:
-    """Cuts a file that comes in pieces into its lines; keeps no more than one of them."""
+    """Splits a streamed file into lines; buffers at most one of them."""
 
     def __init__(self, number: int = 0, offset: int = 0) -> None:
-        """Begin behind line `number`, which ends at `offset`."""
+        """Start after line `number`, which ends at `offset`."""
         self._number, self._end = number, offset
         self._parts: list[bytes] = []
         self._size = 0
 
     def feed(self, data: bytes) -> Iterator[RawLine]:
-        """Yield the lines that are complete with the next bytes of the file."""
+        """Yield the lines completed by the next bytes of the file."""
         for part in _split(data):
             self._size += len(part)
             if self._size <= LINE_BYTES_MAX:
@@ -149,7 +149,7 @@ class LineSplitter:
                 yield self._taken()
 
     def end(self) -> Iterator[RawLine]:
-        """Yield the last line, if nothing ends it but the file's end."""
+        """Yield the last line if the file does not end with a line break."""
         if self._size:
             yield self._taken()
 
@@ -162,7 +162,7 @@ class LineSplitter:
 
 
 def _split(data: bytes) -> Iterator[bytes]:
-    """Yield what the newlines of `data` leave: nothing else ends a line of JSON."""
+    """Split at newlines only: no other character ends a line of JSON."""
     start = 0
     while (end := data.find(b"\n", start)) >= 0:
         yield data[start : end + 1]
@@ -172,19 +172,19 @@ def _split(data: bytes) -> Iterator[bytes]:
 
 
 class InputReader:
-    """Reads an input file line by line, and keeps nothing of a line but its `custom_id`.
+    """Validates an input file line by line, keeping only the `custom_id` of each line.
 
-    Empty lines say nothing. After an error of the file as a whole, and after `ERRORS_MAX` errors, no more is
-    to be read.
+    Empty lines are skipped. Reading stops after an error that concerns the whole file, and after `ERRORS_MAX`
+    errors.
 
     Attributes:
         count: Requests so far.
         errors: Errors so far.
-        is_over: Whether no more is to be read.
+        is_over: Whether reading has stopped.
     """
 
     def __init__(self, endpoint: str) -> None:
-        """Read a file for `endpoint`, which every line must name."""
+        """Validate a file for `endpoint`, which every line must name."""
         self._endpoint = endpoint
         self._seen: dict[str, int] = {}  # by custom_id, the line
         self._size_bytes = 0
@@ -192,7 +192,7 @@ class InputReader:
         self.is_over = False
 
     def read(self, line: RawLine) -> BatchLine | BatchLineError | None:
-        """Return the request of a line, or what is wrong with it, or None for an empty one."""
+        """Return the request in a line, or its error; None for an empty line."""
         self._size_bytes += LINE_BYTES_MAX if line.data is None else len(line.data)
         if self._size_bytes > FILE_BYTES_MAX:
             return self._refused("file_too_large", f"The file has more than {FILE_BYTES_MAX:,} bytes.")
@@ -208,7 +208,7 @@ class InputReader:
         return found
 
     def end(self) -> BatchLineError | None:
-        """Return what is wrong with the file as a whole, now that it has been read to its end."""
+        """Return the error of the file as a whole, after it has been read to its end; None if there is none."""
         return None if self.count else self._refused("empty_file", "The file has no requests.")
 
     def _refused(self, code: str, message: str) -> BatchLineError:
@@ -218,9 +218,9 @@ class InputReader:
 
 
 def request_of(line: RawLine, endpoint: str, seen: dict[str, int]) -> BatchLine | BatchLineError | None:
-    """Return the request of a line, or what is wrong with it, or None for an empty one.
+    """Return the request in a line, or its error; None for an empty line.
 
-    `seen`: by `custom_id`, the lines that it must not repeat; this one is put to them.
+    `seen`: lines by `custom_id`, which must not be repeated; this line is added.
     """
     try:
         if line.data is None:
@@ -267,19 +267,19 @@ def _decoded(raw: bytes) -> Mapping[str, Any]:
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
-    """Return a request as JSON, not escaped: most scripts would take two or three times what they do."""
+    """Encode a request as JSON without escapes, which would double or triple the size of most scripts."""
     try:
         return json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which can only be escaped
+    except UnicodeEncodeError:  # a lone surrogate, which can only be escaped
         return json.dumps(body, separators=(",", ":")).encode()
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(constant)  # NaN and Infinity, which Python reads and JSON has not
+    raise ValueError(constant)  # NaN and Infinity, which Python accepts although JSON does not have them
 
 
 def _is_broken(text: str) -> bool:
-    """Return whether a text has half of a surrogate pair, which no UTF-8 can hold."""
+    """Return whether a text contains a lone surrogate, which UTF-8 cannot represent."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -292,19 +292,19 @@ class Batch:
 
     Attributes:
         id: `batch_...`, unguessable.
-        key: Name of the API key it belongs to, or None.
+        key: Name of its API key, or None.
         endpoint: One of `ENDPOINTS`.
-        input_file_id: The file of its requests.
-        created_at: Epoch seconds, as all its times.
-        status: Where it stands.
-        times: When it got into each status it has been in.
-        total, completed, failed: Requests: all, those with an answer, those without.
-        errors: What is wrong with the input file.
-        output_file_id: The file of answers, once there is one.
-        error_file_id: The file of failures, once there is one.
-        metadata: The owner's own.
-        headers: Those of the request that made it which policy may match on; its lines have them too.
-        output_keep_s: How long the files it leaves are kept.
+        input_file_id: The input file.
+        created_at: Epoch seconds, like all its times.
+        status: Its status.
+        times: When it entered each status.
+        total, completed, failed: Number of requests: all, those with an answer, those without.
+        errors: Errors of the input file.
+        output_file_id: The file of answers, if it exists yet.
+        error_file_id: The file of failures, if it exists yet.
+        metadata: The owner's metadata.
+        headers: Headers of the request that created it, which policies may match; its lines have them too.
+        output_keep_s: How long its output files are kept.
     """
 
     id: str
@@ -326,24 +326,24 @@ class Batch:
 
     @property
     def expires_at(self) -> int:
-        """When what has not ended of it is given up."""
+        """Deadline, after which unfinished requests are given up."""
         return self.created_at + WINDOW_S
 
     def line_id(self, number: int) -> str:
-        """Return the id of a line's request, the same whenever it is asked for."""
+        """Return the id of a line's result; always the same."""
         return f"batch_req_{self.line_token(number)}"
 
     def line_token(self, number: int) -> str:
-        """Return what names a line everywhere: 32 hex digits, the same whenever they are asked for."""
+        """Return a line's token, from which all its ids are derived: 32 hex digits, always the same."""
         return hashlib.sha256(f"{self.id} {number}".encode()).hexdigest()[:32]
 
     def file_id(self, kind: str) -> str:
-        """Return the id that its file of a `kind`, output or error, has if there is one."""
+        """Return the id of its output or error file, which may not exist yet; `kind`: output or error."""
         return f"file-{hashlib.sha256(f'{self.id} {kind}'.encode()).hexdigest()[:32]}"
 
 
 def batch_object(batch: Batch) -> dict[str, Any]:
-    """Return a batch as the API shows it."""
+    """Return the API's batch object."""
     errors = [
         {"code": error.code, "line": error.line, "message": error.message, "param": error.param}
         for error in batch.errors
@@ -368,7 +368,7 @@ def batch_object(batch: Batch) -> dict[str, Any]:
 
 
 class BatchRefusal(StrEnum):
-    """Why a batch was not accepted. Few and fixed: error codes."""
+    """Why a batch was not accepted. A closed set: error codes."""
 
     FILE_NOT_FOUND = "file_not_found"
     INVALID_PURPOSE = "invalid_purpose"
@@ -376,22 +376,22 @@ class BatchRefusal(StrEnum):
     IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"  # with another body
 
 
-# ------------------------------------------------------------------ whoever works at one
+# ------------------------------------------------------------------ for runners
 
 
 class BatchLost(Exception):
-    """Another works at the batch by now, or it is over, or the store has lost some of what was done."""
+    """Another runner has the batch, it is over, or the store has lost some of its progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchClaim:
-    """A batch, taken.
+    """A batch leased by a runner.
 
     Attributes:
-        batch: As it was then.
-        fence: Names the taking; what a former one writes is refused.
-        number: Of the last line that was handed over or written down.
-        offset: Where in the input file the next one begins.
+        batch: Its state at that time.
+        fence: Fencing token; writes with an older one are rejected.
+        number: The last line that was submitted or written.
+        offset: Offset of the next line in the input file.
     """
 
     batch: Batch
@@ -406,8 +406,8 @@ class RunningLine:
 
     Attributes:
         job_id: The job.
-        number: Of the line.
-        custom_id: The caller's own name for it.
+        number: Its line number.
+        custom_id: The caller's own id.
     """
 
     job_id: str
@@ -417,13 +417,13 @@ class RunningLine:
 
 @dataclass(frozen=True, slots=True)
 class BatchSight:
-    """How a batch stands.
+    """The current state of a batch.
 
     Attributes:
-        status: Where.
-        is_due: Whether its time is over.
-        left_s: How much it has left.
-        running: Lines that are jobs, whether these have ended or not.
+        status: Its status.
+        is_due: Whether its deadline has passed.
+        left_s: Time until then.
+        running: Lines that are jobs, ended or not.
         ended: Some of those whose jobs have ended, in that order.
     """
 
@@ -435,7 +435,7 @@ class BatchSight:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether no more of it is to run."""
+        """Whether no more of it may run."""
         return self.is_due or self.status is BatchStatus.CANCELLING
 
 
@@ -443,15 +443,15 @@ class BatchSight:
 
 
 def answered_line(line_id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """Return the line of a request that got an answer, and its end.
+    """Return the result line of an answered request, including the line break.
 
-    One with a status from 400 on belongs into the error file, one below into the output file.
+    A status from 400 on belongs in the error file, any other in the output file.
 
     Args:
         line_id: See `Batch.line_id`.
-        custom_id: The caller's own name for it.
+        custom_id: The caller's own id.
         status: HTTP status of the answer.
-        request_id: The `x-request-id` it was worked off under.
+        request_id: The `x-request-id` of its job.
         body: The answer, JSON.
     """
     response = {"status_code": status, "request_id": request_id, "body": json.loads(body)}
@@ -459,7 +459,7 @@ def answered_line(line_id: str, custom_id: str, status: int, request_id: str, bo
 
 
 def unanswered_line(line_id: str, custom_id: str, code: str, message: str) -> bytes:
-    """Return the error file's line of a request that got no answer, such as `batch_expired`, and its end."""
+    """Return the error line of an unanswered request, for example `batch_expired`, including the line break."""
     return _result_line(line_id, custom_id, None, {"code": code, "message": message})
 
 

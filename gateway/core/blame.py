@@ -1,32 +1,32 @@
-"""Requests that a backend failed, and that no other backend answered: was it the backend, or the request?
+"""Attributes failures that no other backend disproved: was it the backend, or the request?
 
-One such failure does not tell. A client library sends what was answered with 502 again, twice as a rule, and
-three failures put a backend out: so one picture that an engine cannot read would take the only endpoint for
-pictures from everybody. Therefore a request counts once against a backend, however often it comes.
+A single failure does not tell. Client libraries retry after a 502, usually twice, and three failures eject a
+backend: so one image that an engine cannot process would take the only backend for images away from everyone.
+Therefore a request counts only once against a backend, however often it is repeated.
 """
 
 from collections import OrderedDict
 
 REPEATED_S = 60.0
-"""How long a request is known again: as long as a failure counts (`HealthRules.failure_window_s`)."""
+"""How long a request is remembered: as long as a failure counts (`HealthRules.failure_window_s`)."""
 
 KNOWN_MAX = 1_024
-"""Requests that are known, of all backends together."""
+"""Maximum number of remembered requests, over all backends."""
 
 
 class Blame:
-    """Remembers which requests have been held against which backends."""
+    """Remembers which requests have counted against which backends."""
 
     def __init__(self) -> None:
-        """Know none."""
+        """Start with none."""
         self._known: OrderedDict[tuple[str, bytes], float] = OrderedDict()
 
     def is_new(self, backend: str, request: bytes, now: float) -> bool:
-        """Return whether a failure is one more against `backend`, which counts from now on.
+        """Return whether a failure counts against `backend`, and remember it.
 
         Args:
             backend: Its id.
-            request: A digest of what was sent.
+            request: A digest of the request.
             now: Monotonic seconds.
         """
         while self._known and next(iter(self._known.values())) <= now - REPEATED_S:

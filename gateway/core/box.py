@@ -2,9 +2,9 @@
 
     state      what happens                                leads to
     ---------  ------------------------------------------  -----------------------------------------
-    unknown    INSPECT found one model in                  checking
-               found none                                  stopping the others, then booting the default
-               found several                               stopping all but one, then checking that
+    unknown    INSPECT finds one model in                  checking
+               finds none                                  stopping the others, then booting the default
+               finds several                               stopping all but one, then checking that
     resident   the policy wants another model              draining
                lost: INSPECT finds it in again             checking
                lost: INSPECT finds another model in        checking that
@@ -12,27 +12,26 @@
                restarted, for the first time               checking
                gone or restarted, again within a day       quarantine
     draining   nothing of it in flight any more            stopping
-               the swap is called off                      resident
+               the swap is cancelled                       resident
     stopping   stopped                                     booting the target, or checking it if it is in
                failed three times                          failed
     booting    started and answers                         checking
                the command failed three times, or the
-               budget is over                              quarantine
+               budget is exceeded                          quarantine
     checking   the canary's answer is right                resident
-               it is not, or the version is not            quarantine
-    failed     now and then INSPECT: a model is in again   checking
+               the answer or the version is wrong          quarantine
+    failed     periodic INSPECT: a model is in again       checking
 
-*Quarantine*: the backend is not started again. The box drains and stops it and boots the default, or
-another one that is not in quarantine, and is failed when there is none. A boot that went wrong is never
-tried again: it takes minutes, and it would fail alike. What lifts a quarantine is a person: who restarts
-the gateway once the cause is gone, or, on a failed box, starts the model, which is trusted once its canary
-is right.
+*Quarantine*: the backend is not started again. The box drains and stops it and boots the default, or another
+one that is not in quarantine; if there is none, it is failed. A failed boot is never repeated: it takes
+minutes, and would fail in the same way. Only a person lifts a quarantine: by restarting the gateway after
+removing the cause or, on a failed box, by starting the model, which is trusted once it passes its canary.
 
-Orders (`Order`) are carried out by somebody else, who reports with `Done` or `Found`, under the order's
-number: the report of an order that is no longer the last one changes nothing. Every order may be given
-twice, because another process may take the box over in the middle of one.
+Orders (`Order`) are carried out elsewhere, and reported with `Done` or `Found` under the order's number: the
+report of an order that is no longer the latest is ignored. All orders are idempotent, because another process
+may take the box over in the middle of one.
 
-Time is an argument, monotonic seconds.
+Times are arguments, monotonic seconds.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,45 +42,45 @@ from gateway.core.swap_policy import Cause, Plan, Residency, SwapRules, Wants, i
 from gateway.core.values import Exclusion, Objection
 
 COMMAND_TRIES = 3
-"""Times a command to stop or start is tried. That is no boot: one that fails costs seconds."""
+"""Attempts at a command to stop or start. This is not a boot: a failure costs seconds."""
 
 COMMAND_PAUSES_S = (5.0, 30.0)
-"""Between these tries. A guess: long enough for a network to come back."""
+"""Pauses between these attempts. A guess: long enough for a network to recover."""
 
 INSPECT_S = 30.0
-"""Between two looks at a failed box."""
+"""Interval between inspections of a failed box."""
 
 RESTARTS_MAX = 1
-"""Unexpected restarts that are forgiven; a backend that comes back may do so by luck."""
+"""Unexpected restarts that are tolerated; a backend may have come back by luck."""
 
 RESTARTS_KEPT_S = 86_400.0
-"""Older ones are forgotten."""
+"""How long a restart counts."""
 
 
 class State(StrEnum):
-    """What a box is doing. Few and fixed: a metric label."""
+    """What a box is doing. A closed set: used as a metric label."""
 
-    UNKNOWN = "unknown"  # not looked at yet
+    UNKNOWN = "unknown"  # not inspected yet
     RESIDENT = "resident"  # a model is in and serves
-    DRAINING = "draining"  # it finishes what runs and takes nothing new
+    DRAINING = "draining"  # the model finishes its requests and gets no new ones
     STOPPING = "stopping"
     BOOTING = "booting"
-    CHECKING = "checking"  # it answers; whether it answers rightly is being asked
+    CHECKING = "checking"  # the model is up, and is sent its canary
     FAILED = "failed"  # nothing serves, and a person is needed
 
 
 class Task(StrEnum):
-    """What an order is."""
+    """The kind of an order."""
 
-    INSPECT = "inspect"  # find out whose models are in
+    INSPECT = "inspect"  # find out which models are in
     STOP = "stop"
     START = "start"
-    CHECK = "check"  # ask it something whose answer is known
+    CHECK = "check"  # send the canary request
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Something to be carried out. `number` comes back with the report; `backend` is "" for INSPECT."""
+    """A command to carry out. Its report repeats `number`; `backend` is "" for INSPECT."""
 
     task: Task
     backend: str
@@ -90,12 +89,12 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class BoxRules:
-    """How one box is run.
+    """Rules for one box.
 
     Attributes:
-        swaps: When it changes models.
-        boot_budget_s: How long a model may take from the order to its first answer.
-        settle_s: How long draining takes at least: what others need to learn of it.
+        swaps: When to swap.
+        boot_budget_s: Maximum time from the order to start a model to its first answer.
+        settle_s: Minimum duration of a drain, so that other processes notice it.
     """
 
     swaps: SwapRules
@@ -110,7 +109,7 @@ class Quarantine:
     Attributes:
         reason: In words.
         at: Since when.
-        gone: Whether it was seen out since: if it is found in again, somebody has started it.
+        gone: Whether it has been seen out since then: if it is in again, a person has started it.
     """
 
     reason: str
@@ -120,28 +119,28 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """All that is known of a box.
+    """The state of a box.
 
     Attributes:
         state: See `State`.
         since: When it entered that state.
-        reason: Why, for an operator.
-        backend: Whose model is in, going out, or coming in; "" where that is none.
+        reason: Why, for operators.
+        backend: Whose model is in, going out, or coming in; "" for none.
         target: While draining and stopping, whose model comes in next.
-        cause: Why it is being swapped.
-        pending: While stopping, who is to be stopped after `backend`.
-        number: Of the last order.
-        is_started: While booting, whether the command has been carried out.
-        tries: Of the present command.
-        retry_at: When it is tried again, or when a failed box is looked at; None while an order is under way.
-        resident_since: When the model that is in came in.
-        batch_at: What was queued for it then goes before the next swap.
-        busy_at: When it last had something running or waiting.
+        cause: Why it is swapping.
+        pending: While stopping, backends to stop after `backend`.
+        number: Of the latest order.
+        is_started: While booting, whether the start command has succeeded.
+        tries: Attempts at the present command.
+        retry_at: When to retry it, or to inspect a failed box; None while an order is in progress.
+        resident_since: When the resident model came in.
+        batch_at: Requests queued for it before this time are served before the next swap.
+        busy_at: When it last had requests running or waiting.
         quarantine: Backends that are not started any more.
-        restarts: Per backend, when it restarted unexpectedly.
-        known_restarts: Restarts of `backend` that have been judged, or were the box's own doing, by its id.
-        boot_s: Per backend, how long its last boot took.
-        swaps: Boots that led to an answer.
+        restarts: Times of unexpected restarts, per backend.
+        known_restarts: Restarts of `backend`, by its id, that have been judged or were caused by the box.
+        boot_s: Duration of the latest boot, per backend.
+        swaps: Number of successful boots.
     """
 
     state: State = State.UNKNOWN
@@ -170,14 +169,14 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The world as it stands. Comes about once a second, and whenever something has changed.
+    """An observation of the world. Occurs about once a second, and after every change.
 
     Attributes:
         in_flight: Sequences per backend.
-        wants: What waits, per backend.
-        ready: Backends that answer and say what they serve.
-        lost: Backends whose port is closed, or that did not answer for long.
-        restarts: Restarts noticed per backend, as a count.
+        wants: Demand per backend.
+        ready: Backends that are up and whose served models are known.
+        lost: Backends with a closed port, or that have not responded for long.
+        restarts: Number of restarts noticed per backend.
         misfits: Per backend, what is wrong with its engine's version.
     """
 
@@ -191,11 +190,11 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class TookOver:
-    """This process is the owner from now on: whatever was under way is ordered again.
+    """This process has become the owner: any order in progress is issued again.
 
-    What was put into quarantine before it started (`started_at`, monotonic seconds) is tried once more:
-    somebody has restarted the gateway since. Where it is the first owner of all that are here now
-    (`is_first`), a model that was in is found and asked anew: nobody has watched it meanwhile.
+    Quarantines from before it started (`started_at`, monotonic seconds) are lifted, because a person has
+    restarted the gateway since. If it is the first owner among all current processes (`is_first`), the
+    resident model is inspected and checked again, because nobody has watched it in the meantime.
     """
 
     started_at: float = float("-inf")
@@ -204,7 +203,7 @@ class TookOver:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """INSPECT ended: whose models are in."""
+    """INSPECT has ended: the models that are in."""
 
     number: int
     backends: frozenset[str]
@@ -212,7 +211,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """STOP, START or CHECK ended; `failure` says why it failed, "" if it did not."""
+    """STOP, START or CHECK has ended; `failure` says why it failed, "" if it succeeded."""
 
     number: int
     failure: str = ""
@@ -226,7 +225,7 @@ Step = tuple[Box, tuple[Order, ...]]
 
 
 def objection(box: Box, backend: str) -> Objection | None:
-    """Return why a backend of the box may be sent nothing now, with the reason in words; None if it may."""
+    """Return why a backend of the box may not be sent requests now, or None."""
     if backend in box.quarantine:
         return Exclusion.UNHEALTHY, f"in quarantine: {box.quarantine[backend].reason}"
     if box.state is State.FAILED:
@@ -250,7 +249,7 @@ def _elsewhere(box: Box, backend: str) -> str:
 
 
 def is_out(box: Box, backend: str) -> bool:
-    """Return whether the backend's server is not expected to answer: silence is no fault then."""
+    """Return whether the backend's server is not expected to respond, so that silence is not a failure."""
     if box.state in (State.UNKNOWN, State.FAILED):
         return False
     if box.state is State.STOPPING:
@@ -259,10 +258,10 @@ def is_out(box: Box, backend: str) -> bool:
 
 
 def back_at(box: Box, backend: str, boot_s: Mapping[str, float], now: float) -> float:
-    """Return the earliest time at which a backend that is out can serve: a lower bound, not a promise.
+    """Return the earliest time at which a swapped-out backend can serve: a lower bound, not a promise.
 
-    `boot_s`: what a boot takes as its profile says; one that was measured here counts if it was shorter.
-    A longer one does not: requests that nobody lets wait for it would never bring the model in again.
+    `boot_s`: boot times according to profiles; one measured here counts only if it was shorter. A longer one
+    must not count, because if no request may wait that long, nothing would ever bring the model in again.
     """
     least = {name: min(took, box.boot_s.get(name, took)) for name, took in boot_s.items()}
     return _back_at(box, backend, least, now)
@@ -283,10 +282,9 @@ def _back_at(box: Box, backend: str, took: Mapping[str, float], now: float) -> f
 
 
 def comes_at(box: Box, planned: Plan, backend: str, boot_s: Mapping[str, float], now: float) -> float | None:
-    """Return when a backend that is out can serve, at the earliest; None where nothing brings it in.
+    """Return the earliest time at which a swapped-out backend can serve; None if no swap to it is planned.
 
-    `planned`: the box's outlook; `boot_s`: what a boot takes as its profile says; one that was measured
-    here goes before it.
+    `planned`: the box's outlook; `boot_s`: boot times according to profiles, overridden by measured ones.
     """
     if backend in box.quarantine:
         return None
@@ -302,7 +300,7 @@ def comes_at(box: Box, planned: Plan, backend: str, boot_s: Mapping[str, float],
 
 
 def outlook(rules: BoxRules, box: Box, wants: Mapping[str, Wants], now: float) -> Plan:
-    """Return what the box does next: what is under way, else what the policy plans."""
+    """Return the box's next action: the swap in progress, or else what the policy plans."""
     if box.state in (State.DRAINING, State.STOPPING):
         return Plan(box.cause, box.target, box.since)
     if box.state is not State.RESIDENT:
@@ -316,9 +314,9 @@ def _residency(box: Box, wants: Mapping[str, Wants]) -> Residency:
 
 
 def unowned(found: frozenset[str], now: float) -> Box | None:
-    """Return the box for a process that never heard of an owner, because the store is away.
+    """Return the box for a process that has never heard of an owner, because the store is unreachable.
 
-    It uses the one model that is in, and switches nothing. None where that is not clear.
+    It uses the single model that is in, and does not swap. None if that is not clear.
     """
     if len(found) != 1:
         return None
@@ -328,9 +326,9 @@ def unowned(found: frozenset[str], now: float) -> Box | None:
 
 
 def left_alone(box: Box, now: float) -> Box:
-    """Return the box for a process that has not heard of its owner for long, because the store is away.
+    """Return the box for a process that has long not heard from its owner, because the store is away.
 
-    Nobody goes on with a swap then, so a model that is still in serves; a swap beyond that stands still.
+    Then no process continues a swap: a model that is still in serves; a swap beyond that point is suspended.
     """
     if box.state is not State.DRAINING or box.backend in box.quarantine:
         return box
@@ -343,7 +341,7 @@ def left_alone(box: Box, now: float) -> Box:
 
 
 def advance(box: Box, event: Event, now: float, rules: BoxRules) -> Step:
-    """Return the box after `event`, which happened at `now`, and what is to be done."""
+    """Return the box after `event`, which happened at `now`, and the orders that follow."""
     match event:
         case Look():
             return _looked(box, event, now, rules)
@@ -369,14 +367,14 @@ def _taken_over(box: Box, event: TookOver, now: float, rules: BoxRules) -> Step:
     started_at = event.started_at
     kept = {name: held for name, held in box.quarantine.items() if held.at >= started_at}
     is_lifted = box.backend in box.quarantine and box.backend not in kept
-    # Restarts were counted by the process that had it before.
+    # Restarts were counted by the previous owner.
     box = replace(box, tries=0, known_restarts={}, quarantine=kept)
     strangers = {box.backend, box.target, *box.pending} - {"", *rules.swaps.triggers}
-    if strangers:  # it was left by a process of another configuration: nobody here can stop or start them
+    if strangers:  # left by a process with another configuration: nobody here can stop or start them
         why = f"{min(strangers)} is no longer a backend of this box"
         box = replace(box, backend="", target="", pending=(), is_started=False, cause=Cause.NOTHING)
         return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
-    if box.state is State.DRAINING and is_lifted:  # nobody may be sent there before it is asked again
+    if box.state is State.DRAINING and is_lifted:  # no requests may be sent to it before it is checked again
         why = f"{box.backend} is tried again: the gateway has been restarted"
         box = replace(box, target="", cause=Cause.NOTHING)
         return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
@@ -399,7 +397,7 @@ def _taken_over(box: Box, event: TookOver, now: float, rules: BoxRules) -> Step:
     return box, ()
 
 
-# ---- what a look may change
+# ---- transitions by observations
 
 
 def _looked(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
@@ -423,10 +421,10 @@ def _looked(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
 
 
 def _judged(box: Box, look: Look) -> tuple[Box, bool]:
-    """Return the box that knows how often its backend has restarted, and whether that has to be judged.
+    """Update the restart count of the resident backend. Also return whether a restart must be judged.
 
-    While the box stops and starts models, a restart is its own doing. One that is noticed while the backend
-    is lost, or asked for its canary, is judged once it is resident again.
+    Restarts while the box stops and starts models are its own. One that is noticed while the backend is lost,
+    or being checked, is judged once it is resident again.
     """
     name = box.backend
     count, known = look.restarts.get(name, 0), box.known_restarts.get(name)
@@ -486,7 +484,7 @@ def _booting(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
         return _check(box, now, f"answers, after {now - box.since:.0f} s")
     if now - box.since >= rules.boot_budget_s:
         why = f"no answer {rules.boot_budget_s:.0f} s after its start"
-        if not box.is_started and box.tries:  # the reason is what became of the last try
+        if not box.is_started and box.tries:  # otherwise keep the reason of the failed attempt
             why = f"not started within {rules.boot_budget_s:.0f} s: {box.reason}"
         return _quarantined(box, why, now, rules)
     if _is_time(box, now):
@@ -494,14 +492,14 @@ def _booting(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
     return box, ()
 
 
-# ---- what a report may change
+# ---- transitions by reports
 
 
 def _found(box: Box, found: frozenset[str], now: float, rules: BoxRules) -> Step:
     gone = {name: replace(held, gone=held.gone or name not in found) for name, held in box.quarantine.items()}
     box = replace(box, quarantine=gone)
     members = tuple(rules.swaps.triggers)
-    # One in quarantine counts only if somebody has started it since.
+    # A model in quarantine counts only if a person has started it since.
     usable = [name for name in members if name in found and (name not in gone or gone[name].gone)]
     if box.state is State.FAILED:
         if usable:
@@ -564,7 +562,7 @@ def _stopped(box: Box, now: float) -> Step:
     return _check(box, now, "found running") if is_in else _boot(box, now, f"{box.reason}; it has to boot")
 
 
-# ---- steps that several transitions share
+# ---- steps shared by several transitions
 
 
 def _stop(box: Box, backends: tuple[str, ...], target: str, now: float, reason: str) -> Step:
@@ -582,7 +580,7 @@ def _check(box: Box, now: float, reason: str) -> Step:
 
 
 def _restarted(box: Box, reason: str, now: float, rules: BoxRules, *, is_in: bool) -> Step:
-    """Judge an unexpected restart: the first is forgiven, after a canary; the next is not."""
+    """Judge an unexpected restart: the first is tolerated after a canary, the next is not."""
     name = box.backend
     kept = (at for at in box.restarts.get(name, ()) if now - at < RESTARTS_KEPT_S)
     times = (*kept, now)
@@ -591,7 +589,7 @@ def _restarted(box: Box, reason: str, now: float, rules: BoxRules, *, is_in: boo
         return _quarantined(box, f"{reason}, {len(times)} times within a day", now, rules)
     if is_in:
         return _check(box, now, reason)
-    # Whoever stopped it may have started another, which does not answer yet but has the memory.
+    # Whoever stopped it may have started another model, which holds the memory but does not respond yet.
     others = tuple(other for other in rules.swaps.triggers if other != name)
     return _stop(box, others, name, now, reason)
 
@@ -608,7 +606,7 @@ def _quarantined(box: Box, reason: str, now: float, rules: BoxRules) -> Step:
 
 
 def _fallback(box: Box, rules: BoxRules, failed: str) -> str:
-    """Return who is booted when one has failed: the default, else the first that may be; "" for nobody."""
+    """Return the backend to boot after a failure: the default, or else the first usable one; "" for none."""
     able = [name for name in rules.swaps.triggers if name != failed and name not in box.quarantine]
     return rules.swaps.default if rules.swaps.default in able else next(iter(able), "")
 

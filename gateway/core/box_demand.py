@@ -1,12 +1,12 @@
-"""What the jobs that wait in the store want of a box. Pure.
+"""Demand for a box from jobs queued in the store. Pure.
 
-A worker brings a lane's jobs to its line a few at a time (gateway/jobs/worker.py), so the line alone shows
-two of fifty. The store knows the others, by lane. All gateways see the same store: what it says is counted
-once, by whoever decides, and is in no note.
+A worker moves only a few jobs of a lane to the waiting line at a time (gateway/jobs/worker.py), so the line
+shows two of fifty. The store knows the others, by lane. All gateways read the same store, so its jobs are
+counted once, by the process that decides, and are not part of the notes that processes exchange.
 
-Which backends could serve a lane follows from its class. A lane that somebody outside the box could serve
-waits in the store because its turn has not come, not because a model is out; so does one that the model
-that is in could serve. Neither asks for a swap, beyond what those of its jobs do that stand in a line.
+The backends that could serve a lane follow from its class. If one of them is outside the box, or is resident,
+the lane's jobs wait because it is not their turn, not because a model is out. They do not justify a swap,
+except for those that are already in a waiting line.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -18,7 +18,7 @@ from gateway.core.values import Policy, TrafficClass
 
 
 def class_of(policy: Policy, lane: str) -> TrafficClass | None:
-    """Return the class whose jobs queue in a lane; None where the configuration has it no more."""
+    """Return the class whose jobs are queued in a lane; None if the configuration no longer has it."""
     for model in policy.models:
         for traffic_class in model.classes:
             if lane == f"{model.id}/{traffic_class.name}":
@@ -27,7 +27,7 @@ def class_of(policy: Policy, lane: str) -> TrafficClass | None:
 
 
 def servers(policy: Policy, traffic_class: TrafficClass) -> frozenset[str]:
-    """Return the backends that work of a class may go to."""
+    """Return the backends that may serve a class."""
     names = (name for pool in traffic_class.pools for name in policy.pools[pool].backends)
     return frozenset(name for name in names if not policy.backends[name].drain)
 
@@ -35,10 +35,10 @@ def servers(policy: Policy, traffic_class: TrafficClass) -> frozenset[str]:
 def stored_wants(
     lanes: Iterable[Lane], policy: Policy, box: Box, members: Collection[str], now: float
 ) -> Mapping[str, Wants]:
-    """Return what waits in the store for each backend of a box as its first choice.
+    """Return the jobs queued in the store for each backend of a box as its first choice.
 
-    `lanes` as they were at `now`, monotonic seconds. The length of a job is not looked at: one that no
-    backend could take was refused when it was handed over.
+    `lanes` as of `now`, monotonic seconds. The length of a job is not checked: jobs that no backend could
+    take were rejected on submission.
     """
     found = dict.fromkeys(members, Wants())
     for lane in lanes:

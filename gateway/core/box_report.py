@@ -1,7 +1,7 @@
-"""What gateway processes tell each other of a box, as text. Pure.
+"""Encodes what gateway processes tell each other about a box. Pure.
 
-Processes have clocks of their own, so every time travels as an age in seconds. What cannot be read is no
-report: another version of the gateway may have written it.
+Processes have different clocks, so every time is sent as an age in seconds. Anything that cannot be decoded
+is ignored: it may come from another version of the gateway.
 """
 
 import json
@@ -13,7 +13,7 @@ from gateway.core.box import Box, Quarantine, State
 from gateway.core.swap_policy import Cause, Wants
 
 _TIMES = ("since", "resident_since", "batch_at", "busy_at")
-_OWN = frozenset({"known_restarts", "retry_at"})  # of the process that counted, or ordered
+_OWN = frozenset({"known_restarts", "retry_at"})  # private to the process that counted or ordered
 _PLAIN = tuple(
     one.name
     for one in fields(Box)
@@ -22,7 +22,7 @@ _PLAIN = tuple(
 
 
 def written(box: Box, now: float) -> str:
-    """Return a box as the owner reports it."""
+    """Encode the owner's state of a box."""
     report: dict[str, Any] = {name: getattr(box, name) for name in _PLAIN}
     report |= {name: round(now - getattr(box, name), 3) for name in _TIMES}
     report |= {
@@ -39,7 +39,7 @@ def written(box: Box, now: float) -> str:
 
 
 def read(text: str, now: float) -> Box | None:
-    """Return the box of a report that has just come, or None where it cannot be read."""
+    """Decode the state of a box that has just been received; None if that is not possible."""
     try:
         report = json.loads(text)
         simple: dict[str, Any] = {name: report[name] for name in _PLAIN}
@@ -63,7 +63,7 @@ def read(text: str, now: float) -> Box | None:
 
 
 def note(wants: Mapping[str, Wants], now: float) -> str:
-    """Return what waits here, for the owner."""
+    """Encode the local demand, for the owner."""
     return json.dumps(
         {
             name: [one.count, round(now - one.oldest_at, 3)]
@@ -74,7 +74,7 @@ def note(wants: Mapping[str, Wants], now: float) -> str:
 
 
 def read_note(text: str, now: float) -> Mapping[str, Wants]:
-    """Return what waits at another process; nothing where that cannot be read."""
+    """Decode another process's demand; empty if that is not possible."""
     try:
         return {
             str(name): Wants(int(count), now - float(age)) for name, (count, age) in json.loads(text).items()

@@ -1,4 +1,4 @@
-"""Swaps of a box as an operator counts them: from the decision until the other model serves. Pure."""
+"""Counts the swaps of a box: from the decision until the other model serves. Pure."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,12 +8,12 @@ from gateway.core.swap_policy import Cause
 
 
 class SwapCause(StrEnum):
-    """Why a box has changed models. Few and fixed: a metric label."""
+    """Why a box has swapped models. A closed set: used as a metric label."""
 
-    JOBS = "jobs"  # enough requests waited for the other model
-    AGE = "age"  # one had waited long enough for it
-    IDLE = "idle"  # nobody wanted the model that was in
-    QUARANTINE = "quarantine"  # the model that was in is not trusted any more
+    JOBS = "jobs"  # enough requests were waiting for the other model
+    AGE = "age"  # a request had been waiting for it for long enough
+    IDLE = "idle"  # the resident model had no demand
+    QUARANTINE = "quarantine"  # the resident model is in quarantine
 
 
 _CAUSES = {
@@ -26,7 +26,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """A swap that has ended well.
+    """A completed swap.
 
     Attributes:
         backend: Whose model came in.
@@ -40,16 +40,16 @@ class Swap:
 
 
 class SwapTracker:
-    """Follows one box from state to state."""
+    """Tracks the swaps of one box."""
 
     def __init__(self) -> None:
-        """Start with no swap under way."""
+        """Start without a swap in progress."""
         self._under_way: Box | None = None
 
     def observe(self, box: Box) -> Swap | None:
-        """Take in the box as it stands; return the swap that has just ended, or None.
+        """Process the current state of the box; return the swap that has just completed, or None.
 
-        One that is called off, or that brings in another model than was wanted, is none.
+        A cancelled swap, or one that ended with a different model, does not count.
         """
         if box.state is State.DRAINING:
             self._under_way = box

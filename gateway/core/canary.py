@@ -1,8 +1,8 @@
-"""The canary: a question whose answer is known. Pure.
+"""The canary: a request with a known answer. Pure.
 
-A server that boots and says it is healthy may still answer nonsense: a stale chat template writes channel
-markers into every answer, a broken quantisation repeats one word, a reasoning parser returns no thought.
-So a model is asked before it serves, at temperature 0, and what it says is judged here.
+A server that has booted and reports healthy may still produce garbage: a stale chat template writes channel
+markers into every answer, a broken quantization repeats one word, a reasoning parser returns no thought. So a
+model is tested before it serves, at temperature 0, and its answer is judged here.
 """
 
 import json
@@ -20,21 +20,21 @@ MARKERS = (
     "<|im_end|>",
     "<think>",
 )
-"""Parts of chat templates. None belongs into an answer."""
+"""Parts of chat templates, which must not occur in an answer."""
 
 _SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """One question.
+    """A canary request.
 
     Attributes:
-        prompt: What is asked.
-        expect: What the answer must contain, whatever its case.
-        reasoning: Whether a thought is asked for.
-        max_tokens: Tokens the answer may have, the thought included.
-        timeout_s: How long it may take, in seconds.
+        prompt: The question.
+        expect: Text that the answer must contain, ignoring case.
+        reasoning: Whether to request a thought.
+        max_tokens: Token limit, including the thought.
+        timeout_s: Time limit in seconds.
     """
 
     prompt: str = "What is 17 + 25? Answer with the number alone."
@@ -45,21 +45,21 @@ class Canary:
 
 
 def body(canary: Canary, model: str) -> bytes:
-    """Return the request that asks it, for /v1/chat/completions."""
+    """Return the request body for /v1/chat/completions."""
     return json.dumps(
         {
             "model": model,
             "messages": [{"role": "user", "content": canary.prompt}],
             "temperature": 0,
             "max_tokens": canary.max_tokens,
-            # Stated, because parsers and templates differ in what they take for the default (vLLM #49955).
+            # Stated explicitly, because parsers and templates disagree about the default (vLLM #49955).
             "chat_template_kwargs": {"enable_thinking": canary.reasoning},
         }
     ).encode()
 
 
 def fault(canary: Canary, answer: bytes) -> str:
-    """Return what is wrong with a whole answer, in words; "" if it is right."""
+    """Return what is wrong with a non-streamed answer; "" if it is right."""
     message = _message(answer)
     if message is None:
         return "its answer is not a chat completion"

@@ -1,7 +1,7 @@
-"""A job as a chat completion: whole, as a stream, or as the error it has become. Pure.
+"""A job as a chat completion: complete, as a stream, or as an error. Pure.
 
-What is stored is what backends said, of several attempts perhaps. Here it becomes the one answer that an
-engine would have given, under the job's own id and time, the same for everybody who asks.
+The store has what backends sent, possibly in several attempts. This assembles the answer that a single engine
+would have given, with the job's id and time, identical for every reader.
 """
 
 import json
@@ -24,23 +24,23 @@ from gateway.core.quirks import AssemblingReader
 from gateway.core.quirks.mending import encode
 
 NOT_AGAIN = ((b"x-should-retry", b"false"),)
-"""What keeps SDKs from sending a request again by themselves whose job has been tried several times."""
+"""Keeps SDKs from automatically repeating a request whose job was already tried several times."""
 
 _JOB, _CHAT = "resp_", "chatcmpl-"
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _FAILURES: Mapping[str, type[GatewayError]] = {
     kind.code: kind for kind in (ContextExceeded, ModelNotFound, JobExpired, JobPoisoned)
 }
-"""Kinds of the errors that a job can end with, by their codes; any other is the caller's."""
+"""Classes of the errors that a job can end with, by code; any other is the caller's fault."""
 
 
 def chat_id(job_id: str) -> str:
-    """Return the id of the chat completion that a job becomes."""
+    """Return the id of the chat completion for a job."""
     return _CHAT + job_id.removeprefix(_JOB)
 
 
 def job_id(chat_id: str) -> str | None:
-    """Return the id of the job that becomes that chat completion, or None where no job has such an id."""
+    """Return the id of the job for a chat completion; None if no job can have it."""
     return _JOB + chat_id.removeprefix(_CHAT) if chat_id.startswith(_CHAT) else None
 
 
@@ -48,7 +48,7 @@ def job_id(chat_id: str) -> str | None:
 
 
 def whole(job: Job, chunks: Iterable[Chunk]) -> bytes:
-    """Return the body of the chat completion that a job has become."""
+    """Return the body of the chat completion for a finished job."""
     model = json.loads(job.new.body)["model"]
     reader = AssemblingReader((), choices=choices(job.new.body), names=ModelNames(model, model))
     for chunk in current(chunks):
@@ -58,7 +58,7 @@ def whole(job: Job, chunks: Iterable[Chunk]) -> bytes:
 
 
 def failure(job: Job) -> GatewayError | None:
-    """Return why a job that is over has no answer, as whoever waits for it is told; None: it has one."""
+    """Return the error of an ended job without an answer, for its waiting caller; None if it has an answer."""
     if job.status is JobStatus.CANCELLED:
         return JobCancelled("The request was cancelled.")
     if job.status is not JobStatus.FAILED:
@@ -73,29 +73,29 @@ def failure(job: Job) -> GatewayError | None:
 
 
 class ChatReplay:
-    """The stream of one job, from its first event on. What is stored is handed in; what to send comes out.
+    """The stream of one job from its first event: takes stored chunks, returns bytes to send.
 
-    What has been sent cannot be taken back. So an answer that begins anew breaks its stream, unless nothing
-    was sent of what is void now.
+    Sent bytes cannot be taken back. So if the answer starts over, the stream breaks, unless nothing that is
+    now invalid was sent.
 
     Attributes:
-        chunks: How many chunks were handed in.
+        chunks: Number of chunks processed.
         has_spoken: Whether anything was sent.
-        is_broken: Whether the answer began anew after something was sent: nothing more comes out.
+        is_broken: Whether the answer started over after something was sent: nothing more is returned.
     """
 
     def __init__(self, job: Job, *, include_usage: bool, decode: Callable[[bytes], Any] = json.loads) -> None:
-        """Begin with nothing told; `include_usage`: the caller asked for the event with the usage."""
+        """Start at the beginning. `include_usage`: the caller asked for the usage event."""
         self._id, self._created = chat_id(job.id), int(job.created_at)
         self._include_usage = include_usage
         self._decode = decode
-        self._roles: set[int] = set()  # choices whose role was said; the answer that goes on says it again
+        self._roles: set[int] = set()  # choices whose role was sent; a continued answer repeats it
         self.chunks = 0
         self.has_spoken = False
         self.is_broken = False
 
     def tell(self, chunks: Sequence[Chunk]) -> bytes:
-        """Return what is new, now that the job has these chunks more; without the end, `[DONE]`."""
+        """Process further chunks; return the bytes to send, without the final `[DONE]`."""
         self.chunks += len(chunks)
         if self.has_spoken and any(chunk.restarts for chunk in chunks):
             self.is_broken = True
@@ -116,7 +116,7 @@ class ChatReplay:
         return b"data: " + encode(shown) + b"\n\n"
 
     def _says_something(self, choice: dict[str, Any]) -> bool:
-        """Return whether a choice has anything to say, without the role if that was said before."""
+        """Return whether a choice has content, ignoring a role that was sent before."""
         index, delta = choice.get("index") or 0, choice.get("delta")
         if index not in self._roles or not isinstance(delta, dict):
             self._roles.add(index)
@@ -127,14 +127,13 @@ class ChatReplay:
         )
 
 
-# ------------------------------------------------------------------ the response it is shown as
+# ------------------------------------------------------------------ the response object
 
 
 def response_echo(member: Callable[[str], Any], model: str, *, store: bool) -> dict[str, Any]:
-    """Return the members of a response that repeat a chat request, whose members `member` returns.
+    """Return the members of a response that echo a chat request, whose members `member` returns.
 
-    What has no place in a response, or is not of the type it should have, is left out; it is for a backend
-    to refuse.
+    Members that a response does not have, or with a wrong type, are left out; a backend will reject the latter.
     """
 
     def given(name: str, *kinds: type) -> Any:

@@ -1,19 +1,19 @@
-"""Class counts: how many tokens a text has, as far as the kinds of its bytes can tell.
+"""Class counts: an approximate token count from the classes of a text's bytes, without a vocabulary.
 
-For a gateway that has no vocabulary. Every byte of the UTF-8 text falls into one of 24 classes (lower
-case, digit, blank, punctuation, the lead byte of a script, ...). How often each class and 20 short
-patterns of classes occur is weighed and summed: the patterns see where words, numbers and runs of
-symbols begin and end. The weights are a least-squares fit on relative error over 87 kinds of text;
-`python benchmarks/estimate.py --fit tokenizer.json` finds them again, docs/estimate.md has the errors.
+Every byte of the UTF-8 text belongs to one of 24 classes (lower case, digit, blank, punctuation, the lead byte
+of a script, ...). The count is a weighted sum of the numbers of bytes per class and of 20 short patterns of
+classes, which detect the boundaries of words, numbers and runs of symbols. The weights are a least-squares fit
+of the relative error over 87 kinds of text; `python benchmarks/estimate.py --fit tokenizer.json` reproduces
+them, docs/estimate.md has the errors.
 """
 
 from enum import StrEnum
 
 SLICE_CHARS = 65_536
-"""Characters per step, so that no single step holds the interpreter's lock for as long as a millisecond."""
+"""Characters per step, so that no step holds the GIL for a millisecond."""
 
 CHARS_PER_TOKEN_MAX = 31
-"""The longest entry of Gemma's vocabulary, a run of blanks. vLLM refuses over-long text by this figure."""
+"""The longest entry of Gemma's vocabulary, a run of blanks. vLLM rejects long texts based on this number."""
 
 _CLASSES: dict[bytes, tuple[range, ...]] = {
     b"l": (range(0x61, 0x7B),),  # lower case
@@ -88,7 +88,7 @@ WEIGHTS: dict[bytes, float] = {
     b"uups": -3.377,
     b"ulp": 2.849,
 }
-"""Tokens per occurrence of a class or of a pattern of classes; occurrences of one do not overlap."""
+"""Tokens per occurrence of a class or a pattern; occurrences of a pattern do not overlap."""
 
 
 def _table() -> bytes:
@@ -104,14 +104,14 @@ _TABLE = _table()
 
 
 def classes(text: str) -> bytes:
-    """Return the class of every byte of the text in UTF-8, one letter each."""
+    """Return the class of every UTF-8 byte of the text, as one letter each."""
     return text.encode("utf-8", "surrogatepass").translate(_TABLE)
 
 
 def slice_tokens(text: str) -> float:
-    """Return about how many tokens a slice of at most SLICE_CHARS characters has.
+    """Return the approximate number of tokens in at most SLICE_CHARS characters.
 
-    Between one per 31 characters and one per byte, which no text escapes.
+    At least one per 31 characters and at most one per byte, which holds for any text.
     """
     letters = classes(text)
     tokens = sum(weight * letters.count(pattern) for pattern, weight in WEIGHTS.items())
@@ -119,12 +119,12 @@ def slice_tokens(text: str) -> float:
 
 
 def class_count_tokens(text: str) -> int:
-    """Return about how many tokens a text of any length has."""
+    """Return the approximate number of tokens in a text of any length."""
     return round(sum(slice_tokens(text[at : at + SLICE_CHARS]) for at in range(0, len(text), SLICE_CHARS)))
 
 
 class TextKind(StrEnum):
-    """What a text mostly is, for a ratio learned per kind. Few and fixed: each is a label."""
+    """The predominant kind of a text, for a ratio learned per kind. A closed set: used as a label."""
 
     LATIN = "latin"
     CYRILLIC = "cyrillic"
@@ -140,10 +140,10 @@ SAMPLES = 4
 
 
 def kind_of(text: str) -> TextKind:
-    """Return what a text mostly is, judged by four stretches of 1,024 characters spread over it.
+    """Classify a text by four samples of 1,024 characters spread over it.
 
-    A guess, the thresholds: a text is of a script when more than a quarter of its bytes are, of figures
-    above 15 % digits, of symbols above 12 % punctuation.
+    The thresholds are guesses: a text is in a script if more than a quarter of its bytes are; it is figures
+    above 15 % digits, symbols above 12 % punctuation.
     """
     if len(text) > SAMPLES * SAMPLE_CHARS:
         stride = (len(text) - SAMPLE_CHARS) // (SAMPLES - 1)

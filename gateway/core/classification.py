@@ -1,6 +1,6 @@
-"""Classification: what kind of work is this? The first class whose condition holds wins.
+"""Classification: the first class whose condition holds wins.
 
-Every answer comes with its reason, because the operator's question is never "which class" alone.
+Every result includes its reason, because operators always ask for it.
 """
 
 import operator
@@ -19,9 +19,9 @@ _OPERATORS: Mapping[Comparison, Callable[[int, int], bool]] = {
 
 
 def classify(model: ModelPolicy, request: Request, estimate: Estimate) -> tuple[TrafficClass, str] | None:
-    """Return the first class that matches and why, or None where none does.
+    """Return the first matching class and the reason, or None.
 
-    A job keeps its class: it is run as a stream, without most headers of the request that it was.
+    A job keeps its class: it runs as a stream, and without most headers of the original request.
     """
     if request.handed_over_as:
         for traffic_class in model.classes:
@@ -34,12 +34,12 @@ def classify(model: ModelPolicy, request: Request, estimate: Estimate) -> tuple[
 
 
 def is_reasoning(model: ModelPolicy, request: Request) -> bool:
-    """Return whether the request asks for reasoning: by its body, or by an alias declared so."""
+    """Return whether the request asks for reasoning, by its body or by an alias configured for it."""
     return request.reasoning or request.model in model.reasoning_aliases
 
 
 def output_tokens(traffic_class: TrafficClass, request: Request) -> int:
-    """Return the output to plan for: what the caller allows, else the class's reserve."""
+    """Return the output tokens to plan for: the caller's limit, or else the class's reserve."""
     return request.max_tokens if request.max_tokens is not None else traffic_class.output_reserve_tokens
 
 
@@ -54,7 +54,7 @@ def mismatch(
 def _missed(
     model: ModelPolicy, traffic_class: TrafficClass, request: Request, estimate: Estimate
 ) -> tuple[Any, ...] | None:
-    """Return what `mismatch` says, to be put into words: most of what does not match is never explained."""
+    """Return the same unformatted, because most mismatches are never shown."""
     when = traffic_class.when
     for name in when.numeric:
         value = _FIGURES[name](traffic_class, request, estimate)
@@ -85,10 +85,10 @@ _FIGURES: Mapping[str, Callable[[TrafficClass, Request, Estimate], int | None]] 
     "audios": lambda _, request, __: request.audios,
     "tools": lambda _, request, __: request.tools,
 }
-"""What a request has where a class may have conditions on a figure: all of `When`'s."""
+"""The value of a request for each numeric condition of `When`."""
 
 _SHOWN: Mapping[str, str] = {name: "audio" if name == "audios" else name for name in _FIGURES}
-"""What the figures are called where operators write and read them."""
+"""The names of these conditions as operators write them."""
 
 
 def _reason(model: ModelPolicy, traffic_class: TrafficClass, request: Request, estimate: Estimate) -> str:

@@ -9,15 +9,15 @@ from gateway.core.profile import Profile
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a run measured, from the caller's side.
+    """The result of a run, from the callers' side.
 
     Attributes:
-        tokens_per_s: Output tokens of all requests over the length of the run.
+        tokens_per_s: Output tokens of all requests divided by the duration.
         ttft_s: Mean time to first token.
         tpot_s: Mean time per output token after the first; 0 for one-token outputs.
         latency_s: Mean time from request to last token.
-        duration_s: Length of the run.
-        steps: Engine steps it took.
+        duration_s: Duration of the run.
+        steps: Number of engine steps.
         preemptions: Sequences preempted.
     """
 
@@ -31,18 +31,18 @@ class Measured:
 
     @property
     def request_tokens_per_s(self) -> float:
-        """Decode rate one request sees."""
+        """Decode rate of a single request."""
         return 1 / self.tpot_s
 
 
 def closed_loop(
     profile: Profile, *, prompt_tokens: int, output_tokens: int, concurrency: int, requests: int
 ) -> Measured:
-    """Return what `requests` equal requests measure when `concurrency` callers send one after another.
+    """Simulate `requests` equal requests by `concurrency` callers, each sending one after another.
 
-    The first `concurrency` start together; each that finishes is followed by the next at once.
-    The model's `overhead_s` counts towards the first token but not towards the run: a caller's
-    tokenising overlaps with the others' steps.
+    The first `concurrency` start together; each finished request is immediately followed by the next. The
+    model's `overhead_s` counts towards the first token but not towards the duration, because one caller's
+    tokenization overlaps with other callers' steps.
     """
     engine = Engine.of(profile)
     begun: list[float] = []

@@ -1,12 +1,12 @@
-"""Truth check: does an engine hold what the gateway thinks it does?
+"""Compares the gateway's count of requests with the engine's own.
 
-The gateway counts what it has admitted and not seen the end of; the engine says what it runs and queues, and
-how full its cache is. The two are never read at the same moment, so a single difference says nothing. What
-is there at every sample of a minute is no coincidence: somebody else uses that server, or the gateway holds
-places for requests that are long over.
+The gateway counts requests from admission to their end; the engine reports what it runs and queues, and how
+full its cache is. The two are never sampled at the same moment, so a single difference means nothing. A
+difference in every sample of a minute is no coincidence: somebody else uses that server, or the gateway holds
+slots for requests that have long ended.
 
-The gateway's count stays what admission goes by. The cache is different: blocks that others hold are not
-there to be given out, and the pool that admission plans with shrinks by them.
+Admission continues to use the gateway's count. The cache is treated differently: blocks held by others are not
+available, and the pool that admission plans with is reduced by them.
 """
 
 from collections import deque
@@ -19,25 +19,25 @@ from gateway.core.kv import KvFormula
 from gateway.core.values import Backend, Load
 
 WINDOW_S = 60.0
-"""How long a difference must last. A request that is being received, or whose last bytes are on their way, is
-counted here and not there for milliseconds, and about as often the other way round."""
+"""How long a difference must last. A request that is being received, or whose last bytes are in flight, is
+counted on one side only for milliseconds, about equally often on either."""
 
 SAMPLES_MIN = 10
-"""Fewer samples in that time say nothing."""
+"""Minimum number of samples in that time."""
 
 KV_SAMPLES = 5
-"""The smallest excess of the last so many samples counts: the gateway's count is up to a sample ahead."""
+"""The minimum excess of this many latest samples counts: the gateway's count is up to one sample ahead."""
 
 
 class Cause(StrEnum):
-    """What a lasting difference means."""
+    """The meaning of a lasting difference."""
 
     NONE = "none"
     OTHERS = "others"  # the engine has more
     HELD = "held"  # the gateway counts more
 
     def sentence(self) -> str:
-        """Return the same for an operator."""
+        """Return the meaning as a sentence for operators."""
         match self:
             case Cause.OTHERS:
                 return "something else uses this server: another gateway without the same store, or a client"
@@ -48,13 +48,13 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CountDrift:
-    """How an engine's count differs from the gateway's.
+    """The difference between an engine's count and the gateway's.
 
     Attributes:
         backend: Its id.
-        seqs: Sequences the engine had beyond those counted here, at the last sample; negative for fewer.
-        lasting_seqs: What of that was there at every sample of the last minute; 0 while that is not known.
-        kv_blocks: Blocks in use beyond those reserved here, at each of the last few samples; never negative.
+        seqs: Sequences in the engine beyond those counted here, at the latest sample; negative for fewer.
+        lasting_seqs: The part of it in every sample of the last minute; 0 while unknown.
+        kv_blocks: Blocks in use beyond those reserved here, in each of the latest few samples; at least 0.
     """
 
     backend: str
@@ -64,7 +64,7 @@ class CountDrift:
 
     @property
     def cause(self) -> Cause:
-        """What the lasting difference means."""
+        """The meaning of the lasting difference."""
         if self.lasting_seqs == 0:
             return Cause.NONE
         return Cause.OTHERS if self.lasting_seqs > 0 else Cause.HELD
@@ -77,10 +77,10 @@ class _Seen:
 
 
 class CountTracker:
-    """Compares the two counts, backend by backend, as samples come in. Not thread-safe.
+    """Compares the two counts per backend, as samples arrive. Not thread-safe.
 
     Attributes:
-        kv_taken: KV blocks that others hold, of the backends where there are any; to be read.
+        kv_taken: KV blocks held by others, for backends with any. Read-only.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class CountTracker:
         self._drifts: dict[str, CountDrift] = {}
 
     def observe(self, engine: EngineSample, load: Load, backend: Backend) -> tuple[CountDrift, CountDrift]:
-        """Note a backend's sample, and what was counted as it came. Returns the drift before and after."""
+        """Process a sample and the gateway's count at that time. Return the drift before and after."""
         backend_id, capacity = backend.id, backend.capacity
         seen = self._seen.setdefault(backend_id, _Seen())
         excess_seqs = engine.running + engine.waiting - load.seqs
@@ -115,28 +115,28 @@ class CountTracker:
         return before, after
 
     def forget(self, backend_id: str) -> None:
-        """Begin anew: the gateway's own count has not been the whole of it."""
+        """Discard the history, because the gateway's own count was incomplete."""
         self._seen.pop(backend_id, None)
         self._drifts.pop(backend_id, None)
         self.kv_taken.pop(backend_id, None)
 
     def drift(self, backend_id: str) -> CountDrift:
-        """Return how a backend's counts differ now."""
+        """Return the current drift of a backend."""
         return self._drifts.get(backend_id) or CountDrift(backend_id)
 
     def drifts(self) -> Mapping[str, CountDrift]:
-        """Return the same for every backend that has been sampled, by id."""
+        """Return the current drift of all sampled backends, by id."""
         return dict(self._drifts)
 
 
 def _chunk_blocks(kv: KvFormula, batched_tokens: int) -> int:
-    """Return the blocks that a chunk of a prompt takes in the sliding layers, beside their window."""
+    """Return the blocks that a chunk of a prompt takes in the sliding layers, beyond their window."""
     context_tokens = kv.window_tokens + batched_tokens
     return kv.boot_blocks(context_tokens, batched_tokens) - kv.blocks(context_tokens)
 
 
 def _lasting(seqs: deque[tuple[float, int]]) -> int:
-    # Nine tenths: samples do not come at the very ends of the minute.
+    # Nine tenths, because samples are not taken exactly at the ends of the minute.
     if len(seqs) < SAMPLES_MIN or seqs[-1][0] - seqs[0][0] < 0.9 * WINDOW_S:
         return 0
     least, most = min(excess for _, excess in seqs), max(excess for _, excess in seqs)

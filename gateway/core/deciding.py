@@ -1,6 +1,6 @@
-"""The whole decision for one request: classify, say what it needs, rank the backends. Pure.
+"""The complete decision for a request: classify, compute its demand, rank the backends. Pure.
 
-The gateway, `explain` and `replay` all decide here, so that what is explained is what happens.
+The gateway, `explain` and `replay` all use this code, so explanations match what happens.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,16 +24,16 @@ from gateway.core.values import (
 )
 
 Views = Callable[[TrafficClass], Mapping[str, BackendView]]
-"""Returns how the backends of a class's pools stand at this moment."""
+"""Returns the current state of the backends in a class's pools."""
 
 
 def decide(
     policy: Policy, model: ModelPolicy, request: Request, estimate: Estimate, views: Views
 ) -> tuple[TrafficClass, Decision]:
-    """Return the class of a request, and where it may go and why.
+    """Return the class of a request, and the decision about its backends.
 
     Raises:
-        InvalidRequest: no class of the model takes it.
+        InvalidRequest: it matches no class of the model.
     """
     matched = classification.classify(model, request, estimate)
     if matched is None:
@@ -52,10 +52,10 @@ def decide(
 
 
 def model_of(policy: Policy, name: str) -> ModelPolicy:
-    """Return the model that answers to a name.
+    """Return the model with that name or alias.
 
     Raises:
-        ModelNotFound: none does.
+        ModelNotFound: there is none.
     """
     model = policy.model(name)
     if model is None:
@@ -65,10 +65,10 @@ def model_of(policy: Policy, name: str) -> ModelPolicy:
 
 
 def idle(policy: Policy) -> Mapping[str, BackendView]:
-    """Return the backends of a fleet that is up, as configured, and has nothing to do."""
+    """Return the backends of a fleet as configured: all up and without load."""
     return {
         name: BackendView(
-            backend=replace(backend, versions=()),  # an engine that nobody has asked has the right one
+            backend=replace(backend, versions=()),  # assume the right version
             load=Load(),
             status=BackendStatus(state=State.UP, served_models=(backend.model or "served",)),
         )
@@ -83,16 +83,16 @@ def refusal(
     views: Mapping[str, BackendView],
     failed: frozenset[str] = frozenset(),
 ) -> CallerError | None:
-    """Return why no backend of a request's class could ever take it, or None: it must not wait for nothing.
+    """Return the error for a request that no backend of its class could ever take, or None.
 
-    `failed`: backends that it has been tried on.
+    `failed`: backends on which it was tried.
     """
     candidates = selection.rank(policy, traffic_class, decision.demand, views, failed=failed)
     reasons = {candidate.excluded for candidate in candidates if candidate.backend not in failed}
     if not reasons or not all(reason is not None and reason.is_permanent for reason in reasons):
         return None
     if failed:
-        return None  # others could take it, and have failed: the line says so
+        return None  # others could take it, and have failed: the waiting line reports that
     if Exclusion.MODALITY in reasons:
         name = traffic_class.name
         return InvalidRequest(
@@ -108,9 +108,9 @@ def refusal(
 
 
 def _overlong(decision: Decision, window: int, *, is_kv: bool) -> CallerError:
-    """Return the refusal, in the words by which clients recognise an overflow where the prompt is part of it.
+    """Return the error for an overlong request, in the words by which clients recognize a context overflow.
 
-    They shorten the conversation then, and ask again: in vain where the output alone is too long.
+    Clients then shorten the conversation and retry. They should not if the output alone is too long.
     """
     demand, estimate = decision.demand, decision.estimate
     output = demand.total_tokens - estimate.tokens_max

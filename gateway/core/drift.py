@@ -1,7 +1,7 @@
-"""Drift: does what backends report still agree with what the gateway estimates?
+"""Drift: do backends' reported token counts still agree with the gateway's estimates?
 
-A count goes wrong as a whole, not here and there: another vocabulary, an edited chat template, another
-image budget. So the median of the last answers tells, per backend, and a single odd prompt does not.
+Counts go wrong systematically: another vocabulary, an edited chat template, a different image budget. So the
+median of the latest answers is checked, per backend, to which a single odd prompt makes no difference.
 """
 
 from collections import Counter, deque
@@ -19,22 +19,22 @@ from gateway.core.estimation import (
 from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts
 
 WINDOW = 100
-"""Answers per backend that are looked at."""
+"""Number of answers per backend that are considered."""
 SAMPLES_MIN = 10
-"""Fewer say nothing. A guess: enough that half of them wrong by chance is unlikely."""
+"""Minimum number of answers. A guess: enough that half of them are unlikely to be wrong by chance."""
 EXACT_ALLOWANCE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How a backend's `usage.prompt_tokens` compares with the gateway's estimates.
+    """The difference between a backend's `usage.prompt_tokens` and the gateway's estimates.
 
     Attributes:
-        median_tokens: Median of actual minus estimate, over the last 100 text-only answers at most.
-        drifted: Whether that is more than counting explains: 16 tokens + 0.5 % with a vocabulary, 16
+        median_tokens: Median of actual minus estimate, over at most the last 100 text-only answers.
+        drifted: Whether that exceeds the error of counting: 16 tokens + 0.5 % with a vocabulary, 16
             tokens + 10 % without.
-        image_tokens: The image budget its answers point to, or None while too few had images.
-        image_tokens_expected: The budget those requests were counted with, or None likewise.
+        image_tokens: The image budget implied by its answers; None if too few had images.
+        image_tokens_expected: The budget with which those requests were counted; None likewise.
     """
 
     median_tokens: float = 0.0
@@ -44,7 +44,7 @@ class Drift:
 
     @property
     def image_drifted(self) -> bool:
-        """Whether images take another budget than the configured one."""
+        """Whether images use a budget other than the configured one."""
         return self.image_tokens != self.image_tokens_expected
 
 
@@ -55,7 +55,7 @@ class _Seen:
 
 
 class DriftTracker:
-    """Remembers, per backend, how its last answers compared with their estimates. Not thread-safe."""
+    """Remembers the latest differences per backend. Not thread-safe."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
@@ -63,7 +63,7 @@ class DriftTracker:
     def observe(
         self, backend_id: str, prompt: Prompt, costs: TemplateCosts, estimate: Estimate, actual_tokens: int
     ) -> None:
-        """Note one answer. Those that cannot tell are left out: tools, audio, lists of prompts, bounds."""
+        """Record an answer. Inconclusive ones are ignored: with tools, audio, lists of prompts, bounds."""
         if estimate.mode is CountMode.BOUND or actual_tokens <= 0:
             return
         seen = self._seen.get(backend_id)
@@ -76,13 +76,13 @@ class DriftTracker:
         if images and _only_images(prompt):
             expected = image_budget(prompt, costs)
             text_tokens = estimate.tokens - images * expected
-            # A text may be off by its band: where that could hide an image, it says nothing of images.
+            # If the error band of the text could hide an image, the answer says nothing about images.
             if estimate.mode is CountMode.EXACT or APPROXIMATE_BAND * text_tokens < 0.2 * images * expected:
                 per_image = (actual_tokens - text_tokens) / images
                 seen.images.append((expected, _budget(per_image, expected)))
 
     def drift(self, backend_id: str) -> Drift:
-        """Return how a backend compares now."""
+        """Return the current drift of a backend."""
         seen = self._seen.get(backend_id, _Seen())
         image_tokens, expected = _image_verdict(seen.images)
         if not seen.text:
@@ -98,7 +98,7 @@ class DriftTracker:
         )
 
     def drifts(self) -> Mapping[str, Drift]:
-        """Return how every backend that has answered compares now, by id."""
+        """Return the current drift of all backends that have answered, by id."""
         return {backend_id: self.drift(backend_id) for backend_id in self._seen}
 
 
@@ -114,12 +114,12 @@ def _only_images(prompt: Prompt) -> bool:
 
 
 def _budget(per_image_tokens: float, expected: int) -> int:
-    """Return the budget that an image of this many soft tokens was given.
+    """Return the budget of an image with this many soft tokens.
 
-    An image fills 67..100 % of its budget, whatever its size, and budgets double, so the smallest budget
-    that holds it is the right one; the expected one is preferred where it holds it as well as any.
+    An image fills 67..100 % of its budget, whatever its size, and budgets double, so it is the smallest budget
+    that holds it; the expected one is preferred if it fits as well.
     """
-    slack_tokens = 4  # what the text beside it may be off by
+    slack_tokens = 4  # possible error of the text beside it
     if expected * 0.6 <= per_image_tokens <= expected + slack_tokens:
         return expected
     return next(

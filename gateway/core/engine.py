@@ -1,21 +1,21 @@
-"""A vLLM engine in virtual time: which sequences share a step, how long it takes, who gains tokens.
+"""A vLLM engine in virtual time: which sequences share a step, how long it takes, which gain tokens.
 
-Pure: it has no clock. Its owner asks for the next step (`schedule`), lets the step's duration pass in
-whatever time it lives in (the simulated backend sleeps, a benchmark adds it up), and then takes the
-tokens it produced (`complete`). Sequences may be submitted and aborted at any moment between.
+Pure: it has no clock. Its owner asks for the next step (`schedule`), lets the step's duration pass in its own
+time (the simulated backend sleeps, a benchmark adds it up), and then fetches the tokens that were produced
+(`complete`). Sequences may be submitted and aborted at any time in between.
 
 The scheduler is vLLM V1's, as far as throughput and latency depend on it:
 
     1. running sequences decode first; each takes 1 + draft tokens of the step's token budget
-    2. then unfinished prefills, in the order they were admitted, a chunk each
+    2. then unfinished prefills, in the order of admission, one chunk each
     3. then waiting sequences, first come first served, while the token budget, max_num_seqs and
        free KV blocks allow; the first that does not fit stops the admission
-    4. when the cache of a running sequence has to grow and no block is free, the newest running
-       sequence is preempted: it gives its blocks back and is recomputed from the front of the queue
+    4. if the cache of a running sequence has to grow and no block is free, the newest running
+       sequence is preempted: it loses its blocks and is recomputed from the front of the queue
 
 A sequence's first token comes at the end of the step that completes its prompt; from then on it gains
-`accept` tokens per step. A sequence that can never fit the cache blocks the queue behind it for good,
-as it does in vLLM (#39734). There is no prefix cache.
+`accept` tokens per step. A sequence that can never fit the cache blocks the queue behind it forever, as in
+vLLM (#39734). There is no prefix cache.
 """
 
 from collections import deque
@@ -26,22 +26,22 @@ from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
 from gateway.core.profile import EngineFlags, Profile
 
-DEFAULT_MAX_NUM_SEQS = 256  # vLLM's own default, where a recipe does not set --max-num-seqs
+DEFAULT_MAX_NUM_SEQS = 256  # vLLM's own default, for recipes without --max-num-seqs
 
 
 @dataclass(slots=True, eq=False)
 class _Seq:
-    """One sequence's place in the engine. Mutable: it lives as long as the request."""
+    """The state of one sequence. Mutable: it lives as long as the request."""
 
     id: int
     prompt: int
     output: int
     generated: int = 0
-    target: int = 0  # tokens to compute before it decodes: the prompt, plus what a preemption threw away
-    computed: int = 0  # of these, done
-    credit: float = 0.0  # the fraction of a token that speculative decoding still owes it
+    target: int = 0  # tokens to compute before it decodes: the prompt, plus those discarded by a preemption
+    computed: int = 0  # of these, computed
+    credit: float = 0.0  # fraction of a token still due from speculative decoding
     held: int = 0  # KV blocks
-    room: int = 0  # context its blocks last for
+    room: int = 0  # context length for which its blocks suffice
     aborted: bool = False
 
     @property
@@ -51,10 +51,10 @@ class _Seq:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step that has been scheduled.
+    """A scheduled step.
 
     Attributes:
-        duration_s: How long it takes.
+        duration_s: Its duration.
         decoding: Sequences that decode in it.
         prefill_tokens: Prompt tokens computed in it.
         started: Ids of sequences that left the queue for it.
@@ -70,7 +70,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced.
+    """The result of a step.
 
     Attributes:
         emitted: `(id, new tokens)` per sequence that gained any, oldest first.
@@ -85,12 +85,12 @@ class StepResult:
 
 @dataclass(slots=True)
 class Engine:
-    """The engine of one server. See the module for what it models.
+    """The engine of one server. See the module docstring for what it models.
 
     Attributes:
         perf: Its step-time model.
         flags: Its launch flags.
-        kv: How blocks are counted; None for a cache without limit.
+        kv: The formula for blocks; None for an unlimited cache.
         kv_blocks: Size of the block pool; None likewise.
         preemptions: Sequences preempted since the start.
     """
@@ -104,7 +104,7 @@ class Engine:
     _prefilling: list[_Seq] = field(default_factory=list)  # all newer than every decoding one
     _waiting: deque[_Seq] = field(default_factory=deque)
     _seqs: dict[int, _Seq] = field(default_factory=dict)
-    _growing: list[_Seq] = field(default_factory=list)  # decoding, and out of room
+    _growing: list[_Seq] = field(default_factory=list)  # decoding, and out of blocks
     _used: int = 0  # blocks held by all sequences
     _step_decoding: list[_Seq] = field(default_factory=list)
     _step_chunks: list[tuple[_Seq, int]] = field(default_factory=list)
@@ -120,22 +120,22 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Sequences in the batch, decoding or prefilling."""
+        """Number of sequences in the batch, decoding or prefilling."""
         return len(self._decoding) + len(self._prefilling)
 
     @property
     def waiting(self) -> int:
-        """Sequences in the queue."""
+        """Number of sequences in the queue."""
         return len(self._waiting)
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV blocks in use, 0..1; 0 for a cache without limit."""
+        """Share of the KV blocks in use, 0..1; 0 for an unlimited cache."""
         return self._used / self.kv_blocks if self.kv_blocks else 0.0
 
     @property
     def max_num_seqs(self) -> int:
-        """Sequences it runs at once."""
+        """Maximum number of sequences it runs at once."""
         return self.flags.max_num_seqs or DEFAULT_MAX_NUM_SEQS
 
     # -------------------------------------------------------------- requests
@@ -151,9 +151,9 @@ class Engine:
         self._waiting.append(seq)
 
     def abort(self, seq_id: int) -> bool:
-        """Remove a sequence and free its blocks at once; return whether it was there.
+        """Remove a sequence and free its blocks at once; return whether it existed.
 
-        A step under way is not shortened, but the sequence gains nothing from it.
+        A step in progress is not shortened, but the sequence gains nothing from it.
         """
         seq = self._seqs.pop(seq_id, None)
         if seq is None:
@@ -168,9 +168,9 @@ class Engine:
     # -------------------------------------------------------------- steps
 
     def schedule(self) -> Batch | None:
-        """Form the next step, or return None when nothing can run (idle, or blocked for good).
+        """Form the next step; None if nothing can run (idle, or blocked forever).
 
-        Every `schedule` that returns a batch is followed by one `complete`.
+        Every `schedule` that returns a batch must be followed by one `complete`.
         """
         if self._in_step:
             raise RuntimeError("the step before has not been completed")
@@ -196,7 +196,7 @@ class Engine:
         )
 
     def complete(self) -> StepResult:
-        """Return what the scheduled step produced, and move its sequences on."""
+        """Complete the scheduled step, and return what it produced."""
         if not self._in_step:
             raise RuntimeError("no step has been scheduled")
         self._in_step = False
@@ -220,7 +220,7 @@ class Engine:
                 del self._seqs[seq.id]
         return StepResult(emitted, first, [seq.id for seq in finished])
 
-    # -------------------------------------------------------------- inside
+    # -------------------------------------------------------------- internals
 
     def _gain(self, seq: _Seq, tokens: int, emitted: list[tuple[int, int]], finished: list[_Seq]) -> None:
         left = seq.output - seq.generated
@@ -238,7 +238,7 @@ class Engine:
             if seq.aborted:
                 continue
             seq.computed += chunk
-            # The sliding layers let go of what the chunk held beyond their window.
+            # The sliding layers free what the chunk held beyond their window.
             self._hold(seq, seq.computed)
             if seq.computed < seq.target:
                 continue
@@ -250,12 +250,12 @@ class Engine:
         return first
 
     def _grow(self) -> list[int]:
-        """Give growing sequences their blocks, preempting the newest while none are free."""
+        """Allocate blocks to growing sequences, preempting the newest while none are free."""
         preempted: list[int] = []
         growing, self._growing = self._growing, []
         for seq in growing:
             if seq.held == 0:
-                continue  # it was preempted a moment ago, for an older one
+                continue  # it has just been preempted for an older one
             while not self._take(seq, self._blocks(seq.context)):
                 victim = self._preempt_newest()
                 preempted.append(victim.id)
@@ -275,7 +275,7 @@ class Engine:
         return victim
 
     def _continue_prefills(self, budget: int) -> tuple[int, bool]:
-        """Give unfinished prefills their next chunk; return the budget left and whether one got stuck."""
+        """Process the next chunk of unfinished prefills; return the remaining budget and whether one is stuck."""
         for seq in self._prefilling:
             if budget == 0:
                 return 0, True
@@ -319,14 +319,14 @@ class Engine:
         return self.kv.blocks(context) if self.kv is not None else 0
 
     def _chunk_blocks(self, seq: _Seq, chunk: int) -> int:
-        """Blocks a sequence holds during a chunk: every sliding layer keeps its window plus the chunk."""
+        """Return the blocks held during a chunk: every sliding layer keeps its window plus the chunk."""
         return self.kv.boot_blocks(seq.computed + chunk, chunk) if self.kv is not None else 0
 
     def _free_blocks(self) -> int:
         return self.kv_blocks - self._used if self.kv_blocks is not None else 1 << 62
 
     def _take(self, seq: _Seq, blocks: int) -> bool:
-        """Let a sequence hold `blocks` in all, if the pool has them."""
+        """Let a sequence hold `blocks` in total, if the pool has them."""
         if blocks - seq.held > self._free_blocks():
             return False
         self._used += blocks - seq.held

@@ -1,1 +1,1 @@
-"""What another policy would have done with the requests of a log of decisions."""
+"""Replays a decision log under another policy."""

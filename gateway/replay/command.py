@@ -61,7 +61,7 @@ def replay(files: tuple[Path, ...], config: Path, as_json: bool) -> None:
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """Print a report for a person."""
+    """Print a report for people."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPED_WIDTH)
@@ -152,7 +152,7 @@ def _cells(figures: Figures) -> Sequence[str]:
 
 
 def _distance(report: Report) -> Iterator[str]:
-    """Yield how far the simulation of the recorded policy is from what was recorded."""
+    """Yield the differences between the simulation of the recorded policy and the recording."""
     if report.simulated is None:
         return
     yield "how far the simulation of the recorded policy is from what was recorded:"

@@ -1,9 +1,8 @@
-"""What another policy would have done: what moves, what would be refused, how long requests would wait.
+"""Compares two policies on a decision log: changed routes, refusals, and waiting times.
 
-A decision is compared as `explain` makes it, on an idle fleet: it depends on nothing but the request, so
-that what moves moves because of the policy. What load makes of it is simulated, for the recorded policy and
-for the other one alike: both figures have the same error, and how large it is shows where the recorded
-policy's are compared with what was recorded.
+Routes are compared for an idle fleet, as by `explain`: there they depend only on the request, so any change
+is due to the policy. The effect of load is simulated for both the recorded policy and the other one: both
+results have the same error, whose size shows in the comparison of the former with what was recorded.
 """
 
 from collections import Counter
@@ -21,25 +20,24 @@ from gateway.telemetry.decision_lines import PolicyLine
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `gemma-gateway replay` says.
+    """The result of `gemma-gateway replay`.
 
     Attributes:
-        files: What was read.
-        requests: Requests in it; `decided`: those that could be decided again.
+        files: The files read.
+        requests: Number of requests in them; `decided`: of those that could be decided again.
         undecided: The others, by how they ended.
         first_at, last_at: Epoch seconds of the first and last arrival.
-        recorded_policy, other_policy: Versions of the policies that are compared.
-        broken: Places of the lines that could not be read, with why.
-        notes: What has to be known to read the figures.
-        moved: Requests whose class, first pool or first backend is another.
+        recorded_policy, other_policy: Versions of the compared policies.
+        broken: Positions of unreadable lines, with the reason.
+        notes: Caveats about the figures.
+        moved: Requests with a different class, first pool or first backend.
         moves: The same by what changes (`class`, `pool`, `backend`), from where to where.
-        refusals: What the other policy refuses at once.
-        accepted: Requests that were refused at once, and would not be.
-        recorded: What happened.
-        simulated: What the simulation makes of the recorded policy; None where that is not in the log.
-        predicted: What it makes of the other one.
-        same_pool_share: Share of the requests which were served that the first simulation serves in the
-            pool in which they were.
+        refusals: What the other policy refuses immediately.
+        accepted: Requests that were refused immediately, and would not be.
+        recorded: Recorded results.
+        simulated: Simulated results of the recorded policy; None if it is not in the log.
+        predicted: Simulated results of the other policy.
+        same_pool_share: Share of the served requests that the first simulation serves in the recorded pool.
     """
 
     files: tuple[str, ...]
@@ -63,7 +61,7 @@ class Report:
 
 
 def compare(log: Log, other: Tried) -> Report:
-    """Return what another policy would have done with the requests of a log."""
+    """Compare another policy with the recorded one on the requests of a log."""
     decided = [entry for entry in log.entries if entry.asked is not None]
     undecided = Counter(entry.past.ending.value for entry in log.entries if entry.asked is None)
     base = _base(log, decided)
@@ -99,6 +97,6 @@ def compare(log: Log, other: Tried) -> Report:
 
 
 def _base(log: Log, decided: Sequence[Entry]) -> PolicyLine | None:
-    """Return the policy under which most requests were decided, of those that are in the log."""
+    """Return the policy under which most requests were decided, among those in the log."""
     counted = Counter(entry.past.policy for entry in decided if entry.past.policy in log.policies)
     return log.policies[counted.most_common(1)[0][0]] if counted else None

@@ -1,4 +1,4 @@
-"""How requests fared, in figures: those of a log, and those of a simulated run."""
+"""Statistics of requests, recorded or simulated."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,22 +13,22 @@ from gateway.replay.reading import Entry
 from gateway.replay.simulating import Past, Run
 
 ALL = "(all)"
-"""The row of every class together; no class can be called that."""
+"""The row for all classes together; not a valid name of a class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """How requests of a class fare. Seconds; None where there is nothing to measure.
+    """Statistics of the requests of a class. Seconds; None if there is nothing to measure.
 
     Attributes:
-        requests: How many there are.
-        shed_share: Share that was refused for load.
-        wait_p50_s, wait_p95_s: From the decision to a place, of those that got one.
+        requests: Number of requests.
+        shed_share: Share refused for load.
+        wait_p50_s, wait_p95_s: From the decision to a slot, of those that got one.
         ttft_p50_s, ttft_p95_s: From arrival to the first token, of streamed answers.
-        late_share: Share of the streamed ones which were let in whose first token came after the class's
-            `ttft_target_s`, or never.
+        late_share: Share of admitted streams whose first token came after the class's `ttft_target_s`, or
+            never.
         total_p50_s, total_p95_s: From arrival to the end, of completed requests.
-        tokens_per_s: Output tokens over the time from the first arrival to the last end.
+        tokens_per_s: Output tokens per second, from the first arrival to the last end.
     """
 
     requests: int
@@ -45,7 +45,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One column of the comparison: figures by class, and requests served by backend."""
+    """A column of the comparison: figures by class, and requests served by backend."""
 
     classes: Mapping[str, Figures]
     served: Mapping[str, int]
@@ -53,7 +53,7 @@ class Side:
 
 @dataclass(slots=True)
 class _Tally:
-    """What is known of the requests of a class so far."""
+    """Accumulates the requests of a class."""
 
     requests: int = 0
     shed: int = 0
@@ -80,14 +80,14 @@ class _Tally:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """Return the value below which that share of the others lies, to the millisecond; None of none."""
+    """Return a quantile of the values, to the millisecond; None if there are none."""
     ordered = sorted(values)
     return round(ordered[ceil(share * len(ordered)) - 1], 3) if ordered else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """One request, recorded or simulated, as it counts."""
+    """The result of one request, recorded or simulated."""
 
     traffic_class: str
     is_shed: bool
@@ -132,13 +132,13 @@ def _count(tally: _Tally, one: _Outcome, target_s: float) -> None:
 
 
 def targets(policy: Policy) -> Callable[[str], float]:
-    """Return how soon each class wants its first token, by its name, in seconds."""
+    """Return a function that returns the target of a class for its first token, in seconds."""
     found = {one.name: one.waiting.ttft_target_s for model in policy.models for one in model.classes}
     return lambda name: found.get(name, inf)
 
 
 def recorded(decided: Sequence[Entry], targets: Callable[[str], float]) -> Side:
-    """Return how the requests of a log fared that were not refused for what they are."""
+    """Return the statistics of the requests in a log, except those refused for their content."""
 
     def outcome(entry: Entry) -> _Outcome:
         past = entry.past
@@ -164,7 +164,7 @@ def _is_refused(entry: Entry) -> bool:
 
 
 def simulated(run: Run) -> Side:
-    """Return how those of a simulated run fare; see `recorded`."""
+    """Return the statistics of a simulated run; see `recorded`."""
 
     def outcome(fate: Fate[Past]) -> _Outcome:
         past, is_done = fate.arrival, fate.done_at is not None
@@ -193,11 +193,11 @@ def _is_misfit(fate: Fate[Past]) -> bool:
 _MISFITS = frozenset(
     {"400", "context_length_exceeded", "unsupported_modality", "too_many_choices", InvalidRequest.code}
 )
-"""Refusals that no load has to do with."""
+"""Refusals that are unrelated to load."""
 
 
 def same_pool_share(run: Run) -> float | None:
-    """Return the share of what was served that a run serves in the same pool; None where nothing was."""
+    """Return the share of served requests that a run serves in the same pool; None if there are none."""
     pools = run.policy.pools
     both = [
         past.pool in pools and fate.backend in pools[past.pool].backends

@@ -1,4 +1,4 @@
-"""Which requests go elsewhere under another policy, and which it would refuse, whatever the load."""
+"""Finds requests that another policy routes differently or refuses, independent of load."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from gateway.replay.reading import Entry, Log
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """How many requests go from one place to another; `example` is where the first of them stands."""
+    """A number of requests with a changed route; `example` is the position of the first."""
 
     before: str
     after: str
@@ -24,9 +24,9 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Requests that the other policy refuses at once, and those of them that it alone refuses.
+    """Requests that the other policy refuses immediately, and how many of them only it refuses.
 
-    `words`: what the first of them would be told; `example` is where it stands.
+    `words`: the error message for the first of them; `example` is its position.
     """
 
     code: str
@@ -38,7 +38,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A decision on an idle fleet. What is refused has no pool; `code` and `words` say why."""
+    """A decision on an idle fleet. A refusal has no pool; `code` and `words` say why."""
 
     traffic_class: str = ""
     pool: str = ""
@@ -48,7 +48,7 @@ class Verdict:
 
 
 def verdict(policy: Policy, idle: Mapping[str, BackendView], asked: Asked, key: str | None) -> Verdict:
-    """Return what a policy decides about a request when its fleet has nothing else to do."""
+    """Return a policy's decision about a request on an idle fleet."""
     request, name = asked.request(key), ""
     try:
         model = deciding.model_of(policy, request.model)
@@ -61,12 +61,12 @@ def verdict(policy: Policy, idle: Mapping[str, BackendView], asked: Asked, key: 
         return Verdict(name, code=error.code, words=error.message)
     first = decision.candidates.first
     if first is None:
-        return Verdict(name)  # it would wait for what the operator has drained
+        return Verdict(name)  # it would wait for a drained backend
     return Verdict(name, first.pool, first.backend)
 
 
 class Moves:
-    """Decides about each request under the policy it was recorded under, and under the other one."""
+    """Decides each request under both its recorded policy and the other one."""
 
     def __init__(self, log: Log, policy: Policy) -> None:
         self._policy = policy
@@ -81,7 +81,7 @@ class Moves:
         self.moved = self.accepted = 0
 
     def add(self, entry: Entry) -> None:
-        """Decide about a request that has something to decide by."""
+        """Decide a request with recorded features."""
         assert entry.asked is not None
         place, past = f"{entry.file}:{entry.line}", entry.past
         after = verdict(self._policy, self._idle, entry.asked, past.key)
@@ -108,7 +108,7 @@ class Moves:
             self._moves[what][one or _nowhere(before), two or _nowhere(after)].append(place)
 
     def moves(self) -> Mapping[str, Sequence[Move]]:
-        """Return what changes, from where to where, the most first."""
+        """Return the changed routes, most frequent first."""
         return {
             what: [
                 Move(one, two, len(places), places[0])
@@ -127,7 +127,7 @@ class Moves:
         ]
 
     def notes(self) -> Iterator[str]:
-        """Yield what is doubtful about that."""
+        """Yield caveats about that."""
         if self._otherwise:
             yield (
                 f"{self._otherwise} requests get another class when the recorded policy decides them again: "

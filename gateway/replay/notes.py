@@ -1,4 +1,4 @@
-"""What has to be known to read the figures of a replay."""
+"""Caveats about the figures of a replay."""
 
 from collections.abc import Iterator, Sequence
 
@@ -70,7 +70,7 @@ def _fleets(old: Policy, new: Policy) -> Iterator[str]:
 
 
 def _unknown_features(decided: Sequence[Entry], policy: Policy) -> Iterator[str]:
-    """Yield what the other policy goes by that the log does not hold."""
+    """Yield conditions of the other policy on features that the log does not contain."""
     conditions = [one.when for model in policy.models for one in model.classes]
     if any(when.keys for when in conditions) and all(entry.past.key is None for entry in decided):
         yield "the other policy has conditions on API keys, but the log has no key names"

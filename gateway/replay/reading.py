@@ -1,4 +1,4 @@
-"""Reads logs of decisions: whole ones, set aside ones, and ones whose writer was killed."""
+"""Reads decision logs, including rotated files and those of killed writers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +12,12 @@ from gateway.telemetry.decision_lines import NewerFormat, PolicyLine, RequestLin
 
 
 class Unusable(Exception):
-    """A log that nothing can be learned from. The message is for a person."""
+    """The log contains nothing usable. The message is for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A line that cannot be read. `is_torn`: the last of its file, and without an end."""
+    """An unreadable line. `is_torn`: it is the incomplete last line of its file."""
 
     file: str
     line: int
@@ -27,12 +27,12 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A request of the past.
+    """A recorded request.
 
     Attributes:
-        file, line: Where it stands.
-        past: What is written of it.
-        asked: What it asked, or None where it ended before its prompt was counted.
+        file, line: Its position.
+        past: Its line.
+        asked: Its features; None if it ended before its prompt was counted.
     """
 
     file: str
@@ -43,13 +43,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Logs of decisions, joined.
+    """Several decision logs, merged.
 
     Attributes:
         files: Their names.
         entries: The requests, by arrival.
-        policies: The policies that they were decided under, as far as they are there, by version.
-        broken: The lines that could not be read.
+        policies: Policies found in the logs, by version.
+        broken: Unreadable lines.
     """
 
     files: tuple[str, ...]
@@ -59,10 +59,10 @@ class Log:
 
 
 def read(files: Sequence[Path]) -> Log:
-    """Return what stands in these files, in whatever order they are given.
+    """Read these files, in any order.
 
     Raises:
-        Unusable: one cannot be read, is of a newer format, or they hold no request.
+        Unusable: one is unreadable or of a newer format, or there is no request.
     """
     entries: list[Entry] = []
     policies: dict[str, PolicyLine] = {}
@@ -117,9 +117,9 @@ def _asked(past: RequestLine) -> Asked | None:
 
 
 def _as_it_came(entry: Entry, policies: Mapping[str, PolicyLine]) -> Entry:
-    """Return a job without the class that it was handed over as, where what is known of it explains that.
+    """Return a job without its assigned class, if the recorded features explain the class.
 
-    Otherwise it keeps its class under every policy that has one of that name, as it does in the queue.
+    Otherwise it keeps its class under every policy with a class of that name, as in the queue.
     """
     asked = entry.asked
     known = None if asked is None else policies.get(asked.policy)

@@ -1,7 +1,7 @@
-"""The gateway's own classify, select, admit, queue and shed code, before a fleet in virtual time.
+"""The gateway's own classify, select, admit, queue and shed code, in front of a fleet in virtual time.
 
-Every backend is up. Nothing is known of earlier conversations, no target for TPOT lowers a limit, and the
-models of a box are all in at once: docs/replay.md says what that means for the figures.
+All backends are up. Prefix caches are empty, TPOT targets do not lower limits, and all models of a box are
+resident at once: docs/replay.md says what that means for the figures.
 """
 
 from collections.abc import Callable, Coroutine, Mapping
@@ -22,11 +22,11 @@ T = TypeVar("T")
 A = TypeVar("A", bound=Arriving)
 
 Read = Callable[[A], tuple[Asked, str | None]]
-"""Returns what an arrival asks, and the name of its caller's API key."""
+"""Returns the features of an arrival, and the name of its caller's API key."""
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return what a coroutine that never waits returns."""
+    """Return the result of a coroutine that never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -36,14 +36,14 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class PolicyRouter(Generic[A]):
-    """A gateway with this policy; only time and servers are models.
+    """A gateway with this policy, where only time and servers are simulated.
 
     Attributes:
-        classes: The class of each arrival that has one, by its id.
+        classes: Class of each classified arrival, by its id.
     """
 
     def __init__(self, policy: Policy, read: Read[A]) -> None:
-        """Start with an idle fleet and an empty line."""
+        """Start with an idle fleet and an empty queue."""
         self._policy = policy
         self._read = read
         self._idle = deciding.idle(policy)
@@ -54,7 +54,7 @@ class PolicyRouter(Generic[A]):
         self.classes: dict[int, str] = {}
 
     def arrive(self, fleet: Fleet[A], arrival: A) -> None:
-        """Classify, enter the line; refuse what fits nowhere."""
+        """Classify it and queue it; refuse it if it fits nowhere."""
         try:
             ticket = self._ticket(fleet, arrival)
         except GatewayError as error:
@@ -68,22 +68,22 @@ class PolicyRouter(Generic[A]):
         self.look(fleet)
 
     def answered(self, fleet: Fleet[A], fate: Fate[A]) -> None:
-        """Its prompt is work outstanding no more."""
+        """Its prefill work is done."""
         at_once(self._ledger.answered(self._slots[fate.arrival.id]))
         self.look(fleet)
 
     def ended(self, fleet: Fleet[A], fate: Fate[A]) -> None:
-        """Give its place back, and to the next."""
+        """Release its slot."""
         at_once(self._ledger.release(self._slots.pop(fate.arrival.id)))
         self._line.released(str(fate.arrival.id), fate.backend, fleet.now)
         self.look(fleet)
 
     def left(self, fleet: Fleet[A], fate: Fate[A]) -> None:
-        """Forget it."""
+        """Remove it."""
         self._line.leave(str(fate.arrival.id))
 
     def look(self, fleet: Fleet[A]) -> None:
-        """Take a turn of the line, and do what it says."""
+        """Process a turn of the waiting line."""
         turn = self._line.turn(fleet.now, self._views())
         for offer in turn.offers:
             candidate = offer.candidates[0]
@@ -103,10 +103,10 @@ class PolicyRouter(Generic[A]):
             fleet.look_at(turn.look_again_at)
 
     def sent(self, fleet: Fleet[A], name: str) -> None:
-        """Note that a backend has been given a request."""
+        """Note that a request was sent to a backend."""
 
     def _ticket(self, fleet: Fleet[A], arrival: A) -> Ticket:
-        """Return the ticket of an arrival, or raise GatewayError where it is refused at once."""
+        """Return the ticket of an arrival. Raises GatewayError if it is refused immediately."""
         policy = self._policy
         asked, key = self._read(arrival)
         request = asked.request(key)

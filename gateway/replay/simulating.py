@@ -1,4 +1,4 @@
-"""The arrivals of a log in virtual time, under any policy."""
+"""Simulates the arrivals of a log in virtual time, under any policy."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,18 +16,18 @@ from gateway.replay.router import PolicyRouter
 from gateway.telemetry.decision_lines import RequestLine
 
 UNKNOWN_OUTPUT_TOKENS = TrafficClass("", ()).output_reserve_tokens
-"""Output of a request without a limit of which none like it was ever completed: a class's default reserve."""
+"""Output of a request without a limit if no similar one has ever completed: a class's default reserve."""
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A request of the past as it arrives again; see `core.virtual_fleet.Arriving`.
+    """A recorded request that arrives again; see `core.virtual_fleet.Arriving`.
 
     Attributes:
-        entry: Where it stands in the log.
-        asked, key: What it asked, and the name of its caller's API key.
+        entry: Its position in the log.
+        asked, key: Its features, and the name of its caller's API key.
         patience: How long its caller waits.
-        is_guessed: Whether nobody knows how long its answer would have been.
+        is_guessed: Whether the length of its answer is unknown.
     """
 
     id: int
@@ -44,7 +44,7 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What a backend's engine is made of; see `core.virtual_fleet.Deployment`."""
+    """The engine of a backend; see `core.virtual_fleet.Deployment`."""
 
     capacity: Capacity
     perf: PerfModel
@@ -53,7 +53,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What became of the arrivals under a policy: fates in their order, classes by their ids."""
+    """The results of arrivals under a policy: fates in their order, classes by their ids."""
 
     policy: Policy
     fates: Sequence[Fate[Past]]
@@ -63,7 +63,7 @@ class Run:
 def arrivals(entries: Sequence[Entry]) -> Sequence[Past]:
     """Return the requests that a fleet would see again, the first at second 0.
 
-    A request that a backend has refused for what was in it is left out: it costs an engine nothing.
+    Requests whose content a backend rejected are left out: they cost an engine nothing.
     """
     typical = _typical_outputs(entries)
     found: list[Past] = []
@@ -91,7 +91,7 @@ def arrivals(entries: Sequence[Entry]) -> Sequence[Past]:
 
 
 def run(policy: Policy, engines: Mapping[str, EngineFlags], pasts: Sequence[Past]) -> Run:
-    """Return what becomes of the arrivals under a policy."""
+    """Simulate arrivals under a policy."""
     servers = {
         name: Server(backend.capacity, backend.perf, engines[name])
         for name, backend in policy.backends.items()
@@ -104,7 +104,7 @@ def run(policy: Policy, engines: Mapping[str, EngineFlags], pasts: Sequence[Past
 
 
 def _typical_outputs(entries: Sequence[Entry]) -> Mapping[str, int]:
-    """Return the median length of one answer, per class, of the requests that were completed."""
+    """Return the median output length per class, of completed requests."""
     lengths: dict[str, list[int]] = defaultdict(list)
     for entry in entries:
         past = entry.past
@@ -114,17 +114,17 @@ def _typical_outputs(entries: Sequence[Entry]) -> Mapping[str, int]:
 
 
 def _output_tokens(past: RequestLine, asked: Asked, typical: Mapping[str, int]) -> tuple[int, bool]:
-    """Return the length of one answer, and whether it is a guess."""
+    """Return the output length, and whether it is a guess."""
     if past.ending is Ending.COMPLETED and past.tokens_out:
         return max(1, past.tokens_out // asked.seqs), False
     if past.ending is Ending.LEFT and past.ttft_s is not None:
-        return max(1, past.chunks // asked.seqs), False  # as far as its caller read
+        return max(1, past.chunks // asked.seqs), False  # as far as its caller has read it
     guess = typical.get(past.traffic_class, asked.max_tokens or UNKNOWN_OUTPUT_TOKENS)
     return max(1, guess if asked.max_tokens is None else min(guess, asked.max_tokens)), True
 
 
 def _patience(past: RequestLine) -> Patience:
-    """Return how long a caller waits: one that left before it had anything leaves as early again."""
+    """Return how long a caller waits: one that left before the first token leaves as early again."""
     if past.ending is Ending.LEFT and past.ttft_s is None:
         return Patience(past.total_s, is_for_all=not past.stream)
     return Patience()

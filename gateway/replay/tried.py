@@ -1,4 +1,4 @@
-"""The policy that is tried on a log."""
+"""The policy to try on a log."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from gateway.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A policy, with the launch flags of its engines, and the boxes of its fleet."""
+    """A policy, with the launch flags of its engines and the boxes of its fleet."""
 
     policy: Policy
     engines: Mapping[str, EngineFlags]

@@ -1,4 +1,4 @@
-"""Warnings: what is legal in a configuration and probably not meant."""
+"""Warnings: valid settings that are probably mistakes."""
 
 import ipaddress
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,11 +14,11 @@ from gateway.settings.resolved import Settings
 from gateway.settings.yaml_tree import Path
 
 GENERIC = "generic"
-"""The profile of servers that nobody has published figures of."""
+"""The profile for servers without published figures."""
 
 
 def warnings(settings: Settings) -> tuple[Problem, ...]:
-    """Return every warning about a valid configuration, in the order of the file."""
+    """Return all warnings about a valid configuration, in the order of the file."""
     policy = settings.policy()
     found = [
         *_models(policy),
@@ -132,7 +132,7 @@ def _backends_of(one: TrafficClass, policy: Policy) -> list[Backend]:
 
 
 def _able(backend: Backend, admits: Reach) -> bool:
-    """Return whether a backend takes the images and audio that every request of a class has."""
+    """Return whether a backend accepts the images and audio that every request of a class has."""
     return all(admits.counts[name].low == 0 or _takes([backend], name) for name in ("images", "audios"))
 
 
@@ -158,17 +158,17 @@ def _lengths(admits: Reach) -> str:
 
 
 def _context(backend: Backend) -> int:
-    """Return the longest request a backend can hold, by its window and by its KV pool."""
+    """Return the longest request that fits a backend's window and KV pool."""
     return min(backend.capacity.context_tokens, kv_tokens(backend.capacity))
 
 
 def kv_tokens(capacity: Capacity) -> int:
-    """Return the longest single request that the KV budget holds, at most the window."""
+    """Return the longest single request that fits the KV budget, at most the window."""
     low, high = 0, capacity.context_tokens
     if capacity.kv is None or capacity.kv_blocks is None:
         return high
     budget = int(capacity.kv_blocks * capacity.kv_budget)
-    while low < high:  # blocks() never falls, so halving finds the edge
+    while low < high:  # blocks() is monotonic: binary search
         middle = (low + high + 1) // 2
         low, high = (middle, high) if capacity.kv.blocks(middle) <= budget else (low, middle - 1)
     return low
@@ -235,7 +235,7 @@ def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
 
 
 def _is_guessed(settings: Settings, name: str) -> bool:
-    """Return whether nobody has said how much a backend can do."""
+    """Return whether the capacity of a backend is nobody's figure."""
     document = settings.document
     backend = document.backends[name]
     is_generic = backend.profile == GENERIC and GENERIC not in document.profiles
@@ -316,7 +316,7 @@ _LOCAL_ENDINGS = (".local", ".localhost", ".internal", ".lan", ".home.arpa", ".s
 
 
 def _is_private(host: str) -> bool:
-    """Return whether a host is plainly inside: a private address, a name without dots, a local domain."""
+    """Return whether a host is internal: a private address, a name without dots, a local domain."""
     try:
         return not ipaddress.ip_address(host).is_global
     except ValueError:

@@ -1,4 +1,4 @@
-"""Conditions of a class as they are written: `">= 16000"`, `">= 16000, < 100000"`, `true`, `3`."""
+"""Parses the conditions of a class: `">= 16000"`, `">= 16000, < 100000"`, `true`, `3`."""
 
 import re
 from typing import Any
@@ -10,12 +10,12 @@ _HELP = 'write ">= 16000", "< 100", 4, or several as ">= 16000, < 100000"'
 
 
 def bounds(written: Any) -> tuple[Bound, ...]:
-    """Return the bounds of a numeric condition; all of them must hold.
+    """Parse a numeric condition to bounds, all of which must hold.
 
-    An integer means equality; a string holds comparisons separated by commas; a list holds either.
+    An integer means equality; a string contains comparisons separated by commas; a list contains either.
 
     Raises:
-        ValueError: it is written otherwise; the message says how to.
+        ValueError: the syntax is invalid; the message explains it.
     """
     if isinstance(written, bool):
         raise ValueError(f"this needs a number to compare with, not {str(written).lower()}; {_HELP}")
@@ -29,16 +29,16 @@ def bounds(written: Any) -> tuple[Bound, ...]:
 
 
 def count_bounds(written: Any) -> tuple[Bound, ...]:
-    """Return the bounds of a condition on a count: `true` is `> 0`, `false` is `== 0`, else as `bounds`."""
+    """Parse a condition on a count: `true` is `> 0`, `false` is `== 0`, otherwise like `bounds`."""
     if isinstance(written, bool):
         return (Bound(Comparison.GT if written else Comparison.EQ, 0),)
-    if isinstance(written, str) and written.strip().lower() in {"true", "false"}:  # came from ${VAR}
+    if isinstance(written, str) and written.strip().lower() in {"true", "false"}:  # from ${VAR}
         return count_bounds(written.strip().lower() == "true")
     return bounds(written)
 
 
 def header_values(written: Any) -> tuple[str, ...]:
-    """Return the accepted values of a request header; none means that it only has to be there.
+    """Parse the accepted values of a request header; empty means that it only has to be present.
 
     Raises:
         ValueError: it is neither `true`, a value, nor a list of values.

@@ -1,4 +1,4 @@
-"""What changes from one configuration to the next, in words for an operator. Pure."""
+"""Describes the difference between two configurations, for operators. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ LIVE = frozenset(
         *("timeouts", "routing", "allowed_origins", "answers", "health", "shutdown"),
     }
 )
-"""Sections that can change while the gateway runs."""
+"""Sections that can change at run time."""
 
 AT_START = tuple(name for name in Document.model_fields if name not in LIVE)
-"""Sections that are read once, when a process starts."""
+"""Sections that are read once, at startup."""
 
 _NOTHING: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What changes.
+    """The differences.
 
     Attributes:
-        now: What can take effect at once.
-        at_start: What needs a restart: sections that are read once, and backends of boxes.
+        now: Those that can take effect at once.
+        at_start: Those that need a restart: sections read once, and backends of boxes.
     """
 
     now: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Changes:
 
 
 def changes(old: Document, new: Document, in_flight: Mapping[str, int] = _NOTHING) -> Changes:
-    """Return what changes. `in_flight`: requests that run on each backend, which finish there."""
+    """Return the differences. `in_flight`: running requests per backend, which finish there."""
     return Changes(
         (
             *_backends(old, new, in_flight),
@@ -54,7 +54,7 @@ def changes(old: Document, new: Document, in_flight: Mapping[str, int] = _NOTHIN
 
 
 def held(old: Document) -> frozenset[str]:
-    """Return the backends whose sections cannot change while the gateway runs: those of boxes."""
+    """Return the backends whose sections cannot change at run time: those of boxes."""
     return frozenset(name for box in old.boxes.values() for name in box.backends)
 
 
@@ -152,7 +152,7 @@ def _at_start(old: Document, new: Document) -> Iterator[str]:
 
 
 def _leaves(old: Section, new: Section) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, before, after) of whatever differs."""
+    """Yield (path, before, after) of all differing values."""
     return _differences(_plain(old), _plain(new), "")
 
 
@@ -176,7 +176,7 @@ def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]
 
 
 def _shown(value: Any) -> str:
-    """Return a value about as a person writes it."""
+    """Format a value roughly as a person would write it."""
     match value:
         case None:
             return "none"

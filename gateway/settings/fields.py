@@ -1,4 +1,4 @@
-"""The kinds of values a configuration has: numbers with their limits, names, addresses, short forms."""
+"""Field types of the configuration: numbers with limits, names, addresses, short forms."""
 
 import re
 from collections.abc import Callable
@@ -32,23 +32,23 @@ from gateway.settings.conditions import bounds, count_bounds, header_values
 
 
 class Section(BaseModel):
-    """A part of the file: unknown keys are errors, nothing changes after it was read."""
+    """A section of the file: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
     def _nothing_means_defaults(cls, written: Any) -> Any:
-        """A section whose every line is commented out is null in YAML; it means its defaults."""
+        """A section with all lines commented out is null in YAML; it means the defaults."""
         return {} if written is None else written
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShortForm:
-    """Marks a field that may also be written shorter; `expand` writes it out before it is validated.
+    """Marks a field with a short form; `expand` converts it to the full form before validation.
 
     Attributes:
-        expand: From what stands in the file to the full form; hands on what it does not know.
+        expand: Converts the short form; returns anything else unchanged.
         schema: JSON Schema of the short form.
     """
 
@@ -56,25 +56,25 @@ class ShortForm:
     schema: dict[str, Any]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the field's own schema with `expand` in front of it."""
+        """Return the field's own schema preceded by `expand`."""
         return core_schema.no_info_before_validator_function(self.expand, handler(source))
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Return "the short form or the full one"."""
+        """Return the schema "the short form or the full one"."""
         return {"anyOf": [self.schema, handler(schema)]}
 
 
 def number(written: Any) -> Any:
-    """Return what was written, unless it is `true` or `false`, which YAML and Python take for numbers."""
+    """Return the value unless it is a boolean, which Python treats as a number."""
     if isinstance(written, bool):
         raise ValueError("a number is needed, not true or false")
     return written
 
 
 WHOLE_MAX = 2**53
-"""The largest whole number; those up to it are whole ones as floats too, which most figures become."""
+"""The largest integer; up to it, integers are exact as floats, to which most figures are converted."""
 
 
 def _countable(number: int) -> int:
@@ -84,7 +84,7 @@ def _countable(number: int) -> int:
 
 
 Positive = Annotated[int, Field(ge=1), BeforeValidator(number), AfterValidator(_countable)]
-Knee = Annotated[int, Field(ge=1, lt=1000), BeforeValidator(number)]  # core/admission.py counts to 999
+Knee = Annotated[int, Field(ge=1, lt=1000), BeforeValidator(number)]  # core/admission.py counts up to 999
 Count = Annotated[int, Field(ge=0), BeforeValidator(number), AfterValidator(_countable)]
 Attempts = Annotated[int, Field(ge=1, le=10), BeforeValidator(number)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)]
@@ -124,23 +124,23 @@ PORT_MAX = 65535
 
 
 class Address(NamedTuple):
-    """Where a listener binds."""
+    """The address of a listener."""
 
     host: str
     port: int
 
 
 def address(written: str) -> Address:
-    """Return host and port of `host:port` or `[v6]:port`; port 0 lets the system choose one.
+    """Parse `host:port` or `[v6]:port`; port 0 lets the system choose one.
 
     Raises:
-        ValueError: it is written otherwise.
+        ValueError: the syntax is invalid.
     """
     host, _, port = written.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     bare = host[1:-1] if bracketed else host
     if (
-        bare in {"", "*"}  # getaddrinfo takes "*" for no name at all, which is loopback
+        bare in {"", "*"}  # getaddrinfo treats "*" like an empty name, which is loopback
         or not port.isascii()
         or not port.isdigit()
         or int(port) > PORT_MAX
@@ -151,7 +151,7 @@ def address(written: str) -> Address:
 
 
 def written(host: str, port: int) -> str:
-    """Return an address as `address` reads it."""
+    """Format an address for `address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -190,7 +190,7 @@ def _no_false_address(host: str) -> None:
 
 
 def _base_url(written: str) -> str:
-    """Return the URL without a trailing slash. Messages never repeat it: it may hold a password."""
+    """Return the URL without a trailing slash. Messages never contain it, because it may hold a password."""
     try:
         url = urlsplit(written)
         port, host = url.port, url.hostname
@@ -214,7 +214,7 @@ BaseUrl = Annotated[
 
 
 def _url(written: str) -> str:
-    """Return the URL. Messages never repeat it: it may hold a password."""
+    """Validate a URL. Messages never contain it, because it may hold a password."""
     try:
         url = urlsplit(written)
         _ = url.port
@@ -246,7 +246,7 @@ Versions = Annotated[
 
 
 def _store_url(written: str) -> str:
-    """Return the URL. Messages never repeat it: it may hold a password."""
+    """Validate a URL. Messages never contain it, because it may hold a password."""
     try:
         url = urlsplit(written)
         _ = url.port
@@ -277,7 +277,7 @@ _URL_MAX = 2048
 
 
 def _webhook_url(written: str) -> str:
-    """Return the URL. Messages never repeat it: it may hold a token."""
+    """Validate a URL. Messages never contain it, because it may hold a token."""
     try:
         url = urlsplit(written)
         port, host = url.port, url.hostname
@@ -306,7 +306,7 @@ _USUAL_PORTS = {"http": 80, "https": 443}
 
 
 def _origin(written: str) -> str:
-    """Return `*` or an origin as browsers send it: written otherwise, it would never match."""
+    """Validate `*` or an origin as sent by browsers; in any other form it would never match."""
     if written == "*":
         return written
     try:
@@ -430,7 +430,7 @@ class KneeStepSection(Section):
 
     @property
     def step(self) -> KneeStep:
-        """The step as the core knows it."""
+        """The step as a core value."""
         upper = self.prompt_tokens
         return KneeStep(None if upper is None else prompt_tokens_max(upper), self.seqs)
 
@@ -462,5 +462,5 @@ KneeCurve = Annotated[
 
 
 def curve(steps: tuple[KneeStepSection, ...]) -> tuple[KneeStep, ...]:
-    """Return a knee curve as the core knows it."""
+    """Return a knee curve as core values."""
     return tuple(step.step for step in steps)

@@ -1,4 +1,4 @@
-"""From a file to `Settings`, with every problem found on the way reported at once."""
+"""Loads `Settings` from a file, and reports all problems at once."""
 
 import hashlib
 import os
@@ -20,13 +20,13 @@ from gateway.settings.yaml_tree import Tree, parse
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What `check` found.
+    """The result of `check`.
 
     Attributes:
-        problems: Errors, in the order of the file; the gateway does not start with one.
-        warnings: What is legal and probably not meant, and what this machine lacks.
-        summary: What the file says, in lines for a person; empty with problems.
-        settings: The configuration, or None with problems.
+        problems: Errors, in the order of the file; the gateway does not start with any of them.
+        warnings: Valid settings that are probably mistakes, and what is missing on this machine.
+        summary: A summary of the file; empty if there are problems.
+        settings: The configuration; None if there are problems.
     """
 
     problems: tuple[Problem, ...]
@@ -36,19 +36,19 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the gateway would start with this file, given what it names."""
+        """Whether the gateway would start with this file, provided that everything it refers to exists."""
         return not self.problems
 
 
 def load(
     path: str | os.PathLike[str], environ: Mapping[str, str] | None = None, *, source: bytes | None = None
 ) -> Settings:
-    """Return the configuration in a file; `${VAR}` is filled in from `environ`, the process's own by default.
+    """Load a configuration file; `${VAR}` is substituted from `environ`, by default the process's own.
 
-    `source` is what the file said when somebody else read it; it is not read again then.
+    `source`: contents of the file, if it was read before; it is not read again then.
 
     Raises:
-        ConfigError: the file cannot be used; every problem stands on a line of the message.
+        ConfigError: the file is invalid; the message has one line per problem.
     """
     settings, problems = _read(Path(path), os.environ if environ is None else environ, source)
     if settings is None:
@@ -57,7 +57,7 @@ def load(
 
 
 def check(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None) -> CheckReport:
-    """Return what is wrong, doubtful and said in a configuration file. Raises nothing for what it holds."""
+    """Check a configuration file. Never raises because of its contents."""
     surroundings = os.environ if environ is None else environ
     settings, problems = _read(Path(path), surroundings)
     if settings is None:
@@ -67,12 +67,12 @@ def check(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None
 
 
 def beside(started: Settings, running: Settings, new: Settings) -> Settings:
-    """Return a configuration as far as it can take effect while one that was `started` runs.
+    """Return a new configuration as far as it can take effect at run time.
 
-    What is read at the start stays as it is running.
+    Settings that are read only at startup keep their running values.
 
     Raises:
-        ConfigError: that does not go together.
+        ConfigError: the combination is invalid.
     """
     kept, wanted = started.tree.data, new.tree.data
     data = {name: value for name, value in wanted.items() if name in LIVE}

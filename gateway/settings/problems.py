@@ -1,4 +1,4 @@
-"""What is wrong with a configuration file: where, what, and what was probably meant."""
+"""Problems in a configuration file: position, description, suggestion."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Problem:
-    """One finding, an error or a warning.
+    """An error or a warning.
 
     Attributes:
         file: The file as it was named.
-        line, column: 1-based; 0 where the finding is about the file as a whole.
-        message: What is wrong, in one sentence without its full stop.
+        line, column: 1-based; 0 if it concerns the file as a whole.
+        message: A sentence without its full stop.
         suggestion: What was probably meant, or "".
     """
 
@@ -30,7 +30,7 @@ class Problem:
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """Return the known word that `word` is probably a slip of, quoted; or "" when none is near."""
+    """Return the known word of which `word` is probably a misspelling, quoted; "" if there is none."""
     candidates = sorted(set(known))
     by_lower = {candidate.lower(): candidate for candidate in reversed(candidates)}
     near = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.6)

@@ -1,4 +1,4 @@
-"""What a condition admits, as intervals: enough to say which classes can never be reached. Pure."""
+"""The requests that a condition admits, as intervals, to find classes that can never match. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,18 +10,18 @@ COUNTED = ("prompt_tokens", "total_tokens", "max_tokens", "images", "audios", "t
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Whole numbers from `low` up to and including `high`; None is no upper end."""
+    """Integers from `low` to `high` inclusive; None: no upper end."""
 
     low: int = 0
     high: int | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether no number is in it."""
+        """Whether it contains no number."""
         return self.high is not None and self.high < self.low
 
     def within(self, other: "Interval") -> bool:
-        """Return whether every number of this one is in the other."""
+        """Return whether this interval is contained in the other."""
         if self.is_empty:
             return True
         return self.low >= other.low and (
@@ -31,13 +31,13 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The requests a condition admits.
+    """The requests that a condition admits.
 
     Attributes:
-        counts: Intervals, by the fields of `When`. A total is one by this class's own reserve.
-        output_reserve_tokens: Output that counts in a total where the caller gives no `max_tokens`.
-        headers: Accepted values; an empty set is "any value".
-        max_tokens_given: A condition on max_tokens never matches where there is none.
+        counts: Intervals, by the fields of `When`. Totals are computed with this class's own reserve.
+        output_reserve_tokens: Output tokens assumed in a total for requests without `max_tokens`.
+        headers: Accepted values; an empty set means any value.
+        max_tokens_given: Whether `max_tokens` must be present, as for any condition on it.
     """
 
     counts: Mapping[str, Interval]
@@ -50,16 +50,16 @@ class Reach:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request can ever be in it."""
+        """Whether it admits no request."""
         return any(interval.is_empty for interval in self.counts.values())
 
     @property
     def is_everything(self) -> bool:
-        """Whether every request is in it."""
+        """Whether it admits all requests."""
         return _EVERYTHING.within(self)
 
     def within(self, other: "Reach") -> bool:
-        """Return whether every request in this one is certainly in the other."""
+        """Return whether all requests in this one are certainly in the other."""
         return (
             all(self.counts[name].within(other.counts[name]) for name in COUNTED)
             and self._totals(other.output_reserve_tokens).within(other.counts["total_tokens"])
@@ -71,9 +71,9 @@ class Reach:
         )
 
     def _totals(self, reserve_tokens: int) -> Interval:
-        """Return the totals of these requests as a class with that reserve sees them.
+        """Return the totals of these requests as a class with that reserve computes them.
 
-        The same where `max_tokens` is given; else the reserve stands in for it.
+        They are equal if `max_tokens` is given; otherwise the reserve takes its place.
         """
         total = self.counts["total_tokens"]
         if self.max_tokens_given:
@@ -83,10 +83,10 @@ class Reach:
         return Interval(low, None if total.high is None else total.high + more)
 
     def without(self, earlier: "Reach") -> "Reach":
-        """Return what is left once an earlier class took its requests.
+        """Return what is left after an earlier class has taken its requests.
 
-        Only what is certain and stays an interval is taken off: the upper end of one count, as when
-        an earlier class takes every prompt from 16,000 tokens up.
+        Only removes what is certain and leaves an interval: the upper end of one count, as when an earlier
+        class takes all prompts from 16,000 tokens on.
         """
         left = dict(self.counts)
         for name in COUNTED:
@@ -102,7 +102,7 @@ class Reach:
 
 
 def reach(when: When, output_reserve_tokens: int) -> Reach:
-    """Return what the condition of a class with that reserve admits."""
+    """Return the requests that the condition of a class with that reserve admits."""
     return Reach(
         counts=_closed({name: _interval(getattr(when, name)) for name in COUNTED}),
         output_reserve_tokens=output_reserve_tokens,
@@ -115,7 +115,7 @@ def reach(when: When, output_reserve_tokens: int) -> Reach:
 
 
 def _closed(counts: Mapping[str, Interval]) -> Mapping[str, Interval]:
-    """Return the intervals with what follows from them: a long prompt or answer makes a long total."""
+    """Return the intervals with implied ones: a long prompt or answer implies a long total."""
     total = counts["total_tokens"]
     low = max(total.low, counts["prompt_tokens"].low, counts["max_tokens"].low)
     return {**counts, "total_tokens": replace(total, low=low)}

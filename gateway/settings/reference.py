@@ -1,6 +1,6 @@
 """The table of all configuration keys in docs/configuration.md, generated from the models.
 
-`python -m gateway.settings.reference` in the project's folder rewrites it, and config/gateway.schema.json.
+`python -m gateway.settings.reference` in the project's folder updates it, and config/gateway.schema.json.
 """
 
 import json
@@ -15,13 +15,13 @@ _ONCE = {"KneeStepSection"}  # explained where it is first used
 
 
 def tables() -> str:
-    """Return one Markdown table per section: key, what it takes, default, meaning."""
+    """Return one Markdown table per section: key, value, default, meaning."""
     root = schema()
     return "\n".join(_sections("", root, root["$defs"], set()))
 
 
 def schema_text() -> str:
-    """Return config/gateway.schema.json as it should stand."""
+    """Return the contents of config/gateway.schema.json."""
     return json.dumps(schema(), indent=2) + "\n"
 
 
@@ -51,7 +51,7 @@ def _join(path: str, key: str, suffix: str) -> str:
 
 
 def _used(value: Mapping[str, Any], suffix: str) -> Iterator[tuple[str, str]]:
-    """Yield `(name, path suffix)` of the sections a key leads to. Figures are explained once, in the text."""
+    """Yield `(name, path suffix)` of the sections that a key refers to, without figures."""
     if "$ref" in value:
         name = value["$ref"].rsplit("/", 1)[-1]
         if not name.endswith("Figure"):
@@ -65,7 +65,7 @@ def _used(value: Mapping[str, Any], suffix: str) -> Iterator[tuple[str, str]]:
 
 
 def _entries(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the schema of what stands under the free names of a mapping, or None where it has none."""
+    """Return the schema of the values of a mapping with free keys; None for anything else."""
     named = next(iter(value.get("patternProperties", {}).values()), value.get("additionalProperties"))
     return named if isinstance(named, Mapping) else None
 
@@ -101,7 +101,7 @@ def _plain_kinds(value: Mapping[str, Any], defs: Mapping[str, Any]) -> Iterator[
     types = value.get("type", ())
     for kind in [types] if isinstance(types, str) else types:
         if kind == "string" and value.get("pattern") == FILLED_IN:
-            continue  # any value may be filled in: the text says so
+            continue  # `${VAR}` is allowed for any value, as the text says
         if kind == "array":
             inner = _takes(value["items"], defs) if "items" in value else ""
             yield f"list of {inner}" if inner and inner != "a section" else "list"

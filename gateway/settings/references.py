@@ -1,5 +1,5 @@
-"""Names in one part of the file that must exist in another. Works on the plain data, so that a wrong
-name is reported together with every other problem, whatever else the file gets wrong.
+"""Checks references between parts of the file. Works on the plain data, so that an invalid reference is
+reported together with all other problems.
 """
 
 import ipaddress
@@ -17,14 +17,14 @@ from gateway.settings.problems import closest
 from gateway.settings.yaml_tree import Path
 
 _NUMERIC = re.compile(r"[0-9a-fx.]*\d")
-"""An IPv4 address in any of the spellings that the system's resolver takes: 127.1 is one."""
+"""An IPv4 address in any notation that the system's resolver accepts: 127.1 is one."""
 
 _THIS_MACHINE = frozenset({"127.0.0.1", "::1", "0.0.0.0", "::"})
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem at a path of the file. `at_key`: it is the key that is wrong, not its value."""
+    """A problem at a path of the file. `at_key`: the key is wrong, not its value."""
 
     path: Path
     message: str
@@ -33,7 +33,7 @@ class Finding:
 
 
 def findings(data: Any) -> Iterator[Finding]:
-    """Yield every name that leads nowhere, and every one that is taken twice."""
+    """Yield all references to missing names, and all duplicates."""
     top = _mapping(data)
     yield from _profiles(top)
     yield from _quirks(top)
@@ -156,7 +156,7 @@ def _webhooks(top: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _never_sent_to(url: str, allow_private: bool) -> str:
-    """Return why nothing would be sent to the IP address in a URL, or "" where it has a name instead."""
+    """Return why nothing may be sent to the IP address in a URL; "" if it may, or for a name."""
     try:
         host = urlsplit(url).hostname or ""
         ipaddress.ip_address(host)
@@ -192,9 +192,9 @@ def _unknown(path: Path, kind: str, name: str, known: Any) -> Finding:
 
 
 def _server(url: str) -> str | None:
-    """Return host and port of a URL in one spelling, or None where it has none.
+    """Return the normalized host and port of a URL, or None.
 
-    Names are not looked up: two names of one server are two here, unless both mean this machine.
+    Names are not resolved: two names of one server are different, unless both mean this machine.
     """
     try:
         parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""A configuration that was read: what `app.py` asks it, and the policy it yields."""
+"""A validated configuration: the settings that `app.py` reads, and the resulting policy."""
 
 import ssl
 from collections.abc import Iterator, Mapping
@@ -61,7 +61,7 @@ from gateway.settings.yaml_tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class BackendTls:
-    """How a backend's certificate is checked. `ca_file` None: by the system's certificates."""
+    """How a backend's certificate is verified. `ca_file` None: by the system's certificates."""
 
     ca_file: Path | None
     verify: bool
@@ -72,15 +72,15 @@ class Settings:
     """A valid configuration.
 
     Attributes:
-        path: The file it came from; paths in it are relative to the file's folder.
+        path: Its file; paths in it are relative to the file's folder.
         version: Short hash of the file.
-        document: The file as it was written, validated.
-        tree: Where everything in it stands.
+        document: The validated contents.
+        tree: The positions of all values in the file.
         source: The bytes of the file.
-        warnings: What is legal and probably not meant, as `check` says it.
-        workers: Processes on this machine that serve it together.
-        jobs_url: Where jobs are kept if the file names no store and this process was given one for them.
-        is_job_worker: Whether this process works jobs off and listens to no applications.
+        warnings: Valid settings that are probably mistakes, as reported by `check`.
+        workers: Number of processes on this machine that serve it together.
+        jobs_url: The store for jobs, if the file names none and this process was given one.
+        is_job_worker: Whether this process only runs jobs, without a listener for applications.
     """
 
     path: Path
@@ -97,70 +97,70 @@ class Settings:
 
     @property
     def listen(self) -> Address:
-        """Where applications connect."""
+        """Address for applications."""
         return address(self.document.listen)
 
     @property
     def admin(self) -> Address | None:
-        """Where operators connect, or None for nowhere."""
+        """Address for operators; None: none."""
         return None if self.document.admin is None else address(self.document.admin)
 
     @property
     def vocab(self) -> Path | None:
-        """The vocabulary file, or None where prompts are counted approximately."""
+        """The vocabulary file; None if prompts are counted approximately."""
         return self._file(self.document.tokenizer.vocab)
 
     @property
     def requests(self) -> RequestsSection:
-        """What is accepted from callers."""
+        """The section `requests`."""
         return self.document.requests
 
     @property
     def health(self) -> HealthSection:
-        """When a backend counts as healthy."""
+        """The section `health`."""
         return self.document.health
 
     @property
     def responses(self) -> ResponsesSection:
-        """What is kept of /v1/responses."""
+        """The section `responses`."""
         return self.document.responses
 
     @property
     def idempotency(self) -> IdempotencySection:
-        """What is kept for idempotency keys."""
+        """The section `idempotency`."""
         return self.document.idempotency
 
     @property
     def store(self) -> StoreSection | None:
-        """Where limits are shared, or None where this process counts alone."""
+        """The store for shared limits; None if this process counts alone."""
         return self.document.store
 
     @property
     def shutdown(self) -> ShutdownSection:
-        """What happens on SIGTERM."""
+        """The section `shutdown`."""
         return self.document.shutdown
 
     @property
     def reload(self) -> ReloadSection:
-        """How another configuration comes into force."""
+        """The section `reload`."""
         return self.document.reload
 
     @property
     def jobs(self) -> JobsSection | None:
-        """What is said of jobs, or None where there are none."""
+        """The section `jobs`; None without jobs."""
         return self.document.jobs
 
     @property
     def jobs_folder(self) -> Path | None:
-        """Where jobs are to be kept by a store of the gateway's own, or None where none is needed."""
+        """The data folder of an embedded store for jobs; None if none is needed."""
         if self.jobs is None or self.store is not None:
             return None
         return self._file(self.jobs.data_dir)
 
     def with_jobs_at(self, url: str) -> "Settings":
-        """Return the same with jobs kept at `url`, where no store is named.
+        """Return these settings with jobs stored at `url`, if the file names no store.
 
-        Where other processes work them off, limits are shared there too.
+        If other processes run the jobs, limits are shared there too.
         """
         if self.jobs is not None and not self.jobs.work_in_serve:
             shared = self.document.model_copy(update={"store": StoreSection(url=url)})
@@ -169,17 +169,17 @@ class Settings:
 
     @property
     def works_jobs(self) -> bool:
-        """Whether this process works jobs off."""
+        """Whether this process runs jobs."""
         return self.jobs is not None and (self.is_job_worker or self.jobs.work_in_serve)
 
     def for_job_worker(self, admin: str | None = None) -> "Settings":
-        """Return the settings of a process that works jobs off and listens to no applications.
+        """Return the settings of a process that only runs jobs, without a listener for applications.
 
         Args:
-            admin: Where operators connect in place of what the file says, as it would be written there.
+            admin: Address for operators in the file's notation, overriding the file.
 
         Raises:
-            ConfigError: there are no jobs, or processes would fill backends beyond their limits.
+            ConfigError: there are no jobs, or limits would not be shared between processes.
         """
         if self.jobs is None:
             raise ConfigError(f"{self.path}: it has no `jobs`, so there is nothing for a worker to do")
@@ -194,18 +194,18 @@ class Settings:
 
     @property
     def jobs_store(self) -> StoreSection | None:
-        """Where jobs are kept, or None where there are none."""
+        """The store for jobs; None without jobs."""
         if self.jobs is None:
             return None
         return self.store or (None if self.jobs_url is None else StoreSection(url=self.jobs_url))
 
     def for_worker(self, number: int, workers: int, store_url: str | None) -> "Settings":
-        """Return the settings of one of several processes: operators find it `number` ports further on.
+        """Return the settings of one of several processes: its admin port is increased by `number`.
 
         Args:
-            number: Which one, from 0. A port that the system chooses stays one.
-            workers: How many there are.
-            store_url: What they share limits through where the file names no store.
+            number: Its number, from 0. Port 0 is not changed.
+            workers: Number of processes.
+            store_url: The store for shared limits if the file names none.
 
         Raises:
             ConfigError: there is no such port.
@@ -224,7 +224,7 @@ class Settings:
     # -------------------------------------------------------------- policy
 
     def policy(self) -> Policy:
-        """Return everything that decides where a request goes."""
+        """Return the policy: everything that decides where a request goes."""
         document = self.document
         return Policy(
             models=tuple(_model(name, section) for name, section in document.models.items()),
@@ -238,17 +238,17 @@ class Settings:
 
     @property
     def mixed_pools(self) -> frozenset[str]:
-        """Pools where chats and long documents meet and the file does not say that it means them to."""
+        """Pools shared by chats and long documents, without an explicit setting for that in the file."""
         first = _first_pools(self.document)
         both = first[_Kind.CHAT] & first[_Kind.DOCUMENT]
         return frozenset(name for name in both if self.document.pools[name].gates.long_prefills is None)
 
     def profile(self, backend_id: str) -> Profile:
-        """Return the profile of a backend, the site's own figures in it, its `limits` not."""
+        """Return the profile of a backend, including the site's own figures, but without its `limits`."""
         return resolve(self.document.profiles, self.document.backends[backend_id].profile)
 
     def engines(self) -> Mapping[str, EngineFlags]:
-        """Return the launch flags of each backend's engine, as its profile says."""
+        """Return the launch flags of each backend's engine according to its profile."""
         return {name: self.profile(name).flags for name in self.document.backends}
 
     def _pool(self, name: str, section: PoolSection) -> Pool:
@@ -288,14 +288,14 @@ class Settings:
         return self.document.boxes
 
     def box_rules(self, name: str, settle_s: float = 0.0) -> BoxRules:
-        """Return how a box is run. `settle_s`: what other gateways need to learn that it drains."""
+        """Return the rules for a box. `settle_s`: minimum drain time, so that other gateways notice it."""
         section = self.document.boxes[name]
         triggers = {member: Trigger(one.jobs, one.max_wait_s) for member, one in section.backends.items()}
         swaps = SwapRules(section.default, triggers, section.residency_s, section.idle_s)
         return BoxRules(swaps, section.boot_budget_s, settle_s)
 
     def box_boots_s(self) -> Mapping[str, float]:
-        """Return how long each model of a box boots, as its profile says; 0 where it only wakes up."""
+        """Return the boot time of each model of a box according to its profile; 0 if it only wakes up."""
         return {
             name: 0.0 if one.sleep is not None else self.profile(name).boot_s or 0.0
             for box in self.boxes.values()
@@ -303,14 +303,14 @@ class Settings:
         }
 
     def launch_record(self, name: str) -> Path | None:
-        """Return the file that keeps hashes of a box's start commands, or None."""
+        """Return the file for the hashes of a box's launch commands, or None."""
         return self._file(self.document.boxes[name].launch_record)
 
     def box_token(self, name: str, member: str, environ: Mapping[str, str]) -> str | None:
-        """Return the token that requests to start and stop a model carry, or None where they carry none.
+        """Return the token for requests that start and stop a model, or None.
 
         Raises:
-            ConfigError: it is named and not there.
+            ConfigError: the named secret does not exist.
         """
         http = self.document.boxes[name].backends[member].http
         secret = None if http is None or http.token_env is None else SecretRef(http.token_env)
@@ -319,18 +319,18 @@ class Settings:
     # -------------------------------------------------------------- secrets
 
     def backend_key(self, backend_id: str, environ: Mapping[str, str]) -> str | None:
-        """Return the API key a backend wants, or None where it wants none.
+        """Return the API key for a backend, or None.
 
         Raises:
-            ConfigError: the key is named and not there.
+            ConfigError: the named secret does not exist.
         """
         return _read(self._backend_secret(backend_id), f"backend {backend_id}", environ)
 
     def key_digests(self, environ: Mapping[str, str]) -> Mapping[str, bytes] | None:
-        """Return the SHA-256 of each caller's key by its name, or None where the gateway is open.
+        """Return the SHA-256 of callers' keys by name; None if no keys are required.
 
         Raises:
-            ConfigError: a key is named and not there.
+            ConfigError: a named secret does not exist.
         """
         if self.document.keys is None:
             return None
@@ -344,10 +344,10 @@ class Settings:
         return digests
 
     def webhooks(self, environ: Mapping[str, str]) -> tuple[WebhookEndpoint, ...]:
-        """Return who is told when jobs end.
+        """Return the endpoints to notify when jobs end.
 
         Raises:
-            ConfigError: a secret is named and not there, or is none.
+            ConfigError: a named secret does not exist, or is invalid.
         """
         endpoints = []
         for name, section in self.document.webhooks.items():
@@ -363,24 +363,24 @@ class Settings:
 
     @property
     def telemetry(self) -> TelemetrySection:
-        """What is sent to an OpenTelemetry receiver."""
+        """The section `telemetry`."""
         return self.document.telemetry
 
     @property
     def decisions(self) -> DecisionsSection | None:
-        """What is written of decisions, or None for nothing."""
+        """The section `decisions`; None: no decision log."""
         return self.document.decisions
 
     @property
     def decisions_file(self) -> Path | None:
-        """The file that they are appended to, or None where there is none."""
+        """The file of the decision log; None: no decision log."""
         return None if self.decisions is None else self._file(self.decisions.file)
 
     def otlp_headers(self, environ: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the headers that the OpenTelemetry receiver wants.
+        """Return the headers for the OpenTelemetry receiver.
 
         Raises:
-            ConfigError: they are named and not there, or are none.
+            ConfigError: the named secret does not exist, or is invalid.
         """
         try:
             return _headers(self._otlp_secret(), environ)
@@ -392,23 +392,23 @@ class Settings:
         return None if otlp is None or otlp.headers_env is None else SecretRef(otlp.headers_env)
 
     def tls(self, backend_id: str) -> BackendTls:
-        """Return how a backend's certificate is checked."""
+        """Return how a backend's certificate is verified."""
         section = self.document.backends[backend_id].tls
         return BackendTls(self._file(section.ca_file), section.verify)
 
     def unmet(self, environ: Mapping[str, str]) -> tuple[Problem, ...]:
-        """Return what the file names and this machine lacks, or has in a form that cannot be used: variables,
-        key files, certificates, vocabulary, the folder of the decisions.
+        """Return everything the file refers to that is missing or unusable on this machine: variables, key
+        files, certificates, vocabulary, the folder of the decision log.
 
-        `check` warns of these, for it may run elsewhere; `serve` cannot start with one.
+        These are warnings for `check`, which may run elsewhere; `serve` does not start with any of them.
         """
         return tuple(sorted(self._unmet(environ)))
 
     def require(self, environ: Mapping[str, str]) -> None:
-        """Check that everything the file names is there.
+        """Check that everything the file refers to exists.
 
         Raises:
-            ConfigError: with everything that is not.
+            ConfigError: lists everything that is missing.
         """
         if unmet := self.unmet(environ):
             raise ConfigError("\n".join(str(problem) for problem in unmet))
@@ -420,7 +420,7 @@ class Settings:
             except SecretMissing as error:
                 yield self.problem(path, str(error))
             else:
-                if path[0] != "keys" and not carried(found):  # it is sent, not only compared
+                if path[0] != "keys" and not carried(found):  # it is sent in a header, not only compared
                     yield self.problem(path, "it has a character that no header can carry")
         for name, section in self.document.webhooks.items():
             try:
@@ -490,18 +490,18 @@ class Settings:
     # -------------------------------------------------------------- messages
 
     def problem(self, path: TreePath, message: str, *, at_key: bool = False) -> Problem:
-        """Return a finding about the place `path` of the file."""
+        """Return a problem at the position of `path` in the file."""
         mark = self.tree.key_mark(path) if at_key else self.tree.value_mark(path)
         return Problem(str(self.path), mark.line, mark.column, message)
 
     @property
     def summary(self) -> tuple[str, ...]:
-        """What the file says, in a few lines for a person."""
+        """A summary of the file in a few lines."""
         return tuple(_summary(self.document))
 
 
 def _at_home(path: Path) -> Path:
-    """Return a path with `~` and `~user` filled in. It stays as it is where nobody knows where they live."""
+    """Expand `~` and `~user`, if known; otherwise return the path unchanged."""
     try:
         return path.expanduser()
     except RuntimeError:
@@ -513,7 +513,7 @@ def _is_homeless(written: str) -> bool:
 
 
 def _admin(text: str) -> str | None:
-    """Return an address for operators as the document holds it. Raises ConfigError for one that is none."""
+    """Validate an address for operators. Raises ConfigError."""
     try:
         return None if text == "off" else written(*address(text))
     except ValueError as error:
@@ -530,7 +530,7 @@ def _read(secret: SecretRef | None, whose: str, environ: Mapping[str, str]) -> s
 
 
 def _headers(secret: SecretRef | None, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the headers in a secret. Raises SecretMissing or ValueError."""
+    """Parse the headers in a secret. Raises SecretMissing or ValueError."""
     headers = {}
     for pair in () if secret is None else secret.read(environ).split(","):
         name, equals, value = (part.strip() for part in pair.partition("="))
@@ -541,7 +541,7 @@ def _headers(secret: SecretRef | None, environ: Mapping[str, str]) -> Mapping[st
 
 
 def _authorities_fault(file: Path) -> str:
-    """Return what is wrong with a file of certificates, or "" if they can be used, or it is not there."""
+    """Return what is wrong with a CA file; "" if it is usable or does not exist."""
     try:
         ssl.create_default_context(cafile=str(file))
     except (FileNotFoundError, IsADirectoryError):
@@ -552,7 +552,7 @@ def _authorities_fault(file: Path) -> str:
 
 
 def _read_all(secret: SecretRef, environ: Mapping[str, str]) -> tuple[bytes, ...]:
-    """Return the keys in a secret that holds one or several. Raises SecretMissing or ValueError."""
+    """Parse a secret with one or several keys. Raises SecretMissing or ValueError."""
     return tuple(read_secret(one) for one in secret.read(environ).split())
 
 
@@ -571,7 +571,7 @@ def _capacity(base: Capacity, section: BackendSection) -> Capacity:
 
 @lru_cache(maxsize=256)
 def _shared(capacity: Capacity) -> Capacity:
-    """Return one object for the same figures: what a request takes of one such backend, it takes of all."""
+    """Intern equal capacities, because a request's claims are computed once per capacity."""
     return capacity
 
 
@@ -616,7 +616,7 @@ def _class(section: ClassSection) -> TrafficClass:
 
 
 class _Kind(Enum):
-    """What a class is for, as far as its defaults go."""
+    """The purpose of a class, for its defaults."""
 
     CHAT = "chat"
     DOCUMENT = "document"
@@ -624,7 +624,7 @@ class _Kind(Enum):
 
 
 DOCUMENT_TOKENS = 8_000
-"""A class that takes only prompts above this is for documents: minutes of waiting are normal there."""
+"""A class only for prompts longer than this is for documents: minutes of waiting are normal for it."""
 
 _WAITS = {
     _Kind.CHAT: Waiting(),
@@ -649,7 +649,7 @@ def _waiting(section: ClassSection) -> Waiting:
 
 
 def findings(document: Document) -> Iterator[Finding]:
-    """Yield the values that contradict others, once what was left out is known."""
+    """Yield values that contradict each other once defaults are known."""
     for model, policy in document.models.items():
         for index, section in enumerate(policy.classes):
             waiting = _waiting(section)
@@ -664,7 +664,7 @@ def findings(document: Document) -> Iterator[Finding]:
 
 
 def _chat_pools(document: Document) -> frozenset[str]:
-    """Return the pools for chat alone: a long prompt would stall it there, and has a pool of its own."""
+    """Return the pools for chat only: long prompts would block it there, and have another pool."""
     first = _first_pools(document)
     documents = first[_Kind.DOCUMENT]
     return frozenset(first[_Kind.CHAT] - documents) if documents else frozenset()

@@ -7,7 +7,7 @@ from typing import Any
 from gateway.settings.document import Document
 
 FILLED_IN = r"\$\{"
-"""Marks text with `${NAME}` in it: what it will be is not known before it is filled in."""
+"""Matches text with `${NAME}`, which cannot be validated before it is substituted."""
 
 _NAMED, _LISTED = ("properties", "patternProperties", "$defs"), ("anyOf", "oneOf", "allOf", "prefixItems")
 _ONE = ("items", "additionalProperties")
@@ -15,13 +15,13 @@ _FIGURES = frozenset({"integer", "number", "boolean"})
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON Schema of a configuration file, short forms included. Editors complete by it."""
+    """Return the JSON Schema of a configuration file, including short forms, for editors."""
     generated = Document.model_json_schema(by_alias=True)
     definitions: dict[str, Any] = generated["$defs"]
     for section in (generated, *definitions.values()):
         for key in section.get("properties", {}).values():
             _complete(key, definitions)
-    generated = json.loads(json.dumps(generated))  # each part once: some are shared
+    generated = json.loads(json.dumps(generated))  # unshare parts that occur several times
     _may_be_filled_in(generated)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -31,17 +31,17 @@ def schema() -> dict[str, Any]:
 
 
 def _complete(key: dict[str, Any], definitions: Mapping[str, Any]) -> None:
-    """Give a key the description that pydantic leaves out where it repeats its section's."""
+    """Add the description that pydantic omits if it repeats the section's."""
     if "description" not in key and "$ref" in key:
         key["description"] = definitions[key["$ref"].rsplit("/", 1)[-1]]["description"]
     if "patternProperties" in key:
         key["additionalProperties"] = False
     if isinstance(key.get("default"), dict):
-        del key["default"]  # a section's defaults stand in the section
+        del key["default"]  # the section itself has defaults
 
 
 def _may_be_filled_in(schema: dict[str, Any]) -> None:
-    """Let `${NAME}` stand wherever a value may, as it may in the file; keys are not filled in."""
+    """Allow `${NAME}` in place of any value, but not in keys, as in the file."""
     inner = [one for name in _NAMED for one in schema.get(name, {}).values()]
     inner += [one for name in _LISTED for one in schema.get(name, ())]
     inner += [schema[name] for name in _ONE if isinstance(schema.get(name), dict)]

@@ -1,5 +1,5 @@
-"""Where secrets are read from. The configuration names them; only this module holds one, and only to
-hand it on."""
+"""Reads secrets. The configuration only names them; this is the only module that handles their values, and it
+does not keep them."""
 
 import hashlib
 from collections.abc import Mapping
@@ -8,21 +8,21 @@ from pathlib import Path
 
 
 class SecretMissing(Exception):
-    """A named secret is not there. The message names it and never holds one."""
+    """A named secret does not exist. The message contains its name, never a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecretRef:
-    """The place of a secret: an environment variable or a file."""
+    """A reference to a secret: an environment variable or a file."""
 
     env: str | None = None
     file: Path | None = None
 
     def read(self, environ: Mapping[str, str]) -> str:
-        """Return the secret, without the line end that files are written with.
+        """Return the secret, without a trailing line break.
 
         Raises:
-            SecretMissing: there is no such variable or file, or it is empty, or not text.
+            SecretMissing: the variable or file does not exist, is empty, or is not text.
         """
         if self.env is not None:
             secret = environ.get(self.env, "").strip()
@@ -42,10 +42,10 @@ class SecretRef:
 
 
 def carried(secret: str) -> bool:
-    """Return whether an HTTP header can carry it."""
+    """Return whether it is a valid value of an HTTP header."""
     return secret.isascii() and secret.isprintable()
 
 
 def digest(secret: str) -> bytes:
-    """Return the SHA-256 of a key: what the gateway keeps and compares."""
+    """Return the SHA-256 of a key, which is what the gateway stores and compares."""
     return hashlib.sha256(secret.encode()).digest()

@@ -1,4 +1,4 @@
-"""Pydantic's findings in the words of the file: what stands where, and what was probably meant."""
+"""Translates pydantic's errors to the terms of the configuration file, with suggestions."""
 
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ from gateway.settings.yaml_tree import Path
 
 _SECRET_PARTS = frozenset(
     {"keys", "url", "api_key_env", "api_key_file", "secret_env", "secret_file"}
-)  # values here are never repeated
+)  # values at these paths are never quoted
 
 
 def findings(error: ValidationError) -> Iterator[Finding]:
@@ -22,7 +22,7 @@ def findings(error: ValidationError) -> Iterator[Finding]:
     details = error.errors(include_url=False)
     for detail in details:
         if detail["type"] == "too_short" and _has_inner(detail["loc"], details):
-            continue  # entries that failed are not counted: the list is not short, they are wrong
+            continue  # invalid entries are not counted: the list is not too short
         path = tuple(part for part in detail["loc"] if part != "[key]")
         name = str(path[-1]) if path else "the file"
         kind = detail["type"]
@@ -89,7 +89,7 @@ def _has_inner(loc: tuple[int | str, ...], details: Iterable[ErrorDetails]) -> b
 
 
 def _given(path: Path, value: Any) -> str:
-    """Return what stands there instead, where that is short and no secret."""
+    """Return the value found instead, if it is short and not a secret."""
     if _SECRET_PARTS & {part for part in path if isinstance(part, str)}:
         return ""
     if isinstance(value, str | int | float | bool) and len(str(value)) <= 40:
@@ -101,11 +101,11 @@ def _dotted(path: Path) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
-# ------------------------------------------------------------------ which section is at a path
+# ------------------------------------------------------------------ the section at a path
 
 
 def _section(path: Path) -> type[BaseModel] | None:
-    """Return the model that describes the section at `path`, or None where there is none."""
+    """Return the model of the section at `path`, or None."""
     here: Any = Document
     for step in path:
         model = _model(here)
@@ -128,7 +128,7 @@ def _keys(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
 
 
 def _model(annotation: Any) -> type[BaseModel] | None:
-    """Return the model an annotation is, through `Annotated` and `| None`."""
+    """Return the model in an annotation, possibly within `Annotated` and `| None`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in {Annotated, Union, types.UnionType}:
@@ -138,7 +138,7 @@ def _model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _item(annotation: Any) -> Any:
-    """Return what the entries of a dict or tuple are."""
+    """Return the type of the entries of a dict or tuple."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin in {Annotated, Union, types.UnionType}:
         return _item(args[0])

@@ -1,8 +1,8 @@
-"""A YAML text as plain data that still knows where each of its values stands.
+"""Parses YAML to plain data, and records the position of every value.
 
-PyYAML forgets positions when it constructs values, so the node tree is composed first and walked
-here: every value and key keeps its mark, duplicate keys are errors, `${VAR}` is filled in, and
-anchors and merge keys work as usual, within a bound.
+PyYAML drops positions when it constructs values, so the node tree is composed first and walked here: every
+value and key keeps its position, duplicate keys are errors, `${VAR}` is substituted, and anchors and merge
+keys work as usual, within limits.
 """
 
 import re
@@ -14,7 +14,7 @@ import yaml
 
 Path = tuple[str | int, ...]
 
-_VALUES_MAX = 50_000  # a guess far above any real file; stops anchors that multiply without end
+_VALUES_MAX = 50_000  # a guess far above any real file; limits exponential expansion of anchors
 _DEPTH_MAX = 40  # stops an anchor that contains itself
 _MERGE = "tag:yaml.org,2002:merge"
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<default>:-[^}]*)?\}|\$\{")
@@ -22,7 +22,7 @@ _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<default>
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in the file, 1-based."""
+    """A position in the file, 1-based."""
 
     line: int
     column: int
@@ -34,8 +34,8 @@ class Tree:
 
     Attributes:
         data: The plain values.
-        values, keys: Where each value, and the key in front of it, stands; by path from the top.
-        problems: `(mark, message)` of what the text itself gets wrong.
+        values, keys: Positions of each value, and of the key in front of it, by path.
+        problems: `(mark, message)` of errors in the text itself.
     """
 
     data: Any = None
@@ -44,10 +44,10 @@ class Tree:
     problems: list[tuple[Mark, str]] = field(default_factory=list)
 
     def known(self, path: Path) -> Path:
-        """Return the part of `path` that the file has.
+        """Return the part of `path` that exists in the file.
 
-        Steps that the file does not have are left out: validation sees short forms written in full
-        (`pools.light.backends.0`), the file does not (`pools.light.0`).
+        Other steps are left out: validation sees expanded short forms (`pools.light.backends.0`) that are not
+        in the file (`pools.light.0`).
         """
         found: Path = ()
         for step in path:
@@ -56,21 +56,21 @@ class Tree:
         return found
 
     def value_mark(self, path: Path) -> Mark:
-        """Return where the value at `path` stands, or the nearest one above it."""
+        """Return the position of the value at `path`, or of the nearest one above it."""
         return self.values.get(self.known(path), Mark(1, 1))
 
     def key_mark(self, path: Path) -> Mark:
-        """Return where the key of `path` stands, or of the nearest one above it."""
+        """Return the position of the key of `path`, or of the nearest one above it."""
         known = self.known(path)
         return self.keys.get(known) or self.values.get(known, Mark(1, 1))
 
 
 class _TooMuch(Exception):
-    """The text expands beyond what a configuration can be."""
+    """The text expands to more than any configuration."""
 
 
 def parse(text: str, environ: Mapping[str, str]) -> Tree:
-    """Return the tree of a YAML text, `${VAR}` filled in from `environ`. Never raises for what it holds."""
+    """Parse a YAML text, with `${VAR}` substituted from `environ`. Never raises because of the text."""
     tree = Tree()
     try:
         loader = _Loader(text)
@@ -82,16 +82,16 @@ def parse(text: str, environ: Mapping[str, str]) -> Tree:
     except yaml.MarkedYAMLError as error:
         tree.problems.append((_mark(error.problem_mark), _what(error)))
     except (yaml.YAMLError, _TooMuch, RecursionError, ValueError, OverflowError) as error:
-        # The last two are Python's own, of an escape for a character that there is not.
-        said = " ".join(str(error).split())  # some of it in several lines
+        # The last two are raised by Python itself, for an escape of a character that does not exist.
+        said = " ".join(str(error).split())  # some messages have several lines
         tree.problems.append((Mark(1, 1), f"this is not YAML that can be used: {said}"))
     return tree
 
 
 class _Loader(yaml.SafeLoader):
-    """Gives up where there is more than a configuration can hold.
+    """Stops when there is more than a configuration can contain.
 
-    Composing 7 MB of small values took 50 s and 950 MB, in a gateway that serves (one x86 core).
+    Composing 7 MB of small values took 50 s and 950 MB, in a gateway that was serving (one x86 core).
     """
 
     def __init__(self, text: str) -> None:
@@ -100,13 +100,13 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._composed += 1
-        if self._composed > 2 * _VALUES_MAX:  # each value has a key, at most
+        if self._composed > 2 * _VALUES_MAX:  # each value has at most one key
             raise _TooMuch(f"it has more than {_VALUES_MAX:,} values")
         return super().compose_node(parent, index)
 
 
 class _Builder:
-    """Walks one node tree."""
+    """Walks a node tree."""
 
     def __init__(self, loader: yaml.SafeLoader, tree: Tree, environ: Mapping[str, str]) -> None:
         self._loader = loader
@@ -152,7 +152,7 @@ class _Builder:
         return built
 
     def _merged(self, node: yaml.Node) -> Iterator[tuple[str, Mark, yaml.Node]]:
-        """Yield the entries that `<<: *anchor` (or a list of anchors) brings in."""
+        """Yield the entries that `<<: *anchor` (or a list of anchors) merges in."""
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         for source in sources:
             if not isinstance(source, yaml.MappingNode):
@@ -170,16 +170,16 @@ class _Builder:
         return value
 
     def _constructed(self, node: yaml.Node) -> Any:
-        """Return the value of a scalar. PyYAML lets Python's own errors out for dates and numbers."""
+        """Construct a scalar. PyYAML does not catch Python's own errors for dates and numbers."""
         try:
             value = self._loader.construct_object(node, deep=True)
             if isinstance(value, int):
-                str(value)  # one in hexadecimal may be too long to be written, in a message for one
+                str(value)  # a huge hexadecimal number cannot be formatted, for example in a message
             if isinstance(value, str) and "\0" in value:
                 raise ValueError(r"no name, file or command can have \0 in it")
             return value
         except (ValueError, KeyError, OverflowError, AttributeError) as error:
-            # The last of them is for a text that a tag calls a date, and that is none.
+            # The last one is raised for a text that is tagged as a date and is not one.
             why = "it is not a date" if isinstance(error, AttributeError) else error
             self._tree.problems.append(
                 (_mark(node.start_mark), f"this is not a valid value: {why}; put text in quotes")
