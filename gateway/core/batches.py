@@ -208,7 +208,7 @@ class InputReader:
         return found
 
     def end(self) -> BatchLineError | None:
-        """Return the error of the file as a whole, after it has been read to its end; None if there is none."""
+        """Return the error of the file as a whole, after it was read to its end; None if there is none."""
         return None if self.count else self._refused("empty_file", "The file has no requests.")
 
     def _refused(self, code: str, message: str) -> BatchLineError:
@@ -459,7 +459,7 @@ def answered_line(line_id: str, custom_id: str, status: int, request_id: str, bo
 
 
 def unanswered_line(line_id: str, custom_id: str, code: str, message: str) -> bytes:
-    """Return the error line of an unanswered request, for example `batch_expired`, including the line break."""
+    """Return the error line of an unanswered request (such as `batch_expired`), with its line break."""
     return _result_line(line_id, custom_id, None, {"code": code, "message": message})
 
 

@@ -58,7 +58,7 @@ def whole(job: Job, chunks: Iterable[Chunk]) -> bytes:
 
 
 def failure(job: Job) -> GatewayError | None:
-    """Return the error of an ended job without an answer, for its waiting caller; None if it has an answer."""
+    """Return the error of an ended job, for its waiting caller; None if it has an answer."""
     if job.status is JobStatus.CANCELLED:
         return JobCancelled("The request was cancelled.")
     if job.status is not JobStatus.FAILED:
@@ -133,7 +133,7 @@ class ChatReplay:
 def response_echo(member: Callable[[str], Any], model: str, *, store: bool) -> dict[str, Any]:
     """Return the members of a response that echo a chat request, whose members `member` returns.
 
-    Members that a response does not have, or with a wrong type, are left out; a backend will reject the latter.
+    Members that a response does not have, or of a wrong type, are left out; a backend rejects the latter.
     """
 
     def given(name: str, *kinds: type) -> Any:

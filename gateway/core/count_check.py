@@ -5,8 +5,8 @@ full its cache is. The two are never sampled at the same moment, so a single dif
 difference in every sample of a minute is no coincidence: somebody else uses that server, or the gateway holds
 slots for requests that have long ended.
 
-Admission continues to use the gateway's count. The cache is treated differently: blocks held by others are not
-available, and the pool that admission plans with is reduced by them.
+Admission continues to use the gateway's count. The cache is treated differently: blocks held by others are
+not available, and the pool that admission plans with is reduced by them.
 """
 
 from collections import deque

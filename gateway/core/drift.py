@@ -116,8 +116,8 @@ def _only_images(prompt: Prompt) -> bool:
 def _budget(per_image_tokens: float, expected: int) -> int:
     """Return the budget of an image with this many soft tokens.
 
-    An image fills 67..100 % of its budget, whatever its size, and budgets double, so it is the smallest budget
-    that holds it; the expected one is preferred if it fits as well.
+    An image fills 67..100 % of its budget, whatever its size, and budgets double, so it is the smallest
+    budget that holds it; the expected one is preferred if it fits as well.
     """
     slack_tokens = 4  # possible error of the text beside it
     if expected * 0.6 <= per_image_tokens <= expected + slack_tokens:

@@ -275,7 +275,7 @@ class Engine:
         return victim
 
     def _continue_prefills(self, budget: int) -> tuple[int, bool]:
-        """Process the next chunk of unfinished prefills; return the remaining budget and whether one is stuck."""
+        """Process a chunk of unfinished prefills; return the remaining budget and whether one is stuck."""
         for seq in self._prefilling:
             if budget == 0:
                 return 0, True

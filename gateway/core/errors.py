@@ -51,15 +51,15 @@ from typing import ClassVar
 
 
 class GatewayError(Exception):
-    """A failure with a place in the OpenAI error envelope.
+    """An error with a place in OpenAI's error envelope.
 
     Attributes:
         status: HTTP status.
         type: OpenAI's `error.type`.
-        code: OpenAI's `error.code`: fixed, documented, a metric label.
+        code: OpenAI's `error.code`: stable, documented, a metric label.
         param: The request member at fault, or None.
-        retry_after_s: Whole seconds, 1..59, or None where a retry is not known to help.
-        headers: Response headers that say what was decided before it failed.
+        retry_after_s: Whole seconds, 1..59, or None if a retry is not known to help.
+        headers: Response headers that describe the decision before the failure.
     """
 
     status: ClassVar[int] = 500
@@ -84,7 +84,7 @@ class GatewayError(Exception):
 
     @property
     def http_status(self) -> int:
-        """The status to answer with."""
+        """The status of the response."""
         return self.status
 
 
@@ -97,17 +97,17 @@ class CallerError(GatewayError):
 
 
 class InvalidRequest(CallerError):
-    """The body cannot be read as a request, or asks for something this fleet does not do."""
+    """The body is not a valid request, or asks for something this fleet does not support."""
 
 
 class ContextExceeded(CallerError):
-    """Prompt plus output is longer than any backend of its class holds."""
+    """Prompt plus output exceeds the window of every backend of its class."""
 
     code = "context_length_exceeded"
 
 
 class Unauthorized(CallerError):
-    """No key, or a key nobody knows."""
+    """There is no key, or it is unknown."""
 
     status = 401
     type = "authentication_error"
@@ -115,7 +115,7 @@ class Unauthorized(CallerError):
 
 
 class Forbidden(CallerError):
-    """Not for whoever asks, whatever they ask."""
+    """Not allowed for this caller, whatever the request."""
 
     status = 403
     type = "permission_error"
@@ -123,7 +123,7 @@ class Forbidden(CallerError):
 
 
 class RouteNotFound(CallerError):
-    """No such path, or a path this gateway deliberately does not serve."""
+    """The path does not exist, or is deliberately not served."""
 
     status = 404
     code = "not_found"
@@ -137,60 +137,60 @@ class ModelNotFound(CallerError):
 
 
 class IdempotencyKeyReused(CallerError):
-    """The idempotency key stands for another request."""
+    """The idempotency key belongs to another request."""
 
     status = 422
     code = "idempotency_key_reused"
 
     def __init__(self) -> None:
-        """Say so."""
+        """Create the error with its fixed message."""
         super().__init__("This Idempotency-Key was used with another request.")
 
 
 class ResponseNotFound(CallerError):
-    """No response of that id is kept for this caller."""
+    """No response with that id is stored for this caller."""
 
     status = 404
     code = "response_not_found"
 
 
 class FileNotFound(CallerError):
-    """No file of that id is kept for this caller."""
+    """No file with that id is stored for this caller."""
 
     status = 404
     code = "file_not_found"
 
 
 class BatchNotFound(CallerError):
-    """No batch of that id is kept for this caller."""
+    """No batch with that id is stored for this caller."""
 
     status = 404
     code = "batch_not_found"
 
 
 class JobNotFound(CallerError):
-    """No job of that id is kept; told to operators."""
+    """No job with that id is stored; for operators."""
 
     status = 404
     code = "job_not_found"
 
 
 class JobEnded(CallerError):
-    """The job has an answer: there is nothing to try again; told to operators."""
+    """The job has an answer, so there is nothing to retry; for operators."""
 
     status = 409
     code = "job_ended"
 
 
 class JobNotFinished(CallerError):
-    """The job has no answer yet. SDKs ask again by themselves, after `Retry-After`."""
+    """The job has no answer yet. SDKs retry automatically, after `Retry-After`."""
 
     status = 409
     code = "completion_not_finished"
 
 
 class JobCancelled(CallerError):
-    """The job was cancelled, so there is no answer, and there will be none."""
+    """The job was cancelled, so there will never be an answer."""
 
     status = 410
     code = "job_cancelled"
@@ -204,14 +204,14 @@ class RequestTimeout(CallerError):
 
 
 class BodyTooLarge(CallerError):
-    """The body is above the configured limit."""
+    """The body exceeds the configured limit."""
 
     status = 413
     code = "request_too_large"
 
 
 class BackendRejected(CallerError):
-    """A backend refused the content of the request; its own words, in our shape."""
+    """A backend rejected the content of the request; its own words, in our shape."""
 
     def __init__(self, message: str, *, status: int, code: str, param: str | None = None) -> None:
         super().__init__(message, code=code, param=param)
@@ -219,12 +219,12 @@ class BackendRejected(CallerError):
 
     @property
     def http_status(self) -> int:
-        """The status the backend chose."""
+        """The status chosen by the backend."""
         return self._status
 
 
 class IdempotencyInProgress(GatewayError):
-    """The first request with this idempotency key has not ended; once it has, a retry gets its answer."""
+    """The first request with this idempotency key is still running; a later retry gets its answer."""
 
     status = 409
     type = "conflict"
@@ -232,7 +232,7 @@ class IdempotencyInProgress(GatewayError):
 
 
 class ShedError(GatewayError):
-    """Refused for load or lack of backends, before any of them saw the request."""
+    """Refused because of load or a lack of backends, before any of them saw the request."""
 
     status = 503
 
@@ -246,7 +246,7 @@ class AtCapacity(ShedError):
 
 
 class OutOfResources(ShedError):
-    """This gateway itself has no file descriptors or memory for it left."""
+    """This process has run out of file descriptors or memory for the request."""
 
     code = "out_of_resources"
 
@@ -258,7 +258,7 @@ class Draining(ShedError):
 
 
 class FilesFull(CallerError):
-    """The files of this API key hold as many bytes as they may. SDKs are told not to try again."""
+    """The files of this API key have reached their size limit. SDKs are told not to retry."""
 
     status = 429
     type = "rate_limit_error"
@@ -270,7 +270,7 @@ class FilesFull(CallerError):
 
 
 class JobRefused(ShedError):
-    """This API key has as much in the queue, or kept, as it may have."""
+    """This API key has reached a limit on queued or stored jobs."""
 
     status = 429
     type = "rate_limit_error"
@@ -278,19 +278,19 @@ class JobRefused(ShedError):
 
 
 class StoreUnavailable(ShedError):
-    """Redis does not answer, and this cannot be done without it."""
+    """Redis does not respond, and the request depends on it."""
 
     code = "store_unavailable"
 
 
 class NoBackend(ShedError):
-    """No backend that could take it is up."""
+    """No backend that could take the request is up."""
 
     code = "no_backend"
 
 
 class JobExpired(GatewayError):
-    """The job had not ended when it became worthless."""
+    """The job did not end before its deadline."""
 
     status = 504
     code = "job_expired"
@@ -304,7 +304,7 @@ class UpstreamError(GatewayError):
 
 
 class UpstreamUnreachable(UpstreamError):
-    """No connection, so no byte of the request left."""
+    """No connection could be opened, so nothing was sent."""
 
     code = "upstream_unreachable"
 
@@ -317,40 +317,40 @@ class UpstreamTimeout(UpstreamError):
 
 
 class UpstreamFailed(UpstreamError):
-    """The backend answered with a failure, or with something that is no answer."""
+    """The backend's response is an error, or invalid."""
 
 
 class UpstreamLost(UpstreamFailed):
-    """The connection broke after the request was sent, before any answer: its reader may have died of it."""
+    """The connection broke after the request was sent, before any answer: the backend may have crashed."""
 
 
 class AnswerUnfit(UpstreamError):
-    """The backend answered, but not with what was asked for. The code says what is wrong."""
+    """The backend's answer is not what was asked for. The code says what is wrong."""
 
 
 class JobPoisoned(UpstreamError):
-    """As many attempts at the job have failed as it gets."""
+    """The job has reached the maximum number of failed attempts."""
 
     code = "job_poisoned"
 
 
 class UpstreamBusy(UpstreamError):
-    """The backend refused for load or because it is stopping: no fault of the request, nor a crash."""
+    """The backend refused because of load, or because it is stopping: not the request's fault, nor a crash."""
 
     status = 503
     code = "upstream_busy"
 
 
 class StreamBroken(UpstreamError):
-    """A stream failed after its first byte had reached the caller."""
+    """A stream failed after its first byte had been sent to the caller."""
 
     code = "stream_broken"
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used. Carries every problem found, one per line."""
+    """The configuration is unusable. The message has one line per problem."""
 
 
 class NotYet(ConfigError):
-    """What stands in the way may be gone a moment later: somebody else listens on an address or this machine
-    does not have it yet, a data directory is in use, an embedded store does not start."""
+    """The start failed for a reason that may be temporary: an address is in use or not assigned to this
+    machine yet, a data directory is in use, an embedded store does not start."""

@@ -1,9 +1,9 @@
-"""Estimation: what must be counted to know a prompt's length, and what the chat template adds to it.
+"""Estimation: which texts to count for a prompt's length, and what the chat template adds to them.
 
-The official Gemma 4 chat template is additive: every turn costs the same few markers, and no token
-spans a marker. So a prompt's length is a sum over its texts plus constants, and rendering the template
-(quadratic in the number of messages) is never needed. What is not exactly additive, tool declarations
-and tool rounds, is counted at an upper bound. Figures: docs/estimate.md#the-template.
+The official Gemma 4 chat template is additive: every turn adds the same few markers, and no token spans a
+marker. So the length of a prompt is a sum over its texts plus constants, and the template never has to be
+rendered (which is quadratic in the number of messages). For parts that are not exactly additive, tool
+declarations and tool rounds, an upper bound is used. Figures: docs/estimate.md#the-template.
 """
 
 import math
@@ -13,11 +13,11 @@ from gateway.core.value import valueclass
 from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateCosts, Turn
 
 IMAGE_BUDGETS = (70, 140, 280, 560, 1120)
-"""Soft tokens an image may be given; the processor knows no others."""
+"""Supported soft tokens per image; the processor accepts no others."""
 
 QUOTED_TOKENS = 2
-"""What each text among JSON's values costs beside the JSON: the template quotes it by a token at either end,
-where JSON's quotes share theirs with commas and colons."""
+"""Extra tokens per text value in JSON: the template quotes it with a token at either end, where JSON's quotes
+share theirs with commas and colons."""
 
 MARGIN_FLOOR_TOKENS = 16
 EXACT_MARGIN = 0.001
@@ -31,13 +31,12 @@ _THOUGHT_OPENS, _THOUGHT_CLOSES = "<|channel>", "<channel|>"
 
 @valueclass(frozen=True, slots=True)
 class Piece:
-    """One text to count, and how much each of its tokens weighs in the prompt, in percent.
+    """A text to count, and the weight of its tokens in the prompt, in percent.
 
-    Where it is a long one, that is `long`, and `text` is empty.
+    A long text is in `long`, and `text` is empty.
 
     Attributes:
-        comes_again: Whether it is likely to come again with a request that has nothing else in common, as a
-            system prompt is.
+        comes_again: Whether it is likely to recur in unrelated requests, like a system prompt.
     """
 
     text: str
@@ -52,13 +51,13 @@ class Piece:
 
 @valueclass(frozen=True, slots=True)
 class Pieces:
-    """What a prompt's length is made of.
+    """The components of a prompt's length.
 
     Attributes:
-        fixed_tokens: What needs no counting: markers, images, audio, prompts that came as ids.
-        texts: What needs counting.
-        alternatives: Whether the texts are prompts of their own (a list in /v1/completions). Each runs as
-            its own sequence, so the longest one is the prompt's length.
+        fixed_tokens: Tokens that need no counting: markers, images, audio, prompts given as ids.
+        texts: Texts to count.
+        alternatives: Whether the texts are separate prompts (a list in /v1/completions). Each runs as its own
+            sequence, so the longest one determines the length.
     """
 
     fixed_tokens: int
@@ -66,7 +65,7 @@ class Pieces:
     alternatives: bool = False
 
     def total(self, counts: Sequence[int]) -> int:
-        """Return the prompt's tokens, given the tokens of each of `texts` in order."""
+        """Return the prompt's tokens, given the tokens of `texts` in order."""
         weighed = [piece.weigh(tokens) for piece, tokens in zip(self.texts, counts, strict=True)]
         if self.alternatives:
             return self.fixed_tokens + max(weighed, default=0)
@@ -74,9 +73,9 @@ class Pieces:
 
 
 def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
-    """Return the texts of `prompt` that must be counted and the tokens everything else takes.
+    """Return the texts of `prompt` to count, and the tokens of everything else.
 
-    Exact for text chats. Tool declarations and rounds are upper bounds, an image is its whole budget.
+    Exact for text chats. Tool declarations and rounds are upper bounds, an image counts as its whole budget.
     """
     if not prompt.turns:
         return _completion(prompt, costs)
@@ -89,33 +88,33 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
         fixed += QUOTED_TOKENS * prompt.tools_texts
         texts.append(Piece(prompt.tools_json, comes_again=True))
     if (prompt.thinking or prompt.tools_json) and prompt.turns[0].role not in _SYSTEM_ROLES:
-        fixed += costs.per_turn  # a system turn made for them
-    previous: Turn | None = None  # the last one that was not a tool's result
-    calls_open = 0  # calls of that turn whose result has not come yet
+        fixed += costs.per_turn  # an additional system turn for the tools
+    previous: Turn | None = None  # the last one that is not a tool's result
+    calls_open = 0  # calls of that turn without a result so far
     for turn in prompt.turns:
         role = turn.role
         images += turn.images
         audios += turn.audios
         if role == "tool":
-            # A result stands inside the round of its call. One without a call costs a round of its own.
+            # A result is inside the round of its call. One without a call costs a round of its own.
             fixed += 0 if calls_open else costs.tool_round
             calls_open = max(0, calls_open - 1)
             texts.append(Piece("".join(turn.texts)))
             continue
         fixed += costs.per_turn
         if role == "assistant" and previous is not None and previous.role == "assistant":
-            fixed -= costs.generation_prompt  # it goes on in the same turn, without opening another
+            fixed -= costs.generation_prompt  # it continues in the same turn, without opening another
         if role not in _ONE_TOKEN_ROLES:
             fixed -= 1
             texts.append(Piece(role))
         texts.append(_piece(turn))
         for name, arguments in turn.tool_calls:
             fixed += costs.tool_round + QUOTED_TOKENS * texts_in(arguments)
-            texts += (Piece(name, 200), Piece(arguments))  # the call names it, and so does the result
+            texts += (Piece(name, 200), Piece(arguments))  # the name occurs in both call and result
         calls_open = len(turn.tool_calls)
         previous = turn
     if previous is None or not previous.tool_calls:
-        # After a tool's result the model goes on where its call ended; else its turn is opened for it.
+        # After a tool's result the model continues after its call; otherwise a turn is opened for it.
         fixed += costs.generation_prompt + (0 if prompt.thinking else costs.empty_thought)
     if images or audios:
         fixed += _media(prompt, costs, images, audios)
@@ -123,20 +122,20 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
 
 
 def texts_in(json: str) -> int:
-    """Return how many texts there are in some JSON, besides keys, which the template does not quote."""
+    """Return the number of texts in some JSON, without keys, which the template does not quote."""
     strings = (json.count('"') - json.count('\\"')) // 2
     keys = json.count('":') - json.count('\\":')
     return max(0, strings - keys)
 
 
 def _completion(prompt: Prompt, costs: TemplateCosts) -> Pieces:
-    """Return the pieces of a /v1/completions prompt: `<bos>` and the text as it is; ids as they are."""
+    """Return the pieces of a /v1/completions prompt: `<bos>` and the unchanged text or ids."""
     texts = tuple(Piece(text) for text in prompt.raw_texts if text)
     return Pieces(costs.bos if prompt.raw_texts else prompt.raw_tokens, texts, alternatives=True)
 
 
 def _media(prompt: Prompt, costs: TemplateCosts, images: int, audios: int) -> int:
-    """Return the tokens of images and audio: a budget each, whatever their size and never their base64."""
+    """Return the tokens of images and audio: a budget each, regardless of their size."""
     audio_tokens = prompt.audio_tokens or audios * costs.audio
     return (
         images * (image_budget(prompt, costs) + costs.image_markers)
@@ -146,7 +145,7 @@ def _media(prompt: Prompt, costs: TemplateCosts, images: int, audios: int) -> in
 
 
 def image_budget(prompt: Prompt, costs: TemplateCosts) -> int:
-    """Return the soft tokens an image of this prompt may take."""
+    """Return the maximum soft tokens of an image in this prompt."""
     return costs.image if prompt.image_budget is None else prompt.image_budget
 
 
@@ -157,7 +156,7 @@ def _piece(turn: Turn) -> Piece:
 
 
 def _content(turn: Turn) -> str:
-    """Return a turn's text as the template writes it: parts stripped, the model's old thoughts dropped."""
+    """Return a turn's text as the template renders it: parts stripped, old thoughts of the model dropped."""
     if turn.role == "assistant":
         return "".join([_without_thoughts(text) for text in turn.texts])
     if len(turn.texts) == 1:
@@ -166,12 +165,12 @@ def _content(turn: Turn) -> str:
 
 
 def _joint(turn: Turn) -> str:
-    """Return what the template writes between two texts."""
+    """Return the separator that the template inserts between two texts."""
     return " " if turn.role in _SYSTEM_ROLES else ""
 
 
 def _around(turn: Turn, long: LongText) -> LongText:
-    """Return a turn's long text with its other texts, likewise. An assistant has none: it is looked into."""
+    """The same for a turn with a long text. Never an assistant's, whose text is always decoded."""
     if not turn.texts:
         return long
     joint = _joint(turn)
@@ -196,7 +195,7 @@ def _without_thoughts(text: str) -> str:
     kept = []
     start = 0
     closes = 0
-    while closes >= 0:  # step by step: splitting megabytes of markers at once would hold up every thread
+    while closes >= 0:  # step by step, because splitting megabytes of markers at once would hold the GIL
         closes = text.find(_THOUGHT_CLOSES, start)
         end = closes if closes >= 0 else len(text)
         opens = text.find(_THOUGHT_OPENS, start, end)
@@ -207,10 +206,10 @@ def _without_thoughts(text: str) -> str:
 
 
 def is_plain(prompt: Prompt) -> bool:
-    """Return whether a backend's own count should equal the estimate: one prompt of nothing but text.
+    """Return whether a backend's own count should equal the estimate: a single prompt of text only.
 
-    Tools are counted at a bound, media at a budget, and a list of prompts is reported as its sum, so
-    none of them says anything about how well text is counted.
+    Tools are counted as a bound, media as a budget, and a list of prompts is reported as a sum, so none of
+    them says anything about how well text is counted.
     """
     if not prompt.turns:
         return len(prompt.raw_texts) == 1
@@ -223,10 +222,10 @@ def is_plain(prompt: Prompt) -> bool:
 
 
 def margin_tokens(tokens: int, mode: CountMode, learned_p99_tokens: float = 0.0) -> int:
-    """Return how far above `tokens` the true length may lie.
+    """Return how far above `tokens` the true length may be.
 
-    Exact: 16 tokens + 0.1 %, or the 99th percentile of the errors seen, which never counts for more than
-    5 %. Approximate: the 10 % band of class counts, at least 16 tokens. A bound needs no margin.
+    Exact: 16 tokens + 0.1 %, or the 99th percentile of observed errors, capped at 5 %. Approximate: the 10 %
+    band of class counts, at least 16 tokens. A bound needs no margin.
     """
     if mode is CountMode.BOUND:
         return 0
@@ -237,6 +236,6 @@ def margin_tokens(tokens: int, mode: CountMode, learned_p99_tokens: float = 0.0)
 
 
 def bound(at_least_tokens: int, limit_tokens: int) -> Estimate:
-    """Return the estimate of a prompt that is longer than any window: a lower bound above `limit_tokens`."""
+    """Return the estimate for a prompt longer than any window: a lower bound above `limit_tokens`."""
     tokens = max(at_least_tokens, limit_tokens + 1)
     return Estimate(tokens, tokens, CountMode.BOUND)

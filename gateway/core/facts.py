@@ -1,7 +1,7 @@
-"""What gateways in front of one fleet tell each other of themselves, and how it adds up. Pure.
+"""The facts that gateways in front of one fleet exchange, and how to combine them. Pure.
 
-Each process publishes its *facts*: what it has learned or counted itself, and never what it was told. They
-are absolute or cumulative, never changes, so that one that is lost, late or repeated changes nothing.
+Each process publishes its *facts*: what it has learned or counted itself, never what it received. All values
+are absolute or cumulative, never differences, so lost, late or repeated messages do no harm.
 """
 
 from collections import OrderedDict
@@ -15,22 +15,22 @@ from gateway.core.health import Verdict
 _K = TypeVar("_K", bound=Hashable)
 
 STARTED_MAX = 256
-"""Callers whose starts a process counts: those that started something last."""
+"""Maximum number of flows whose starts a process counts: the most recently active ones."""
 
 STARTED_IDLE_S = 300.0
-"""A caller that has started nothing for so long is no longer counted: there is nothing to be fair about."""
+"""An idle flow is dropped after this time: fairness towards it no longer matters."""
 
 Flow = tuple[str, str, str | None]
-"""Who is treated fairly to whom: the id of a model, the name of a class, the name of an API key or None."""
+"""A unit of fairness: the id of a model, the name of a class, the name of an API key or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """What answers taught of one kind of text.
+    """What was learned about one kind of text.
 
     Attributes:
-        answers: How many count.
-        mean_log: Mean of the logarithm of true over counted tokens.
+        answers: Effective number of answers.
+        mean_log: Mean logarithm of actual over counted tokens.
     """
 
     answers: int
@@ -39,11 +39,11 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What answers taught of counting prompts.
+    """What was learned about counting prompts.
 
     Attributes:
         ratios: For counts without a vocabulary.
-        p99_tokens: 99th percentile of how far off exact counts were.
+        p99_tokens: 99th percentile of the error of exact counts.
     """
 
     ratios: Mapping[TextKind, Ratio] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """Requests to a backend that spoke for it or against it, since the process began to count."""
+    """Successes and failures of a backend since the process began to count."""
 
     served: int
     failed: int
@@ -84,10 +84,10 @@ class Facts:
 
 
 def pooled(all_learned: Iterable[Learned]) -> Learned:
-    """Return what several processes have learned together.
+    """Combine what several processes have learned.
 
-    Of ratios the mean, each answer weighing the same. Of margins the largest: they keep a prompt from
-    being sent where it does not fit, and each process knows its own traffic best.
+    Ratios: the mean, weighted by answers. Margins: the maximum, because they keep prompts from being sent
+    where they do not fit, and each process knows its own traffic best.
     """
     sums: dict[TextKind, tuple[int, float]] = {}
     p99_tokens = 0
@@ -101,7 +101,7 @@ def pooled(all_learned: Iterable[Learned]) -> Learned:
 
 
 def summed(all_counts: Iterable[Mapping[_K, int]]) -> dict[_K, int]:
-    """Return counts of the same things, added up."""
+    """Return the sums of several sets of counts."""
     sums: dict[_K, int] = {}
     for counts in all_counts:
         for name, count in counts.items():
@@ -110,7 +110,7 @@ def summed(all_counts: Iterable[Mapping[_K, int]]) -> dict[_K, int]:
 
 
 def least(all_counts: Iterable[Mapping[_K, int]]) -> dict[_K, int]:
-    """Return the smallest count of each thing."""
+    """Return the minima of several sets of counts."""
     found: dict[_K, int] = {}
     for counts in all_counts:
         for name, count in counts.items():
@@ -119,10 +119,10 @@ def least(all_counts: Iterable[Mapping[_K, int]]) -> dict[_K, int]:
 
 
 def increases(before: Mapping[_K, int] | None, now: Mapping[_K, int]) -> dict[_K, int]:
-    """Return by how much one process's counters have grown since they were last seen.
+    """Return the increase of one process's counters since they were last seen.
 
-    A process that was never seen before (None) says where it begins: nothing of it is new, since what it
-    did long ago is over. A counter that was not there began at 0, and one that fell began again.
+    For a process that was never seen before (None), nothing counts as an increase, because its past is over.
+    A counter that was missing began at 0, and one that has decreased was reset.
     """
     if before is None:
         return {}
@@ -136,11 +136,11 @@ def increases(before: Mapping[_K, int] | None, now: Mapping[_K, int]) -> dict[_K
 
 
 class StartedTokens:
-    """Tokens of the requests that one process started, per flow. Bounded: the idle are forgotten."""
+    """Tokens of the requests that this process has started, per flow. Bounded: idle flows are dropped."""
 
     def __init__(self) -> None:
-        """Start at nothing."""
-        self._totals: OrderedDict[Flow, tuple[int, float]] = OrderedDict()  # the longest idle first
+        """Start with none."""
+        self._totals: OrderedDict[Flow, tuple[int, float]] = OrderedDict()  # longest idle first
 
     def add(self, flow: Flow, tokens: int, now: float) -> None:
         """Count a request of `tokens` that was started at `now`."""
@@ -150,7 +150,7 @@ class StartedTokens:
             self._totals.popitem(last=False)
 
     def totals(self, now: float) -> dict[Flow, int]:
-        """Return the totals of all that have started something lately."""
+        """Return the totals of all recently active flows."""
         while self._totals and next(iter(self._totals.values()))[1] <= now - STARTED_IDLE_S:
             self._totals.popitem(last=False)
         return {flow: total for flow, (total, _) in self._totals.items()}

@@ -1,4 +1,4 @@
-"""Files that callers hand over for batches, and those that batches leave. Pure."""
+"""Files: input and output of batches. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ from typing import Any
 PURPOSE_INPUT = "batch"
 EXPIRES_MIN_S = 3_600
 EXPIRES_MAX_S = 30 * 86_400
-"""Between these a caller may choose how long a file is kept; OpenAI's limits."""
+"""The range of expiry times a caller may choose; OpenAI's limits."""
 
 FILENAME_MAX = 255
-"""Characters of a name that are kept."""
+"""Maximum characters of a stored filename."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """A file that is to be uploaded.
+    """A file to be uploaded.
 
     Attributes:
         id: `file-...`, unguessable.
-        key: Name of the API key it belongs to, or None.
-        filename: As the caller names it.
-        purpose: What it is for.
+        key: Name of its API key, or None.
+        filename: Name chosen by the caller.
+        purpose: Its purpose.
     """
 
     id: str
@@ -33,11 +33,11 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file that is there, whole.
+    """A complete file in the store.
 
     Attributes:
-        new: What it was made as.
-        size_bytes: How long it is.
+        new: Its metadata from the upload.
+        size_bytes: Its size.
         created_at, expires_at: Epoch seconds of the store's clock.
     """
 
@@ -53,14 +53,14 @@ class StoredFile:
 
 
 class FileRefusal(StrEnum):
-    """Why bytes were not taken, or a file not forgotten. Few and fixed: error codes."""
+    """Why an upload or a deletion was refused. A closed set: error codes."""
 
     TOO_MANY_BYTES = "too_many_file_bytes"
     IN_USE = "file_in_use"
 
 
 def file_object(file: StoredFile) -> Mapping[str, Any]:
-    """Return a file as the API shows it."""
+    """Return the API's file object."""
     return {
         "id": file.id,
         "object": "file",

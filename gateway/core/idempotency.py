@@ -1,15 +1,14 @@
-"""Idempotency keys: a caller's word that two requests are one, and what is kept of the answer meanwhile.
+"""Idempotency keys: two requests with the same key are one, and its answer is stored meanwhile.
 
-    free -> RUNNING -> kept, for a day
+    free -> RUNNING -> stored, for a day
               |
               +-> free again: it failed, its caller left, or its gateway died
 
-A key counts within one API key and one route. The request it stands for is told by its body alone, byte for
-byte: headers say how a request is carried and where it goes, and change between two tries of one client
-(`x-stainless-retry-count`, trace ids). What is asked stands in the body, and an SDK that tries again sends
-the same one.
+A key is scoped to one API key and one route. The request is identified by its body alone, byte for byte:
+headers concern transport and routing, and change between two attempts of a client (`x-stainless-retry-count`,
+trace ids). The content is in the body, and an SDK that retries sends an identical one.
 
-Pure: draft-ietf-httpapi-idempotency-key-header-07 is where the names and statuses come from.
+Pure. Names and statuses follow draft-ietf-httpapi-idempotency-key-header-07.
 """
 
 import json
@@ -30,23 +29,23 @@ _ESCAPED = re.compile(r'\\(["\\])')
 
 
 class Standing(StrEnum):
-    """What became of a request that came with a key."""
+    """The state of a key when a request arrives with it."""
 
-    BEGUN = "begun"  # it is the first: it has to be run
-    RUNNING = "running"  # the first one has not ended
-    REUSED = "reused"  # the key stands for another body
+    BEGUN = "begun"  # it is the first request: run it
+    RUNNING = "running"  # the first request has not ended
+    REUSED = "reused"  # the key belongs to another body
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """That a request is run once, as one runner of it sees that.
+    """A request's claim on its key.
 
     Attributes:
-        owner: Name of the caller's API key; None where the gateway has none.
-        route: Where the key was used.
-        key: The caller's, as `read_key` returns it.
-        fingerprint: Of the body, as `fingerprint` returns it.
-        runner: Names this try of it, unguessably: what it writes is refused once another has the key.
+        owner: Name of the caller's API key; None if no keys are configured.
+        route: The route.
+        key: The caller's key, as returned by `read_key`.
+        fingerprint: Fingerprint of the body, as returned by `fingerprint`.
+        runner: Unguessable id of this attempt: its writes are rejected once another one has the key.
     """
 
     owner: str | None
@@ -57,26 +56,26 @@ class Promise:
 
     @property
     def id(self) -> str:
-        """Hash of route and key: of one length, and without what callers write."""
+        """Hash of route and key: of constant length, and without text from callers."""
         return sha256(f"{len(self.route)}:{self.route}{self.key}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """An answer as its first caller got it: status, headers, and the bytes of its body."""
+    """An answer as sent to its first caller: status, headers, and the bytes of its body."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
     body: bytes
 
     def encoded(self) -> bytes:
-        """Return it as a line of JSON and the body."""
+        """Encode as a line of JSON followed by the body."""
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in self.headers]
         return json.dumps({"status": self.status, "headers": headers}).encode() + b"\n" + self.body
 
     @classmethod
     def decoded(cls, record: bytes) -> "KeptAnswer":
-        """Return the one that was encoded so."""
+        """Decode a record."""
         line, _, body = record.partition(b"\n")
         head = json.loads(line)
         pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head["headers"]]
@@ -84,10 +83,10 @@ class KeptAnswer:
 
 
 def read_key(written: str) -> str:
-    """Return the key that a header gives: a quoted string, as the draft has it, and a bare one are the same.
+    """Parse the header: a quoted string, as in the draft, is equivalent to a bare one.
 
     Raises:
-        InvalidRequest: it is no key.
+        InvalidRequest: it is not a valid key.
     """
     written = written.strip(" \t")
     quoted = _QUOTED.fullmatch(written)
@@ -101,5 +100,5 @@ def read_key(written: str) -> str:
 
 
 def fingerprint(body: bytes) -> str:
-    """Return what tells a body from any other."""
+    """Return the fingerprint of a body."""
     return sha256(body).hexdigest()

@@ -1,14 +1,13 @@
-"""A job's answer as far as it is stored: what it says, how it ended, and how to go on where it was cut.
+"""The stored part of a job's answer: its content, how it ended, and how to continue it after an interruption.
 
-An answer is chat events, stored as they came from one backend or, after a failure, from several. Joined, they
-are one answer: texts add up.
+An answer is a sequence of chat events, stored as they came from one backend or, after a failure, from
+several. Together they form one answer: texts are concatenated.
 
-Going on is asked for with `continue_final_message`: the text so far is put into the request as the beginning
-of the answer, and only what follows is paid for. With the chat template that the large Gemma 4 models ship
-this is plausible text, not the answer that would have come: the template writes an empty thought before an
-answer but not before one that is continued, and drops the thought that came first. Where nothing but a
-thought is there yet, or the text has a form that only a whole answer can have (a tool call, JSON), the job
-starts anew.
+A continuation uses `continue_final_message`: the text so far is put into the request as the beginning of the
+answer, and only the rest has to be generated. With the chat template that the large Gemma 4 models ship, this
+yields plausible text, but not the answer that would have come: the template inserts an empty thought before
+an answer, but not before a continued one, and drops the original thought. If there is only a thought so far, or
+the text is valid only as a whole (a tool call, JSON), the job starts over.
 """
 
 import json
@@ -19,17 +18,17 @@ from typing import Any
 from gateway.core.jobs import Chunk, JobStatus
 
 BYTES_PER_TOKEN = 4
-"""About what a token of prose has; only used to leave the rest of `max_tokens` to the continuation."""
+"""Approximate bytes per token of prose; only used to reduce `max_tokens` for the continuation."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSoFar:
-    """What is stored of an answer.
+    """The stored part of an answer.
 
     Attributes:
         content: Its text.
-        calls_tools: Whether a tool call has begun.
-        finish_reason: How it ended, or None while a choice of it has not.
+        calls_tools: Whether it contains the beginning of a tool call.
+        finish_reason: How it ended; None if any of its choices has not.
     """
 
     content: str = ""
@@ -38,12 +37,12 @@ class AnswerSoFar:
 
     @property
     def status(self) -> JobStatus:
-        """How a job with this answer ended."""
+        """The final status of a job with this answer."""
         return JobStatus.INCOMPLETE if self.finish_reason == "length" else JobStatus.COMPLETED
 
 
 def current(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """Return the chunks of the answer that counts: those since it last began anew."""
+    """Return the valid chunks: those since the answer last started over."""
     kept: list[Chunk] = []
     for chunk in chunks:
         if chunk.restarts:
@@ -53,7 +52,7 @@ def current(chunks: Iterable[Chunk]) -> list[Chunk]:
 
 
 def answer_so_far(chunks: Iterable[Chunk], choices: int = 1) -> AnswerSoFar:
-    """Return what stored chunks say together, of an answer that has that many choices."""
+    """Combine stored chunks of an answer with that many choices."""
     content: list[str] = []
     calls_tools = False
     finish_reasons: dict[int, str] = {}
@@ -64,7 +63,7 @@ def answer_so_far(chunks: Iterable[Chunk], choices: int = 1) -> AnswerSoFar:
             calls_tools = calls_tools or bool(delta.get("tool_calls"))
             if reason := choice.get("finish_reason"):
                 finish_reasons[choice.get("index") or 0] = reason
-    # Cut at its length is what an answer is of which any choice is.
+    # An answer is truncated if any of its choices is.
     reasons = sorted(finish_reasons.values(), key="length".__eq__)
     finish_reason = reasons[-1] if len(reasons) >= choices else None
     return AnswerSoFar("".join(content), calls_tools, finish_reason)
@@ -82,13 +81,13 @@ def events(
 
 
 def choices(body: bytes) -> int:
-    """Return how many choices the answer to a chat request has."""
+    """Return the number of choices that a chat request asks for."""
     wanted = json.loads(body).get("n")
     return int(wanted) if isinstance(wanted, int | float) and wanted > 0 else 1
 
 
 def continuation(body: bytes, answer: AnswerSoFar) -> bytes | None:
-    """Return the chat request that goes on with an answer, or None where it has to start anew."""
+    """Return the chat request that continues an answer; None if the job must start over."""
     request = json.loads(body)
     messages = request.get("messages")
     if not answer.content.strip() or answer.calls_tools or not isinstance(messages, list):

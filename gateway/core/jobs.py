@@ -1,15 +1,15 @@
-"""Jobs: requests that are handed over, and whose answers are fetched later.
+"""Jobs: requests that are submitted, and whose answers are fetched later.
 
     submitted -> QUEUED -> IN_PROGRESS -> COMPLETED | INCOMPLETE | FAILED
                    |            |
                    +------------+------> CANCELLED
 
-A job is kept as the chat request that a backend will get, and its answer as the chat events that a backend
-sent, numbered. What a caller sees of either (a Responses object, its events, a chat completion) is computed
-from these, so it is the same after a restart and on every gateway.
+A job is stored as the chat request for a backend, and its answer as the numbered chat events that a backend
+sent. What callers see (a response object, its events, a chat completion) is computed from these, so it is the
+same after a restart and on every gateway.
 
-A job is *claimed* by a worker. The claim carries the number of the attempt; everything a worker writes names
-it, and is refused once another worker has the job, or once it has ended. So a job may be started more than
+A worker *claims* a job. The claim has the number of the attempt, which is part of every write by the worker.
+Writes are rejected once another worker has the job, or once it has ended. So a job may be started more than
 once, but ends once: a final status never changes.
 
 Pure: times are arguments, in epoch seconds of the store's clock.
@@ -23,12 +23,12 @@ from gateway.core.idempotency import fingerprint, read_key
 
 
 class JobStatus(StrEnum):
-    """Where a job stands; OpenAI's words."""
+    """Status of a job, in OpenAI's terms."""
 
     QUEUED = "queued"
     IN_PROGRESS = "in_progress"
     COMPLETED = "completed"
-    INCOMPLETE = "incomplete"  # the answer reached its length, or was cut
+    INCOMPLETE = "incomplete"  # the answer reached its length limit, or was cut off
     FAILED = "failed"
     CANCELLED = "cancelled"
 
@@ -39,11 +39,11 @@ class JobStatus(StrEnum):
 
 
 class JobPriority(StrEnum):
-    """Which of the jobs in one lane goes first. Equal ones go in the order in which they came."""
+    """The order of jobs within a lane. Jobs of equal priority run in the order of submission."""
 
     HIGH = "high"
     NORMAL = "normal"
-    BATCH = "batch"  # lines of batches: when nothing else waits
+    BATCH = "batch"  # lines of batches: only if nothing else is queued
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,13 @@ class NewJob:
 
     Attributes:
         id: `resp_...`, unguessable.
-        key: Name of the API key it belongs to; None where the gateway has none.
-        lane: What it queues for: the model's id and the class, as "model/class". Lanes do not wait for
-            each other.
+        key: Name of its API key; None if no keys are configured.
+        lane: Its queue, named "model/class" after the model's id and the class. Lanes are independent.
         priority: See `JobPriority`.
-        body: The chat request as it will be sent, JSON; `stream` is true in it.
-        facts: What the views of it need beside that (what to echo, which view it was asked for), JSON.
+        body: The chat request for the backend, JSON, with `stream` true.
+        facts: Additional data for its views (what to echo, the requested view), JSON.
         keep_s: How long its result is kept after its end.
-        expires_s: After this long it is worthless unless it has ended; None: never.
+        expires_s: Time limit after which it is given up unless it has ended; None: no limit.
         batch: Id of the batch it is a line of, or "".
     """
 
@@ -75,13 +74,13 @@ class NewJob:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes it keeps in the store before it has any answer."""
+        """Bytes it occupies in the store, without its answer."""
         return len(self.body) + len(self.facts)
 
 
 @dataclass(frozen=True, slots=True)
 class JobError:
-    """Why a job failed: `code` as in the error envelope, and a sentence for its owner."""
+    """Why a job failed: `code` as in the error envelope, and a message for its owner."""
 
     code: str
     message: str
@@ -89,21 +88,21 @@ class JobError:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job as the store knows it.
+    """A job in the store.
 
     Attributes:
-        new: What was handed over.
-        status: Where it stands.
-        attempt: How often it has been claimed: the number that its worker's writes must name.
-        failures: How many of those ended by themselves: the worker died, or the backend with it.
+        new: What was submitted.
+        status: Its status.
+        attempt: Number of claims so far, which the worker's writes must repeat.
+        failures: Number of failed attempts: the worker died, or the backend failed.
         created_at: When it was accepted; `started_at`: when last claimed; `ended_at`: when it became final.
             Epoch seconds of the store's clock.
-        retry_at: It is not claimed before this.
-        position: Its place among those that wait in its lane, 1 being next; None unless queued.
-        chunks: Chunks of its answer that are stored.
-        size_bytes: Bytes that it and its answer keep in the store.
-        worker: Who has it, or had it last.
-        claim: What tells the last claim from every other, also from one that the store has forgotten since.
+        retry_at: It is not claimed before this time.
+        position: Its position in the queue of its lane, from 1; None unless queued.
+        chunks: Number of stored chunks of its answer.
+        size_bytes: Bytes that it and its answer occupy in the store.
+        worker: The worker that has it, or had it last.
+        claim: Unique id of the latest claim, even compared with claims that the store has forgotten.
         error: Why it failed.
     """
 
@@ -129,19 +128,19 @@ class Job:
 
     @property
     def expires_at(self) -> float | None:
-        """When it becomes worthless unless it has ended, or None."""
+        """Deadline after which it is given up unless it has ended, or None."""
         return None if self.new.expires_s is None else self.created_at + self.new.expires_s
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a job's answer: whole chat events, as bytes.
+    """A part of a job's answer: complete chat events, as bytes.
 
     Attributes:
         number: From 0, without gaps, across attempts.
-        attempt: The attempt it is of. A restarted answer (not continued) begins with a higher one, and makes
-            all chunks of lower attempts void; see `restarts`.
-        restarts: Whether the answer begins anew with this chunk.
+        attempt: The attempt that wrote it. An answer that starts over (is not continued) begins with a higher
+            one, and invalidates all chunks of lower attempts; see `restarts`.
+        restarts: Whether the answer starts over with this chunk.
         data: Server-sent events.
     """
 
@@ -153,11 +152,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one API key may have in the store.
+    """Limits per API key.
 
     Attributes:
-        queued_max: Jobs that wait or run.
-        bytes_max: Bytes of jobs and results together.
+        queued_max: Maximum number of jobs that are queued or running.
+        bytes_max: Maximum total bytes of jobs and results.
     """
 
     queued_max: int = 10_000
@@ -165,7 +164,7 @@ class Quota:
 
 
 class Refusal(StrEnum):
-    """Why a job was not accepted. Few and fixed: error codes."""
+    """Why a job was not accepted. A closed set: error codes."""
 
     TOO_MANY_JOBS = "too_many_jobs"
     TOO_MANY_BYTES = "too_many_bytes"
@@ -174,11 +173,11 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Idempotency:
-    """A caller's promise that equal keys mean the same request.
+    """An idempotency key: equal keys identify the same request.
 
     Attributes:
-        key: As the caller gave it.
-        route: Where it was used.
+        key: The caller's key.
+        route: The route.
         fingerprint: Hash of the body.
     """
 
@@ -188,24 +187,24 @@ class Idempotency:
 
     @classmethod
     def of(cls, written: str | None, route: str, body: bytes) -> "Idempotency | None":
-        """Return what the header of a request promises, or None where it has none.
+        """Parse the header of a request; None if there is none.
 
         Raises:
-            InvalidRequest: it is no key.
+            InvalidRequest: it is not a valid key.
         """
         return None if written is None else cls(read_key(written), route, fingerprint(body))
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What waits in a lane.
+    """The state of a lane.
 
     Attributes:
         name: "model/class".
-        queued: Jobs that wait.
-        in_progress: Jobs that workers have.
-        oldest_s: How long ago the oldest that waits was accepted, by the store's clock; None: nothing waits.
-        drain_per_s: Jobs that ended per second lately, or None while that is not known.
+        queued: Number of queued jobs.
+        in_progress: Number of claimed jobs.
+        oldest_s: Age of the oldest queued job, by the store's clock; None if there is none.
+        drain_per_s: Recent rate of ended jobs per second; None if unknown.
     """
 
     name: str
@@ -216,26 +215,26 @@ class Lane:
 
 
 class JobOutcome(StrEnum):
-    """How a job ended, as it is counted. Few and fixed: each is a metric label."""
+    """How a job ended, for counting. A closed set: used as a metric label."""
 
     COMPLETED = "completed"
     INCOMPLETE = "incomplete"
-    FAILED = "failed"  # for any other reason than the last two
+    FAILED = "failed"  # for any reason other than the last two
     CANCELLED = "cancelled"
-    EXPIRED = "expired"  # its time was over
-    POISONED = "poisoned"  # too many attempts at it had failed
+    EXPIRED = "expired"  # its deadline passed
+    POISONED = "poisoned"  # too many attempts failed
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSight:
-    """What a process saw of the queue when it last looked.
+    """The latest snapshot of the queue.
 
     Attributes:
-        lanes: Those that have jobs.
-        drained_at: Since when workers take no jobs, by an operator's order; None: they do.
-        is_away: Whether the store did not answer; the rest is what it had said before.
-        totals: How many jobs have ever ended, per (lane, outcome); see `JobStore.totals`.
-        at: When the store last answered, monotonic seconds.
+        lanes: Lanes with jobs.
+        drained_at: Since when an operator has paused the queue; None: it is not paused.
+        is_away: Whether the store did not respond; the other values are then older.
+        totals: Total number of ended jobs per (lane, outcome); see `JobStore.totals`.
+        at: When the store last responded, monotonic seconds.
     """
 
     lanes: tuple[Lane, ...] = ()
@@ -250,59 +249,59 @@ class Serving:
     """What a process can run.
 
     Attributes:
-        config: Tells its configuration from others, in a word; "" where it does not say.
-        models: All names that its models answer to.
+        config: Identifies its configuration; "" if unknown.
+        models: All names and aliases of its models.
     """
 
     config: str
     models: frozenset[str]
 
     def has(self, lane: str) -> bool:
-        """Return whether it has the model of a lane."""
+        """Return whether it serves the model of a lane."""
         return lane.rpartition("/")[0] in self.models
 
 
 ELSEWHERE = "elsewhere"
-"""The class of a lane whose jobs were accepted for others: for a process that does not know what they are."""
+"""The class of lanes for jobs that were accepted for other processes, whose classes are unknown here."""
 
 
 class Refused(StrEnum):
-    """What becomes of a job that its worker's configuration does not let it run."""
+    """What happens to a job that its worker's configuration cannot run."""
 
-    LEFT = "left"  # to those who have another configuration and have not refused it
-    FAILED = "failed"  # there are none; it counts against the job, which is tried again
+    LEFT = "left"  # to workers with another configuration that has not refused it
+    FAILED = "failed"  # there are none; counts as a failure, and is retried
     ENDED = "ended"  # the same, for the last time
 
 
 class Beginning(StrEnum):
-    """What an attempt at a job began with."""
+    """How an attempt at a job began."""
 
     NEW = "new"  # there was no answer yet
-    CONTINUED = "continued"  # from the text that was stored
-    RESTARTED = "restarted"  # anew: what was stored is void
+    CONTINUED = "continued"  # continuing the stored text
+    RESTARTED = "restarted"  # starting over: the stored answer is invalid
 
 
 class AttemptOutcome(StrEnum):
-    """What became of an attempt at a job."""
+    """How an attempt at a job ended."""
 
     ENDED = "ended"  # the job is final
-    FAILED = "failed"  # it counts against the job, which is tried again
+    FAILED = "failed"  # counts as a failure, and the job is retried
     POISONED = "poisoned"  # the same, for the last time
-    RETURNED = "returned"  # given back at no cost: no backend, no place, or its worker was stopped
-    LOST = "lost"  # the job was cancelled, deleted, has expired, or another worker has it
+    RETURNED = "returned"  # requeued without a failure: no backend, no slot, or its worker was stopped
+    LOST = "lost"  # the job was cancelled, deleted, expired, or taken over by another worker
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnd:
-    """An attempt at a job that is over.
+    """A finished attempt at a job.
 
     Attributes:
-        job: As it was claimed.
-        outcome: What became of it.
-        beginning: What it began with.
+        job: The job as claimed.
+        outcome: How the attempt ended.
+        beginning: How it began.
         took_s: Seconds since the claim.
-        status: The job's final one, where it ended.
-        error: Why the job failed, where it did.
+        status: The job's final status, if it has ended.
+        error: Why the job failed, if it has.
     """
 
     job: Job
@@ -324,10 +323,10 @@ class AttemptEnd:
 
 
 def expected_start_s(position: int | None, lane: Lane | None, away_s: float | None) -> float | None:
-    """Return in how many seconds a job at that place would start, or None where nothing is known.
+    """Return the seconds until a job at that position starts; None if unknown.
 
-    `away_s`: how long nobody who could serve the lane can be there, because a box runs another model; None
-    while nothing brings one back.
+    `away_s`: seconds until a backend can serve the lane, if a box runs another model; None if no swap back is
+    planned.
     """
     if position is None or lane is None or away_s is None:
         return None
