@@ -2,9 +2,9 @@
 
 Every byte of the UTF-8 text belongs to one of 24 classes (lower case, digit, blank, punctuation, the lead
 byte of a script, ...). The count is a weighted sum of the numbers of bytes per class and of 20 short patterns
-of classes, which detect the boundaries of words, numbers and runs of symbols. The weights are a
-least-squares fit of the relative error over 87 kinds of text; `python benchmarks/estimate.py --fit tokenizer.json` reproduces
-them, docs/estimate.md has the errors.
+of classes that detect the boundaries of words, numbers and runs of symbols. The weights are a least-squares
+fit of the relative error over 87 kinds of text; `python benchmarks/estimate.py --fit tokenizer.json`
+reproduces them, docs/estimate.md has the errors.
 """
 
 from enum import StrEnum

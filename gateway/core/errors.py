@@ -335,7 +335,7 @@ class JobPoisoned(UpstreamError):
 
 
 class UpstreamBusy(UpstreamError):
-    """The backend refused because of load, or because it is stopping: not the request's fault, nor a crash."""
+    """The backend refused because of load, or because it is stopping: not the request's fault, no crash."""
 
     status = 503
     code = "upstream_busy"

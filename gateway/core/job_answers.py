@@ -6,8 +6,8 @@ several. Together they form one answer: texts are concatenated.
 A continuation uses `continue_final_message`: the text so far is put into the request as the beginning of the
 answer, and only the rest has to be generated. With the chat template that the large Gemma 4 models ship, this
 yields plausible text, but not the answer that would have come: the template inserts an empty thought before
-an answer, but not before a continued one, and drops the original thought. If there is only a thought so far, or
-the text is valid only as a whole (a tool call, JSON), the job starts over.
+an answer, but not before a continued one, and drops the original thought. If there is only a thought so far,
+or the text is valid only as a whole (a tool call, JSON), the job starts over.
 """
 
 import json
