@@ -28,13 +28,13 @@ from benchmarks.traffic import clipped, lognormal
 from gateway.core.box import (
     Box,
     BoxRules,
-    Done,
     Event,
-    Found,
-    Look,
+    Inspected,
+    Observation,
     Order,
+    OwnershipTaken,
     Task,
-    TookOver,
+    TaskEnded,
     advance,
     objection,
 )
@@ -234,7 +234,7 @@ class Run:
         for number, call in enumerate(self.calls):
             self._at(call.at, "call", number)
         self._left = len(self.calls)
-        self._on(TookOver())
+        self._on(OwnershipTaken())
         self._at(0.0, "look", None)
         while self._left and self.now < until:
             self.now, _, what, subject = heappop(self._events)
@@ -275,20 +275,20 @@ class Run:
         lane = Lane("gemma/gemma_work", len(self._stored), 0, oldest_s=oldest_s)
         stored = stored_wants([lane], self.policy, self.box, self.profiles, self.now)
         wants = {name: one + stored[name] for name, one in self._line.wants(self.profiles).items()}
-        self._on(Look(in_flight, wants, ready=self._ready))
+        self._on(Observation(in_flight, wants, ready=self._ready))
 
     def _carried_out(self, order: Order) -> None:
         match order.task:
             case Task.INSPECT:
                 self._ready = frozenset({"gemma"})
-                self._on(Found(order.number, self._ready))
+                self._on(Inspected(order.number, self._ready))
                 return
             case Task.STOP:
                 self._ready -= {order.backend}
             case Task.START:
                 self._ready |= {order.backend}
                 self.boots.append(self.now)
-        self._on(Done(order.number))
+        self._on(TaskEnded(order.number))
 
     # ------------------------------------------------------------ requests
 

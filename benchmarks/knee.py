@@ -23,9 +23,9 @@ from gateway.core.knee_estimate import (
     LESS_GAIN,
     MORE_SEQS,
     ClassShape,
-    Doubt,
     KneeEstimate,
     StepFit,
+    Uncertainty,
     estimate,
 )
 from gateway.core.profile import Profile
@@ -355,7 +355,7 @@ def _row(case: Case, runs: Sequence[Watched]) -> str:
 
 def _verdict(found: KneeEstimate) -> str:
     name = found.confidence.value
-    return name if found.doubt is Doubt.NONE else f"{name} ({found.doubt.value})"
+    return name if found.doubt is Uncertainty.NONE else f"{name} ({found.doubt.value})"
 
 
 # ------------------------------------------------------------------ the control

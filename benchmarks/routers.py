@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from benchmarks.traffic import Arrival, Kind
 from benchmarks.virtual_fleet import Fate, Fleet, fleet_profiles
-from gateway.core.asked import Asked
+from gateway.core.request_features import RequestFeatures
 from gateway.core.values import (
     Backend,
     Bound,
@@ -91,9 +91,9 @@ class GatewayRouter(PolicyRouter[Arrival]):
         self._is_told_output = is_told_output
         self.above_cap = 0
 
-    def _asked(self, arrival: Arrival) -> tuple[Asked, None]:
+    def _asked(self, arrival: Arrival) -> tuple[RequestFeatures, None]:
         tokens = arrival.estimate_tokens
-        asked = Asked(
+        asked = RequestFeatures(
             policy="",
             model="gemma",
             endpoint=Endpoint.CHAT,

@@ -70,22 +70,22 @@ async def report(url: str | None, calls: int) -> None:
         print(f"{machine}, Python {platform.python_version()}, {kind}, redis-py {_version()}\n")
         print(f"{'':42}{'calls/s':>9}{'ms median':>11}{'ms p99':>9}{'us gateway':>12}{'us server':>11}")
         print(
-            f"memory\n{await line('  acquire, answered, release', MemoryLedger(), passage, calls, 1, None)}"
+            f"memory\n{await line('  acquire, answered, release', MemoryLedger(), context, calls, 1, None)}"
         )
         for at_once in (1, 32):
             async with _hearing(where) as ledger:
                 print(f"shared, far from every limit, {at_once} at once")
-                print(await line("  acquire, answered, release", ledger, passage, calls, at_once, redis))
+                print(await line("  acquire, answered, release", ledger, context, calls, at_once, redis))
         ledger = RedisLedger(where, prefix=PREFIX, command_s=10.0)  # hears nothing, so nothing is kept for it
         for at_once in (1, 32):
             print(f"shared, near a limit, {at_once} at once")
-            print(await line("  acquire, answered, release", ledger, passage, calls, at_once, redis))
+            print(await line("  acquire, answered, release", ledger, context, calls, at_once, redis))
             print(await line("  acquire, refused", ledger, refused, calls, at_once, redis))
         others = [RedisLedger(where, prefix=PREFIX, command_s=10.0) for _ in range(CROWD - 1)]
         for other in others:
             assert isinstance(await other.acquire("b", CLAIM, FREE), Slot)
         print(f"shared by {CROWD}, near a limit")
-        print(await line("  acquire, answered, release", ledger, passage, calls, 1, redis))
+        print(await line("  acquire, answered, release", ledger, context, calls, 1, redis))
         print(await line("  look at one backend", ledger, look, calls, 1, redis))
         for one in (ledger, *others):
             await one.aclose()
@@ -180,7 +180,7 @@ def facts(number: int) -> Facts:
     )
 
 
-async def passage(ledger: Ledger) -> None:
+async def context(ledger: Ledger) -> None:
     """All that one request asks of the ledger."""
     slot = ledger.acquire_at_once("b", CLAIM, FREE) or await ledger.acquire("b", CLAIM, FREE)
     assert isinstance(slot, Slot)

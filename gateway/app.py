@@ -31,7 +31,7 @@ from gateway.core.health import (
     EngineSample,
     State,
 )
-from gateway.core.selection import BackendView, kept_out
+from gateway.core.selection import BackendView, unavailable_reason
 from gateway.core.trace import passed_on
 from gateway.core.values import Backend, Load, Policy
 from gateway.core.waiting import WaitingLine
@@ -44,14 +44,14 @@ from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind, url_of
 from gateway.downstream.origins import Origins
 from gateway.downstream.relay import BodyLimits
-from gateway.downstream.responses import Keeping
+from gateway.downstream.responses import ResponseRetention
 from gateway.downstream.routes import Applications, Operators
 from gateway.events import about
 from gateway.jobs import QueueWatch
 from gateway.live import Live
 from gateway.open_files import OpenFiles
 from gateway.pipeline import BackendWatch, Peers, Pipeline
-from gateway.pipeline.box_keeper import BoxKeeper
+from gateway.pipeline.box_controller import BoxController
 from gateway.ports import Recorder
 from gateway.reload import Reload, Reloader
 from gateway.settings import Settings
@@ -144,7 +144,7 @@ class Gateway:
         watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
         self.board = parts.board(settings, self.clock)
         self.jobs = parts.jobs(settings)
-        self.boxes = BoxKeeper(
+        self.boxes = BoxController(
             {name: settings.box_rules(name, parts.box_settle_s(settings)) for name in settings.boxes},
             backends,
             boot_s=settings.box_boots_s(),
@@ -165,7 +165,7 @@ class Gateway:
             statuses=self.fleet.statuses,
             drifts=drift.drifts,
             count_drifts=self.counts.drifts,
-            sights=watch.sights,
+            snapshots=watch.snapshots,
             waiting=line.waiting,
             oldest_waits_s=lambda: line.oldest_waits_s(self.clock.now()),
             wait_limits_s=lambda: {
@@ -174,7 +174,7 @@ class Gateway:
                 for one in model.classes
             },
             wants=lambda: line.wants(self.policy.backends),
-            boxes=self.boxes.sights,
+            boxes=self.boxes.snapshots,
             dropped_lines=logs.dropped_lines,
             replicas=lambda: self._store.replicas if self._store else 1,
             store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
@@ -220,7 +220,7 @@ class Gateway:
         if self._store is not None:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
         self.responses = parts.response_store(settings, self.clock)
-        self.promises = parts.promises(settings, self.clock)
+        self.idempotency = parts.idempotency(settings, self.clock)
         self.queue = None if self.jobs is None else QueueWatch(self.jobs, self.clock)
         job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
         self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics, self.tracing)
@@ -232,8 +232,8 @@ class Gateway:
             origins=self.origins,
             rules=parts.wire_rules(settings),
             limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
-            keeping=Keeping(self.responses, settings.responses.keep_s),
-            promises=self.promises,
+            retention=ResponseRetention(self.responses, settings.responses.keep_s),
+            idempotency=self.idempotency,
             background=parts.background(
                 settings, self.jobs, self.pipeline, self.clock, self.boxes.away_s, recorder
             ),
@@ -366,7 +366,10 @@ class Gateway:
     def readiness(self) -> Mapping[str, bool]:
         """Return the conditions for `/readyz`, by name."""
         statuses = self.fleet.statuses()
-        up = any(kept_out(backend, statuses[name]) is None for name, backend in self.policy.backends.items())
+        up = any(
+            unavailable_reason(backend, statuses[name]) is None
+            for name, backend in self.policy.backends.items()
+        )
         # A box that is swapping serves nobody for minutes, but requests that wait for it are not lost.
         return {"a_backend_is_up": up or self.boxes.can_serve_later}
 
@@ -376,7 +379,7 @@ class Gateway:
                 **self.readiness(),
                 "not_draining": not self.worker.is_draining,
                 "the_store_of_jobs_answers": bool(
-                    self.queue and self.queue.sight and not self.queue.sight.is_away
+                    self.queue and self.queue.snapshot and not self.queue.snapshot.is_away
                 ),
             }
         return {**self.readiness(), "not_draining": not self.applications.serving.is_leaving}
@@ -495,7 +498,7 @@ class Gateway:
         if self._store is not None:
             await self._store.aclose()
         await self.responses.aclose()
-        await self.promises.store.aclose()
+        await self.idempotency.store.aclose()
         if self.jobs is not None:
             await self.jobs.aclose()
         if self.batching is not None:

@@ -25,13 +25,13 @@ from gateway.downstream import wire
 from gateway.downstream.background import Background, JobRules
 from gateway.downstream.batches import Batching, BatchLines
 from gateway.downstream.files import FileRules
-from gateway.downstream.promises import PromiseKeeping
+from gateway.downstream.idempotency import IdempotencyRules
 from gateway.downstream.serving import new_request_id
 from gateway.downstream.wire import WireRules
 from gateway.events import about
 from gateway.jobs import BatchRules, BatchRunner, QueueWatch, Worker, WorkerRules
 from gateway.pipeline import Pipeline
-from gateway.pipeline.box_keeper import JOBS_SETTLE_S, SETTLE_S
+from gateway.pipeline.box_controller import JOBS_SETTLE_S, SETTLE_S
 from gateway.ports import Arrival, Recorder
 from gateway.settings import Settings
 from gateway.settings.secrets import carried
@@ -40,9 +40,9 @@ from gateway.store.batches import RedisBatches
 from gateway.store.boards import MemoryBoard, RedisBoard
 from gateway.store.fallback import FallbackLedger
 from gateway.store.files import RedisFiles
+from gateway.store.idempotency import MemoryIdempotency, RedisIdempotency
 from gateway.store.jobs import RedisJobs
 from gateway.store.memory import MemoryLedger
-from gateway.store.promises import MemoryPromises, RedisPromises
 from gateway.store.redis import RedisLedger
 from gateway.store.responses import MemoryResponseStore, RedisResponseStore
 from gateway.store.webhooks import RedisWebhooks
@@ -136,16 +136,16 @@ def response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStor
     return RedisResponseStore(settings.store.url, prefix=settings.store.prefix, bytes_max=bytes_max)
 
 
-def promises(settings: Settings, clock: SystemClock) -> PromiseKeeping:
+def idempotency(settings: Settings, clock: SystemClock) -> IdempotencyRules:
     """Return the store for answers by idempotency key, and its rules."""
     section, store = settings.idempotency, settings.jobs_store or settings.store
     bytes_max = section.max_bytes_per_key
     kept = (
-        MemoryPromises(clock, bytes_max)
+        MemoryIdempotency(clock, bytes_max)
         if store is None
-        else RedisPromises(store.url, prefix=store.prefix, bytes_max=bytes_max)
+        else RedisIdempotency(store.url, prefix=store.prefix, bytes_max=bytes_max)
     )
-    return PromiseKeeping(kept, section.keep_s, section.max_answer_bytes)
+    return IdempotencyRules(kept, section.keep_s, section.max_answer_bytes)
 
 
 def jobs(settings: Settings) -> RedisJobs | None:
@@ -185,7 +185,7 @@ def job_metrics(
     def lanes() -> list[str]:
         return [f"{model.id}/{one.name}" for model in policy().models for one in model.classes]
 
-    return JobMetrics(metrics.registry, lanes=lanes, sight=lambda: watch.sight, now=clock.now)
+    return JobMetrics(metrics.registry, lanes=lanes, snapshot=lambda: watch.snapshot, now=clock.now)
 
 
 def worker(

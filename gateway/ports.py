@@ -13,15 +13,15 @@ from gateway.core.batches import (
     BatchClaim,
     BatchLineError,
     BatchRefusal,
-    BatchSight,
+    BatchSnapshot,
     BatchStatus,
     RunningLine,
 )
 from gateway.core.errors import GatewayError
 from gateway.core.facts import Attempts, Learned
 from gateway.core.files import FileRefusal, NewFile, StoredFile
-from gateway.core.health import BackendStatus, Elsewhere, Heard, Outcome, Verdict
-from gateway.core.idempotency import Promise, Standing
+from gateway.core.health import BackendStatus, Outcome, PeerAttempts, PeerVerdict, Verdict
+from gateway.core.idempotency import IdempotencyClaim, KeyState
 from gateway.core.jobs import (
     Chunk,
     Idempotency,
@@ -197,14 +197,14 @@ class Target:
     body: bytes
 
 
-Glance = Callable[[bytes, int, int], bytes | None]
+ChunkMatch = Callable[[bytes, int, int], bytes | None]
 """Returns the bytes to relay for `data[start:end]` if they can be recognized without parsing.
 
 Returns `data` itself if those bytes are relayed unchanged, and None if they were not recognized.
 """
 
 
-class Pouring(Protocol):
+class StreamTransform(Protocol):
     """Transforms a backend's streamed answer into the caller's while it is relayed."""
 
     @property
@@ -215,7 +215,7 @@ class Pouring(Protocol):
         """Return the bytes to relay for some received bytes, possibly b""."""
 
     @property
-    def glance(self) -> Glance:
+    def match(self) -> ChunkMatch:
         """The fast path to try before `take`; bytes that it recognizes must not be passed to `take`."""
 
     def stalled(self) -> None:
@@ -247,7 +247,7 @@ class UpstreamResponse(Protocol):
             UpstreamFailed: the connection broke before the end of the body.
         """
 
-    async def pour(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
+    async def stream_to(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
         """Call `take` with all bytes as they arrive, until it returns False or the body ends.
 
         `take_chunk`, if given, may be tried first.
@@ -294,20 +294,20 @@ class Downstream(Protocol):
     async def fail(self, error: GatewayError, code: str) -> None:
         """End a started stream with an error under `code`; nothing may be sent after it."""
 
-    async def relay(self, response: UpstreamResponse, pouring: Pouring) -> None:
-        """Send what `pouring` makes of a response, until either is over.
+    async def relay(self, response: UpstreamResponse, transform: StreamTransform) -> None:
+        """Send what `transform` makes of a response, until either is over.
 
         This default implementation needs only `send`, and relays one read at a time.
 
         Raises:
             UpstreamFailed: as `UpstreamResponse.read`.
         """
-        while not pouring.is_over and (data := await response.read()):
-            passed_on = pouring.take(data)
+        while not transform.is_over and (data := await response.read()):
+            passed_on = transform.take(data)
             if passed_on:
-                pouring.stalled()
+                transform.stalled()
                 await self.send(passed_on)
-                pouring.resumed()
+                transform.resumed()
 
 
 class Fleet(Protocol):
@@ -393,7 +393,7 @@ class SharedHealth(Protocol):
     def verdicts(self) -> Mapping[str, Verdict]:
         """Return this process's verdicts on backends, derived from its own requests."""
 
-    def hear(self, backend_id: str, told: Heard | Elsewhere) -> None:
+    def hear(self, backend_id: str, told: PeerVerdict | PeerAttempts) -> None:
         """Apply another gateway's report on a backend. Backends that are not configured are ignored."""
 
 
@@ -625,7 +625,7 @@ class BatchStore(Protocol):
     async def take(self, runner: str) -> BatchClaim | None:
         """Claim the oldest batch without a runner; None if there is none."""
 
-    async def look(self, claim: BatchClaim) -> BatchSight:
+    async def look(self, claim: BatchClaim) -> BatchSnapshot:
         """Return the current state of a batch."""
 
     async def running(self, batch_id: str) -> Sequence[RunningLine]:
@@ -666,23 +666,23 @@ class BatchStore(Protocol):
         """Close all connections. Never raises."""
 
 
-class PromiseStore(Protocol):
+class IdempotencyStore(Protocol):
     """Stores answers by idempotency key. All methods raise StoreUnavailable if the store does not respond.
 
     A running request holds its key with a lease, which expires unless renewed. The answers of one owner are
     bounded in bytes; those that expire first are evicted first.
     """
 
-    async def begin(self, promise: Promise, lease_s: float) -> bytes | Standing:
+    async def begin(self, claim: IdempotencyClaim, lease_s: float) -> bytes | KeyState:
         """Acquire a key (BEGUN), or return the answer stored under it, or why neither is possible."""
 
-    async def renew(self, promise: Promise, lease_s: float) -> bool:
+    async def renew(self, claim: IdempotencyClaim, lease_s: float) -> bool:
         """Renew the lease on a key. False: another runner has the key."""
 
-    async def keep(self, promise: Promise, answer: bytes, ttl_s: float) -> bool:
+    async def keep(self, claim: IdempotencyClaim, answer: bytes, ttl_s: float) -> bool:
         """Store the answer and release the key. False: another has the key, or the answer is too large."""
 
-    async def free(self, promise: Promise) -> None:
+    async def free(self, claim: IdempotencyClaim) -> None:
         """Release a key, so that the next request runs again. Does nothing if another runner has the key."""
 
     async def aclose(self) -> None:

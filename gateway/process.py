@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import anyio
 
 from gateway import __version__, app, memory, names, open_files, settings, supervisor
-from gateway.core.errors import ConfigError, NotYet
+from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.telemetry import logs
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def work(config: Path, log_level: str = "info", admin: str | None = None) -> int
 
 def status_of(error: ConfigError) -> int:
     """Return the exit status for a failed start: 1 if another attempt may succeed."""
-    return supervisor.FAILURE if isinstance(error, NotYet) else USAGE
+    return supervisor.FAILURE if isinstance(error, StartupBlocked) else USAGE
 
 
 def run(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:

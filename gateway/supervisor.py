@@ -24,7 +24,7 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from gateway.app import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, start_store
-from gateway.core.errors import ConfigError, NotYet
+from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.downstream.listener import BACKLOG, bind, url_of
 from gateway.events import about
 from gateway.reload import LOOK_S, read
@@ -132,28 +132,28 @@ async def serve(
         def announce(admin_urls: tuple[str, ...]) -> None:
             ready(Serving(url_of(listen), workers, admin_urls))
 
-        crew = Crew(settings.shutdown.notice_s + settings.shutdown.drain_s, announce)
+        group = WorkerGroup(settings.shutdown.notice_s + settings.shutdown.drain_s, announce)
         async with anyio.create_task_group() as tasks:
             try:
                 if settings.store is None:
                     url = await start_store(tasks, settings.jobs_folder, signals)
                     order = replace(order, store_url=url)
                 if settings.store is not None or order.store_url is not None:
-                    tasks.start_soon(_pass_on, signals, crew)
-                    tasks.start_soon(_pass_hints_on, hints, settings, environ, crew)
+                    tasks.start_soon(_pass_on, signals, group)
+                    tasks.start_soon(_pass_hints_on, hints, settings, environ, group)
                     if settings.reload.watch:
-                        tasks.start_soon(_follow, settings, environ, crew)
-                    await crew.run(order)
+                        tasks.start_soon(_follow, settings, environ, group)
+                    await group.run(order)
             except ConfigError as error:  # returned by value, because the task group would wrap it
                 failure = error
             tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
     log.info("stopped", extra=about("stopped"))
-    return 0 if crew.ended_well else 1
+    return 0 if group.ended_well else 1
 
 
-class Crew:
+class WorkerGroup:
     """The workers of one port.
 
     Attributes:
@@ -270,7 +270,7 @@ class Crew:
                 self._accepting.pop(order.number, None)
         if said is None:
             return status, None
-        return status, NotYet(said) if status == FAILURE else ConfigError(said)
+        return status, StartupBlocked(said) if status == FAILURE else ConfigError(said)
 
     def _accepts(self, order: Order, pid: int, admin_url: str | None) -> None:
         self._accepting[order.number] = admin_url
@@ -304,25 +304,25 @@ class Crew:
             )
 
 
-async def _pass_on(signals: AsyncIterator[signal.Signals], crew: Crew) -> None:
+async def _pass_on(signals: AsyncIterator[signal.Signals], group: WorkerGroup) -> None:
     await anext(signals)
     log.info("draining all workers; a second signal cuts off what is in flight", extra=about("draining"))
-    await crew.stop()
-    with anyio.move_on_after(crew.end_s + END_S):
+    await group.stop()
+    with anyio.move_on_after(group.end_s + END_S):
         await anext(signals)
-        await crew.stop()
+        await group.stop()
         await anyio.sleep(END_S)
-    crew.kill()
+    group.kill()
 
 
 async def _pass_hints_on(
-    hints: AsyncIterator[signal.Signals], settings: Settings, environ: Mapping[str, str], crew: Crew
+    hints: AsyncIterator[signal.Signals], settings: Settings, environ: Mapping[str, str], group: WorkerGroup
 ) -> None:
     async for _ in hints:
-        await crew.reread(_usable(settings, environ))
+        await group.reread(_usable(settings, environ))
 
 
-async def _follow(settings: Settings, environ: Mapping[str, str], crew: Crew) -> None:
+async def _follow(settings: Settings, environ: Mapping[str, str], group: WorkerGroup) -> None:
     """Read the file whenever it changes, as the workers do, because later workers start with it."""
     before = seen = settings.source
     while True:
@@ -331,7 +331,7 @@ async def _follow(settings: Settings, environ: Mapping[str, str], crew: Crew) ->
             source = read(settings.path)
             if source == before and source != seen:
                 seen = source
-                crew.follow(_usable(settings, environ, source))
+                group.follow(_usable(settings, environ, source))
             before = source
 
 

@@ -10,10 +10,10 @@ from gateway import __version__
 from gateway.core import admission
 from gateway.core.count_check import CountDrift, CountTracker
 from gateway.core.health import BackendStatus
-from gateway.core.selection import kept_out
+from gateway.core.selection import unavailable_reason
 from gateway.core.values import Load, Policy
-from gateway.pipeline import BackendWatch, Peers, Sight
-from gateway.pipeline.box_keeper import BoxKeeper, BoxSight
+from gateway.pipeline import BackendSnapshot, BackendWatch, Peers
+from gateway.pipeline.box_controller import BoxController, BoxSnapshot
 from gateway.ports import Clock, Fleet
 from gateway.store.fallback import FallbackLedger
 from gateway.store.memory import MemoryLedger
@@ -31,7 +31,7 @@ class Views:
         fleet: Fleet,
         counts: CountTracker,
         watch: BackendWatch,
-        boxes: BoxKeeper,
+        boxes: BoxController,
         journal: Journal,
         store: FallbackLedger | None,
         peers: Peers,
@@ -67,7 +67,7 @@ class Views:
     def boxes(self) -> Mapping[str, Any]:
         """Return all boxes."""
         now = self._clock.now()
-        return {name: _box_view(sight, now) for name, sight in self._boxes.sights().items()}
+        return {name: _box_view(snapshot, now) for name, snapshot in self._boxes.snapshots().items()}
 
     def replicas(self) -> Mapping[str, Any]:
         """Return the gateway processes that share the store, and the facts they exchange."""
@@ -86,7 +86,7 @@ class Views:
 
     def backends(self) -> Mapping[str, Any]:
         """Return all backends."""
-        policy, now, sights = self._policy(), self._clock.now(), self._watch.sights()
+        policy, now, snapshots = self._policy(), self._clock.now(), self._watch.snapshots()
         loads, statuses = self._ledger.loads(), self._fleet.statuses()
         pools = {
             name: [pool.id for pool in policy.pools.values() if name in pool.backends]
@@ -98,7 +98,7 @@ class Views:
                 "profile": backend.profile,
                 "pools": pools[name],
                 "drain": backend.drain,
-                "kept_out": ": ".join(kept_out(backend, status) or ()),
+                "kept_out": ": ".join(unavailable_reason(backend, status) or ()),
                 "quirks": backend.quirks,
                 "in_flight": load.seqs,
                 "knee_seqs": admission.knee_seqs(backend.capacity, 0),
@@ -107,7 +107,7 @@ class Views:
                 "kv_blocks_planned": admission.blocks_planned(backend.capacity),
                 "context_tokens": backend.capacity.context_tokens,
                 "count_drift": _count_view(self._counts.drift(name)),
-                **_sight_view(sights.get(name)),
+                **_sight_view(snapshots.get(name)),
                 **_status_view(status, now),
             }
             for name, backend in policy.backends.items()
@@ -125,8 +125,8 @@ def _count_view(drift: CountDrift) -> Mapping[str, Any]:
     }
 
 
-def _box_view(sight: BoxSight, now: float) -> Mapping[str, Any]:
-    box, plan = sight.box, sight.plan
+def _box_view(snapshot: BoxSnapshot, now: float) -> Mapping[str, Any]:
+    box, plan = snapshot.box, snapshot.plan
     return {
         "state": box.state.value,
         "for_s": round(now - box.since, 1),
@@ -141,32 +141,32 @@ def _box_view(sight: BoxSight, now: float) -> Mapping[str, Any]:
         "waiting": {
             name: {
                 "requests": wants.count,
-                "stored_jobs": sight.stored[name].count,
+                "stored_jobs": snapshot.stored[name].count,
                 "oldest_s": None if oldest_at is None else round(now - oldest_at, 1),
             }
-            for name, wants in sight.wants.items()
-            for oldest_at in [(wants + sight.stored[name]).oldest_at]
+            for name, wants in snapshot.wants.items()
+            for oldest_at in [(wants + snapshot.stored[name]).oldest_at]
         },
         "quarantine": {name: held.reason for name, held in box.quarantine.items()},
         "unexpected_restarts": {name: len(times) for name, times in box.restarts.items()},
         "boot_s": {name: round(took, 1) for name, took in box.boot_s.items()},
         "boots": box.swaps,
-        "switched_by_this_gateway": sight.is_owner,
-        "fence": sight.fence,
+        "switched_by_this_gateway": snapshot.is_owner,
+        "fence": snapshot.fence,
     }
 
 
-def _sight_view(sight: Sight | None) -> Mapping[str, Any]:
-    if sight is None:
+def _sight_view(snapshot: BackendSnapshot | None) -> Mapping[str, Any]:
+    if snapshot is None:
         return {"tpot": None, "knee_estimate": []}
-    control, target_s = sight.control, sight.tpot_target_s
+    control, target_s = snapshot.control, snapshot.tpot_target_s
     return {
         "tpot": None
         if target_s is None
         else {
             "target_ms": round(1000 * target_s, 1),
             "measured_ms": None if control.tpot_s is None else round(1000 * control.tpot_s, 1),
-            "knee_share": round(sight.share, 4),
+            "knee_share": round(snapshot.share, 4),
             "move": control.move.value,
         },
         "knee_estimate": [
@@ -180,7 +180,7 @@ def _sight_view(sight: Sight | None) -> Mapping[str, Any]:
                 "decoding_seqs": round(found.decoding_seqs, 1),
                 "decoding_seqs_max": round(found.decoding_seqs_max, 1),
             }
-            for step, found in sight.knees.items()
+            for step, found in snapshot.knees.items()
         ],
     }
 

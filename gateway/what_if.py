@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from gateway.core import admission, classification, deciding
-from gateway.core.asked import matched_headers
 from gateway.core.errors import CallerError, Unauthorized
+from gateway.core.request_features import matched_headers
 from gateway.core.selection import BackendView
 from gateway.core.values import (
     Decision,
@@ -20,7 +20,7 @@ from gateway.core.values import (
 )
 from gateway.downstream import wire
 from gateway.downstream.explain_routes import Question, RequestForgotten
-from gateway.downstream.shown import indented
+from gateway.downstream.operator_json import indented
 from gateway.parts import wire_rules
 from gateway.pipeline import Pipeline
 from gateway.ports import Arrival, Clock, Estimator
@@ -220,7 +220,7 @@ class WhatIf:
         self, policy: Policy, held: Mapping[str, float]
     ) -> tuple[Mapping[str, BackendView], tuple[str, ...]]:
         """Return the current state of a policy's backends, and notes on what is unknown about them."""
-        known, idle = self._pipeline.sights(held), deciding.idle(policy)
+        known, idle = self._pipeline.snapshots(held), deciding.idle(policy)
         views, unknown = {}, []
         for name, backend in policy.backends.items():
             view = known.get(name)

@@ -79,13 +79,13 @@ def all_metrics() -> CollectorRegistry:
         "statuses",
         "drifts",
         "count_drifts",
-        "sights",
+        "snapshots",
         "waiting",
         "boxes",
         "store_modes",
     )
     metrics = Metrics(replicas=int, dropped_lines=int, **dict.fromkeys(nothing, dict))
-    JobMetrics(metrics.registry, lanes=tuple, sight=lambda: None, now=float)
+    JobMetrics(metrics.registry, lanes=tuple, snapshot=lambda: None, now=float)
     LoopWatch(metrics.registry, SystemClock())
     return metrics.registry
 

@@ -8,7 +8,7 @@ from support.site import POLICY
 
 from gateway import parts, settings
 from gateway.clock import SystemClock
-from gateway.store.promises import MemoryPromises, RedisPromises
+from gateway.store.idempotency import MemoryIdempotency, RedisIdempotency
 
 
 def loaded(folder: Path, **sections: object) -> settings.Settings:
@@ -25,17 +25,19 @@ def loaded(folder: Path, **sections: object) -> settings.Settings:
 @pytest.mark.parametrize(
     ("sections", "jobs_url", "kind"),
     [
-        ({}, None, MemoryPromises),
-        ({"store": "redis://r"}, None, RedisPromises),
-        ({"jobs": {}}, "unix:///own", RedisPromises),
+        ({}, None, MemoryIdempotency),
+        ({"store": "redis://r"}, None, RedisIdempotency),
+        ({"jobs": {}}, "unix:///own", RedisIdempotency),
     ],
 )
-async def test_promises_are_kept_in_whichever_store_there_is(
+async def test_answers_are_kept_in_whichever_store_there_is(
     tmp_path: Path, sections: dict[str, object], jobs_url: str | None, kind: type
 ) -> None:
     found = loaded(tmp_path, **sections)
     if jobs_url is not None:
         found = found.with_jobs_at(jobs_url)
 
-    assert isinstance(parts.promises(found, SystemClock()).store, kind)
-    assert isinstance(parts.promises(found.for_worker(0, 2, "unix:///w"), SystemClock()).store, RedisPromises)
+    assert isinstance(parts.idempotency(found, SystemClock()).store, kind)
+    assert isinstance(
+        parts.idempotency(found.for_worker(0, 2, "unix:///w"), SystemClock()).store, RedisIdempotency
+    )

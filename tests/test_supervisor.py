@@ -10,7 +10,7 @@ import pytest
 
 from gateway.downstream.listener import bind
 from gateway.store.keeper import GOOD_SPELL_S, PAUSE_MAX_S, PAUSE_S, next_pause_s
-from gateway.supervisor import Crew, Order
+from gateway.supervisor import Order, WorkerGroup
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,11 @@ async def test_a_worker_that_ends_is_started_again(
     try:
         with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
             order = Order(0, 1, "gateway.yaml", "", "info", listen.fileno(), None)
-            crew = Crew(600.0, lambda urls: pytest.fail("nothing accepts connections"))
+            group = WorkerGroup(600.0, lambda urls: pytest.fail("nothing accepts connections"))
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(crew.run, order)
+                tasks.start_soon(group.run, order)
                 await ends.twice.wait()
-                await crew.stop()
+                await group.stop()
     finally:
         log.removeHandler(ends)
 

@@ -416,7 +416,7 @@ class RunningLine:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSight:
+class BatchSnapshot:
     """The current state of a batch.
 
     Attributes:

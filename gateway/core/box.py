@@ -27,9 +27,9 @@ one that is not in quarantine; if there is none, it is failed. A failed boot is 
 minutes, and would fail in the same way. Only a person lifts a quarantine: by restarting the gateway after
 removing the cause or, on a failed box, by starting the model, which is trusted once it passes its canary.
 
-Orders (`Order`) are carried out elsewhere, and reported with `Done` or `Found` under the order's number: the
-report of an order that is no longer the latest is ignored. All orders are idempotent, because another process
-may take the box over in the middle of one.
+Orders (`Order`) are carried out elsewhere, and reported with `TaskEnded` or `Inspected` under the order's
+number: the report of an order that is no longer the latest is ignored. All orders are idempotent, because
+another process may take the box over in the middle of one.
 
 Times are arguments, monotonic seconds.
 """
@@ -38,7 +38,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from gateway.core.swap_policy import Cause, Plan, Residency, SwapRules, Wants, is_called_off, plan
+from gateway.core.swap_policy import Backlog, Cause, Plan, Residency, SwapRules, plan, should_cancel
 from gateway.core.values import Exclusion, Objection
 
 COMMAND_TRIES = 3
@@ -168,7 +168,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Observation:
     """An observation of the world. Occurs about once a second, and after every change.
 
     Attributes:
@@ -181,7 +181,7 @@ class Look:
     """
 
     in_flight: Mapping[str, int] = field(default_factory=dict)
-    wants: Mapping[str, Wants] = field(default_factory=dict)
+    wants: Mapping[str, Backlog] = field(default_factory=dict)
     ready: frozenset[str] = frozenset()
     lost: frozenset[str] = frozenset()
     restarts: Mapping[str, int] = field(default_factory=dict)
@@ -189,7 +189,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class TookOver:
+class OwnershipTaken:
     """This process has become the owner: any order in progress is issued again.
 
     Quarantines from before it started (`started_at`, monotonic seconds) are lifted, because a person has
@@ -202,7 +202,7 @@ class TookOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Inspected:
     """INSPECT has ended: the models that are in."""
 
     number: int
@@ -210,14 +210,14 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class TaskEnded:
     """STOP, START or CHECK has ended; `failure` says why it failed, "" if it succeeded."""
 
     number: int
     failure: str = ""
 
 
-Event = Look | TookOver | Found | Done
+Event = Observation | OwnershipTaken | Inspected | TaskEnded
 Step = tuple[Box, tuple[Order, ...]]
 
 
@@ -299,7 +299,7 @@ def comes_at(box: Box, planned: Plan, backend: str, boot_s: Mapping[str, float],
     return None
 
 
-def outlook(rules: BoxRules, box: Box, wants: Mapping[str, Wants], now: float) -> Plan:
+def outlook(rules: BoxRules, box: Box, wants: Mapping[str, Backlog], now: float) -> Plan:
     """Return the box's next action: the swap in progress, or else what the policy plans."""
     if box.state in (State.DRAINING, State.STOPPING):
         return Plan(box.cause, box.target, box.since)
@@ -308,7 +308,7 @@ def outlook(rules: BoxRules, box: Box, wants: Mapping[str, Wants], now: float) -
     return plan(rules.swaps, _residency(box, wants), now)
 
 
-def _residency(box: Box, wants: Mapping[str, Wants]) -> Residency:
+def _residency(box: Box, wants: Mapping[str, Backlog]) -> Residency:
     barred = frozenset(box.quarantine)
     return Residency(box.backend, box.resident_since, box.batch_at, box.busy_at, wants, barred)
 
@@ -343,13 +343,13 @@ def left_alone(box: Box, now: float) -> Box:
 def advance(box: Box, event: Event, now: float, rules: BoxRules) -> Step:
     """Return the box after `event`, which happened at `now`, and the orders that follow."""
     match event:
-        case Look():
+        case Observation():
             return _looked(box, event, now, rules)
-        case TookOver():
+        case OwnershipTaken():
             return _taken_over(box, event, now, rules)
-        case Found(number, found) if number == box.number:
+        case Inspected(number, found) if number == box.number:
             return _found(box, found, now, rules)
-        case Done(number, failure) if number == box.number:
+        case TaskEnded(number, failure) if number == box.number:
             return _done(box, failure, now, rules)
     return box, ()
 
@@ -363,7 +363,7 @@ def _order(box: Box, task: Task, backend: str = "") -> Step:
     return box, (Order(task, backend, box.number),)
 
 
-def _taken_over(box: Box, event: TookOver, now: float, rules: BoxRules) -> Step:
+def _taken_over(box: Box, event: OwnershipTaken, now: float, rules: BoxRules) -> Step:
     started_at = event.started_at
     kept = {name: held for name, held in box.quarantine.items() if held.at >= started_at}
     is_lifted = box.backend in box.quarantine and box.backend not in kept
@@ -400,7 +400,7 @@ def _taken_over(box: Box, event: TookOver, now: float, rules: BoxRules) -> Step:
 # ---- transitions by observations
 
 
-def _looked(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
+def _looked(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
     box, has_restarted = _judged(box, look)
     if box.state in (State.CHECKING, State.RESIDENT) and look.misfits.get(box.backend):
         return _quarantined(box, look.misfits[box.backend], now, rules)
@@ -420,7 +420,7 @@ def _looked(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
     return box, ()
 
 
-def _judged(box: Box, look: Look) -> tuple[Box, bool]:
+def _judged(box: Box, look: Observation) -> tuple[Box, bool]:
     """Update the restart count of the resident backend. Also return whether a restart must be judged.
 
     Restarts while the box stops and starts models are its own. One that is noticed while the backend is lost,
@@ -439,12 +439,12 @@ def _is_time(box: Box, now: float) -> bool:
     return box.retry_at is not None and box.retry_at <= now
 
 
-def _resident(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
+def _resident(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
     name = box.backend
     if name in look.lost:
         why = f"{name} is gone, but this gateway did not stop it"
         return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
-    if look.in_flight.get(name) or look.wants.get(name, Wants()).count:
+    if look.in_flight.get(name) or look.wants.get(name, Backlog()).count:
         box = replace(box, busy_at=now)
     planned = plan(rules.swaps, _residency(box, look.wants), now)
     if not planned.is_due(now):
@@ -453,8 +453,8 @@ def _resident(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
     return _enter(replace(box, target=planned.target, cause=planned.cause), State.DRAINING, now, reason), ()
 
 
-def _why(planned: Plan, wants: Mapping[str, Wants], now: float) -> str:
-    wanted = wants.get(planned.target, Wants())
+def _why(planned: Plan, wants: Mapping[str, Backlog], now: float) -> str:
+    wanted = wants.get(planned.target, Backlog())
     match planned.cause:
         case Cause.JOBS:
             what = "a request waits" if wanted.count == 1 else f"{wanted.count} requests wait"
@@ -464,11 +464,11 @@ def _why(planned: Plan, wants: Mapping[str, Wants], now: float) -> str:
     return f"back to {planned.target}: nothing waits for the resident model"
 
 
-def _draining(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
+def _draining(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
     name = box.backend
     is_sound = name not in look.lost and name not in box.quarantine
     under_way = Plan(box.cause, box.target, box.since)
-    if is_sound and is_called_off(rules.swaps, _residency(box, look.wants), under_way, now):
+    if is_sound and should_cancel(rules.swaps, _residency(box, look.wants), under_way, now):
         why = f"swap to {box.target} called off for now"
         box = replace(box, target="", cause=Cause.NOTHING, batch_at=now)
         return _enter(box, State.RESIDENT, now, why), ()
@@ -478,7 +478,7 @@ def _draining(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
     return _stop(box, (name,), box.target, now, box.reason)
 
 
-def _booting(box: Box, look: Look, now: float, rules: BoxRules) -> Step:
+def _booting(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
     if box.is_started and box.backend in look.ready:
         box = replace(box, boot_s={**box.boot_s, box.backend: now - box.since}, swaps=box.swaps + 1)
         return _check(box, now, f"answers, after {now - box.since:.0f} s")

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from gateway.core.box import Box, State
 from gateway.core.jobs import Lane
-from gateway.core.swap_policy import Wants
+from gateway.core.swap_policy import Backlog
 from gateway.core.values import Policy, TrafficClass
 
 
@@ -34,13 +34,13 @@ def servers(policy: Policy, traffic_class: TrafficClass) -> frozenset[str]:
 
 def stored_wants(
     lanes: Iterable[Lane], policy: Policy, box: Box, members: Collection[str], now: float
-) -> Mapping[str, Wants]:
+) -> Mapping[str, Backlog]:
     """Return the jobs queued in the store for each backend of a box as its first choice.
 
     `lanes` as of `now`, monotonic seconds. The length of a job is not checked: jobs that no backend could
     take were rejected on submission.
     """
-    found = dict.fromkeys(members, Wants())
+    found = dict.fromkeys(members, Backlog())
     for lane in lanes:
         traffic_class = class_of(policy, lane.name)
         if traffic_class is None or lane.oldest_s is None:
@@ -51,5 +51,5 @@ def stored_wants(
         is_in = box.state in (State.RESIDENT, State.DRAINING) and box.backend in able
         wanted = {box.backend} if is_in else able
         for name in wanted.intersection(policy.pools[traffic_class.pools[0]].backends):
-            found[name] += Wants(lane.queued, now - lane.oldest_s)
+            found[name] += Backlog(lane.queued, now - lane.oldest_s)
     return found

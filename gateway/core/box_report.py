@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from gateway.core.box import Box, Quarantine, State
-from gateway.core.swap_policy import Cause, Wants
+from gateway.core.swap_policy import Backlog, Cause
 
 _TIMES = ("since", "resident_since", "batch_at", "busy_at")
 _OWN = frozenset({"known_restarts", "retry_at"})  # private to the process that counted or ordered
@@ -62,7 +62,7 @@ def read(text: str, now: float) -> Box | None:
         return None
 
 
-def note(wants: Mapping[str, Wants], now: float) -> str:
+def note(wants: Mapping[str, Backlog], now: float) -> str:
     """Encode the local demand, for the owner."""
     return json.dumps(
         {
@@ -73,11 +73,12 @@ def note(wants: Mapping[str, Wants], now: float) -> str:
     )
 
 
-def read_note(text: str, now: float) -> Mapping[str, Wants]:
+def read_note(text: str, now: float) -> Mapping[str, Backlog]:
     """Decode another process's demand; empty if that is not possible."""
     try:
         return {
-            str(name): Wants(int(count), now - float(age)) for name, (count, age) in json.loads(text).items()
+            str(name): Backlog(int(count), now - float(age))
+            for name, (count, age) in json.loads(text).items()
         }
     except (ValueError, OverflowError, RecursionError, TypeError, AttributeError):
         return {}

@@ -39,7 +39,7 @@
         UpstreamBusy            503 server_error / upstream_busy          it refused for load, or is draining
         StreamBroken            after the first byte: written as an SSE `error` event, never raised to HTTP
     ConfigError             at start and at reload only; exit status 2
-      NotYet                  exit status 1: it may be possible when the gateway is started again
+      StartupBlocked                  exit status 1: it may be possible when the gateway is started again
 
 Ask of each: who can act on it, and did a backend see the request? Codes are API: they stand in
 docs/errors.md, in metrics and in tests. Statuses follow what the OpenAI SDKs do with them: they
@@ -351,6 +351,6 @@ class ConfigError(Exception):
     """The configuration is unusable. The message has one line per problem."""
 
 
-class NotYet(ConfigError):
+class StartupBlocked(ConfigError):
     """The start failed for a reason that may be temporary: an address is in use or not assigned to this
     machine yet, a data directory is in use, an embedded store does not start."""

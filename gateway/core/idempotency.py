@@ -28,7 +28,7 @@ _QUOTED = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\])*)"')  # RFC 8941, section 3.3.
 _ESCAPED = re.compile(r'\\(["\\])')
 
 
-class Standing(StrEnum):
+class KeyState(StrEnum):
     """The state of a key when a request arrives with it."""
 
     BEGUN = "begun"  # it is the first request: run it
@@ -37,7 +37,7 @@ class Standing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class IdempotencyClaim:
     """A request's claim on its key.
 
     Attributes:
@@ -61,7 +61,7 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptAnswer:
+class StoredAnswer:
     """An answer as sent to its first caller: status, headers, and the bytes of its body."""
 
     status: int
@@ -74,7 +74,7 @@ class KeptAnswer:
         return json.dumps({"status": self.status, "headers": headers}).encode() + b"\n" + self.body
 
     @classmethod
-    def decoded(cls, record: bytes) -> "KeptAnswer":
+    def decoded(cls, record: bytes) -> "StoredAnswer":
         """Decode a record."""
         line, _, body = record.partition(b"\n")
         head = json.loads(line)

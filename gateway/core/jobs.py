@@ -226,7 +226,7 @@ class JobOutcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class QueueSight:
+class QueueSnapshot:
     """The latest snapshot of the queue.
 
     Attributes:

@@ -77,7 +77,7 @@ class Confidence(StrEnum):
     UNKNOWN = "unknown"  # no figure is given
 
 
-class Doubt(StrEnum):
+class Uncertainty(StrEnum):
     """The main reason why the confidence is not high. A small, fixed set: a metric label."""
 
     NONE = "none"
@@ -147,7 +147,7 @@ class KneeEstimate:
 
     seqs: float | None
     confidence: Confidence
-    doubt: Doubt
+    doubt: Uncertainty
     limited_by: LimitedBy
     error: float
     windows: float
@@ -261,7 +261,7 @@ def estimate(fit: StepFit, shape: ClassShape, kv_blocks: int | None = None) -> K
     unknown = KneeEstimate(
         seqs=None,
         confidence=Confidence.UNKNOWN,
-        doubt=Doubt.FEW_WINDOWS,
+        doubt=Uncertainty.FEW_WINDOWS,
         limited_by=LimitedBy.COMPUTE,
         error=math.inf,
         windows=fit.windows,
@@ -270,15 +270,15 @@ def estimate(fit: StepFit, shape: ClassShape, kv_blocks: int | None = None) -> K
         slots_seqs=slots,
     )
     if fit.windows < WINDOWS_MIN or fit.residuals < WINDOWS_MIN / 3:
-        return replace(unknown, doubt=Doubt.HIDDEN) if fit.hidden > fit.windows else unknown
+        return replace(unknown, doubt=Uncertainty.HIDDEN) if fit.hidden > fit.windows else unknown
     if not shape.chunks:
-        return replace(unknown, doubt=Doubt.NO_STREAMS)
+        return replace(unknown, doubt=Uncertainty.NO_STREAMS)
     inverse = _inverse(fit.gram, 3)
     if fit.spread < SPREAD_MIN or inverse is None:
-        return replace(unknown, doubt=Doubt.NO_SPREAD)
+        return replace(unknown, doubt=Uncertainty.NO_SPREAD)
     compute, error = _compute_knee(fit, shape, inverse)
     if compute is None:
-        return replace(unknown, doubt=Doubt.NO_LINE)
+        return replace(unknown, doubt=Uncertainty.NO_LINE)
     limited_by = LimitedBy.KV_SLOTS if slots is not None and slots < compute else LimitedBy.COMPUTE
     seqs = compute if slots is None else min(compute, slots)
     confidence, doubt = _judged(fit, seqs, error)
@@ -306,18 +306,18 @@ def _compute_knee(fit: StepFit, shape: ClassShape, inverse: _Matrix) -> tuple[fl
     return in_flight, math.sqrt(max(0.0, variance))
 
 
-def _judged(fit: StepFit, seqs: float, error: float) -> tuple[Confidence, Doubt]:
+def _judged(fit: StepFit, seqs: float, error: float) -> tuple[Confidence, Uncertainty]:
     if error > ERROR_LOW:
-        return Confidence.UNKNOWN, Doubt.NOISY
+        return Confidence.UNKNOWN, Uncertainty.NOISY
     bend = _bend(fit)
     if bend > BENT_UNKNOWN:
-        return Confidence.UNKNOWN, Doubt.BENT
+        return Confidence.UNKNOWN, Uncertainty.BENT
     reach = seqs / fit.batch_max
     if reach > REACH_HIGH:
-        return Confidence.LOW if reach <= REACH_LOW else Confidence.UNKNOWN, Doubt.OUT_OF_REACH
+        return Confidence.LOW if reach <= REACH_LOW else Confidence.UNKNOWN, Uncertainty.OUT_OF_REACH
     if bend > BENT_LOW:
-        return Confidence.LOW, Doubt.BENT
-    return (Confidence.LOW, Doubt.NOISY) if error > ERROR_HIGH else (Confidence.HIGH, Doubt.NONE)
+        return Confidence.LOW, Uncertainty.BENT
+    return (Confidence.LOW, Uncertainty.NOISY) if error > ERROR_HIGH else (Confidence.HIGH, Uncertainty.NONE)
 
 
 def _bend(fit: StepFit) -> float:

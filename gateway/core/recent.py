@@ -26,7 +26,7 @@ BINS_PER_DOUBLING = 8
 _LEAST_S, _MOST_S = 1e-4, 1e5
 
 
-class Spread:
+class DurationHistogram:
     """Histogram of durations, bounded to 240 bins between 0.1 ms and a day."""
 
     __slots__ = ("_bins", "count")
@@ -49,7 +49,7 @@ class Spread:
         return _quantiles((self,), shares)
 
 
-def _quantiles(spreads: Iterable[Spread], shares: Sequence[float]) -> tuple[float, ...] | None:
+def _quantiles(spreads: Iterable[DurationHistogram], shares: Sequence[float]) -> tuple[float, ...] | None:
     bins: dict[int, int] = {}
     for spread in spreads:
         for number, count in spread._bins.items():
@@ -87,8 +87,8 @@ class Flow:
 @dataclass(slots=True)
 class _Slice:
     number: int
-    ttft: defaultdict[str, Spread] = field(default_factory=lambda: defaultdict(Spread))
-    tpot: defaultdict[str, Spread] = field(default_factory=lambda: defaultdict(Spread))
+    ttft: defaultdict[str, DurationHistogram] = field(default_factory=lambda: defaultdict(DurationHistogram))
+    tpot: defaultdict[str, DurationHistogram] = field(default_factory=lambda: defaultdict(DurationHistogram))
     flows: dict[tuple[str, str, str, Ending], int] = field(default_factory=dict)  # by the fields of a `Flow`
 
 

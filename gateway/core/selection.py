@@ -254,7 +254,7 @@ class _Alone:
     view: BackendView
 
 
-def kept_out(backend: Backend, status: BackendStatus) -> Objection | None:
+def unavailable_reason(backend: Backend, status: BackendStatus) -> Objection | None:
     """Return why a backend would get no request at all now; None if it would get some.
 
     A backend that has not been probed yet is kept out: selection uses it only as a last resort.
@@ -405,7 +405,7 @@ def _promising_in(
             lead is not None
             and kinds.get(name) == kind
             and view.backend is backends[name]
-            and _stand_alike(view, lead.view)
+            and _same_state(view, lead.view)
             and view.load.has_room(lead.claim, lead.limits)
         ):
             best = fit.get(-view.prefix_share)
@@ -455,11 +455,11 @@ def _are_alike(one: BackendView, other: BackendView) -> bool:
     return (
         a.capacity is b.capacity  # backends of one profile share the object
         and admission.read_alike(a, b)
-        and _stand_alike(one, other)
+        and _same_state(one, other)
     )
 
 
-def _stand_alike(one: BackendView, other: BackendView) -> bool:
+def _same_state(one: BackendView, other: BackendView) -> bool:
     """Return whether the current state of two backends differs in load at most."""
     a, b = one.status, other.status
     return (

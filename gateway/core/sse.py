@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gateway.core.answers import ABORTED, BackendError, error_of, usage_of
-from gateway.core.likeness import Likeness
+from gateway.core.event_template import EventTemplate
 from gateway.core.naming import ModelNames
 from gateway.core.usage import Usage
 
@@ -67,7 +67,7 @@ class StreamReader:
         self._decode = decode
         self._tail: list[bytes] = []  # pieces of an incomplete event
         self._tail_bytes = 0
-        self._likeness = Likeness()
+        self._template = EventTemplate()
 
     @property
     def may_begin(self) -> bool:
@@ -86,25 +86,25 @@ class StreamReader:
 
     def feed(self, data: bytes) -> bytes:
         """Return the complete events that may be relayed now, possibly b""."""
-        self._likeness.applies = False
+        self._template.applies = False
         if self.fault is not None or self._done:
             return b""
         is_complete = data.endswith(b"\n\n")  # the common case: the data ends at the end of an event
         if is_complete and self.has_content and not self._tail and self._says_nothing(data):
             shown = self._names.in_event(data)
-            self._likeness.learn(data, shown)
-            self._likeness.applies = self._sees_all
+            self._template.learn(data, shown)
+            self._template.applies = self._sees_all
             return shown
         block = self._taken(data, b"") if is_complete else self._complete_events(data)
         return b"".join(self._inspect(block)) if block else b""
 
     @property
-    def glance(self) -> Callable[[bytes, int, int], bytes | None]:
-        """`Likeness.glance` of this stream. Events that it recognizes need not be passed to `feed`.
+    def match(self) -> Callable[[bytes, int, int], bytes | None]:
+        """`EventTemplate.match` of this stream. Events that it recognizes need not be passed to `feed`.
 
         Nearly every read of a stream returns a single event similar to the previous one.
         """
-        return self._likeness.glance
+        return self._template.match
 
     @property
     def _sees_all(self) -> bool:

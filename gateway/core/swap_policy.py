@@ -34,7 +34,7 @@ class Trigger:
     jobs: int = 4
     wait_s: float = 600.0
 
-    def is_met(self, wants: "Wants", now: float) -> bool:
+    def is_met(self, wants: "Backlog", now: float) -> bool:
         """Return whether the waiting requests meet the condition."""
         if wants.oldest_at is None:
             return False
@@ -59,7 +59,7 @@ class SwapRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class Backlog:
     """Requests that wait for one backend as their first choice.
 
     Attributes:
@@ -70,9 +70,9 @@ class Wants:
     count: int = 0
     oldest_at: float | None = None
 
-    def __add__(self, other: "Wants") -> "Wants":
+    def __add__(self, other: "Backlog") -> "Backlog":
         known = [at for at in (self.oldest_at, other.oldest_at) if at is not None]
-        return Wants(self.count + other.count, min(known, default=None))
+        return Backlog(self.count + other.count, min(known, default=None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +92,13 @@ class Residency:
     since: float
     batch_at: float
     idle_since: float
-    wants: Mapping[str, Wants] = field(default_factory=dict)
+    wants: Mapping[str, Backlog] = field(default_factory=dict)
     barred: frozenset[str] = frozenset()
 
     @property
     def batch_is_served(self) -> bool:
         """Whether all requests that were queued when the model came in have been started."""
-        oldest_at = self.wants.get(self.backend, Wants()).oldest_at
+        oldest_at = self.wants.get(self.backend, Backlog()).oldest_at
         return oldest_at is None or oldest_at > self.batch_at
 
 
@@ -136,7 +136,7 @@ def plan(rules: SwapRules, here: Residency, now: float) -> Plan:
     """Return the next swap of the box, given its current state."""
     wishes = []
     for place, (name, trigger) in enumerate(rules.triggers.items()):
-        wants = here.wants.get(name, Wants())
+        wants = here.wants.get(name, Backlog())
         if name == here.backend or name in here.barred or wants.oldest_at is None:
             continue
         by_age = wants.oldest_at + trigger.wait_s
@@ -153,10 +153,10 @@ def plan(rules: SwapRules, here: Residency, now: float) -> Plan:
     return Plan(cause, target, max(at, here.since + rules.residency_s))
 
 
-def is_called_off(rules: SwapRules, here: Residency, planned: Plan, now: float) -> bool:
+def should_cancel(rules: SwapRules, here: Residency, planned: Plan, now: float) -> bool:
     """Return whether a swap that is still draining should be cancelled."""
-    own = here.wants.get(here.backend, Wants())
-    other = here.wants.get(planned.target, Wants())
+    own = here.wants.get(here.backend, Backlog())
+    other = here.wants.get(planned.target, Backlog())
     if other.oldest_at is None:
         return planned.cause is not Cause.IDLE or own.count > 0
     last_at = other.oldest_at + CALL_OFF_UNTIL * rules.triggers[planned.target].wait_s
@@ -166,7 +166,7 @@ def is_called_off(rules: SwapRules, here: Residency, planned: Plan, now: float) 
 
 def _going_home(rules: SwapRules, here: Residency) -> Plan:
     is_home = here.backend == rules.default
-    if is_home or rules.default in here.barred or here.wants.get(here.backend, Wants()).count:
+    if is_home or rules.default in here.barred or here.wants.get(here.backend, Backlog()).count:
         return Plan()
     return Plan(
         Cause.IDLE, rules.default, max(here.idle_since + rules.idle_s, here.since + rules.residency_s)

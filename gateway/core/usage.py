@@ -2,9 +2,9 @@
 
 from enum import StrEnum
 
-from gateway.core.asked import Asked
 from gateway.core.errors import GatewayError, ShedError
 from gateway.core.health import Outcome
+from gateway.core.request_features import RequestFeatures
 from gateway.core.trace import Trace
 from gateway.core.value import valueclass
 from gateway.core.values import Candidate, Decision
@@ -108,7 +108,7 @@ class RequestRecord:
     due_s: float | None = None
     trace: Trace | None = None
     route: str = ""
-    asked: Asked | None = None
+    asked: RequestFeatures | None = None
 
     @property
     def tpot_s(self) -> float | None:

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
 
 from gateway.demo.prompts import Ask, Kind
-from gateway.demo.story import Exchange, HandedOver, Stage, Story
+from gateway.demo.story import Exchange, Stage, Story, SubmittedJob
 
 _ENDINGS = frozenset({"stop", "length", "tool_calls"})
 _ENDED = frozenset({"completed", "incomplete"})
@@ -60,7 +60,7 @@ class Caller:
         self._story.changed()
         return exchange
 
-    async def hand_over(self, model: str, text: str, max_tokens: int) -> HandedOver:
+    async def hand_over(self, model: str, text: str, max_tokens: int) -> SubmittedJob:
         """Hand a job over, and return at once.
 
         Raises:
@@ -69,12 +69,12 @@ class Caller:
         accepted = await self._client.responses.create(
             model=model, input=text, background=True, max_output_tokens=max_tokens
         )
-        job = HandedOver(accepted.id, str(accepted.status))
+        job = SubmittedJob(accepted.id, str(accepted.status))
         self._story.jobs.append(job)
         self._story.changed()
         return job
 
-    async def follow(self, job: HandedOver) -> None:
+    async def follow(self, job: SubmittedJob) -> None:
         """Come back for a job's answer now and then, until it is over."""
         text = ""
         try:

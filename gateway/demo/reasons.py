@@ -15,7 +15,7 @@ _NO_CONDITION = "takes everything else"  # as core/classification.py puts it
 
 
 @dataclass(frozen=True, slots=True)
-class Why:
+class RouteReason:
     """The reason, at several lengths.
 
     Attributes:
@@ -40,12 +40,12 @@ class Why:
         return f"{self.class_reason}; {self.choice}" if self.choice else self.class_reason
 
 
-def why(record: Record) -> Why:
+def why(record: Record) -> RouteReason:
     """Return the reason that a request's record gives."""
     decision = record.get("decision")
     if not decision:
         text = record.get("error_code") or "no decision was made"
-        return Why(text, "", text)
+        return RouteReason(text, "", text)
     candidates: Sequence[Record] = decision["candidates"]
     failed = (attempt["backend"] for attempt in record["attempts"] if attempt["outcome"] != "ok")
     moved = tuple(name for name in failed if name != record["backend"])
@@ -55,7 +55,7 @@ def why(record: Record) -> Why:
     spilled = bool(record["backend"]) and record["pool"] != decision["pools"][0]
     choice, brief = _choice(record, decision, moved, spilled, excluded)
     reason, reason_brief = _class_reason(decision["class_reason"])
-    return Why(reason, choice, brief or reason_brief, moved, spilled, excluded)
+    return RouteReason(reason, choice, brief or reason_brief, moved, spilled, excluded)
 
 
 def _class_reason(text: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from enum import StrEnum
 import anyio
 
 from gateway.demo.prompts import Ask
-from gateway.demo.reasons import Why
+from gateway.demo.reasons import RouteReason
 from gateway.demo.site import PROFILES
 
 
@@ -62,7 +62,7 @@ class Exchange:
     output_tokens: int = 0
     text: str = ""
     problem: str = ""
-    why: Why | None = None
+    why: RouteReason | None = None
 
     def first_s(self, now: float) -> float | None:
         """Return the seconds to the first token of a stream or to a whole answer; so far, while waiting."""
@@ -132,7 +132,7 @@ class BoxGauge:
 
 
 @dataclass(slots=True, eq=False)
-class HandedOver:
+class SubmittedJob:
     """A job: a request that nobody waits for.
 
     Attributes:
@@ -194,7 +194,7 @@ class Story:
     caption: str = ""
     fleet: dict[str, Gauge] = field(default_factory=lambda: {name: Gauge(name) for name in PROFILES})
     box: BoxGauge = field(default_factory=BoxGauge)
-    jobs: list[HandedOver] = field(default_factory=list)
+    jobs: list[SubmittedJob] = field(default_factory=list)
     left_out: str = ""
     exchanges: list[Exchange] = field(default_factory=list)
     entries: deque[Entry] = field(default_factory=lambda: deque(maxlen=_ENTRIES_MAX))

@@ -92,7 +92,7 @@ class Background:
     ) -> None:
         """Submit jobs to `jobs`, placed as `pipeline` would place them; report each to `recorder`.
 
-        `away_s`: seconds until a backend can serve a lane; see `BoxKeeper.away_s`.
+        `away_s`: seconds until a backend can serve a lane; see `BoxController.away_s`.
         """
         self._recorder = recorder
         self._jobs = jobs

@@ -32,7 +32,7 @@ from gateway.downstream import wire
 from gateway.downstream.background import Background, headers_kept, streamed
 from gateway.downstream.files import FileRules, expiry_of, limit_of, page_of
 from gateway.downstream.keys import KeyRing
-from gateway.downstream.reading import Readers, Received
+from gateway.downstream.reading import BodyReaders, Received
 from gateway.downstream.relay import BodyLimits, CallerGone, Uploads, read_body
 from gateway.downstream.responses import Responses
 from gateway.pipeline import Pipeline
@@ -160,7 +160,7 @@ class BatchLines:
         pipeline: Pipeline,
         responses: Responses,
         rules: wire.WireRules,
-        readers: Readers,
+        readers: BodyReaders,
         body_bytes_max: int,
         background: Background | None,
         clock: Clock,

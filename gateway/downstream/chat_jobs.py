@@ -24,12 +24,12 @@ from gateway.core.responses.replay import JobFacts
 from gateway.core.responses.request import new_response
 from gateway.core.values import Endpoint, Estimate, OnDisconnect, TrafficClass, Waiting
 from gateway.downstream.background import Background, headers_kept
-from gateway.downstream.in_place import InPlace, Waiter
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.reading import Received, Work
 from gateway.downstream.relay import HttpDownstream, send_body, send_json
 from gateway.downstream.responses import PATH as RESPONSES
 from gateway.downstream.responses import check_depth
+from gateway.downstream.waiting_caller import Waiter, WaitingCaller
 from gateway.downstream.wire import WireRequest
 from gateway.events import about
 from gateway.pipeline import CallerStalled, Pipeline, patience_s
@@ -217,7 +217,7 @@ class ChatJobs:
         await send_json(response, downstream, 202, (*headers, *where))
 
     async def _served(self, job: Job, waiter: Waiter, downstream: HttpDownstream) -> None:
-        in_place = InPlace(waiter, self._background, downstream, self._clock)
+        in_place = WaitingCaller(waiter, self._background, downstream, self._clock)
         self.waiting += 1
         try:
             await in_place.serve(job)

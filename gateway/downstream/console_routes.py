@@ -21,8 +21,8 @@ from litestar.types import Receive, Scope, Send
 
 from gateway.core.errors import GatewayError, RouteNotFound
 from gateway.downstream.explain_routes import RequestForgotten
+from gateway.downstream.operator_json import compact
 from gateway.downstream.relay import AsgiDownstream, run_for_caller, send_error
-from gateway.downstream.shown import compact
 from gateway.events import about
 from gateway.pipeline import CallerStalled
 

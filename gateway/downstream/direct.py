@@ -15,8 +15,8 @@ from typing import Any
 
 from gateway.core.errors import GatewayError, RequestTimeout
 from gateway.core.values import Endpoint
+from gateway.downstream.body_receiver import TOGETHER_MAX, WORTH_BYTES, BodyReceiver
 from gateway.downstream.direct_call import Chats, DirectCall
-from gateway.downstream.filling import TOGETHER_MAX, WORTH_BYTES, Filling
 from gateway.downstream.guard import GuardedProtocol
 from gateway.downstream.hosts import is_host
 from gateway.downstream.relay import Head, announced_bytes
@@ -35,7 +35,7 @@ class DirectProtocol(GuardedProtocol):
         self._is_receiving = False  # the body of the call
         self._announced = 0  # its Content-Length
         self._host = b""  # of the last chat, already validated: usually the next one has the same
-        self._filling: Filling | None = None  # receives the rest of a long body
+        self._receiver: BodyReceiver | None = None  # receives the rest of a long body
         self._body_timer: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
@@ -99,7 +99,7 @@ class DirectProtocol(GuardedProtocol):
 
     def receive_no_more(self) -> None:
         """Return further data to the parser: the body is complete, or the connection will be closed."""
-        if self._filling is not None:
+        if self._receiver is not None:
             self._end_filling()
             self.transport.set_protocol(self)
 
@@ -112,22 +112,22 @@ class DirectProtocol(GuardedProtocol):
             or self.transport.is_closing()
         ):
             return
-        self._filling = Filling(self, uploads, self._announced, self._call.parts, self._filled)
-        self._call.filling = self._filling
-        self.transport.set_protocol(self._filling)
+        self._receiver = BodyReceiver(self, uploads, self._announced, self._call.parts, self._filled)
+        self._call.receiver = self._receiver
+        self.transport.set_protocol(self._receiver)
 
     def _filled(self, size: int, is_complete: bool) -> None:
         """Note that `size` more bytes of a body were received; answer it if complete."""
         self._call.took(size)
-        if is_complete and self._filling is not None:
+        if is_complete and self._receiver is not None:
             self.receive_no_more()
             self.parser = self.new_parser()  # the old parser still expects this body
             self.on_message_complete()
 
     def _end_filling(self) -> None:
-        if self._filling is not None:
-            self._filling.end()
-            self._filling = None
+        if self._receiver is not None:
+            self._receiver.end()
+            self._receiver = None
 
     def _head_of_a_chat(self) -> Head | None:
         """Return the head of an ordinary chat; None: it is not one, or will be rejected."""

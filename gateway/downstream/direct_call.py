@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.server import ServerState
 
 from gateway.core.errors import OutOfResources
-from gateway.downstream.filling import Filling
+from gateway.downstream.body_receiver import BodyReceiver
 from gateway.downstream.origins import Origins
 from gateway.downstream.relay import (
     FINISH_S,
@@ -26,7 +26,7 @@ from gateway.downstream.relay import (
     Uploads,
 )
 from gateway.events import about
-from gateway.ports import Headers, Pouring, UpstreamResponse
+from gateway.ports import Headers, StreamTransform, UpstreamResponse
 
 log = logging.getLogger("gateway.downstream")
 
@@ -77,22 +77,22 @@ class Connection(Protocol):
         """Stop receiving the body of a call."""
 
 
-class _Deaf:
+class _NullEvent:
     """An event that nobody waits for: a call does not need uvicorn's notification."""
 
     def set(self) -> None:
         """Do nothing."""
 
 
-_DEAF = _Deaf()
+_NULL_EVENT = _NullEvent()
 _CHUNKED = (b"transfer-encoding", b"chunked")
 _CLOSE = (b"connection", b"close")
 
 
-class _Poured:
+class _StreamedAnswer:
     """Writes a streamed answer as it arrives."""
 
-    __slots__ = ("_call", "_flow", "_frame", "_glance", "_pouring", "_response", "_write")
+    __slots__ = ("_call", "_flow", "_frame", "_match", "_response", "_transform", "_write")
 
     def __init__(
         self,
@@ -100,27 +100,27 @@ class _Poured:
         transport: asyncio.Transport,
         flow: FlowControl,
         response: UpstreamResponse,
-        pouring: Pouring,
+        transform: StreamTransform,
         frame: Callable[[bytes], bytes],
     ) -> None:
-        """Write the output of `pouring` for `response`, framed by `frame`."""
+        """Write the output of `transform` for `response`, framed by `frame`."""
         self._call = call
         self._write = transport.write
         self._flow = flow
         self._response = response
-        self._pouring = pouring
-        self._glance = pouring.glance
+        self._transform = transform
+        self._match = transform.match
         self._frame = frame
 
     def take(self, data: bytes) -> bool:
         """Write the output for some received bytes. Return whether more is wanted."""
-        if passed_on := self._pouring.take(data):
+        if passed_on := self._transform.take(data):
             self._pass(self._frame(passed_on))
-        return not self._pouring.is_over
+        return not self._transform.is_over
 
     def take_chunk(self, chunk: bytes, start: int, end: int) -> bool:
         """Write a chunk if the fast path recognizes it. Return whether it did."""
-        passed_on = self._glance(chunk, start, end)
+        passed_on = self._match(chunk, start, end)
         if passed_on is None:
             return False
         # An unchanged chunk is written with its original framing.
@@ -129,7 +129,7 @@ class _Poured:
 
     def resumed(self) -> None:
         """Continue after the write buffer has drained."""
-        self._pouring.resumed()
+        self._transform.resumed()
         self._response.go_on()
 
     def _pass(self, data: bytes) -> None:
@@ -137,7 +137,7 @@ class _Poured:
             return
         self._write(data)
         if self._flow.write_paused:
-            self._pouring.stalled()
+            self._transform.stalled()
             self._response.hold()
 
 
@@ -161,7 +161,7 @@ class DirectCall(HttpDownstream):
         super().__init__()
         self.head: Head | None = head
         self.method = "POST"
-        self.message_event = _DEAF
+        self.message_event = _NULL_EVENT
         self.headers: Headers = protocol.headers
         self.response_complete = False
         self.keep_alive = True
@@ -173,13 +173,13 @@ class DirectCall(HttpDownstream):
         self._chats = chats
         self.parts: list[bytes] = []
         self.received = 0
-        self.filling: Filling | None = None
+        self.receiver: BodyReceiver | None = None
         self._failure: Exception | None = None
         self._scope = anyio.move_on_after(None)  # a scope without a deadline, created in one step
         self._unwritten_head = b""
         self._is_chunked = False
         self._left = 0  # remaining bytes of an answer with a Content-Length
-        self._poured: _Poured | None = None
+        self._streamed: _StreamedAnswer | None = None
         chats.uploads.calls += 1
 
     # ------------------------------------------------------------ receiving
@@ -231,13 +231,13 @@ class DirectCall(HttpDownstream):
     async def body(self, limits: BodyLimits, uploads: Uploads) -> bytes:
         """See `Call.body`."""
         parts, self.parts = self.parts, []
-        filling, self.filling = self.filling, None
+        receiver, self.receiver = self.receiver, None
         uploads.bytes -= self.received
         self.received = 0
         if self._failure is not None:
             raise self._failure
-        if filling is not None:
-            return filling.body()
+        if receiver is not None:
+            return receiver.body()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -301,21 +301,23 @@ class DirectCall(HttpDownstream):
                 raise RuntimeError("the answer is longer than was announced")
         await self._write(data)
 
-    async def relay(self, response: UpstreamResponse, pouring: Pouring) -> None:
+    async def relay(self, response: UpstreamResponse, transform: StreamTransform) -> None:
         """See `ports.Downstream.relay`. Bytes are written as the backend's arrive, without a task."""
 
         self._write_head()
         frame = _chunk if self._is_chunked else bytes
-        poured = self._poured = _Poured(self, self._transport, self._flow, response, pouring, frame)
+        streamed = self._streamed = _StreamedAnswer(
+            self, self._transport, self._flow, response, transform, frame
+        )
         try:
-            await response.pour(poured.take, poured.take_chunk if self._is_chunked else None)
+            await response.stream_to(streamed.take, streamed.take_chunk if self._is_chunked else None)
         finally:
-            self._poured = None
+            self._streamed = None
 
     def resumed(self) -> None:
         """Continue after the write buffer has drained."""
-        if self._poured is not None:
-            self._poured.resumed()
+        if self._streamed is not None:
+            self._streamed.resumed()
 
     async def finish(self) -> None:
         """See `HttpDownstream.finish`."""

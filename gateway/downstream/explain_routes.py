@@ -61,7 +61,7 @@ class Explainer(Protocol):
         """
 
 
-class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+class _ExplainRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `POST /admin/explain`."""
 
     request: msgspec.Raw = msgspec.Raw()
@@ -89,7 +89,7 @@ def explain_handlers(explainer: Explainer) -> list[BaseRouteHandler]:
 
 def _question(source: bytes) -> Question:
     try:
-        asked = msgspec.json.decode(source, type=_Asked)
+        asked = msgspec.json.decode(source, type=_ExplainRequest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"The body is not a valid question for `explain`: {error}.") from error
     body = bytes(asked.request)

@@ -16,8 +16,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway.core.errors import GatewayError, InvalidRequest, OutOfResources, RequestTimeout
 from gateway.downstream.errors import envelope, headers_of
 from gateway.downstream.hosts import has_one_host, refuse_host
-from gateway.downstream.lingering import Exit, Lingering, last_unless_told_to_go_on
-from gateway.downstream.old_http import as_http_1_0
+from gateway.downstream.http10 import as_http_1_0
+from gateway.downstream.lingering import ClosingTransport, Lingering, closing_unless_continued
 
 HEAD_BYTES_MAX = 65_536
 HEAD_WITHIN_S = 15.0
@@ -81,13 +81,13 @@ class GuardedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
         cycle.on_response = self._asgi_answered
-        cycle.transport = Exit(self.transport, self._close_behind_asgi)  # type: ignore[assignment]
+        cycle.transport = ClosingTransport(self.transport, self._close_behind_asgi)  # type: ignore[assignment]
         if not has_one_host(cycle.scope):
             app = refuse_host
         if cycle.scope["http_version"] != "1.1":
             app = as_http_1_0(cycle, app)
         elif cycle.waiting_for_100_continue:
-            app = last_unless_told_to_go_on(cycle, app)
+            app = closing_unless_continued(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:

@@ -11,7 +11,7 @@ from litestar.params import FromPath
 from gateway.core.errors import InvalidRequest, JobEnded, JobNotFound, RouteNotFound
 from gateway.core.jobs import Job, JobStatus, Lane
 from gateway.downstream.files import limit_of
-from gateway.downstream.shown import indented
+from gateway.downstream.operator_json import indented
 from gateway.events import about
 from gateway.ports import Clock, JobStore
 

@@ -32,7 +32,7 @@ class Lingering(asyncio.Protocol):
         self._protocol.resume_writing()
 
 
-class Exit:
+class ClosingTransport:
     """The transport that uvicorn uses for an ASGI request, with a different `close`."""
 
     __slots__ = ("close", "get_extra_info", "is_closing", "write")
@@ -45,7 +45,7 @@ class Exit:
         self.close = close
 
 
-def last_unless_told_to_go_on(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+def closing_unless_continued(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
     """Wrap `app` for a request with `Expect: 100-continue`: keep the connection only if the body was read.
 
     After an early answer, the caller may or may not send the body, and one cannot tell which (RFC 9110,

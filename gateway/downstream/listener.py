@@ -17,7 +17,7 @@ import uvicorn
 from litestar.types import ASGIApp
 
 from gateway import tcp
-from gateway.core.errors import ConfigError, NotYet
+from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.downstream.direct import DirectProtocol
 from gateway.downstream.direct_call import Chats
 from gateway.downstream.guard import GuardedProtocol
@@ -33,7 +33,7 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a socket bound to that address, not listening yet. Port 0 picks a free one.
 
     Raises:
-        NotYet: the address is in use, or does not belong to this machine.
+        StartupBlocked: the address is in use, or does not belong to this machine.
         ConfigError: this user may not bind to it.
     """
     try:
@@ -48,7 +48,7 @@ def bind(host: str, port: int) -> socket.socket:
     except PermissionError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     except OSError as error:
-        raise NotYet(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        raise StartupBlocked(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return bound
 
 

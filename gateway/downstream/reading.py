@@ -7,10 +7,10 @@ import anyio
 import anyio.to_thread
 
 from gateway.core.value import valueclass
-from gateway.downstream.crowded import may_be_crowded
 from gateway.downstream.long_texts import SLICE_BYTES
 from gateway.downstream.occurrences import occurrences
 from gateway.downstream.relay import HttpDownstream
+from gateway.downstream.value_limit import may_be_crowded
 from gateway.ports import Arrival, Headers
 
 INLINE_BYTES = SLICE_BYTES
@@ -56,7 +56,7 @@ Read = Callable[[Received], Awaitable[Work]]
 """Parses a request of one route; raises GatewayError."""
 
 
-class Readers:
+class BodyReaders:
     """Parses bodies, long ones in threads, so that they do not block other requests."""
 
     def __init__(self) -> None:

@@ -44,9 +44,9 @@ from gateway.core.values import Endpoint
 from gateway.downstream import wire
 from gateway.downstream.background import Background, gone, headers_kept
 from gateway.downstream.files import limit_of, page_of
+from gateway.downstream.idempotency import IdempotentRequests
 from gateway.downstream.keys import KeyRing
-from gateway.downstream.promises import Promises
-from gateway.downstream.reading import Readers, Received, Work
+from gateway.downstream.reading import BodyReaders, Received, Work
 from gateway.downstream.relay import HttpDownstream, send_json
 from gateway.pipeline import CallerStalled, Pipeline
 from gateway.pipeline.caller import CALLER_STALL_S, KEEP_ALIVE, SSE_HEADERS
@@ -63,20 +63,20 @@ _PAGE_MAX = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class ResponseRetention:
     """The store of responses, and their expiry in seconds."""
 
     store: ResponseStore
     ttl_s: float
 
 
-class KeptResponse(msgspec.Struct):
+class StoredResponse(msgspec.Struct):
     """A stored response."""
 
     response: msgspec.Raw
 
 
-class Kept(KeptResponse):
+class StoredConversation(StoredResponse):
     """A stored response with its conversation: everything before its own input, and that input."""
 
     context: list[Any]
@@ -114,9 +114,9 @@ class Responses:
         pipeline: Pipeline,
         keys: KeyRing,
         rules: wire.WireRules,
-        readers: Readers,
-        keeping: Keeping,
-        promises: Promises,
+        readers: BodyReaders,
+        retention: ResponseRetention,
+        idempotency: IdempotentRequests,
         background: Background | None,
         clock: Clock,
     ) -> None:
@@ -125,8 +125,8 @@ class Responses:
         self._keys = keys
         self._rules = rules
         self._readers = readers
-        self._keeping = keeping
-        self._promises = promises
+        self._retention = retention
+        self._idempotency = idempotency
         self._background = background
         self._clock = clock
 
@@ -137,7 +137,7 @@ class Responses:
         read_on = partial(self._read_on, raws=raws, members=members, background=background)
         if background is not None:
             return await read_on(received)
-        return await self._promises.read(received, read_on)
+        return await self._idempotency.read(received, read_on)
 
     async def _read_on(
         self,
@@ -153,7 +153,7 @@ class Responses:
             return await self._handed_over(background, asked, received, token)
 
         async def work(downstream: HttpDownstream) -> None:
-            answer = Answer(downstream, asked, key, self._keeping, self._clock)
+            answer = Answer(downstream, asked, key, self._retention, self._clock)
             try:
                 await self._pipeline.run(asked.incoming, answer)
             except GatewayError as error:
@@ -175,7 +175,7 @@ class Responses:
         raws: Mapping[str, msgspec.Raw],
         members: Mapping[str, Any],
         token: str,
-    ) -> "Asked":
+    ) -> "ResponseRequest":
         found = await self._look_up(received.key, needs(members, self._rules.messages_max))
         return await self._readers.run(
             lambda: _translated(received, self._rules, raws, members, token, found),
@@ -196,7 +196,7 @@ class Responses:
         return self._background if wanted else None
 
     async def _handed_over(
-        self, background: Background, asked: "Asked", received: Received, token: str
+        self, background: Background, asked: "ResponseRequest", received: Received, token: str
     ) -> Work:
         store = asked.conversation is not None
         facts = asked.facts(received, token, {"background": True, "store": store})
@@ -247,14 +247,14 @@ class Responses:
             message = f"`input` refers to items of more than {REFERENCES_MAX} responses."
             raise InvalidRequest(message, code="too_many_items", param="input")
         for home in homes:
-            kept = await self._keeping.store.get(key, home)
+            kept = await self._retention.store.get(key, home)
             if kept is not None:
                 found.records.append(kept)
                 found.stored |= {item["id"]: item for item in (await self._opened(kept)).items()}
         return found
 
     async def _record(self, key: str | None, id: str, param: str | None = None) -> bytes:
-        record = await self._keeping.store.get(key, id)
+        record = await self._retention.store.get(key, id)
         job = None if record is not None else await self._job(key, id)
         if job is not None and self._background is not None and job.status.is_final:
             return await self._background.record(job)
@@ -265,8 +265,8 @@ class Responses:
             raise gone(id, param)
         return record
 
-    async def _opened(self, record: bytes) -> Kept:
-        return await self._readers.run(lambda: msgspec.json.decode(record, type=Kept), record)
+    async def _opened(self, record: bytes) -> StoredConversation:
+        return await self._readers.run(lambda: msgspec.json.decode(record, type=StoredConversation), record)
 
     # -------------------------------------------------------------- stored responses
 
@@ -283,7 +283,7 @@ class Responses:
             if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
                 message = "Only background responses can be streamed again."
                 raise InvalidRequest(message, code="unsupported_parameter", param="stream")
-            response = msgspec.json.decode(record, type=KeptResponse).response
+            response = msgspec.json.decode(record, type=StoredResponse).response
             return Response(bytes(response), media_type=MediaType.JSON)
 
         @get(PATH + "/{response_id:str}/input_items")
@@ -298,7 +298,7 @@ class Responses:
         async def forget(request: Request[Any, Any, Any], response_id: FromPath[str]) -> dict[str, Any]:
             key = self._keys.name_of(request.headers.get("authorization"))
             is_job = self._background is not None and await self._background.delete(key, response_id)
-            if not is_job and not await self._keeping.store.delete(key, response_id):
+            if not is_job and not await self._retention.store.delete(key, response_id):
                 raise gone(response_id)
             return {"id": response_id, "object": "response", "deleted": True}
 
@@ -362,13 +362,13 @@ def _page(items: Sequence[Item], query: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResponseRequest:
     """A parsed request.
 
     Attributes:
         incoming: The chat request it was translated to.
         draft: Its response, still empty.
-        conversation: JSON members to store with the response, as in `Kept`; None: do not store it.
+        conversation: JSON members to store, as in `StoredConversation`; None: do not store the response.
     """
 
     incoming: wire.WireRequest
@@ -400,7 +400,7 @@ def _translated(
     members: Mapping[str, Any],
     token: str,
     found: Found,
-) -> Asked:
+) -> ResponseRequest:
     translated = read(members, token=token, context=found.context, stored=found.stored)
     response = new_response(translated.echo, token, int(received.arrival.wall_at))
     check_depth(response)
@@ -424,7 +424,7 @@ def _translated(
     except GatewayError as error:
         error.param = chat_param_here(error.param)
         raise
-    return Asked(incoming, Draft(response, token, len(translated.items)), conversation)
+    return ResponseRequest(incoming, Draft(response, token, len(translated.items)), conversation)
 
 
 def _conversation(translated: Translated) -> bytes:
@@ -464,9 +464,9 @@ class Answer(Downstream):
     """
 
     downstream: HttpDownstream
-    asked: Asked
+    asked: ResponseRequest
     key: str | None
-    keeping: Keeping
+    retention: ResponseRetention
     clock: Clock
     head: tuple[int, Headers] = (200, ())
     parts: list[bytes] = field(default_factory=list)
@@ -544,8 +544,8 @@ class Answer(Downstream):
             return
         record = b'{"response":%b,%b}' % (msgspec.json.encode(response), conversation)
         try:
-            response["store"] = await self.keeping.store.put(
-                self.key, response["id"], record, self.keeping.ttl_s
+            response["store"] = await self.retention.store.put(
+                self.key, response["id"], record, self.retention.ttl_s
             )
         except StoreUnavailable:
             response["store"] = False

@@ -27,12 +27,13 @@ from gateway.downstream.chat_jobs import ChatJobs
 from gateway.downstream.cross_origin import CrossOrigin
 from gateway.downstream.errors import MethodNotAllowed, envelope, headers_of
 from gateway.downstream.files import Files
-from gateway.downstream.heads import Heads, with_head
+from gateway.downstream.head_requests import HeadAsGet, with_head
+from gateway.downstream.idempotency import IdempotencyRules, IdempotentRequests
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.operator_guard import OperatorGuard
+from gateway.downstream.operator_json import indented
 from gateway.downstream.origins import Origins
-from gateway.downstream.promises import PromiseKeeping, Promises
-from gateway.downstream.reading import Read, Readers, Received, Work
+from gateway.downstream.reading import BodyReaders, Read, Received, Work
 from gateway.downstream.relay import (
     AsgiCall,
     AsgiDownstream,
@@ -40,7 +41,7 @@ from gateway.downstream.relay import (
     send_error,
 )
 from gateway.downstream.responses import PATH as RESPONSES
-from gateway.downstream.responses import Keeping, Responses
+from gateway.downstream.responses import ResponseRetention, Responses
 from gateway.downstream.serving import (
     InternalError,
     Relayed,
@@ -48,7 +49,6 @@ from gateway.downstream.serving import (
     Serving,
     new_request_id,
 )
-from gateway.downstream.shown import indented
 from gateway.events import about
 from gateway.pipeline import Pipeline
 from gateway.ports import Clock, Recorder
@@ -68,8 +68,8 @@ class Applications:
         origins: Origins,
         rules: wire.WireRules,
         limits: BodyLimits,
-        keeping: Keeping,
-        promises: PromiseKeeping,
+        retention: ResponseRetention,
+        idempotency: IdempotencyRules,
         background: Background | None,
         batching: Batching | None = None,
         readiness: Callable[[], Mapping[str, bool]],
@@ -90,15 +90,15 @@ class Applications:
         self._window_of = window_of
         self._started_at = int(clock.wall())
         self._origins = origins
-        readers = Readers()
-        self._promises = Promises(promises, readers, recorder, clock)
+        readers = BodyReaders()
+        self._idempotency = IdempotentRequests(idempotency, readers, recorder, clock)
         self._responses = Responses(
             pipeline=pipeline,
             keys=keys,
             rules=rules,
             readers=readers,
-            keeping=keeping,
-            promises=self._promises,
+            retention=retention,
+            idempotency=self._idempotency,
             background=background,
             clock=clock,
         )
@@ -127,9 +127,9 @@ class Applications:
                 is_stopping=lambda: self.serving.is_draining,
             )
         relayed = Relayed(Endpoint.COMPLETIONS, pipeline, readers, rules)
-        self._completions: Read = partial(self._promises.read, read=relayed.read)
+        self._completions: Read = partial(self._idempotency.read, read=relayed.read)
         relayed = Relayed(Endpoint.CHAT, pipeline, readers, rules)
-        self._chats: Read = partial(self._promises.read, read=relayed.read)
+        self._chats: Read = partial(self._idempotency.read, read=relayed.read)
         if self._chat_jobs is not None:
             self._chats = partial(self._read_chat, self._chat_jobs, relayed)
         self.chats = ServedChats(self.serving, self._chats, origins)
@@ -200,7 +200,7 @@ class Applications:
             exception_handlers=EXCEPTION_HANDLERS,
             after_request=_with_id,
         )
-        return CrossOrigin(Heads(app), self._origins)
+        return CrossOrigin(HeadAsGet(app), self._origins)
 
     async def _read_chat(self, chat_jobs: ChatJobs, relayed: Relayed, received: Received) -> Work:
         """Return the work that answers a chat with jobs enabled. Repeated submissions find the same job."""
@@ -211,7 +211,7 @@ class Applications:
         async def read(received: Received) -> Work:
             return chat_jobs.answering(request, received)
 
-        return await self._promises.read(received, read)
+        return await self._idempotency.read(received, read)
 
     def _cards(self) -> Mapping[str, dict[str, Any]]:
         """Return the model objects by name and alias; `max_model_len` as in vLLM."""
@@ -284,7 +284,7 @@ class Operators:
             exception_handlers=EXCEPTION_HANDLERS,
             after_request=_with_id,
         )
-        return Heads(OperatorGuard(app, self._names))
+        return HeadAsGet(OperatorGuard(app, self._names))
 
 
 @get(["/livez", "/healthz"], sync_to_thread=False, media_type=MediaType.TEXT)

@@ -15,7 +15,7 @@ from gateway.downstream import wire
 from gateway.downstream.errors import MethodNotAllowed
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.origins import Origins
-from gateway.downstream.reading import Read, Readers, Received, Work
+from gateway.downstream.reading import BodyReaders, Read, Received, Work
 from gateway.downstream.relay import BodyLimits, Call, CallerGone, Head, HttpDownstream, Uploads, send_error
 from gateway.events import about
 from gateway.pipeline import LEFT_STATUS, CallerStalled, Pipeline
@@ -186,7 +186,7 @@ class Relayed:
     """The requests of one endpoint whose answers are relayed unchanged."""
 
     def __init__(
-        self, endpoint: Endpoint, pipeline: Pipeline, readers: Readers, rules: wire.WireRules
+        self, endpoint: Endpoint, pipeline: Pipeline, readers: BodyReaders, rules: wire.WireRules
     ) -> None:
         """Parse requests by `rules`, and have `pipeline` answer them."""
         self._endpoint = endpoint

@@ -23,7 +23,7 @@ from gateway.core.errors import BodyTooLarge, InvalidRequest
 from gateway.core.estimation import texts_in
 from gateway.core.value import valueclass
 from gateway.core.values import NO_CHANGES, Changes, Endpoint, LongText, Prefixes, Prompt, Request, Turn
-from gateway.downstream import half_characters
+from gateway.downstream import lone_surrogates
 from gateway.downstream.chat_shapes import (
     CHAT,
     CONTENT,
@@ -35,7 +35,6 @@ from gateway.downstream.chat_shapes import (
     LongMessage,
     Message,
 )
-from gateway.downstream.crowded import CONTAINERS_MAX, VALUES_MAX, is_crowded, may_be_crowded
 from gateway.downstream.cut_out import CutOut, bytes_beside_media, cuts_of, may_hold_long_texts
 from gateway.downstream.long_texts import (
     LONG_BYTES,
@@ -45,7 +44,8 @@ from gateway.downstream.long_texts import (
     take_a_break,
 )
 from gateway.downstream.occurrences import occurrences
-from gateway.downstream.placing import put_long
+from gateway.downstream.reassembly import put_long
+from gateway.downstream.value_limit import CONTAINERS_MAX, VALUES_MAX, is_crowded, may_be_crowded
 from gateway.ports import Arrival, Headers
 
 MODEL_CHARS_MAX = 256
@@ -379,7 +379,7 @@ def members_of(body: bytes, *, values_max: int = VALUES_MAX) -> dict[str, msgspe
             f"The request body must be a JSON object of at most {MEMBERS_MAX} members."
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        whole = half_characters.mended(body)
+        whole = lone_surrogates.mended(body)
         if whole is None:
             message = f"The request body is not valid JSON: {error}."
             raise InvalidRequest(message, code="invalid_json") from error

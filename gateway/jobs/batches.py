@@ -25,7 +25,7 @@ from gateway.core.batches import (
     BatchLine,
     BatchLineError,
     BatchLost,
-    BatchSight,
+    BatchSnapshot,
     BatchStatus,
     InputReader,
     LineSplitter,
@@ -172,11 +172,11 @@ class BatchRunner:
         is_stopped = False
         while True:
             claim = lines.claim
-            sight = await self._batches.look(claim)
-            for line in sight.ended:
-                await self._collect(claim, sight, line)
-            is_moving = bool(sight.ended)
-            if sight.status is BatchStatus.FINALIZING:
+            snapshot = await self._batches.look(claim)
+            for line in snapshot.ended:
+                await self._collect(claim, snapshot, line)
+            is_moving = bool(snapshot.ended)
+            if snapshot.status is BatchStatus.FINALIZING:
                 await self._batches.move(claim, BatchStatus.FINALIZING, BatchStatus.COMPLETED)
                 log.info(
                     "batch %s: completed",
@@ -184,16 +184,16 @@ class BatchRunner:
                     extra=about("batch_ended", id=claim.batch.id, status=BatchStatus.COMPLETED.value),
                 )
                 return
-            if sight.is_given_up:
+            if snapshot.is_given_up:
                 if not is_stopped:
-                    await self._stop_jobs(claim, sight)
+                    await self._stop_jobs(claim, snapshot)
                     is_stopped = True
-                is_moving = await self._write_rest(sight, lines) or is_moving
+                is_moving = await self._write_rest(snapshot, lines) or is_moving
             else:
-                is_moving = await self._submit_some(sight, lines) or is_moving
-            if lines.is_over and not is_moving and not sight.running:
-                new = _end_of(sight)
-                if await self._batches.move(claim, sight.status, new) and new.is_final:
+                is_moving = await self._submit_some(snapshot, lines) or is_moving
+            if lines.is_over and not is_moving and not snapshot.running:
+                new = _end_of(snapshot)
+                if await self._batches.move(claim, snapshot.status, new) and new.is_final:
                     log.info(
                         "batch %s: %s",
                         claim.batch.id,
@@ -219,9 +219,9 @@ class BatchRunner:
 
         offset = 0
         while not reader.is_over:
-            sight = await self._batches.look(claim)
-            if sight.is_given_up:
-                await self._batches.move(claim, sight.status, _end_of(sight))
+            snapshot = await self._batches.look(claim)
+            if snapshot.is_given_up:
+                await self._batches.move(claim, snapshot.status, _end_of(snapshot))
                 return False
             piece = await self._files.read(claim.batch.input_file_id, offset)
             offset += len(piece)
@@ -246,7 +246,7 @@ class BatchRunner:
 
     # ------------------------------------------------------------ submitting lines
 
-    async def _submit_some(self, sight: BatchSight, lines: "_Lines") -> bool:
+    async def _submit_some(self, snapshot: BatchSnapshot, lines: "_Lines") -> bool:
         """Submit the next lines, as far as there is room. Return whether there was."""
         for count in range(SUBMITTED_MAX):
             claim, line = lines.claim, await lines.peek()
@@ -268,7 +268,7 @@ class BatchRunner:
                 )
                 return count > 0
             else:
-                left_s = max(1.0, sight.left_s)
+                left_s = max(1.0, snapshot.left_s)
                 job = replace(lines.job, expires_s=left_s, keep_s=left_s + self._rules.keep_s)
                 running = RunningLine(job.id, line.number, line.custom_id)
                 if not await self._batches.submit(claim, running, lines.end, job, self._quota):
@@ -278,12 +278,12 @@ class BatchRunner:
 
     # ------------------------------------------------------------ collecting results
 
-    async def _collect(self, claim: BatchClaim, sight: BatchSight, line: RunningLine) -> None:
+    async def _collect(self, claim: BatchClaim, snapshot: BatchSnapshot, line: RunningLine) -> None:
         job = await self._jobs.get(line.job_id)
         if job is not None and not job.status.is_final:  # an operator has retried it
             await self._batches.collect(claim, line.job_id, b"", is_answer=False)
             return
-        written, is_answer = _unanswered(claim.batch, sight, line, job), False
+        written, is_answer = _unanswered(claim.batch, snapshot, line, job), False
         if job is not None:
             chunks = await self._jobs.all_chunks(job.id)
             render = partial(answer_of, claim.batch.endpoint, job, chunks)
@@ -304,16 +304,16 @@ class BatchRunner:
 
     # ------------------------------------------------------------ cancellation and expiry
 
-    async def _stop_jobs(self, claim: BatchClaim, sight: BatchSight) -> None:
+    async def _stop_jobs(self, claim: BatchClaim, snapshot: BatchSnapshot) -> None:
         """Cancel running jobs; they are collected like any others."""
         for number, line in enumerate(await self._batches.running(claim.batch.id)):
             if number % SUBMITTED_MAX == 0:
                 await self._batches.look(claim)  # renews the lease
             if await self._jobs.cancel(line.job_id) is None:
-                written = _unanswered(claim.batch, sight, line, None)
+                written = _unanswered(claim.batch, snapshot, line, None)
                 await self._batches.collect(claim, line.job_id, written, is_answer=False)
 
-    async def _write_rest(self, sight: BatchSight, lines: "_Lines") -> bool:
+    async def _write_rest(self, snapshot: BatchSnapshot, lines: "_Lines") -> bool:
         """Write error lines for the next lines, which will not run. Return whether there were any."""
         claim = lines.claim
         written: list[bytes] = []
@@ -321,7 +321,7 @@ class BatchRunner:
         while size < WRITTEN_MAX and (line := await lines.peek()) is not None:
             number, end = line.number, lines.end
             running = RunningLine("", line.number, line.custom_id)
-            written.append(_unanswered(claim.batch, sight, running, None))
+            written.append(_unanswered(claim.batch, snapshot, running, None))
             size += len(written[-1])
             lines.go_on()
         if written:
@@ -389,11 +389,11 @@ async def _in_thread_if(is_long: bool, function: Callable[[], T]) -> T:
     return await anyio.to_thread.run_sync(function) if is_long else function()
 
 
-def _end_of(sight: BatchSight) -> BatchStatus:
+def _end_of(snapshot: BatchSnapshot) -> BatchStatus:
     """Return the status that follows once nothing of a batch is left to run."""
-    if sight.status is BatchStatus.CANCELLING:
+    if snapshot.status is BatchStatus.CANCELLING:
         return BatchStatus.CANCELLED
-    return BatchStatus.EXPIRED if sight.is_due else BatchStatus.FINALIZING
+    return BatchStatus.EXPIRED if snapshot.is_due else BatchStatus.FINALIZING
 
 
 def _refused(batch: Batch, line: BatchLine, error: CallerError) -> bytes:
@@ -403,12 +403,12 @@ def _refused(batch: Batch, line: BatchLine, error: CallerError) -> bytes:
     return answered_line(line_id, line.custom_id, status, line_id, body)
 
 
-def _unanswered(batch: Batch, sight: BatchSight, line: RunningLine, job: Job | None) -> bytes:
+def _unanswered(batch: Batch, snapshot: BatchSnapshot, line: RunningLine, job: Job | None) -> bytes:
     """Return the error line for a request without an answer."""
     has_expired = job is not None and job.error is not None and job.error.code == "job_expired"
-    if sight.status is BatchStatus.CANCELLING:
+    if snapshot.status is BatchStatus.CANCELLING:
         code, message = "batch_cancelled", "The batch was cancelled before this request had ended."
-    elif sight.is_due or has_expired:
+    elif snapshot.is_due or has_expired:
         code, message = "batch_expired", "The batch expired before this request had ended."
     elif job is None:
         code, message = "request_lost", "The result of this request was lost."

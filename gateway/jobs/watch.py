@@ -6,7 +6,7 @@ from dataclasses import replace
 import anyio
 
 from gateway.core.errors import StoreUnavailable
-from gateway.core.jobs import QueueSight
+from gateway.core.jobs import QueueSnapshot
 from gateway.events import about
 from gateway.ports import Clock, JobStore
 
@@ -26,7 +26,7 @@ class QueueWatch:
     def __init__(self, store: JobStore, clock: Clock) -> None:
         """Poll the jobs of `store`."""
         self._store, self._clock = store, clock
-        self.sight: QueueSight | None = None
+        self.snapshot: QueueSnapshot | None = None
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -36,14 +36,14 @@ class QueueWatch:
 
     async def look(self) -> None:
         """Poll once. Logs the beginning and the end of a drain."""
-        before = self.sight or QueueSight()
+        before = self.snapshot or QueueSnapshot()
         try:
             lanes, drained_at = tuple(await self._store.lanes()), await self._store.drain()
             totals = await self._store.totals()
         except StoreUnavailable:
-            self.sight = replace(before, is_away=True)
+            self.snapshot = replace(before, is_away=True)
             return
-        self.sight = QueueSight(lanes, drained_at, totals=totals, at=self._clock.now())
+        self.snapshot = QueueSnapshot(lanes, drained_at, totals=totals, at=self._clock.now())
         if drained_at is not None and before.drained_at is None:
             log.warning(
                 "jobs are drained: workers take none until `gemma-gateway jobs drain --undo`",

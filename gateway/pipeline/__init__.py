@@ -4,9 +4,17 @@ Only this package knows the order of the steps. It depends on ports and pure fun
 """
 
 from gateway.pipeline.caller import CallerStalled, patience_s
-from gateway.pipeline.passage import LEFT_STATUS
 from gateway.pipeline.peers import Peers
 from gateway.pipeline.pipeline import Pipeline
-from gateway.pipeline.watch import BackendWatch, Sight
+from gateway.pipeline.request_context import LEFT_STATUS
+from gateway.pipeline.watch import BackendSnapshot, BackendWatch
 
-__all__ = ["LEFT_STATUS", "BackendWatch", "CallerStalled", "Peers", "Pipeline", "Sight", "patience_s"]
+__all__ = [
+    "LEFT_STATUS",
+    "BackendWatch",
+    "CallerStalled",
+    "Peers",
+    "Pipeline",
+    "BackendSnapshot",
+    "patience_s",
+]

@@ -34,12 +34,12 @@ from gateway.core.usage import AttemptRecord
 from gateway.core.values import Backend, Candidate, Timeouts
 from gateway.pipeline import caller
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled
+from gateway.pipeline.chunk_fast_path import ChunkFastPath
 from gateway.pipeline.deadline import Deadline
-from gateway.pipeline.glances import Glances
-from gateway.pipeline.passage import Passage
+from gateway.pipeline.request_context import RequestContext
 from gateway.pipeline.watch import AttemptWatch
 from gateway.pipeline.whole_answers import decode_answer
-from gateway.ports import Clock, Glance, Headers, Target, Upstream, UpstreamResponse
+from gateway.ports import ChunkMatch, Clock, Headers, Target, Upstream, UpstreamResponse
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """A complete answer longer than this cannot come from a language model."""
@@ -62,7 +62,7 @@ class Attempt:
 
     def __init__(
         self,
-        passage: Passage,
+        context: RequestContext,
         candidate: Candidate,
         backend: Backend,
         served_model: str,
@@ -71,26 +71,26 @@ class Attempt:
         watch: AttemptWatch,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Prepare an attempt of `passage` on `backend`, which serves the model under the name `served_model`.
+        """Prepare an attempt of `context` on `backend`, which serves the model under the name `served_model`.
 
         `on_answer` is awaited when the first token arrives, before it is relayed; `watch` is notified of
         every read after that. `loop` is the running event loop.
         """
-        self._passage = passage
+        self._context = context
         self._candidate = candidate
         self._backend = backend
-        self._timeouts: Timeouts = passage.policy.pools[candidate.pool].timeouts
+        self._timeouts: Timeouts = context.policy.pools[candidate.pool].timeouts
         self._idle_s = self._timeouts.idle_s
         self._served_model = served_model
-        self._names = ModelNames(served_model, passage.incoming.request.model)
-        self._plan = quirks.plan(backend.quirks, passage.incoming, passage.policy.reasoning_field)
+        self._names = ModelNames(served_model, context.incoming.request.model)
+        self._plan = quirks.plan(backend.quirks, context.incoming, context.policy.reasoning_field)
         self._clock = clock
         self._on_answer = on_answer
         self._watch = watch
         self._now = loop.time
         self._deadline = Deadline(loop, inf)
         self._reader: StreamReader
-        self._glances: Glances
+        self._fast_path: ChunkFastPath
         self._started_at = 0.0
         self._connected_at: float | None = None
         self._first_byte_at: float | None = None
@@ -115,7 +115,7 @@ class Attempt:
             self._deadline.move(-inf)
 
     async def run(self, upstream: Upstream) -> None:
-        """Relay the answer to its end. However the attempt ends, its record is added to the passage.
+        """Relay the answer to its end. However the attempt ends, its record is added to the context.
 
         Raises:
             UpstreamError: the attempt failed; if the response has begun, the caller has an incomplete answer.
@@ -123,8 +123,8 @@ class Attempt:
             OutOfResources: this process could not open a connection.
             CallerStalled: the caller has stopped reading.
         """
-        passage = self._passage
-        passage.served_by = self._candidate
+        context = self._context
+        context.served_by = self._candidate
         started_at = self._started_at = self._clock.now()
         # By default, the end of an attempt says nothing about the backend.
         outcome, detail = Outcome.CANCELLED, "the gateway failed"
@@ -134,17 +134,17 @@ class Attempt:
         except GatewayError as error:
             outcome = self._outcome or _OUTCOMES.get(type(error), Outcome.FAILED)
             detail = self._detail or error.message
-            passage.crashes += isinstance(error, UpstreamLost)
+            context.crashes += isinstance(error, UpstreamLost)
             raise
         except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
             detail = "the caller left"
             raise
         finally:
-            passage.attempts.append(
+            context.attempts.append(
                 AttemptRecord(
                     backend=self._backend.id,
                     pool=self._candidate.pool,
-                    traffic_class=passage.decision.traffic_class if passage.decision else "",
+                    traffic_class=context.decision.traffic_class if context.decision else "",
                     outcome=outcome,
                     detail=detail,
                     started_at=started_at,
@@ -182,9 +182,9 @@ class Attempt:
 
     async def _send(self, data: bytes) -> None:
         """Send bytes to the caller. Time spent waiting for the caller is not charged to the backend."""
-        self._passage.chunks += 1
+        self._context.chunks += 1
         self.stalled()
-        await self._passage.downstream.send(data)
+        await self._context.downstream.send(data)
         self._is_stalled = False
         self._deadline.latest = self._last_moment
 
@@ -195,13 +195,13 @@ class Attempt:
                 raise await self._refused(response)
             if self._plan.assembles:
                 await self._relay_assembled(response)
-            elif self._passage.incoming.request.stream:
+            elif self._context.incoming.request.stream:
                 await self._relay_stream(response)
             else:
                 await self._relay_whole(response)
 
     def _target(self) -> Target:
-        incoming = self._passage.incoming
+        incoming = self._context.incoming
         return Target(
             backend=self._backend,
             endpoint=incoming.request.endpoint,
@@ -211,39 +211,39 @@ class Attempt:
 
     def _trace_context(self) -> Headers:
         """Return the trace headers that make the backend's spans children of this attempt's span."""
-        incoming = self._passage.incoming
+        incoming = self._context.incoming
         trace = incoming.arrival.trace
         if trace is None or not trace.is_ours:
             return incoming.forwarded
-        own = (b"traceparent", trace.child(len(self._passage.attempts) + 1).traceparent.encode())
+        own = (b"traceparent", trace.child(len(self._context.attempts) + 1).traceparent.encode())
         return (own, *(pair for pair in incoming.forwarded if pair[0] != b"traceparent"))
 
     # -------------------------------------------------------------- answers
 
     async def _relay_stream(self, response: UpstreamResponse) -> None:
-        passage, reader = self._passage, self._new_reader()
+        context, reader = self._context, self._new_reader()
         self._reader = reader
         try:
             if await self._relay_beginning(response):
-                await self._pour(response)
+                await self._stream_rest(response)
             await self._relay_end()
         finally:
-            passage.usage = reader.usage
+            context.usage = reader.usage
         if reader.fault is not None:
             raise self._faulty(reader.fault)
 
-    async def _pour(self, response: UpstreamResponse) -> None:
-        glances = self._glances = Glances(
-            self._reader.glance, self._watch.counter, self._deadline, self._idle_s, self._now
+    async def _stream_rest(self, response: UpstreamResponse) -> None:
+        fast_path = self._fast_path = ChunkFastPath(
+            self._reader.match, self._watch.counter, self._deadline, self._idle_s, self._now
         )
         try:
-            await self._passage.downstream.relay(response, self)
+            await self._context.downstream.relay(response, self)
         finally:
-            self._passage.chunks += glances.chunks
-            self._watch.counted(glances.chunks)
+            self._context.chunks += fast_path.chunks
+            self._watch.counted(fast_path.chunks)
 
     def _new_reader(self) -> StreamReader:
-        remedies, incoming = self._plan.remedies, self._passage.incoming
+        remedies, incoming = self._plan.remedies, self._context.incoming
         kind = partial(MendingReader, remedies) if remedies else StreamReader
         return kind(
             choices=incoming.request.choices,
@@ -292,20 +292,20 @@ class Attempt:
         self._is_relayed = reader.is_done
         self._deadline.move(self._now() + (END_OF_BODY_S if reader.is_done else self._idle_s))
 
-    # -------------------------------------------------------------- `ports.Pouring`
+    # -------------------------------------------------------------- `ports.StreamTransform`
 
     @property
     def is_over(self) -> bool:
-        """See `ports.Pouring.is_over`. Whatever follows a fault is not relayed."""
+        """See `ports.StreamTransform.is_over`. Whatever follows a fault is not relayed."""
         return self._reader.fault is not None
 
     def take(self, data: bytes) -> bytes:
-        """See `ports.Pouring.take`. Called for every read of a stream: keep it minimal."""
+        """See `ports.StreamTransform.take`. Called for every read of a stream: keep it minimal."""
         self._watch.chunk()
         reader = self._reader
         ready = reader.feed(data)
         if ready:
-            self._passage.chunks += 1
+            self._context.chunks += 1
         if reader.is_done:
             self._await_more()
         else:
@@ -313,18 +313,18 @@ class Attempt:
         return ready
 
     @property
-    def glance(self) -> Glance:
-        """See `ports.Pouring.glance`."""
-        return self._glances.glance
+    def match(self) -> ChunkMatch:
+        """See `ports.StreamTransform.match`."""
+        return self._fast_path.match
 
     def stalled(self) -> None:
-        """See `ports.Pouring.stalled`. Time spent waiting for the caller is not charged to the backend."""
+        """See `ports.StreamTransform.stalled`. Waiting for the caller is not charged to the backend."""
         self._is_stalled = True
         self._deadline.latest = inf
         self._deadline.move(self._now() + caller.CALLER_STALL_S)
 
     def resumed(self) -> None:
-        """See `ports.Pouring.resumed`."""
+        """See `ports.StreamTransform.resumed`."""
         self._is_stalled = False
         self._deadline.latest = self._last_moment
         self._await_more()
@@ -334,21 +334,21 @@ class Attempt:
         answer = answers.read_answer(decode_answer(body))
         if answer is None:
             raise self._faulty(BackendError("The backend sent an invalid answer."))
-        passage = self._passage
-        if (fault := answer.fault(passage.incoming.request.choices)) is not None:
+        context = self._context
+        if (fault := answer.fault(context.incoming.request.choices)) is not None:
             raise self._faulty(fault)
         if self._plan.remedies:
             body, fault = mend_whole(self._plan.remedies, body, msgspec.json.decode)
             if fault is not None:
                 raise self._faulty(fault)
-        passage.usage = answer.usage
+        context.usage = answer.usage
         await self._send_whole(self._names.in_event(body))
 
     async def _relay_assembled(self, response: UpstreamResponse) -> None:
         """Assemble a streamed answer for a caller that did not ask for a stream."""
         reader = AssemblingReader(
             self._plan.remedies,
-            choices=self._passage.incoming.request.choices,
+            choices=self._context.incoming.request.choices,
             names=self._names,
             decode=msgspec.json.decode,
         )
@@ -370,7 +370,7 @@ class Attempt:
             await self._send_assembled(reader)
 
     async def _send_assembled(self, reader: AssemblingReader) -> None:
-        self._passage.usage = reader.usage
+        self._context.usage = reader.usage
         await self._send_whole(reader.whole())
         self._is_relayed = True
         self._deadline.move(self._now() + END_OF_BODY_S)
@@ -391,8 +391,8 @@ class Attempt:
         """Start the response: the point of no return."""
         await self._note_first_token()
         self._is_answered = True
-        self._passage.first_byte_at = self._first_byte_at
-        await self._passage.start(200, headers)
+        self._context.first_byte_at = self._first_byte_at
+        await self._context.start(200, headers)
 
     # -------------------------------------------------------------- failures
 
@@ -400,7 +400,7 @@ class Attempt:
         error = answers.read_error(await _read_all(response, ERROR_BYTES_MAX))
         failure, self._outcome = answers.verdict(response.status, error)
         self._detail = f"status {response.status}" + (f": {error.gist}" if error.gist else "")
-        self._passage.crashes += error.is_crash
+        self._context.crashes += error.is_crash
         failure.message = self._names.in_text(failure.message)
         return failure
 
@@ -412,7 +412,7 @@ class Attempt:
                 return StreamBroken(fault.message)
             return AnswerUnfit(fault.message, code=fault.code)
         self._detail = fault.gist or "status 200, but an error or an invalid answer"
-        self._passage.crashes += fault.is_crash
+        self._context.crashes += fault.is_crash
         is_stopping = fault.code == ABORTED
         if is_stopping:
             self._detail = "the engine aborted the request: it is stopping"

@@ -9,7 +9,7 @@ from typing import Any
 
 from gateway.core.admission import WHOLE
 from gateway.core.facts import Facts, increases, least, pooled, summed
-from gateway.core.health import Elsewhere, Heard
+from gateway.core.health import PeerAttempts, PeerVerdict
 from gateway.core.values import Policy
 from gateway.core.waiting import WaitingLine
 from gateway.pipeline.watch import BackendWatch
@@ -93,13 +93,13 @@ class Peers:
     def _hear_of_backends(self, gateway: str, told: Facts, old: Facts | None) -> None:
         # Verdicts first, so that the failures that led to one are not counted twice.
         for name, verdict in told.verdicts.items():
-            self._fleet.hear(name, Heard(gateway, verdict))
+            self._fleet.hear(name, PeerVerdict(gateway, verdict))
         served, failed = (
             increases(None if old is None else _counts(old, which), _counts(told, which))
             for which in ("served", "failed")
         )
         for name in {**served, **failed}:
-            self._fleet.hear(name, Elsewhere(served.get(name, 0), failed.get(name, 0)))
+            self._fleet.hear(name, PeerAttempts(served.get(name, 0), failed.get(name, 0)))
 
     def _charge(self, told: Facts, old: Facts | None) -> None:
         classes = {

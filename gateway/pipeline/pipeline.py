@@ -32,7 +32,7 @@ from gateway.core.errors import (
 )
 from gateway.core.health import BackendStatus, Outcome, State, served_name
 from gateway.core.jobs import Serving
-from gateway.core.selection import BackendView, kept_out
+from gateway.core.selection import BackendView, unavailable_reason
 from gateway.core.usage import AttemptRecord, Ending
 from gateway.core.values import (
     Backend,
@@ -52,7 +52,7 @@ from gateway.pipeline import caller
 from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive, patience_s
 from gateway.pipeline.first_tokens import FirstTokens
-from gateway.pipeline.passage import Passage
+from gateway.pipeline.request_context import RequestContext
 from gateway.pipeline.waiting_room import PolicyChanged, WaitingRoom
 from gateway.pipeline.watch import BackendWatch
 from gateway.ports import (
@@ -142,31 +142,31 @@ class Pipeline:
             GatewayError: nothing was sent to the caller yet; `headers` of the error describe the decision.
             CallerStalled, OSError: the caller is gone or no longer reads; close its connection.
         """
-        passage = Passage(incoming=incoming, downstream=downstream, policy=self._policy())
+        context = RequestContext(incoming=incoming, downstream=downstream, policy=self._policy())
         try:
-            await self._serve(passage, estimate)
+            await self._serve(context, estimate)
         except GatewayError as error:
-            passage.status, passage.error_code = error.http_status, error.code
-            passage.ending = Ending.of(error)
-            error.headers = tuple(passage.headers())
+            context.status, context.error_code = error.http_status, error.code
+            context.ending = Ending.of(error)
+            error.headers = tuple(context.headers())
             raise
         except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
-            self._note_cancelled(passage)
+            self._note_cancelled(context)
             raise
         finally:
-            self._judge(passage)
-            self._recorder.finished(passage.record(self._clock.now()))
+            self._judge(context)
+            self._recorder.finished(context.record(self._clock.now()))
 
-    def _note_cancelled(self, passage: Passage) -> None:
+    def _note_cancelled(self, context: RequestContext) -> None:
         """Record why a request was cancelled: its caller left, or this process is shutting down.
 
         A job interrupted by a shutdown returns to the queue, so nothing is lost.
         """
-        passage.ending = Ending.LEFT
-        if self.is_ending and not passage.incoming.request.is_job:
-            is_begun = bool(passage.status)
-            passage.ending = Ending.BROKEN if is_begun else Ending.FAILED
-            passage.error_code = StreamBroken.code if is_begun else Draining.code
+        context.ending = Ending.LEFT
+        if self.is_ending and not context.incoming.request.is_job:
+            is_begun = bool(context.status)
+            context.ending = Ending.BROKEN if is_begun else Ending.FAILED
+            context.error_code = StreamBroken.code if is_begun else Draining.code
 
     def policy_changed(self) -> None:
         """Apply a new policy: queued requests are decided again, requests in flight continue.
@@ -175,7 +175,7 @@ class Pipeline:
         """
         kept = {name: replace(backend, drain=True) for name, backend in self._backends.items()}
         self._backends = kept | dict(self._policy().backends)
-        self.room.send_on()
+        self.room.redecide()
 
     def serving(self) -> Serving:
         """Return which models the current policy can serve."""
@@ -193,7 +193,7 @@ class Pipeline:
             status = statuses.get(name, _UNKNOWN)
             if name in objections or status.state is State.UNKNOWN:
                 return True
-            if kept_out(policy.backends[name], status) is None:
+            if unavailable_reason(policy.backends[name], status) is None:
                 return True
         return False
 
@@ -232,7 +232,7 @@ class Pipeline:
         self._check_fit(decision, ticket)
         return decision
 
-    def sights(self, prefix_shares: Mapping[str, float] = _NOBODY) -> Mapping[str, BackendView]:
+    def snapshots(self, prefix_shares: Mapping[str, float] = _NOBODY) -> Mapping[str, BackendView]:
         """Return the backends of the current policy as a decision would see them now.
 
         `prefix_shares`: per backend, the share of the conversation that it has already processed.
@@ -251,21 +251,21 @@ class Pipeline:
         for attempt in tuple(self._running.get(backend_id, ())):
             attempt.give_up(reason)
 
-    async def _serve(self, passage: Passage, estimate: Estimate | None) -> None:
-        ticket = await self._decide(passage, estimate)
+    async def _serve(self, context: RequestContext, estimate: Estimate | None) -> None:
+        ticket = await self._decide(context, estimate)
         silent_s = ticket.traffic_class.waiting.keep_alive_after_s
-        if silent_s is None or not passage.incoming.request.stream:
-            await self._place(passage, ticket)
+        if silent_s is None or not context.incoming.request.stream:
+            await self._place(context, ticket)
         else:
-            await self._place_with_comments(passage, ticket, ticket.arrived_at + silent_s)
+            await self._place_with_comments(context, ticket, ticket.arrived_at + silent_s)
 
-    async def _place_with_comments(self, passage: Passage, ticket: Ticket, since: float) -> None:
+    async def _place_with_comments(self, context: RequestContext, ticket: Ticket, since: float) -> None:
         """Like `_place`, but sends SSE comments from `since` (monotonic seconds) to the first token.
 
         Once the first comment is sent, the status code is fixed and a failure becomes an SSE event.
         """
-        comments = passage.keep_alive = KeepAlive(
-            partial(passage.open, 200, SSE_HEADERS), passage.downstream.send
+        comments = context.keep_alive = KeepAlive(
+            partial(context.open, 200, SSE_HEADERS), context.downstream.send
         )
         failure: Exception | None = None
 
@@ -282,28 +282,28 @@ class Pipeline:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(comment, tasks)
             try:
-                await self._place(passage, ticket)
+                await self._place(context, ticket)
             except (GatewayError, CallerStalled, OSError) as error:
                 failure = error
             await comments.stop()
             tasks.cancel_scope.cancel()
-        if isinstance(failure, GatewayError) and passage.status:
-            passage.ending, passage.error_code = Ending.of(failure), failure.code
-            await self._end_with(passage, failure, failure.code)
+        if isinstance(failure, GatewayError) and context.status:
+            context.ending, context.error_code = Ending.of(failure), failure.code
+            await self._end_with(context, failure, failure.code)
         elif failure is not None:
             raise failure
 
-    async def _place(self, passage: Passage, ticket: Ticket) -> None:
+    async def _place(self, context: RequestContext, ticket: Ticket) -> None:
         """Get a slot and relay the answer; move on to other backends until one starts to answer."""
         failure: UpstreamError | None = None
         unfit: frozenset[str] = frozenset()  # backends that answered, but not as requested
         may_ask_again, has_waited = True, False
         while True:
-            ticket = self._under_this_policy(passage, ticket)
-            decision = passage.decision
+            ticket = self._under_this_policy(context, ticket)
+            decision = context.decision
             assert decision is not None
             # The ranking is fresh for the first attempt only; later the state of the backends has changed.
-            ranking = None if passage.attempts or has_waited else decision.candidates
+            ranking = None if context.attempts or has_waited else decision.candidates
             if ranking is None or ranking.first is None:
                 self._check_fit(decision, ticket)
             entered_at = self._clock.now()
@@ -321,27 +321,27 @@ class Pipeline:
                 # No backend is left to try, so the last backend's failure says more than "no backend".
                 raise failure from None
             has_waited = False
-            passage.admitted_at = passage.admitted_at or self._clock.now()
+            context.admitted_at = context.admitted_at or self._clock.now()
             ticket = self._waited(ticket, entered_at)
             try:
-                await self._try(passage, ticket, candidate, slot)
+                await self._try(context, ticket, candidate, slot)
             except UpstreamError as error:
-                if passage.is_answered:
-                    passage.ending, passage.error_code = Ending.BROKEN, StreamBroken.code
-                    await self._end_with(passage, error, StreamBroken.code)
+                if context.is_answered:
+                    context.ending, context.error_code = Ending.BROKEN, StreamBroken.code
+                    await self._end_with(context, error, StreamBroken.code)
                     return
                 failure = error
                 if isinstance(error, AnswerUnfit):
                     unfit |= {candidate.backend}
-                if not retry.may_retry(passage.policy.retry, len(passage.attempts), passage.crashes):
+                if not retry.may_retry(context.policy.retry, len(context.attempts), context.crashes):
                     raise
                 ticket = replace(ticket, failed=ticket.failed | {candidate.backend})
             else:
-                passage.ending = Ending.COMPLETED
-                self._learn(passage, candidate)
+                context.ending = Ending.COMPLETED
+                self._learn(context, candidate)
                 return
             finally:
-                await self.room.release(ticket, slot, answered=passage.is_answered)
+                await self.room.release(ticket, slot, answered=context.is_answered)
 
     def _waited(self, ticket: Ticket, since: float) -> Ticket:
         """Return the ticket with the time since `since` added to its waiting time."""
@@ -350,36 +350,36 @@ class Pipeline:
 
     # -------------------------------------------------------------- decide
 
-    async def _decide(self, passage: Passage, estimate: Estimate | None) -> Ticket:
+    async def _decide(self, context: RequestContext, estimate: Estimate | None) -> Ticket:
         """Estimate and classify a request, rank its backends, and return its ticket for the queue."""
-        policy, request = passage.policy, passage.incoming.request
+        policy, request = context.policy, context.incoming.request
         model = deciding.model_of(policy, request.model)
         if estimate is None:
             estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
-        passage.estimated_at = self._clock.now()
+        context.estimated_at = self._clock.now()
         in_force = self._policy()
         if in_force is not policy:  # it changed while tokens were counted
-            passage.policy = policy = in_force
+            context.policy = policy = in_force
             model = deciding.model_of(policy, request.model)
-        passage.estimate = estimate
-        passage.decision, passage.ticket = self._ticket(policy, model, passage.incoming, estimate)
-        return passage.ticket
+        context.estimate = estimate
+        context.decision, context.ticket = self._ticket(policy, model, context.incoming, estimate)
+        return context.ticket
 
-    def _under_this_policy(self, passage: Passage, ticket: Ticket) -> Ticket:
+    def _under_this_policy(self, context: RequestContext, ticket: Ticket) -> Ticket:
         """Return the ticket of an unanswered request under the current policy.
 
         A request that the current policy would reject keeps the policy under which it was accepted.
         """
-        policy, decision = self._policy(), passage.decision
+        policy, decision = self._policy(), context.decision
         if policy is ticket.policy or decision is None:
             return ticket
         try:
-            model = deciding.model_of(policy, passage.incoming.request.model)
-            decision, anew = self._ticket(policy, model, passage.incoming, decision.estimate)
+            model = deciding.model_of(policy, context.incoming.request.model)
+            decision, anew = self._ticket(policy, model, context.incoming, decision.estimate)
             self._check_fit(decision, anew)
         except GatewayError:
             return ticket
-        passage.policy, passage.decision, passage.ticket = policy, decision, anew
+        context.policy, context.decision, context.ticket = policy, decision, anew
         return replace(anew, failed=ticket.failed, waited_s=ticket.waited_s, deadline=ticket.deadline)
 
     def _ticket(
@@ -467,12 +467,12 @@ class Pipeline:
 
     # -------------------------------------------------------------- relay, account
 
-    async def _try(self, passage: Passage, ticket: Ticket, candidate: Candidate, slot: Slot) -> None:
-        backend = passage.policy.backends[candidate.backend]
+    async def _try(self, context: RequestContext, ticket: Ticket, candidate: Candidate, slot: Slot) -> None:
+        backend = context.policy.backends[candidate.backend]
         status = self._fleet.statuses().get(backend.id, _UNKNOWN)
-        served = served_name(backend.model, status) or passage.incoming.request.model
+        served = served_name(backend.model, status) or context.incoming.request.model
 
-        request = passage.incoming.request
+        request = context.incoming.request
         is_visible = request.stream and request.seqs == 1
         watch = self.watch.opened(backend, slot, ticket.demand, is_visible=is_visible)
 
@@ -481,13 +481,13 @@ class Pipeline:
 
         async def on_answer() -> None:
             watch.answered()
-            self._report(passage)
+            self._report(context)
             if is_seen:
                 await self._ledger.answered(slot)
 
         if self._loop is None:  # looked up once: it costs a system call in CPython 3.11
             self._loop = asyncio.get_running_loop()
-        attempt = Attempt(passage, candidate, backend, served, self._clock, on_answer, watch, self._loop)
+        attempt = Attempt(context, candidate, backend, served, self._clock, on_answer, watch, self._loop)
         running = self._running.setdefault(backend.id, set())
         running.add(attempt)
         if not is_seen:
@@ -497,52 +497,52 @@ class Pipeline:
         finally:
             running.discard(attempt)
             self.first_tokens.forget(slot)
-            record = passage.attempts[-1]
-            watch.ended(passage.usage if record.outcome is Outcome.OK else None)
+            record = context.attempts[-1]
+            watch.ended(context.usage if record.outcome is Outcome.OK else None)
             self._recorder.attempt(record)
             if record.outcome in _REFUSALS:
-                passage.unreported.append(record)
+                context.unreported.append(record)
             else:
                 self._fleet.report(backend.id, record.outcome, record.detail)
 
-    def _report(self, passage: Passage) -> None:
+    def _report(self, context: RequestContext) -> None:
         """Report the failed attempts so far: since another backend answered, the request was not at fault."""
-        for attempt in passage.unreported:
+        for attempt in context.unreported:
             self._fleet.report(attempt.backend, attempt.outcome, attempt.detail)
-        passage.unreported.clear()
+        context.unreported.clear()
 
-    def _judge(self, passage: Passage) -> None:
+    def _judge(self, context: RequestContext) -> None:
         """Report the remaining attempts. If all backends refused the same request, the request is at fault.
 
         The same holds for a request that could be tried only once and fails again when it is repeated: it
         counts once, however often it is sent.
         """
-        left = passage.unreported
-        if left and not passage.crashes and (len(left) > 1 or self._is_repeated(passage, left[0])):
-            passage.unreported = [replace(one, outcome=Outcome.REJECTED) for one in left]
-        self._report(passage)
+        left = context.unreported
+        if left and not context.crashes and (len(left) > 1 or self._is_repeated(context, left[0])):
+            context.unreported = [replace(one, outcome=Outcome.REJECTED) for one in left]
+        self._report(context)
 
-    def _is_repeated(self, passage: Passage, attempt: AttemptRecord) -> bool:
+    def _is_repeated(self, context: RequestContext, attempt: AttemptRecord) -> bool:
         if attempt.outcome is not Outcome.FAILED:
             return False
-        digest = blake2b(passage.incoming.body_for(""), digest_size=16).digest()
+        digest = blake2b(context.incoming.body_for(""), digest_size=16).digest()
         return not self._blame.is_new(attempt.backend, digest, self._clock.now())
 
-    def _learn(self, passage: Passage, candidate: Candidate) -> None:
-        request, decision = passage.incoming.request, passage.decision
+    def _learn(self, context: RequestContext, candidate: Candidate) -> None:
+        request, decision = context.incoming.request, context.decision
         self._prefixes.remember(request.prefixes, candidate.backend)
-        model = passage.policy.model(request.model)
+        model = context.policy.model(request.model)
         several_prompts = request.endpoint is Endpoint.COMPLETIONS and request.choices > 1
-        if decision is None or model is None or passage.usage is None or several_prompts:
+        if decision is None or model is None or context.usage is None or several_prompts:
             return  # with several prompts, usage is a sum and says nothing about a single one
-        actual = passage.usage.prompt_tokens
+        actual = context.usage.prompt_tokens
         self._estimator.observe(request.prompt, decision.estimate, actual)
         self._drift.observe(candidate.backend, request.prompt, model.template, decision.estimate, actual)
 
-    async def _end_with(self, passage: Passage, error: GatewayError, code: str) -> None:
+    async def _end_with(self, context: RequestContext, error: GatewayError, code: str) -> None:
         """End a stream that failed after its headers were sent."""
         with anyio.move_on_after(caller.CALLER_STALL_S) as patience:
-            await passage.downstream.fail(error, code)
+            await context.downstream.fail(error, code)
         if patience.cancelled_caught:
             raise CallerStalled
 

@@ -60,7 +60,7 @@ class WaitingRoom:
         if self.line or self._waited_for:  # the ledger must also learn that the queue has become empty
             self._wake.set()
 
-    def send_on(self) -> None:
+    def redecide(self) -> None:
         """Make every queued request ask again under the current policy."""
         for waiter in self._waiters.values():
             waiter.woken.set()
@@ -132,8 +132,8 @@ class WaitingRoom:
                 self._waited_for = self.line.waited_for()
                 self._ledger.waits(self._waited_for)
             patience_s = None
-            if turn.look_again_at is not None:
-                patience_s = max(0.0, turn.look_again_at - self._clock.now())
+            if turn.next_turn_at is not None:
+                patience_s = max(0.0, turn.next_turn_at - self._clock.now())
             if has_missed:  # the missed ones are queued again, which this turn did not know
                 patience_s = min(MISS_PAUSE_S, inf if patience_s is None else patience_s)
             with anyio.move_on_after(patience_s):

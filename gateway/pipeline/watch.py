@@ -16,7 +16,7 @@ from gateway.core.knee_estimate import ClassShape, KneeEstimate, StepFit, estima
 from gateway.core.tpot_control import WINDOW_S, GapMeter, Move, TpotControl, TpotTarget, adjust
 from gateway.core.usage import Usage
 from gateway.core.values import Backend, Demand, KneeStep, Policy
-from gateway.pipeline.glances import Counter, Uncounted
+from gateway.pipeline.chunk_fast_path import Counter, NullCounter
 from gateway.ports import Clock, Ledger, Slot
 
 JUDGED_S = 120.0
@@ -35,7 +35,7 @@ class _Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class BackendSnapshot:
     """Measurements of one backend.
 
     Attributes:
@@ -101,7 +101,7 @@ class AttemptWatch:
     @property
     def counter(self) -> Counter:
         """The counter to increment per chunk, which saves a method call for each of them."""
-        return self._watched.meter if self._is_answered else Uncounted()
+        return self._watched.meter if self._is_answered else NullCounter()
 
     def counted(self, chunks: int) -> None:
         """Record the number of chunks counted with `counter`."""
@@ -190,11 +190,11 @@ class BackendWatch:
         if any(name not in elsewhere or elsewhere[name] > share for name, share in before.items()):
             self._more()
 
-    def sights(self) -> Mapping[str, Sight]:
+    def snapshots(self) -> Mapping[str, BackendSnapshot]:
         """Return the measurements of every backend that has served a request, by id."""
         policy = self._policy()
         return {
-            name: _sight(self._watched[name], backend, policy.tpot_target_s(name), self.share_max(name))
+            name: _snapshot(self._watched[name], backend, policy.tpot_target_s(name), self.share_max(name))
             for name, backend in policy.backends.items()
             if name in self._watched
         }
@@ -254,9 +254,11 @@ class BackendWatch:
         watched.meter.others(self._clock.now(), share=others.share, seqs=others.seqs)
 
 
-def _sight(watched: _Watched, backend: Backend, tpot_target_s: float | None, share_max: int) -> Sight:
+def _snapshot(
+    watched: _Watched, backend: Backend, tpot_target_s: float | None, share_max: int
+) -> BackendSnapshot:
     planned = blocks_planned(backend.capacity)
-    return Sight(
+    return BackendSnapshot(
         share=share_max / WHOLE,
         tpot_target_s=tpot_target_s,
         control=watched.control,

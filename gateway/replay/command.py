@@ -16,11 +16,11 @@ from gateway import settings
 from gateway.command_options import config_option, json_option
 from gateway.core.errors import ConfigError
 from gateway.replay import reading
+from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.comparing import Report, compare
 from gateway.replay.figures import Figures
 from gateway.replay.moving import Move
 from gateway.replay.reading import Unusable
-from gateway.replay.tried import Tried
 
 FAILURE, USAGE = 1, 2
 PIPED_WIDTH = 160
@@ -44,7 +44,7 @@ def replay(files: tuple[Path, ...], config: Path, as_json: bool) -> None:
     says how far to trust the figures.
     """
     try:
-        tried = Tried.of(settings.load(config))
+        tried = CandidatePolicy.of(settings.load(config))
     except ConfigError as error:
         for line in str(error).splitlines():
             click.echo(f"{click.style('error', fg='red')}: {line}", err=True)

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.replay import figures, simulating
+from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.figures import Side
 from gateway.replay.moving import Move, Moves, Refusal
 from gateway.replay.notes import notes
 from gateway.replay.reading import Entry, Log
-from gateway.replay.tried import Tried
 from gateway.telemetry.decision_lines import PolicyLine
 
 
@@ -60,7 +60,7 @@ class Report:
     same_pool_share: float | None
 
 
-def compare(log: Log, other: Tried) -> Report:
+def compare(log: Log, other: CandidatePolicy) -> Report:
     """Compare another policy with the recorded one on the requests of a log."""
     decided = [entry for entry in log.entries if entry.asked is not None]
     undecided = Counter(entry.past.ending.value for entry in log.entries if entry.asked is None)

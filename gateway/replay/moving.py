@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.core import deciding
-from gateway.core.asked import Asked
 from gateway.core.errors import GatewayError
+from gateway.core.request_features import RequestFeatures
 from gateway.core.selection import BackendView
 from gateway.core.values import CountMode, Policy
 from gateway.replay.reading import Entry, Log
@@ -47,7 +47,9 @@ class Verdict:
     words: str = ""
 
 
-def verdict(policy: Policy, idle: Mapping[str, BackendView], asked: Asked, key: str | None) -> Verdict:
+def verdict(
+    policy: Policy, idle: Mapping[str, BackendView], asked: RequestFeatures, key: str | None
+) -> Verdict:
     """Return a policy's decision about a request on an idle fleet."""
     request, name = asked.request(key), ""
     try:

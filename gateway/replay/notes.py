@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 
-from gateway.core.asked import OTHER, matched_headers
+from gateway.core.request_features import OTHER, matched_headers
 from gateway.core.usage import Ending
 from gateway.core.values import Policy
+from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.reading import Entry
 from gateway.replay.simulating import Past
-from gateway.replay.tried import Tried
 from gateway.telemetry.decision_lines import PolicyLine
 
 
 def notes(
-    decided: Sequence[Entry], base: PolicyLine | None, other: Tried, pasts: Sequence[Past]
+    decided: Sequence[Entry], base: PolicyLine | None, other: CandidatePolicy, pasts: Sequence[Past]
 ) -> Iterator[str]:
     """Yield one sentence each. `base`: the recorded policy, if it is in the log."""
     if base is None:

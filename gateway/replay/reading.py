@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gateway.core import classification
-from gateway.core.asked import Asked
+from gateway.core.request_features import RequestFeatures
 from gateway.core.values import Estimate
 from gateway.telemetry import decision_lines
 from gateway.telemetry.decision_lines import NewerFormat, PolicyLine, RequestLine
@@ -38,7 +38,7 @@ class Entry:
     file: str
     line: int
     past: RequestLine
-    asked: Asked | None
+    asked: RequestFeatures | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +109,11 @@ def _take(
         entries.append(Entry(file, number, found, _asked(found)))
 
 
-def _asked(past: RequestLine) -> Asked | None:
+def _asked(past: RequestLine) -> RequestFeatures | None:
     if past.prompt is None:
         return None
     estimate = Estimate(past.prompt.tokens, past.prompt.tokens_max, past.prompt.mode)
-    return Asked(estimate=estimate, **{name: getattr(past, name) for name in decision_lines.ASKED})
+    return RequestFeatures(estimate=estimate, **{name: getattr(past, name) for name in decision_lines.ASKED})
 
 
 def _as_it_came(entry: Entry, policies: Mapping[str, PolicyLine]) -> Entry:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from gateway.core import deciding, selection
-from gateway.core.asked import Asked
 from gateway.core.errors import GatewayError
+from gateway.core.request_features import RequestFeatures
 from gateway.core.selection import BackendView
 from gateway.core.values import Policy
 from gateway.core.virtual_fleet import Arriving, Fate, Fleet
@@ -21,7 +21,7 @@ from gateway.store.memory import MemoryLedger
 T = TypeVar("T")
 A = TypeVar("A", bound=Arriving)
 
-Read = Callable[[A], tuple[Asked, str | None]]
+Read = Callable[[A], tuple[RequestFeatures, str | None]]
 """Returns the features of an arrival, and the name of its caller's API key."""
 
 
@@ -99,8 +99,8 @@ class PolicyRouter(Generic[A]):
             self.sent(fleet, candidate.backend)
         for refused in turn.refused:
             self._refuse(fleet, refused)
-        if turn.look_again_at is not None:
-            fleet.look_at(turn.look_again_at)
+        if turn.next_turn_at is not None:
+            fleet.look_at(turn.next_turn_at)
 
     def sent(self, fleet: Fleet[A], name: str) -> None:
         """Note that a request was sent to a backend."""

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from gateway.core.asked import Asked
 from gateway.core.perf import PerfModel
 from gateway.core.profile import EngineFlags
+from gateway.core.request_features import RequestFeatures
 from gateway.core.usage import Ending
 from gateway.core.values import Capacity, Policy, TrafficClass
 from gateway.core.virtual_fleet import Fate, Fleet, Patience
@@ -36,7 +36,7 @@ class Past:
     output_tokens: int
     seqs: int
     entry: Entry
-    asked: Asked
+    asked: RequestFeatures
     key: str | None
     patience: Patience
     is_guessed: bool
@@ -113,7 +113,7 @@ def _typical_outputs(entries: Sequence[Entry]) -> Mapping[str, int]:
     return {name: round(median(found)) for name, found in lengths.items()}
 
 
-def _output_tokens(past: RequestLine, asked: Asked, typical: Mapping[str, int]) -> tuple[int, bool]:
+def _output_tokens(past: RequestLine, asked: RequestFeatures, typical: Mapping[str, int]) -> tuple[int, bool]:
     """Return the output length, and whether it is a guess."""
     if past.ending is Ending.COMPLETED and past.tokens_out:
         return max(1, past.tokens_out // asked.seqs), False

@@ -14,8 +14,17 @@ import anyio.to_thread
 
 from gateway.clock import SystemClock
 from gateway.simulator import pieces, refusals
-from gateway.simulator.calls import Asked, Call, Delivery, read_chat, read_completion
-from gateway.simulator.exchange import JSON, Exchange, Handler, Left, Receive, Scope, Send, as_bytes
+from gateway.simulator.calls import Call, Delivery, ParsedCall, read_chat, read_completion
+from gateway.simulator.exchange import (
+    JSON,
+    ClientDisconnected,
+    Exchange,
+    Handler,
+    Receive,
+    Scope,
+    Send,
+    as_bytes,
+)
 from gateway.simulator.faults import NONSENSE, Faults, order_from
 from gateway.simulator.host import Answer, EngineHost
 from gateway.simulator.nonsense import spoilt
@@ -96,7 +105,7 @@ class Application:
         path, method = scope["path"], scope["method"]
         try:
             await self._route(exchange, path, method)
-        except Left:
+        except ClientDisconnected:
             return
         except Refusal as refusal:
             await exchange.reply(refusal.status, refusal.body)
@@ -231,7 +240,7 @@ class Application:
         await self._generate(exchange, read_completion, "cmpl")
 
     async def _generate(
-        self, exchange: Exchange, read: Callable[[dict[str, Any], SimulatorOptions], Asked], prefix: str
+        self, exchange: Exchange, read: Callable[[dict[str, Any], SimulatorOptions], ParsedCall], prefix: str
     ) -> None:
         backplane = self._backplane
         data = await exchange.json()

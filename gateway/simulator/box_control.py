@@ -18,7 +18,7 @@ import anyio
 from gateway.simulator import refusals
 from gateway.simulator.box_model import Busy, Model, Residency, State, Swap, Violation
 from gateway.simulator.box_options import Boot
-from gateway.simulator.exchange import Exchange, Left, Receive, Scope, Send, as_bytes
+from gateway.simulator.exchange import ClientDisconnected, Exchange, Receive, Scope, Send, as_bytes
 from gateway.simulator.reading import read_json
 from gateway.simulator.refusals import Refusal
 
@@ -75,7 +75,7 @@ class Control:
         exchange = Exchange(scope, receive, send, scope["state"]["connection"])
         try:
             status, body = await self._answer(exchange, scope["method"], scope["path"])
-        except Left:
+        except ClientDisconnected:
             return
         except Refusal as refusal:
             await exchange.reply(refusal.status, refusal.body, vary=False)
@@ -115,7 +115,7 @@ class Control:
                 exchange.connection.on_lost = waiting.cancel
                 await model.settled()
             if waiting.cancelled_caught:
-                raise Left
+                raise ClientDisconnected
         elif not model.is_settled:
             return 202, _described(model)
         return (200 if model.state in _DONE[order] else 500), _described(model)

@@ -1,6 +1,6 @@
 """A request for an answer: from the body's bytes to what the engine and the wire need to know.
 
-`read_chat` and `read_completion` check everything that can be checked without counting; `Asked.call`
+`read_chat` and `read_completion` check everything that can be checked without counting; `ParsedCall.call`
 takes the counts and decides the rest. What vLLM accepts and ignores is accepted and ignored here.
 """
 
@@ -21,7 +21,7 @@ from gateway.simulator.refusals import (
     too_many_tokens,
     unknown_model,
 )
-from gateway.simulator.script import Script, Wanted, as_content, sample_json, write
+from gateway.simulator.script import ChoiceRequest, Script, as_content, sample_json, write
 from gateway.simulator.template import IMAGE_TOKENS, Rendered, of_ids, raw, render
 
 CHARS_PER_TOKEN_MAX = 31  # vLLM refuses longer texts before it tokenises them
@@ -85,7 +85,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedCall:
     """A request that is well formed; whether it fits is not known yet."""
 
     options: SimulatorOptions
@@ -140,7 +140,7 @@ class Asked:
 
     def _script(self, prompt: Rendered, tokens_max: int, index: int) -> Script:
         options = self.options
-        wanted = Wanted(
+        wanted = ChoiceRequest(
             tokens_max,
             self.min_tokens,
             self.ignore_eos,
@@ -175,7 +175,7 @@ class Asked:
         return script
 
 
-def read_chat(data: dict[str, Any], options: SimulatorOptions) -> Asked:
+def read_chat(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
     """Return what a /v1/chat/completions body asks for.
 
     Raises:
@@ -236,7 +236,7 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> Asked:
     )
 
 
-def read_completion(data: dict[str, Any], options: SimulatorOptions) -> Asked:
+def read_completion(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
     """Return what a /v1/completions body asks for. Raises as `read_chat`."""
     members = Members(data)
     delivery = _delivery(members, is_chat=False)
@@ -303,8 +303,8 @@ def _asked(
     thinking: bool = False,
     tool: tuple[str, str] | None = None,
     fixed_text: str | None = None,
-) -> Asked:
-    return Asked(
+) -> ParsedCall:
+    return ParsedCall(
         options=options,
         delivery=delivery,
         prompts=prompts,

@@ -65,7 +65,7 @@ class Exchange:
         while True:
             message = await self.receive()
             if message["type"] == "http.disconnect":
-                raise Left
+                raise ClientDisconnected
             parts.append(message.get("body", b""))
             if not message.get("more_body"):
                 return b"".join(parts)
@@ -97,7 +97,7 @@ class Exchange:
         await self.write(body, more=False)
 
 
-class Left(Exception):
+class ClientDisconnected(Exception):
     """The client closed the connection before its request was complete."""
 
 

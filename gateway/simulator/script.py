@@ -18,7 +18,7 @@ TOOL_STOP = pieces.MARKERS["<|tool_response>"]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ChoiceRequest:
     """What a request asks of one choice.
 
     Attributes:
@@ -80,7 +80,7 @@ class Script:
         return [pieces.piece_id(token) for token in self.tokens[start:end]]
 
 
-def write(wanted: Wanted, dice: random.Random, *, answer_tokens: int, thought_tokens: int) -> Script:
+def write(wanted: ChoiceRequest, dice: random.Random, *, answer_tokens: int, thought_tokens: int) -> Script:
     """Return what a choice will be. The same dice give the same text."""
     tokens: list[str] = []
     if wanted.thinking:
@@ -137,7 +137,7 @@ def _call(tokens: list[str], thought_end: int, tool: tuple[str, str]) -> Script:
     )
 
 
-def _cut_to_length(script: Script, wanted: Wanted) -> Script:
+def _cut_to_length(script: Script, wanted: ChoiceRequest) -> Script:
     if len(script.tokens) <= wanted.tokens_max:
         return script
     return replace(
@@ -149,7 +149,7 @@ def _cut_to_length(script: Script, wanted: Wanted) -> Script:
     )
 
 
-def _stopped(script: Script, wanted: Wanted) -> Script:
+def _stopped(script: Script, wanted: ChoiceRequest) -> Script:
     """Return the script, cut at the first stop string in its answer."""
     text = script.content(0, len(script.tokens))
     found = [(at, stop) for stop in wanted.stops if stop and (at := text.find(stop)) >= 0]

@@ -23,7 +23,7 @@ _NONE = Load(-1, -1, -1, -1, -1, -1)
 """No counter may be reserved."""
 
 
-class Asked:
+class PendingSlot:
     """A request waiting for a slot, and its outcome."""
 
     __slots__ = ("claim", "limits", "outcome")
@@ -61,7 +61,7 @@ class Account:
         self.keeps = self.is_wanted = self.says_it_waits = False
         self.is_looked_at = self.is_due = self.is_under_way = False
         self.keeping = self.placed = self.waiters = 0
-        self.asked: list[Asked] = []
+        self.asked: list[PendingSlot] = []
         self.told: list[asyncio.Future[None]] = []
         self._is_fresh = False  # whether it was settled since the last tick
         self.news = anyio.Event()
@@ -122,7 +122,9 @@ class Account:
 
     # -------------------------------------------------------------- with a command
 
-    def order(self, used: Load, claims: Sequence[Asked], *, waits: bool, may_keep: bool, now: float) -> Order:
+    def order(
+        self, used: Load, claims: Sequence[PendingSlot], *, waits: bool, may_keep: bool, now: float
+    ) -> Order:
         """Return the order to send to the server, which is then in progress."""
         ceiling = self._ceiling
         for one in claims:

@@ -19,7 +19,7 @@ from gateway.core.batches import (
     BatchLineError,
     BatchLost,
     BatchRefusal,
-    BatchSight,
+    BatchSnapshot,
     BatchStatus,
     RunningLine,
 )
@@ -128,10 +128,10 @@ class RedisBatches:
         batch, fence, number, offset = found
         return BatchClaim(_batch(batch), fence.decode(), int(number), int(offset))
 
-    async def look(self, claim: BatchClaim) -> BatchSight:
+    async def look(self, claim: BatchClaim) -> BatchSnapshot:
         """See `ports.BatchStore.look`."""
         status, is_due, left_ms, running, *ended = await self._held("look", claim, _ENDED_MAX)
-        return BatchSight(
+        return BatchSnapshot(
             BatchStatus(status.decode()), bool(is_due), int(left_ms) / 1000, running, tuple(_lines(ended))
         )
 

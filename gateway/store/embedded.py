@@ -22,7 +22,7 @@ import anyio
 from anyio.abc import Process
 from anyio.streams.text import TextReceiveStream
 
-from gateway.core.errors import ConfigError, NotYet
+from gateway.core.errors import ConfigError, StartupBlocked
 
 START_S = 10.0
 LOAD_S = 120.0  # limit for a start with a data directory, which is loaded first
@@ -188,7 +188,7 @@ def _locked(data: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise NotYet(f"another process uses the data directory {data}") from error
+            raise StartupBlocked(f"another process uses the data directory {data}") from error
         yield
     finally:
         os.close(lock)
@@ -201,7 +201,7 @@ async def _serving(folder: Path, *, is_temporary: bool, keeps: bool) -> AsyncIte
     if len(os.fsencode(socket)) > SOCKET_PATH_MAX:
         raise ConfigError(f"the path of the embedded store's socket is too long: {socket}")
     if not await _end_former(socket) and keeps:
-        raise NotYet(f"an earlier server still uses {folder} and does not stop")
+        raise StartupBlocked(f"an earlier server still uses {folder} and does not stop")
     socket.unlink(missing_ok=True)
     # A watcher process in between notices the end of this process, even by SIGKILL, as EOF on its stdin.
     # Its own session keeps the terminal's Ctrl-C from both while requests are still finishing.
@@ -257,7 +257,7 @@ async def _wait_ready(watcher: Process, binary: Path, within_s: float) -> None:
             if READY.search(said):
                 return
     lines = said.strip().splitlines()
-    raise NotYet(f"{binary.name} did not start: {_bare(lines[-1]) if lines else 'no output'}")
+    raise StartupBlocked(f"{binary.name} did not start: {_bare(lines[-1]) if lines else 'no output'}")
 
 
 def _level(line: str) -> str:

@@ -128,7 +128,7 @@ def _plain(reason: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PeerFacts:
     """The facts of another process, as received from the server.
 
     Attributes:
@@ -190,7 +190,7 @@ class Exchange:
         """Note that the outgoing facts may not have arrived."""
         self._is_urgent = self._is_urgent or is_urgent
 
-    def incoming(self, told: Iterable[Told], now: float) -> None:
+    def incoming(self, told: Iterable[PeerFacts], now: float) -> None:
         """Apply the facts received at `now` (monotonic seconds)."""
         for one in told:
             before = self._peers.get(one.owner)
@@ -216,7 +216,7 @@ class Exchange:
     def _tell(self) -> None:
         self._heard({owner: peer.facts for owner, peer in self._peers.items() if peer.facts is not None})
 
-    def _decoded(self, told: Told) -> Facts | None:
+    def _decoded(self, told: PeerFacts) -> Facts | None:
         try:
             return decode(told.text)
         except ValueError as error:

@@ -180,7 +180,7 @@ class RedisJobs:
         with anyio.move_on_after(wait_s), self._waiting_for(job_id) as waiters:
             while True:
                 heard = waiters.heard  # read before the check, so that messages during it are not missed
-                now_status, now_chunks = await self._glance(job_id)
+                now_status, now_chunks = await self._status_of(job_id)
                 status = status or now_status
                 if now_chunks > chunks or now_status is not status or status is None or status.is_final:
                     return
@@ -432,7 +432,7 @@ class RedisJobs:
                 del self._waiters[job_id]
                 self._wanted.set()
 
-    async def _glance(self, job_id: str) -> tuple[JobStatus | None, int]:
+    async def _status_of(self, job_id: str) -> tuple[JobStatus | None, int]:
         """Return a job's status and number of chunks; None as status if the job does not exist."""
         redis = self._connections.redis
         status, chunks = await self._ask(lambda: redis.hmget(self._key("job", job_id), ["status", "chunks"]))

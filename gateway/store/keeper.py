@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio
 from anyio.abc import TaskStatus
 
-from gateway.core.errors import ConfigError, NotYet
+from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.events import about
 from gateway.store.embedded import temporary_folder, valkey_in
 
@@ -49,7 +49,7 @@ async def keep_store(folder: Path | None, *, task_status: TaskStatus[str]) -> No
                     reason = await valkey.ended()
             except (ConfigError, OSError) as error:
                 if is_first:
-                    kind = type(error) if isinstance(error, ConfigError) else NotYet
+                    kind = type(error) if isinstance(error, ConfigError) else StartupBlocked
                     raise kind(f"{error}; or name a `store:` in the configuration") from error
                 reason = str(error)
             pause_s = next_pause_s(pause_s, anyio.current_time() - started_at)

@@ -11,8 +11,8 @@ from gateway.core.admission import COUNTERS
 from gateway.core.value import valueclass
 from gateway.core.values import Load
 from gateway.store.connections import Connections, StoreAway, milliseconds
-from gateway.store.facts import BYTES_MAX, Told
-from gateway.store.wire import Ear, ScriptMissing, Wires, packed
+from gateway.store.facts import BYTES_MAX, PeerFacts
+from gateway.store.wire import PipelinedConnections, ScriptMissing, Subscription, packed
 
 _counters = attrgetter(*COUNTERS)
 _SIZE = len(COUNTERS)
@@ -90,14 +90,14 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Urgent:
+class UrgentFacts:
     """A process has facts that others should read at once."""
 
     owner: str
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class HeartbeatReply:
     """The reply to a heartbeat.
 
     Attributes:
@@ -106,10 +106,10 @@ class Beat:
     """
 
     replicas: int
-    told: Sequence[Told]
+    told: Sequence[PeerFacts]
 
 
-News = Freed | Wanted | Urgent
+News = Freed | Wanted | UrgentFacts
 NextNews = Callable[[], Awaitable[News | None]]
 
 
@@ -136,7 +136,7 @@ class Leases:
             url, name=f"gateway-{owner}", command_s=command_s, connections_max=connections_max
         )
         self._channel = f"{prefix}:freed"
-        self._wires = Wires(self._connections.connection, command_s)
+        self._settling = PipelinedConnections(self._connections.connection, command_s)
         self._settle = self._connections.script("settle")
         # Per backend, the words that every call begins with: their number, and encoded.
         self._begins: dict[str, tuple[int, bytes]] = {}
@@ -151,11 +151,11 @@ class Leases:
         count, begin = self._begins.get(backend_id) or self._begin(backend_id)
         command = b"*%d\r\n%b%b" % (count + len(arguments), begin, packed(arguments))
         try:
-            values = await self._wires.ask(command)
+            values = await self._settling.ask(command)
         except ScriptMissing:
             text = self._settle.script
             await self._connections.bounded(lambda: self._connections.redis.script_load(text))
-            values = await self._wires.ask(command)
+            values = await self._settling.ask(command)
         if len(values) != _REPLY + len(order.claims):
             raise StoreAway("a later command was carried out before this one")
         known, version, _, keeping, may_keep = values[:_HEAD]  # third: how many others wait
@@ -163,7 +163,7 @@ class Leases:
         outcomes = values[_REPLY:]
         return Reply(bool(known), version, keeping, bool(may_keep), others, others_kept, kept, outcomes)
 
-    async def heartbeat(self, facts: str = "", *, is_urgent: bool = False) -> Beat:
+    async def heartbeat(self, facts: str = "", *, is_urgent: bool = False) -> HeartbeatReply:
         """Announce this process and its facts. `is_urgent`: have the others read them at once."""
         return await self._beat(self._ttl_ms, facts, self._channel if is_urgent else "")
 
@@ -171,12 +171,14 @@ class Leases:
         """Announce that this process is leaving."""
         await self._beat(0)
 
-    async def _beat(self, ttl_ms: int, facts: str = "", channel: str = "") -> Beat:
+    async def _beat(self, ttl_ms: int, facts: str = "", channel: str = "") -> HeartbeatReply:
         keys = [f"{{{self._prefix}}}:replicas", f"{{{self._prefix}}}:facts"]
         args: list[str | int] = [self._owner, ttl_ms, facts, BYTES_MAX, channel]
         replicas, *said = await self._connections.bounded(lambda: self._heartbeat(keys=keys, args=args))
         rows = zip(said[::3], said[1::3], said[2::3], strict=True)
-        return Beat(replicas, tuple(Told(owner, left_ms / 1000, text) for owner, left_ms, text in rows))
+        return HeartbeatReply(
+            replicas, tuple(PeerFacts(owner, left_ms / 1000, text) for owner, left_ms, text in rows)
+        )
 
     async def box(self, box_id: str, fence: int, state: str, note: str) -> tuple[int, str, list[str]]:
         """Acquire or renew a box. Return the fence (0: another owns it), the state, the others' notes."""
@@ -201,7 +203,7 @@ class Leases:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[NextNews]:
         """Yield a function that returns the next message published by any process; None if it is invalid."""
-        ear = Ear()
+        ear = Subscription()
 
         async def next_news() -> News | None:
             return _news(await ear.heard())
@@ -215,7 +217,7 @@ class Leases:
 
     async def aclose(self) -> None:
         """Close all connections."""
-        self._wires.close()
+        self._settling.close()
         await self._connections.aclose()
 
 
@@ -223,7 +225,7 @@ def _news(message: str) -> News | None:
     """Decode a message; None if it comes from a gateway with an incompatible way of counting."""
     words = message.split(" ")
     if len(words) == 1:
-        return Urgent(message)
+        return UrgentFacts(message)
     if len(words) == 2:
         return Wanted(words[1], words[0])
     if len(words) != _SIZE + 3:

@@ -38,10 +38,10 @@ import anyio
 from gateway.core.admission import COUNTERS
 from gateway.core.values import Exclusion, Load
 from gateway.ports import Slot
-from gateway.store.accounts import Account, Asked
+from gateway.store.accounts import Account, PendingSlot
 from gateway.store.connections import StoreAway
 from gateway.store.facts import Exchange
-from gateway.store.leases import Freed, Leases, News, Urgent
+from gateway.store.leases import Freed, Leases, News, UrgentFacts
 from gateway.store.memory import MemoryLedger, OnFreed
 
 TTL_S = 15.0
@@ -334,7 +334,7 @@ class RedisLedger:
         return slot
 
     async def _ask(self, account: Account, claim: Load, limits: Load) -> Slot | Exclusion:
-        asked = Asked(claim, limits, asyncio.get_running_loop().create_future())
+        asked = PendingSlot(claim, limits, asyncio.get_running_loop().create_future())
         account.asked.append(asked)
         self._settle_soon(account)
         try:
@@ -469,7 +469,7 @@ class RedisLedger:
             await anyio.sleep(self._refresh_s)
 
     def _heard(self, news: News) -> None:
-        if isinstance(news, Urgent):
+        if isinstance(news, UrgentFacts):
             self._poke()
             return
         account = self._accounts.get(news.backend)

@@ -8,7 +8,7 @@ from typing import Any
 from gateway.core.errors import StoreUnavailable
 from gateway.ports import Clock
 from gateway.store.connections import Connections, StoreAway, milliseconds
-from gateway.store.shelf import Shelf
+from gateway.store.expiring_records import ExpiringRecords
 
 COMMAND_S = 2.0
 """Timeout of a command, and of waiting for a connection: a record may have megabytes."""
@@ -23,27 +23,27 @@ class MemoryResponseStore:
         """Store at most `bytes_max` bytes per owner."""
         self._clock = clock
         self._bytes_max = bytes_max
-        self._shelves: dict[str | None, Shelf] = {}
+        self._records_by_owner: dict[str | None, ExpiringRecords] = {}
 
     async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
         """See `ports.ResponseStore.put`."""
-        return self._shelf(owner).put(id, record, self._clock.now() + ttl_s, self._bytes_max)
+        return self._records(owner).put(id, record, self._clock.now() + ttl_s, self._bytes_max)
 
     async def get(self, owner: str | None, id: str) -> bytes | None:
         """See `ports.ResponseStore.get`."""
-        return self._shelf(owner).get(id)
+        return self._records(owner).get(id)
 
     async def delete(self, owner: str | None, id: str) -> bool:
         """See `ports.ResponseStore.delete`."""
-        return self._shelf(owner).drop(id)
+        return self._records(owner).drop(id)
 
     async def aclose(self) -> None:
         """There is nothing to close."""
 
-    def _shelf(self, owner: str | None) -> Shelf:
-        shelf = self._shelves.setdefault(owner, Shelf())
-        shelf.drop_until(self._clock.now())
-        return shelf
+    def _records(self, owner: str | None) -> ExpiringRecords:
+        records = self._records_by_owner.setdefault(owner, ExpiringRecords())
+        records.drop_until(self._clock.now())
+        return records
 
 
 class RedisResponseStore:

@@ -30,13 +30,13 @@ class ScriptMissing(StoreAway):
     """The server does not know the script, so it was not run."""
 
 
-class Wires:
+class PipelinedConnections:
     """Connections to one server, opened when there is something to send."""
 
     def __init__(self, connection: Callable[[], AbstractConnection], command_s: float) -> None:
         """Use the connections that `connection` returns. `command_s`: as for `Connections`."""
         self._connection, self._command_s = connection, command_s
-        self._wires: list[_Wire] = []
+        self._wires: list[_PipelinedConnection] = []
 
     async def ask(self, command: bytes) -> Sequence[int]:
         """Send an encoded command; wait for its reply or timeout, even if the calling task is cancelled.
@@ -57,27 +57,27 @@ class Wires:
         for wire in list(self._wires):
             wire.end("closed")
 
-    def _next(self) -> "_Wire":
+    def _next(self) -> "_PipelinedConnection":
         """Return the connection written to in this iteration, or the one with the shortest queue."""
-        wire = min(self._wires, key=_Wire.behind, default=None)
+        wire = min(self._wires, key=_PipelinedConnection.behind, default=None)
         if wire is None or (wire.behind() > 0 and len(self._wires) < WIRES):
-            wire = _Wire(self._connection, self._command_s, self._left)
+            wire = _PipelinedConnection(self._connection, self._command_s, self._left)
             self._wires.append(wire)
         return wire
 
-    def _left(self, wire: "_Wire") -> None:
+    def _left(self, wire: "_PipelinedConnection") -> None:
         if wire in self._wires:
             self._wires.remove(wire)
 
 
-class _Wire(asyncio.Protocol):
+class _PipelinedConnection(asyncio.Protocol):
     """One connection. Replies arrive in the order of the commands, which is how they are matched."""
 
     def __init__(
         self,
         connection: Callable[[], AbstractConnection],
         command_s: float,
-        left: Callable[["_Wire"], None],
+        left: Callable[["_PipelinedConnection"], None],
     ) -> None:
         """Use the connection that `connection` returns. `left` is called when it accepts no more commands."""
         self._connection, self._command_s, self._left = connection, command_s, left
@@ -230,7 +230,7 @@ class _Wire(asyncio.Protocol):
         self.end("ConnectionError: the server closed the connection" if error is None else _text(error))
 
 
-class Ear(asyncio.Protocol):
+class Subscription(asyncio.Protocol):
     """A connection that is subscribed to one channel.
 
     Under contention, each request causes two messages for every process. One that arrives alone costs 72 us

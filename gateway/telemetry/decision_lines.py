@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.core.asked import HeaderValue
 from gateway.core.profile import EngineFlags
+from gateway.core.request_features import HeaderValue
 from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import CountMode, Endpoint, Policy
 
@@ -58,8 +58,8 @@ class RequestLine(msgspec.Struct, frozen=True, tag="request", tag_field="kind", 
         total_s: From arrival to the end.
         key: Name of its caller's API key.
         policy, model, endpoint, stream, max_tokens, seqs, choices, prompts, reasoning, images, audios, tools,
-            is_job, handed_over_as, size_bytes, patience_s, headers: See `core.asked.Asked`. All are missing
-            if `prompt` is.
+            is_job, handed_over_as, size_bytes, patience_s, headers: See
+            `core.request_features.RequestFeatures`. All are missing if `prompt` is.
         prompt: Its estimated prompt length.
         traffic_class: Its class.
         out: Why backends were excluded from its first decision, by backend.
@@ -116,7 +116,7 @@ ASKED = (
     *("policy", "model", "endpoint", "stream", "max_tokens", "seqs", "choices", "prompts", "reasoning"),
     *("images", "audios", "tools", "is_job", "handed_over_as", "size_bytes", "patience_s", "headers"),
 )
-"""The members of `core.asked.Asked` that a line contains unchanged."""
+"""The members of `core.request_features.RequestFeatures` that a line contains unchanged."""
 
 
 class _Head(msgspec.Struct):

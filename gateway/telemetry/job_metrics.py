@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobOutcome, JobStatus, QueueSight
+from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobOutcome, JobStatus, QueueSnapshot
 
 # From jobs served at once to those that wait for a night or a day.
 QUEUE_BUCKETS_S = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 1800, 3600, 7200, 14400, 28800, 57600, 86400)
@@ -24,7 +24,7 @@ class JobMetrics:
         registry: CollectorRegistry,
         *,
         lanes: Callable[[], Iterable[str]],
-        sight: Callable[[], QueueSight | None],
+        snapshot: Callable[[], QueueSnapshot | None],
         now: Callable[[], float],
     ) -> None:
         """Register with `registry`; gauges are evaluated when scraped.
@@ -61,7 +61,7 @@ class JobMetrics:
             buckets=DURATION_BUCKETS_S,
             registry=registry,
         )
-        registry.register(_Queue(lanes, sight, now))
+        registry.register(_Queue(lanes, snapshot, now))
 
     def attempt_ended(self, end: AttemptEnd) -> None:
         """Count a finished attempt at a job."""
@@ -80,10 +80,10 @@ class _Queue(Collector):
     def __init__(
         self,
         lanes: Callable[[], Iterable[str]],
-        sight: Callable[[], QueueSight | None],
+        snapshot: Callable[[], QueueSnapshot | None],
         now: Callable[[], float],
     ) -> None:
-        self._lanes, self._sight, self._now = lanes, sight, now
+        self._lanes, self._snapshot, self._now = lanes, snapshot, now
 
     def collect(self) -> Iterator[Metric]:
         jobs = GaugeMetricFamily(
@@ -104,10 +104,10 @@ class _Queue(Collector):
             "Every process on the store reports the same value.",
             labels=["lane", "outcome"],
         )
-        sight = self._sight()
-        if sight is not None:
-            since_s = self._now() - sight.at
-            seen = {lane.name: lane for lane in sight.lanes}
+        snapshot = self._snapshot()
+        if snapshot is not None:
+            since_s = self._now() - snapshot.at
+            seen = {lane.name: lane for lane in snapshot.lanes}
             for name in sorted({*self._lanes(), *seen}):
                 lane = seen.get(name)
                 jobs.add_metric([name, JobStatus.QUEUED.value], lane.queued if lane else 0)
@@ -115,9 +115,9 @@ class _Queue(Collector):
                 oldest_s = lane.oldest_s if lane else None
                 oldest.add_metric([name], 0.0 if oldest_s is None else oldest_s + since_s)
             # Zeros are exported too: a series that appears with its first event shows no increase.
-            for name in sorted({*self._lanes(), *(lane for lane, _ in sight.totals)}):
+            for name in sorted({*self._lanes(), *(lane for lane, _ in snapshot.totals)}):
                 for outcome in JobOutcome:
-                    totals.add_metric([name, outcome.value], sight.totals.get((name, outcome.value), 0))
-            drained.add_metric([], float(sight.drained_at is not None))
-            away.add_metric([], float(sight.is_away))
+                    totals.add_metric([name, outcome.value], snapshot.totals.get((name, outcome.value), 0))
+            drained.add_metric([], float(snapshot.drained_at is not None))
+            away.add_metric([], float(snapshot.is_away))
         yield from (jobs, oldest, drained, away, totals)

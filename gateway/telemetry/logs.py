@@ -1,6 +1,6 @@
 """Log lines: one per request, one per state change. JSON for machines, short lines on a terminal.
 
-Recurring problems are logged a few times a minute, with the number of suppressed lines: see `Calm`.
+Recurring problems are logged a few times a minute, with the number of suppressed lines: `RateLimitFilter`.
 
 Never in a log: prompts, answers, keys, query strings.
 """
@@ -26,7 +26,7 @@ from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.webhooks import SCHEDULE_S, WebhookAttempt, WebhookOutcome
 from gateway.events import about
 from gateway.ports import Clock
-from gateway.telemetry.outlet import outlet_of
+from gateway.telemetry.log_output import outlet_of
 
 log = logging.getLogger("gateway.process")
 requests_log = logging.getLogger("gateway.requests")
@@ -117,7 +117,7 @@ class _Minute:
         return not 0 <= now - self.since < CALM_S
 
 
-class Calm(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Limits the rate of log lines per event and subject.
 
     When the period is over, the latest suppressed line is written with the number of suppressed ones, so that
@@ -173,7 +173,7 @@ async def run(clock: Clock) -> None:
 
 def dropped_lines() -> int:
     """Return the number of lines dropped because they could not be written."""
-    return sum(lines.outlet.dropped for lines in _all_lines())
+    return sum(lines.output.dropped for lines in _all_lines())
 
 
 def _all_lines() -> Iterator["_Lines"]:
@@ -184,7 +184,7 @@ def tell_kept_back(now: float) -> None:
     """Write suppressed lines whose period is over at `now` (epoch seconds)."""
     for handler in logging.getLogger().handlers:
         for calm in handler.filters:
-            if isinstance(calm, Calm):
+            if isinstance(calm, RateLimitFilter):
                 for record in calm.over(now):
                     handler.handle(record)
 
@@ -196,7 +196,7 @@ def set_up(level: str = "info", stream: TextIO | None = None, *, worker: int | N
     """
     stream = stream or sys.stderr
     handler = _Lines(stream)
-    handler.addFilter(Calm())
+    handler.addFilter(RateLimitFilter())
     handler.setFormatter(_HumanFormatter(worker) if stream.isatty() else _JsonFormatter(worker))
     root = logging.getLogger()
     root.handlers = [handler]
@@ -221,7 +221,7 @@ class _Lines(logging.Handler):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
-        self.outlet = outlet_of(stream)
+        self.output = outlet_of(stream)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._gathered: list[str] = []
@@ -275,16 +275,16 @@ class _Lines(logging.Handler):
     def close(self) -> None:
         """Write what is left, if it is being read."""
         self.flush()
-        self.outlet.close()
+        self.output.close()
         super().close()
 
     def catch_up(self) -> bool:
         """Write held-back lines. Return whether none are left, after reporting dropped ones."""
         self.flush()
-        if self.outlet.is_behind:
+        if self.output.is_behind:
             return False
-        if lines := self.outlet.dropped - self._told_of:
-            self._told_of = self.outlet.dropped
+        if lines := self.output.dropped - self._told_of:
+            self._told_of = self.output.dropped
             log.warning(
                 "%d log lines could not be written",
                 lines,
@@ -296,7 +296,7 @@ class _Lines(logging.Handler):
         """Write the collected lines, followed by `lines`."""
         with self.lock or nullcontext():
             gathered, self._gathered = self._gathered, []
-            self.outlet.write([*gathered, *lines])
+            self.output.write([*gathered, *lines])
 
 
 class RequestLog:

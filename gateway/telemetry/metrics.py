@@ -20,14 +20,14 @@ from gateway.core.box_swaps import Swap
 from gateway.core.count_check import CountDrift
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, State
-from gateway.core.selection import kept_out
-from gateway.core.swap_policy import Wants
+from gateway.core.selection import unavailable_reason
+from gateway.core.swap_policy import Backlog
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.values import Backend, Load
 from gateway.core.webhooks import WebhookAttempt
-from gateway.pipeline import Sight
-from gateway.pipeline.box_keeper import BoxSight
-from gateway.telemetry.series import Counts, Spreads
+from gateway.pipeline import BackendSnapshot
+from gateway.pipeline.box_controller import BoxSnapshot
+from gateway.telemetry.series import Counters, Histograms
 
 # vLLM's buckets, extended beyond the longest published first token (319 s).
 TTFT_BUCKETS_S = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)
@@ -80,14 +80,14 @@ class Metrics:
         statuses: Callable[[], Mapping[str, BackendStatus]],
         drifts: Callable[[], Mapping[str, Drift]],
         count_drifts: Callable[[], Mapping[str, CountDrift]],
-        sights: Callable[[], Mapping[str, Sight]],
+        snapshots: Callable[[], Mapping[str, BackendSnapshot]],
         waiting: Callable[[], Mapping[tuple[str, str], int]],
         replicas: Callable[[], int],
         store_modes: Callable[[], Mapping[str, bool]],
         oldest_waits_s: Callable[[], Mapping[tuple[str, str], float]] = dict,
         wait_limits_s: Callable[[], Mapping[tuple[str, str], float]] = dict,
-        wants: Callable[[], Mapping[str, Wants]] = dict,
-        boxes: Callable[[], Mapping[str, BoxSight]] = dict,
+        wants: Callable[[], Mapping[str, Backlog]] = dict,
+        boxes: Callable[[], Mapping[str, BoxSnapshot]] = dict,
         dropped_lines: Callable[[], int] = int,
     ) -> None:
         """Read gauges from these callables when scraped: per backend id; queues per (model, class).
@@ -98,92 +98,92 @@ class Metrics:
         self._backends = backends
         self.registry = CollectorRegistry(auto_describe=True)
         registry = self.registry
-        self.requests = Counts(
+        self.requests = Counters(
             "gateway_requests",
             "Requests that have ended, by how they ended.",
             ("traffic_class", "pool", "backend", "ending", "code"),
             registry=registry,
         )
-        self.attempts = Counts(
+        self.attempts = Counters(
             "gateway_attempts",
             "Attempts on a backend, by outcome.",
             ("backend", "outcome"),
             registry=registry,
         )
-        self.refusals = Counts(
+        self.refusals = Counters(
             "gateway_exclusions",
             "Times an arriving request passed over a backend, by reason.",
             ("backend", "reason"),
             registry=registry,
         )
-        self.spills = Counts(
+        self.spills = Counters(
             "gateway_spills",
             "Requests served by a later pool of their class.",
             ("traffic_class", "pool"),
             registry=registry,
         )
         labels = ("traffic_class", "backend")
-        self.ttft = Spreads(
+        self.ttft = Histograms(
             "gateway_time_to_first_token_seconds",
             "Time from a streamed request's arrival to its first token, in seconds.",
             labels,
             buckets=TTFT_BUCKETS_S,
             registry=registry,
         )
-        self.first_tokens = Counts(
+        self.first_tokens = Counters(
             "gateway_first_tokens",
             "First tokens of streams, by whether they were on time.",
             (*labels, "timeliness"),
             registry=registry,
         )
-        self.tpot = Spreads(
+        self.tpot = Histograms(
             "gateway_time_per_output_token_seconds",
             "Mean time per output token after the first, per streamed request, in seconds.",
             labels,
             buckets=TPOT_BUCKETS_S,
             registry=registry,
         )
-        self.duration = Spreads(
+        self.duration = Histograms(
             "gateway_request_duration_seconds",
             "Time from a request's arrival to the last byte of its answer, in seconds.",
             labels,
             buckets=DURATION_BUCKETS_S,
             registry=registry,
         )
-        self.estimating = Spreads(
+        self.estimating = Histograms(
             "gateway_estimate_seconds",
             "Time taken to count a prompt's tokens, in seconds.",
             buckets=OVERHEAD_BUCKETS_S,
             registry=registry,
         )
-        self.waiting_time = Spreads(
+        self.waiting_time = Histograms(
             "gateway_queue_seconds",
             "Time from the routing decision to a slot on a backend, in seconds.",
             ("traffic_class",),
             buckets=QUEUE_BUCKETS_S,
             registry=registry,
         )
-        self.prompt_tokens = Spreads(
+        self.prompt_tokens = Histograms(
             "gateway_prompt_tokens",
             "Estimated prompt length, in tokens.",
             ("traffic_class",),
             buckets=PROMPT_BUCKETS,
             registry=registry,
         )
-        self.estimate_error = Spreads(
+        self.estimate_error = Histograms(
             "gateway_estimate_error_ratio",
             "Error of the token estimate: (reported - estimated) / estimated.",
             ("backend",),
             buckets=ERROR_BUCKETS,
             registry=registry,
         )
-        self.tokens_in = Counts(
+        self.tokens_in = Counters(
             "gateway_input_tokens",
             "Prompt tokens, as reported by the backend.",
             labels,
             registry=registry,
         )
-        self.tokens_out = Counts(
+        self.tokens_out = Counters(
             "gateway_output_tokens",
             "Generated tokens, as reported by the backend.",
             labels,
@@ -255,7 +255,7 @@ class Metrics:
             registry=registry,
         )
         registry.register(_Fleet(backends, loads, statuses, drifts, count_drifts))
-        registry.register(_Knees(sights))
+        registry.register(_Knees(snapshots))
         registry.register(_Waiting(waiting, oldest_waits_s, wait_limits_s, wants))
         registry.register(_Boxes(boxes))
         registry.register(_Store(replicas, store_modes))
@@ -407,7 +407,7 @@ class _Fleet(Collector):
             load, status = loads.get(name, Load()), statuses.get(name, BackendStatus())
             values: dict[str, float] = {
                 "gateway_in_flight": load.seqs,
-                "gateway_backend_usable": kept_out(backend, status) is None,
+                "gateway_backend_usable": unavailable_reason(backend, status) is None,
                 "gateway_backend_drained": backend.drain,
                 "gateway_knee_seqs": backend.capacity.knee[0].seqs,
                 "gateway_knee_used_ratio": load.share / admission.WHOLE,
@@ -435,8 +435,8 @@ class _Fleet(Collector):
 class _Knees(Collector):
     """Gauges of the knees in force and the estimated ones."""
 
-    def __init__(self, sights: Callable[[], Mapping[str, Sight]]) -> None:
-        self._sights = sights
+    def __init__(self, snapshots: Callable[[], Mapping[str, BackendSnapshot]]) -> None:
+        self._snapshots = snapshots
 
     def collect(self) -> Iterator[Metric]:
         share = GaugeMetricFamily(
@@ -454,12 +454,12 @@ class _Knees(Collector):
             "Where the knee seems to be, by prompt length (advisory); absent while unknown.",
             labels=["backend", "prompt_tokens_max", "confidence"],
         )
-        for name, sight in self._sights().items():
-            if sight.tpot_target_s is not None:
-                share.add_metric([name], sight.share)
-                if sight.control.tpot_s is not None:
-                    tpot.add_metric([name], sight.control.tpot_s)
-            for step, found in sight.knees.items():
+        for name, snapshot in self._snapshots().items():
+            if snapshot.tpot_target_s is not None:
+                share.add_metric([name], snapshot.share)
+                if snapshot.control.tpot_s is not None:
+                    tpot.add_metric([name], snapshot.control.tpot_s)
+            for step, found in snapshot.knees.items():
                 if found.seqs is not None:
                     most = "+Inf" if step.prompt_tokens_max is None else str(step.prompt_tokens_max)
                     seqs.add_metric([name, most, found.confidence.value], found.seqs)
@@ -474,7 +474,7 @@ class _Waiting(Collector):
         waiting: Callable[[], Mapping[tuple[str, str], int]],
         oldest_waits_s: Callable[[], Mapping[tuple[str, str], float]],
         wait_limits_s: Callable[[], Mapping[tuple[str, str], float]],
-        wants: Callable[[], Mapping[str, Wants]],
+        wants: Callable[[], Mapping[str, Backlog]],
     ) -> None:
         self._waiting, self._oldest_waits_s, self._wants = waiting, oldest_waits_s, wants
         self._wait_limits_s = wait_limits_s
@@ -512,7 +512,7 @@ class _Waiting(Collector):
 class _Boxes(Collector):
     """Gauges of boxes: their state, and what determines their next action."""
 
-    def __init__(self, boxes: Callable[[], Mapping[str, BoxSight]]) -> None:
+    def __init__(self, boxes: Callable[[], Mapping[str, BoxSnapshot]]) -> None:
         self._boxes = boxes
 
     def collect(self) -> Iterator[Metric]:
@@ -559,22 +559,22 @@ class _Boxes(Collector):
             labels=["box", "backend"],
         )
         boots = CounterMetricFamily("gateway_box_boots", "Boots that led to an answer.", labels=["box"])
-        for name, sight in self._boxes().items():
-            box = sight.box
+        for name, snapshot in self._boxes().items():
+            box = snapshot.box
             for one in BoxState:
                 state.add_metric([name, one.value], float(one is box.state))
-            for backend, wants in sight.wants.items():
+            for backend, wants in snapshot.wants.items():
                 is_in = box.state is BoxState.RESIDENT and box.backend == backend
                 serving.add_metric([name, backend], float(is_in))
                 waiting.add_metric([name, backend], wants.count)
-                stored.add_metric([name, backend], sight.stored[backend].count)
-                oldest_at = (wants + sight.stored[backend]).oldest_at
+                stored.add_metric([name, backend], snapshot.stored[backend].count)
+                oldest_at = (wants + snapshot.stored[backend]).oldest_at
                 quarantined.add_metric([name, backend], float(backend in box.quarantine))
                 if oldest_at is not None:
-                    oldest.add_metric([name, backend], max(0.0, sight.at - oldest_at))
-            if sight.plan.target:
-                planned.add_metric([name, sight.plan.target, sight.plan.cause.value], 1.0)
-            owner.add_metric([name], float(sight.is_owner))
+                    oldest.add_metric([name, backend], max(0.0, snapshot.at - oldest_at))
+            if snapshot.plan.target:
+                planned.add_metric([name, snapshot.plan.target, snapshot.plan.cause.value], 1.0)
+            owner.add_metric([name], float(snapshot.is_owner))
             boots.add_metric([name], box.swaps)
             for backend, took_s in box.boot_s.items():
                 boot_s.add_metric([name, backend], took_s)

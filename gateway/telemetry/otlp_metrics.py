@@ -35,7 +35,7 @@ from prometheus_client.samples import Sample
 from gateway import __version__, threads
 from gateway.events import about
 from gateway.ports import Clock
-from gateway.telemetry.taking import Taking
+from gateway.telemetry.receiver_status import ReceiverStatus
 
 log = logging.getLogger("gateway.telemetry")
 
@@ -65,14 +65,14 @@ class MetricsPush:
         self._resource = Resource.create({"service.name": service, "service.version": __version__})
         self._interval_s = interval_s
         self._since_ns = self._now_ns()
-        self._taking = Taking(metric_exporter.__name__, on_away=_say_away, on_back=_say_back)
+        self._receiver_status = ReceiverStatus(metric_exporter.__name__, on_away=_say_away, on_back=_say_back)
 
     async def run(self) -> None:
         """Send until cancelled. Values are cumulative, so after a failure the next export catches up."""
         while True:
             await anyio.sleep(self._interval_s)
             data = metrics_data(self._registry, self._resource, self._since_ns, self._now_ns())
-            self._taking.note(await self._sent(data))
+            self._receiver_status.note(await self._sent(data))
 
     async def _sent(self, data: MetricsData) -> bool:
         """Export, and return whether the receiver has accepted it."""
@@ -93,7 +93,7 @@ class MetricsPush:
     def close(self) -> None:
         """Shut down."""
         self._sender.shutdown()
-        self._taking.close()
+        self._receiver_status.close()
 
 
 def _say_away(reason: str) -> None:

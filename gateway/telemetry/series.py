@@ -21,7 +21,7 @@ Labels = tuple[str, ...]
 _CLOCK = SystemClock()
 
 
-class Counts(Collector):
+class Counters(Collector):
     """A counter. Label values are given in order, and must be bounded."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Counts(Collector):
         yield family
 
 
-class _Spread:
+class _Buckets:
     """The values of one set of labels: counts by bucket, and their sum."""
 
     __slots__ = ("counts", "created", "sum")
@@ -75,7 +75,7 @@ class _Spread:
         self.created = created
 
 
-class Spreads(Collector):
+class Histograms(Collector):
     """A histogram. Label values are given in order, and must be bounded."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Spreads(Collector):
         self._name, self._documentation, self._labelnames = name, documentation, tuple(labels)
         self._bounds = (*buckets, inf)
         self._les = [floatToGoString(bound) for bound in self._bounds]  # type: ignore[no-untyped-call]
-        self._spreads: dict[Labels, _Spread] = {}
+        self._spreads: dict[Labels, _Buckets] = {}
         if not labels:
             self._begin(())  # without labels, its only series exists before the first value
         registry.register(self)
@@ -118,8 +118,8 @@ class Spreads(Collector):
                 family.add_sample(f"{self._name}_created", named, spread.created)
         yield family
 
-    def _begin(self, labels: Labels) -> _Spread:
-        spread = self._spreads[labels] = _Spread(len(self._bounds), _CLOCK.wall())
+    def _begin(self, labels: Labels) -> _Buckets:
+        spread = self._spreads[labels] = _Buckets(len(self._bounds), _CLOCK.wall())
         return spread
 
 

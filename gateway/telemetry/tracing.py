@@ -40,7 +40,7 @@ from gateway.core.trace import SpanRef, Trace
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.values import Backend, Candidate, Endpoint
 from gateway.events import about
-from gateway.telemetry.taking import Taking
+from gateway.telemetry.receiver_status import ReceiverStatus
 
 log = logging.getLogger("gateway.telemetry")
 
@@ -68,7 +68,7 @@ class Conventions(StrEnum):
     V1_41 = "1.41"  # the last one in the main conventions: gen_ai.system
 
 
-class Kept(StrEnum):
+class KeepReason(StrEnum):
     """Why a request is kept. A closed set: used as a metric label."""
 
     CHOSEN = "chosen"
@@ -103,14 +103,14 @@ class Sender(SpanExporter):
         self._exporter = OTLPSpanExporter(
             f"{endpoint.rstrip('/')}/v1/traces", headers=dict(headers), timeout=10
         )
-        self._taking = Taking(trace_exporter.__name__, on_away=_say_away, on_back=_say_back)
+        self._receiver_status = ReceiverStatus(trace_exporter.__name__, on_away=_say_away, on_back=_say_back)
         self._is_shut = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Export spans."""
         result = self._exporter.export(spans)
         if not self._is_shut:
-            self._taking.note(result is SpanExportResult.SUCCESS)
+            self._receiver_status.note(result is SpanExportResult.SUCCESS)
         return result
 
     def shutdown(self) -> None:
@@ -118,7 +118,7 @@ class Sender(SpanExporter):
         if not self._is_shut:
             self._is_shut = True
             self._exporter.shutdown()  # type: ignore[no-untyped-call]
-            self._taking.close()
+            self._receiver_status.close()
 
 
 def _say_away(reason: str) -> None:
@@ -142,7 +142,7 @@ class Tracing:
         sender: SpanExporter,
         service: str,
         backends: Callable[[], Mapping[str, Backend]],
-        on_kept: Callable[[Kept], None] = lambda _: None,
+        on_kept: Callable[[KeepReason], None] = lambda _: None,
     ) -> None:
         """Export kept requests through `sender`, in batches, from a separate thread.
 
@@ -191,13 +191,13 @@ class Tracing:
         ending.join(END_S)
         self._sender.shutdown()
 
-    def _why_kept(self, record: RequestRecord) -> Kept | None:
+    def _why_kept(self, record: RequestRecord) -> KeepReason | None:
         assert record.trace is not None
         if record.ending in _ERRORS:
-            return Kept.FAILED
+            return KeepReason.FAILED
         if self._is_slow(record):
-            return Kept.SLOW
-        return Kept.CHOSEN if record.trace.own.is_sampled else None
+            return KeepReason.SLOW
+        return KeepReason.CHOSEN if record.trace.own.is_sampled else None
 
     def _is_slow(self, record: RequestRecord) -> bool:
         rules, total_s = self._rules, record.ended_at - record.received_at

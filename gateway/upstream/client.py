@@ -25,9 +25,9 @@ from gateway.core.errors import (
 from gateway.core.values import Timeouts
 from gateway.ports import TakeChunk, Target, UpstreamResponse
 from gateway.tcp import KEEPALIVE
-from gateway.upstream import ways
+from gateway.upstream import backend_clients
+from gateway.upstream.backend_clients import BackendClient, BackendClients
 from gateway.upstream.transport import Transport, causes
-from gateway.upstream.ways import Way, Ways
 
 WRITE_S = 60.0
 """A backend that reads no byte of the body for this long is considered stuck."""
@@ -35,11 +35,11 @@ WRITE_S = 60.0
 _USER_AGENT = f"gemma-gateway/{__version__}"
 
 
-class HttpxUpstream(Ways["_HttpxWay"]):
+class HttpxUpstream(BackendClients["_HttpxClient"]):
     """`ports.Upstream` over httpx."""
 
-    def _way(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> "_HttpxWay":
-        return _HttpxWay(url, secret, verify)
+    def _way(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> "_HttpxClient":
+        return _HttpxClient(url, secret, verify)
 
     @asynccontextmanager
     async def open(self, target: Target, timeouts: Timeouts) -> AsyncIterator[UpstreamResponse]:
@@ -66,15 +66,15 @@ class HttpxUpstream(Ways["_HttpxWay"]):
         try:
             encoding = response.headers.get("content-encoding", "").lower()
             if encoding not in ("", "identity") and response.status_code == 200:
-                raise UpstreamFailed(ways.ENCODED)
+                raise UpstreamFailed(backend_clients.ENCODED)
             yield _Response(response)
         finally:
             # Closing the connection early tells the engine to stop generating.
-            with anyio.move_on_after(ways.CLOSE_S, shield=True):
+            with anyio.move_on_after(backend_clients.CLOSE_S, shield=True):
                 await response.aclose()
 
 
-class _HttpxWay(Way):
+class _HttpxClient(BackendClient):
     """The httpx client of one backend, with its own pool."""
 
     def __init__(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> None:
@@ -89,7 +89,9 @@ class _HttpxWay(Way):
                 # Loading certificates takes 20 ms: do it only if there is something to verify.
                 verify=verify if url.startswith("https:") else False,
                 limits=httpx.Limits(
-                    max_connections=None, max_keepalive_connections=None, keepalive_expiry=ways.KEEPALIVE_S
+                    max_connections=None,
+                    max_keepalive_connections=None,
+                    keepalive_expiry=backend_clients.KEEPALIVE_S,
                 ),
                 socket_options=KEEPALIVE,
             ),
@@ -99,7 +101,7 @@ class _HttpxWay(Way):
         )
 
     async def aclose(self) -> None:
-        """See `Way.aclose`."""
+        """See `BackendClient.aclose`."""
         await self.client.aclose()
 
 
@@ -131,7 +133,7 @@ class _Response:
             raise UpstreamFailed("The connection to the backend broke.") from error
         return b""
 
-    async def pour(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
+    async def stream_to(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
         """See `ports.UpstreamResponse.pour`. httpx hides chunk boundaries."""
         while data := await self.read():
             if self._held is not None:
@@ -155,7 +157,7 @@ async def _send(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Resp
     try:
         return await _send_once(client, request)
     except _StaleConnection as error:
-        if monotonic() - since >= ways.STALE_S:
+        if monotonic() - since >= backend_clients.STALE_S:
             raise UpstreamLost("The connection to the backend broke before it answered.") from error
         # A kept-alive connection that the backend closed just then, before reading the request.
     try:

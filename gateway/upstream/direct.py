@@ -29,11 +29,11 @@ from gateway.core.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from gateway.core.likeness import TOKEN_BYTES_MAX
+from gateway.core.event_template import TOKEN_BYTES_MAX
 from gateway.core.values import Timeouts
 from gateway.ports import TakeChunk, Target, UpstreamResponse
-from gateway.upstream import ways
-from gateway.upstream.ways import Way, Ways
+from gateway.upstream import backend_clients
+from gateway.upstream.backend_clients import BackendClient, BackendClients
 
 WRITE_S = 60.0
 """A backend that reads no byte of the body for this long is considered stuck."""
@@ -63,17 +63,17 @@ _LOST = "The connection to the backend broke before it answered."
 _USER_AGENT = f"gemma-gateway/{__version__}".encode()
 
 
-class DirectUpstream(Ways["_DirectWay"]):
+class DirectUpstream(BackendClients["_DirectClient"]):
     """`ports.Upstream`."""
 
-    def _way(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> "_DirectWay":
-        return _DirectWay(url, secret, verify)
+    def _way(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> "_DirectClient":
+        return _DirectClient(url, secret, verify)
 
     def open(self, target: Target, timeouts: Timeouts) -> "_Call":
         """See `ports.Upstream.open`."""
         return _Call(self, target, timeouts)
 
-    async def begin(self, target: Target, connect_s: float) -> "tuple[_DirectWay, _Connection]":
+    async def begin(self, target: Target, connect_s: float) -> "tuple[_DirectClient, _Connection]":
         """Send a request. Return the client it was sent by and the connection on which the answer arrives."""
         way = self._take(target.backend)
         try:
@@ -82,7 +82,7 @@ class DirectUpstream(Ways["_DirectWay"]):
             await self._give_back(way)
             raise
 
-    async def end(self, way: "_DirectWay", connection: "_Connection") -> None:
+    async def end(self, way: "_DirectClient", connection: "_Connection") -> None:
         """Return the connection to the pool if its answer is complete; close it otherwise."""
         try:
             # Closing the connection early tells the engine to stop generating.
@@ -102,7 +102,7 @@ class _Call:
     def __init__(self, upstream: DirectUpstream, target: Target, timeouts: Timeouts) -> None:
         self._upstream, self._timeouts = upstream, timeouts
         self._target: Target | None = target
-        self._way: _DirectWay
+        self._way: _DirectClient
         self._connection: _Connection
 
     async def __aenter__(self) -> UpstreamResponse:
@@ -116,7 +116,7 @@ class _Call:
         await self._upstream.end(self._way, self._connection)
 
 
-class _DirectWay(Way):
+class _DirectClient(BackendClient):
     """The connections to one backend."""
 
     def __init__(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> None:
@@ -185,13 +185,13 @@ class _DirectWay(Way):
         """Keep a connection whose answer is complete, close any other. Return whether it was kept."""
         self._busy.discard(connection)
         now = monotonic()
-        if not connection.is_reusable or now - connection.made_at >= ways.AGE_S:
+        if not connection.is_reusable or now - connection.made_at >= backend_clients.AGE_S:
             connection.abort()
             return False
         connection.rest_from(now, self._forget)
         self._idle.append(connection)
         if self._sweeping is None:
-            self._sweeping = asyncio.get_running_loop().call_later(ways.KEEPALIVE_S, self._sweep)
+            self._sweeping = asyncio.get_running_loop().call_later(backend_clients.KEEPALIVE_S, self._sweep)
         return True
 
     async def aclose(self) -> None:
@@ -210,7 +210,7 @@ class _DirectWay(Way):
         """Return the most recently used idle connection that is not too old, or None."""
         while self._idle:
             connection = self._idle.pop()
-            if monotonic() - connection.resting_since < ways.KEEPALIVE_S:
+            if monotonic() - connection.resting_since < backend_clients.KEEPALIVE_S:
                 return connection
             connection.abort()
         return None
@@ -223,10 +223,10 @@ class _DirectWay(Way):
     def _sweep(self) -> None:
         """Close connections that have been idle for too long, before the backend does."""
         now, self._sweeping = monotonic(), None
-        while self._idle and now - self._idle[0].resting_since >= ways.KEEPALIVE_S:
+        while self._idle and now - self._idle[0].resting_since >= backend_clients.KEEPALIVE_S:
             self._idle.pop(0).abort()
         if self._idle:
-            wait_s = self._idle[0].resting_since + ways.KEEPALIVE_S - now
+            wait_s = self._idle[0].resting_since + backend_clients.KEEPALIVE_S - now
             self._sweeping = asyncio.get_running_loop().call_later(wait_s, self._sweep)
 
     def _look(self) -> None:
@@ -340,7 +340,7 @@ class _Connection(asyncio.Protocol):
             else:
                 await self._news()
         if self._is_encoded and self.status == 200:
-            raise UpstreamFailed(ways.ENCODED)
+            raise UpstreamFailed(backend_clients.ENCODED)
 
     def rest_from(self, now: float, on_gone: "Callable[[_Connection], None]") -> None:
         """Become idle. `on_gone` is called if the backend closes the connection meanwhile."""
@@ -383,12 +383,12 @@ class _Connection(asyncio.Protocol):
         self._read_on()
         return data
 
-    async def pour(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
+    async def stream_to(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
         """See `ports.UpstreamResponse.pour`. `take` is called from `data_received`."""
         self._take, self._take_chunk = take, take_chunk
-        self._see_whether_whole()
+        self._update_take_whole()
         try:
-            self._pour_out()
+            self._pass_on()
             while self._take is not None and (self._parts or not self._is_complete):
                 if self._error is not None and not self._parts:
                     raise UpstreamFailed("The connection to the backend broke.") from self._error
@@ -411,7 +411,7 @@ class _Connection(asyncio.Protocol):
     def go_on(self) -> None:
         """See `ports.UpstreamResponse.go_on`."""
         self._is_held = False
-        self._pour_out()
+        self._pass_on()
         self._read_on()
 
     # ------------------------------------------------------------ called by the event loop
@@ -434,13 +434,13 @@ class _Connection(asyncio.Protocol):
             self._fail(UpstreamFailed("The backend sent something that is not HTTP."))
         # The parser does not report a partial size line; data then does not end with a line break.
         self._is_between_chunks = self._is_between_chunks and data.endswith(b"\r\n")
-        self._see_whether_whole()
+        self._update_take_whole()
         if not self._parts and not self._is_complete:  # part of a head or of trailers
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 self._fail(UpstreamFailed("The headers of the backend's answer are too long."))
         if self._take is not None:
-            self._pour_out()
+            self._pass_on()
             return
         if self._buffered > BUFFERED_BYTES_MAX and not self._is_paused and not self._is_lost:
             self._is_paused = True
@@ -523,12 +523,12 @@ class _Connection(asyncio.Protocol):
         self._head_bytes = self._buffered = 0
         self._parts.clear()
 
-    def _want_no_more(self) -> None:
+    def _stop_delivery(self) -> None:
         """Deliver nothing more, and wake the task in `pour`."""
         self._take = self._take_chunk = self._take_whole = None
         self._wake()
 
-    def _see_whether_whole(self) -> None:
+    def _update_take_whole(self) -> None:
         """Update whether the next chunk may bypass the parser."""
         self._take_whole = self._take_chunk if self._is_between_chunks and not self._is_held else None
 
@@ -544,10 +544,10 @@ class _Connection(asyncio.Protocol):
             return take(data, len(opening), size - 2)
         except Exception as error:  # noqa: BLE001 - raised where it is poured
             self._take_error = error
-            self._want_no_more()
+            self._stop_delivery()
             return True
 
-    def _pour_out(self) -> None:
+    def _pass_on(self) -> None:
         """Deliver what has arrived, and wake the task in `pour` at the end of the answer."""
         take, parts = self._take, self._parts
         if take is None or self._is_held:
@@ -561,7 +561,7 @@ class _Connection(asyncio.Protocol):
             except Exception as error:  # noqa: BLE001 - raised where it is poured
                 self._take_error, goes_on = error, False
             if not goes_on:
-                self._want_no_more()
+                self._stop_delivery()
                 return
         if self._is_complete or self._error is not None:
             self._wake()
@@ -577,7 +577,7 @@ class _Connection(asyncio.Protocol):
             return UpstreamFailed("The connection to the backend broke.")
         if self._has_answer:
             return UpstreamFailed("The backend sent something that is not HTTP.")
-        if self._is_used and self._loop.time() - self._asked_at < ways.STALE_S:
+        if self._is_used and self._loop.time() - self._asked_at < backend_clients.STALE_S:
             return _Stale(was_sent=True)
         return UpstreamLost(_LOST)
 

@@ -32,13 +32,13 @@ from gateway.core.facts import Attempts
 from gateway.core.health import (
     Attempt,
     BackendStatus,
-    Elsewhere,
     EngineSample,
     Event,
     HealthRules,
-    Heard,
     ModelsFailed,
     Outcome,
+    PeerAttempts,
+    PeerVerdict,
     ProbeFailed,
     ProbeFault,
     ProbeOk,
@@ -54,7 +54,7 @@ from gateway.core.health import (
 )
 from gateway.core.values import Backend
 from gateway.ports import Clock
-from gateway.upstream import exposition, ways
+from gateway.upstream import backend_clients, exposition
 from gateway.upstream.transport import Transport, causes, tls_fault
 
 PAGE_BYTES_MAX = 4_000_000
@@ -186,7 +186,7 @@ class Prober:
         told = {name: verdict(status, now, self._rules[name]) for name, status in self._statuses.items()}
         return {name: one for name, one in told.items() if one is not None}
 
-    def hear(self, backend_id: str, told: Heard | Elsewhere) -> None:
+    def hear(self, backend_id: str, told: PeerVerdict | PeerAttempts) -> None:
         """See `ports.SharedHealth.hear`."""
         if backend_id in self._statuses:
             self._observe(backend_id, told)
@@ -387,7 +387,7 @@ class _Asker:
 
     async def _exchange(self, path: str, transport: Transport) -> bytes:
         body = bytearray()
-        if transport is self._kept and anyio.current_time() - self._kept_since >= ways.AGE_S:
+        if transport is self._kept and anyio.current_time() - self._kept_since >= backend_clients.AGE_S:
             await transport.aclose()  # closes kept-alive connections
             self._kept_since = anyio.current_time()
         try:
@@ -416,7 +416,7 @@ def _transport(verify: ssl.SSLContext | bool, *, kept: int) -> Transport:
     return Transport(
         verify=verify,
         limits=httpx.Limits(
-            max_connections=4, max_keepalive_connections=kept, keepalive_expiry=ways.KEEPALIVE_S
+            max_connections=4, max_keepalive_connections=kept, keepalive_expiry=backend_clients.KEEPALIVE_S
         ),
     )
 

@@ -12,15 +12,15 @@ from gateway.core.box import (
     RESTARTS_KEPT_S,
     Box,
     BoxRules,
-    Done,
     Event,
-    Found,
-    Look,
+    Inspected,
+    Observation,
     Order,
+    OwnershipTaken,
     Quarantine,
     State,
     Task,
-    TookOver,
+    TaskEnded,
     advance,
     back_at,
     comes_at,
@@ -30,7 +30,7 @@ from gateway.core.box import (
     outlook,
     unowned,
 )
-from gateway.core.swap_policy import Cause, Plan, SwapRules, Trigger, Wants
+from gateway.core.swap_policy import Backlog, Cause, Plan, SwapRules, Trigger
 from gateway.core.values import Exclusion
 
 RULES = BoxRules(
@@ -39,7 +39,7 @@ RULES = BoxRules(
     ),
     boot_budget_s=600.0,
 )
-QWEN_WANTED = {"qwen": Wants(2, 1000.0)}
+QWEN_WANTED = {"qwen": Backlog(2, 1000.0)}
 
 
 class Script:
@@ -57,13 +57,13 @@ class Script:
         return self
 
     def look(self, after_s: float = 0.0, **seen: Any) -> "Script":
-        return self.on(Look(**seen), after_s)
+        return self.on(Observation(**seen), after_s)
 
     def done(self, failure: str = "", after_s: float = 0.0) -> "Script":
-        return self.on(Done(self.box.number, failure), after_s)
+        return self.on(TaskEnded(self.box.number, failure), after_s)
 
     def found(self, *names: str) -> "Script":
-        return self.on(Found(self.box.number, frozenset(names)))
+        return self.on(Inspected(self.box.number, frozenset(names)))
 
     @property
     def at(self) -> tuple[State, str, str]:
@@ -84,7 +84,7 @@ def gemma_resident(**fields: Any) -> Script:
 
 
 def test_a_model_that_is_in_is_asked_before_it_is_trusted() -> None:
-    box = Script().on(TookOver())
+    box = Script().on(OwnershipTaken())
     assert box.ordered == [(Task.INSPECT, "")]
     assert box.found("qwen").ordered == [(Task.CHECK, "qwen")]
     assert objection(box.box, "qwen") == (Exclusion.SWAPPED_OUT, "its model is checking")
@@ -93,7 +93,7 @@ def test_a_model_that_is_in_is_asked_before_it_is_trusted() -> None:
 
 
 def test_an_empty_box_is_cleared_before_the_default_is_booted() -> None:
-    box = Script().on(TookOver()).found()
+    box = Script().on(OwnershipTaken()).found()
     assert (box.at, box.ordered) == ((State.STOPPING, "qwen", "gemma"), [(Task.STOP, "qwen")])
     assert box.done().ordered == [(Task.START, "gemma")]
     assert box.done().look(300, ready=frozenset({"gemma"})).ordered == [(Task.CHECK, "gemma")]
@@ -102,7 +102,7 @@ def test_an_empty_box_is_cleared_before_the_default_is_booted() -> None:
 
 
 def test_of_several_models_that_are_in_the_default_stays() -> None:
-    box = Script().on(TookOver()).found("gemma", "qwen")
+    box = Script().on(OwnershipTaken()).found("gemma", "qwen")
     assert box.ordered == [(Task.STOP, "qwen")]
     assert not is_out(box.box, "gemma")
     assert box.done().ordered == [(Task.CHECK, "gemma")]
@@ -148,19 +148,19 @@ def test_a_swap_that_nobody_wants_any_more_is_called_off() -> None:
 
 def test_a_swap_is_called_off_for_those_that_wait_here_and_goes_on_when_they_have_started() -> None:
     box = gemma_resident().look(wants=QWEN_WANTED, in_flight={"gemma": 1})
-    both = {**QWEN_WANTED, "gemma": Wants(4, box.now + 1)}
+    both = {**QWEN_WANTED, "gemma": Backlog(4, box.now + 1)}
     assert box.look(10, wants=both, in_flight={"gemma": 1}).at == (State.RESIDENT, "gemma", "")
     # Those four go first; one that came after them waits for the model to come back.
     assert box.look(1, wants=both, in_flight={"gemma": 1}).at[0] is State.RESIDENT
-    later = {**QWEN_WANTED, "gemma": Wants(1, box.now)}
+    later = {**QWEN_WANTED, "gemma": Backlog(1, box.now)}
     assert box.look(1, wants=later, in_flight={"gemma": 4}).at[0] is State.DRAINING
 
 
 def test_a_job_of_the_batch_that_turns_up_late_calls_the_swap_off() -> None:
     box = gemma_resident(batch_at=900.0).look(wants=QWEN_WANTED, in_flight={"gemma": 1})
-    newer = {**QWEN_WANTED, "gemma": Wants(1, 901.0)}
+    newer = {**QWEN_WANTED, "gemma": Backlog(1, 901.0)}
     assert box.look(1, wants=newer, in_flight={"gemma": 1}).at[0] is State.DRAINING
-    of_the_batch = {**QWEN_WANTED, "gemma": Wants(1, 899.0)}
+    of_the_batch = {**QWEN_WANTED, "gemma": Backlog(1, 899.0)}
     assert box.look(1, wants=of_the_batch, in_flight={"gemma": 1}).at == (State.RESIDENT, "gemma", "")
 
 
@@ -169,7 +169,7 @@ def test_an_idle_box_goes_home_unless_somebody_comes() -> None:
     box = Script(qwen, replace(RULES, settle_s=4.0)).look(1799)
     assert box.at[0] is State.RESIDENT
     assert box.look(1).at == (State.DRAINING, "qwen", "gemma")
-    assert box.look(1, wants={"qwen": Wants(1, box.now)}).at == (State.RESIDENT, "qwen", "")
+    assert box.look(1, wants={"qwen": Backlog(1, box.now)}).at == (State.RESIDENT, "qwen", "")
     assert box.look(1, in_flight={"qwen": 1}).at[0] is State.RESIDENT
     assert box.look(1799).at[0] is State.RESIDENT
     assert box.look(1).look(4).ordered == [(Task.STOP, "qwen")]
@@ -178,10 +178,10 @@ def test_an_idle_box_goes_home_unless_somebody_comes() -> None:
 def test_after_a_swap_what_was_queued_goes_first_though_the_other_queue_is_overdue() -> None:
     """Age alone livelocks: the box would swap back at once, and serve nobody."""
     box = Script(Box(State.CHECKING, 900.0, backend="qwen", number=3)).done()
-    both = {"qwen": Wants(3, 400.0), "gemma": Wants(9, 100.0)}
+    both = {"qwen": Backlog(3, 400.0), "gemma": Backlog(9, 100.0)}
     assert box.look(2000, wants=both).at[0] is State.RESIDENT
     assert outlook(RULES, box.box, both, box.now).held_by_batch
-    later = {"qwen": Wants(3, 1000.5), "gemma": Wants(9, 100.0)}
+    later = {"qwen": Backlog(3, 1000.5), "gemma": Backlog(9, 100.0)}
     assert box.look(1, wants=later).at == (State.DRAINING, "qwen", "gemma")
 
 
@@ -191,8 +191,8 @@ def test_after_a_swap_what_was_queued_goes_first_though_the_other_queue_is_overd
 def test_a_report_of_an_earlier_order_changes_nothing() -> None:
     box = gemma_resident().look(wants=QWEN_WANTED).look(wants=QWEN_WANTED)
     before = box.box
-    assert box.on(Done(before.number - 1)).box is before
-    assert box.on(Found(before.number - 1, frozenset())).box is before
+    assert box.on(TaskEnded(before.number - 1)).box is before
+    assert box.on(Inspected(before.number - 1, frozenset())).box is before
 
 
 def test_a_command_that_fails_is_tried_again_twice() -> None:
@@ -230,7 +230,7 @@ def gemma_is_booted_instead(box: Script) -> None:
     assert objection(box.box, "qwen") is not None
     assert box.done().look(300, ready=frozenset({"gemma"})).done().at == (State.RESIDENT, "gemma", "")
     # However much it is wanted, a backend in quarantine is not started.
-    assert box.look(5000, wants={"qwen": Wants(99, 0.0)}).at[0] is State.RESIDENT
+    assert box.look(5000, wants={"qwen": Backlog(99, 0.0)}).at[0] is State.RESIDENT
 
 
 def test_a_boot_beyond_its_budget_is_not_tried_again() -> None:
@@ -363,16 +363,16 @@ def test_models_that_somebody_changed_by_hand_are_taken_as_they_are() -> None:
     ],
 )
 def test_a_new_owner_goes_on_where_the_last_one_was(box: Box, ordered: list[tuple[Task, str]]) -> None:
-    assert Script(box).on(TookOver()).ordered == ordered
+    assert Script(box).on(OwnershipTaken()).ordered == ordered
 
 
 def test_a_model_that_nobody_has_watched_is_asked_before_it_is_trusted_again() -> None:
-    box = gemma_resident().on(TookOver(is_first=True))
+    box = gemma_resident().on(OwnershipTaken(is_first=True))
     assert box.ordered == [(Task.INSPECT, "")]
     assert box.found("gemma").ordered == [(Task.CHECK, "gemma")]
     assert box.done("it said '!!'").at == (State.DRAINING, "gemma", "qwen")
     # The machine was off, too: that is no fault of the model's.
-    box = gemma_resident().on(TookOver(is_first=True)).found()
+    box = gemma_resident().on(OwnershipTaken(is_first=True)).found()
     assert box.ordered == [(Task.STOP, "qwen")]
     assert box.done().ordered == [(Task.START, "gemma")]
     assert box.box.restarts == {}
@@ -381,20 +381,20 @@ def test_a_model_that_nobody_has_watched_is_asked_before_it_is_trusted_again() -
 def test_who_restarts_the_gateway_gives_a_backend_in_quarantine_another_chance() -> None:
     quarantine = {"qwen": Quarantine("canary failed", 500.0), "gemma": Quarantine("canary failed", 900.0)}
     failed = Box(State.FAILED, 900.0, "all in quarantine", quarantine=quarantine)
-    kept = Script(failed).on(TookOver(started_at=400.0))
+    kept = Script(failed).on(OwnershipTaken(started_at=400.0))
     assert (kept.at[0], set(kept.box.quarantine)) == (State.FAILED, {"gemma", "qwen"})
-    later = Script(failed).on(TookOver(started_at=950.0))
+    later = Script(failed).on(OwnershipTaken(started_at=950.0))
     assert (later.box.quarantine, later.ordered) == ({}, [(Task.INSPECT, "")])
     assert later.found().ordered == [(Task.STOP, "qwen")]
     resident = Box(State.RESIDENT, 600.0, backend="gemma", quarantine={"qwen": quarantine["qwen"]})
-    assert Script(resident).on(TookOver(started_at=600.0)).box.quarantine == {}
+    assert Script(resident).on(OwnershipTaken(started_at=600.0)).box.quarantine == {}
 
 
 def test_another_chance_begins_with_the_canary_though_the_box_drains() -> None:
     box = booting_qwen().look(300, ready=frozenset({"qwen"})).done("it said '!!'")
     assert box.at == (State.DRAINING, "qwen", "gemma")
     # Nobody waits for gemma, so nothing speaks against calling the swap off.
-    assert box.on(TookOver(started_at=box.now + 1), 2).ordered == [(Task.INSPECT, "")]
+    assert box.on(OwnershipTaken(started_at=box.now + 1), 2).ordered == [(Task.INSPECT, "")]
     assert box.look(1).at[0] is State.UNKNOWN
     assert box.found("qwen").ordered == [(Task.CHECK, "qwen")]
     box.done("it said '!!'")
@@ -414,7 +414,7 @@ def test_another_chance_begins_with_the_canary_though_the_box_drains() -> None:
     ],
 )
 def test_a_box_left_by_another_configuration_is_looked_at_anew(left: Box) -> None:
-    box = Script(left).on(TookOver())
+    box = Script(left).on(OwnershipTaken())
     assert (box.at, box.ordered) == ((State.UNKNOWN, "", ""), [(Task.INSPECT, "")])
     assert box.box.reason == "phi is no longer a backend of this box"
     assert box.found("gemma").ordered == [(Task.CHECK, "gemma")]
@@ -443,7 +443,7 @@ def test_a_model_that_is_still_in_serves_while_nobody_hears_of_the_owner() -> No
 
 
 def test_restarts_that_another_process_counted_are_not_compared_with_ones_own() -> None:
-    box = gemma_resident(known_restarts={"gemma": 3}).on(TookOver()).look(restarts={"gemma": 5})
+    box = gemma_resident(known_restarts={"gemma": 3}).on(OwnershipTaken()).look(restarts={"gemma": 5})
     assert box.at[0] is State.RESIDENT
     assert box.look(1, restarts={"gemma": 6}).at[0] is State.CHECKING
 
@@ -517,7 +517,7 @@ def test_when_something_brings_a_model_in(box: Box, plan: Plan, expected: float 
 
 
 def test_the_outlook_is_what_is_under_way_or_what_the_policy_plans() -> None:
-    waits = {"qwen": Wants(1, 900.0)}
+    waits = {"qwen": Backlog(1, 900.0)}
     resident = gemma_resident().box
     assert outlook(RULES, resident, waits, 1000.0).at == 1500.0
     draining = replace(resident, state=State.DRAINING, since=990.0, target="qwen", cause=Cause.AGE)

@@ -5,7 +5,7 @@ import pytest
 from gateway.core.box import Box, State
 from gateway.core.box_demand import stored_wants
 from gateway.core.jobs import Lane
-from gateway.core.swap_policy import Wants
+from gateway.core.swap_policy import Backlog
 from gateway.core.values import Backend, Capacity, KneeStep, ModelPolicy, Policy, Pool, TrafficClass
 
 CAPACITY = Capacity(32_768, (KneeStep(None, 4),))
@@ -45,8 +45,8 @@ def lane(name: str, queued: int = 12, oldest_s: float | None = 40.0) -> Lane:
     return Lane(f"org/m/{name}", queued, 2, oldest_s=oldest_s)
 
 
-TWELVE = Wants(12, NOW - 40)
-NOTHING = Wants()
+TWELVE = Backlog(12, NOW - 40)
+NOTHING = Backlog()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ NOTHING = Wants()
         pytest.param("gone", QWEN_IN, NOTHING, NOTHING, id="a-class-of-an-older-configuration"),
     ],
 )
-def test_whom_a_lane_waits_for(name: str, box: Box, gemma: Wants, qwen: Wants) -> None:
+def test_whom_a_lane_waits_for(name: str, box: Box, gemma: Backlog, qwen: Backlog) -> None:
     found = stored_wants([lane(name)], POLICY, box, ("gemma", "qwen"), NOW)
     assert found == {"gemma": gemma, "qwen": qwen}
 
@@ -74,4 +74,4 @@ def test_whom_a_lane_waits_for(name: str, box: Box, gemma: Wants, qwen: Wants) -
 def test_lanes_add_up_and_those_without_a_queue_say_nothing() -> None:
     lanes = [lane("gemma", 3, 100.0), lane("gemma-first", 2, 7.0), lane("qwen", 0, None)]
     found = stored_wants(lanes, POLICY, GEMMA_IN, ("gemma", "qwen"), NOW)
-    assert found == {"gemma": Wants(5, NOW - 100), "qwen": NOTHING}
+    assert found == {"gemma": Backlog(5, NOW - 100), "qwen": NOTHING}

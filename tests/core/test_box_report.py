@@ -4,7 +4,7 @@ import pytest
 
 from gateway.core.box import Box, Quarantine, State
 from gateway.core.box_report import note, read, read_note, written
-from gateway.core.swap_policy import Cause, Wants
+from gateway.core.swap_policy import Backlog, Cause
 
 BOX = Box(
     state=State.STOPPING,
@@ -62,8 +62,8 @@ def test_a_field_that_another_version_lacks_is_no_report() -> None:
 
 
 def test_what_waits_is_told_as_ages() -> None:
-    told = note({"gemma": Wants(2, 990.0), "qwen": Wants()}, 1000.0)
-    assert read_note(told, 50.0) == {"gemma": Wants(2, 40.0)}
+    told = note({"gemma": Backlog(2, 990.0), "qwen": Backlog()}, 1000.0)
+    assert read_note(told, 50.0) == {"gemma": Backlog(2, 40.0)}
 
 
 @pytest.mark.parametrize(

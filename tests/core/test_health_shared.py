@@ -7,12 +7,12 @@ import pytest
 from gateway.core.health import (
     Attempt,
     BackendStatus,
-    Elsewhere,
     EngineSample,
     Event,
     HealthRules,
-    Heard,
     Outcome,
+    PeerAttempts,
+    PeerVerdict,
     ProbeFailed,
     ProbeFault,
     ProbeOk,
@@ -37,8 +37,8 @@ U, B, P, D = "up", "booting", "probation", "draining"
 X, H, Q = "ejected", "hung", "unknown"
 
 
-def says(what: Verdict = OUT, *, by: str = "other", **changes: float) -> Heard:
-    return Heard(by, replace(what, **changes))  # type: ignore[arg-type]
+def says(what: Verdict = OUT, *, by: str = "other", **changes: float) -> PeerVerdict:
+    return PeerVerdict(by, replace(what, **changes))  # type: ignore[arg-type]
 
 
 def sample(tokens: float, start: float = 1e9) -> Sample:
@@ -93,27 +93,27 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
     ),
     "stopping-is-more-than-being-out": ([(0, OK), (1, says()), (2, says(STOPS, number=2))], [U, X, D]),
     "being-out-is-less-than-stopping": ([(0, OK), (1, says(STOPS)), (2, says(number=2))], [U, D, D]),
-    "failures-here-and-there-add-up": ([(0, OK), (1, FAILED), (2, Elsewhere(0, 2))], [U, U, X]),
-    "and-in-the-other-order": ([(0, OK), (1, Elsewhere(0, 2)), (2, FAILED)], [U, U, X]),
+    "failures-here-and-there-add-up": ([(0, OK), (1, FAILED), (2, PeerAttempts(0, 2))], [U, U, X]),
+    "and-in-the-other-order": ([(0, OK), (1, PeerAttempts(0, 2)), (2, FAILED)], [U, U, X]),
     "successes-there-forgive-failures-here": (
-        [(0, OK), (1, FAILED), (1, FAILED), (2, Elsewhere(1, 0)), (3, FAILED), (4, FAILED)],
+        [(0, OK), (1, FAILED), (1, FAILED), (2, PeerAttempts(1, 0)), (3, FAILED), (4, FAILED)],
         [U, U, U, U, U, X],
     ),
-    "failures-among-successes-are-forgiven": ([(0, OK), *[(1.0, Elsewhere(90, 3))] * 3], [U] * 4),
+    "failures-among-successes-are-forgiven": ([(0, OK), *[(1.0, PeerAttempts(90, 3))] * 3], [U] * 4),
     "failures-a-minute-apart-do-not-add-up": (
-        [(0, OK), (1, Elsewhere(0, 2)), (62, FAILED), (63, FAILED), (64, FAILED)],
+        [(0, OK), (1, PeerAttempts(0, 2)), (62, FAILED), (63, FAILED), (64, FAILED)],
         [U, U, U, U, X],
     ),
     "successes-there-end-probation-here": (
-        [(0, OK), (1, REFUSED), (2, OK), (3, SERVED), (4, Elsewhere(2, 0))],
+        [(0, OK), (1, REFUSED), (2, OK), (3, SERVED), (4, PeerAttempts(2, 0))],
         [U, B, P, P, U],
     ),
     "success-with-failure-does-not": (
-        [(0, OK), (1, REFUSED), (2, OK), (3, Elsewhere(9, 1)), (4, Elsewhere(0, 0))],
+        [(0, OK), (1, REFUSED), (2, OK), (3, PeerAttempts(9, 1)), (4, PeerAttempts(0, 0))],
         [U, B, P, P, P],
     ),
     "what-is-out-is-not-judged-by-what-was-in-flight": (
-        [(0, OK), (1, says()), (2, Elsewhere(0, 9)), (6, OK)],
+        [(0, OK), (1, says()), (2, PeerAttempts(0, 9)), (6, OK)],
         [U, X, X, P],
     ),
 }
@@ -151,7 +151,7 @@ TOLD: dict[str, tuple[list[tuple[float, Event]], Verdict | None]] = {
         Verdict(2, State.EJECTED, "failed in probation: failed: status 500; out for 10 s", 10, 2),
     ),
     "failures-that-added-up": (
-        [(0, OK), (1, FAILED), (1, Elsewhere(0, 2))],
+        [(0, OK), (1, FAILED), (1, PeerAttempts(0, 2))],
         Verdict(
             1, State.EJECTED, "3 requests failed, some of them through other gateways; out for 5 s", 5, 1
         ),
@@ -189,8 +189,8 @@ def test_two_gateways_that_tell_each_other_everything_come_to_rest() -> None:
         told.append((of_here is not None, of_there is not None))
         for of, by in ((of_here, "here"), (of_there, "there")):
             if of is not None:
-                here = advance(here, Heard(by, of), now, RULES) if by == "there" else here
-                there = advance(there, Heard(by, of), now, RULES) if by == "here" else there
+                here = advance(here, PeerVerdict(by, of), now, RULES) if by == "there" else here
+                there = advance(there, PeerVerdict(by, of), now, RULES) if by == "here" else there
         here, there = advance(here, OK, now, RULES), advance(there, OK, now, RULES)
 
     assert told == [(True, False)] * 5 + [(False, False)] * 24
@@ -221,7 +221,7 @@ def test_only_requests_that_other_gateways_cannot_judge_by_themselves_are_counte
         (1, SERVED),
         *[(1.0, Attempt(outcome)) for outcome in (Outcome.REJECTED, Outcome.BUSY, Outcome.CANCELLED)],
         (1, Attempt(Outcome.UNREACHABLE)),
-        (1, Elsewhere(50, 1)),
+        (1, PeerAttempts(50, 1)),
     )[-1]
 
     assert (status.served, status.failed) == (2, 2)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gateway.core.errors import InvalidRequest
-from gateway.core.idempotency import KEY_CHARS_MAX, KeptAnswer, Promise, fingerprint, read_key
+from gateway.core.idempotency import KEY_CHARS_MAX, IdempotencyClaim, StoredAnswer, fingerprint, read_key
 
 UUID = "8e03978e-40d5-43dd-bc93-6894a57f9324"
 
@@ -55,7 +55,7 @@ def test_what_is_no_key_is_refused(written: str) -> None:
 
 
 def test_a_promise_is_of_one_route_and_key() -> None:
-    one = Promise("team", "/v1/chat/completions", "k", "f", "req-1")
+    one = IdempotencyClaim("team", "/v1/chat/completions", "k", "f", "req-1")
 
     assert one.id == replace(one, fingerprint="g", runner="req-2", owner="other").id
     assert len({one.id, replace(one, key="l").id, replace(one, route="/v1/completions").id}) == 3
@@ -68,8 +68,8 @@ def test_bodies_are_told_apart_byte_by_byte() -> None:
 
 
 def test_an_answer_comes_out_as_it_went_in() -> None:
-    answer = KeptAnswer(200, [(b"content-type", b"text/plain"), (b"x-a", b"\xe9")], b"one\ntwo\n\x00\xff")
+    answer = StoredAnswer(200, [(b"content-type", b"text/plain"), (b"x-a", b"\xe9")], b"one\ntwo\n\x00\xff")
 
-    assert KeptAnswer.decoded(answer.encoded()) == answer
-    empty = KeptAnswer(204, [], b"")
-    assert KeptAnswer.decoded(empty.encoded()) == empty
+    assert StoredAnswer.decoded(answer.encoded()) == answer
+    empty = StoredAnswer(204, [], b"")
+    assert StoredAnswer.decoded(empty.encoded()) == empty

@@ -17,10 +17,10 @@ from gateway.core.knee_estimate import (
     STEPS_MIN,
     ClassShape,
     Confidence,
-    Doubt,
     KneeEstimate,
     LimitedBy,
     StepFit,
+    Uncertainty,
     estimate,
 )
 from gateway.core.tpot_control import GapWindow
@@ -79,7 +79,7 @@ def test_steps_that_follow_the_formula_give_its_knee() -> None:
 
     # 10 prompt tokens per chunk; 1 % because a sequence of 100 chunks is in flight for 101 steps.
     assert found.seqs == pytest.approx(KNEE_RATIO * 0.0125 / (0.00125 + 0.0015) * 1.01)
-    assert (found.confidence, found.doubt) == (Confidence.HIGH, Doubt.NONE)
+    assert (found.confidence, found.doubt) == (Confidence.HIGH, Uncertainty.NONE)
     assert found.limited_by is LimitedBy.COMPUTE
     assert found.error < 0.001
 
@@ -100,7 +100,7 @@ def test_an_estimate_never_exceeds_the_slots_and_is_a_number_or_unknown(
     if found.seqs is not None:
         assert 0 < found.seqs <= slots + 1
     if found.confidence is not Confidence.HIGH:
-        assert found.doubt is not Doubt.NONE
+        assert found.doubt is not Uncertainty.NONE
 
 
 def test_blocks_clip_the_estimate() -> None:
@@ -153,16 +153,16 @@ def test_windows_with_much_hidden_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("fit", "shape", "doubt"),
     [
-        (StepFit(), SHAPE, Doubt.FEW_WINDOWS),
-        (linear(0.0125, 0.00125, 0.00015, count=25), SHAPE, Doubt.FEW_WINDOWS),
-        (linear(0.0125, 0.00125, 0.00015), ClassShape(), Doubt.NO_STREAMS),
-        (linear(0.0125, -0.00025, 0.0), SHAPE, Doubt.NO_LINE),
-        (linear(0.0125, 0.00125, 0.00015, count=40, noise=0.3), SHAPE, Doubt.NOISY),
-        (linear(0.0125, 0.0001, 0.00001), SHAPE, Doubt.OUT_OF_REACH),
+        (StepFit(), SHAPE, Uncertainty.FEW_WINDOWS),
+        (linear(0.0125, 0.00125, 0.00015, count=25), SHAPE, Uncertainty.FEW_WINDOWS),
+        (linear(0.0125, 0.00125, 0.00015), ClassShape(), Uncertainty.NO_STREAMS),
+        (linear(0.0125, -0.00025, 0.0), SHAPE, Uncertainty.NO_LINE),
+        (linear(0.0125, 0.00125, 0.00015, count=40, noise=0.3), SHAPE, Uncertainty.NOISY),
+        (linear(0.0125, 0.0001, 0.00001), SHAPE, Uncertainty.OUT_OF_REACH),
     ],
     ids=["nothing", "too-early", "no-stream-of-that-class", "falling", "scatter", "flat"],
 )
-def test_it_says_why_there_is_no_figure(fit: StepFit, shape: ClassShape, doubt: Doubt) -> None:
+def test_it_says_why_there_is_no_figure(fit: StepFit, shape: ClassShape, doubt: Uncertainty) -> None:
     found = estimate(fit, shape)
 
     assert (found.seqs, found.confidence, found.doubt) == (None, Confidence.UNKNOWN, doubt)
@@ -174,7 +174,7 @@ def test_a_batch_that_never_changes_tells_nothing() -> None:
         batch, prompt = dice.uniform(38, 42), dice.randint(0, 400)
         fit = fit.with_window(window(batch, prompt, 0.01 + 0.001 * batch + 0.00015 * prompt))
 
-    assert estimate(fit, SHAPE).doubt is Doubt.NO_SPREAD
+    assert estimate(fit, SHAPE).doubt is Uncertainty.NO_SPREAD
 
 
 def test_prompts_that_cost_more_in_a_large_batch_are_a_bend() -> None:
@@ -184,7 +184,7 @@ def test_prompts_that_cost_more_in_a_large_batch_are_a_bend() -> None:
         step_s = max(0.06, 0.001 * batch + 0.00015 * prompt) * (1 + dice.gauss(0, 0.01))
         fit = fit.with_window(window(batch, prompt, step_s))
 
-    assert estimate(fit, SHAPE).doubt is Doubt.BENT
+    assert estimate(fit, SHAPE).doubt is Uncertainty.BENT
 
 
 numbers = st.floats(0, 1e6, allow_nan=False)
@@ -257,7 +257,7 @@ def test_a_full_server_gives_no_figure(name: str) -> None:
     found = found_by(name, None, 1, 10)
 
     assert found.seqs is None
-    assert found.doubt in (Doubt.NO_SPREAD, Doubt.FEW_WINDOWS)
+    assert found.doubt in (Uncertainty.NO_SPREAD, Uncertainty.FEW_WINDOWS)
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.core.recent import FLOW_SLICES, SLICE_S, SLICES, SPAN_SLICES, Flow, Recent, Spread
+from gateway.core.recent import FLOW_SLICES, SLICE_S, SLICES, SPAN_SLICES, DurationHistogram, Flow, Recent
 from gateway.core.usage import Ending, RequestRecord, Usage
 from gateway.core.values import CountMode, Decision, Demand, Estimate, Ranking
 
@@ -49,7 +49,7 @@ def record(
 def test_a_quantile_is_off_by_half_a_bin_at_most(scale: float) -> None:
     dice = random.Random(1)
     values = sorted(scale * dice.lognormvariate(0, 1) for _ in range(2001))
-    spread = Spread()
+    spread = DurationHistogram()
     for value in values:
         spread.add(value)
 
@@ -59,7 +59,7 @@ def test_a_quantile_is_off_by_half_a_bin_at_most(scale: float) -> None:
 
 
 def test_there_are_few_bins_whatever_comes() -> None:
-    spread = Spread()
+    spread = DurationHistogram()
     for power in range(-40, 40):
         for step in range(50):
             spread.add(2.0**power * (1 + step / 50))
@@ -67,7 +67,7 @@ def test_there_are_few_bins_whatever_comes() -> None:
 
     assert len(spread._bins) <= 241
     assert spread.count == 4001
-    assert Spread().quantiles((0.5,)) is None
+    assert DurationHistogram().quantiles((0.5,)) is None
 
 
 def test_a_point_speaks_for_the_last_slices() -> None:

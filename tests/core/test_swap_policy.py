@@ -3,14 +3,14 @@ from collections.abc import Mapping
 import pytest
 
 from gateway.core.swap_policy import (
+    Backlog,
     Cause,
     Plan,
     Residency,
     SwapRules,
     Trigger,
-    Wants,
-    is_called_off,
     plan,
+    should_cancel,
 )
 
 RULES = SwapRules(
@@ -22,11 +22,11 @@ RULES = SwapRules(
 NOW = 10_000.0
 
 
-def gemma_in(since: float = 5_000.0, idle_since: float = NOW, **wants: Wants) -> Residency:
+def gemma_in(since: float = 5_000.0, idle_since: float = NOW, **wants: Backlog) -> Residency:
     return Residency("gemma", since, since, idle_since, wants)
 
 
-def qwen_in(since: float = 5_000.0, idle_since: float = NOW, **wants: Wants) -> Residency:
+def qwen_in(since: float = 5_000.0, idle_since: float = NOW, **wants: Backlog) -> Residency:
     return Residency("qwen", since, since, idle_since, wants)
 
 
@@ -34,36 +34,38 @@ def qwen_in(since: float = 5_000.0, idle_since: float = NOW, **wants: Wants) -> 
     ("here", "expected"),
     [
         pytest.param(gemma_in(), Plan(), id="nobody-waits"),
-        pytest.param(gemma_in(gemma=Wants(9, NOW - 9)), Plan(), id="only-the-resident-is-wanted"),
+        pytest.param(gemma_in(gemma=Backlog(9, NOW - 9)), Plan(), id="only-the-resident-is-wanted"),
         pytest.param(
-            gemma_in(qwen=Wants(5, NOW - 100)), Plan(Cause.AGE, "qwen", NOW + 500), id="too-few-yet"
+            gemma_in(qwen=Backlog(5, NOW - 100)), Plan(Cause.AGE, "qwen", NOW + 500), id="too-few-yet"
         ),
-        pytest.param(gemma_in(qwen=Wants(6, NOW - 100)), Plan(Cause.JOBS, "qwen", NOW), id="enough-wait"),
+        pytest.param(gemma_in(qwen=Backlog(6, NOW - 100)), Plan(Cause.JOBS, "qwen", NOW), id="enough-wait"),
         pytest.param(
-            gemma_in(qwen=Wants(1, NOW - 600)), Plan(Cause.AGE, "qwen", NOW), id="one-has-waited-long-enough"
+            gemma_in(qwen=Backlog(1, NOW - 600)),
+            Plan(Cause.AGE, "qwen", NOW),
+            id="one-has-waited-long-enough",
         ),
         pytest.param(
-            gemma_in(NOW - 100, qwen=Wants(9, NOW - 700)),
+            gemma_in(NOW - 100, qwen=Backlog(9, NOW - 700)),
             Plan(Cause.JOBS, "qwen", NOW + 200),
             id="it-came-in-a-moment-ago",
         ),
         pytest.param(
-            gemma_in(NOW - 1000, gemma=Wants(1, NOW - 1001), qwen=Wants(9, NOW - 900)),
+            gemma_in(NOW - 1000, gemma=Backlog(1, NOW - 1001), qwen=Backlog(9, NOW - 900)),
             Plan(Cause.JOBS, "qwen", None, held_by_batch=True),
             id="what-was-queued-when-it-came-in-goes-first",
         ),
         pytest.param(
-            gemma_in(NOW - 1000, gemma=Wants(9, NOW - 999), qwen=Wants(9, NOW - 900)),
+            gemma_in(NOW - 1000, gemma=Backlog(9, NOW - 999), qwen=Backlog(9, NOW - 900)),
             Plan(Cause.JOBS, "qwen", NOW - 300),
             id="what-came-later-waits",
         ),
         pytest.param(
-            gemma_in(qwen=Wants(6, NOW - 300), phi=Wants(1, NOW - 500)),
+            gemma_in(qwen=Backlog(6, NOW - 300), phi=Backlog(1, NOW - 500)),
             Plan(Cause.AGE, "phi", NOW - 400),
             id="of-two-the-one-that-is-due-for-longest",
         ),
         pytest.param(
-            Residency("gemma", 0, 0, NOW, {"qwen": Wants(9, 0.0)}, frozenset({"qwen"})),
+            Residency("gemma", 0, 0, NOW, {"qwen": Backlog(9, 0.0)}, frozenset({"qwen"})),
             Plan(),
             id="one-in-quarantine-is-not-wanted",
         ),
@@ -72,7 +74,7 @@ def qwen_in(since: float = 5_000.0, idle_since: float = NOW, **wants: Wants) -> 
             qwen_in(idle_since=NOW - 100), Plan(Cause.IDLE, "gemma", NOW + 1700), id="idle-not-at-home"
         ),
         pytest.param(
-            qwen_in(idle_since=0.0, qwen=Wants(1, NOW - 1)), Plan(), id="not-idle-while-something-waits"
+            qwen_in(idle_since=0.0, qwen=Backlog(1, NOW - 1)), Plan(), id="not-idle-while-something-waits"
         ),
         pytest.param(
             Residency("qwen", 0, 0, 0, {}, frozenset({"gemma"})), Plan(), id="no-way-home-in-quarantine"
@@ -93,41 +95,41 @@ def test_a_plan_is_due_at_its_time_and_not_while_the_batch_holds_it() -> None:
 @pytest.mark.parametrize(
     ("cause", "wants", "expected"),
     [
-        pytest.param(Cause.JOBS, {"qwen": Wants(6, NOW - 100)}, False, id="nobody-waits-here"),
+        pytest.param(Cause.JOBS, {"qwen": Backlog(6, NOW - 100)}, False, id="nobody-waits-here"),
         pytest.param(Cause.JOBS, {}, True, id="nobody-wants-the-other-any-more"),
         pytest.param(Cause.IDLE, {}, False, id="home-though-nobody-is-there"),
-        pytest.param(Cause.IDLE, {"qwen": Wants(1, NOW)}, True, id="idle-no-more"),
+        pytest.param(Cause.IDLE, {"qwen": Backlog(1, NOW)}, True, id="idle-no-more"),
         pytest.param(
             Cause.JOBS,
-            {"qwen": Wants(6, NOW - 100), "gemma": Wants(3, NOW - 1499)},
+            {"qwen": Backlog(6, NOW - 100), "gemma": Backlog(3, NOW - 1499)},
             False,
             id="too-little-waits-here",
         ),
         pytest.param(
             Cause.JOBS,
-            {"qwen": Wants(6, NOW - 1199), "gemma": Wants(4, NOW)},
+            {"qwen": Backlog(6, NOW - 1199), "gemma": Backlog(4, NOW)},
             True,
             id="enough-waits-here-to-swap-back",
         ),
         pytest.param(
             Cause.JOBS,
-            {"qwen": Wants(6, NOW - 1199), "gemma": Wants(1, NOW - 1500)},
+            {"qwen": Backlog(6, NOW - 1199), "gemma": Backlog(1, NOW - 1500)},
             True,
             id="one-waits-here-for-long-enough-to-swap-back",
         ),
         pytest.param(
             Cause.AGE,
-            {"qwen": Wants(1, NOW - 1200), "gemma": Wants(9, 0.0)},
+            {"qwen": Backlog(1, NOW - 1200), "gemma": Backlog(9, 0.0)},
             False,
             id="the-other-has-waited-twice-its-time",
         ),
     ],
 )
 def test_when_a_swap_that_drains_is_called_off(
-    cause: Cause, wants: Mapping[str, Wants], expected: bool
+    cause: Cause, wants: Mapping[str, Backlog], expected: bool
 ) -> None:
     here, target = ("qwen", "gemma") if cause is Cause.IDLE else ("gemma", "qwen")
-    assert is_called_off(RULES, Residency(here, 0, 0, NOW, wants), Plan(cause, target, NOW), NOW) is expected
+    assert should_cancel(RULES, Residency(here, 0, 0, NOW, wants), Plan(cause, target, NOW), NOW) is expected
 
 
 @pytest.mark.parametrize(
@@ -141,12 +143,12 @@ def test_when_a_swap_that_drains_is_called_off(
 def test_what_of_the_batch_turns_up_late_calls_a_swap_off(
     gemma_at: float, qwen_at: float, expected: bool
 ) -> None:
-    wants = {"qwen": Wants(6, qwen_at), "gemma": Wants(1, gemma_at)}
+    wants = {"qwen": Backlog(6, qwen_at), "gemma": Backlog(1, gemma_at)}
     here = Residency("gemma", 0, NOW - 500, NOW, wants)
-    assert is_called_off(RULES, here, Plan(Cause.JOBS, "qwen", NOW), NOW) is expected
+    assert should_cancel(RULES, here, Plan(Cause.JOBS, "qwen", NOW), NOW) is expected
 
 
 def test_what_waits_in_two_places_adds_up() -> None:
-    assert Wants(2, 5.0) + Wants(1, 3.0) == Wants(3, 3.0)
-    assert Wants() + Wants(1, 3.0) == Wants(1, 3.0)
-    assert Wants() + Wants() == Wants()
+    assert Backlog(2, 5.0) + Backlog(1, 3.0) == Backlog(3, 3.0)
+    assert Backlog() + Backlog(1, 3.0) == Backlog(1, 3.0)
+    assert Backlog() + Backlog() == Backlog()

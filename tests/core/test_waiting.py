@@ -10,7 +10,7 @@ import pytest
 from gateway.core import admission, selection
 from gateway.core.health import BackendStatus, State
 from gateway.core.selection import BackendView
-from gateway.core.swap_policy import Wants
+from gateway.core.swap_policy import Backlog
 from gateway.core.values import (
     Backend,
     Capacity,
@@ -135,7 +135,7 @@ def test_who_comes_to_an_idle_fleet_starts_at_once() -> None:
     assert site.enter("a") is None
     assert site.start() == ["a"]
     assert len(site.line) == 0
-    assert site.turn().look_again_at is None
+    assert site.turn().next_turn_at is None
 
 
 def at_once(site: Site, name: str, now: float = 0.0, **fields: object) -> bool:
@@ -236,7 +236,7 @@ def test_who_comes_to_a_full_fleet_waits_until_something_ends() -> None:
 
     site.enter("b", 0.1)
     assert site.start(0.1) == []
-    assert site.turn(0.1).look_again_at == pytest.approx(0.1 + 1.2)
+    assert site.turn(0.1).next_turn_at == pytest.approx(0.1 + 1.2)
 
     site.end("a", 0.5)
     assert site.start(0.5) == ["b"]
@@ -829,7 +829,7 @@ def test_who_is_next_is_refused_as_soon_as_it_found_no_place() -> None:
 
     assert (refused.reason, refused.position) == (Reason.WAIT_TOO_LONG, 1)
     assert refused.expected_wait_s == pytest.approx(1000.0)
-    assert site.turn(10_500.0).look_again_at is None
+    assert site.turn(10_500.0).next_turn_at is None
 
 
 def test_who_is_next_is_sent_behind_as_soon_as_it_found_no_place() -> None:
@@ -881,7 +881,7 @@ def test_who_holds_a_place_and_is_refused_gives_it_to_the_next_at_once() -> None
     turn = site.turn(100.0)
 
     assert (list(turn.offers), [refused.id for refused in turn.refused]) == ([], ["big"])
-    assert turn.look_again_at == 100.0
+    assert turn.next_turn_at == 100.0
     assert site.start(100.0) == ["small"]
 
 
@@ -1109,7 +1109,7 @@ def test_a_place_that_was_gone_puts_the_request_back_first() -> None:
     paused = site.turn(0.21)
 
     assert list(paused.offers) == []
-    assert paused.look_again_at == pytest.approx(0.25)
+    assert paused.next_turn_at == pytest.approx(0.25)
     assert [offer.ticket.id for offer in site.turn(0.25).offers] == ["a", "b"]
 
 
@@ -1134,7 +1134,7 @@ def test_a_waiter_that_leaves_is_gone_at_once() -> None:
     site.line.leave("b")
 
     assert (len(site.line), site.line.waiting()) == (0, {("gemma", "chat"): 0})
-    assert site.turn(0.1).look_again_at is None
+    assert site.turn(0.1).next_turn_at is None
 
 
 def test_positions_count_what_would_start_before() -> None:
@@ -1227,7 +1227,7 @@ def test_what_waits_is_counted_for_each_backend_of_the_first_pool_that_could_tak
     image = Demand(seqs=1, prompt_tokens=10, total_tokens=20, images=1)
     site.enter("an-image", 0.0, traffic_class=CHAT, demand=image)
 
-    assert site.line.wants({"light", "push"}) == {"light": Wants(2, 1.0), "push": Wants()}
+    assert site.line.wants({"light", "push"}) == {"light": Backlog(2, 1.0), "push": Backlog()}
 
 
 def test_what_waited_in_the_store_or_on_another_try_is_as_old_as_that() -> None:
@@ -1235,7 +1235,7 @@ def test_what_waited_in_the_store_or_on_another_try_is_as_old_as_that() -> None:
     site.enter("a-job", 1000.0, traffic_class=CHAT, waited_s=400.0)
     site.enter("b", 900.0, traffic_class=CHAT)
 
-    assert site.line.wants({"light"}) == {"light": Wants(2, 600.0)}
+    assert site.line.wants({"light"}) == {"light": Backlog(2, 600.0)}
     patiently = replace(CHAT, waiting=patient(CHAT.waiting))
     site.enter("patient", 0.0, traffic_class=patiently)
     assert site.line.oldest_waits_s(1010.0) == {("gemma", "chat"): 410.0}
@@ -1347,5 +1347,5 @@ def test_nothing_is_kept_of_work_without_a_limit_that_has_left_while_somebody_el
     site.line.leave(name)
     del name
 
-    assert site.turn().look_again_at == PLAIN.waiting.max_wait_s
+    assert site.turn().next_turn_at == PLAIN.waiting.max_wait_s
     assert kept() is None

@@ -132,7 +132,7 @@ class Line(RuleBasedStateMachine):
         self.offered |= {offer.ticket.id for offer in turn.offers}
         self.is_quiet = True
         self.is_settled = not self.offers
-        self.look_at = turn.look_again_at
+        self.look_at = turn.next_turn_at
 
     @precondition(lambda self: self.offers)
     @rule(misses=st.booleans())

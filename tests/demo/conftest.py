@@ -8,10 +8,12 @@ import pytest
 
 from gateway.demo import prompts
 from gateway.demo.prompts import Ask, Kind
-from gateway.demo.reasons import Why
-from gateway.demo.story import BoxGauge, Exchange, Gauge, HandedOver, Stage, Story
+from gateway.demo.reasons import RouteReason
+from gateway.demo.story import BoxGauge, Exchange, Gauge, Stage, Story, SubmittedJob
 
-ANYTHING = Why("no other class matches", "light-0 ties with light-1, and is listed first", "no other class")
+ANYTHING = RouteReason(
+    "no other class matches", "light-0 ties with light-1, and is listed first", "no other class"
+)
 
 
 def answered(ask: Ask, at: float, **fields: Any) -> Exchange:
@@ -54,7 +56,7 @@ def _busy() -> Story:
         "tpu": Gauge("tpu", "booting", "connection refused; it has 600 s to boot", running=6, waiting=0),
     }
     story.box = BoxGauge("booting", "qwen", for_s=1.0, reason="3 wait" * 99, waiting={"spark": 0, "qwen": 3})
-    story.jobs = [HandedOver("resp_1"), HandedOver("resp_2", "completed")]
+    story.jobs = [SubmittedJob("resp_1"), SubmittedJob("resp_2", "completed")]
     document = Ask(Kind.DOCUMENT, {}, title="docstrings, 129 files of Python", about_tokens=190_000)
     too_long = Ask(Kind.TOO_LONG, {}, title="47 files", refusal="context_length_exceeded")
     _add(
@@ -73,7 +75,7 @@ def _busy() -> Story:
             request_id="req-2",
             traffic_class="long_document",
             prompt_tokens=295_512,
-            why=Why(
+            why=RouteReason(
                 "prompt 295,512 >= 16,000",
                 "push: needs 295,812 tokens, holds 262,144",
                 "too long for push",

@@ -805,7 +805,7 @@ async def test_a_caller_that_does_not_read_holds_its_backend_and_nothing_is_lost
     # On a busy machine its last chunk may come late behind [DONE], and its connection rest for long then,
     # until the caller has read what is left: it would be given up.
     monkeypatch.setattr("gateway.pipeline.attempt.END_OF_BODY_S", 30.0)
-    monkeypatch.setattr("gateway.upstream.ways.KEEPALIVE_S", 60.0)
+    monkeypatch.setattr("gateway.upstream.backend_clients.KEEPALIVE_S", 60.0)
     # By itself a kernel grows what it receives into, up to 32 MB where this was seen: more than there is.
     monkeypatch.setattr("gateway.tcp.KEEPALIVE", (FEW_RECEIVED,))
     flood = Flood()

@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 
-from gateway.downstream import half_characters
-from gateway.downstream.half_characters import LOOKS_MAX, mended
+from gateway.downstream import lone_surrogates
+from gateway.downstream.lone_surrogates import LOOKS_MAX, mended
 from gateway.downstream.long_texts import SLICE_BYTES
 
 PIECES = (rb"\ud83d", rb"\uDE00", rb"\\", rb"\"", b"ud83d", b"a", rb"\u0041")
@@ -14,7 +14,7 @@ PIECES = (rb"\ud83d", rb"\uDE00", rb"\\", rb"\"", b"ud83d", b"a", rb"\u0041")
 
 @pytest.mark.parametrize("slice_bytes", [7, SLICE_BYTES])
 def test_every_half_is_found_and_no_pair(monkeypatch: pytest.MonkeyPatch, slice_bytes: int) -> None:
-    monkeypatch.setattr(half_characters, "SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(lone_surrogates, "SLICE_BYTES", slice_bytes)
     for pieces in product(PIECES, repeat=4):
         body = b'{"k":"%b"}' % b"".join(pieces)
         text = json.loads(body)["k"]

@@ -13,7 +13,7 @@ import pytest
 from anyio.abc import SocketStream
 from litestar import Litestar, get
 
-from gateway.core.errors import NotYet
+from gateway.core.errors import StartupBlocked
 from gateway.downstream import guard, listener
 from gateway.downstream.listener import Listener, bind, url_of
 
@@ -201,7 +201,7 @@ def test_an_address_is_an_ip_or_a_name() -> None:
 
 
 def test_an_address_of_nobody_may_be_somebody_s_a_moment_later() -> None:
-    with pytest.raises(NotYet, match=r"cannot listen on 203\.0\.113\.1:1"):
+    with pytest.raises(StartupBlocked, match=r"cannot listen on 203\.0\.113\.1:1"):
         bind("203.0.113.1", 1)
 
 

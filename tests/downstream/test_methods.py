@@ -8,7 +8,7 @@ import pytest
 from litestar.types import Message, Receive, Scope, Send
 from support.front import KEY, Got, front
 
-from gateway.downstream.heads import Heads
+from gateway.downstream.head_requests import HeadAsGet
 
 
 def asking(method: str, path: str) -> bytes:
@@ -79,7 +79,7 @@ async def test_the_head_of_what_does_not_end_is_whole() -> None:
         sent.append(message)
 
     scope: Any = {"type": "http", "method": "HEAD"}
-    await Heads(endless)(scope, anyio.sleep_forever, collect)  # type: ignore[arg-type]
+    await HeadAsGet(endless)(scope, anyio.sleep_forever, collect)  # type: ignore[arg-type]
 
     assert sent[1:] == [{"type": "http.response.body", "body": b"", "more_body": False}]
 

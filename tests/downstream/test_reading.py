@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from gateway.downstream.reading import INLINE_BYTES, Readers
+from gateway.downstream.reading import INLINE_BYTES, BodyReaders
 
 TEXT = b"a river runs past an old mill " * 50_000
 
@@ -26,5 +26,5 @@ TEXT = b"a river runs past an old mill " * 50_000
     ids=["none", "short", "text", "long-text", "with-a-record", "items", "many-items", "together", "values"],
 )
 async def test_what_is_quickly_read_is_read_at_once(bodies: list[bytes], is_quick: bool) -> None:
-    read_by = await Readers().run(threading.get_ident, *bodies)
+    read_by = await BodyReaders().run(threading.get_ident, *bodies)
     assert (read_by == threading.get_ident()) is is_quick

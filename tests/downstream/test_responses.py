@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.downstream.responses import Kept
+from gateway.downstream.responses import StoredConversation
 
 
 def test_a_conversation_goes_on_with_all_but_calls_that_broke_off() -> None:
@@ -13,7 +13,7 @@ def test_a_conversation_goes_on_with_all_but_calls_that_broke_off() -> None:
 
     message = {"type": "message", "id": "cut", "status": "incomplete"}
     output = [call("completed"), message, call("incomplete")]
-    kept = Kept(
+    kept = StoredConversation(
         msgspec.Raw(msgspec.json.encode({"output": output})), context=[{"id": "a"}], input=[{"id": "b"}]
     )
 

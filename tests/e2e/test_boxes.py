@@ -38,7 +38,7 @@ class Boxed:
     machine: Box
 
     def box(self) -> Any:
-        return self.gateway.boxes.sights()["spark"].box
+        return self.gateway.boxes.snapshots()["spark"].box
 
     async def until(self, condition: Callable[[], bool], within_s: float = 40.0) -> None:
         with anyio.fail_after(within_s):
@@ -183,7 +183,7 @@ async def test_operators_see_what_decides_and_what_comes_next(tmp_path: Path) ->
     async with boxed(tmp_path) as site, httpx.AsyncClient(base_url=site.admin_url) as admin:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(site.ask, "qwen")
-            await site.until(lambda: bool(site.gateway.boxes.sights()["spark"].plan.target))
+            await site.until(lambda: bool(site.gateway.boxes.snapshots()["spark"].plan.target))
             spark = (await admin.get("/admin/boxes")).json()["spark"]
             page = (await admin.get("/metrics")).text
             backends = (await admin.get("/admin/backends")).json()
@@ -280,7 +280,7 @@ async def test_a_gateway_that_starts_without_its_store_uses_what_is_in_and_switc
     ):
         await site.resident("gemma")
         assert (await site.ask("gemma")).status_code == 200
-        assert not site.gateway.boxes.sights()["spark"].is_owner
+        assert not site.gateway.boxes.snapshots()["spark"].is_owner
 
 
 async def test_of_two_gateways_one_switches_and_both_serve(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ async def test_of_two_gateways_one_switches_and_both_serve(tmp_path: Path) -> No
         ]
         for site in sites:
             await site.resident("gemma")
-        owners = [site.gateway.boxes.sights()["spark"].is_owner for site in sites]
+        owners = [site.gateway.boxes.snapshots()["spark"].is_owner for site in sites]
         assert sorted(owners) == [False, True]
         other = sites[owners.index(False)]
 
@@ -342,7 +342,7 @@ async def test_another_gateway_ends_the_swap_that_one_has_begun(tmp_path: Path) 
             await one.until(lambda: one.box().state is State.BOOTING)
             stop.set()
         assert [answer.status_code for answer in answers] == [200]
-        assert two.gateway.boxes.sights()["spark"].is_owner
+        assert two.gateway.boxes.snapshots()["spark"].is_owner
         assert two.is_unharmed()
         assert len(machine.swaps) == 1
 
@@ -367,7 +367,7 @@ async def test_a_box_serves_on_without_its_store_and_swaps_when_it_is_back(tmp_p
 
             tasks.start_soon(ask)
             await site.until(
-                lambda: site.gateway.boxes.sights()["spark"].plan.is_due(site.gateway.clock.now())
+                lambda: site.gateway.boxes.snapshots()["spark"].plan.is_due(site.gateway.clock.now())
             )
             assert (await site.ask("gemma")).status_code == 200
             store.start()
@@ -428,8 +428,8 @@ async def test_jobs_that_wait_in_the_store_are_one_batch_and_one_swap(tmp_path: 
             await site.until(
                 lambda site=site: (
                     (  # type: ignore[misc]
-                        site.gateway.boxes.sights()["spark"].wants["qwen"].count,
-                        site.gateway.boxes.sights()["spark"].stored["qwen"].count,
+                        site.gateway.boxes.snapshots()["spark"].wants["qwen"].count,
+                        site.gateway.boxes.snapshots()["spark"].stored["qwen"].count,
                     )
                     == (4, 7)
                 )

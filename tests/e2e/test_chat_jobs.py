@@ -466,7 +466,7 @@ async def test_who_waits_for_a_stream_gets_comments_and_its_place(
     tmp_path: Path, store: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the raw socket: what the SDK does not show."""
-    monkeypatch.setattr("gateway.downstream.in_place.KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr("gateway.downstream.waiting_caller.KEEP_ALIVE_S", 0.2)
     waiting = {"keep_alive_after_s": 0.1}
     async with (
         chat_site(tmp_path, store, speed=20.0, waiting=waiting, jobs={"running_max": 1}) as running,

@@ -17,7 +17,7 @@ from support.processes import config, running
 from support.redis_server import RedisServer, binary, own_server
 from support.site import Site, simulated, site
 
-from gateway.core.idempotency import KeptAnswer, Promise, fingerprint
+from gateway.core.idempotency import IdempotencyClaim, StoredAnswer, fingerprint
 from gateway.simulator import Fault, FaultOrder, simulator
 
 HELLO: Any = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -116,7 +116,7 @@ async def test_a_repeat_gets_the_same_bytes(one: Site, path: str, stream: bool) 
     await one.eventually(lambda: served(one) == 2)
     records = {record.id: record for record in one.gateway.journal.recent()}
     assert records[again.headers["x-request-id"]].ending.value == "replayed"
-    assert one.gateway.applications._promises.recorded_bytes == 0
+    assert one.gateway.applications._idempotency.recorded_bytes == 0
 
 
 async def test_the_sdk_gets_the_same_objects(one: Site) -> None:
@@ -321,7 +321,7 @@ async def test_an_answer_that_is_too_long_runs_again(tmp_path: Path) -> None:
             assert not any("x-gateway-replayed" in answer.headers for answer in answers)
         assert (await post(running, "/v1/chat/completions", CHAT)).status_code == 200
         assert "x-gateway-replayed" in (await post(running, "/v1/chat/completions", CHAT)).headers
-        assert running.gateway.applications._promises.recorded_bytes == 0
+        assert running.gateway.applications._idempotency.recorded_bytes == 0
 
 
 async def test_what_a_key_owner_keeps_is_bounded(tmp_path: Path) -> None:
@@ -346,16 +346,16 @@ async def test_a_long_answer_is_replayed_whole_or_to_nobody(
     host, port = one.url.removeprefix("http://").split(":")
     body = json.dumps(CHAT, separators=(",", ":")).encode()
     long = b"x" * 16 * 1024 * 1024  # above what the system buffers
-    promise = Promise(None, "/v1/chat/completions", "k-1", fingerprint(body), "req-1")
-    await one.gateway.promises.store.begin(promise, 60.0)
-    await one.gateway.promises.store.keep(promise, KeptAnswer(200, [], long).encoded(), 60.0)
+    claim = IdempotencyClaim(None, "/v1/chat/completions", "k-1", fingerprint(body), "req-1")
+    await one.gateway.idempotency.store.begin(claim, 60.0)
+    await one.gateway.idempotency.store.keep(claim, StoredAnswer(200, [], long).encoded(), 60.0)
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         f"Idempotency-Key: k-1\r\nContent-Length: {len(body)}\r\n\r\n"
     )
 
     assert (await post(one, "/v1/chat/completions", CHAT)).content == long
-    monkeypatch.setattr("gateway.downstream.promises.CALLER_STALL_S", 0.2)
+    monkeypatch.setattr("gateway.downstream.idempotency.CALLER_STALL_S", 0.2)
     with socket.create_connection((host, int(port))) as caller:
         caller.sendall(head.encode() + body)
         await one.eventually(lambda: len(one.gateway.journal.recent()) == 2)

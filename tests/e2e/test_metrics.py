@@ -28,7 +28,7 @@ from gateway.core.values import Exclusion
 from gateway.core.webhooks import WebhookOutcome
 from gateway.store.fallback import Mode
 from gateway.telemetry.metrics import Timeliness
-from gateway.telemetry.tracing import Kept
+from gateway.telemetry.tracing import KeepReason
 
 ROOT = Path(__file__).parents[2]
 KEY = "sk-evil-but-known"
@@ -98,7 +98,7 @@ def sources(running: Site) -> dict[str, frozenset[str]]:
         ),
         "pool": frozenset(policy.pools) | {""},
         "prompt_tokens_max": frozenset(str(step) for step in steps) | {"+Inf"},
-        "reason": frozenset(Exclusion) | frozenset(Kept),
+        "reason": frozenset(Exclusion) | frozenset(KeepReason),
         "state": frozenset(State) | frozenset(BoxState),
         "status": frozenset(JobStatus),
         "timeliness": frozenset(Timeliness),

@@ -12,8 +12,8 @@ from support.site import FLEET, POLICY, Site, simulated, site
 
 from gateway import settings
 from gateway.replay import reading
+from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.comparing import Report, compare
-from gateway.replay.tried import Tried
 
 SECRET = "xyzzyquux"
 DOCUMENTS = (6_000, 9_000, 20_000)
@@ -87,14 +87,14 @@ async def traffic(gateway: Site) -> None:
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 400
 
 
-def tried(folder: Path, names: Mapping[str, str] = FLEET, **sections: Any) -> Tried:
+def tried(folder: Path, names: Mapping[str, str] = FLEET, **sections: Any) -> CandidatePolicy:
     path = folder / "tried.yaml"
     backends = {
         name: {"url": f"http://127.0.0.1:{port}", "profile": profile, **TWO_PLACES}
         for port, (name, profile) in enumerate(names.items(), 1)
     }
     path.write_text(yaml.safe_dump({**POLICY, "backends": backends, **sections}))
-    return Tried.of(settings.load(path, {}))
+    return CandidatePolicy.of(settings.load(path, {}))
 
 
 def moves(report: Report) -> dict[str, dict[tuple[str, str], int]]:

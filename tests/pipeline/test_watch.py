@@ -9,7 +9,7 @@ from support.world import DONE, HELLO, POLICY, ROLE, STOP, WHOLE, Caller, Script
 
 from gateway.core import admission
 from gateway.core.health import Outcome
-from gateway.core.knee_estimate import Doubt
+from gateway.core.knee_estimate import Uncertainty
 from gateway.core.tpot_control import DECIDE_S, WINDOW_S, Move
 from gateway.core.values import Demand, Load, Policy
 from gateway.core.waiting import Ticket
@@ -98,9 +98,9 @@ async def test_a_target_that_is_missed_takes_from_the_knee(world: World) -> None
     await full_backends(world, 0.6, DECIDE_S + 3 * WINDOW_S)
 
     assert world.pipeline.watch.share_max("light-0") == round(0.9 * admission.WHOLE)
-    sight = world.pipeline.watch.sights()["light-0"]
-    assert sight.tpot_target_s == 0.3
-    assert sight.control.tpot_s == pytest.approx(0.6, rel=0.05)
+    snapshot = world.pipeline.watch.snapshots()["light-0"]
+    assert snapshot.tpot_target_s == 0.3
+    assert snapshot.control.tpot_s == pytest.approx(0.6, rel=0.05)
     assert world.pipeline.watch.share_max("push") == admission.WHOLE
 
 
@@ -112,7 +112,7 @@ async def test_a_target_that_is_kept_takes_nothing(world: World, target_s: float
 
     def look_and_note() -> None:
         look()
-        seen.append(world.pipeline.watch.sights()["light-0"].control.move)
+        seen.append(world.pipeline.watch.snapshots()["light-0"].control.move)
 
     world.pipeline.watch.look = look_and_note  # type: ignore[method-assign]
 
@@ -235,9 +235,9 @@ async def test_what_other_gateways_run_fills_a_backend_too() -> None:
         tasks.cancel_scope.cancel()
 
     assert world.pipeline.watch.share_max("light-0") < admission.WHOLE
-    (estimate,) = world.pipeline.watch.sights()["light-0"].knees.values() or [None]
+    (estimate,) = world.pipeline.watch.snapshots()["light-0"].knees.values() or [None]
     assert estimate is not None
-    assert estimate.doubt is Doubt.HIDDEN
+    assert estimate.doubt is Uncertainty.HIDDEN
 
 
 async def lowered(world: World) -> int:
@@ -293,7 +293,7 @@ async def test_more_of_the_knee_found_elsewhere_wakes_who_waits(world: World) ->
 async def test_a_backend_that_left_the_policy_is_forgotten(world: World) -> None:
     world.answers(light_0=Script([ROLE + HELLO, STOP, DONE]))
     await world.run(world.request())
-    assert "light-0" in world.pipeline.watch.sights()
+    assert "light-0" in world.pipeline.watch.snapshots()
 
     world.policy = replace(
         world.policy,

@@ -10,7 +10,7 @@ from support.decisions import SITE, Configure, Logged, Written
 
 from gateway import settings
 from gateway.replay import reading
-from gateway.replay.tried import Tried
+from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.telemetry import decision_lines
 from gateway.telemetry.decision_lines import RequestLine
 
@@ -19,10 +19,10 @@ from gateway.telemetry.decision_lines import RequestLine
 def configured(tmp_path: Path) -> Configure:
     """Return a function that makes a policy of `SITE`, with these sections in place of its own."""
 
-    def configure(**sections: Any) -> Tried:
+    def configure(**sections: Any) -> CandidatePolicy:
         path = tmp_path / "tried.yaml"
         path.write_text(yaml.safe_dump({**SITE, **sections}))
-        return Tried.of(settings.load(path, {}))
+        return CandidatePolicy.of(settings.load(path, {}))
 
     return configure
 
@@ -31,7 +31,7 @@ def configured(tmp_path: Path) -> Configure:
 def written(tmp_path: Path, configured: Configure) -> Written:
     """Return a function that writes the log of a gateway with `SITE`, or with another policy."""
 
-    def write(*lines: RequestLine, policy: Tried | None = None, has_policy: bool = True) -> Path:
+    def write(*lines: RequestLine, policy: CandidatePolicy | None = None, has_policy: bool = True) -> Path:
         recorded = policy or configured()
         version = recorded.policy.version
         path = tmp_path / "decisions.jsonl"

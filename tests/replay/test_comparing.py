@@ -9,9 +9,9 @@ from support.decisions import SITE, Configure, Logged, classes, everywhere, line
 
 from gateway.core.usage import Ending
 from gateway.core.values import CountMode
+from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.comparing import Report, compare
 from gateway.replay.figures import ALL, quantile
-from gateway.replay.tried import Tried
 from gateway.telemetry.decision_lines import PromptLength
 
 LONG = {"class": "long_document", "when": {"prompt_tokens": ">= 16000"}, "pools": ["push"]}
@@ -247,7 +247,7 @@ def crowd(count: int, **fields: Any) -> list[Any]:
     return [line(number * 0.05, 2_000, 200, **fields) for number in range(count)]
 
 
-def small(configured: Configure, *names: str, max_wait_s: float = 60) -> Tried:
+def small(configured: Configure, *names: str, max_wait_s: float = 60) -> CandidatePolicy:
     """Return the site with two places per server for chats, and only these servers for them."""
     chats = {**SHORT, "pools": ["light"], "waiting": {"max_wait_s": max_wait_s}}
     limited = {"limits": {"knee_seqs": 2}}

@@ -5,15 +5,15 @@ import random
 
 import pytest
 
-from gateway.simulator.script import TOOL_STOP, Script, Wanted, as_content, sample_json, write
+from gateway.simulator.script import TOOL_STOP, ChoiceRequest, Script, as_content, sample_json, write
 
 
-def script(wanted: Wanted, seed: int = 1) -> Script:
+def script(wanted: ChoiceRequest, seed: int = 1) -> Script:
     return write(wanted, random.Random(seed), answer_tokens=200, thought_tokens=450)
 
 
 def test_an_answer_ends_by_itself_at_the_end_of_a_sentence() -> None:
-    answer = script(Wanted(4096))
+    answer = script(ChoiceRequest(4096))
 
     assert answer.finish_reason == "stop"
     assert answer.tokens[-1] == ""
@@ -21,8 +21,8 @@ def test_an_answer_ends_by_itself_at_the_end_of_a_sentence() -> None:
 
 
 def test_answers_are_about_200_tokens_and_thinking_ones_600_and_more() -> None:
-    plain = sorted(len(script(Wanted(9_999), seed).tokens) for seed in range(200))
-    thinking = sorted(len(script(Wanted(9_999, thinking=True), seed).tokens) for seed in range(200))
+    plain = sorted(len(script(ChoiceRequest(9_999), seed).tokens) for seed in range(200))
+    thinking = sorted(len(script(ChoiceRequest(9_999, thinking=True), seed).tokens) for seed in range(200))
 
     assert 180 < plain[100] < 240
     assert plain[0] < 100 < 400 < plain[-1]
@@ -30,28 +30,28 @@ def test_answers_are_about_200_tokens_and_thinking_ones_600_and_more() -> None:
 
 
 def test_the_same_dice_say_the_same() -> None:
-    assert script(Wanted(500), 7) == script(Wanted(500), 7)
-    assert script(Wanted(500), 7) != script(Wanted(500), 8)
+    assert script(ChoiceRequest(500), 7) == script(ChoiceRequest(500), 7)
+    assert script(ChoiceRequest(500), 7) != script(ChoiceRequest(500), 8)
 
 
 def test_the_limit_cuts() -> None:
-    assert len(script(Wanted(12)).tokens) == 12
-    assert script(Wanted(12)).finish_reason == "length"
+    assert len(script(ChoiceRequest(12)).tokens) == 12
+    assert script(ChoiceRequest(12)).finish_reason == "length"
 
 
 def test_without_an_end_token_the_limit_is_reached() -> None:
-    answer = script(Wanted(3_000, ignore_eos=True))
+    answer = script(ChoiceRequest(3_000, ignore_eos=True))
 
     assert (len(answer.tokens), answer.finish_reason) == (3_000, "length")
     assert "" not in answer.tokens[:-1]
 
 
 def test_min_tokens_are_reached() -> None:
-    assert len(script(Wanted(4_096, tokens_min=1_500)).tokens) > 1_500
+    assert len(script(ChoiceRequest(4_096, tokens_min=1_500)).tokens) > 1_500
 
 
 def test_a_thought_counts_all_but_its_opening_marker() -> None:
-    thought = script(Wanted(6, thinking=True))
+    thought = script(ChoiceRequest(6, thinking=True))
 
     assert thought.thought_tokens(6) == 5
     assert thought.thought(0, 6) != ""
@@ -59,7 +59,7 @@ def test_a_thought_counts_all_but_its_opening_marker() -> None:
 
 
 def test_thought_and_answer_are_apart() -> None:
-    both = script(Wanted(4_096, thinking=True))
+    both = script(ChoiceRequest(4_096, thinking=True))
     end = len(both.tokens)
 
     assert both.thought(0, end) and both.content(0, end)
@@ -69,31 +69,31 @@ def test_thought_and_answer_are_apart() -> None:
 
 @pytest.mark.parametrize("keep", [False, True], ids=["cut-off", "kept"])
 def test_a_stop_string_ends_the_answer(keep: bool) -> None:
-    whole = script(Wanted(4_096)).content(0, 4_096)
+    whole = script(ChoiceRequest(4_096)).content(0, 4_096)
     stop = whole[40:47]
     at = whole.find(stop)
 
-    stopped = script(Wanted(4_096, stops=("no such thing", stop), keep_stop=keep))
+    stopped = script(ChoiceRequest(4_096, stops=("no such thing", stop), keep_stop=keep))
 
     assert stopped.content(0, len(stopped.tokens)) == whole[: at + len(stop) * keep]
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
 
 
 def test_a_tool_call_ends_with_the_token_that_asks_for_its_result() -> None:
-    call = script(Wanted(100, tool=("get_weather", '{"city": "Paris"}')))
+    call = script(ChoiceRequest(100, tool=("get_weather", '{"city": "Paris"}')))
 
     assert 0 < call.tool_name_at < call.tool_arguments_at < len(call.tokens)
     assert (call.finish_reason, call.stop_reason) == ("tool_calls", TOOL_STOP)
 
 
 def test_a_tool_call_can_be_cut() -> None:
-    call = script(Wanted(3, tool=("get_weather", '{"city": "Paris"}')))
+    call = script(ChoiceRequest(3, tool=("get_weather", '{"city": "Paris"}')))
 
     assert (len(call.tokens), call.finish_reason, call.stop_reason) == (3, "length", None)
 
 
 def test_json_text_is_said_as_it_is() -> None:
-    answer = script(Wanted(100, fixed_text='{"a": 1}'))
+    answer = script(ChoiceRequest(100, fixed_text='{"a": 1}'))
 
     assert answer.content(0, 100) == '{"a": 1}'
 

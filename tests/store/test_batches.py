@@ -218,8 +218,8 @@ async def test_a_line_becomes_a_job_once_and_is_written_down_once(world: BatchWo
 
     await batches.collect(claim, id, b"too soon\n", is_answer=True)
     await end(world, id)
-    sight = await batches.look(claim)
-    assert (sight.running, sight.ended) == (1, (RunningLine(id, 1, "r 1"),))
+    snapshot = await batches.look(claim)
+    assert (snapshot.running, snapshot.ended) == (1, (RunningLine(id, 1, "r 1"),))
     for _ in range(2):
         await batches.collect(claim, id, b"answer\n", is_answer=True)
         assert (await batches.look(claim)).running == 0

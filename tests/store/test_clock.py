@@ -9,12 +9,12 @@ from support.batch_world import BatchWorld
 from support.job_world import LANE, JobWorld
 from support.webhook_store import Announcing
 
-from gateway.core.idempotency import Promise, Standing, fingerprint
+from gateway.core.idempotency import IdempotencyClaim, KeyState, fingerprint
 from gateway.core.jobs import Job, JobStatus
 from gateway.core.values import UNLIMITED, Load
 from gateway.core.webhooks import Delivery, WebhookEndpoint
+from gateway.store.idempotency import RedisIdempotency
 from gateway.store.leases import Leases, Order
-from gateway.store.promises import RedisPromises
 
 HOUR_MS = 3_600_000
 TTL_S = 60.0
@@ -133,16 +133,18 @@ async def test_a_box_whose_owner_died_is_owned_again(
 
 
 async def test_an_idempotency_key_whose_runner_died_comes_free(store: Any) -> None:
-    promises = RedisPromises(store.url, prefix=store.prefix, bytes_max=1000, command_s=10.0)
-    dead, alive = (Promise("alice", "/v1", "k", fingerprint(b"{}"), runner) for runner in ("dead", "alive"))
-    assert await promises.begin(dead, LOST_S) is Standing.BEGUN
+    idempotency = RedisIdempotency(store.url, prefix=store.prefix, bytes_max=1000, command_s=10.0)
+    dead, alive = (
+        IdempotencyClaim("alice", "/v1", "k", fingerprint(b"{}"), runner) for runner in ("dead", "alive")
+    )
+    assert await idempotency.begin(dead, LOST_S) is KeyState.BEGUN
     await store.redis.pexpire(f"{{{store.prefix}:promises:alice}}:running:{dead.id}", HOUR_MS)
 
     with anyio.fail_after(WITHIN_S):
-        while (standing := await promises.begin(alive, LOST_S)) is Standing.RUNNING:
+        while (standing := await idempotency.begin(alive, LOST_S)) is KeyState.RUNNING:
             await anyio.lowlevel.checkpoint()
-    assert standing is Standing.BEGUN
-    await promises.aclose()
+    assert standing is KeyState.BEGUN
+    await idempotency.aclose()
 
 
 async def test_webhooks_are_claimed_again_and_retried_no_later(store: Any) -> None:

@@ -15,7 +15,7 @@ from gateway.core.facts import Attempts, Facts, Learned, Ratio
 from gateway.core.health import State, Verdict
 from gateway.core.values import Load
 from gateway.ports import Slot
-from gateway.store.facts import BYTES_MAX, REASON_CHARS_MAX, Exchange, Told, decode, encode
+from gateway.store.facts import BYTES_MAX, REASON_CHARS_MAX, Exchange, PeerFacts, decode, encode
 from gateway.store.redis import RedisLedger
 
 FULL = Facts(
@@ -135,8 +135,8 @@ def saying(tokens: int = 0) -> Facts:
     return Facts(started={("m", "c", None): tokens})
 
 
-def told(owner: str, left_s: float = 15.0, facts: Facts | None = None) -> Told:
-    return Told(owner, left_s, encode(facts or saying()))
+def told(owner: str, left_s: float = 15.0, facts: Facts | None = None) -> PeerFacts:
+    return PeerFacts(owner, left_s, encode(facts or saying()))
 
 
 def test_nothing_is_said_before_somebody_has_something_to_say() -> None:
@@ -161,7 +161,7 @@ def test_what_is_urgent_is_urgent_until_it_has_been_sent() -> None:
     assert not site.exchange.outgoing()[1]
 
 
-LIVES: dict[str, tuple[list[tuple[float, list[Told] | None]], list[str]]] = {
+LIVES: dict[str, tuple[list[tuple[float, list[PeerFacts] | None]], list[str]]] = {
     "there": ([(0, [told("a"), told("b")])], ["a", "b"]),
     "renewed": ([(0, [told("a")]), (10, [told("a")]), (20, None)], ["a"]),
     "until-its-time-is-over": ([(0, [told("a")]), (14.9, None)], ["a"]),
@@ -170,14 +170,14 @@ LIVES: dict[str, tuple[list[tuple[float, list[Told] | None]], list[str]]] = {
     "but-no-longer-than-a-lease": ([(0, [told("a", 1e9)]), (15, None)], []),
     "a-server-that-lost-everything-is-no-news-of-it": ([(0, [told("a")]), (10, [])], ["a"]),
     "until-then": ([(0, [told("a")]), (10, []), (15, [told("b")])], ["b"]),
-    "what-cannot-be-read-says-nothing": ([(0, [told("a")]), (1, [Told("a", 15.0, "junk")])], []),
-    "nor-does-another-version": ([(0, [Told("a", 15.0, '{"v": 9}')])], []),
+    "what-cannot-be-read-says-nothing": ([(0, [told("a")]), (1, [PeerFacts("a", 15.0, "junk")])], []),
+    "nor-does-another-version": ([(0, [PeerFacts("a", 15.0, '{"v": 9}')])], []),
 }
 
 
 @pytest.mark.parametrize(("script", "expected"), LIVES.values(), ids=LIVES.keys())
 def test_what_others_say_counts_while_they_are_there(
-    script: list[tuple[float, list[Told] | None]], expected: list[str]
+    script: list[tuple[float, list[PeerFacts] | None]], expected: list[str]
 ) -> None:
     site = Site()
     for now, said in script:
@@ -192,7 +192,7 @@ def test_what_others_say_counts_while_they_are_there(
 def test_what_cannot_be_read_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:
     site = Site()
     for number in range(5):
-        site.exchange.incoming([Told(f"gateway\n{number}", 15.0, f"junk {number}"), told("b")], 0.0)
+        site.exchange.incoming([PeerFacts(f"gateway\n{number}", 15.0, f"junk {number}"), told("b")], 0.0)
 
     (complaint,) = caplog.records
     assert complaint.levelno == logging.ERROR

@@ -193,5 +193,5 @@ async def test_what_was_deleted_long_ago_takes_no_memory() -> None:
         await store.delete("a", f"r{number}")
     await store.put("a", "last", b"x" * BYTES_MAX, HOUR)
 
-    assert len(store._shelf("a").order) < 100
+    assert len(store._records("a").order) < 100
     assert await store.get("a", "stays") is None

@@ -8,12 +8,12 @@ from redis.asyncio import Redis
 from support.redis_server import RedisServer
 
 from gateway.core.batches import BatchStatus, RunningLine
-from gateway.core.idempotency import Promise, fingerprint
+from gateway.core.idempotency import IdempotencyClaim, fingerprint
 from gateway.core.jobs import Chunk, Idempotency, Job, JobPriority, JobStatus, NewJob, Quota
 from gateway.store.batches import RedisBatches
 from gateway.store.files import RedisFiles
+from gateway.store.idempotency import RedisIdempotency
 from gateway.store.jobs import RedisJobs
-from gateway.store.promises import RedisPromises
 from gateway.store.responses import RedisResponseStore
 
 WITHIN_S = 20.0
@@ -217,11 +217,11 @@ async def test_a_batch_goes_on_where_it_was(stoppable: RedisServer) -> None:
 
 async def test_answers_that_were_kept_are_given(stoppable: RedisServer) -> None:
     await write(stoppable.url)
-    promises = RedisPromises(stoppable.url, prefix="gw", bytes_max=1000)
+    idempotency = RedisIdempotency(stoppable.url, prefix="gw", bytes_max=1000)
     responses = RedisResponseStore(stoppable.url, prefix="gw", bytes_max=1000)
-    promise = Promise("alice", "/v1/chat/completions", "k", fingerprint(b"{}"), "req-2")
-    assert await promises.begin(promise, 60.0) == b"answer"
+    claim = IdempotencyClaim("alice", "/v1/chat/completions", "k", fingerprint(b"{}"), "req-2")
+    assert await idempotency.begin(claim, 60.0) == b"answer"
     assert await responses.get("alice", "resp_kept") == b"record"
     assert await responses.delete("alice", "resp_kept")
-    for one in (promises, responses):
+    for one in (idempotency, responses):
         await one.aclose()

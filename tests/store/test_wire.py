@@ -19,7 +19,7 @@ from gateway.core.values import UNLIMITED, Load
 from gateway.ports import Slot
 from gateway.store.connections import Connections, StoreAway
 from gateway.store.redis import RedisLedger
-from gateway.store.wire import Ear, Wires, packed
+from gateway.store.wire import PipelinedConnections, Subscription, packed
 
 pytestmark = pytest.mark.parametrize(
     "anyio_backend",
@@ -44,15 +44,15 @@ def echo(number: int) -> bytes:
 
 
 @asynccontextmanager
-async def wires_to(url: str, command_s: float = 10.0) -> AsyncIterator[Wires]:
+async def wires_to(url: str, command_s: float = 10.0) -> AsyncIterator[PipelinedConnections]:
     connections = Connections(url, name="wired", command_s=command_s, connections_max=1)
-    wires = Wires(connections.connection, command_s)
+    wires = PipelinedConnections(connections.connection, command_s)
     yield wires
     wires.close()
     await connections.aclose()
 
 
-async def ask(wires: Wires, *numbers: int) -> list[Outcome]:
+async def ask(wires: PipelinedConnections, *numbers: int) -> list[Outcome]:
     """Ask all of it at once."""
     with anyio.fail_after(WITHIN_S):
         return await asyncio.gather(*(wires.ask(echo(number)) for number in numbers), return_exceptions=True)
@@ -348,8 +348,8 @@ async def test_who_has_waited_for_a_turn_for_too_long_waits_no_longer(tmp_path: 
 
 
 @asynccontextmanager
-async def ear_at(url: str, channel: str) -> AsyncIterator[Ear]:
-    connections, ear = Connections(url, name="ear", command_s=10.0, connections_max=1), Ear()
+async def ear_at(url: str, channel: str) -> AsyncIterator[Subscription]:
+    connections, ear = Connections(url, name="ear", command_s=10.0, connections_max=1), Subscription()
     try:
         with anyio.fail_after(WITHIN_S):
             await ear.subscribe(connections.connection(), channel)

@@ -6,8 +6,8 @@ from typing import Any
 
 from gateway.core.usage import Ending
 from gateway.core.values import CountMode
+from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.reading import Log
-from gateway.replay.tried import Tried
 from gateway.telemetry import decision_lines
 from gateway.telemetry.decision_lines import PromptLength, RequestLine
 
@@ -29,7 +29,7 @@ SITE: Mapping[str, Any] = {
     },
 }
 
-Configure = Callable[..., Tried]
+Configure = Callable[..., CandidatePolicy]
 Written = Callable[..., Path]
 Logged = Callable[..., Log]
 

@@ -20,19 +20,19 @@ from gateway.core.drift import DriftTracker
 from gateway.core.health import BackendStatus, State
 from gateway.core.values import Backend, ModelPolicy, Policy, Pool, Timeouts, TrafficClass, Waiting
 from gateway.core.waiting import WaitingLine
+from gateway.downstream.idempotency import IdempotencyRules
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener, bind
 from gateway.downstream.origins import Origins
-from gateway.downstream.promises import PromiseKeeping
 from gateway.downstream.relay import BodyLimits, Call, Head, Uploads
-from gateway.downstream.responses import Keeping
+from gateway.downstream.responses import ResponseRetention
 from gateway.downstream.routes import Applications
 from gateway.downstream.wire import WireRules
 from gateway.pipeline import BackendWatch, Pipeline
 from gateway.ports import Headers
+from gateway.store.idempotency import MemoryIdempotency
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
-from gateway.store.promises import MemoryPromises
 from gateway.store.responses import MemoryResponseStore
 from gateway.upstream.direct import DirectUpstream
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, RawServer, answer_of, chunk, raw_server
@@ -173,8 +173,8 @@ async def front(
             origins=Origins(origins),
             rules=WireRules(),
             limits=limits,
-            keeping=Keeping(MemoryResponseStore(clock, 1_000_000), 60.0),
-            promises=PromiseKeeping(MemoryPromises(clock, 1_000_000), 60.0, 100_000),
+            retention=ResponseRetention(MemoryResponseStore(clock, 1_000_000), 60.0),
+            idempotency=IdempotencyRules(MemoryIdempotency(clock, 1_000_000), 60.0, 100_000),
             background=None,
             readiness=dict,
             recorder=notes,

@@ -94,7 +94,7 @@ class ScriptedResponse:
                 return step
         return b""
 
-    async def pour(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
+    async def stream_to(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
         while (data := await self.read()) and take(data):
             pass
 

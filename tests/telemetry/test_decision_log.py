@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from gateway.clock import SystemClock
-from gateway.core.asked import Asked
 from gateway.core.errors import ConfigError
 from gateway.core.health import Outcome
 from gateway.core.profile import EngineFlags
+from gateway.core.request_features import RequestFeatures
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
 from gateway.core.values import (
     Backend,
@@ -51,7 +51,7 @@ POLICY = Policy(
 )
 FLAGS = {"light-0": EngineFlags(64, 8192)}
 ESTIMATE = Estimate(100, 116, CountMode.EXACT)
-ASKED = Asked("abc", "gemma-4", Endpoint.CHAT, ESTIMATE, stream=True, headers={"x-team": "red"})
+ASKED = RequestFeatures("abc", "gemma-4", Endpoint.CHAT, ESTIMATE, stream=True, headers={"x-team": "red"})
 RECORD = RequestRecord(
     id="req-hidden",
     model="gemma-4",

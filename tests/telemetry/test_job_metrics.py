@@ -16,7 +16,7 @@ from gateway.core.jobs import (
     JobStatus,
     Lane,
     NewJob,
-    QueueSight,
+    QueueSnapshot,
 )
 from gateway.telemetry import logs
 from gateway.telemetry.job_metrics import JobMetrics
@@ -43,9 +43,9 @@ def end(outcome: AttemptOutcome, *, attempt: int = 1, failures: int = 0, **chang
 class World:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.sight: QueueSight | None = None
+        self.snapshot: QueueSnapshot | None = None
         self.metrics = JobMetrics(
-            self.registry, lanes=lambda: [LANE, "m/push"], sight=lambda: self.sight, now=lambda: NOW
+            self.registry, lanes=lambda: [LANE, "m/push"], snapshot=lambda: self.snapshot, now=lambda: NOW
         )
 
     def value(self, name: str, **labels: str) -> float | None:
@@ -59,7 +59,7 @@ def world() -> Iterator[World]:
 
 def test_gauges_are_of_the_last_look_and_of_every_lane(world: World) -> None:
     assert world.value("gateway_jobs", lane=LANE, status="queued") is None
-    world.sight = QueueSight(
+    world.snapshot = QueueSnapshot(
         (Lane(LANE, 3, 2, oldest_s=80.0), Lane("old/lane", 1, 0, oldest_s=0.0)),
         drained_at=1.0,
         totals={(LANE, "completed"): 7, ("gone lane", "expired"): 1},
@@ -77,7 +77,7 @@ def test_gauges_are_of_the_last_look_and_of_every_lane(world: World) -> None:
         assert world.value("gateway_jobs", lane=lane, status="in_progress") == running
         assert world.value("gateway_jobs_oldest_wait_seconds", lane=lane) == waits_s
     assert (world.value("gateway_jobs_drained"), world.value("gateway_jobs_store_away")) == (1, 0)
-    world.sight = QueueSight(is_away=True)
+    world.snapshot = QueueSnapshot(is_away=True)
     assert (world.value("gateway_jobs_drained"), world.value("gateway_jobs_store_away")) == (0, 1)
 
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from gateway.clock import SystemClock
 from gateway.core.usage import Ending
 from gateway.telemetry.otlp_metrics import metrics_data
-from gateway.telemetry.series import Counts, Spreads
+from gateway.telemetry.series import Counters, Histograms
 
 CREATED = re.compile(r"(?<=[} ])[0-9.e+]+$", re.M)
 
@@ -35,7 +35,7 @@ def _created_as_it_was() -> Iterator[None]:
 def test_a_counter_reads_as_prometheus_clients_own() -> None:
     ours, theirs = CollectorRegistry(auto_describe=True), CollectorRegistry(auto_describe=True)
     names = ("backend", "ending")
-    own = Counts("gateway_tries", "Tries.", names, registry=ours)
+    own = Counters("gateway_tries", "Tries.", names, registry=ours)
     reference = Counter("gateway_tries", "Tries.", names, registry=theirs)
     assert page(ours) == page(theirs)  # nothing yet
 
@@ -59,7 +59,7 @@ def test_a_histogram_reads_as_prometheus_clients_own(
     names: tuple[str, ...], buckets: tuple[float, ...]
 ) -> None:
     ours, theirs = CollectorRegistry(auto_describe=True), CollectorRegistry(auto_describe=True)
-    own = Spreads("gateway_wait_seconds", "Waits.", names, buckets=buckets, registry=ours)
+    own = Histograms("gateway_wait_seconds", "Waits.", names, buckets=buckets, registry=ours)
     reference = Histogram("gateway_wait_seconds", "Waits.", names, buckets=buckets, registry=theirs)
     assert page(ours) == page(theirs)  # nothing yet
 
@@ -76,8 +76,8 @@ def test_a_histogram_reads_as_prometheus_clients_own(
 @pytest.mark.usefixtures("_created_as_it_was")
 def test_when_a_series_began_is_left_out_where_prometheus_client_leaves_it_out() -> None:
     registry, before = CollectorRegistry(), SystemClock().wall()
-    Counts("gateway_tries", "Tries.", ("backend",), registry=registry).add(("a",))
-    Spreads("gateway_wait_seconds", "Waits.", buckets=(1,), registry=registry)
+    Counters("gateway_tries", "Tries.", ("backend",), registry=registry).add(("a",))
+    Histograms("gateway_wait_seconds", "Waits.", buckets=(1,), registry=registry)
     for name, labels in (("gateway_tries_created", {"backend": "a"}), ("gateway_wait_seconds_created", {})):
         assert before <= (registry.get_sample_value(name, labels) or 0) <= SystemClock().wall()
 
@@ -88,7 +88,7 @@ def test_when_a_series_began_is_left_out_where_prometheus_client_leaves_it_out()
 
 def test_a_counter_does_not_go_down() -> None:
     registry = CollectorRegistry()
-    subject = Counts("gateway_tries", "Tries.", ("backend",), registry=registry)
+    subject = Counters("gateway_tries", "Tries.", ("backend",), registry=registry)
 
     with pytest.raises(ValueError, match="gateway_tries cannot go down, by -1"):
         subject.add(("a",), -1)

@@ -14,7 +14,7 @@ from gateway.clock import SystemClock
 from gateway.core.box_swaps import Swap, SwapCause
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, EngineSample, Outcome, State
-from gateway.core.swap_policy import Wants
+from gateway.core.swap_policy import Backlog
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
 from gateway.core.values import (
     Backend,
@@ -74,7 +74,7 @@ ATTEMPT = AttemptRecord("light-0", "light", "short_chat", Outcome.FAILED, "statu
 
 
 def metrics(**fields: object) -> Metrics:
-    nothing = ("loads", "statuses", "drifts", "count_drifts", "sights", "waiting", "store_modes")
+    nothing = ("loads", "statuses", "drifts", "count_drifts", "snapshots", "waiting", "store_modes")
     sources = {"backends": lambda: BACKENDS, "replicas": lambda: 1, **dict.fromkeys(nothing, dict)}
     return Metrics(**{**sources, **fields})  # type: ignore[arg-type]
 
@@ -219,7 +219,7 @@ def test_gauges_are_read_when_asked_for() -> None:
         waiting=lambda: {("gemma-4", "short_chat"): 3},
         oldest_waits_s=lambda: {("gemma-4", "short_chat"): 12.5},
         wait_limits_s=lambda: {("gemma-4", "short_chat"): 15.0},
-        wants=lambda: {"light-0": Wants(3, 1.0), "push": Wants()},
+        wants=lambda: {"light-0": Backlog(3, 1.0), "push": Backlog()},
     )
 
     assert value(subject, "gateway_in_flight", backend="light-0") == 32

@@ -27,11 +27,11 @@ from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, Answer, RawServer, answer_of, chunk, raw_server
 
 from gateway.core.errors import UpstreamFailed, UpstreamLost, UpstreamUnreachable
-from gateway.core.likeness import TOKEN_BYTES_MAX
+from gateway.core.event_template import TOKEN_BYTES_MAX
 from gateway.core.values import Backend, Capacity, Endpoint, KneeStep, Timeouts
 from gateway.ports import Target, Upstream, UpstreamResponse
 from gateway.tcp import SILENT_S
-from gateway.upstream import direct, ways
+from gateway.upstream import backend_clients, direct
 from gateway.upstream.client import HttpxUpstream
 from gateway.upstream.direct import DirectUpstream
 
@@ -149,7 +149,7 @@ async def test_a_backend_whose_machine_vanishes_as_it_is_asked_is_lost(
     """A request that is never acknowledged is sent again and again, and then no kernel asks for life."""
     monkeypatch.setattr("gateway.tcp.GONE_S", 0.2)
     monkeypatch.setattr("gateway.tcp.LOOK_S", 0.05)
-    monkeypatch.setattr(ways, "STALE_S", 0.0)  # less than it takes to be sure, as in earnest
+    monkeypatch.setattr(backend_clients, "STALE_S", 0.0)  # less than it takes to be sure, as in earnest
     gone = anyio.Event()
 
     async def answer(stream: SocketStream, _: int) -> None:
@@ -194,8 +194,8 @@ async def test_a_finished_connection_is_used_again() -> None:
 
 
 async def test_a_connection_that_was_idle_too_long_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ways.KEEPALIVE_S < 5.0  # when vLLM closes it
-    monkeypatch.setattr(ways, "KEEPALIVE_S", 0.0)
+    assert backend_clients.KEEPALIVE_S < 5.0  # when vLLM closes it
+    monkeypatch.setattr(backend_clients, "KEEPALIVE_S", 0.0)
 
     async def answer(stream: SocketStream, _: int) -> None:
         await stream.send(answer_of(b"{}"))
@@ -231,7 +231,7 @@ async def test_any_number_of_connections_may_have_been_idle_too_long(
             for _ in range(many):
                 await come.acquire()
             gate.set()
-        monkeypatch.setattr(ways, "KEEPALIVE_S", 0.0)
+        monkeypatch.setattr(backend_clients, "KEEPALIVE_S", 0.0)
         limit = sys.getrecursionlimit()
         sys.setrecursionlimit(len(inspect.stack()) + many)  # not a frame per connection
         try:
@@ -311,7 +311,7 @@ async def lost_behind_a_first_answer(lose: Callable[[RawServer, SocketStream], A
 async def test_a_kept_connection_that_ends_long_after_the_request_may_have_ended_because_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ways, "STALE_S", 0.0)
+    monkeypatch.setattr(backend_clients, "STALE_S", 0.0)
 
     async def lose(_: RawServer, stream: SocketStream) -> None:
         await stream.aclose()  # as a process does that is killed over what it has read
@@ -399,7 +399,7 @@ async def test_a_connection_is_kept_up_to_an_age(
     monkeypatch: pytest.MonkeyPatch, age_s: float, connections: int
 ) -> None:
     """Kept for as long as it is in use, it would stay with an address that the host's name has no more."""
-    monkeypatch.setattr(ways, "AGE_S", age_s)
+    monkeypatch.setattr(backend_clients, "AGE_S", age_s)
 
     async def answer(stream: SocketStream, _: int) -> None:
         await stream.send(answer_of(b"{}"))
@@ -566,7 +566,7 @@ async def test_trailers_without_an_end_are_given_up(opening: bytes, more: bytes,
         async with upstream.open(target, Timeouts()) as response:
             with pytest.raises(UpstreamFailed):
                 if is_poured:
-                    await response.pour(lambda _: True)
+                    await response.stream_to(lambda _: True)
                 else:
                     await whole(response)
 
@@ -707,7 +707,7 @@ async def test_all_that_comes_is_poured_as_it_comes() -> None:
 
     async with serving(answer) as (server, upstream, target):
         async with upstream.open(target, Timeouts()) as response, anyio.create_task_group() as tasks:
-            tasks.start_soon(response.pour, sink.take)
+            tasks.start_soon(response.stream_to, sink.take)
             await sink.more()
             assert sink.data == b"data: 1\n\n"  # the second one has not been sent yet
             gate.set()
@@ -728,7 +728,7 @@ async def test_the_rest_of_an_answer_may_be_poured() -> None:
     sink = Sink()
     async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
         first = await response.read()
-        await response.pour(sink.take)
+        await response.stream_to(sink.take)
 
         assert first + sink.data == b"data: 1\n\ndata: 2\n\n"
         assert await response.read() == b""
@@ -771,7 +771,7 @@ async def test_a_chunk_that_comes_alone_is_taken_as_it_was_sent() -> None:
         async with upstream.open(target, Timeouts()) as response:
             first = await response.read()
             gate.set()
-            await response.pour(sink.take, sink.take_chunk)
+            await response.stream_to(sink.take, sink.take_chunk)
         async with upstream.open(target, Timeouts()) as response:  # the parser has not lost its place
             assert await whole(response) == b"{}"
 
@@ -811,7 +811,7 @@ async def test_chunks_arrive_whole_however_they_are_cut(sent: bytes) -> None:
                 assert isinstance(response, asyncio.Protocol)
                 with anyio.fail_after(10):
                     async with anyio.create_task_group() as tasks:
-                        tasks.start_soon(response.pour, sink.take, sink.take_chunk)
+                        tasks.start_soon(response.stream_to, sink.take, sink.take_chunk)
                         await anyio.lowlevel.checkpoint()
                         for start, end in pairwise([0, *cuts, count]):
                             response.data_received(sent[start:end])
@@ -844,7 +844,7 @@ async def test_what_is_wrong_behind_a_chunk_that_was_taken_whole_is_found() -> N
 
     async with serving(answer) as (server, upstream, target), upstream.open(target, Timeouts()) as response:
         with pytest.raises(UpstreamFailed):
-            await response.pour(sink.take, sink.take_chunk)
+            await response.stream_to(sink.take, sink.take_chunk)
         with anyio.fail_after(5):
             await server.closed.wait()
     assert sink.whole == 1
@@ -865,7 +865,7 @@ async def test_what_a_sink_of_chunks_raises_is_raised() -> None:
     async with serving(answer) as (server, upstream, target):
         with pytest.raises(Spilt):
             async with upstream.open(target, Timeouts()) as response:
-                await response.pour(sink.take, spill)
+                await response.stream_to(sink.take, spill)
         with anyio.fail_after(5):
             await server.closed.wait()
     assert sink.data == b"data: 0\n\n"
@@ -881,7 +881,7 @@ async def test_an_answer_that_is_held_hands_over_no_chunk() -> None:
         async with upstream.open(target, Timeouts()) as response, anyio.create_task_group() as tasks:
             assert isinstance(response, asyncio.Protocol)
             sink.hold_once(response)
-            tasks.start_soon(response.pour, sink.take, sink.take_chunk)
+            tasks.start_soon(response.stream_to, sink.take, sink.take_chunk)
             await anyio.lowlevel.checkpoint()
             response.data_received(chunk(b"data: 0\n\n"))
             response.data_received(chunk(b"data: 1\n\n"))  # on its way when the reading was stopped
@@ -897,7 +897,7 @@ async def test_an_answer_without_a_body_pours_nothing() -> None:
 
     sink = Sink()
     async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
-        await response.pour(sink.take)
+        await response.stream_to(sink.take)
     assert sink.calls == 0
 
 
@@ -908,7 +908,7 @@ async def test_a_poured_answer_may_end_where_the_connection_does() -> None:
 
     sink = Sink()
     async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
-        await response.pour(sink.take)
+        await response.stream_to(sink.take)
     assert sink.data == b"all of it"
 
 
@@ -926,7 +926,7 @@ async def test_a_sink_that_wants_no_more_gets_no_more(is_held: bool) -> None:
             if is_held:
                 sink.hold_once(response)
             with anyio.fail_after(10):
-                await response.pour(sink.take)
+                await response.stream_to(sink.take)
         assert sink.data == b"data: 1\n\n"
         with anyio.fail_after(5):
             await server.closed.wait()  # it was not read to its end
@@ -950,7 +950,7 @@ async def test_what_a_sink_raises_is_raised_and_its_connection_is_not_used_again
     async with serving(answer) as (server, upstream, target):
         with pytest.raises(Spilt):
             async with upstream.open(target, Timeouts()) as response:
-                await response.pour(spill)
+                await response.stream_to(spill)
         with anyio.fail_after(5):
             await server.closed.wait()
         async with upstream.open(target, Timeouts()) as response:
@@ -1011,7 +1011,7 @@ async def test_an_answer_that_ends_while_it_is_held_is_poured_to_its_end(is_in_o
             sink.hold_once(response)
             tasks.start_soon(sink.go_on_after, ended)
             with anyio.fail_after(10):
-                await response.pour(sink.take)
+                await response.stream_to(sink.take)
             response.hold()  # when it is over, this is of no account
         assert sink.data == b"data: 1\n\ndata: 2\n\n"
         for _ in range(2):
@@ -1029,17 +1029,17 @@ async def test_what_is_held_from_the_first_is_poured_when_that_ends(last: bytes)
 
     ended, sink, is_broken = anyio.Event(), Sink(), False
 
-    async def pour(response: UpstreamResponse) -> None:
+    async def stream_to(response: UpstreamResponse) -> None:
         nonlocal is_broken
         try:
-            await response.pour(sink.take)
+            await response.stream_to(sink.take)
         except UpstreamFailed:
             is_broken = True
 
     async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
         response.hold()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(pour, response)
+            tasks.start_soon(stream_to, response)
             await ended.wait()
             await anyio.wait_all_tasks_blocked()
             assert sink.calls == 0
@@ -1065,7 +1065,7 @@ async def test_nothing_is_poured_while_it_is_held_and_the_backend_waits() -> Non
     async with serving(answer) as (server, upstream, target):
         async with upstream.open(target, Timeouts()) as response, anyio.create_task_group() as tasks:
             sink.hold_once(response)
-            tasks.start_soon(response.pour, sink.take)
+            tasks.start_soon(response.stream_to, sink.take)
             await sink.more()
             with anyio.move_on_after(0.5):  # it has all the time it needs to send everything, and cannot
                 await all_sent.wait()
@@ -1087,7 +1087,7 @@ async def test_leaving_while_it_is_held_closes_the_connection() -> None:
     async with serving(answer) as (server, upstream, target):
         async with upstream.open(target, Timeouts()) as response, anyio.create_task_group() as tasks:
             sink.hold_once(response)
-            tasks.start_soon(response.pour, sink.take)
+            tasks.start_soon(response.stream_to, sink.take)
             await sink.more()
             tasks.cancel_scope.cancel()
         with anyio.fail_after(5):
@@ -1096,7 +1096,7 @@ async def test_leaving_while_it_is_held_closes_the_connection() -> None:
 
 async def fails_to_pour(response: UpstreamResponse, sink: Sink) -> None:
     with pytest.raises(UpstreamFailed):
-        await response.pour(sink.take)
+        await response.stream_to(sink.take)
 
 
 # ------------------------------------------------------------------ TLS

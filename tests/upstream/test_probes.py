@@ -10,10 +10,10 @@ import anyio
 import pytest
 from support.certificates import self_signed
 
-from gateway.core.health import BackendStatus, EngineSample, HealthRules, Heard, Outcome, State, Verdict
+from gateway.core.health import BackendStatus, EngineSample, HealthRules, Outcome, PeerVerdict, State, Verdict
 from gateway.core.values import Backend, Capacity, KneeStep
 from gateway.ports import Clock, Fleet
-from gateway.upstream import ways
+from gateway.upstream import backend_clients
 from gateway.upstream.probes import Prober, spread
 
 QUICK = HealthRules(
@@ -181,7 +181,7 @@ async def test_what_other_gateways_say_of_a_backend_counts_here(clock: Clock, fa
         prober = watch(clock, engine, on_change=lambda _, old, new: reasons.append(new.reason))
         async with probing(prober) as fleet:
             await fleet.wait_for(is_(State.UP))
-            told = Heard("other", Verdict(1, State.EJECTED, "3 requests failed", 0.05))
+            told = PeerVerdict("other", Verdict(1, State.EJECTED, "3 requests failed", 0.05))
             fleet.hear("a", told)
             fleet.hear("of another fleet", told)
 
@@ -485,7 +485,7 @@ def test_probes_are_spread_without_dice() -> None:
 async def test_the_connection_for_figures_is_made_anew_now_and_then(
     clock: Clock, fake_engine: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ways, "AGE_S", 0.0)
+    monkeypatch.setattr(backend_clients, "AGE_S", 0.0)
     async with fake_engine() as engine:
         async with probing(watch(clock, engine)):
             await engine.until_asked("/metrics", 3)

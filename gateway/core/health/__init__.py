@@ -18,7 +18,7 @@ real requests ended. None of them is sufficient alone: a hung engine and a drain
 `/health` with 200, and a caller's bad request fails on a healthy backend.
 
 Gateways that share a store exchange the evidence that only their own requests provide (`Verdict`,
-`Elsewhere`), so that a backend that fails through one gateway is out of service at all of them.
+`PeerAttempts`), so that a backend that fails through one gateway is out of service at all of them.
 """
 
 from gateway.core.health.transitions import advance, awaited, put_out
@@ -26,13 +26,13 @@ from gateway.core.health.vocabulary import (
     PROBATION_SEQS,
     Attempt,
     BackendStatus,
-    Elsewhere,
     EngineSample,
     Event,
     HealthRules,
-    Heard,
     ModelsFailed,
     Outcome,
+    PeerAttempts,
+    PeerVerdict,
     ProbeFailed,
     ProbeFault,
     ProbeOk,
@@ -65,8 +65,8 @@ __all__ = [
     "SampleFailed",
     "Attempt",
     "Verdict",
-    "Heard",
-    "Elsewhere",
+    "PeerVerdict",
+    "PeerAttempts",
     "advance",
     "put_out",
     "awaited",

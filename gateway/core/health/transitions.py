@@ -7,13 +7,13 @@ from gateway.core.health.vocabulary import (
     GONE,
     Attempt,
     BackendStatus,
-    Elsewhere,
     EngineSample,
     Event,
     HealthRules,
-    Heard,
     ModelsFailed,
     Outcome,
+    PeerAttempts,
+    PeerVerdict,
     ProbeFailed,
     ProbeFault,
     ProbeOk,
@@ -36,7 +36,7 @@ _GOING_OR_GONE = frozenset({State.BOOTING, State.DOWN, State.DRAINING})
 
 def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules) -> BackendStatus:
     """Return the status after `event`, which happened at `now` (monotonic seconds)."""
-    if status.state is State.OUT and not isinstance(event, Heard):
+    if status.state is State.OUT and not isinstance(event, PeerVerdict):
         return status
     match event:
         case ProbeOk():
@@ -55,9 +55,9 @@ def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules)
             return _attempt_drained(status, detail, now)
         case Attempt(outcome, detail) if outcome.is_fault:
             return _attempt_failed(status, outcome, detail, now, rules)
-        case Heard(gateway, verdict):
+        case PeerVerdict(gateway, verdict):
             return _heard(status, gateway, verdict, now, rules)
-        case Elsewhere(served, failed):
+        case PeerAttempts(served, failed):
             return _elsewhere(status, served, failed, now, rules)
     return status  # REJECTED, UNFIT, CANCELLED, BUSY: not faults
 

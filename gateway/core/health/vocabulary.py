@@ -278,7 +278,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class PeerVerdict:
     """Another gateway published its verdict. This is repeated for as long as the verdict holds."""
 
     gateway: str
@@ -286,14 +286,14 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class PeerAttempts:
     """Requests to it through other gateways that ended since the last such event."""
 
     served: int
     failed: int
 
 
-Event = ProbeOk | ProbeFailed | ModelsFailed | Sample | SampleFailed | Attempt | Heard | Elsewhere
+Event = ProbeOk | ProbeFailed | ModelsFailed | Sample | SampleFailed | Attempt | PeerVerdict | PeerAttempts
 
 
 # ------------------------------------------------------------------ questions

@@ -8,7 +8,7 @@ from gateway.core.quirks.remedy import Remedy
 from gateway.core.values import Endpoint, Request
 
 
-class Asked(Protocol):
+class RemedyRequest(Protocol):
     """A request as seen by workarounds. `ports.Incoming` implements it."""
 
     @property
@@ -30,7 +30,7 @@ class Plan:
         assembles: Whether the backend is asked for a stream that is assembled into a non-streaming answer.
     """
 
-    asked: Asked
+    asked: RemedyRequest
     changes: dict[tuple[str, ...], object] = field(default_factory=dict)
     remedies: list[Remedy] = field(default_factory=list)
     assembles: bool = False

@@ -12,7 +12,7 @@ from gateway.core.values import ReasoningField
 _NAMES = (ReasoningField.REASONING.value, ReasoningField.REASONING_CONTENT.value)
 
 
-class Renamed(Remedy):
+class RenameReasoning(Remedy):
     """Renames the reasoning member, whichever of the two names the backend uses."""
 
     marks = b'"reasoning'
@@ -36,4 +36,4 @@ class Renamed(Remedy):
 def rename(plan: Plan, field: ReasoningField) -> None:
     """Add the renaming configured by `field` to the plan of a chat."""
     if plan.is_chat and field is not ReasoningField.AS_SENT:
-        plan.remedies.append(Renamed(field))
+        plan.remedies.append(RenameReasoning(field))

@@ -12,7 +12,7 @@ from gateway.core.quirks import (
     tool_markup,
     turn_marker,
 )
-from gateway.core.quirks.plan import Asked, Plan, Workaround
+from gateway.core.quirks.plan import Plan, RemedyRequest, Workaround
 from gateway.core.quirks.reasoning_field import rename
 from gateway.core.values import ReasoningField
 
@@ -32,7 +32,9 @@ WORKAROUNDS: Mapping[str, Workaround] = {
 """In the order of application."""
 
 
-def plan(quirks: Collection[str], asked: Asked, reasoning: ReasoningField = ReasoningField.AS_SENT) -> Plan:
+def plan(
+    quirks: Collection[str], asked: RemedyRequest, reasoning: ReasoningField = ReasoningField.AS_SENT
+) -> Plan:
     """Return the plan for a request on a backend with these quirks and a site's `reasoning` setting."""
     made = Plan(asked)
     if quirks:

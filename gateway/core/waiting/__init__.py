@@ -26,7 +26,7 @@ hold nothing: a document waiting for another document's prefill does not keep ch
 spill does not hold the other pool's backends either.
 
 Time is an argument, and nothing here waits. The owner of the queue calls `turn` when a slot is released,
-when a request enters, and at `look_again_at`.
+when a request enters, and at `next_turn_at`.
 """
 
 from gateway.core.waiting.fairness import LOOKAHEAD, PUT_BACK_TOKENS

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from gateway.core import selection
 from gateway.core.facts import Flow, StartedTokens, summed
 from gateway.core.selection import BackendView
-from gateway.core.swap_policy import Wants
+from gateway.core.swap_policy import Backlog
 from gateway.core.value import valueclass
 from gateway.core.values import Candidate, Load, WhenLate
 from gateway.core.waiting.drain import Drain
@@ -107,16 +107,16 @@ class WaitingLine:
         """Return the part of `long_waiting` that is queued here."""
         return dict(self._long_waiting)
 
-    def wants(self, backends: Collection[str]) -> Mapping[str, Wants]:
+    def wants(self, backends: Collection[str]) -> Mapping[str, Backlog]:
         """Return, per backend, the queued requests with it in their first pool that could run there."""
-        found = dict.fromkeys(backends, Wants())
+        found = dict.fromkeys(backends, Backlog())
         for entry in self._waiting.values():
             ticket = entry.ticket
             for name in ticket.first_pool:
                 if name in found and name not in ticket.failed:
                     backend = ticket.policy.backends[name]
                     if selection.could_take(backend, ticket.demand):
-                        found[name] += Wants(1, entry.entered_at - ticket.waited_s)
+                        found[name] += Backlog(1, entry.entered_at - ticket.waited_s)
         return found
 
     def tokens_started(self, now: float) -> Mapping[Flow, int]:

@@ -180,4 +180,4 @@ class Turn:
 
     offers: Sequence[Offer]
     refused: Sequence[Refused]
-    look_again_at: float | None
+    next_turn_at: float | None

@@ -7,7 +7,7 @@ import pytest
 from support.engine_events import DONE, at_every_cut, decoded, delta, plan_for, role, through, usage
 
 from gateway.core.quirks import mend_whole
-from gateway.core.quirks.reasoning_field import Renamed
+from gateway.core.quirks.reasoning_field import RenameReasoning
 from gateway.core.values import Endpoint, ReasoningField
 
 OLD, NEW = {"reasoning_content": "hm"}, {"reasoning": "hm"}
@@ -37,8 +37,8 @@ def test_streamed_and_whole(field: ReasoningField, came: dict[str, Any], shown: 
         {"choices": [{"index": 0, "message": {"content": "x", **came}, "finish_reason": "stop"}]}
     ).encode()
 
-    streamed = decoded(at_every_cut(lambda: [Renamed(field)], wire))
-    whole = json.loads(mend_whole([Renamed(field)], body, json.loads)[0])
+    streamed = decoded(at_every_cut(lambda: [RenameReasoning(field)], wire))
+    whole = json.loads(mend_whole([RenameReasoning(field)], body, json.loads)[0])
 
     assert [one["choices"][0]["delta"] for one in streamed[1:4]] == [shown, {"content": "x", **shown}, shown]
     assert whole["choices"][0]["message"] == {"content": "x", **shown}
@@ -48,7 +48,7 @@ def test_events_without_a_thought_are_not_even_parsed() -> None:
     broken = b'data: {"choices" as long as nobody looks\n\n'
     events = [role() + delta(reasoning="hm"), broken, delta(finish="stop") + DONE]
 
-    out, reader = through([Renamed(ReasoningField.REASONING_CONTENT)], events)
+    out, reader = through([RenameReasoning(ReasoningField.REASONING_CONTENT)], events)
 
     assert broken in out
     assert reader.is_complete
@@ -56,5 +56,5 @@ def test_events_without_a_thought_are_not_even_parsed() -> None:
 
 def test_it_is_for_chats_alone_and_only_where_it_is_wanted() -> None:
     assert plan_for().remedies == []
-    assert [type(one) for one in plan_for(reasoning=ReasoningField.BOTH).remedies] == [Renamed]
+    assert [type(one) for one in plan_for(reasoning=ReasoningField.BOTH).remedies] == [RenameReasoning]
     assert plan_for(endpoint=Endpoint.COMPLETIONS, reasoning=ReasoningField.BOTH).remedies == []

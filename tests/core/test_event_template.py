@@ -1,4 +1,4 @@
-"""What a glance tells of an event: as much as looking into it does, or nothing."""
+"""Recognizing an event by a template gives the same result as parsing it, or none."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from core.test_sse import PUBLIC, ROLE, SERVED, STREAM, USAGE, delta, event, rea
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.likeness import LEARNED_MAX, TOKEN_BYTES_MAX, Likeness
+from gateway.core.event_template import LEARNED_MAX, TOKEN_BYTES_MAX, EventTemplate
 from gateway.core.naming import ModelNames
 from gateway.core.quirks import MendingReader
 from gateway.core.quirks.remedy import Remedy
@@ -19,15 +19,15 @@ from gateway.core.sse import DONE, StreamReader
 KNOWN = delta("Hello")
 
 
-def knowing(known: bytes, shown: bytes | None = None) -> Likeness:
-    likeness = Likeness()
-    likeness.learn(known, known if shown is None else shown)
-    likeness.applies = True
-    return likeness
+def knowing(known: bytes, shown: bytes | None = None) -> EventTemplate:
+    template = EventTemplate()
+    template.learn(known, known if shown is None else shown)
+    template.applies = True
+    return template
 
 
-def glance(likeness: Likeness, data: bytes) -> bytes | None:
-    return likeness.glance(data, 0, len(data))
+def match(template: EventTemplate, data: bytes) -> bytes | None:
+    return template.match(data, 0, len(data))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def glance(likeness: Likeness, data: bytes) -> bytes | None:
 def test_an_event_that_differs_only_in_its_text_is_known(text: str) -> None:
     like = delta(text)
 
-    assert glance(knowing(KNOWN), like) is like
+    assert match(knowing(KNOWN), like) is like
 
 
 @pytest.mark.parametrize(
@@ -60,64 +60,64 @@ def test_an_event_that_differs_only_in_its_text_is_known(text: str) -> None:
     ],
 )
 def test_any_other_event_is_to_be_looked_into(other: bytes) -> None:
-    assert glance(knowing(KNOWN), other) is None
+    assert match(knowing(KNOWN), other) is None
 
 
 def test_beginning_and_end_do_not_overlap() -> None:
-    likeness = knowing(b'data: {"text":"aXYXY"}\n\n')
+    template = knowing(b'data: {"text":"aXYXY"}\n\n')
 
-    assert glance(likeness, b'data: {"text":"\n\n') is None
-    assert glance(knowing(b'{"text":"a"text":"'), b'{"text":"') is None
+    assert match(template, b'data: {"text":"\n\n') is None
+    assert match(knowing(b'{"text":"a"text":"'), b'{"text":"') is None
 
 
 def test_it_looks_at_its_part_of_the_bytes_alone() -> None:
     inside = b"f3\r\n" + KNOWN + b"\r\n"
 
-    assert knowing(KNOWN).glance(inside, 4, len(inside) - 2) is inside
-    assert knowing(KNOWN).glance(inside, 3, len(inside) - 2) is None
-    assert knowing(KNOWN).glance(inside, 4, len(inside)) is None
+    assert knowing(KNOWN).match(inside, 4, len(inside) - 2) is inside
+    assert knowing(KNOWN).match(inside, 3, len(inside) - 2) is None
+    assert knowing(KNOWN).match(inside, 4, len(inside)) is None
 
 
 def test_what_is_shown_otherwise_is_shown_otherwise_again() -> None:
     names = ModelNames(SERVED, PUBLIC)
-    likeness = knowing(KNOWN, names.in_event(KNOWN))
+    template = knowing(KNOWN, names.in_event(KNOWN))
     like = delta("Bye")
 
     assert names.in_event(like) != like
-    assert likeness.glance(b"12" + like, 2, 2 + len(like)) == names.in_event(like)
+    assert template.match(b"12" + like, 2, 2 + len(like)) == names.in_event(like)
 
 
 def test_a_name_behind_the_text_is_not_shown_otherwise() -> None:
     known = b'data: {"choices":[{"delta":{"content":"a"}}],"model":"%b"}\n\n' % SERVED.encode()
 
-    assert glance(knowing(known, ModelNames(SERVED, PUBLIC).in_event(known)), known) is None
+    assert match(knowing(known, ModelNames(SERVED, PUBLIC).in_event(known)), known) is None
 
 
 def test_the_longest_text_is_what_differs() -> None:
     known = event(choices=[{"index": 0, "delta": {"content": "", "reasoning": "why"}, "finish_reason": None}])
     like = known.replace(b"why", b"because")
 
-    assert glance(knowing(known), like) is like
+    assert match(knowing(known), like) is like
 
 
 def test_a_long_event_changes_nothing() -> None:
-    likeness = knowing(KNOWN)
+    template = knowing(KNOWN)
     long = delta("Hello" * TOKEN_BYTES_MAX, role="assistant")
     for _ in range(LEARNED_MAX):
-        likeness.learn(long, long)
+        template.learn(long, long)
 
-    assert glance(likeness, delta("you")) is not None
-    assert glance(likeness, delta("you", role="assistant")) is None
+    assert match(template, delta("you")) is not None
+    assert match(template, delta("you", role="assistant")) is None
 
 
 def test_what_always_differs_is_not_learned_for_ever() -> None:
-    likeness = Likeness()
+    template = EventTemplate()
     for number in range(LEARNED_MAX + 1):
         known = event(choices=[{"delta": {"content": "a"}}], number=number)
-        likeness.learn(known, known)
-        likeness.applies = True
+        template.learn(known, known)
+        template.applies = True
 
-    assert glance(likeness, known) is None
+    assert match(template, known) is None
 
 
 class Shouting(Remedy):
@@ -141,11 +141,11 @@ EVENTS = st.one_of(
 )
 
 
-def fed(subject: StreamReader, pieces: Sequence[bytes], *, with_glances: bool) -> list[bytes]:
+def fed(subject: StreamReader, pieces: Sequence[bytes], *, with_matching: bool) -> list[bytes]:
     out = []
     for piece in pieces:
         chunk = b"1\r\n" + piece + b"\r\n"
-        seen = subject.glance(chunk, 3, len(chunk) - 2) if with_glances else None
+        seen = subject.match(chunk, 3, len(chunk) - 2) if with_matching else None
         if seen is None:
             out.append(subject.feed(piece))
         else:
@@ -159,7 +159,7 @@ def told(subject: StreamReader) -> Sequence[Any]:
 
 
 @given(st.lists(EVENTS), st.sampled_from([SERVED, PUBLIC]), st.integers(1, 2), st.data())
-def test_a_stream_is_the_same_with_glances_and_without(
+def test_a_stream_is_the_same_with_matching_and_without(
     events: list[bytes], public: str, choices: int, data: st.DataObject
 ) -> None:
     whole = b"".join(events)
@@ -169,17 +169,17 @@ def test_a_stream_is_the_same_with_glances_and_without(
     pieces = events if by_event else [whole[a:b] for a, b in pairwise(places)]
     with_it, without = (reader(choices=choices, names=ModelNames(SERVED, public)) for _ in range(2))
 
-    assert fed(with_it, pieces, with_glances=True) == fed(without, pieces, with_glances=False)
+    assert fed(with_it, pieces, with_matching=True) == fed(without, pieces, with_matching=False)
     assert told(with_it) == told(without)
 
 
-def test_a_glance_is_enough_for_most_of_a_stream() -> None:
+def test_most_of_a_stream_is_recognized_by_its_template() -> None:
     subject = reader()
     for piece in (ROLE, delta("Hello"), delta(" you")):
         subject.feed(piece)
     like = delta("!")
 
-    assert subject.glance(like, 0, len(like)) is like
+    assert subject.match(like, 0, len(like)) is like
     assert json.loads(like[6:])["choices"][0]["delta"] == {"content": "!"}
 
 
@@ -192,7 +192,7 @@ def test_after_anything_else_a_stream_is_looked_into(before: bytes) -> None:
         subject.feed(piece)
     like = delta("!")
 
-    assert subject.glance(like, 0, len(like)) is None
+    assert subject.match(like, 0, len(like)) is None
 
 
 def test_while_remedies_look_at_events_so_does_the_reader() -> None:
@@ -201,9 +201,9 @@ def test_while_remedies_look_at_events_so_does_the_reader() -> None:
     for piece in (ROLE, delta("Hello"), delta(" you")):
         subject.feed(piece)
     like = delta("!")
-    assert subject.glance(like, 0, len(like)) is None
+    assert subject.match(like, 0, len(like)) is None
 
     remedy.is_idle = True
     for piece in (delta("<shout>"), delta("you")):
         subject.feed(piece)
-    assert subject.glance(like, 0, len(like)) is like
+    assert subject.match(like, 0, len(like)) is like

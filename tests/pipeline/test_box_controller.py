@@ -16,7 +16,7 @@ from gateway.core.errors import StoreUnavailable
 from gateway.core.health import BackendStatus
 from gateway.core.health import State as Health
 from gateway.core.jobs import Lane
-from gateway.core.swap_policy import Cause, SwapRules, Trigger, Wants
+from gateway.core.swap_policy import Backlog, Cause, SwapRules, Trigger
 from gateway.core.values import (
     Backend,
     Capacity,
@@ -30,8 +30,8 @@ from gateway.core.values import (
     Waiting,
 )
 from gateway.core.waiting import Ticket, WaitingLine
-from gateway.pipeline import box_keeper
-from gateway.pipeline.box_keeper import ALONE_S, READY_S, BoxKeeper, BoxSight
+from gateway.pipeline import box_controller
+from gateway.pipeline.box_controller import ALONE_S, READY_S, BoxController, BoxSnapshot
 from gateway.ports import BoxBoard, JobStore
 from gateway.store.boards import MemoryBoard, RedisBoard
 from gateway.store.memory import MemoryLedger
@@ -145,7 +145,7 @@ class Process:
         shared = MemoryBoard(
             lambda: self.machine.now, process=self.name, ttl_s=1e9, shared=self.machine.shared
         )
-        self.keeper = BoxKeeper(
+        self.controller = BoxController(
             {"spark": RULES},
             POLICY.backends,
             boot_s=BOOT_S,
@@ -161,12 +161,12 @@ class Process:
         )
 
     @property
-    def sight(self) -> BoxSight:
-        return self.keeper.sights()["spark"]
+    def snapshot(self) -> BoxSnapshot:
+        return self.controller.snapshots()["spark"]
 
     @property
     def at(self) -> tuple[State, str]:
-        return self.sight.box.state, self.sight.box.backend
+        return self.snapshot.box.state, self.snapshot.box.backend
 
     def brings(self, name: str, model: int, waited_s: float) -> None:
         """Have a worker bring a job for the first or the second model to the line."""
@@ -189,14 +189,14 @@ class Process:
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(box_keeper, "LOOK_S", 0.005)
+    monkeypatch.setattr(box_controller, "LOOK_S", 0.005)
 
 
 @asynccontextmanager
 async def at_work(*processes: Process) -> AsyncIterator[None]:
     async with anyio.create_task_group() as tasks:
         for process in processes:
-            tasks.start_soon(process.keeper.run)
+            tasks.start_soon(process.controller.run)
             await process.is_at(State.RESIDENT, "qwen")
         yield
         tasks.cancel_scope.cancel()
@@ -210,13 +210,13 @@ async def test_jobs_that_nobody_has_brought_to_a_line_start_a_swap() -> None:
     one = Process(Machine())
     async with at_work(one):
         one.machine.lanes_there = [stored(3, 10.0)]
-        await one.until(lambda: one.sight.plan.cause is Cause.AGE)
-        assert one.sight.stored["gemma"] == Wants(3, one.machine.now - 10)
+        await one.until(lambda: one.snapshot.plan.cause is Cause.AGE)
+        assert one.snapshot.stored["gemma"] == Backlog(3, one.machine.now - 10)
         # Nothing but the residency holds it from here on.
         one.machine.lanes_there = [stored(4, 10.0)]
-        await one.until(lambda: one.sight.plan.cause is Cause.JOBS)
-        came_in = one.sight.box.resident_since
-        assert one.sight.plan.at == came_in + 300
+        await one.until(lambda: one.snapshot.plan.cause is Cause.JOBS)
+        came_in = one.snapshot.box.resident_since
+        assert one.snapshot.plan.at == came_in + 300
         one.machine.now = came_in + 299
         await one.another_look()
         assert (one.at, one.machine.orders) == ((State.RESIDENT, "qwen"), [])
@@ -230,9 +230,9 @@ async def test_a_model_that_died_before_who_has_the_box_now_saw_it_is_brought_ba
     one = Process(machine)
     async with at_work(one):
         # It had answered another gateway, which is gone, too; this one knows only that it was being started.
-        machine.unseen_since = one.sight.box.resident_since - 5
+        machine.unseen_since = one.snapshot.box.resident_since - 5
         machine.inside.clear()
-        machine.now = one.sight.box.resident_since + READY_S - 1
+        machine.now = one.snapshot.box.resident_since + READY_S - 1
         await one.another_look()
         await one.another_look()
         assert (one.at, machine.orders) == ((State.RESIDENT, "qwen"), [])
@@ -249,25 +249,25 @@ async def test_a_model_that_only_the_owner_has_seen_yet_is_waited_for() -> None:
     await other.sync("spark", fence=fence, state=resident, note="")
     seen, unseen = Process(machine), Process(machine, "two")
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(unseen.keeper.run)
+        tasks.start_soon(unseen.controller.run)
         await unseen.is_at(State.RESIDENT, "gemma")
         await unseen.another_look()
-        assert unseen.keeper.objections()["gemma"][0] is Exclusion.SWAPPED_OUT
+        assert unseen.controller.objections()["gemma"][0] is Exclusion.SWAPPED_OUT
         # A fault, from then on: what is known of its health decides.
         machine.now += READY_S
-        await unseen.until(lambda: "gemma" not in unseen.keeper.objections())
+        await unseen.until(lambda: "gemma" not in unseen.controller.objections())
 
-        tasks.start_soon(seen.keeper.run)
+        tasks.start_soon(seen.controller.run)
         await seen.is_at(State.RESIDENT, "gemma")
         await seen.another_look()
-        assert seen.keeper.objections()["gemma"][0] is Exclusion.SWAPPED_OUT
+        assert seen.controller.objections()["gemma"][0] is Exclusion.SWAPPED_OUT
         machine.inside = {"gemma"}
-        await seen.until(lambda: "gemma" not in seen.keeper.objections())
+        await seen.until(lambda: "gemma" not in seen.controller.objections())
         # From then on, a probe that fails is a matter of its health alone.
         machine.inside = set()
         await seen.another_look()
         await seen.another_look()
-        assert "gemma" not in seen.keeper.objections()
+        assert "gemma" not in seen.controller.objections()
         tasks.cancel_scope.cancel()
 
 
@@ -294,7 +294,7 @@ async def test_a_gateway_that_is_the_first_to_be_back_finds_out_what_is_in(
     await last.leave("spark")
     one = Process(machine)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(one.keeper.run)
+        tasks.start_soon(one.controller.run)
         await one.is_at(State.RESIDENT, found)
         assert machine.orders == []
         tasks.cancel_scope.cancel()
@@ -308,9 +308,9 @@ async def test_a_box_that_a_gateway_of_another_configuration_has_is_read_and_lat
     await other.sync("spark", fence=fence, state=phi, note="")
     one = Process(machine)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(one.keeper.run)
+        tasks.start_soon(one.controller.run)
         await one.is_at(State.BOOTING, "phi")
-        assert set(one.keeper.objections()) == {"gemma", "qwen"}
+        assert set(one.controller.objections()) == {"gemma", "qwen"}
         await other.leave("spark")
         await one.is_at(State.RESIDENT, "qwen")
         assert machine.orders == []
@@ -324,12 +324,12 @@ async def test_what_the_store_holds_is_counted_once_however_many_gateways_see_it
         one.brings("a", 0, waited_s=50.0)
         two.brings("b", 0, waited_s=60.0)
         machine.lanes_there = [stored(1, 40.0)]
-        await one.until(lambda: [each.sight.wants["gemma"].count for each in (one, two)] == [2, 2])
+        await one.until(lambda: [each.snapshot.wants["gemma"].count for each in (one, two)] == [2, 2])
         for process in (one, two):
-            assert process.sight.stored["gemma"].count == 1
-            assert process.sight.wants["gemma"].oldest_at == machine.now - 60
+            assert process.snapshot.stored["gemma"].count == 1
+            assert process.snapshot.wants["gemma"].oldest_at == machine.now - 60
             # Three of four: counted twice, the store's would make it enough.
-            assert process.sight.plan.cause is Cause.AGE
+            assert process.snapshot.plan.cause is Cause.AGE
 
 
 async def test_jobs_that_nobody_may_take_are_no_reason_to_swap() -> None:
@@ -339,8 +339,8 @@ async def test_jobs_that_nobody_may_take_are_no_reason_to_swap() -> None:
         machine.now += 1000
         machine.lanes_there = [stored(50, 900.0)]
         await one.another_look()
-        assert one.sight.stored["gemma"].count == 0
-        assert one.sight.plan.target == ""
+        assert one.snapshot.stored["gemma"].count == 0
+        assert one.snapshot.plan.target == ""
         machine.drained_at = None
         await one.is_at(State.RESIDENT, "gemma")
 
@@ -351,12 +351,12 @@ async def test_the_batch_is_what_waited_in_the_store_when_the_model_came_in() ->
     async with at_work(one):
         machine.now += 1000
         machine.lanes_there = [Lane("qwen/work", 9, 0, oldest_s=1100.0), stored(50, 900.0)]
-        await one.until(lambda: one.sight.plan.held_by_batch)
+        await one.until(lambda: one.snapshot.plan.held_by_batch)
         # Its last one has left the store for the line: of the batch it is, though it has just entered.
         machine.lanes_there = [stored(50, 900.0)]
         one.brings("last", 1, waited_s=1100.0)
         await one.another_look()
-        assert one.sight.plan.held_by_batch
+        assert one.snapshot.plan.held_by_batch
         assert one.at == (State.RESIDENT, "qwen")
         one.line.leave("last")
         await one.is_at(State.RESIDENT, "gemma")
@@ -367,15 +367,15 @@ async def test_a_store_that_is_away_for_long_holds_nothing_up() -> None:
     one = Process(machine)
     async with at_work(one):
         machine.lanes_there = [stored(12, 10.0)]
-        await one.until(lambda: one.sight.stored["gemma"].count == 12)
+        await one.until(lambda: one.snapshot.stored["gemma"].count == 12)
         machine.is_away = True
         machine.now += ALONE_S
         await one.another_look()
-        assert one.sight.stored["gemma"].count == 12
+        assert one.snapshot.stored["gemma"].count == 12
         machine.now += 1
-        await one.until(lambda: one.sight.stored["gemma"].count == 0)
+        await one.until(lambda: one.snapshot.stored["gemma"].count == 0)
         machine.is_away = False
-        await one.until(lambda: one.sight.stored["gemma"].count == 12)
+        await one.until(lambda: one.snapshot.stored["gemma"].count == 12)
 
 
 async def test_a_report_waits_for_a_store_that_is_away_without_asking_it_all_the_time(
@@ -390,7 +390,7 @@ async def test_a_report_waits_for_a_store_that_is_away_without_asking_it_all_the
             machine.lanes_there = [stored(12, 900.0)]
             await one.is_at(State.STOPPING, "qwen")
             server.kill()
-            monkeypatch.setattr(box_keeper, "LOOK_S", 1.0)
+            monkeypatch.setattr(box_controller, "LOOK_S", 1.0)
             await one.another_look()
             assert machine.stops is not None
             machine.stops.set()
@@ -409,9 +409,9 @@ async def test_callers_are_told_when_their_jobs_can_start() -> None:
     machine = Machine()
     one = Process(machine)
     async with at_work(one):
-        assert one.keeper.away_s("qwen/work") == 0.0
-        assert one.keeper.away_s("no-such/class") is None
-        assert one.keeper.away_s("gemma/work") is None  # nothing brings it in
+        assert one.controller.away_s("qwen/work") == 0.0
+        assert one.controller.away_s("no-such/class") is None
+        assert one.controller.away_s("gemma/work") is None  # nothing brings it in
         machine.lanes_there = [stored(1, 100.0)]
-        await one.until(lambda: one.sight.plan.cause is Cause.AGE)
-        assert one.keeper.away_s("gemma/work") == 1400.0 + 306.0
+        await one.until(lambda: one.snapshot.plan.cause is Cause.AGE)
+        assert one.controller.away_s("gemma/work") == 1400.0 + 306.0

@@ -1,6 +1,6 @@
 """The state of one request on its way through the pipeline."""
 
-from gateway.core.asked import Asked
+from gateway.core.request_features import RequestFeatures
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
 from gateway.core.values import Candidate, Decision, Estimate, Policy
 from gateway.core.waiting import Ticket
@@ -13,7 +13,7 @@ LEFT_STATUS = 499
 _WHERE = frozenset({b"x-gateway-pool", b"x-gateway-backend"})
 
 
-class Passage:
+class RequestContext:
     """The state of one request. Owned by a single coroutine; it ends as a `RequestRecord`.
 
     Attributes:
@@ -125,13 +125,13 @@ class Passage:
             route=arrival.route,
         )
 
-    def _asked(self) -> Asked | None:
+    def _asked(self) -> RequestFeatures | None:
         """Return the features of the request for its record. Nothing reads them before its end."""
         request = self.incoming.request
         model = self.policy.model(request.model)
         if self.estimate is None or model is None:
             return None
-        return Asked.of(
+        return RequestFeatures.of(
             self.policy.version,
             model,
             request,

@@ -17,7 +17,7 @@ TOGETHER_MAX = 64 * 1024 * 1024
 """Maximum memory allocated for bodies that have not arrived yet, which stalling callers could hold."""
 
 
-class Filling(asyncio.BufferedProtocol):
+class BodyReceiver(asyncio.BufferedProtocol):
     """Replaces a connection's protocol until a body is complete, and forwards all other events to it."""
 
     def __init__(

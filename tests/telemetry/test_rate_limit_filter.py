@@ -11,7 +11,7 @@ import pytest
 from gateway.core.health import BackendStatus, State
 from gateway.events import about
 from gateway.telemetry import logs
-from gateway.telemetry.logs import CALM_LINES, CALM_S, Calm
+from gateway.telemetry.logs import CALM_LINES, CALM_S, RateLimitFilter
 
 log = logging.getLogger("gateway.test")
 
@@ -23,7 +23,7 @@ class Written:
         self.out = io.StringIO()
         logs.set_up("info", self.out)
         (self.handler,) = logging.getLogger().handlers
-        (self.calm,) = (one for one in self.handler.filters if isinstance(one, Calm))
+        (self.calm,) = (one for one in self.handler.filters if isinstance(one, RateLimitFilter))
 
     def say(self, at: float, name: str, **fields: Any) -> None:
         record = log.makeRecord(

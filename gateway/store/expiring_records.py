@@ -7,7 +7,7 @@ _SPARE = 64
 
 
 @dataclass(slots=True)
-class Shelf:
+class ExpiringRecords:
     """The records of one owner.
 
     Attributes:

@@ -14,12 +14,12 @@ LEARNED_MAX = 16
 more than their text (in token ids, for example)."""
 
 TOKEN_BYTES_MAX = 2_048
-"""Longer events are more than one token: they are neither learned nor passed to `Likeness.glance`."""
+"""Longer events are more than one token: they are neither learned nor passed to `EventTemplate.match`."""
 
 _TEXT = re.compile(rb'("(?:content|text|reasoning|reasoning_content)"\s*:\s*")((?:[^"\\]|\\.)*)"')
 
 
-class Likeness:
+class EventTemplate:
     """Recognizes token events by the prefix and suffix of a learned event.
 
     Attributes:
@@ -52,7 +52,7 @@ class Likeness:
         self._least = len(self._begin) + len(self._end)
         self._shown = shown[: len(shown) - len(rest)]
 
-    def glance(self, data: bytes, start: int, end: int) -> bytes | None:
+    def match(self, data: bytes, start: int, end: int) -> bytes | None:
         """Return the bytes to relay for the event `data[start:end]`, or None if it is not recognized.
 
         Returns `data` itself if the event is relayed unchanged.

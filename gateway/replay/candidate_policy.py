@@ -9,7 +9,7 @@ from gateway.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class CandidatePolicy:
     """A policy, with the launch flags of its engines and the boxes of its fleet."""
 
     policy: Policy
@@ -17,7 +17,7 @@ class Tried:
     boxes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, settings: Settings) -> "Tried":
+    def of(cls, settings: Settings) -> "CandidatePolicy":
         """Return the policy of a configuration."""
         return cls(
             settings.policy(),

@@ -10,7 +10,7 @@ from support.front import WAYS, Front, Wire, chat, front, post
 from support.loops import on_both_loops
 
 from gateway.core.usage import Ending
-from gateway.downstream.filling import TOGETHER_MAX, WORTH_BYTES, Filling
+from gateway.downstream.body_receiver import TOGETHER_MAX, WORTH_BYTES, BodyReceiver
 from gateway.downstream.relay import BodyLimits, Uploads
 from gateway.pipeline import LEFT_STATUS
 
@@ -163,7 +163,9 @@ class Other(asyncio.Protocol):
 def test_a_body_is_handed_over_without_a_copy() -> None:
     """CPython's own bytes file gives away what it was written into, once nobody holds a view of it."""
     got: list[tuple[int, bool]] = []
-    one = Filling(Other(), Uploads(), 10, [b"abc", b"de"], lambda size, is_last: got.append((size, is_last)))
+    one = BodyReceiver(
+        Other(), Uploads(), 10, [b"abc", b"de"], lambda size, is_last: got.append((size, is_last))
+    )
     for part in (b"fgh", b"ij"):
         view = one.get_buffer(-1)
         view[: len(part)] = part

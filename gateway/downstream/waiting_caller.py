@@ -63,7 +63,7 @@ class Waiter:
     on_disconnect: OnDisconnect
 
 
-class InPlace:
+class WaitingCaller:
     """Serves one waiting caller."""
 
     def __init__(

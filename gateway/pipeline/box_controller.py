@@ -21,14 +21,14 @@ from gateway.core import health, versions
 from gateway.core.box import (
     Box,
     BoxRules,
-    Done,
     Event,
-    Found,
-    Look,
+    Inspected,
+    Observation,
     Order,
+    OwnershipTaken,
     State,
     Task,
-    TookOver,
+    TaskEnded,
     advance,
     back_at,
     comes_at,
@@ -43,7 +43,7 @@ from gateway.core.box_report import note, read, read_note, written
 from gateway.core.box_swaps import Swap, SwapTracker
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import Lane
-from gateway.core.swap_policy import Cause, Plan, Wants
+from gateway.core.swap_policy import Backlog, Cause, Plan
 from gateway.core.values import Backend, Exclusion, Objection, Policy
 from gateway.core.waiting import WaitingLine
 from gateway.events import about
@@ -72,7 +72,7 @@ _LOST = frozenset({health.State.BOOTING, health.State.DOWN})
 
 
 @dataclass(frozen=True, slots=True)
-class BoxSight:
+class BoxSnapshot:
     """The state of a box for operators.
 
     Attributes:
@@ -87,8 +87,8 @@ class BoxSight:
 
     box: Box
     plan: Plan
-    wants: Mapping[str, Wants]
-    stored: Mapping[str, Wants]
+    wants: Mapping[str, Backlog]
+    stored: Mapping[str, Backlog]
     is_owner: bool
     fence: int
     at: float
@@ -111,8 +111,8 @@ class _Kept:
     entered_at: float = 0.0  # when this process learned of the current state, monotonic seconds
     is_seen: bool = False  # since then, the resident model has passed a health check here
     reports: list[Event] = field(default_factory=list)
-    own: Mapping[str, Wants] = field(default_factory=dict)
-    others: Mapping[str, Wants] = field(default_factory=dict)
+    own: Mapping[str, Backlog] = field(default_factory=dict)
+    others: Mapping[str, Backlog] = field(default_factory=dict)
     lanes: Sequence[Lane] = ()
     lanes_at: float = 0.0  # monotonic seconds
     objections: Mapping[str, Objection | None] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class _Kept:
     wake: anyio.Event = field(default_factory=anyio.Event)
 
 
-class BoxKeeper:
+class BoxController:
     """Controls all boxes. `run` must be running while requests are served."""
 
     def __init__(
@@ -194,14 +194,14 @@ class BoxKeeper:
         """Whether a box is swapping a model in, so that requests may wait for it."""
         return any(kept.box.state in _AT_WORK for kept in self._kept.values())
 
-    def sights(self) -> Mapping[str, BoxSight]:
+    def snapshots(self) -> Mapping[str, BoxSnapshot]:
         """Return the state of every box."""
         now = self._clock.now()
         found = {}
         for name, kept in self._kept.items():
             wants, stored = self._in_lines(kept), self._stored(kept)
             plan = outlook(kept.rules, kept.box, _both(wants, stored), now)
-            found[name] = BoxSight(kept.box, plan, wants, stored, kept.fence > 0, kept.fence, now)
+            found[name] = BoxSnapshot(kept.box, plan, wants, stored, kept.fence > 0, kept.fence, now)
         return found
 
     def away_s(self, lane: str) -> float | None:
@@ -293,7 +293,7 @@ class BoxKeeper:
                 kept.fence,
                 extra=about("box_owned", box=kept.name, fence=kept.fence),
             )
-            events = [TookOver(self._started_at, is_first=not kept.has_owned and not reply.others)]
+            events = [OwnershipTaken(self._started_at, is_first=not kept.has_owned and not reply.others)]
             kept.has_owned = True
         orders: list[Order] = []
         for event in (*events, self._look(kept)):
@@ -303,13 +303,13 @@ class BoxKeeper:
                 self._on_swap(kept.name, swap)
         return orders
 
-    def _look(self, kept: _Kept) -> Look:
+    def _look(self, kept: _Kept) -> Observation:
         statuses = self._fleet.statuses()
         mine = {name: statuses[name] for name in kept.backends}
         known = {name: status for name, status in mine.items() if status.served_models}
         # A model that died before this process, now the owner, had seen it up looks as if it still booted.
         is_long_in = self._clock.now() - kept.box.resident_since > READY_S
-        return Look(
+        return Observation(
             in_flight={name: self._ledger.load(name).seqs for name in mine},
             wants=self._wants(kept),
             ready=self._ready(kept),
@@ -342,14 +342,16 @@ class BoxKeeper:
             if self._clock.now() - kept.lanes_at > ALONE_S:
                 kept.lanes = ()  # the jobs are unreachable, so they do not justify a swap
 
-    def _wants(self, kept: _Kept) -> Mapping[str, Wants]:
+    def _wants(self, kept: _Kept) -> Mapping[str, Backlog]:
         """Return the demand for each backend of a box, over all processes, as of the last round."""
         return _both(self._in_lines(kept), self._stored(kept))
 
-    def _in_lines(self, kept: _Kept) -> Mapping[str, Wants]:
-        return {name: kept.own.get(name, Wants()) + kept.others.get(name, Wants()) for name in kept.backends}
+    def _in_lines(self, kept: _Kept) -> Mapping[str, Backlog]:
+        return {
+            name: kept.own.get(name, Backlog()) + kept.others.get(name, Backlog()) for name in kept.backends
+        }
 
-    def _stored(self, kept: _Kept) -> Mapping[str, Wants]:
+    def _stored(self, kept: _Kept) -> Mapping[str, Backlog]:
         return stored_wants(kept.lanes, self._policy(), kept.box, kept.backends, kept.lanes_at)
 
     # -------------------------------------------------------------- what a box orders
@@ -366,13 +368,13 @@ class BoxKeeper:
         match order.task:
             case Task.INSPECT:
                 found = [member for member in kept.backends if await self._switch.is_in(member)]
-                report: Event = Found(order.number, frozenset(found))
+                report: Event = Inspected(order.number, frozenset(found))
             case Task.STOP:
-                report = Done(order.number, await self._switch.stop(name, fence))
+                report = TaskEnded(order.number, await self._switch.stop(name, fence))
             case Task.START:
-                report = Done(order.number, await self._switch.start(name, fence))
+                report = TaskEnded(order.number, await self._switch.start(name, fence))
             case Task.CHECK:
-                report = Done(order.number, await self._switch.ask(name))
+                report = TaskEnded(order.number, await self._switch.ask(name))
                 if not report.failure:  # queued requests must find the model known to the health checks
                     with anyio.move_on_after(READY_S):
                         await self._fleet.wait_for(lambda statuses: _is_ready(statuses[name]))
@@ -454,13 +456,13 @@ def _is_ready(status: health.BackendStatus) -> bool:
     return bool(status.served_models) and status.down_since is None and status.state not in _LOST
 
 
-def _both(wants: Mapping[str, Wants], more: Mapping[str, Wants]) -> Mapping[str, Wants]:
+def _both(wants: Mapping[str, Backlog], more: Mapping[str, Backlog]) -> Mapping[str, Backlog]:
     return {name: one + more[name] for name, one in wants.items()}
 
 
-def _summed(notes: Iterable[Mapping[str, Wants]]) -> Mapping[str, Wants]:
-    total: dict[str, Wants] = {}
+def _summed(notes: Iterable[Mapping[str, Backlog]]) -> Mapping[str, Backlog]:
+    total: dict[str, Backlog] = {}
     for one in notes:
         for name, wants in one.items():
-            total[name] = total.get(name, Wants()) + wants
+            total[name] = total.get(name, Backlog()) + wants
     return total

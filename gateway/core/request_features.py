@@ -13,7 +13,7 @@ HeaderValue = str | bool
 
 
 @valueclass(frozen=True, slots=True)
-class Asked:
+class RequestFeatures:
     """One request's features and figures. Contains no text written by a caller.
 
     Attributes:
@@ -56,7 +56,7 @@ class Asked:
         *,
         size_bytes: int = 0,
         patience_s: float | None = None,
-    ) -> "Asked":
+    ) -> "RequestFeatures":
         """Return the features of a request for a model of the policy with that version."""
         headers: dict[str, HeaderValue] = {}
         for name, values in _matched(model).items():

@@ -27,7 +27,7 @@ _AGAIN_S = 0.01
 _DESCRIPTORS = "/proc/self/fd"
 
 
-class Outlet(ABC):
+class LogOutput(ABC):
     """A destination for log lines.
 
     Attributes:
@@ -50,7 +50,7 @@ class Outlet(ABC):
         """Flush the buffer, if the reader reads in time. Later lines may be dropped."""
 
 
-def outlet_of(stream: TextIO) -> Outlet:
+def outlet_of(stream: TextIO) -> LogOutput:
     """Return the writer for a stream according to its kind."""
     try:
         descriptor = stream.fileno()
@@ -59,13 +59,13 @@ def outlet_of(stream: TextIO) -> Outlet:
             return _into_pipe(descriptor)
         if stat.S_ISSOCK(mode):
             other = socket.socket(fileno=os.dup(descriptor))
-            return Unwaiting(lambda data: other.send(data, socket.MSG_DONTWAIT), other.close)
+            return NonBlockingOutput(lambda data: other.send(data, socket.MSG_DONTWAIT), other.close)
     except (OSError, ValueError):  # not a file descriptor
         pass
-    return Waiting(stream)
+    return BlockingOutput(stream)
 
 
-def _into_pipe(descriptor: int) -> Outlet:
+def _into_pipe(descriptor: int) -> LogOutput:
     """Return a non-blocking writer for a pipe.
 
     O_NONBLOCK is a property of the open file description, which other processes share and must not see
@@ -83,11 +83,11 @@ def _into_pipe(descriptor: int) -> Outlet:
                 raise BlockingIOError
             return os.write(descriptor, data[: select.PIPE_BUF])
 
-        return Unwaiting(put, lambda: None)
-    return Unwaiting(partial(os.write, again), partial(os.close, again))
+        return NonBlockingOutput(put, lambda: None)
+    return NonBlockingOutput(partial(os.write, again), partial(os.close, again))
 
 
-class Waiting(Outlet):
+class BlockingOutput(LogOutput):
     """Writes to a stream, blocking until it has accepted everything."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -95,7 +95,7 @@ class Waiting(Outlet):
         self._stream = stream
 
     def write(self, lines: Sequence[str]) -> None:
-        """See `Outlet.write`."""
+        """See `LogOutput.write`."""
         try:
             if lines:
                 self._stream.write("".join(lines))
@@ -104,10 +104,10 @@ class Waiting(Outlet):
             self.dropped += len(lines)
 
     def close(self) -> None:
-        """See `Outlet.close`. The stream itself is not closed."""
+        """See `LogOutput.close`. The stream itself is not closed."""
 
 
-class Unwaiting(Outlet):
+class NonBlockingOutput(LogOutput):
     """Writes what is accepted without blocking, and buffers the rest."""
 
     def __init__(self, put: Callable[[bytes], int], release: Callable[[], None]) -> None:
@@ -123,11 +123,11 @@ class Unwaiting(Outlet):
 
     @property
     def is_behind(self) -> bool:
-        """See `Outlet.is_behind`."""
+        """See `LogOutput.is_behind`."""
         return bool(self._held)
 
     def write(self, lines: Sequence[str]) -> None:
-        """See `Outlet.write`."""
+        """See `LogOutput.write`."""
         for text in lines:
             line = text.encode(errors="backslashreplace")
             if self._is_closed or self._held_bytes + len(line) > HELD_BYTES_MAX:
@@ -138,7 +138,7 @@ class Unwaiting(Outlet):
         self._write_held()
 
     def close(self) -> None:
-        """See `Outlet.close`."""
+        """See `LogOutput.close`."""
         end = monotonic() + LAST_S
         while self._held and monotonic() < end:
             sleep(_AGAIN_S)

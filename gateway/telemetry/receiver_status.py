@@ -11,7 +11,7 @@ _QUEUE = "opentelemetry.sdk._shared_internal"
 """The logger by which the library reports dropped spans."""
 
 
-class Taking:
+class ReceiverStatus:
     """Tracks whether a receiver accepts exports, and reports changes."""
 
     def __init__(self, library: str, *, on_away: Callable[[str], None], on_back: Callable[[], None]) -> None:

@@ -10,13 +10,13 @@ from support.world import Notes
 
 from gateway.clock import SystemClock
 from gateway.core.errors import GatewayError, IdempotencyInProgress, InvalidRequest, UpstreamFailed
-from gateway.core.idempotency import KeptAnswer, Promise, Standing, fingerprint
-from gateway.downstream.promises import PromiseKeeping, Promises
-from gateway.downstream.reading import Readers, Received, Work
+from gateway.core.idempotency import IdempotencyClaim, KeyState, StoredAnswer, fingerprint
+from gateway.downstream.idempotency import IdempotencyRules, IdempotentRequests
+from gateway.downstream.reading import BodyReaders, Received, Work
 from gateway.downstream.relay import AsgiDownstream, HttpDownstream
 from gateway.pipeline import CallerStalled
 from gateway.ports import Arrival
-from gateway.store.promises import MemoryPromises
+from gateway.store.idempotency import MemoryIdempotency
 
 ROUTE = "/v1/chat/completions"
 BODY = b'{"model":"gemma-4"}'
@@ -30,14 +30,14 @@ class Desk:
 
     lease_s: float = 30.0
     answer_bytes_max: int = 1_000
-    store: MemoryPromises = field(default_factory=lambda: MemoryPromises(SystemClock(), 10_000))
+    store: MemoryIdempotency = field(default_factory=lambda: MemoryIdempotency(SystemClock(), 10_000))
     sent: list[dict[str, Any]] = field(default_factory=list)
     asked: int = 0
-    promises: Promises = field(init=False)
+    idempotency: IdempotentRequests = field(init=False)
 
     def __post_init__(self) -> None:
-        keeping = PromiseKeeping(self.store, 60.0, self.answer_bytes_max, self.lease_s)
-        self.promises = Promises(keeping, Readers(), Notes(), SystemClock())
+        rules = IdempotencyRules(self.store, 60.0, self.answer_bytes_max, self.lease_s)
+        self.idempotency = IdempotentRequests(rules, BodyReaders(), Notes(), SystemClock())
 
     async def ask(self, work: Callable[[HttpDownstream], Awaitable[None]]) -> None:
         """Ask with the one key; `work` is what would answer it."""
@@ -51,26 +51,26 @@ class Desk:
         async def send(message: Any) -> None:
             self.sent.append(message)
 
-        answer = await self.promises.read(received, read)
+        answer = await self.idempotency.read(received, read)
         await answer(AsgiDownstream(send))
 
     async def lease_passes(self, times: int) -> None:
         """Return when a lease has run out that nobody renews, `times` as long as the desk's."""
-        unrenewed = replace(self.promise, key="k-2")
+        unrenewed = replace(self.claim, key="k-2")
         await self.store.begin(unrenewed, times * self.lease_s)
         with anyio.fail_after(10):
-            while await self.store.begin(replace(unrenewed, runner="r"), 60.0) is Standing.RUNNING:
+            while await self.store.begin(replace(unrenewed, runner="r"), 60.0) is KeyState.RUNNING:
                 await anyio.lowlevel.checkpoint()
 
     @property
-    def promise(self) -> Promise:
+    def claim(self) -> IdempotencyClaim:
         """The promise, as somebody at another gateway would make it."""
-        return Promise("team", ROUTE, "k-1", fingerprint(BODY), "req-elsewhere")
+        return IdempotencyClaim("team", ROUTE, "k-1", fingerprint(BODY), "req-elsewhere")
 
-    async def standing(self) -> bytes | Standing:
+    async def standing(self) -> bytes | KeyState:
         """Return what somebody who asks now finds; whoever begins so gives up at once."""
-        found = await self.store.begin(self.promise, 60.0)
-        await self.store.free(self.promise)
+        found = await self.store.begin(self.claim, 60.0)
+        await self.store.free(self.claim)
         return found
 
 
@@ -95,7 +95,7 @@ async def test_what_is_sent_is_passed_on_unchanged_and_at_once() -> None:
 
     assert seen == [b"data: 1\n\n", b": keep-alive\n\n", DONE]
     assert [message.get("more_body") for message in desk.sent] == [None, True, True, True, False]
-    assert await desk.standing() == KeptAnswer(200, SSE, b"".join(seen)).encoded()
+    assert await desk.standing() == StoredAnswer(200, SSE, b"".join(seen)).encoded()
 
 
 async def test_an_answer_is_kept_before_its_last_bytes_leave() -> None:
@@ -119,9 +119,9 @@ async def test_an_answer_is_kept_before_its_last_bytes_leave() -> None:
     async def read(_: Received) -> Work:
         return whole
 
-    await (await desk.promises.read(received, read))(Caller(nothing))
+    await (await desk.idempotency.read(received, read))(Caller(nothing))
 
-    assert standings[0] is Standing.RUNNING
+    assert standings[0] is KeyState.RUNNING
     assert isinstance(standings[1], bytes)
 
 
@@ -181,8 +181,8 @@ async def test_what_does_not_end_well_frees_the_key(work: Work, error: type[Exce
         with pytest.raises(error):
             await desk.ask(work)
 
-    assert await desk.standing() is Standing.BEGUN
-    assert desk.promises.recorded_bytes == 0
+    assert await desk.standing() is KeyState.BEGUN
+    assert desk.idempotency.recorded_bytes == 0
 
 
 async def test_a_caller_that_leaves_frees_the_key() -> None:
@@ -196,10 +196,10 @@ async def test_a_caller_that_leaves_frees_the_key() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(desk.ask, work)
         await begun.wait()
-        assert await desk.standing() is Standing.RUNNING
+        assert await desk.standing() is KeyState.RUNNING
         tasks.cancel_scope.cancel()
 
-    assert await desk.standing() is Standing.BEGUN
+    assert await desk.standing() is KeyState.BEGUN
 
 
 async def test_a_request_that_cannot_be_read_frees_the_key() -> None:
@@ -207,13 +207,13 @@ async def test_a_request_that_cannot_be_read_frees_the_key() -> None:
     received = Received(Arrival("r", 0.0, 0.0, route=ROUTE), BODY, "team", {"idempotency-key": "k-1"}, ())
 
     async def read(_: Received) -> Work:
-        assert await desk.standing() is Standing.RUNNING
+        assert await desk.standing() is KeyState.RUNNING
         raise InvalidRequest("no")
 
     with pytest.raises(InvalidRequest):
-        await desk.promises.read(received, read)
+        await desk.idempotency.read(received, read)
 
-    assert await desk.standing() is Standing.BEGUN
+    assert await desk.standing() is KeyState.BEGUN
 
 
 async def test_what_runs_for_longer_than_its_lease_keeps_its_key() -> None:
@@ -226,7 +226,7 @@ async def test_what_runs_for_longer_than_its_lease_keeps_its_key() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(desk.ask, work)
         await desk.lease_passes(3)
-        assert await desk.standing() is Standing.RUNNING
+        assert await desk.standing() is KeyState.RUNNING
         with pytest.raises(IdempotencyInProgress):
             await desk.ask(fails)
         over.set()
@@ -240,7 +240,7 @@ async def test_a_key_that_was_freed_is_not_taken_again_by_a_renewal() -> None:
     async def work(downstream: HttpDownstream) -> None:
         await breaks(downstream)
         await desk.lease_passes(1)  # three renewals would have come
-        assert await desk.standing() is Standing.BEGUN
+        assert await desk.standing() is KeyState.BEGUN
 
     await desk.ask(work)
 
@@ -248,12 +248,12 @@ async def test_a_key_that_was_freed_is_not_taken_again_by_a_renewal() -> None:
 async def test_a_runner_that_lost_its_key_answers_its_caller_and_touches_nothing() -> None:
     """As one whose gateway stood still: its lease ran out, and another has answered meanwhile."""
     desk = Desk()
-    others = KeptAnswer(200, SSE, DONE).encoded()
+    others = StoredAnswer(200, SSE, DONE).encoded()
 
     async def work(downstream: HttpDownstream) -> None:
         desk.store._marks.clear()
-        await desk.store.begin(desk.promise, 60.0)
-        await desk.store.keep(desk.promise, others, 60.0)
+        await desk.store.begin(desk.claim, 60.0)
+        await desk.store.keep(desk.claim, others, 60.0)
         await stream(downstream)
 
     await desk.ask(work)
@@ -268,23 +268,23 @@ async def test_an_answer_beyond_the_limit_is_passed_on_and_not_kept() -> None:
     await desk.ask(lambda downstream: stream(downstream, [b"data: 1234567890\n\n", DONE]))
 
     assert desk.sent[-2]["body"] == DONE
-    assert await desk.standing() is Standing.BEGUN
+    assert await desk.standing() is KeyState.BEGUN
     await desk.ask(lambda downstream: stream(downstream, [b"a", DONE]))
     assert isinstance(await desk.standing(), bytes)
 
 
 async def test_what_is_written_down_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.downstream.promises.RECORDED_BYTES_MAX", 40)
+    monkeypatch.setattr("gateway.downstream.idempotency.RECORDED_BYTES_MAX", 40)
     desk = Desk()
-    desk.promises.recorded_bytes = 30  # others'
+    desk.idempotency.recorded_bytes = 30  # others'
 
     await desk.ask(stream)
-    assert desk.promises.recorded_bytes == 30
-    assert await desk.standing() is Standing.BEGUN
+    assert desk.idempotency.recorded_bytes == 30
+    assert await desk.standing() is KeyState.BEGUN
 
-    desk.promises.recorded_bytes = 10
+    desk.idempotency.recorded_bytes = 10
     await desk.ask(stream)
-    assert desk.promises.recorded_bytes == 10
+    assert desk.idempotency.recorded_bytes == 10
     assert isinstance(await desk.standing(), bytes)
 
 

@@ -18,14 +18,14 @@ from gateway.core.errors import (
     IdempotencyKeyReused,
     StoreUnavailable,
 )
-from gateway.core.idempotency import HEADER, KeptAnswer, Promise, Standing, fingerprint, read_key
+from gateway.core.idempotency import HEADER, IdempotencyClaim, KeyState, StoredAnswer, fingerprint, read_key
 from gateway.core.sse import DONE
 from gateway.core.usage import Ending, RequestRecord
-from gateway.downstream.reading import Read, Readers, Received, Work
+from gateway.downstream.reading import BodyReaders, Read, Received, Work
 from gateway.downstream.relay import HttpDownstream
 from gateway.pipeline import LEFT_STATUS, CallerStalled
 from gateway.pipeline.caller import CALLER_STALL_S
-from gateway.ports import Clock, Headers, PromiseStore, Recorder
+from gateway.ports import Clock, Headers, IdempotencyStore, Recorder
 
 RETRY_AFTER_S = 2
 """When to retry while the answer is in progress. Every OpenAI client retries after a 409."""
@@ -45,21 +45,23 @@ _FIRST_REQUEST_ID = b"x-gateway-original-request-id"
 
 
 @dataclass(frozen=True, slots=True)
-class PromiseKeeping:
+class IdempotencyRules:
     """The store, the expiry of answers in seconds, their maximum size, and the lease time of a key."""
 
-    store: PromiseStore
+    store: IdempotencyStore
     ttl_s: float
     answer_bytes_max: int
     lease_s: float = LEASE_S
 
 
-class Promises:
+class IdempotentRequests:
     """Serves requests with idempotency keys; one per process."""
 
-    def __init__(self, keeping: PromiseKeeping, readers: Readers, recorder: Recorder, clock: Clock) -> None:
-        """Store answers as `keeping` says; report replayed requests to `recorder`."""
-        self.keeping = keeping
+    def __init__(
+        self, rules: IdempotencyRules, readers: BodyReaders, recorder: Recorder, clock: Clock
+    ) -> None:
+        """Store answers as `rules` say; report replayed requests to `recorder`."""
+        self.rules = rules
         self.recorded_bytes = 0  # of all answers being recorded
         self._readers = readers
         self._recorder = recorder
@@ -77,22 +79,22 @@ class Promises:
             return await read(received)
         arrival, key, body = received.arrival, read_key(written), received.body
         found = await self._readers.run(lambda: fingerprint(body), body)
-        promise = Promise(received.key, arrival.route, key, found, arrival.id)
-        before = await self.keeping.store.begin(promise, self.keeping.lease_s)
+        claim = IdempotencyClaim(received.key, arrival.route, key, found, arrival.id)
+        before = await self.rules.store.begin(claim, self.rules.lease_s)
         if isinstance(before, bytes):
-            return partial(self._replay, received, KeptAnswer.decoded(before))
-        if before is not Standing.BEGUN:
+            return partial(self._replay, received, StoredAnswer.decoded(before))
+        if before is not KeyState.BEGUN:
             _refuse(before)
         try:
             work = await read(received)
         except BaseException:
-            await Mark(self.keeping, promise).free()
+            await HeldKey(self.rules, claim).free()
             raise
-        return partial(self._run, work, promise)
+        return partial(self._run, work, claim)
 
-    async def _run(self, work: Work, promise: Promise, downstream: HttpDownstream) -> None:
+    async def _run(self, work: Work, claim: IdempotencyClaim, downstream: HttpDownstream) -> None:
         """Run a request, record its answer, and store it if successful."""
-        mark = Mark(self.keeping, promise)
+        mark = HeldKey(self.rules, claim)
         recording = Recording(downstream, mark, self)
         failure: Exception | None = None
         try:
@@ -109,7 +111,7 @@ class Promises:
         if failure is not None:
             raise failure
 
-    async def _replay(self, received: Received, answer: KeptAnswer, downstream: HttpDownstream) -> None:
+    async def _replay(self, received: Received, answer: StoredAnswer, downstream: HttpDownstream) -> None:
         """Send a stored answer."""
         arrival, ending = received.arrival, Ending.LEFT
         try:
@@ -140,30 +142,30 @@ class Promises:
             )
 
 
-class Mark:
+class HeldKey:
     """A request's hold on its idempotency key, until the answer is stored or the key is released."""
 
-    def __init__(self, keeping: PromiseKeeping, promise: Promise) -> None:
-        """Hold the key of `promise`, which has been acquired."""
-        self._keeping = keeping
-        self._promise = promise
+    def __init__(self, rules: IdempotencyRules, claim: IdempotencyClaim) -> None:
+        """Hold the key of `claim`, which has been acquired."""
+        self._rules = rules
+        self._claim = claim
         self._is_over = False
         self._turn = anyio.Lock()  # no renewal may follow the end
 
     async def renew(self) -> None:
         """Renew the lease until the request ends or another one has the key."""
         while True:
-            await anyio.sleep(self._keeping.lease_s / 3)
+            await anyio.sleep(self._rules.lease_s / 3)
             async with self._turn:
                 if self._is_over:
                     return
                 try:
-                    if not await self._keeping.store.renew(self._promise, self._keeping.lease_s):
+                    if not await self._rules.store.renew(self._claim, self._rules.lease_s):
                         return
                 except StoreUnavailable:
                     pass  # logged by the store; the next renewal may be in time
 
-    async def keep(self, answer: KeptAnswer) -> None:
+    async def keep(self, answer: StoredAnswer) -> None:
         """Store the answer if possible: the caller gets it in any case."""
         await self._end(answer)
 
@@ -171,8 +173,8 @@ class Mark:
         """Release the key, unless the answer was stored."""
         await self._end(None)
 
-    async def _end(self, answer: KeptAnswer | None) -> None:
-        store, promise = self._keeping.store, self._promise
+    async def _end(self, answer: StoredAnswer | None) -> None:
+        store, claim = self._rules.store, self._claim
         with anyio.CancelScope(shield=True):  # bounded by the store's timeouts
             async with self._turn:
                 if self._is_over:
@@ -180,9 +182,9 @@ class Mark:
                 self._is_over = True
                 try:
                     if answer is None:
-                        await store.free(promise)
+                        await store.free(claim)
                     else:
-                        await store.keep(promise, answer.encoded(), self._keeping.ttl_s)
+                        await store.keep(claim, answer.encoded(), self._rules.ttl_s)
                 except StoreUnavailable:
                     pass  # the lease expires by itself
 
@@ -190,12 +192,12 @@ class Mark:
 class Recording(HttpDownstream):
     """Records the answer while relaying it, and stores it before its last bytes are sent."""
 
-    def __init__(self, caller: HttpDownstream, mark: Mark, promises: Promises) -> None:
+    def __init__(self, caller: HttpDownstream, mark: HeldKey, idempotency: IdempotentRequests) -> None:
         """Relay to `caller`."""
         super().__init__()
         self._caller = caller
         self._mark = mark
-        self._promises = promises
+        self._idempotency = idempotency
         self._status = 0
         self._headers: Headers = ()
         self._length = -1  # Content-Length of the answer, if known
@@ -235,7 +237,7 @@ class Recording(HttpDownstream):
 
     def forget(self) -> None:
         """Stop recording, and release the memory."""
-        self._promises.recorded_bytes -= self._held_bytes
+        self._idempotency.recorded_bytes -= self._held_bytes
         self._parts, self._held_bytes = None, 0
 
     def _write_down(self, data: bytes) -> None:
@@ -244,9 +246,9 @@ class Recording(HttpDownstream):
             return
         self._parts.append(data)
         self._held_bytes += len(data)
-        self._promises.recorded_bytes += len(data)
-        is_too_long = self._held_bytes > self._promises.keeping.answer_bytes_max
-        if is_too_long or self._promises.recorded_bytes > RECORDED_BYTES_MAX:
+        self._idempotency.recorded_bytes += len(data)
+        is_too_long = self._held_bytes > self._idempotency.rules.answer_bytes_max
+        if is_too_long or self._idempotency.recorded_bytes > RECORDED_BYTES_MAX:
             self.forget()
 
     async def _end(self) -> None:
@@ -254,12 +256,12 @@ class Recording(HttpDownstream):
         if self._parts is None or not 200 <= self._status < 300:
             await self._mark.free()
         else:
-            await self._mark.keep(KeptAnswer(self._status, self._headers, b"".join(self._parts)))
+            await self._mark.keep(StoredAnswer(self._status, self._headers, b"".join(self._parts)))
         self.forget()
 
 
-def _refuse(standing: Standing) -> NoReturn:
-    if standing is Standing.REUSED:
+def _refuse(standing: KeyState) -> NoReturn:
+    if standing is KeyState.REUSED:
         raise IdempotencyKeyReused()
     raise IdempotencyInProgress(
         "The first request with this Idempotency-Key has not ended. Retry to get its answer.",
@@ -267,7 +269,7 @@ def _refuse(standing: Standing) -> NoReturn:
     )
 
 
-def _headers_again(answer: KeptAnswer, request_id: str) -> Headers:
+def _headers_again(answer: StoredAnswer, request_id: str) -> Headers:
     """Return the headers of a replayed answer: those of the original, with a new request id."""
     first = [(_FIRST_REQUEST_ID if name == _REQUEST_ID else name, value) for name, value in answer.headers]
     return [(_REQUEST_ID, request_id.encode()), *first, *REPLAYED_HEADERS]

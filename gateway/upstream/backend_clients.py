@@ -15,7 +15,7 @@ from gateway.core.errors import UpstreamUnreachable
 from gateway.core.values import Backend
 
 
-class Way(ABC):
+class BackendClient(ABC):
     """The client of one backend.
 
     Attributes:
@@ -51,10 +51,10 @@ CLOSE_S = 1.0
 ENCODED = "The backend compresses its answers, although it is asked not to."
 """The message for an answer with status 200 and a content-encoding."""
 
-W = TypeVar("W", bound=Way)
+W = TypeVar("W", bound=BackendClient)
 
 
-class Ways(ABC, Generic[W]):
+class BackendClients(ABC, Generic[W]):
     """The clients of all backends: the base of every `ports.Upstream`. Close it with `aclose`."""
 
     def __init__(

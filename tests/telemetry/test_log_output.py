@@ -15,7 +15,7 @@ import pytest
 from support.loops import on_both_loops
 
 from gateway.telemetry import logs
-from gateway.telemetry.outlet import HELD_BYTES_MAX, Outlet, outlet_of
+from gateway.telemetry.log_output import HELD_BYTES_MAX, LogOutput, outlet_of
 
 anyio_backend = on_both_loops
 
@@ -30,7 +30,7 @@ class Way:
         self.is_gone = False
         os.set_blocking(read, False)
         self.stream = os.fdopen(write, "w")
-        self.outlet = outlet_of(self.stream)
+        self.output = outlet_of(self.stream)
 
     def read(self) -> bytes:
         """Read what is there."""
@@ -43,8 +43,8 @@ class Way:
     def read_all(self) -> bytes:
         """Read until nothing is held back any more."""
         found = self.read()
-        while self.outlet.is_behind:
-            self.outlet.write([])
+        while self.output.is_behind:
+            self.output.write([])
             found += self.read()
         return found
 
@@ -67,7 +67,7 @@ def stream_socket() -> Way:
 
 def pipe_of_another_user() -> Way:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gateway.telemetry.outlet._DESCRIPTORS", "/nowhere")
+        patch.setattr("gateway.telemetry.log_output._DESCRIPTORS", "/nowhere")
         return pipe()
 
 
@@ -76,7 +76,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[Way]:
     make: Callable[[], Way] = request.param
     made = make()
     yield made
-    made.outlet.close()
+    made.output.close()
     made.stream.close()
     made.stop_reading()
 
@@ -88,53 +88,53 @@ def numbered(count: int) -> list[str]:
 def test_what_a_reader_leaves_is_held_back_and_comes_in_order_when_it_goes_on(way: Way) -> None:
     lines = numbered(900)
     for line in lines:
-        way.outlet.write([line])
-    assert way.outlet.is_behind
+        way.output.write([line])
+    assert way.output.is_behind
     assert way.read_all().decode() == "".join(lines)
-    assert way.outlet.dropped == 0
+    assert way.output.dropped == 0
 
 
 def test_many_lines_at_once_and_ones_longer_than_a_pipe_come_whole(way: Way) -> None:
     lines = ["a\n", "b" * 200_000 + "\n", "c\n", "ü" * 5_000 + "\n"]
-    way.outlet.write(lines)
+    way.output.write(lines)
     assert way.read_all().decode() == "".join(lines)
 
 
 def test_beyond_its_limit_lines_are_dropped_and_counted(way: Way) -> None:
     lines = numbered(3_000)
     for line in lines:
-        way.outlet.write([line])
+        way.output.write([line])
     found = way.read_all().decode()
-    assert way.outlet.dropped == len(lines) - found.count("\n") > 0
+    assert way.output.dropped == len(lines) - found.count("\n") > 0
     assert "".join(lines).startswith(found)
     assert HELD_BYTES_MAX - len(LINE) < len(found) < HELD_BYTES_MAX + 1_000_000
-    way.outlet.write(["and on\n"])
+    way.output.write(["and on\n"])
     assert way.read() == b"and on\n"
 
 
 def test_what_other_processes_write_to_it_still_waits(way: Way) -> None:
     assert os.get_blocking(way.write_end)
-    way.outlet.write(["a\n"])
+    way.output.write(["a\n"])
     assert os.get_blocking(way.write_end)
 
 
 def test_without_a_reader_lines_are_dropped(way: Way) -> None:
     for line in numbered(900):
-        way.outlet.write([line])
+        way.output.write([line])
     was_read = way.read().count(b"\n")
     way.stop_reading()
-    way.outlet.write(["more\n"])
-    assert not way.outlet.is_behind
-    assert way.outlet.dropped >= 900 - was_read
-    before = way.outlet.dropped
-    way.outlet.write(["more\n"])
-    assert way.outlet.dropped == before + 1
+    way.output.write(["more\n"])
+    assert not way.output.is_behind
+    assert way.output.dropped >= 900 - was_read
+    before = way.output.dropped
+    way.output.write(["more\n"])
+    assert way.output.dropped == before + 1
 
 
 def test_at_the_end_what_is_held_back_is_written_if_it_is_read(way: Way) -> None:
     lines = numbered(600)
     for line in lines:
-        way.outlet.write([line])
+        way.output.write([line])
     found: list[bytes] = []
     ended = threading.Event()
 
@@ -145,7 +145,7 @@ def test_at_the_end_what_is_held_back_is_written_if_it_is_read(way: Way) -> None
 
     reader = threading.Thread(target=read)
     reader.start()
-    way.outlet.close()
+    way.output.close()
     ended.set()
     reader.join()
     assert b"".join(found).decode() == "".join(lines)
@@ -153,31 +153,31 @@ def test_at_the_end_what_is_held_back_is_written_if_it_is_read(way: Way) -> None
 
 def test_the_end_does_not_wait_for_a_reader_for_long(way: Way) -> None:
     for line in numbered(900):
-        way.outlet.write([line])
-    way.outlet.close()
+        way.output.write([line])
+    way.output.close()
     found = way.read().count(b"\n")
-    assert way.outlet.dropped in (900 - found, 900 - found - 1)  # a line may have been cut
-    way.outlet.write(["more\n"])
+    assert way.output.dropped in (900 - found, 900 - found - 1)  # a line may have been cut
+    way.output.write(["more\n"])
     assert way.read() == b""
 
 
 def test_a_file_is_written_to_as_usual(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with path.open("w") as stream:
-        outlet = outlet_of(stream)
-        outlet.write(["a\n", "b\n"])
+        output = outlet_of(stream)
+        output.write(["a\n", "b\n"])
         assert path.read_text() == "a\nb\n"
-    outlet.write(["c\n"])  # it is closed
-    assert (outlet.dropped, outlet.is_behind) == (1, False)
+    output.write(["c\n"])  # it is closed
+    assert (output.dropped, output.is_behind) == (1, False)
 
 
 @pytest.mark.parametrize("make", [StringIO, lambda: open(os.devnull, "w")])  # noqa: SIM115 - closed below
 def test_any_stream_will_do(make: Callable[[], TextIO]) -> None:
     with make() as stream:
-        outlet: Outlet = outlet_of(stream)
-        outlet.write(["a\n"])
-        assert outlet.dropped == 0
-        outlet.close()
+        output: LogOutput = outlet_of(stream)
+        output.write(["a\n"])
+        assert output.dropped == 0
+        output.close()
 
 
 @pytest.fixture

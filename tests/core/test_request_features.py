@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gateway.core import classification
-from gateway.core.asked import OTHER, Asked
+from gateway.core.request_features import OTHER, RequestFeatures
 from gateway.core.values import (
     CountMode,
     Endpoint,
@@ -58,7 +58,7 @@ def test_only_headers_that_conditions_name_are_kept_and_only_values_that_they_na
 ) -> None:
     request = replace(REQUEST, headers=sent)
 
-    asked = Asked.of(POLICY.version, POLICY.models[0], request, ESTIMATE)
+    asked = RequestFeatures.of(POLICY.version, POLICY.models[0], request, ESTIMATE)
 
     assert asked.headers == kept
     assert "secret" not in repr(asked)
@@ -71,6 +71,8 @@ def test_only_headers_that_conditions_name_are_kept_and_only_values_that_they_na
 def test_everything_else_that_a_decision_reads_is_the_same_again() -> None:
     version, model = POLICY.version, POLICY.models[0]
 
-    again = Asked.of(version, model, REQUEST, ESTIMATE, size_bytes=9, patience_s=3.0).request("nightly")
+    again = RequestFeatures.of(version, model, REQUEST, ESTIMATE, size_bytes=9, patience_s=3.0).request(
+        "nightly"
+    )
 
     assert again == replace(REQUEST, prompt=Prompt())

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from gateway.pipeline.deadline import Deadline
-from gateway.ports import Glance
+from gateway.ports import ChunkMatch
 
 
 class Counter(Protocol):
@@ -22,7 +22,7 @@ class Counter(Protocol):
     chunks: int
 
 
-class Uncounted:
+class NullCounter:
     """A counter that nobody reads."""
 
     __slots__ = ("chunks",)
@@ -32,7 +32,7 @@ class Uncounted:
         self.chunks = 0
 
 
-class Glances:
+class ChunkFastPath:
     """Recognizes chunks that can be relayed unparsed, and accounts for them.
 
     Attributes:
@@ -42,7 +42,7 @@ class Glances:
     __slots__ = ("_counter", "_deadline", "_idle_s", "_look", "_now", "chunks")
 
     def __init__(
-        self, look: Glance, counter: Counter, deadline: Deadline, idle_s: float, now: Callable[[], float]
+        self, look: ChunkMatch, counter: Counter, deadline: Deadline, idle_s: float, now: Callable[[], float]
     ) -> None:
         """Recognize chunks with `look`; move `deadline` to `now() + idle_s` after each."""
         self._look = look
@@ -52,8 +52,8 @@ class Glances:
         self._now = now
         self.chunks = 0
 
-    def glance(self, data: bytes, start: int, end: int) -> bytes | None:
-        """See `ports.Pouring.glance`."""
+    def match(self, data: bytes, start: int, end: int) -> bytes | None:
+        """See `ports.StreamTransform.match`."""
         shown = self._look(data, start, end)
         if shown is not None:
             self.chunks += 1

@@ -5,7 +5,7 @@ from typing import Any
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 
-class Heads:
+class HeadAsGet:
     """ASGI middleware that answers HEAD like GET, without the body."""
 
     def __init__(self, app: ASGIApp) -> None:

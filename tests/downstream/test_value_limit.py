@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.downstream.crowded import (
+from gateway.downstream.value_limit import (
     CONTAINERS_MAX,
     QUOTES_MAX,
     SMALL_BYTES,
