@@ -1,19 +1,19 @@
--- What the batch scripts share; it is put before each of them, behind webhooks.lua, jobs.lua and files.lua.
+-- Shared code of the batch scripts; prepended to each of them, after webhooks.lua, jobs.lua and files.lua.
 -- Redis 6.2 commands only.
 --
--- batch:<id>        HASH    a batch, who works at it (runner, until), and how far it has got (cursor, offset)
--- lines:<id>        HASH    job id -> "number custom_id" of the lines that are jobs and are not written down
--- done:<id>         LIST    those of these whose jobs have ended, in this order
--- batches:<owner>   ZSET    ids in the order in which they were made
--- batches_open      ZSET    ids of those that are not final, in the same order
--- batches_counts    HASH    how many of these each owner has
--- batches_ended     ZSET    ids of those that are, by the time at which they are forgotten
+-- batch:<id>        HASH    a batch, its lease (runner, until), and its progress (cursor, offset)
+-- lines:<id>        HASH    job id -> "number custom_id" of the lines that are jobs without a written result
+-- done:<id>         LIST    those of them whose jobs have ended, in that order
+-- batches:<owner>   ZSET    ids in the order of creation
+-- batches_open      ZSET    ids of batches that are not final, in the same order
+-- batches_counts    HASH    number of these per owner
+-- batches_ended     ZSET    ids of final batches, by the time of deletion
 --
--- `fence` counts how often a batch was taken. Whoever works at it names the number, and is refused once another
--- has taken it. It also names the last line behind which it has moved the cursor, and is refused where the store has
--- lost that step: it has to go on from where the cursor is. Everything such a runner does is one script, that also
--- renews its lease. A line is handed over as a job, or written down, in the step that moves the cursor behind it; a
--- job's result is written down in the step that forgets the job. So every line is written down once.
+-- `fence` counts how often a batch was leased. A runner passes its number, and is rejected once another has leased
+-- the batch. It also passes the last line by which it advanced the cursor, and is rejected if the store has lost that
+-- step: then it must continue from the cursor. Every operation of a runner is one script, which also renews its lease.
+-- A line is submitted as a job, or its result written, in the step that advances the cursor; a job's result is
+-- written in the step that deletes the job. So the result of every line is written exactly once.
 
 local FINAL = {failed = true, completed = true, expired = true, cancelled = true}
 local BATCH_SHOWN = {
@@ -33,7 +33,7 @@ local function move_batch(id, status)
     redis.call('HSET', name, 'status', status, 'times', times)
 end
 
--- Returns whether a runner has the batch, and renews its lease if so.
+-- Returns whether a runner holds the batch, and renews its lease if so.
 local function holds_batch(id, fence, number, lease)
     local batch = redis.call('HMGET', key('batch', id), 'fence', 'status', 'cursor')
     if batch[1] ~= fence or FINAL[batch[2]] or tonumber(batch[3]) < tonumber(number) then
@@ -43,7 +43,7 @@ local function holds_batch(id, fence, number, lease)
     return true
 end
 
--- Puts lines behind a batch's file of a kind, output or error, which is made with the first.
+-- Appends lines to a batch's output or error file, which is created with the first.
 local function write_lines(id, kind, file, lines)
     local name = key('batch', id)
     local owner = redis.call('HGET', name, 'owner')
@@ -54,7 +54,7 @@ local function write_lines(id, kind, file, lines)
     append_to_file(file, owner, lines)
 end
 
--- Makes a batch final. The one place where this happens.
+-- Makes a batch final. This is the only place where that happens.
 local function end_batch(id, status, keep)
     local name = key('batch', id)
     local batch = redis.call('HMGET', name, 'owner', 'input', 'output', 'error', 'output_keep')

@@ -1,7 +1,7 @@
--- KEYS  1  owner  STRING  who owns the box; expires
---       2  fence  STRING  of the last change of owner; only ever grows
---       3  state  STRING  what the owner has written
---       4  notes  HASH    process -> until when its note counts, in ms of this server's clock, and the note
+-- KEYS  1  owner  STRING  owner of the box; expires
+--       2  fence  STRING  fencing token of the last change of owner; never decreases
+--       3  state  STRING  written by the owner
+--       4  notes  HASH    process -> expiry of its note, in ms of this server's clock, and the note
 -- ARGV  1  process, 2  ttl in ms; 0 to leave, 3  fence under which it writes, 4  state, 5  note
 -- Returns the fence if this process is the owner, else 0; the state; the notes of the others.
 -- Redis 6.2 commands only.
@@ -22,7 +22,7 @@ end
 local fence = tonumber(redis.call('GET', KEYS[2])) or 0
 if not owner then
     owner = process
-    -- Of a server that has lost its data the next one is above all before, too.
+    -- Based on the clock, so that it increases even if the server has lost its data.
     fence = math.max(fence + 1, now)
     redis.call('SET', KEYS[2], string.format('%.0f', fence))
 end

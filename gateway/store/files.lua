@@ -1,19 +1,19 @@
--- What the scripts of files and batches share; it is put before each of them, behind webhooks.lua and jobs.lua.
+-- Shared code of the scripts of files and batches; prepended to each of them, after webhooks.lua and jobs.lua.
 -- Redis 6.2 commands only.
 --
 -- file:<id>        HASH    a file: owner, filename, purpose, bytes, created, expires, order, state, uses
 -- piece:<id>:<n>   STRING  its bytes from n * PIECE on; all but the last have PIECE
--- files:<owner>    ZSET    ids of whole files in the order in which they were begun
--- filed:<owner>    STRING  bytes of all files of an owner, FILE_COSTS for each of them included
--- files_expiring   ZSET    ids by the time at which they are forgotten
+-- files:<owner>    ZSET    ids of complete files in the order of creation
+-- filed:<owner>    STRING  bytes of all files of an owner, including FILE_COSTS for each
+-- files_expiring   ZSET    ids by the time of deletion
 --
--- A file is `open` while it is written, and nobody sees it; one that is left open is forgotten after OPEN_MS.
--- `uses` counts the batches that read it: it is neither forgotten nor deleted meanwhile.
+-- A file is `open`, and invisible, while it is written; one that is left open is deleted after OPEN_MS. `uses` is
+-- the number of batches that read it: while it is not 0, the file neither expires nor can be deleted.
 
 local PIECE = 1048576
 local FILE_COSTS = 1024
 local OPEN_MS = 600000
-local FORGOTTEN_MAX = 4 -- files at once: each may have hundreds of pieces
+local FORGOTTEN_MAX = 4 -- files per script: each may have hundreds of pieces
 local FILE_SHOWN = {'owner', 'filename', 'purpose', 'bytes', 'created', 'expires'}
 
 local function spend(owner, bytes)
@@ -30,7 +30,7 @@ local function begin_file(id, owner, filename, purpose)
     spend(owner, FILE_COSTS)
 end
 
--- Puts data behind what there is of a file.
+-- Appends data to a file.
 local function append_to_file(id, owner, data)
     local bytes = tonumber(redis.call('HGET', key('file', id), 'bytes'))
     local at = 1
@@ -44,7 +44,7 @@ local function append_to_file(id, owner, data)
     spend(owner, #data)
 end
 
--- Makes a file whole: from now on it is seen, for so long.
+-- Completes a file, which makes it visible until it expires.
 local function close_file(id, owner, keep)
     redis.call('HSET', key('file', id), 'state', 'whole', 'created', now, 'expires', now + keep)
     redis.call('ZADD', key('files', owner), redis.call('HGET', key('file', id), 'order'), id)
@@ -72,7 +72,7 @@ local function forget_file(id)
     end
 end
 
--- Forgets what has expired, as far as nobody reads it.
+-- Deletes expired files that are not being read.
 local function sweep_files()
     local due = redis.call('ZRANGEBYSCORE', key('files_expiring'), '-inf', now, 'LIMIT', 0, FORGOTTEN_MAX)
     for _, id in ipairs(due) do

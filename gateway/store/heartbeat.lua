@@ -1,9 +1,9 @@
--- KEYS  1  replicas  ZSET  owner -> when it counts as gone, in ms of this server's clock
---       2  facts     HASH  owner -> what it says of itself, which no script reads
--- ARGV  1  owner, 2  ttl in ms; 0 to leave, 3  its facts; '' for none, 4  the longest facts that are passed
---       on, in bytes, 5  channel on which the others are told to look at once; '' if there is no hurry
--- Returns how many gateway processes there are; then, of each other one that said something: its name,
--- ms until it counts as gone, its facts.
+-- KEYS  1  replicas  ZSET  owner -> its expiry, in ms of this server's clock
+--       2  facts     HASH  owner -> its facts, opaque to scripts
+-- ARGV  1  owner, 2  ttl in ms; 0 to leave, 3  its facts; '' for none, 4  maximum bytes of facts to pass on,
+--       5  channel on which to make the others read at once; '' if not urgent
+-- Returns the number of gateway processes; then, for each other one with facts: its name, ms until its expiry,
+-- its facts.
 
 local REPLICAS, FACTS = KEYS[1], KEYS[2]
 local OWNER, TTL, OWN_FACTS, LONGEST, CHANNEL = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), ARGV[5]
@@ -12,7 +12,7 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZADD', REPLICAS, now + TTL, OWNER)
 if type(redis.pcall('HLEN', FACTS)) ~= 'number' then
-    redis.call('DEL', FACTS) -- of another type: nobody's facts
+    redis.call('DEL', FACTS) -- of another type: not ours
 end
 for _, owner in ipairs(redis.call('ZRANGEBYSCORE', REPLICAS, '-inf', now)) do
     redis.call('ZREM', REPLICAS, owner)
@@ -20,12 +20,12 @@ for _, owner in ipairs(redis.call('ZRANGEBYSCORE', REPLICAS, '-inf', now)) do
 end
 local count = redis.call('ZCARD', REPLICAS)
 if redis.call('HLEN', FACTS) > count then
-    redis.call('DEL', FACTS) -- some are of nobody; whoever is there says it again within a second
+    redis.call('DEL', FACTS) -- there are orphaned ones; live processes write theirs again within a second
 end
 if OWN_FACTS ~= '' then
     redis.call('HSET', FACTS, OWNER, OWN_FACTS)
 end
-if TTL > 0 then -- whoever leaves must not end what the others keep there
+if TTL > 0 then -- a leaving process must not expire the others' data
     for _, owner in ipairs(redis.call('ZRANGEBYSCORE', REPLICAS, string.format('(%.0f', now + TTL), '+inf')) do
         redis.call('ZADD', REPLICAS, now + TTL, owner) -- this server's clock has gone back
     end

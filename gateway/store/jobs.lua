@@ -1,47 +1,46 @@
--- What the job scripts share; it is put before each of them, behind webhooks.lua.
+-- Shared code of the job scripts; prepended to each of them, after webhooks.lua.
 -- Redis 6.2 commands only.
 --
--- KEYS  1  tag: what every key starts with, so that all are in one slot; the rest of a name is made here
--- ARGV  1  lost: ms after which a claim that was not heard of is lost; then the script's own
+-- KEYS  1  tag: prefix of all keys, so that they share a cluster slot; the rest of a name is built here
+-- ARGV  1  lost: ms after which a claim without a heartbeat is lost; then the script's own
 --
 -- job:<id>           HASH    the job
 -- chunks:<id>        STREAM  its answer: chunk n is entry 0-(n+1)
--- new:<p>:<lane>     STREAM  jobs of a priority in the order in which they came
--- again:<p>:<lane>   STREAM  those that were claimed before; they go first
--- left:<p>:<lane>    STREAM  those that were refused; each gets into it when it is handed out
--- waiting:<lane>     ZSET    what the lane's streams have not handed out, in the order in which they will; and what was
---                            refused
--- refused:<lane>     HASH    id -> " config config ": the configurations under which a process has refused the job
--- serving:<model>    ZSET    "worker config" of the processes that have a model, by the time when they last said so
--- resting:<lane>     ZSET    jobs that are queued and in no stream, by the time at which they get into one
--- ages:<lane>        ZSET    jobs that are queued, by the time at which they were accepted
--- ends:<lane>        HASH    time -> how many jobs that workers had ended then
+-- new:<p>:<lane>     STREAM  new jobs of a priority, in the order of submission
+-- again:<p>:<lane>   STREAM  jobs that were claimed before; they go first
+-- left:<p>:<lane>    STREAM  refused jobs; each is added when it is claimed again
+-- waiting:<lane>     ZSET    jobs in the lane's streams that are not claimed, in the order of claiming; and refused ones
+-- refused:<lane>     HASH    id -> " config config ": the configurations under which the job was refused
+-- serving:<model>    ZSET    "worker config" of the processes that serve a model, by the time of the announcement
+-- resting:<lane>     ZSET    queued jobs in no stream, by the time at which they enter one
+-- ages:<lane>        ZSET    queued jobs, by the time of submission
+-- ends:<lane>        HASH    time -> number of claimed jobs that ended then
 -- lanes              SET     lanes with a job that is not final
--- running            HASH    lane -> how many jobs workers have
--- expiring           ZSET    jobs that are not final, by the time at which they expire
--- ended              ZSET    "id bytes owner" of jobs that are final, by the time at which they are forgotten
--- jobs, jobs:<owner> ZSET    jobs in the order in which they were accepted
--- quota:<owner>      HASH    jobs that are not final, and bytes
--- totals             HASH    "outcome lane": how many jobs have ended so, ever
--- drained            STRING  since when no job is handed out, by an operator's order
--- arrivals           STRING  counts what gets into a stream, or is accepted
--- clock              HASH    when the store was last asked, since when without a break, and when it was swept
--- claimed:<worker>   STRING  "token id" of its last claim
+-- running            HASH    lane -> number of claimed jobs
+-- expiring           ZSET    jobs that are not final, by deadline
+-- ended              ZSET    "id bytes owner" of final jobs, by the time of deletion
+-- jobs, jobs:<owner> ZSET    jobs in the order of submission
+-- quota:<owner>      HASH    number of jobs that are not final, and bytes
+-- totals             HASH    "outcome lane": total number of jobs that ended with the outcome
+-- drained            STRING  since when an operator has paused the queue
+-- arrivals           STRING  a counter of jobs that entered a stream, or were accepted
+-- clock              HASH    when the store was last used, since when without a break, and when it was swept
+-- claimed:<worker>   STRING  "token id" of its latest claim
 -- submitted:<digest> STRING  "fingerprint id" of the job or batch accepted under an idempotency key
 -- lines:<batch>, done:<batch>: see batches.lua. The owner of a job that is a line of a batch is "batch:<owner>".
 --
--- Of each stream the group `workers` has a pending entry exactly for every job that is in progress. An entry
--- is deleted once its job leaves the stream.
+-- In each stream, the group `workers` has exactly one pending entry per job in progress. An entry is deleted
+-- when its job leaves the stream.
 
 local TAG, LOST, OWN_ARGUMENTS = KEYS[1], tonumber(ARGV[1]), 2
 local GROUP, BY_SWEEP = 'workers', '(sweep)'
 local PRIORITIES = {'high', 'normal', 'batch'}
 local RANK = {high = 0, normal = 1, batch = 2}
-local SPAN = 2 ^ 50 -- orders of one priority; the first half is for those that go again
+local SPAN = 2 ^ 50 -- order numbers per priority; the first half is for jobs that were claimed before
 local SWEEP_MS = math.min(1000, LOST / 5)
-local SWEPT_MAX = 200 -- at once, of each kind; the rest follows in the next sweep
-local BUCKET_MS, LATELY_MS = 10000, 300000 -- of the ends that are counted
-local SERVING_MS = 600000 -- after that, a process that was not heard of is not expected back
+local SWEPT_MAX = 200 -- maximum per kind and sweep; the rest follows in the next one
+local BUCKET_MS, LATELY_MS = 10000, 300000 -- for counting ends
+local SERVING_MS = 600000 -- expiry of an announcement
 local REFUSED_MS = 86400000 -- how long a lane's refusals are remembered after the last one
 
 local STATE = {
@@ -85,28 +84,28 @@ local function is_final(job)
     return job.status ~= 'queued' and job.status ~= 'in_progress'
 end
 
--- Whether that is the job's last attempt. One that the store has forgotten may have had the same number: the token of
--- its claim was another. '' is anybody's.
+-- Whether this is the job's latest attempt. An attempt that the store has forgotten may have had the same number,
+-- but with another claim token. '' matches any.
 local function is_last(job, attempt, token)
     return job and job.attempt == attempt and (token == '' or job.token == token)
 end
 
--- Whether an attempt has the job.
+-- Whether an attempt holds the job.
 local function holds(job, attempt, token)
     return is_last(job, attempt, token) and job.status == 'in_progress'
 end
 
--- Returns a queued job's place in its lane, from 1; of one that rests, the place that it would get now.
+-- Returns a queued job's position in its lane, from 1; for a resting job, the position it would get now.
 local function position(id, lane, priority)
     local rank = redis.call('ZRANK', key('waiting', lane), id)
     if rank then
         return rank + 1
     end
-    local from = RANK[priority] * SPAN + SPAN / 2 -- it will go again: before all that are new
+    local from = RANK[priority] * SPAN + SPAN / 2 -- it was claimed before: ahead of all new ones
     return redis.call('ZCOUNT', key('waiting', lane), '-inf', '(' .. string.format('%.0f', from)) + 1
 end
 
--- Returns id, position and the fields that are shown; of a brief one without body and facts.
+-- Returns id, position and the public fields; a brief one lacks body and facts.
 local function show(id, is_brief)
     local values = redis.call('HMGET', key('job', id), unpack(SHOWN, 1, is_brief and #SHOWN - 2 or #SHOWN))
     if not values[7] then
@@ -120,7 +119,7 @@ local function tell(job)
     redis.call('PUBLISH', key('changed', job.id), '')
 end
 
--- Tells the worker that has the job that it has it no longer.
+-- Notifies the worker that it has lost the job.
 local function stop(job)
     redis.call('PUBLISH', key('work'), job.attempt .. ' ' .. job.id)
 end
@@ -134,7 +133,7 @@ local function charge(owner, jobs, bytes)
     end
 end
 
--- ------------------------------------------------------------------ into a stream and out of it
+-- ------------------------------------------------------------------ entering and leaving streams
 
 local function put_into_stream(job, kind)
     local stream = key(kind, job.priority, job.lane)
@@ -151,7 +150,7 @@ local function enqueue(job, kind)
     end
     redis.call('ZADD', key('waiting', job.lane), order, job.id)
     if redis.call('HEXISTS', key('refused', job.lane), job.id) == 1 then
-        set(job, {stream = '', entry = ''}) -- some pass it over, and a stream passes nothing over
+        set(job, {stream = '', entry = ''}) -- some workers skip it, which a stream does not support
     else
         put_into_stream(job, kind)
     end
@@ -194,7 +193,7 @@ local function drop_entry(stream, entry)
     redis.call('XDEL', stream, entry)
 end
 
--- Takes a job out of where it waits, or from its worker.
+-- Removes a job from its queue, or from its worker.
 local function leave(job)
     if job.entry and job.entry ~= '' then
         drop_entry(job.stream, job.entry)
@@ -221,9 +220,9 @@ local function close_if_empty(lane)
     redis.call('DEL', key('refused', lane))
 end
 
--- ------------------------------------------------------------------ who can run it
+-- ------------------------------------------------------------------ workers' models
 
--- Notes that a worker serves a model, under a configuration, and under no other.
+-- Records that a worker serves a model under a configuration, and no longer under any other.
 local function serve(worker, config, model)
     local name, own = key('serving', model), worker .. ' ' .. config
     redis.call('ZREMRANGEBYSCORE', name, '-inf', now - SERVING_MS)
@@ -238,7 +237,7 @@ local function serve(worker, config, model)
     redis.call('PEXPIRE', name, SERVING_MS)
 end
 
--- Returns the configurations under which a lane's model is served, or was lately.
+-- Returns the configurations under which a lane's model is served, or was recently.
 local function configs_of(lane)
     local found = {}
     for _, member in ipairs(redis.call('ZRANGE', key('serving', string.match(lane, '^(.*)/') or lane), 0, -1)) do
@@ -272,13 +271,13 @@ local function count_end(lane)
     end
 end
 
-local OUTCOMES = {job_expired = 'expired', job_poisoned = 'poisoned'} -- which are failures like others, but for why
+local OUTCOMES = {job_expired = 'expired', job_poisoned = 'poisoned'} -- failures that are counted separately
 
 local function ended_as(job)
     return job.id .. ' ' .. job.bytes .. ' ' .. job.owner
 end
 
--- Makes a job final. The one place where this happens.
+-- Makes a job final. This is the only place where that happens.
 local function end_job(job, status, code, message)
     leave(job)
     if job.status == 'in_progress' then
@@ -300,7 +299,7 @@ local function end_job(job, status, code, message)
     tell(job)
     if job.batch == '' then
         announce(TAG, 'response.' .. status, job.id, job.owner)
-    elseif redis.call('HEXISTS', key('lines', job.batch), job.id) == 1 then -- it is told of as a whole
+    elseif redis.call('HEXISTS', key('lines', job.batch), job.id) == 1 then -- the batch is announced as a whole
         redis.call('RPUSH', key('done', job.batch), job.id)
     end
 end
@@ -338,7 +337,7 @@ local function take_over(stream)
         end
     end
     for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', stream, GROUP)) do
-        if consumer[4] == 0 then -- it comes back with its next claim
+        if consumer[4] == 0 then -- its next claim creates it again
             redis.call('XGROUP', 'DELCONSUMER', stream, GROUP, consumer[2])
         end
     end
@@ -357,8 +356,8 @@ local function streams_of(lane)
     return found
 end
 
--- This server's clock has gone back: what was put down before is not to last until it has come there again. Who has a
--- job has it from now on, until it is missed; what rests has rested.
+-- This server's clock has gone back: stored times in the future must not delay anything. Claims count from now on;
+-- resting jobs are released.
 local function set_back()
     for _, lane in ipairs(redis.call('HKEYS', key('running'))) do
         for _, stream in ipairs(streams_of(lane)) do
@@ -375,12 +374,12 @@ local function set_back()
     end
 end
 
--- Does what time has made due. Whoever comes does it, at most once in SWEEP_MS.
+-- Performs everything that is due. Any script may run it, at most once in SWEEP_MS.
 local function sweep()
     local clock = redis.call('HMGET', key('clock'), 'heard', 'since', 'swept')
     local heard, since, swept = tonumber(clock[1] or 0), tonumber(clock[2] or 0), tonumber(clock[3] or 0)
     if now - heard > LOST / 2 then
-        since = now -- the store was away, or everybody else: nobody could be heard of
+        since = now -- the store or all its clients were away: heartbeats could not arrive
     elseif heard - now > SWEEP_MS then
         since = now
         set_back()
@@ -411,8 +410,8 @@ local function sweep()
     end
 end
 
--- Returns the id of what was accepted under an idempotency key, if anything was, and whether the key stands for
--- something else.
+-- Returns the id of the job or batch accepted under an idempotency key, if any, and whether the key belongs to a
+-- different request.
 local function submitted(digest, fingerprint)
     if digest == '' then
         return nil, false

@@ -1,5 +1,5 @@
--- One idempotency key; after shelf.lua, which keeps the answers: each is a fingerprint and what it answered.
--- KEYS  4  running  STRING  who runs it: fingerprint, space, runner. Expires with the runner's lease.
+-- Operations on an idempotency key. Prepend shelf.lua, which stores the answers: each is a fingerprint and a record.
+-- KEYS  4  running  STRING  the running request: fingerprint, space, runner. Expires with the runner's lease.
 -- ARGV  what to do, id, fingerprint, runner; begin, renew: the lease in ms; keep: the answer's life in ms, the
 --       most bytes, the record.
 
@@ -17,7 +17,7 @@ if what == 'begin' then
         return is_of(record) and {record} or 'reused'
     end
     if mark and mark ~= own then
-        local left = redis.pcall('PTTL', RUNNING) -- an error where the user lacks the right
+        local left = redis.pcall('PTTL', RUNNING) -- an error if the user lacks the permission
         if type(left) == 'number' and left > tonumber(ARGV[5]) then -- this server's clock has gone back
             redis.call('PEXPIRE', RUNNING, ARGV[5])
         end
@@ -37,7 +37,7 @@ if kept(id) then
     redis.call('DEL', RUNNING)
     return 0
 end
-if what == 'renew' then  -- also a mark that the server has lost, if nobody has used the key meanwhile
+if what == 'renew' then  -- also restores a lease that the server has lost, if the key was not used in the meantime
     redis.call('SET', RUNNING, own, 'PX', ARGV[5])
     return 1
 end

@@ -1,28 +1,28 @@
--- Settles what one process has of a backend with what all others have. Redis 6.2 commands only.
+-- Settles one process's account with a backend against those of all others. Redis 6.2 commands only.
 --
--- KEYS  1  accounts  HASH  owner -> its account; '#' -> version, which grows with every change
+-- KEYS  1  accounts  HASH  owner -> its account; '#' -> version, which increases with every change
 -- ARGV  1  channel, 2  backend, 3  owner, 4  ttl in ms, 5  number of counters,
---       6  number of this command: one that overtakes a later one changes nothing,
---       7  1 if the owner waits for something to come free there, else 0,
---       8  1 if it may keep places that it does not use, else 0,
---       9  how many others keep something and do not give it back,
---       then counters: what it uses; what it would keep, used or not; up to where places may be kept (-1: of
---       this counter none); then of each claim: what it would take, what the backend may hold.
--- Returns -1 if the command came too late; else 1 if the owner's account was there, 0 if not; the version; how
--- many others wait; how many others keep something; 1 if the owner may keep what it does not use, else 0; what
--- all others use, and what is kept for them; what is kept for the owner; and per claim 0 if it was counted, or
--- the number of the counter that is full.
+--       6  number of this command: it is ignored if a later one has already been processed,
+--       7  1 if requests of the owner wait for capacity there, else 0,
+--       8  1 if it may reserve unused slots, else 0,
+--       9  number of other processes that did not return their reservations,
+--       then counters: the load of its requests; the reservation it wants, used or not; the limit up to which
+--       unused slots may be reserved (-1: none of this counter); then per claim: the claim, the backend's limit.
+-- Returns -1 if the command was ignored; else 1 if the owner's account existed, 0 if not; the version; how many
+-- others wait; how many others have unused reservations; 1 if the owner may reserve unused slots, else 0; the
+-- load of all others' requests, and their reservations; the owner's reservation; and per claim 0 if it was
+-- counted, or the number of the counter that is full.
 --
--- An account says, separated by spaces: when it expires, in ms of this server's clock; the number of the command
--- that wrote it; whether its owner waits; whether it may keep what it does not use; counter by counter what it
--- uses, then what is kept for it. What is kept is what counts. All is absolute: whatever is lost, or said twice,
--- is put right by the next command. What a counter is, and what a limit means, is the caller's business.
+-- An account contains, separated by spaces: its expiry, in ms of this server's clock; the number of the command
+-- that wrote it; whether its owner waits; whether it may reserve unused slots; per counter its load, then its
+-- reservation. Limits apply to the sum of reservations. All values are absolute: a lost or repeated command is
+-- corrected by the next one. The script does not know what a counter means; that is up to the caller.
 
 local ACCOUNTS = KEYS[1]
 local CHANNEL, BACKEND, OWNER, TTL, COUNTERS = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local NUMBER, WAITS, MAY_KEEP, DEAF = tonumber(ARGV[6]), ARGV[7] == '1', ARGV[8] == '1', tonumber(ARGV[9])
-local USED, KEPT, CEILING, CLAIMS = 9, 9 + COUNTERS, 9 + 2 * COUNTERS, 9 + 3 * COUNTERS -- where they begin
-local EXPIRES, LAST, WAITED, KEPT_ON, HEAD = 1, 2, 3, 4, 4 -- in an account
+local USED, KEPT, CEILING, CLAIMS = 9, 9 + COUNTERS, 9 + 2 * COUNTERS, 9 + 3 * COUNTERS -- offsets in ARGV
+local EXPIRES, LAST, WAITED, KEPT_ON, HEAD = 1, 2, 3, 4, 4 -- offsets in an account
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -47,7 +47,7 @@ local function vector(first)
     return found
 end
 
--- Who is there.
+-- Read all accounts.
 local version, owners, waiting, keeping = 0, 1, 0, 0
 local others_used, others_kept, expired, mine = {}, {}, {}, nil
 for i = 1, COUNTERS do
@@ -82,9 +82,9 @@ end
 local before = mine and mine[EXPIRES] > now and mine or nil
 version = math.max(version + 1, time[1] * 1000000 + time[2])
 
--- What it takes: each claim as a whole, under the limits it came with.
+-- Claims: each is granted as a whole or not at all, under its own limits.
 local used, granted, outcomes, is_refused = vector(USED), {}, {}, false
-local took, most = 0, {} -- of the claims that were counted: how many, and the largest per counter
+local took, most = 0, {} -- number of granted claims, and the largest per counter
 for i = 1, COUNTERS do
     granted[i], most[i] = 0, 0
 end
@@ -108,9 +108,10 @@ for at = CLAIMS, #ARGV - 1, 2 * COUNTERS do
     outcomes[#outcomes + 1] = full
 end
 
--- What it keeps beyond that, so that it need not ask each time: what it has been keeping, and, where it has just
--- asked, a quarter of what it uses and as much as it asked for. Up to three quarters of a limit: of what is left
--- of them half its part at most. Nothing where that is less than it asked for, or where somebody waits.
+-- The reservation beyond that, so that it need not ask for each request: what it had before and, if it has just
+-- asked, a quarter of its load and as much as it asked for. Reservations end at three quarters of a limit, and
+-- take at most half of its part of what is left below that. None if that is less than it asked for, or if any
+-- process waits.
 local kept, keeps = {}, MAY_KEEP and not WAITS and waiting == 0 and not is_refused
 local room = {}
 for i = 1, COUNTERS do
@@ -135,8 +136,8 @@ for i = 1, COUNTERS do
     end
 end
 
--- What became free is told to those who wait, and so is who gave back what it kept. Who finds no room has the
--- others give back what they keep.
+-- Publish freed capacity and returned reservations if any process waits. If a claim found no room, ask the others
+-- to return their reservations.
 local function tell(owner, freed)
     redis.call('PUBLISH', CHANNEL, owner .. ' ' .. text({version}) .. ' ' .. text(freed) .. ' ' .. BACKEND)
 end
@@ -164,7 +165,7 @@ if keeping > DEAF and (is_refused or (WAITS and not (before and before[WAITED] =
     redis.call('PUBLISH', CHANNEL, OWNER .. ' ' .. BACKEND)
 end
 
--- An account of nothing stays until it expires: a command that a stalled connection delivers finds its number.
+-- An empty account remains until it expires, so that a late command from a stalled connection is recognized.
 local account = {now + TTL, NUMBER, (WAITS or is_refused) and 1 or 0, keeps and 1 or 0}
 local answer = {before and 1 or 0, version, waiting, keeping, keeps and 1 or 0}
 for i = 1, COUNTERS do

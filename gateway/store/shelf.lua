@@ -1,11 +1,11 @@
--- What is kept for one owner, bounded in bytes; put before the scripts that use it. Redis 6.2 commands only.
+-- The records of one owner, bounded in bytes; prepended to the scripts that use it. Redis 6.2 commands only.
 -- KEYS  1  records   HASH    id -> record
---       2  expiries  ZSET    id -> when it expires, in ms of this server's clock
---       3  bytes     STRING  of all records together
--- Everything is forgotten once the last record has expired. Of what has expired by now some is gone already here; the
--- rest goes with the next scripts, and is not there for `kept`.
+--       2  expiries  ZSET    id -> its expiry, in ms of this server's clock
+--       3  bytes     STRING  total size of all records
+-- All keys expire with the last record. Each script deletes some of the expired records; the others are ignored by
+-- `kept` until a later script deletes them.
 
-local SWEPT_MAX = 200 -- at once: a day's records may expire in one moment, and no script may hold up the server
+local SWEPT_MAX = 200 -- per script: a day's records may expire at once, and no script may block the server for long
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local bytes = tonumber(redis.call('GET', KEYS[3]) or '0')
@@ -16,7 +16,7 @@ local function drop(id)
     return redis.call('HDEL', KEYS[1], id)
 end
 
--- Writes down what was changed; to be called after each change.
+-- Updates size and expiry; call it after each change.
 local function settle()
     local last = redis.call('ZREVRANGE', KEYS[2], 0, 0, 'WITHSCORES')[2]
     if not last or tonumber(last) <= now then
@@ -30,14 +30,14 @@ local function settle()
     end
 end
 
--- Keeps a record that is no longer than `bytes_max`; what would expire first makes room for it.
+-- Stores a record of at most `bytes_max`; evicts first what expires first.
 local function put(id, record, life_ms, bytes_max)
     drop(id)
     bytes = bytes + #record
     while bytes > tonumber(bytes_max) do
         local first = redis.call('ZRANGE', KEYS[2], 0, 0)[1]
         if not first then
-            bytes = #record  -- the sum was wrong: a server under pressure may drop single keys
+            bytes = #record  -- the sum was wrong: a server under memory pressure may evict single keys
             break
         end
         drop(first)
@@ -46,7 +46,7 @@ local function put(id, record, life_ms, bytes_max)
     redis.call('ZADD', KEYS[2], now + tonumber(life_ms), id)
 end
 
--- Returns a record, unless it has expired.
+-- Returns a record unless it has expired.
 local function kept(id)
     local expires = redis.call('ZSCORE', KEYS[2], id)
     return expires and tonumber(expires) > now and redis.call('HGET', KEYS[1], id)
