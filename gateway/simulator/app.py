@@ -1,7 +1,7 @@
-"""The simulated server's routes, as one bare ASGI application.
+"""The simulated server's routes, as a plain ASGI application.
 
-Everything a route needs of the server around it stands in `Backplane`: the engine, which is replaced at
-a restart, and what an operator's order does.
+Everything that routes need of the surrounding server is in `Backplane`: the engine, which is replaced on a
+restart, and operators' orders.
 """
 
 import uuid
@@ -34,7 +34,7 @@ from gateway.simulator.refusals import Refusal
 from gateway.simulator.template import Rendered, raw
 from gateway.simulator.wire import DONE, ENGINE_DEAD, Identity, StreamWriter, whole
 
-VERSION = "0.32.0"  # the vLLM whose wire this is
+VERSION = "0.32.0"  # the vLLM version whose API is simulated
 _INLINE_CHARS = 65_536  # longer prompts are tokenised in a thread
 _SLOW_HEADERS_S = 5.0
 _SSE = "text/event-stream; charset=utf-8"
@@ -58,17 +58,17 @@ class Backplane(Protocol):
     sleep_level: int | None
 
     def order(self, order: FaultOrder | None) -> None:
-        """Carry out a fault, or lift what is on."""
+        """Inject a fault, or end the current one."""
 
     async def sleep(self, level: int, mode: str) -> None:
-        """Put the engine to sleep; return when it is.
+        """Put the engine to sleep, and wait until it is asleep.
 
         Raises:
-            ValueError: there is no such level or mode.
+            ValueError: the level or the mode does not exist.
         """
 
     async def wake_up(self) -> None:
-        """Wake the engine; return when it is awake."""
+        """Wake the engine, and wait until it is awake."""
 
 
 class Application:
@@ -100,7 +100,7 @@ class Application:
             }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer a request."""
         exchange = Exchange(scope, receive, send, scope["state"]["connection"])
         path, method = scope["path"], scope["method"]
         try:
@@ -211,7 +211,7 @@ class Application:
     def _rendered(self, data: dict[str, Any]) -> Rendered:
         options = self._backplane.options
         if "messages" in data:
-            # The members that bound an output mean nothing here; everything else counts as in a chat.
+            # Output limits mean nothing here; everything else is the same as for a chat.
             return read_chat(
                 {key: value for key, value in data.items() if key not in ("max_tokens", "stream")}, options
             ).prompts[0]
@@ -276,7 +276,7 @@ class Application:
             exchange.connection.on_lost = None
 
     async def _met_before_answer(self, exchange: Exchange, order: FaultOrder) -> bool:
-        """Carry out a fault that strikes before the answer; return whether the request is done with."""
+        """Apply a fault that occurs before the answer; return whether the request is finished."""
         match order.fault:
             case Fault.GARBAGE:
                 exchange.connection.write(b"\x15\x03\x01\x00\x02\x02\x46\xff\xfe not HTTP \r\n\r\n")
@@ -295,7 +295,7 @@ class Application:
                 return False
         return True
 
-    # -------------------------------------------------------------- what an operator asks and orders
+    # -------------------------------------------------------------- operators
 
     async def _sequences(self, exchange: Exchange) -> None:
         sequences = self._backplane.host.tally.sequences
@@ -358,13 +358,13 @@ class _Generation:
         self._answer = Answer(call, lambda: exchange.connection.was_left)
 
     async def run(self) -> None:
-        """Answer, unless the client leaves first."""
+        """Answer, unless the client disconnects first."""
         exchange = self._exchange
         exchange.connection.on_lost = self._answer.leave
-        if exchange.connection.is_lost:  # while the prompt was read
+        if exchange.connection.is_lost:  # while its prompt was read
             return
         if self._delivery.stream:
-            # The status goes out at admission, long before the first token.
+            # The status is sent on admission, long before the first token.
             await exchange.start(200, _SSE, None)
         tally = self._host.tally
         for _ in self._call.scripts:
@@ -380,7 +380,7 @@ class _Generation:
         return self._call.delivery
 
     async def _first_token(self) -> None:
-        """Wait for the first token and then for the model's overhead, which only that one pays."""
+        """Wait for the first token and the model's overhead, which applies only to that one."""
         answer, options = self._answer, self._options
         while not (answer.has_begun or answer.is_dead or answer.has_left):
             await answer.news()
@@ -460,14 +460,14 @@ _MID_ANSWER = frozenset({Fault.DIE_MID_STREAM, Fault.TRUNCATE, Fault.ABORT})
 
 
 async def _offload(chars: int, work: Callable[[], T]) -> T:
-    """Return what `work` does, done in a thread when there are many characters to go through."""
+    """Return the result of `work`, run in a thread if there are many characters to process."""
     if chars <= _INLINE_CHARS:
         return work()
     return await anyio.to_thread.run_sync(work)
 
 
 def _understood(read: Callable[[], T]) -> T:
-    """Return what `read` returns. A member that it trips over has a type that vLLM's models refuse."""
+    """Return the result of `read`; errors in it mean a type that vLLM's models reject."""
     try:
         return read()
     except (TypeError, AttributeError, ValueError, ArithmeticError, LookupError) as error:

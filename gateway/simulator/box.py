@@ -1,10 +1,10 @@
-"""A simulated box: several models, each behind a port of its own, and one memory that holds one of them.
+"""A simulated box: several models, each with its own port, and memory for one of them.
 
     async with simulated_box(BoxOptions(spark_pair(speed=50))) as spark: ...
 
-A model holds the memory from the order to start it until its process is gone, and, in sleep mode, not
-while it sleeps. Whoever needs the memory while another holds it gets both killed, as the kernel does
-when memory runs out. What the box counts is never reset.
+A model holds the memory from the order to start it until its process has ended, except while it sleeps in
+sleep mode. If a model needs the memory while another holds it, both are killed, as by the kernel's OOM
+killer. The box's counters are never reset.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from gateway.simulator.door import ClientConnection, Door, cut_connections, wire
 from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
 from gateway.simulator.server import Simulator, behind
 
-_REMEMBERED = 1000  # swaps, residencies and violations that are kept, each
+_REMEMBERED = 1000  # maximum number of swaps, residencies and violations kept, each
 
 
 class Box:
-    """Several models and one memory.
+    """Several models that share one memory.
 
     Attributes:
-        options: What it was told.
+        options: Its options.
         models: By name.
         violations: How often a model needed the memory while another held it.
         swaps, residencies, violation_log: The latest of each, oldest first.
@@ -51,24 +51,24 @@ class Box:
         self._tasks = tasks
         self._clock = SystemClock()
         self._dice = {name: random.Random(f"{options.seed} {name}") for name in models}
-        self._left: tuple[str, float] | None = None  # who answered last, and until when
+        self._left: tuple[str, float] | None = None  # the model that answered last, and until when
         for model in models.values():
             model.since_s = self._clock.wall()
 
     @property
     def url(self) -> str:
-        """Base URL of the port where it takes orders."""
+        """Base URL of its control port."""
         return self._door.url
 
     @property
     def cut(self) -> int:
-        """Requests that were not finished because their model was stopped, put to sleep, killed, or died."""
+        """Number of requests cut off because their model was stopped, put to sleep, killed, or died."""
         return sum(model.cut for model in self.models.values())
 
     # -------------------------------------------------------------- orders
 
     def start(self, name: str) -> Model:
-        """Take the order to start a model, which boots by itself. One that is loaded or boots stays as it is.
+        """Start a model, which boots in the background. A loaded or booting model is left as it is.
 
         Raises:
             KeyError: there is no such model.
@@ -87,7 +87,7 @@ class Box:
         return model
 
     def stop(self, name: str) -> Model:
-        """Take the order to stop a model, as on SIGTERM: its requests are cut off.
+        """Stop a model, as by SIGTERM: its requests are cut off.
 
         Raises:
             KeyError: there is no such model.
@@ -101,7 +101,7 @@ class Box:
         return model
 
     def kill(self, name: str) -> Model:
-        """End a model as on SIGKILL: connections are reset, and its memory is free.
+        """Kill a model, as by SIGKILL: connections are reset, and its memory is freed.
 
         Raises:
             KeyError: there is no such model.
@@ -114,7 +114,7 @@ class Box:
     # -------------------------------------------------------------- inside
 
     async def open(self) -> None:
-        """Bring up the resident model and those that sleep beside it, then take orders."""
+        """Start the resident model and those asleep beside it, then accept orders."""
         for name, model in self.models.items():
             if name == self.options.resident:
                 await self._tasks.start(self._load, model, State.RUNNING)
@@ -124,12 +124,12 @@ class Box:
         await self._door.open(lambda entrance: ClientConnection(config, self._state, entrance))
 
     async def close(self) -> None:
-        """Take no more orders."""
+        """Stop accepting orders."""
         self._door.close()
         await cut_connections(self._state)
 
     async def shut_down(self) -> None:
-        """Stop every model as on SIGTERM."""
+        """Stop all models, as by SIGTERM."""
         async with anyio.create_task_group() as tasks:
             for model in self.models.values():
                 if model.server is not None:
@@ -142,7 +142,7 @@ class Box:
         return Boot.FAIL if fails else Boot.OK
 
     async def _boot(self, model: Model, boot: Boot, scope: anyio.CancelScope) -> None:
-        """Be a model's process from its start to its end."""
+        """Run a model's process from its start to its end."""
         options = model.options
         if boot not in (Boot.OK, Boot.FAIL):
             options = replace(options, fault=FaultOrder(Fault(boot)))
@@ -154,12 +154,12 @@ class Box:
                     self.to(model, State.FAILED, "the boot failed")
                     return
                 await server.boot()
-                if model.state is State.BOOTING:  # and has not been told to stop this very moment
+                if model.state is State.BOOTING:  # unless it was told to stop at that moment
                     self.to(model, State.RUNNING)
                 await anyio.sleep_forever()
 
     async def _load(self, model: Model, state: State, *, task_status: TaskStatus[None]) -> None:
-        """Be the process of a model that is there when the box starts."""
+        """Run the process of a model that is loaded when the box starts."""
         with model.scope:
             async with self._process(model, model.options) as server:
                 if state is State.SLEEPING:
@@ -171,7 +171,7 @@ class Box:
 
     @contextlib.asynccontextmanager
     async def _process(self, model: Model, options: SimulatorOptions) -> AsyncIterator[Simulator]:
-        """Run a model's server, once the one before has gone."""
+        """Run a model's server, once the previous one has ended."""
         async with model.alive:
             try:
                 async with behind(model.door, options, _Share(self, model)) as model.server:
@@ -180,16 +180,16 @@ class Box:
                 model.gone()
 
     async def _end(self, model: Model, scope: anyio.CancelScope) -> None:
-        """Carry out an order to stop. The port refuses first; the memory is free when the process is gone."""
+        """Stop a model. First its port refuses connections; the memory is free once the process has ended."""
         if model.server is not None:
             await model.server.stop()
         scope.cancel()
         await anyio.sleep(self.options.stop_s / model.options.speed)
-        if model.scope is scope and model.state is State.STOPPING:  # it may have been killed meanwhile
+        if model.scope is scope and model.state is State.STOPPING:  # it may have been killed in the meantime
             self.to(model, State.STOPPED)
 
     def is_refused(self, model: Model, by: str) -> bool:
-        """Return whether others hold the memory that a model needs; if so, kill it and them."""
+        """Return whether other models hold the memory that a model needs; if so, kill it and them."""
         holders = [other for other in self.models.values() if other is not model and other.state in HOLDING]
         if not holders:
             return False
@@ -209,7 +209,7 @@ class Box:
         self.to(model, State.FAILED, reason)
 
     def to(self, model: Model, state: State, reason: str = "") -> None:
-        """Note what has become of a model."""
+        """Record a model's new state."""
         if state is not model.state:
             model.since_s = self._clock.wall()
             if model.state is State.RUNNING:
@@ -238,7 +238,7 @@ class Box:
 
 
 class _Share:
-    """A model's share in the memory: `server.Memory`."""
+    """A model's view of the memory: `server.Memory`."""
 
     def __init__(self, box: Box, model: Model) -> None:
         self._box = box
@@ -262,12 +262,12 @@ class _Share:
 
 @contextlib.asynccontextmanager
 async def simulated_box(options: BoxOptions) -> AsyncIterator[Box]:
-    """Run a simulated box in this event loop for the length of the block; yield it.
+    """Run a simulated box in this event loop for the duration of the block; yield it.
 
-    Ports are known from the beginning, and refuse while their model does not run.
+    Ports are bound from the beginning, and refuse connections while their model does not run.
 
     Raises:
-        OSError: a port is taken.
+        OSError: a port is in use.
     """
     failure: Exception | None = None
     with contextlib.ExitStack() as doors:

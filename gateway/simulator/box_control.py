@@ -1,12 +1,12 @@
-"""Where a simulated box takes orders: plain HTTP, one bare ASGI application.
+"""The control port of a simulated box: plain HTTP, as a plain ASGI application.
 
-GET  /models              the state of each model
-GET  /models/NAME         of one
-POST /models/NAME/start   202 once the order is taken; ?wait=true answers when it is carried out
+GET  /models              the state of all models
+GET  /models/NAME         the state of one
+POST /models/NAME/start   202 once the order is accepted; with ?wait=true, once it is carried out
 POST /models/NAME/stop    the same
-POST /models/NAME/kill    end it at once, as on SIGKILL
-POST /models/NAME/boots   {"boots": ["fail", "ok"]}: how the next ones end
-GET  /box                 what the box has counted
+POST /models/NAME/kill    kill it at once, as by SIGKILL
+POST /models/NAME/boots   {"boots": ["fail", "ok"]}: the outcome of its next boots
+GET  /box                 the box's counters
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,7 +30,7 @@ _DONE = {
 
 
 class Switch(Protocol):
-    """The box, as orders see it."""
+    """The box, as seen by the control port."""
 
     violations: int
 
@@ -40,7 +40,7 @@ class Switch(Protocol):
 
     @property
     def cut(self) -> int:
-        """Requests cut."""
+        """Number of requests cut off."""
 
     @property
     def swaps(self) -> Iterable[Swap]:
@@ -55,13 +55,13 @@ class Switch(Protocol):
         """The latest, oldest first."""
 
     def start(self, name: str) -> Model:
-        """Take the order to start a model, or raise `Busy`."""
+        """Start a model, or raise `Busy`."""
 
     def stop(self, name: str) -> Model:
-        """Take the order to stop a model."""
+        """Stop a model."""
 
     def kill(self, name: str) -> Model:
-        """End a model at once."""
+        """Kill a model."""
 
 
 class Control:
@@ -71,7 +71,7 @@ class Control:
         self._box = box
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer a request."""
         exchange = Exchange(scope, receive, send, scope["state"]["connection"])
         try:
             status, body = await self._answer(exchange, scope["method"], scope["path"])
@@ -105,7 +105,7 @@ class Control:
             raise refusals.detail(404, f"there is no model {name!r}; there are {known}") from None
 
     async def _switch(self, exchange: Exchange, model: Model, order: str) -> tuple[int, object]:
-        await exchange.body()  # says nothing, but a client that sends one has to get rid of it
+        await exchange.body()  # it is empty, but a client that sends one must be able to
         try:
             {"start": self._box.start, "stop": self._box.stop, "kill": self._box.kill}[order](model.name)
         except Busy as busy:

@@ -1,4 +1,4 @@
-"""One model of a simulated box, and what the box remembers about all of them."""
+"""One model of a simulated box, and the events that the box records."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from gateway.simulator.server import Simulator
 
 
 class State(StrEnum):
-    """Where a model is between off and on."""
+    """The state of a model."""
 
     STOPPED = "stopped"
     BOOTING = "booting"
@@ -26,25 +26,25 @@ class State(StrEnum):
 
 
 HOLDING = frozenset({State.BOOTING, State.RUNNING, State.WAKING, State.STOPPING})
-"""States in which a model holds the memory. One that falls asleep is running until it sleeps."""
+"""States in which a model holds the memory. One that is falling asleep counts as running."""
 
 SETTLED = frozenset({State.STOPPED, State.RUNNING, State.SLEEPING, State.FAILED})
-"""States that last until the next order."""
+"""States that persist until the next order."""
 
 
 class Busy(Exception):
-    """An order that cannot be taken now."""
+    """The order cannot be accepted now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """A change of the model that answers.
+    """A change of the answering model.
 
     Attributes:
-        left: Who answered before.
-        came: Who answers now.
-        at_s: When, in epoch seconds.
-        took_s: Engine seconds since the other one stopped answering.
+        left: The previous model.
+        came: The new model.
+        at_s: Epoch seconds.
+        took_s: Engine seconds since the previous one stopped answering.
     """
 
     left: str
@@ -55,12 +55,12 @@ class Swap:
 
 @dataclass(slots=True)
 class Residency:
-    """A time during which a model answered.
+    """A period during which a model answered.
 
     Attributes:
         model: Its name.
-        from_s, until_s: Epoch seconds; `until_s` is None of the one that answers now.
-        engine_s: Its length in engine seconds, once it is over.
+        from_s, until_s: Epoch seconds; `until_s` is None for the current one.
+        engine_s: Its duration in engine seconds, once it is over.
     """
 
     model: str
@@ -71,12 +71,12 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A model that needed the memory while others held it.
+    """A model needed the memory while others held it.
 
     Attributes:
         model: Its name.
-        held_by: Those that held it.
-        at_s: When, in epoch seconds.
+        held_by: The models that held it.
+        at_s: Epoch seconds.
         by: The order: "start" or "wake_up".
     """
 
@@ -87,22 +87,22 @@ class Violation:
 
 
 class Model:
-    """One model of a box. What it counts, it counts for as long as the box runs.
+    """One model of a box. Its counters cover the whole lifetime of the box.
 
     Attributes:
-        name: As the box calls it.
-        options: As given, with the port it has.
-        state: Where it is.
+        name: Its name.
+        options: Its options, with the actual port.
+        state: Its state.
         since_s: Since when, in epoch seconds.
         reason: Why it failed; "" if it has not.
-        starts: Orders to start that were carried out.
-        failed_boots: Boots that ended in failure.
-        kills: Times it was killed: because memory ran out, or by an order.
-        boots: How its next boots end; empty for chance.
+        starts: Start orders carried out.
+        failed_boots: Failed boots.
+        kills: How often it was killed: for lack of memory, or by an order.
+        boots: Outcomes of its next boots; empty for random ones.
         server: Its process; None if there is none.
-        scope: To be cancelled when that shall end.
+        scope: Cancel this to end the process.
         alive: Held by its process.
-        changed: Set when its state changes, and then replaced.
+        changed: Set when its state changes, and replaced by a new event.
     """
 
     def __init__(self, name: str, options: SimulatorOptions, door: Door, boots: Sequence[Boot]) -> None:
@@ -120,36 +120,36 @@ class Model:
         self.scope = anyio.CancelScope()
         self.alive = anyio.Lock()
         self.changed = anyio.Event()
-        self._cut = 0  # by processes that are gone
+        self._cut = 0  # by previous processes
         self._resident_s = 0.0
         self._began: float | None = None
 
     @property
     def url(self) -> str:
-        """Its base URL, whether it answers or not."""
+        """Its base URL, whether it is up or not."""
         return self.door.url
 
     @property
     def cut(self) -> int:
-        """Requests that were not finished because it was stopped, put to sleep, killed, or died."""
+        """Number of requests cut off because it was stopped, put to sleep, killed, or died."""
         return self._cut + (self.server.cut if self.server is not None else 0)
 
     @property
     def is_settled(self) -> bool:
-        """Whether it stays as it is until the next order."""
+        """Whether its state persists until the next order."""
         return self.state in SETTLED
 
     @property
     def resident_s(self) -> float:
-        """Engine seconds for which it has answered so far."""
+        """Total engine seconds during which it has answered."""
         return self._resident_s + self._answered_s()
 
     def begin(self) -> None:
-        """Note that it answers from now on."""
+        """Record that it begins to answer."""
         self._began = anyio.current_time()
 
     def end(self) -> float:
-        """Note that it does not answer any more; return for how many engine seconds it did."""
+        """Record that it ceases to answer; return for how many engine seconds it did."""
         answered_s = self._answered_s()
         self._resident_s += answered_s
         self._began = None
@@ -159,11 +159,11 @@ class Model:
         return 0.0 if self._began is None else (anyio.current_time() - self._began) * self.options.speed
 
     def gone(self) -> None:
-        """Note that its process has ended."""
+        """Record the end of its process."""
         self._cut, self.server = self.cut, None
 
     async def settled(self) -> State:
-        """Wait until nothing is under way with it; return its state."""
+        """Wait until no order is in progress for it; return its state."""
         while not self.is_settled:
             await self.changed.wait()
         return self.state

@@ -1,4 +1,4 @@
-"""What a simulated box is told at its start: its models, and how their boots end."""
+"""The options of a simulated box: its models, and how their boots end."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,11 +12,11 @@ BOOT_S = (
     306.0  # spark-nvfp4's: cold, compile and graph capture (docs/profiles.md); a warm boot is not published
 )
 QWEN = "qwen"
-_QWEN_TOKENS_PER_S = 30.0  # of a lone stream; a placeholder until somebody measures it
+_QWEN_TOKENS_PER_S = 30.0  # of a single stream; a placeholder until there is a measurement
 
 
 class Boot(StrEnum):
-    """How a boot ends. The last three come up and answer 200; the names are those of the faults."""
+    """How a boot ends. The last three come up and answer 200, with the fault of that name."""
 
     OK = "ok"
     FAIL = "fail"
@@ -27,18 +27,17 @@ class Boot(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BoxOptions:
-    """How to run one simulated box.
+    """Options of a simulated box.
 
     Attributes:
-        models: What can run on it, by name; each with its own port and `boot_s`. They share one memory,
-            which holds one of them.
-        host, port: Where it takes orders; port 0 for any free one.
-        resident: Model that is up when the box starts, without a boot. With a model in sleep mode, the
-            others that have it are loaded too, and asleep.
-        stop_s: Engine seconds from the order to stop until the process is gone and its memory free.
-        boots: How the first boots of a model end, in order.
-        fail_chance: Probability that a boot fails about which `boots` says nothing.
-        seed: Of that chance, for each model by itself.
+        models: Its models by name, each with its own port and `boot_s`. They share memory for one of them.
+        host, port: Address of the control port; port 0 for any free one.
+        resident: Model that is up when the box starts, without a boot. If it uses sleep mode, the other
+            models with sleep mode are loaded too, and asleep.
+        stop_s: Engine seconds from the order to stop until the process has ended and its memory is free.
+        boots: Outcomes of the first boots of a model, in order.
+        fail_chance: Probability of failure of boots not listed in `boots`.
+        seed: Random seed, independent per model.
     """
 
     models: Mapping[str, SimulatorOptions]
@@ -51,14 +50,14 @@ class BoxOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse names that no model has."""
+        """Reject unknown names of models."""
         for name in (*self.boots, *filter(None, [self.resident])):
             if name not in self.models:
                 raise ValueError(f"there is no model {name!r}; there are {', '.join(self.models)}")
 
 
 def qwen() -> Profile:
-    """Return a stand-in for the Qwen model of the box: the Gemma profile, as fast as it is said to be."""
+    """Return a stand-in for the Qwen model of the box: the Gemma profile at Qwen's reported speed."""
     gemma = profile("spark-nvfp4")
     perf = gemma.perf
     shorter = perf.lone_tokens_per_s() / _QWEN_TOKENS_PER_S
@@ -76,10 +75,10 @@ def qwen() -> Profile:
 
 
 def profile(name: str) -> Profile:
-    """Return the profile of that name: a shipped one, or the stand-in for Qwen.
+    """Return a profile by name: a shipped one, or the stand-in for Qwen.
 
     Raises:
-        KeyError: there is none; the message lists those there are.
+        KeyError: it does not exist; the message lists all names.
     """
     from gateway import profiles
 
@@ -87,7 +86,7 @@ def profile(name: str) -> Profile:
 
 
 def spark_pair(**options: Any) -> dict[str, SimulatorOptions]:
-    """Return the two models that take turns on one DGX Spark; `options` are of both."""
+    """Return the two models that take turns on one DGX Spark; `options` apply to both."""
     defaults: dict[str, Any] = {"boot_s": BOOT_S, **options}
     return {
         "gemma": SimulatorOptions(profile("spark-nvfp4"), **defaults),

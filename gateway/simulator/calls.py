@@ -1,7 +1,7 @@
-"""A request for an answer: from the body's bytes to what the engine and the wire need to know.
+"""Parses a request for an answer: from the body's bytes to the input of the engine and the wire format.
 
-`read_chat` and `read_completion` check everything that can be checked without counting; `ParsedCall.call`
-takes the counts and decides the rest. What vLLM accepts and ignores is accepted and ignored here.
+`read_chat` and `read_completion` check everything that can be checked without token counts; `ParsedCall.call`
+takes the counts and decides the rest. Whatever vLLM accepts and ignores is accepted and ignored here.
 """
 
 import random
@@ -24,25 +24,25 @@ from gateway.simulator.refusals import (
 from gateway.simulator.script import ChoiceRequest, Script, as_content, sample_json, write
 from gateway.simulator.template import IMAGE_TOKENS, Rendered, of_ids, raw, render
 
-CHARS_PER_TOKEN_MAX = 31  # vLLM refuses longer texts before it tokenises them
-_COMPLETION_TOKENS = 16  # what /v1/completions generates unless told otherwise
+CHARS_PER_TOKEN_MAX = 31  # vLLM rejects longer texts before it tokenizes them
+_COMPLETION_TOKENS = 16  # default output of /v1/completions
 _LOGPROBS_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How the answer is to be sent.
+    """How to send the answer.
 
     Attributes:
         is_chat: Chat or completion.
         stream: As events.
         include_usage: With a usage event at the end.
         continuous_usage: With usage in every event.
-        interval: Tokens to collect before an event, from the second one on.
-        with_reasoning: Whether the thought is shown.
-        with_ids: Whether token ids are.
-        with_prompt_text: Whether the rendered prompt is.
-        role: Of the answering message.
+        interval: Tokens to collect per event, from the second one on.
+        with_reasoning: Whether to include the thought.
+        with_ids: Whether to include token ids.
+        with_prompt_text: Whether to include the rendered prompt.
+        role: Role of the message.
     """
 
     is_chat: bool
@@ -58,14 +58,14 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request that has been accepted.
+    """An accepted request.
 
     Attributes:
         delivery: How to send the answer.
         prompts: One, or those of a completion.
         prompt_tokens: Length of each.
-        scripts: What each choice will be; those of one prompt stand together.
-        max_tokens: The output limit asked for or filled in, for the metrics.
+        scripts: The content of each choice; those of one prompt are adjacent.
+        max_tokens: The output limit, requested or default, for the metrics.
     """
 
     delivery: Delivery
@@ -80,13 +80,13 @@ class Call:
         return len(self.scripts) // len(self.prompts)
 
     def prompt_of(self, choice: int) -> int:
-        """Return the index of the prompt that a choice answers."""
+        """Return the index of a choice's prompt."""
         return choice // self.choices_per_prompt
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A request that is well formed; whether it fits is not known yet."""
+    """A valid request whose length has not been checked yet."""
 
     options: SimulatorOptions
     delivery: Delivery
@@ -106,11 +106,11 @@ class ParsedCall:
 
     @property
     def chars(self) -> int:
-        """Characters to be tokenised."""
+        """Number of characters to tokenize."""
         return sum(prompt.chars for prompt in self.prompts)
 
     def refuse_by_length(self) -> None:
-        """Raise the `Refusal` of a prompt too long to be worth counting."""
+        """Raise the `Refusal` for a prompt that is too long even to be counted."""
         window = self.options.profile.capacity.context_tokens
         chars_max = CHARS_PER_TOKEN_MAX * window
         for prompt in self.prompts:
@@ -120,7 +120,7 @@ class ParsedCall:
     def call(self, counts: Sequence[int]) -> Call:
         """Return the call for prompts of these lengths.
 
-        An output limit that does not fit beside the prompt is cut in silence, as vLLM does.
+        An output limit that does not fit beside the prompt is silently reduced, as in vLLM.
 
         Raises:
             Refusal: a prompt leaves no room for a single token.
@@ -176,10 +176,10 @@ class ParsedCall:
 
 
 def read_chat(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
-    """Return what a /v1/chat/completions body asks for.
+    """Parse the body of /v1/chat/completions.
 
     Raises:
-        Refusal: it asks for something impossible, or cannot be read.
+        Refusal: it is invalid, or asks for something impossible.
     """
     members = Members(data)
     messages = members.array("messages", required=True)
@@ -230,14 +230,14 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
         (rendered,),
         max_tokens,
         common,
-        thinking=thinking and not continue_final,  # what is continued is the answer
+        thinking=thinking and not continue_final,  # a continuation is part of the answer
         tool=_tool(data, messages, tools, options),
         fixed_text=_fixed_text(data, messages),
     )
 
 
 def read_completion(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
-    """Return what a /v1/completions body asks for. Raises as `read_chat`."""
+    """Parse the body of /v1/completions. Raises as `read_chat`."""
     members = Members(data)
     delivery = _delivery(members, is_chat=False)
     common = _common(members)
@@ -254,12 +254,12 @@ def read_completion(data: dict[str, Any], options: SimulatorOptions) -> ParsedCa
     return _asked(options, delivery, prompts, max_tokens, common)
 
 
-# ------------------------------------------------------------------ what both share
+# ------------------------------------------------------------------ common to both
 
 
 @dataclass(frozen=True, slots=True)
 class _Common:
-    """Sampling members that matter to the simulation or to its checks."""
+    """Sampling parameters that matter to the simulation or to validation."""
 
     choices: int
     temperature: float | None
@@ -433,9 +433,9 @@ def _tool(
     tools: Sequence[Any],
     options: SimulatorOptions,
 ) -> tuple[str, str] | None:
-    """Return the call the answer ends in: forced, or because the user named a tool.
+    """Return the tool call at the end of the answer: forced, or because the user named a tool.
 
-    Left the choice, it calls no tool a second time in a turn while there is another; so an agent's steps end.
+    If free to choose, it calls no tool twice in a turn while others are left, so that an agent's loop ends.
     """
     functions = {
         str(tool["function"].get("name")): tool["function"]
@@ -461,7 +461,7 @@ def _tool(
 
 
 def _called_in_this_turn(messages: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the tools that were called since the assistant last had the last word."""
+    """Return the tools that were called since the assistant's last final answer."""
     called: set[str] = set()
     for message in reversed(messages):
         if message.get("role") != "assistant":
@@ -475,7 +475,7 @@ def _called_in_this_turn(messages: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def _fixed_text(data: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the answer where prose will not do: JSON of a given form, or something that can be checked."""
+    """Return an answer that is not prose: JSON of a given schema, or one that can be checked."""
     text = _json_text(data)
     if text is None and (asked := _said_by("user", messages[-1])) is not None:
         return asked_for(asked)
@@ -486,7 +486,7 @@ def _fixed_text(data: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) 
 
 
 def _said_by(role: str, message: Mapping[str, Any]) -> str | None:
-    """Return the text of a message with that role; None if it has another, or is not one text."""
+    """Return the text of a message with that role; None if it has another role, or is not a single text."""
     content = message.get("content")
     if isinstance(content, list) and len(content) == 1 and isinstance(content[0], Mapping):
         content = content[0].get("text")
@@ -512,7 +512,7 @@ def _json_text(data: Mapping[str, Any]) -> str | None:
 
 
 def _prompts(prompt: object) -> tuple[Rendered, ...]:
-    """Return the prompts of a completion: text, ids, or a list of either."""
+    """Parse the prompts of a completion: text, ids, or a list of either."""
     if isinstance(prompt, str):
         return (raw(prompt),)
     if not isinstance(prompt, list) or not prompt:

@@ -1,7 +1,7 @@
-"""A port and the connections on it.
+"""A listening port and its connections.
 
-uvicorn's HTTP protocol speaks to the clients; the sockets are handled here, because a server has to be
-able to refuse connections, cut them, and come back, all on one port.
+uvicorn's HTTP protocol handles the clients; the sockets are handled here, because a server has to be able to
+refuse connections, cut them, and come back, all on one port.
 """
 
 import select
@@ -17,15 +17,15 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-KEEP_ALIVE_S = 5  # vLLM's: an idle connection is closed after it
-ENDING_S = 1.0  # real seconds that answers get to write their last bytes
+KEEP_ALIVE_S = 5  # as in vLLM: idle connections are closed after this time
+ENDING_S = 1.0  # real seconds for answers to write their last bytes
 _BACKLOG = 2048
 _LOOK_S = 0.002
 _HANGUP = getattr(select, "POLLRDHUP", select.POLLHUP)  # Linux has the first
 
 
 def wire(application: Any) -> Config:
-    """Return uvicorn's settings for an ASGI application behind a `Door`, loaded."""
+    """Return uvicorn's configuration for an ASGI application behind a `Door`, loaded."""
     config = Config(
         application,
         http=ClientConnection,
@@ -41,22 +41,22 @@ def wire(application: Any) -> Config:
 
 
 class Entrance:
-    """What connections came in by.
+    """The state of a port, shared by its connections.
 
     Attributes:
-        is_open: Whether the port still accepts them. One that the event loop was about to hand over when it
-            was closed is refused: of a process that was killed no connection is left.
+        is_open: Whether it still accepts connections. One that was accepted by the event loop, but not yet
+            handed over, when the port was closed is refused: a killed process keeps no connections.
     """
 
     __slots__ = ("is_open",)
 
     def __init__(self) -> None:
-        """Be open."""
+        """Start open."""
         self.is_open = True
 
 
 class ClientConnection(HttpToolsProtocol):
-    """One client's connection: uvicorn's, with a way past HTTP and an event for its end."""
+    """A client's connection: uvicorn's, with access below HTTP and an event for its end."""
 
     def __init__(self, config: Config, state: ServerState, entrance: Entrance) -> None:
         super().__init__(config, state, {})
@@ -65,23 +65,23 @@ class ClientConnection(HttpToolsProtocol):
         self._lost = anyio.Event()
 
     def connection_made(self, transport: Any) -> None:
-        """Begin, unless the port was closed meanwhile."""
+        """Start, unless the port has been closed in the meantime."""
         super().connection_made(transport)
         if not self._entrance.is_open:
             transport.abort()
 
     def on_message_begin(self) -> None:
-        """Give each request its connection."""
+        """Attach the connection to each request."""
         super().on_message_begin()
         self.scope["state"]["connection"] = self
 
     def on_message_complete(self) -> None:
-        """Read on: uvicorn stops for a long body, and hears of no client's leaving until it goes on."""
+        """Resume reading: uvicorn pauses for a long body, and would not notice a disconnect until then."""
         super().on_message_complete()
         self.flow.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the answer under way that its client is gone."""
+        """Notify the answer in progress of the disconnect."""
         super().connection_lost(exc)
         self._lost.set()
         if self.on_lost is not None:
@@ -115,16 +115,16 @@ class ClientConnection(HttpToolsProtocol):
 
 
 class Door:
-    """The server's port. Closed, it refuses connections, but nobody else can take it."""
+    """A server's port. While closed, it refuses connections, but remains bound."""
 
     def __init__(self, host: str, port: int) -> None:
         """Bind the port, closed.
 
         Raises:
-            OSError: the port is taken.
+            OSError: the port is in use.
         """
         self._family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # A socket that is bound but does not listen holds the port: connecting to it is refused.
+        # A bound socket that does not listen reserves the port: connections to it are refused.
         self._holder = self._bound(host, port)
         self.host, self.port = self._holder.getsockname()[:2]
         self._listener: socket.socket | None = None
@@ -132,7 +132,7 @@ class Door:
         self._arriving: set[Task[object]] = set()
 
     def _bound(self, host: str, port: int) -> socket.socket:
-        # asyncio sends small writes at once only on sockets that say that they are TCP.
+        # asyncio disables Nagle's algorithm only for sockets with an explicit TCP protocol.
         bound = socket.socket(self._family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -149,7 +149,7 @@ class Door:
         return f"http://{host}:{self.port}"
 
     async def open(self, connect: Callable[[Entrance], ClientConnection]) -> None:
-        """Accept connections, each served by what `connect` returns."""
+        """Accept connections, each handled by the result of `connect`."""
         if self._listener is None:
             self._entrance = Entrance()
             self._listener = self._bound(self.host, self.port)
@@ -158,13 +158,13 @@ class Door:
             get_running_loop().add_reader(self._listener, self._accept, self._listener, connect)
 
     def _accept(self, listener: socket.socket, connect: Callable[[Entrance], ClientConnection]) -> None:
-        """Accept who has come.
+        """Accept waiting connections.
 
-        asyncio's own server loses those that it is about to hand over when it is closed: they stay open, and
-        nobody ever answers on them.
+        asyncio's own server, when closed, loses connections that it is about to hand over: they remain open,
+        and nobody ever answers on them.
         """
         loop, made = get_running_loop(), partial(connect, self._entrance)
-        with suppress(OSError):  # nobody is there any more
+        with suppress(OSError):  # the client is already gone
             while True:
                 accepted, _ = listener.accept()
                 accepted.setblocking(False)
@@ -173,7 +173,7 @@ class Door:
                 arriving.add_done_callback(self._arriving.discard)
 
     def close(self) -> None:
-        """Refuse connections; those that are open stay."""
+        """Refuse new connections; open ones remain."""
         self._entrance.is_open = False
         if self._listener is not None:
             get_running_loop().remove_reader(self._listener)
@@ -181,13 +181,13 @@ class Door:
             self._listener = None
 
     def release(self) -> None:
-        """Give the port back."""
+        """Release the port."""
         self.close()
         self._holder.close()
 
 
 async def cut_connections(state: ServerState) -> None:
-    """Reset every connection, and give the requests on them `ENDING_S` to notice."""
+    """Reset all connections, and give their requests `ENDING_S` to notice."""
     for connection in list(state.connections):
         connection.transport.abort()
     with anyio.move_on_after(ENDING_S):
@@ -196,5 +196,5 @@ async def cut_connections(state: ServerState) -> None:
 
 
 async def next_look() -> None:
-    """Wait a moment for what uvicorn's tasks do by themselves: they have no event to wait for."""
+    """Wait briefly for uvicorn's own tasks, which have no event to wait for."""
     await anyio.sleep(_LOOK_S)

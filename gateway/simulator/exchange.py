@@ -1,4 +1,4 @@
-"""One HTTP request and the way to answer it, for the bare ASGI applications of this package."""
+"""An HTTP request and the way to answer it, for the plain ASGI applications of this package."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -18,20 +18,20 @@ Handler = Callable[["Exchange"], Awaitable[None]]
 
 
 class Connection(Protocol):
-    """The TCP connection a request came on."""
+    """The TCP connection of a request."""
 
     on_lost: Callable[[], None] | None
 
     @property
     def is_lost(self) -> bool:
-        """Whether its client has closed it, as far as has been noticed."""
+        """Whether the client is known to have closed it."""
 
     @property
     def was_left(self) -> bool:
-        """Whether its client has closed it, noticed or not: a question to the kernel."""
+        """Whether the client has closed it, known or not: asks the kernel."""
 
     def write(self, data: bytes) -> None:
-        """Write bytes past the HTTP layer."""
+        """Write bytes, bypassing HTTP."""
 
     async def close(self, *, abort: bool = False) -> None:
         """Close it, with a reset if `abort`, and wait until it is closed."""
@@ -39,7 +39,7 @@ class Connection(Protocol):
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and the way to answer it.
+    """A request and the way to answer it.
 
     Attributes:
         status: Status sent, for the metrics; 0 before.
@@ -56,7 +56,7 @@ class Exchange:
         return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), "")
 
     def query(self) -> dict[str, str]:
-        """Return the parameters of the URL; of those given twice, the last."""
+        """Return the query parameters; the last one of duplicates."""
         return dict(parse_qsl(self.scope["query_string"].decode("latin-1")))
 
     async def body(self) -> bytes:
@@ -88,11 +88,11 @@ class Exchange:
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
-        """Send a piece of the body: one HTTP chunk where the length was not given."""
+        """Send a part of the body: one HTTP chunk if no length was given."""
         await self.send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def reply(self, status: int, body: bytes = b"", kind: str = JSON, *, vary: bool = True) -> None:
-        """Send a whole answer."""
+        """Send a complete answer."""
         await self.start(status, kind if body else "", len(body), vary=vary)
         await self.write(body, more=False)
 
@@ -102,5 +102,5 @@ class ClientDisconnected(Exception):
 
 
 def as_bytes(value: object) -> bytes:
-    """Return a value as the JSON of a body."""
+    """Encode a value as JSON."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Which fault is on, and for how many requests still."""
+"""The injected fault, and for how many more requests it applies."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from gateway.simulator.options import Fault, FaultOrder
 
 OF_THE_SERVER = frozenset({Fault.REFUSE, Fault.HANG, Fault.CRASH, Fault.RESTART})
-"""Faults that happen to the whole server, once; the others happen to requests, one by one."""
+"""Faults of the whole server, which occur once; all others apply to single requests."""
 
 NONSENSE = frozenset({Fault.CHANNEL_MARKERS, Fault.EMPTY_ANSWER, Fault.WRONG_TEXT})
-"""Faults of what the model says; the wire is in order."""
+"""Faults of the model's output, sent correctly."""
 
 
 class Faults:
-    """The fault that requests meet, until its count is used up or it is lifted."""
+    """The fault that applies to requests, until its count is used up or it is ended."""
 
     def __init__(self) -> None:
         self._order: FaultOrder | None = None
@@ -21,16 +21,16 @@ class Faults:
 
     @property
     def order(self) -> FaultOrder | None:
-        """The order in force."""
+        """The current order."""
         return self._order
 
     def set(self, order: FaultOrder | None) -> None:
-        """Replace the order in force; None lifts it."""
+        """Replace the current order; None ends it."""
         self._order = order
         self._left = order.count if order is not None else None
 
     def take(self) -> FaultOrder | None:
-        """Return what the next request shall meet, and count it."""
+        """Return the fault for the next request, and count it."""
         order = self._order
         if order is None or order.fault in OF_THE_SERVER:
             return None
@@ -42,10 +42,10 @@ class Faults:
 
 
 def order_from(data: Mapping[str, Any]) -> FaultOrder | None:
-    """Return the order a `POST /simulator/fault` body gives; `{"fault": null}` lifts what is on.
+    """Parse the body of `POST /simulator/fault`; `{"fault": null}` ends the current fault.
 
     Raises:
-        ValueError: it cannot be read; the message says what would do.
+        ValueError: it is invalid; the message lists valid values.
     """
     name = data.get("fault")
     if name is None:

@@ -1,8 +1,8 @@
-"""Runs the engine in real time and tells waiting answers what it produced.
+"""Runs the engine in real time, and notifies waiting answers of new tokens.
 
-One task steps the engine: it schedules a step, sleeps for its duration, hands the tokens out and wakes
-the answers they belong to. So all sequences of a server get their tokens at the same instant, and a long
-prefill keeps everybody waiting, as on the real thing.
+One task steps the engine: it schedules a step, sleeps for its duration, distributes the tokens and wakes
+the answers. So all sequences of a server get their tokens at the same time, and a long prefill delays all of
+them, as in a real engine.
 """
 
 import itertools
@@ -20,24 +20,24 @@ from gateway.simulator.options import SimulatorOptions
 from gateway.simulator.script import Script
 from gateway.simulator.tally import Tally
 
-_SLEEP_MIN_S = 0.0005  # below it a timer costs more than it waits
-_SETTLE_S = 0.01  # real time a caller needs to follow an answer with a request
-_LAG_MAX_S = 0.25  # further behind than this, lost time is not made up for
+_SLEEP_MIN_S = 0.0005  # a timer costs more than a shorter wait
+_SETTLE_S = 0.01  # real time for a caller to follow an answer with a request
+_LAG_MAX_S = 0.25  # a delay beyond this is not made up for
 
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """One choice's place in the engine.
+    """One choice in the engine.
 
     Attributes:
-        script: What it will be.
+        script: Its content.
         prompt_tokens: Length of its prompt.
         answer: The answer it belongs to.
-        arrived, started, first, last: When it came, left the queue, and got its first and latest token.
-        gained: Tokens the engine has produced for it.
+        arrived, started, first, last: When it arrived, left the queue, and got its first and latest token.
+        gained: Number of tokens produced so far.
         finish: Why it ended, once it has; "abort" if it was cut off.
         preemptions: How often it was preempted.
-        tool_call_id: Of the call it ends in, if it does.
+        tool_call_id: Id of its tool call, if it has one.
     """
 
     script: Script
@@ -54,13 +54,13 @@ class Seat:
 
 
 class Answer:
-    """A request's seats, and the event by which its writer hears of news.
+    """The choices of a request, and an event for its writer.
 
     Attributes:
         seats: One per choice.
         is_dead: The engine died under it.
-        has_left: The client closed the connection.
-        was_left: Whether it has, noticed or not.
+        has_left: The client has disconnected.
+        was_left: Whether it has, known or not.
     """
 
     def __init__(self, call: Call, was_left: Callable[[], bool]) -> None:
@@ -76,7 +76,7 @@ class Answer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice has ended."""
+        """Whether all choices have ended."""
         return all(seat.finish is not None for seat in self.seats)
 
     @property
@@ -85,29 +85,29 @@ class Answer:
         return any(seat.gained or seat.finish for seat in self.seats)
 
     async def news(self) -> None:
-        """Wait until something has changed since the last time."""
+        """Wait for a change since the last call."""
         await self._news.wait()
         self._news = anyio.Event()
 
     def wake(self) -> None:
-        """Tell the writer to look."""
+        """Notify the writer."""
         self._news.set()
 
     def leave(self) -> None:
-        """Note that the client is gone."""
+        """Record that the client has disconnected."""
         self.has_left = True
         self._news.set()
 
 
 class EngineHost:
-    """One engine process: from its start until it is stopped or dies.
+    """One engine process, from its start until it is stopped or dies.
 
     Attributes:
-        engine: What it steps.
-        tally: What it counts.
+        engine: The engine.
+        tally: Its counters.
         is_dead: It has died.
         is_stopped: It will not step again, dead or stopped.
-        cut: Requests whose engine ended under them, or that were made to end before their time.
+        cut: Requests whose engine ended, or that were cut off.
     """
 
     def __init__(self, options: SimulatorOptions, tally: Tally) -> None:
@@ -130,17 +130,17 @@ class EngineHost:
 
     @property
     def answers(self) -> Sequence[Answer]:
-        """The answers in the engine, held ones included."""
+        """All answers in the engine, including held ones."""
         return [*dict.fromkeys(seat.answer for seat in self._seats.values()), *(self._held or ())]
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is in the engine, but for held ones."""
+        """Whether no request is in the engine, except for held ones."""
         return not self._seats
 
     @property
     def held_seats(self) -> int:
-        """Sequences that wait for `release`."""
+        """Number of sequences waiting for `release`."""
         return sum(len(answer.seats) for answer in self._held or ())
 
     async def run(self) -> None:
@@ -173,14 +173,14 @@ class EngineHost:
                 result = self.engine.complete()
                 self._hand_out(result, now)
                 if result.finished:
-                    # The model knows no time between an answer and the caller's next request. Forming
-                    # the next batch a little late lets that request in; the step still ends on time.
+                    # The model assumes no time between an answer and its caller's next request. Forming the
+                    # next batch a little late lets that request in; the step still ends on time.
                     await anyio.sleep(min(_SETTLE_S, batch.duration_s / self._speed))
 
     def submit(self, answer: Answer) -> None:
-        """Queue all choices of an answer; at once dead if the engine is."""
+        """Queue all choices of an answer; it is dead at once if the engine is."""
         if self.is_stopped:
-            self.cut += not self.is_dead  # the dead engine's server is there to say no
+            self.cut += not self.is_dead  # the dead engine's server still reports errors
             answer.is_dead = True
             answer.wake()
             return
@@ -197,7 +197,7 @@ class EngineHost:
         self._work.set()
 
     def withdraw(self, answer: Answer) -> None:
-        """Abort what is left of an answer: its client has gone, or it has been cut short."""
+        """Abort the rest of an answer: its client has disconnected, or it was cut short."""
         if self._held is not None and answer in self._held:
             self._held.remove(answer)
         mine = [number for number, seat in self._seats.items() if seat.answer is answer]
@@ -206,10 +206,10 @@ class EngineHost:
             self.engine.abort(number)
         if mine:
             self._note_held(len(mine))
-            self._work.set()  # what they held may let another in
+            self._work.set()  # its blocks may admit another sequence
 
     def cut_off(self, answer: Answer) -> None:
-        """End an answer where it is, with finish reason "abort"."""
+        """End an answer now, with finish reason "abort"."""
         self.cut += 1
         for seat in answer.seats:
             if seat.finish is None:
@@ -219,29 +219,29 @@ class EngineHost:
         answer.wake()
 
     def hold(self) -> None:
-        """Let what runs go on, and keep what comes waiting until `release`."""
+        """Continue running requests, but hold new ones until `release`."""
         if self._held is None:
             self._held = []
 
     def release(self) -> None:
-        """Queue what was held."""
+        """Queue held requests."""
         held, self._held = self._held or [], None
         for answer in held:
             self.submit(answer)
 
     def hang(self) -> None:
-        """Stand still until `resume`."""
+        """Stop stepping until `resume`."""
         if self._resumed is None:
             self._resumed = anyio.Event()
 
     def resume(self) -> None:
-        """Go on after `hang`."""
+        """Continue after `hang`."""
         if self._resumed is not None:
             self._resumed.set()
             self._resumed = None
 
     def die(self) -> None:
-        """Stop for good; every answer learns that the engine is dead."""
+        """Die; all answers learn that the engine is dead."""
         self.is_dead = True
         for answer in self.answers:
             answer.is_dead = True
@@ -249,7 +249,7 @@ class EngineHost:
         self.stop()
 
     def stop(self) -> None:
-        """Stop stepping and forget what was running."""
+        """Stop stepping and drop all requests."""
         self.is_stopped = True
         self.cut += len(self.answers)
         self._held = None
@@ -290,7 +290,7 @@ class EngineHost:
             seat.answer.wake()
         for last, count in since.items():
             tally.observe("inter_token_latency_seconds", now - last, count)
-        unread = 0  # ended as ever, but nobody was there any more: the next moment would have aborted them
+        unread = 0  # it ended normally, just before the disconnect would have aborted it
         for number in result.finished:
             seat = self._seats.pop(number)
             seat.finish = seat.script.finish_reason
