@@ -25,6 +25,7 @@ from gateway.telemetry import logs
 STDIN, STDOUT, STDERR = 0, 1, 2
 
 
+@process.bounded_exit()
 def main() -> int:
     """Serve as ordered on standard input. Return the exit status."""
     for heard in (*app.STOP_SIGNALS, app.RELOAD_SIGNAL):
