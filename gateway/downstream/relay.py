@@ -164,7 +164,7 @@ class Uploads:
 
     Attributes:
         bytes: Their total size so far.
-        set_aside: Memory allocated for bodies received into a single buffer (filling.py).
+        set_aside: Memory allocated for bodies received into a single buffer (body_receiver.py).
         calls: Number of calls whose bodies are still incomplete.
     """
 

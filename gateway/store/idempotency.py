@@ -110,7 +110,7 @@ class RedisIdempotency:
             connections_max=CONNECTIONS_MAX,
             decodes=False,
         )
-        self._script = self._connections.script("shelf", "promise")
+        self._script = self._connections.script("expiring_records", "idempotency")
         self._is_away = False
 
     async def begin(self, claim: IdempotencyClaim, lease_s: float) -> bytes | KeyState:

@@ -1,4 +1,4 @@
--- After shelf.lua. ARGV: what to do, the id, and for put the record, its life in ms, and the most bytes.
+-- After expiring_records.lua. ARGV: what to do, the id, and for put the record, its life in ms, and the most bytes.
 
 if ARGV[1] == 'get' then
     return kept(ARGV[2])

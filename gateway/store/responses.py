@@ -66,7 +66,7 @@ class RedisResponseStore:
             connections_max=CONNECTIONS_MAX,
             decodes=False,
         )
-        self._script = self._connections.script("shelf", "responses")
+        self._script = self._connections.script("expiring_records", "responses")
 
     async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
         """See `ports.ResponseStore.put`."""

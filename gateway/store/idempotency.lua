@@ -1,4 +1,4 @@
--- Operations on an idempotency key. Prepend shelf.lua, which stores the answers: each is a fingerprint and a record.
+-- Operations on an idempotency key. Prepend expiring_records.lua, which stores the answers: each is a fingerprint and a record.
 -- KEYS  4  running  STRING  the running request: fingerprint, space, runner. Expires with the runner's lease.
 -- ARGV  what to do, id, fingerprint, runner; begin, renew: the lease in ms; keep: the answer's life in ms, the
 --       most bytes, the record.
