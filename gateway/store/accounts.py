@@ -1,8 +1,8 @@
-"""This process's account with one backend: the slots its requests use, and the slots reserved beyond that.
+"""This process's account with one backend: the slots its requests use, and what it was granted beyond that.
 
-The server counts the reservation for this process whether it is used or not, so slots from it may be used
+The server counts a grant for this process whether it is used or not, so slots from it may be used
 without asking: while a backend is far from its limits, a request costs no command. The server decides how
-much may be reserved, and whether anything may be (settle.lua). This module implements the rest. No I/O.
+much is granted, and whether any surplus is (settle.lua). This module implements the rest. No I/O.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from gateway.ports import Slot
 from gateway.store.leases import Freed, Order, Reply
 
 PEAK_TICKS = 5
-"""Ticks over which the peak use is remembered. A reservation unused for twice as long is returned."""
+"""Ticks over which the peak use is remembered. Surplus unused for twice as long is returned."""
 
 _NOTHING = Load()
 _NONE = Load(-1, -1, -1, -1, -1, -1)
-"""No counter may be reserved."""
+"""No surplus of any counter."""
 
 
 class PendingSlot:
@@ -34,7 +34,7 @@ class PendingSlot:
 
 
 class Account:
-    """An account with one backend. Its reservation is frozen between `order` and `settled` or `failed`.
+    """An account with one backend. Its grant is frozen between `order` and `settled` or `failed`.
 
     Attributes:
         backend: Id of the backend.
@@ -42,12 +42,12 @@ class Account:
         others_kept: Slots counted for them, used or not, as last reported.
         kept: Slots the server counts for this process.
         keeps: Whether that may be more than is used.
-        keeping: Number of other processes with a reservation, as last reported.
+        keeping: Number of other processes with surplus, as last reported.
         asked: Requests waiting for a slot that are not yet part of a command.
         told: Futures of those waiting for the server to know the current use.
-        placed: Requests that got a slot from the reservation since the last order.
-        waiters: Number of requests waiting for others to return reservations.
-        is_wanted: Whether another process has asked for this reservation.
+        placed: Requests that got a slot from the grant since the last order.
+        waiters: Number of requests waiting for others to return surplus.
+        is_wanted: Whether another process has asked for this surplus.
         says_it_waits: Whether the server was last told that requests are waiting here.
         is_looked_at: Whether the account was used since the last tick.
         is_due, is_under_way: Whether a command is about to be sent; whether one is in progress.
@@ -74,7 +74,7 @@ class Account:
     # -------------------------------------------------------------- without a command
 
     def covers(self, used: Load, claim: Load, limits: Load, oldest: float) -> bool:
-        """Return whether the reservation covers a claim.
+        """Return whether the grant covers a claim.
 
         `oldest`: information from before this time (monotonic seconds) is too old to rely on.
         """
@@ -94,7 +94,7 @@ class Account:
         return True
 
     def may_keep(self, freed: Load) -> bool:
-        """Return whether freed slots are added to the reservation, so that nobody has to be told."""
+        """Return whether freed slots become surplus, so that nobody has to be told."""
         ceiling = self._ceiling
         return self.keeps and not (
             (freed.seqs and ceiling.seqs < 0)
@@ -150,11 +150,11 @@ class Account:
         )
 
     def may_find_more(self, now: float) -> bool:
-        """Return whether other processes have reservations that they may still return."""
+        """Return whether other processes have surplus that they may still return."""
         return self.keeping > (self._deaf if now < self._deaf_until else 0)
 
     def not_given_back(self, until: float) -> None:
-        """Note that the present reservations are not being returned; do not ask again for a while."""
+        """Note that the present surplus is not being returned; do not ask again for a while."""
         self._deaf, self._deaf_until = self.keeping, until
 
     def settled(self, reply: Reply, now: float) -> bool:
@@ -186,7 +186,7 @@ class Account:
 
 
 def _ceiling(claim: Load, limits: Load) -> Load:
-    """Return the limits for reservations next to such requests, which leave room for one more of them."""
+    """Return the limits for surplus next to such requests, which leave room for one more of them."""
     pairs = [(getattr(claim, name), getattr(limits, name)) for name in COUNTERS]
     return Load(*[max(0, limit - wanted) if wanted else -1 for wanted, limit in pairs])
 
@@ -198,7 +198,7 @@ def _lower(one: Load, other: Load) -> Load:
 
 
 def _part(kept: Load, seqs: int, used: Load) -> Load:
-    """Return the part of a reservation that so many sequences take, and at least what is used."""
+    """Return the part of a grant that so many sequences take, and at least what is used."""
     if seqs >= kept.seqs:
         return kept
     parts = [-(-getattr(kept, name) * seqs // kept.seqs) for name in COUNTERS]

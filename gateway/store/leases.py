@@ -28,11 +28,11 @@ class Order:
     Attributes:
         number: Increases with every order of this process for the backend.
         used: Load of its requests.
-        kept: The reservation it wants in total, used or not.
-        ceiling: Limits up to which unused slots may be reserved; -1 for counters that must not be.
+        kept: The grant it wants in total, used or not.
+        ceiling: Limits up to which surplus may be granted; -1 for counters without any.
         waits: Whether requests are waiting here for capacity.
-        may_keep: Whether it may reserve unused slots.
-        deaf: Number of other processes that did not return their reservation when asked.
+        may_keep: Whether it may hold surplus.
+        deaf: Number of other processes that did not return their surplus when asked.
         claims: Claims of waiting requests, each with the limits of the backend.
     """
 
@@ -53,11 +53,11 @@ class Reply:
     Attributes:
         is_known: Whether the server knew this process's account.
         version: Version of the backend's accounts; increases with every order.
-        keeping: Number of other processes with unused reservations there.
-        may_keep: Whether this process may reserve unused slots.
+        keeping: Number of other processes with surplus there.
+        may_keep: Whether this process may hold surplus.
         others: Load of all other processes' requests.
-        others_kept: Their reservations, used or not.
-        kept: This process's reservation.
+        others_kept: Their grants, used or not.
+        kept: This process's grant.
         outcomes: Per claim 0 for counted, or the number of the counter that is full, from 1.
     """
 
@@ -83,7 +83,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A process found no room on a backend, and needs the unused reservations of the others."""
+    """A process found no room on a backend, and needs the surplus of the others."""
 
     backend: str
     owner: str

@@ -1,27 +1,27 @@
 """The ledger shared by gateway processes, in Redis or Valkey.
 
-For every backend, each process has an account: what it uses, and what is reserved for it. Limits apply to
-the sum of all reservations. A slot from the reservation costs no command; for any other slot, and for
+For every backend, each process has an account: what it uses, and what it has been granted. Limits apply to
+the sum of all grants. A slot from the grant costs no command; for any other slot, and for
 everything near a limit, a script settles the account (settle.lua), for all requests of one event loop
 iteration together. Each process also counts its own slots here, so it can restore its account after Redis
 has lost it, and can continue alone. Redis decides what may be acquired; each process decides what it holds.
 
 Invariants, per backend and counter, with their reasons:
 
-1. Used slots, unused reservations and free slots add up to the limit; no process is given what another has
-   reserved. Only the script hands out slots, sequentially, and it sums up *reservations*. (A Redis that has
+1. Used slots, surplus and free slots add up to the limit; no process is given what another was
+   granted. Only the script hands out slots, sequentially, and it sums up *grants*. (A Redis that has
    lost its data knows again within a second what is running; a process that is alone keeps to its part.)
-2. A process never uses more of its reservation than the server counts. It takes nothing from it between a
+2. A process never uses more of its grant than the server counts. It takes nothing from it between a
    command and its reply, after a failed command, or if the last reply is `ttl_s` / 3 old or older.
-3. Unused slots are reserved only for a process that receives messages, and only while nobody waits: the
+3. Surplus is granted only to a process that receives messages, and only while nobody waits: the
    script allows it to no process while any account says that its owner waits, or was refused.
-4. A waiting process has said so in its account, with a message to those with reservations. They settle at
-   once, and at their next two ticks even if they missed the message; from then on they reserve nothing, and
+4. A waiting process has said so in its account, with a message to those with surplus. They settle at
+   once, and at their next two ticks even if they missed the message; from then on they hold none, and
    report each slot they free. A dead process does not; its account expires after `ttl_s`.
-5. A waiting process checks at every tick, whether it received a message or not. If the others use or reserve
+5. A waiting process checks at every tick, whether it received a message or not. If the others use or hold
    less than before, its requests are woken. So messages only matter for speed: nobody sleeps for longer than
-   two ticks next to a free slot, or four next to an unused slot reserved by a live process.
-6. A backend that shares a machine with others must be seen to be empty: nothing is reserved on it.
+   two ticks next to a free slot, or four next to an unused slot granted to a live process.
+6. A backend that shares a machine with others must be seen to be empty: no surplus is granted on it.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ number of other processes: 24 with one other, 3 with three, each one with five. 
 processes all choose the same backend (`benchmarks/freshness.py`)."""
 
 GIVEN_BACK_S = 0.1
-"""How long a request without room waits for others to return reservations. 1 ms is normal."""
+"""How long a request without room waits for others to return surplus. 1 ms is normal."""
 
 MUTE_S = 1.0
 """Processes that did not return theirs in time are not waited for again before this."""
@@ -78,7 +78,7 @@ OnSync = Callable[[StoreAway | None], None]
 class RedisLedger:
     """`ports.Ledger` over Redis. Its methods raise StoreAway if Redis does not reply.
 
-    `run` must be running while slots are held; without it nothing is reserved, since this process could not
+    `run` must be running while slots are held; without it no surplus is granted, since this process could not
     learn that others need it. The outcome of a failed command is unknown; the next one corrects it, because
     each reports everything this process holds.
 
@@ -113,7 +113,7 @@ class RedisLedger:
             refresh_s: Interval between two snapshots of what the others hold.
             tick_s: The same while requests are being placed.
             connections_max: Maximum connections, besides those for accounts and the subscribed one.
-            takes_turns: Backends on which nothing unused may be reserved.
+            takes_turns: Backends on which no surplus may be granted.
         """
         self.owner = owner_name()
         self.replicas = 1
@@ -188,7 +188,7 @@ class RedisLedger:
         return outcome
 
     def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
-        """See `ports.Ledger.acquire_at_once`. Possible only from the reservation."""
+        """See `ports.Ledger.acquire_at_once`. Possible only from the grant."""
         account, used = self._account(backend_id), self._own.load(backend_id)
         if not self._hears or not account.covers(used, claim, limits, monotonic() - self._ttl_s / 3):
             return None
@@ -198,7 +198,7 @@ class RedisLedger:
         return self._adopted(backend_id, claim)
 
     def release_at_once(self, slot: Slot) -> bool:
-        """See `ports.Ledger.release_at_once`. Possible if the slot goes back into the reservation."""
+        """See `ports.Ledger.release_at_once`. Possible if the slot becomes surplus."""
         if not self._hears or not self._account(slot.backend).may_keep(slot.load):
             return False
         return self._own.release_at_once(slot)
@@ -349,7 +349,7 @@ class RedisLedger:
         return asked.outcome.result()
 
     async def _freed(self, backend_id: str, freed: Load) -> None:
-        """Report freed capacity to Redis unless it is reserved, and then to requests waiting here."""
+        """Report freed capacity to Redis unless it becomes surplus, and then to requests waiting here."""
         account = self._account(backend_id)
         try:
             if not self._hears or not account.may_keep(freed):
@@ -426,7 +426,7 @@ class RedisLedger:
             self._tell(account.backend)
 
     def _settle_rest(self, account: Account) -> None:
-        """Serve requests that arrived in the meantime, as far as the reservation allows."""
+        """Serve requests that arrived in the meantime, as far as the grant allows."""
         rest = []
         for one in account.asked:
             if one.outcome.done():

@@ -4,18 +4,18 @@
 -- ARGV  1  channel, 2  backend, 3  owner, 4  ttl in ms, 5  number of counters,
 --       6  number of this command: it is ignored if a later one has already been processed,
 --       7  1 if requests of the owner wait for capacity there, else 0,
---       8  1 if it may reserve unused slots, else 0,
---       9  number of other processes that did not return their reservations,
---       then counters: the load of its requests; the reservation it wants, used or not; the limit up to which
---       unused slots may be reserved (-1: none of this counter); then per claim: the claim, the backend's limit.
+--       8  1 if it may hold surplus, else 0,
+--       9  number of other processes that did not return their surplus,
+--       then counters: the load of its requests; the grant it wants, used or not; the limit up to which
+--       surplus may be granted (-1: none of this counter); then per claim: the claim, the backend's limit.
 -- Returns -1 if the command was ignored; else 1 if the owner's account existed, 0 if not; the version; how many
--- others wait; how many others have unused reservations; 1 if the owner may reserve unused slots, else 0; the
--- load of all others' requests, and their reservations; the owner's reservation; and per claim 0 if it was
+-- others wait; how many others have surplus; 1 if the owner may hold surplus, else 0; the
+-- load of all others' requests, and their grants; the owner's grant; and per claim 0 if it was
 -- counted, or the number of the counter that is full.
 --
 -- An account contains, separated by spaces: its expiry, in ms of this server's clock; the number of the command
--- that wrote it; whether its owner waits; whether it may reserve unused slots; per counter its load, then its
--- reservation. Limits apply to the sum of reservations. All values are absolute: a lost or repeated command is
+-- that wrote it; whether its owner waits; whether it may hold surplus; per counter its load, then its
+-- grant. Limits apply to the sum of grants. All values are absolute: a lost or repeated command is
 -- corrected by the next one. The script does not know what a counter means; that is up to the caller.
 
 local ACCOUNTS = KEYS[1]
@@ -108,8 +108,8 @@ for at = CLAIMS, #ARGV - 1, 2 * COUNTERS do
     outcomes[#outcomes + 1] = full
 end
 
--- The reservation beyond that, so that it need not ask for each request: what it had before and, if it has just
--- asked, a quarter of its load and as much as it asked for. Reservations end at three quarters of a limit, and
+-- Surplus, so that it need not ask for each request: what it had before and, if it has just
+-- asked, a quarter of its load and as much as it asked for. Grants with surplus end at three quarters of a limit, and
 -- take at most half of its part of what is left below that. None if that is less than it asked for, or if any
 -- process waits.
 local kept, keeps = {}, MAY_KEEP and not WAITS and waiting == 0 and not is_refused
@@ -136,8 +136,8 @@ for i = 1, COUNTERS do
     end
 end
 
--- Publish freed capacity and returned reservations if any process waits. If a claim found no room, ask the others
--- to return their reservations.
+-- Publish freed capacity and returned surplus if any process waits. If a claim found no room, ask the others
+-- to return their surplus.
 local function tell(owner, freed)
     redis.call('PUBLISH', CHANNEL, owner .. ' ' .. text({version}) .. ' ' .. text(freed) .. ' ' .. BACKEND)
 end
