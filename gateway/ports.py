@@ -129,6 +129,9 @@ class Estimator(Protocol):
         Small prompts are counted inline, large ones in a bounded thread pool. Never raises because of the
         text. Counting stops as soon as the prompt certainly exceeds `limit_tokens` (the largest window of
         the fleet); the result then has `CountMode.BOUND` and `tokens > limit_tokens`.
+
+        Raises:
+            AtCapacity: too many large prompts are queued for counting.
         """
 
     def observe(self, prompt: Prompt, estimate: Estimate, actual_tokens: int) -> None:
@@ -145,7 +148,7 @@ class Slot:
 
 
 class Ledger(Protocol):
-    """Counts what is in flight. The only place where limits are checked, atomically.
+    """Counts the load in flight. The only place where limits are checked, atomically.
 
     Attributes:
         is_local: Whether all counting happens in this process, without any communication.
@@ -154,7 +157,7 @@ class Ledger(Protocol):
     is_local: bool
 
     def load(self, backend_id: str) -> Load:
-        """Return a snapshot of what is in flight on a backend, possibly stale by the time it is read."""
+        """Return a snapshot of the load in flight on a backend, possibly already stale."""
 
     def others(self, backend_id: str) -> Load:
         """Return the part of `load` held by other gateway processes, as last reported."""
@@ -162,7 +165,7 @@ class Ledger(Protocol):
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """Acquire a slot if the backend then stays within `limits`; else return which counter is full.
 
-        Counters are compared one by one, atomically with the acquisition. Never raises for load.
+        Counters are compared one by one, atomically with the acquisition. Never raises because of load.
         """
 
     def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
@@ -321,7 +324,7 @@ class Fleet(Protocol):
 
 
 class BoxFleet(Protocol):
-    """What a box reads and changes about the health of its backends."""
+    """The part of the fleet's health tracking that a box uses."""
 
     def statuses(self) -> Mapping[str, BackendStatus]:
         """Return the status of every configured backend."""
@@ -337,7 +340,7 @@ class BoxFleet(Protocol):
 
 
 class Switch(Protocol):
-    """Starts and stops the models of a box. Never raises because of what a machine does."""
+    """Starts and stops the models of a box. Failures of a machine are returned, never raised."""
 
     async def is_in(self, backend_id: str) -> bool:
         """Return whether a model is resident: its server answers and is awake."""
@@ -352,7 +355,7 @@ class Switch(Protocol):
         """Stop a model and wait until it has stopped. Return "" or why it has not."""
 
     async def ask(self, backend_id: str) -> str:
-        """Send a model its canary request. Return "" or what is wrong with the answer."""
+        """Send a model its canary request. Return "" or why it failed the check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,13 +401,13 @@ class SharedHealth(Protocol):
 
 
 class SharedLearning(Protocol):
-    """Learned token ratios shared between gateways, in addition to `Estimator`."""
+    """Learned statistics about prompt counting, shared between gateways, in addition to `Estimator`."""
 
     def learned(self) -> Learned:
-        """Return what was learned from this process's own answers."""
+        """Return the statistics learned from this process's own answers."""
 
     def note_learned(self, elsewhere: Learned) -> None:
-        """Apply what all other gateways have learned, replacing what was noted before."""
+        """Apply the statistics learned by all other gateways, replacing those noted before."""
 
 
 class PrefixIndex(Protocol):
@@ -438,8 +441,11 @@ class JobStore(Protocol):
         """Return all chunks of a job's answer."""
 
     async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> None:
-        """Wait until a job has more chunks than `chunks`, a status other than `status` (None: its status at
-        the time of the call), is final or is gone; at most `wait_s`."""
+        """Wait until a job changes, at most `wait_s`.
+
+        It has changed if it has more chunks than `chunks`, a status other than `status` (None: its status at
+        the time of the call), is final or is gone.
+        """
 
     async def cancel(self, job_id: str) -> Job | None:
         """Cancel a job unless it is final, and notify its worker."""
@@ -498,7 +504,7 @@ class JobStore(Protocol):
     async def beat(
         self, worker: str, claims: Collection[tuple[str, int]], serving: Serving | None = None
     ) -> Collection[str]:
-        """Renew the claims of `worker`, pairs of (job id, attempt), and announce what it can run.
+        """Renew the claims of `worker`, pairs of (job id, attempt), and announce the models it can run.
 
         Returns the ids of jobs it has lost. The announcement expires after ten minutes.
         """
@@ -506,7 +512,7 @@ class JobStore(Protocol):
     async def is_served_elsewhere(self, model: str, config: str) -> bool:
         """Return whether workers with a configuration other than `config` announce a model."""
 
-    # `claim`, as in `Job`, distinguishes an attempt from one of the same number that the store has forgotten.
+    # `claim` is the one in `Job`: a store that has lost data may reuse attempt numbers, but not claims.
 
     async def append(self, job_id: str, attempt: int, chunk: Chunk, claim: str = "") -> bool:
         """Append a chunk to an answer. A chunk with a known number changes nothing.
@@ -555,10 +561,10 @@ class JobStore(Protocol):
         """
 
     async def waiting(self, wait_s: float) -> Collection[tuple[str, int]]:
-        """Wait until there may be a job to claim, or another process has ended a claim (the job was
-        cancelled, deleted or taken over); at most `wait_s`.
+        """Wait until there may be a job to claim, or another process has ended a claim; at most `wait_s`.
 
-        Returns the ended claims, pairs of (job id, attempt), as far as known. `beat` reports all of them.
+        Other processes end a claim by cancelling, deleting or taking over its job. Returns the ended claims,
+        pairs of (job id, attempt), as far as known. `beat` reports all of them.
         """
 
 
@@ -583,7 +589,7 @@ class FileStore(Protocol):
     async def page(
         self, key: str | None, *, after: str | None, ascending: bool, purpose: str | None, limit: int
     ) -> Sequence[StoredFile] | None:
-        """Return files of an API key in the order of their upload, starting behind the file `after`.
+        """Return files of an API key in the order of their upload, starting after the file `after`.
 
         None: the file `after` does not exist.
         """
@@ -612,7 +618,7 @@ class BatchStore(Protocol):
         """Return a batch, or None if it does not exist."""
 
     async def page(self, key: str | None, *, after: str | None, limit: int) -> Sequence[Batch] | None:
-        """Return batches of an API key, newest first, starting behind the batch `after`.
+        """Return batches of an API key, newest first, starting after the batch `after`.
 
         None: the batch `after` does not exist.
         """
@@ -730,13 +736,13 @@ class WebhookStore(Protocol):
 
 
 class Recorder(Protocol):
-    """Records what happened. Never raises, never blocks."""
+    """Records attempts and requests. Never raises, never blocks."""
 
     def attempt(self, record: AttemptRecord) -> None:
         """Record an attempt on a backend."""
 
     def finished(self, record: RequestRecord) -> None:
-        """Record the end of a request, whatever its outcome."""
+        """Record the end of a request, successful or not."""
 
 
 class ResponseStore(Protocol):

@@ -117,7 +117,9 @@ class Background:
         """Submit a request as a job. Return the job, and whether it existed before under the same key.
 
         Raises:
-            CallerError: no backend could ever take it, or the idempotency key belongs to another body.
+            CallerError: no backend could ever take it, a header is invalid, or the idempotency key belongs to
+                another body.
+            ShedError: its tokens cannot be counted at the moment.
             JobRefused: the quota of its API key is exhausted.
             StoreUnavailable: it may or may not have been accepted; retry with the same idempotency key.
         """

@@ -103,7 +103,7 @@ class Batches:
         try:
             body = await read_body(request.scope, request.receive, self._limits, self._uploads)
         except CallerGone:
-            raise InvalidRequest("The request broke off.") from None  # nobody will see it
+            raise InvalidRequest("The request broke off.") from None  # not received: the caller is gone
         members = _members(body)
         endpoint = members.get("endpoint")
         if endpoint not in ENDPOINTS:

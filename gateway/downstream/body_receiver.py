@@ -30,7 +30,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
     ) -> None:
         """Allocate `size` bytes, the first of which are `parts`.
 
-        `on_bytes` is called with the number of each further bytes, and whether they were the last ones.
+        `on_bytes` is called after each read, with its number of bytes and whether the body is complete.
         """
         self._protocol = protocol
         self._uploads = uploads

@@ -137,7 +137,7 @@ class ChatJobs:
             request: The chat.
             received: The same, as received.
             estimate: Its prompt length, if known.
-            queue: What happens to the job if its caller leaves; None: nobody is waiting for it.
+            queue: What happens to the job if its caller leaves; None: the caller does not wait for it.
 
         Raises:
             GatewayError: it is rejected.

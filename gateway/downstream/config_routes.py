@@ -63,7 +63,7 @@ class Configurations(Protocol):
         """Recent versions, the current one first."""
 
     async def plan(self, source: bytes) -> _Reload:
-        """Return what a new configuration would change."""
+        """Return the changes that a new configuration would make, without applying it."""
 
     async def put(self, source: bytes, by: str, check: Callable[[], None]) -> _Reload:
         """Apply a new configuration and write it to the file.

@@ -2,7 +2,7 @@
 
 Readers are cheap: the current state is encoded once for all of them, and nothing is buffered for slow ones.
 Each gets the requests that have ended since its last event, as far as they are kept. A reader that stops
-reading is disconnected, and reconnects by itself.
+reading is disconnected, and reconnects later.
 """
 
 import logging

@@ -16,7 +16,7 @@ class CrossOrigin:
     """ASGI middleware that allows pages of the configured origins to call the routes for applications."""
 
     def __init__(self, app: ASGIApp, origins: Origins) -> None:
-        """Wrap `app`; only response headers are changed."""
+        """Wrap `app`: answer preflight requests, and add headers to all other responses."""
         self._app = app
         self._origins = origins
 

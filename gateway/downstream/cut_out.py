@@ -1,9 +1,9 @@
 """Finds the long strings that make up most long requests, and cuts them out of the body.
 
 Decoding a long body scans every byte, nearly all of which are usually in a few strings: documents, images.
-So the ends of these strings are searched for from both ends of the body, the rest is decoded like any small
-body, and each string is scanned only once. If a supposed string turns out to be several, they are searched
-for message by message; as a last resort the body is decoded as a whole.
+So these strings are located from both ends of the body, the rest is decoded like any small body, and each
+string is scanned only once. If a supposed string turns out to be several, strings are located message by
+message; as a last resort the body is decoded as a whole.
 """
 
 import re
@@ -21,7 +21,7 @@ send it."""
 NUMBER_CHARS = 4
 
 ESCAPED_MAX = 64
-"""A string with this many escaped quotes is taken for a long one, like one that is long without any."""
+"""A string with this many escaped quotes is assumed to be long, and not scanned further."""
 
 QUOTES_MAX = 512
 """Maximum quotes examined from either end, in 0.1 ms; with more of them, no long text is searched for."""
@@ -71,10 +71,10 @@ def number_of(value: object) -> int | None:
 def may_hold_long_texts(body: bytes) -> bool:
     """Return whether a body, which may be JSON, may contain a long string. False is certain.
 
-    Quotes within strings are escaped: a quote preceded by a space or a comma begins or ends a string. In a
-    conversation with many messages, this is usually found out in 10 us.
+    Quotes within strings are escaped: a quote preceded by a space or a comma begins or ends a string. For a
+    conversation with many messages, this usually takes 10 us.
     """
-    marks = sorted(_UNESCAPED, key=lambda mark: body.find(mark, 0, NEAR_BYTES) < 0)  # as this body is written
+    marks = sorted(_UNESCAPED, key=lambda mark: body.find(mark, 0, NEAR_BYTES) < 0)  # the likelier one first
     for at in range(0, len(body) - WINDOW_BYTES + 1, WINDOW_BYTES):
         if all(body.find(mark, at, at + WINDOW_BYTES) < 0 for mark in marks):
             return True
@@ -82,11 +82,11 @@ def may_hold_long_texts(body: bytes) -> bool:
 
 
 def cuts_of(body: bytes) -> Iterator[CutOut]:
-    """Yield a body without its long strings; then once more, in case one with quotes is several strings.
+    """Yield a body without its long strings: cut as a whole, then cut message by message.
 
-    Whether each is a single string, or the body is JSON at all, is not known yet. If the parts that were cut
-    out are the inside of strings, and the rest is JSON with placeholders as strings, then the body is JSON
-    with the same meaning, no matter where the cuts were made.
+    The cuts are guesses: a supposed string may be several, and the body may not be JSON at all. But if the
+    parts that were cut out are the inside of strings, and the rest is JSON with placeholders as strings, then
+    the body is JSON with the same meaning, no matter where the cuts were made.
     """
     for spans in _guesses(body):
         if (cut := _cut_out(body, spans)) is not None:
@@ -109,7 +109,7 @@ def _media_bytes(body: bytes, spans: Iterable[Span]) -> int:
 
 
 def _guesses(body: bytes) -> Iterator[Sequence[Span]]:
-    """Yield guesses of where the long strings of a body are; at least one string each time."""
+    """Yield guesses of the positions of a body's long strings, each with at least one."""
     spans = _spans(body, 0, len(body))
     if spans:
         yield spans
@@ -133,7 +133,7 @@ def _cut_out(body: bytes, spans: Sequence[Span]) -> CutOut | None:
 
 
 def _messages(body: bytes) -> Iterator[Span]:
-    """Yield parts that are probably the content of a message, with what follows, if long."""
+    """Yield the long parts from one `"content"` key to the next. Each probably has a message's content."""
     at = body.find(_CONTENT)
     while at >= 0:
         following = body.find(_CONTENT, at + 1)
@@ -144,9 +144,9 @@ def _messages(body: bytes) -> Iterator[Span]:
 
 
 def _spans(body: bytes, begin: int, end: int) -> Sequence[Span]:
-    """Return the long strings in a part of a body that begins at or before the quote of one.
+    """Return the long strings in a part of a body, in order. The part must not begin within a string.
 
-    In order; among strings with quotes in them, at most one is found.
+    Of the strings with escaped quotes, at most one is found.
     """
     before, start = _from_the_front(body, begin, end)
     if start == 0:
@@ -179,7 +179,7 @@ def _from_the_front(body: bytes, begin: int, end: int) -> tuple[list[Span], int]
 
 
 def _from_the_back(body: bytes, start: int, end: int) -> tuple[list[Span], int]:
-    """Return those behind `start`, last one first, and the end of the string that begins at `start`."""
+    """Return the long strings after `start`, last one first, and the end of the string beginning there."""
     found: list[Span] = []
     closes = at = body.rfind(_QUOTE, start, end)
     escaped = 0

@@ -78,7 +78,7 @@ class Connection(Protocol):
 
 
 class _NullEvent:
-    """An event that nobody waits for: a call does not need uvicorn's notification."""
+    """An event without waiters: a call does not need uvicorn's notification."""
 
     def set(self) -> None:
         """Do nothing."""
@@ -149,11 +149,11 @@ class DirectCall(HttpDownstream):
     """A chat on its connection: both the `Call`, and the `ports.Downstream` of its answer.
 
     Attributes:
-        response_complete, keep_alive, disconnected, message_event: Used by uvicorn's protocol, as of its own
-            request cycle.
+        response_complete, keep_alive, disconnected, message_event: The attributes of a request cycle that
+            uvicorn's protocol uses.
         is_begun: Whether answering has begun.
         parts, received: The received parts of the body, and their size.
-        filling: Receives a long body into a single buffer, which includes `parts`; None for others.
+        filling: Receives a long body into a single buffer, which includes `parts`; None for a short body.
     """
 
     def __init__(self, protocol: Connection, chats: Chats, head: Head) -> None:
@@ -302,7 +302,7 @@ class DirectCall(HttpDownstream):
         await self._write(data)
 
     async def relay(self, response: UpstreamResponse, transform: StreamTransform) -> None:
-        """See `ports.Downstream.relay`. Bytes are written as the backend's arrive, without a task."""
+        """See `ports.Downstream.relay`. Bytes are written as they arrive, without waking a task."""
 
         self._write_head()
         frame = _chunk if self._is_chunked else bytes

@@ -26,7 +26,7 @@ class RequestForgotten(CallerError):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to explain.
+    """A request for an explanation.
 
     Attributes:
         request: The body of a request; b"" for a past one.

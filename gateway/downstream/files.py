@@ -171,7 +171,7 @@ class Files:
                 is_whole = True
                 return file
         except CallerGone:
-            raise InvalidRequest("The upload broke off.") from None  # nobody will see it
+            raise InvalidRequest("The upload broke off.") from None  # not received: the caller is gone
         finally:
             if not is_whole:
                 with anyio.move_on_after(CLEAN_UP_S, shield=True), suppress(StoreUnavailable):

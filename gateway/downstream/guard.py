@@ -1,7 +1,7 @@
 """Limits on request heads, and errors in OpenAI's shape for requests that uvicorn rejects.
 
 uvicorn waits indefinitely for the end of a request's head, does not limit its size, and rejects requests in
-plain text. This adds what is missing; everything else is left to uvicorn.
+plain text. This module changes only that.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class HeadTooLarge(InvalidRequest):
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on heads: their size, their duration, and connections waiting for one.
+    """uvicorn's protocol with limits on the size of a head, the time it takes, and the connections.
 
     The trailers of a chunked body have the same size limit as a head; uvicorn would keep all of them.
     """
@@ -68,7 +68,10 @@ class GuardedProtocol(HttpToolsProtocol):
             self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Clean up. uvicorn notifies only the latest request on it, which may not have started."""
+        """Clean up, and notify the running request.
+
+        uvicorn notifies only the latest request, which may be a pipelined one that has not started.
+        """
         self._unset_keepalive_if_required()  # uvicorn's own timer, which would outlive a reset connection
         self._stop_timer()
         self._stop_stall_timer()
@@ -99,7 +102,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._wants_upgrade:
             self._read_without_upgrade(data[self._rest_at :])
             return
-        # Data read together with the end of another request may be all of that one: it does not count.
+        # If a request has ended within this data, all of it may belong to that request: it is not counted.
         if self._is_in_head and not self._has_ended and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
@@ -116,9 +119,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start its body.
 
-        A server may ignore an upgrade request, which Java's client sends with its first request on every
-        connection. But the parser then skips the body, and would parse what follows as a request, which may
-        be anyone's bytes. So such a head is parsed again without the upgrade.
+        Java's client requests an upgrade with the first request on every connection, which a server may
+        ignore. But the parser then stops after the head: a body would be parsed as the next request, although
+        its bytes may come from a third party. So such a head is parsed again without the upgrade.
         """
         self.head_is_complete()
         if not self.parser.should_upgrade():
@@ -243,7 +246,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Drop a connection that cannot be closed because its caller does not read."""
         if self.transport.is_closing():
             self.transport.abort()
-        else:  # how long an answer may wait is decided elsewhere
+        else:  # an answer in progress has its own time limits
             self._stall_timer = self.loop.call_later(LINGER_S, self._stalled)
 
     def _head_overdue(self) -> None:

@@ -20,7 +20,7 @@ def is_host(value: bytes) -> bool:
 
 
 def has_one_host(scope: Any) -> bool:
-    """Return whether the request of an ASGI scope has exactly one host. Required by HTTP/1.1 only."""
+    """Return whether an ASGI request has exactly one valid host. Before HTTP/1.1, it may have none."""
     hosts = [value for name, value in scope["headers"] if name == b"host"]
     if not hosts:
         return bool(scope["http_version"] != "1.1")

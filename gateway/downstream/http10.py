@@ -48,7 +48,7 @@ def as_http_1_0(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Appl
 
 
 def _is_to_be_kept(headers: Any) -> bool:
-    """Return whether to keep the connection alive. With a chunked body, nothing about it can be trusted."""
+    """Return whether to keep the connection alive. Not after a chunked body: its framing is unreliable."""
     wishes = b",".join(value for name, value in headers if name == b"connection").lower()
     is_in_chunks = any(name == b"transfer-encoding" for name, _ in headers)
     return b"keep-alive" in {wish.strip() for wish in wishes.split(b",")} and not is_in_chunks

@@ -28,7 +28,7 @@ from gateway.pipeline.caller import CALLER_STALL_S
 from gateway.ports import Clock, Headers, IdempotencyStore, Recorder
 
 RETRY_AFTER_S = 2
-"""When to retry while the answer is in progress. Every OpenAI client retries after a 409."""
+"""Retry-After while the answer is in progress. Every OpenAI client retries after a 409."""
 
 LEASE_S = 30.0
 """How long the lease of a killed gateway prevents its request from being run again."""
@@ -186,7 +186,7 @@ class HeldKey:
                     else:
                         await store.keep(claim, answer.encoded(), self._rules.ttl_s)
                 except StoreUnavailable:
-                    pass  # the lease expires by itself
+                    pass  # the lease will expire
 
 
 class Recording(HttpDownstream):

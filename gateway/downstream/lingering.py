@@ -46,11 +46,11 @@ class ClosingTransport:
 
 
 def closing_unless_continued(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
-    """Wrap `app` for a request with `Expect: 100-continue`: keep the connection only if the body was read.
+    """Wrap `app` for a request with `Expect: 100-continue`: keep the connection only if `app` reads the body.
 
-    After an early answer, the caller may or may not send the body, and one cannot tell which (RFC 9110,
-    10.1.1). Go before 1.22.5, and so Caddy, does not send it but continues with its next request, which would
-    be taken for the body here (CVE-2024-24791).
+    After an early answer, the caller may or may not send the body, and the server cannot tell which (RFC
+    9110, 10.1.1). Go before 1.22.5, and so Caddy, does not send it but continues with its next request, which
+    would be taken for the body here (CVE-2024-24791).
     """
     is_to_be_kept, cycle.keep_alive = cycle.keep_alive, False
 

@@ -67,7 +67,7 @@ class Listener(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=protocol,  # type: ignore[arg-type]  # whatever makes a protocol does
+                http=protocol,  # type: ignore[arg-type]  # any factory of protocols works
                 ws="none",
                 lifespan="off",
                 log_config=None,

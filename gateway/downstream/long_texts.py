@@ -1,7 +1,7 @@
 """Long texts in a body: kept in place, and decoded in pieces when they are counted.
 
 Decoding a document at once takes its size in memory again, or four times that if it contains a single emoji,
-and blocks the GIL meanwhile. A request that is queued needs almost no additional memory this way.
+and holds the GIL meanwhile. With pieces, a queued request needs almost no additional memory.
 """
 
 import codecs
@@ -27,7 +27,7 @@ TEXT_BYTES_MAX = 8 * 1024 * 1024
 are still decoded in pieces, in order to report their length."""
 
 NEAR_BYTES = 4_096
-"""Range in which the end of a line or word is searched first; it is copied for that."""
+"""The end of a line or word is searched in a range of this size first, because the range is copied."""
 
 HASHED_BYTES = 65_536
 """Size hashed or searched at once: a copy of it stays in the CPU caches."""
@@ -42,7 +42,7 @@ KEPT_BYTES = 16 * 1024 * 1024
 """Maximum decoded text kept between decoding and counting, over all requests."""
 
 WELL_FORMED_MAX = 16_384
-"""Number of texts known to be well-formed, by their keys."""
+"""Maximum number of texts remembered as well-formed."""
 
 _UNSURE_BYTES = 12  # a cut falls within at most one escape sequence
 
@@ -145,7 +145,7 @@ def take_a_break(done_bytes: int) -> None:
 
 
 def _after(done_bytes: int) -> int:
-    """Return how much has been processed without a break, after another piece."""
+    """Return the bytes processed since the last break, including one more piece. Takes a break if due."""
     done_bytes += PIECE_BYTES
     if done_bytes < SLICE_BYTES:
         return done_bytes
@@ -160,7 +160,7 @@ class NotOneText(Exception):
 class Pieces:
     """The pieces of a long text: kept decoded until their first use, and decoded again after that.
 
-    They come without white space at both ends of the text.
+    White space at both ends of the text is stripped.
     """
 
     __slots__ = ("_decoded", "_kept_bytes", "_view")
@@ -237,7 +237,7 @@ _well_formed = _WellFormed()
 
 def _stripped(pieces: Iterable[str]) -> Iterator[str]:
     """Yield the pieces of a text, without white space at both ends of the text."""
-    blanks: list[str] = []  # at the end of what was yielded, to be dropped unless more follows
+    blanks: list[str] = []  # white space after the last yielded text, dropped unless more text follows
     has_begun = False
     for piece in pieces:
         if not has_begun:

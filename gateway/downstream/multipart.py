@@ -49,7 +49,7 @@ class FileBegins:
 
 
 Part = Field | FileBegins | bytes
-"""A part of a form; bytes belong to the file that has begun last."""
+"""A part of a form; bytes belong to the latest file."""
 
 
 async def parts_of(content_type: str, receive: Receive, within_s: float) -> AsyncIterator[Part]:
@@ -58,7 +58,7 @@ async def parts_of(content_type: str, receive: Receive, within_s: float) -> Asyn
     Args:
         content_type: The request's header.
         receive: The ASGI callable.
-        within_s: Time limit per piece, and tolerance for its average rate.
+        within_s: Time limit per read, and grace period of the minimum average rate.
 
     Raises:
         InvalidRequest: it is not a valid form.

@@ -1,4 +1,4 @@
-"""A received request before it is parsed, and where that happens."""
+"""Received requests, and parsing them without blocking the event loop."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
@@ -23,7 +23,7 @@ INLINE_VALUES = 50_000
 """Approximate maximum of commas and brackets: 1.25 MB of prose has a third of that."""
 
 COUNTED_BYTES = 16_384
-"""Smaller bodies are not examined for these, which takes up to 0.1 ms."""
+"""Bodies up to this size are parsed inline without counting objects and values, which takes up to 0.1 ms."""
 
 READERS = 2
 

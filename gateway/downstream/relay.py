@@ -24,7 +24,7 @@ class CallerGone(Exception):
 
 
 class HttpDownstream(Downstream, ABC):
-    """`ports.Downstream` over HTTP, with what the routes for applications need beyond it.
+    """`ports.Downstream` over HTTP, with further methods for the routes for applications.
 
     Attributes:
         is_started: Whether the status has been sent.
@@ -51,7 +51,7 @@ class HttpDownstream(Downstream, ABC):
         await self.send(data)
 
     async def fail(self, error: GatewayError, code: str) -> None:
-        """See `ports.Downstream.fail`. Sent so that every SDK raises an exception."""
+        """See `ports.Downstream.fail`. Every SDK raises an exception for this event."""
         await self.send(b"data: " + envelope(error, code) + b"\n\n" + DONE)
 
 
@@ -178,8 +178,8 @@ class Uploads:
 def announced_bytes(digits: bytes | str) -> int:
     """Parse a Content-Length.
 
-    The HTTP parser has rejected values from 2**64 on. So any further digits are leading zeros, of which int()
-    does not accept thousands.
+    The HTTP parser has rejected values of 2**64 and above, so any digits before the last 20 are zeros. They
+    are cut off because int() rejects strings of thousands of digits.
     """
     return int(digits[-20:])
 

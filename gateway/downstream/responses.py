@@ -164,7 +164,7 @@ class Responses:
         return work
 
     async def line(self, received: Received, token: str) -> tuple[Incoming, JobFacts]:
-        """Return the chat request for a batch's line, and what its response needs besides the answer."""
+        """Return the chat request for a batch's line, and the facts to store with its job."""
         raws, members = await self._readers.run(lambda: _members(received.body), received.body)
         asked = await self._asked(received, raws, members, token)
         return asked.incoming, asked.facts(received, token, {"store": False})
@@ -186,7 +186,11 @@ class Responses:
     # -------------------------------------------------------------- background
 
     def _background_of(self, members: Mapping[str, Any]) -> Background | None:
-        """Return what runs a background response; None if the request does not ask for one."""
+        """Return the job service if the request asks for a background response, or else None.
+
+        Raises:
+            InvalidRequest: it asks for one, but there are no jobs; or `background` is invalid.
+        """
         wanted = members.get("background")
         if wanted is not None and not isinstance(wanted, bool):
             raise InvalidRequest("`background` must be true or false.", param="background")
@@ -228,7 +232,7 @@ class Responses:
     async def _follow(
         self, background: Background, job: Job, after: int, send: Callable[[bytes], Awaitable[None]]
     ) -> None:
-        """Send the events of a job as they come, with comments in between."""
+        """Send the events of a job as they arrive, with keep-alive comments in between."""
         async for events in background.events(job, after):
             await send(_frames(events) or KEEP_ALIVE)
 
@@ -316,7 +320,8 @@ class Responses:
 
         @post([PATH + "/compact", PATH + "/input_tokens"])
         async def elsewhere(request: Request[Any, Any, Any]) -> None:
-            # Unsupported routes of OpenAI's API, which would otherwise be ids that do not accept POST.
+            # Unsupported routes of OpenAI's API. Without this handler, they would match as response ids, and
+            # be answered with 405.
             raise RouteNotFound(f"There is nothing at {request.scope['path']}.")
 
         return [retrieve, input_items, forget, cancel, elsewhere]
@@ -376,7 +381,7 @@ class ResponseRequest:
     conversation: bytes | None
 
     def facts(self, received: Received, token: str, says: Mapping[str, Any]) -> JobFacts:
-        """Return what to store with the job for it. `says`: members of its response."""
+        """Return the facts to store with its job. `says`: further members of its response."""
         return JobFacts(
             response={**self.draft.response, **says},
             token=token,
@@ -458,7 +463,7 @@ class Answer(Downstream):
         key: Name of its API key.
         keeping: Where to store the response.
         clock: Source of the time of completion.
-        head: Status and headers of a non-streamed answer, which wait for its body.
+        head: Status and headers of a non-streamed answer, held back until its body is complete.
         parts: That body so far.
         stream: Translates a stream.
     """

@@ -203,7 +203,10 @@ class Applications:
         return CrossOrigin(HeadAsGet(app), self._origins)
 
     async def _read_chat(self, chat_jobs: ChatJobs, relayed: Relayed, received: Received) -> Work:
-        """Return the work that answers a chat with jobs enabled. Repeated submissions find the same job."""
+        """Return the work that answers a chat, with jobs enabled.
+
+        A chat submitted as a job does not use `Promises`, because jobs have their own idempotency.
+        """
         request = await relayed.request(received)
         if chat_jobs.is_handed_over(request):
             return chat_jobs.answering(request, received)

@@ -12,7 +12,7 @@ from typing import Final
 from gateway.downstream.long_texts import is_escaped
 
 VALUES_MAX: Final = 100_000
-"""Maximum values decoded at once, in at most 20 ms. Almost every value takes a token of its own."""
+"""Maximum values decoded at once, in at most 20 ms. Almost every value takes at least one token."""
 
 CONTAINERS_MAX: Final = 2 * VALUES_MAX
 """Maximum objects and arrays, which may be nested."""

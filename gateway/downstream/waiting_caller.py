@@ -1,7 +1,7 @@
 """Serves a caller that waits for its job: comments while it waits, then the stored answer.
 
-The job depends neither on the caller nor on this process. The caller keeps its connection open, and gets the
-same as without the queue: a status code while that is possible, or else an event with the error.
+The job depends neither on the caller nor on this process. The caller keeps its connection open, and errors
+reach it as without the queue: as a status code before the response has begun, as an event after that.
 """
 
 import logging
@@ -41,7 +41,7 @@ _LOOK_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """What is kept in memory while a job is awaited; the request itself is in the store.
+    """The state kept in memory while a caller waits for its job; the request itself is in the store.
 
     Attributes:
         key: Name of its API key, or None.
@@ -246,7 +246,7 @@ class WaitingCaller:
 
 
 def _place_comment(place: Mapping[str, Any] | None) -> bytes:
-    """Return the comment with a job's position; None if it is no longer queued."""
+    """Return the comment with a job's position. `place` is None if the job is no longer queued."""
     if place is None:
         return b": queue position=0 expected_start_s=0\n\n"
     start_s = place["expected_start_s"]

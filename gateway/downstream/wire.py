@@ -55,7 +55,7 @@ MEMBERS_MAX = 512
 """Maximum members of a body: no engine has nearly as many."""
 
 SOFT_TOKENS_MAX = 1_048_576
-"""Maximum tokens that a request may ask for per image: larger numbers count as this, beyond any window."""
+"""Maximum tokens that a request may ask for per image, more than any window. Larger numbers are clamped."""
 
 _TEXTS = ("text", "refusal", "thinking")
 _MEDIA = ("image_url", "audio_url", "video_url")
@@ -77,7 +77,7 @@ _BOM = b"\xef\xbb\xbf"
 _ASIDE = frozenset(
     {"tools", "stream_options", "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs"}
 )
-"""Members of a chat outside `Chat`, mostly absent."""
+"""Members of a chat that are read but not part of `Chat`. Most requests have none of them."""
 _NO_PROMPT = "`prompt` must be a string, an array of strings or of tokens."
 _NEAR = 64  # bytes, including possible white space
 _INCLUDE_USAGE = msgspec.Raw(b'{"include_usage":true}')
@@ -85,7 +85,7 @@ _INCLUDE_USAGE = msgspec.Raw(b'{"include_usage":true}')
 
 @dataclass(frozen=True, slots=True)
 class WireRules:
-    """What the operator allows in a request body.
+    """The operator's rules for request bodies.
 
     Attributes:
         choices_max: Maximum choices (`n` times prompts) of a request.
@@ -353,7 +353,7 @@ def _max_tokens(fields: "_Fields", seen: "Chat | None", *, chat: bool) -> int | 
 
 
 def check_size(body: bytes) -> None:
-    """Reject a body that is longer than any text a model can read, without its images and recordings.
+    """Reject a body that, without its images and recordings, is longer than any text a model can read.
 
     Raises:
         BodyTooLarge: it is too long.

@@ -126,7 +126,7 @@ class Attempt:
         context = self._context
         context.served_by = self._candidate
         started_at = self._started_at = self._clock.now()
-        # By default, the end of an attempt says nothing about the backend.
+        # The default outcome does not count against the backend.
         outcome, detail = Outcome.CANCELLED, "the gateway failed"
         try:
             await self._within_limits(upstream)
@@ -274,7 +274,7 @@ class Attempt:
         return False
 
     async def _relay_end(self) -> None:
-        """Send what remains to be sent after the last read."""
+        """Send the reader's remaining output after the last read."""
         owed = self._reader.end()
         if self._reader.fault is None and owed:
             if not self.is_answered:
@@ -296,7 +296,7 @@ class Attempt:
 
     @property
     def is_over(self) -> bool:
-        """See `ports.StreamTransform.is_over`. Whatever follows a fault is not relayed."""
+        """See `ports.StreamTransform.is_over`. Nothing is relayed after a fault."""
         return self._reader.fault is not None
 
     def take(self, data: bytes) -> bytes:
@@ -405,7 +405,7 @@ class Attempt:
         return failure
 
     def _faulty(self, fault: BackendError) -> GatewayError:
-        """Return the error for a 200 response that is invalid, or not what was requested."""
+        """Return the error for a 200 response that is invalid, or does not match the request."""
         if isinstance(fault, UnfitAnswer):
             self._outcome = Outcome.UNFIT
             if self.is_answered:

@@ -58,14 +58,14 @@ READY_S = 30.0
 that, a model that does not answer is considered lost."""
 
 ALONE_S = 15.0
-"""Silence of the store after which no process continues a swap: any ownership has expired by then."""
+"""How long the store may be unreachable before swaps are suspended: every ownership has expired by then."""
 
 SETTLE_S = 4.0
-"""Time for all processes that share a store to learn that a box is draining, and to be seen to know it: two
-rounds, one refresh of the ledger's snapshot, one command."""
+"""Time for all processes that share a store to learn that a box is draining, and for its owner to see the
+slots acquired before that: two rounds, one refresh of the ledger's snapshot, one command."""
 
 JOBS_SETTLE_S = 1.0
-"""Time for a job that was just claimed to enter the waiting line and be counted there. A generous guess."""
+"""Time for a newly claimed job to enter the waiting line and be counted there. A generous estimate."""
 
 _AT_WORK = frozenset({State.DRAINING, State.STOPPING, State.BOOTING, State.CHECKING})
 _LOST = frozenset({health.State.BOOTING, health.State.DOWN})
@@ -279,7 +279,7 @@ class BoxController:
         gained = reply.fence and reply.fence != kept.fence
         if (gained or not reply.fence) and reply.state:
             kept.box = read(reply.state, now) or kept.box
-            kept.swaps.observe(kept.box)  # whoever began the swap, its present owner counts it
+            kept.swaps.observe(kept.box)  # a swap is counted by the owner that completes it
         kept.fence = reply.fence
         if not kept.fence:
             kept.reports.clear()
@@ -307,7 +307,7 @@ class BoxController:
         statuses = self._fleet.statuses()
         mine = {name: statuses[name] for name in kept.backends}
         known = {name: status for name, status in mine.items() if status.served_models}
-        # A model that died before this process, now the owner, had seen it up looks as if it still booted.
+        # A model that died before this process saw it up still seems to be booting. After READY_S it is lost.
         is_long_in = self._clock.now() - kept.box.resident_since > READY_S
         return Observation(
             in_flight={name: self._ledger.load(name).seqs for name in mine},
@@ -354,7 +354,7 @@ class BoxController:
     def _stored(self, kept: _Kept) -> Mapping[str, Backlog]:
         return stored_wants(kept.lanes, self._policy(), kept.box, kept.backends, kept.lanes_at)
 
-    # -------------------------------------------------------------- what a box orders
+    # -------------------------------------------------------------- orders
 
     async def _carry_out(self, kept: _Kept, order: Order) -> None:
         name, fence = order.backend, kept.fence
@@ -382,7 +382,7 @@ class BoxController:
             kept.reports.append(report)
         kept.wake.set()
 
-    # -------------------------------------------------------------- what follows from a box's state
+    # -------------------------------------------------------------- publishing the state
 
     def _show(self, kept: _Kept, before: Box) -> None:
         """Publish a box's new state to health checks, waiting line and log."""

@@ -23,7 +23,7 @@ class Counter(Protocol):
 
 
 class NullCounter:
-    """A counter that nobody reads."""
+    """A counter whose count is ignored."""
 
     __slots__ = ("chunks",)
 

@@ -1,8 +1,8 @@
 """A time limit that is cheap to move.
 
-A stream moves its deadline with every read, forty times a second for each of a thousand streams. A cancel
-scope of anyio's sets a timer each time. Here a timer that fires too early is set again, so moving a deadline
-to a later time is a single assignment.
+A stream moves its deadline with every read, forty times a second for each of a thousand streams. An anyio
+cancel scope sets a new timer each time. Here, moving a deadline to a later time is a single assignment: the
+timer is set again only when it fires too early.
 """
 
 import asyncio

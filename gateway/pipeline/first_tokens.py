@@ -1,9 +1,9 @@
 """Predicts first tokens that cannot be observed: non-streamed answers, and requests with several prompts.
 
 Prefill work counts as outstanding until the first token. Without an observable first token it would count
-until the end of the answer, and a backend that is decoding would seem to be prefilling. So the moment is
-predicted: it is when the prefill work that was outstanding at the start of the request, including its own,
-should be done. The ledger is told at that moment, unless the request has ended before.
+until the end of the answer, and a backend that is decoding would seem to be prefilling. So the first token is
+predicted for the time at which all prefill work outstanding at the start of the request, including its own,
+should be done. It is then reported to the ledger, unless the request has already ended.
 """
 
 from heapq import heappop, heappush

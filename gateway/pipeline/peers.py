@@ -31,11 +31,11 @@ class Peers:
         clock: Clock,
         on_waiting: Callable[[], None],
     ) -> None:
-        """Wire up what is shared.
+        """Wire up the sources and sinks of the facts.
 
         Args:
             fleet: Source of this process's health verdicts; receives those of peers.
-            estimator: Source of learned token ratios; receives those of peers.
+            estimator: Source of learned statistics about prompt counting; receives those of peers.
             line: Source of started tokens and waiting long prompts; accounts for those of peers.
             watch: Source of knee shares; applies the lowest one of all peers.
             policy: Returns the current policy; facts about anything it does not contain are ignored.

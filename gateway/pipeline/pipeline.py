@@ -221,6 +221,7 @@ class Pipeline:
 
         Raises:
             CallerError: no backend could ever take it.
+            ShedError: its tokens cannot be counted at the moment.
         """
         policy, request = self._policy(), incoming.request
         model = deciding.model_of(policy, request.model)
@@ -315,7 +316,7 @@ class Pipeline:
             except ShedError as shed:
                 if failure is None or isinstance(shed, AtCapacity):
                     raise
-                if unfit and may_ask_again:  # they are healthy, and sampling may turn out differently
+                if unfit and may_ask_again:  # these backends are healthy, and may sample a different answer
                     may_ask_again, ticket = False, replace(ticket, failed=ticket.failed - unfit)
                     continue
                 # No backend is left to try, so the last backend's failure says more than "no backend".
@@ -455,7 +456,7 @@ class Pipeline:
     # -------------------------------------------------------------- admit
 
     def _check_fit(self, decision: Decision, ticket: Ticket) -> None:
-        """Reject a request that no backend of its class could ever take: it must neither wait nor retry.
+        """Reject a request that no backend of its class could ever take, before it waits or is retried.
 
         Raises:
             CallerError: its message says what to change.
@@ -476,7 +477,7 @@ class Pipeline:
         is_visible = request.stream and request.seqs == 1
         watch = self.watch.opened(backend, slot, ticket.demand, is_visible=is_visible)
 
-        # With several prompts in a request, the first token of one says nothing about the others.
+        # With several prompts in a request, the first token of one does not end the prefill of the others.
         is_seen = request.stream and request.prompts == 1
 
         async def on_answer() -> None:
@@ -512,10 +513,10 @@ class Pipeline:
         context.unreported.clear()
 
     def _judge(self, context: RequestContext) -> None:
-        """Report the remaining attempts. If all backends refused the same request, the request is at fault.
+        """Report the remaining attempts. If several backends refused the request, the request is at fault.
 
-        The same holds for a request that could be tried only once and fails again when it is repeated: it
-        counts once, however often it is sent.
+        A request that was tried on one backend only counts against it once: if the caller repeats it and it
+        fails again, the request is at fault. Attempts of a request that crashed an engine always count.
         """
         left = context.unreported
         if left and not context.crashes and (len(left) > 1 or self._is_repeated(context, left[0])):

@@ -34,7 +34,7 @@ class RequestContext:
         is_answered: Whether the response has begun, after which no other backend can take over.
         chunks: Number of reads relayed.
         status: Status of the response once it has begun; 0 before.
-        ending: How it ended; a failure of the gateway itself until set otherwise.
+        ending: How it ended; FAILED until set, as after an internal error.
         error_code: `error.code` as sent to the caller.
     """
 
@@ -126,7 +126,7 @@ class RequestContext:
         )
 
     def _asked(self) -> RequestFeatures | None:
-        """Return the features of the request for its record. Nothing reads them before its end."""
+        """Return the features of the request for its record, which are computed only at its end."""
         request = self.incoming.request
         model = self.policy.model(request.model)
         if self.estimate is None or model is None:

@@ -1,9 +1,9 @@
-"""Runs the waiting line: requests enter it and are woken when a slot is theirs.
+"""Runs the waiting line: requests are queued in it and woken when they have a slot.
 
-The line itself (core/waiting/) is pure and never blocks. A loop here asks it for the next turn whenever
-something changes: a request arrives, a slot is released, a first token comes, a backend's state changes or a
-timer fires. It acquires the offered slots atomically and wakes their requests. A queued request costs one
-event; there is no polling.
+The line itself (core/waiting/) is pure and never blocks. A loop here asks it for the next turn on every
+change: a request or a first token arrives, a slot is released, a backend's state changes, or a timer fires.
+It acquires the offered slots atomically and wakes their requests. A queued request costs one event; there is
+no polling.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -104,13 +104,13 @@ class WaitingRoom:
         finally:
             del self._waiters[ticket.id]
             self.line.leave(ticket.id)
-            self.look()  # what was offered to it or reserved for it is free again
+            self.look()  # offers to this request and reservations for it are free again
         if waiter.place is not None:
             return waiter.place
         raise waiter.error or PolicyChanged
 
     async def release(self, ticket: Ticket, slot: Slot, *, answered: bool) -> None:
-        """Release a slot and let the next request start. `answered`: whether a token arrived in it."""
+        """Release a slot and let the next request start. `answered`: whether its request got a token."""
         if not self._ledger.release_at_once(slot):
             with anyio.move_on_after(RELEASE_S, shield=True):
                 await self._ledger.release(slot)
@@ -124,7 +124,7 @@ class WaitingRoom:
             turn = self.line.turn(self._clock.now(), self._views())
             for refused in turn.refused:
                 waiter = self._waiters.get(refused.id)
-                if waiter is not None and not waiter.woken.is_set():  # a woken waiter asks again by itself
+                if waiter is not None and not waiter.woken.is_set():  # a woken waiter enters the line again
                     waiter.error = _shed(refused)
                     waiter.woken.set()
             has_missed = await self._take_all(turn.offers)
@@ -134,7 +134,7 @@ class WaitingRoom:
             patience_s = None
             if turn.next_turn_at is not None:
                 patience_s = max(0.0, turn.next_turn_at - self._clock.now())
-            if has_missed:  # the missed ones are queued again, which this turn did not know
+            if has_missed:  # requests whose slot was gone are queued again, after this turn was computed
                 patience_s = min(MISS_PAUSE_S, inf if patience_s is None else patience_s)
             with anyio.move_on_after(patience_s):
                 await wake.wait()
@@ -173,7 +173,7 @@ class WaitingRoom:
             slot = await self._ledger.acquire(candidate.backend, candidate.claim, candidate.limits)
             if not isinstance(slot, Slot):
                 continue
-            if not self.line.is_offered(ticket.id):  # it left meanwhile, and may even be queued again
+            if not self.line.is_offered(ticket.id):  # it left in the meantime, and may even be queued again
                 await self._ledger.release(slot)
                 return True
             self.line.started(ticket.id, self._clock.now())
