@@ -261,7 +261,7 @@ def limit_of(query: Mapping[str, Any], default: int, most: int) -> int:
         InvalidRequest: it is not a valid one.
     """
     written = str(query.get("limit", default))
-    # More digits are certainly invalid, and int() limits their number itself.
+    # More digits are certainly invalid, and int() rejects strings of thousands of digits.
     if not written.isascii() or not written.isdigit() or len(written) > 9 or not 1 <= int(written) <= most:
         raise InvalidRequest(f"`limit` must be an integer from 1 to {most}.", param="limit")
     return int(written)

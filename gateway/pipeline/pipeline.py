@@ -187,7 +187,7 @@ class Pipeline:
         """Return whether a backend for a lane of jobs is up, or can be swapped in by its box."""
         policy, statuses, objections = self._policy(), self._fleet.statuses(), self._objections()
         traffic_class, model = class_of(policy, lane), policy.model(lane.rpartition("/")[0])
-        # If the class no longer exists here, the job finds out when it runs.
+        # If the class no longer exists here, the job is classified again when it runs.
         classes = (traffic_class,) if traffic_class else model.classes if model else ()
         for name in frozenset[str]().union(*(servers(policy, one) for one in classes)):
             status = statuses.get(name, _UNKNOWN)
