@@ -205,7 +205,7 @@ class Applications:
     async def _read_chat(self, chat_jobs: ChatJobs, relayed: Relayed, received: Received) -> Work:
         """Return the work that answers a chat, with jobs enabled.
 
-        A chat submitted as a job does not use `Promises`, because jobs have their own idempotency.
+        A chat submitted as a job does not use `IdempotentRequests`: jobs have their own idempotency.
         """
         request = await relayed.request(received)
         if chat_jobs.is_handed_over(request):
