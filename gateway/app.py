@@ -324,7 +324,7 @@ class Gateway:
         parts.tell_policy(self.decisions, settings)
         self.keys.replace(digests)
         self.origins.replace(settings.document.allowed_origins)
-        self.peers.know_keys(digests)
+        self.peers.replace_keys(digests)
         self.upstream.update(policy.backends.values(), secrets=secrets, tls=tls)
         self.fleet.update(
             policy.backends,
@@ -348,7 +348,7 @@ class Gateway:
         self.metrics.backend_changed(backend_id, old, new)
         self.pipeline.room.look()
         if new.state is not old.state and new.state in _LOST:
-            self.pipeline.abandon(backend_id, new.reason)
+            self.pipeline.abort_attempts(backend_id, new.reason)
         if new.verdicts > old.verdicts and self._store is not None:
             self._store.exchange.publish_now()
 

@@ -224,7 +224,7 @@ def worker(
             metrics.attempt_ended(end)
 
     name, serves = process_name(), pipeline.serving
-    return Worker(jobs, name, read, pipeline.run, rules, serves, pipeline.may_start, attempt_ended)
+    return Worker(jobs, name, read, pipeline.run, rules, serves, pipeline.can_run_lane, attempt_ended)
 
 
 def batching(settings: Settings) -> Batching | None:

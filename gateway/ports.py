@@ -260,11 +260,11 @@ class UpstreamResponse(Protocol):
             Exception: anything that `take` or `take_chunk` raises.
         """
 
-    def hold(self) -> None:
-        """Stop calling `take` until `go_on`, and apply backpressure to the backend."""
+    def pause(self) -> None:
+        """Stop calling `take` until `resume`, and apply backpressure to the backend."""
 
-    def go_on(self) -> None:
-        """Continue after `hold`."""
+    def resume(self) -> None:
+        """Continue after `pause`."""
 
 
 class Upstream(Protocol):
@@ -342,7 +342,7 @@ class BoxFleet(Protocol):
 class Switch(Protocol):
     """Starts and stops the models of a box. Failures of a machine are returned, never raised."""
 
-    async def is_in(self, backend_id: str) -> bool:
+    async def is_resident(self, backend_id: str) -> bool:
         """Return whether a model is resident: its server answers and is awake."""
 
     async def start(self, backend_id: str, fence: int) -> str:
@@ -704,14 +704,14 @@ class WebhookStore(Protocol):
     async def events(self, limit: int) -> Sequence[WebhookEvent]:
         """Return events without deliveries, oldest first, and announce that endpoints are configured."""
 
-    async def hearers(self, endpoints: Iterable[WebhookEndpoint]) -> Sequence[WebhookEndpoint]:
+    async def announce_endpoints(self, endpoints: Iterable[WebhookEndpoint]) -> Sequence[WebhookEndpoint]:
         """Announce this process's endpoints, and return those of all processes.
 
         An announcement expires after an hour. Of other processes' endpoints only the subscribed events are
         known, not the URLs.
         """
 
-    async def hand_on(
+    async def create_deliveries(
         self, event: WebhookEvent, endpoints: Iterable[WebhookEndpoint]
     ) -> Sequence[WebhookEndpoint]:
         """Create a delivery per endpoint for an event, due now. Does nothing if that was done before.

@@ -124,7 +124,7 @@ class Background:
             StoreUnavailable: it may or may not have been accepted; retry with the same idempotency key.
         """
         request = incoming.request
-        decision = await self._pipeline.place_of(incoming, estimate)
+        decision = await self._pipeline.decision_for(incoming, estimate)
         decided_at = self._clock.now()
         if (trace := incoming.arrival.trace) is not None:
             facts = replace(facts, trace=trace.own.traceparent)

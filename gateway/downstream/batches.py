@@ -213,7 +213,7 @@ class BatchLines:
 
     async def _lane(self, incoming: Incoming) -> str:
         try:
-            decision = await self._pipeline.place_of(incoming)
+            decision = await self._pipeline.decision_for(incoming)
         except CallerError:
             model = incoming.request.model
             if self._background is None or not await self._background.is_served_elsewhere(model):

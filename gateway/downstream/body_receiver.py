@@ -38,7 +38,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
         self._on_bytes = on_bytes
         self._file = BytesIO(bytes(size))
         self._left = self._file.getbuffer()  # still to be filled
-        uploads.set_aside += size
+        uploads.reserved_bytes += size
         for part in parts:
             self._left[: len(part)] = part
             self._take(len(part))
@@ -49,7 +49,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
 
     def end(self) -> None:
         """Stop receiving."""
-        self._uploads.set_aside -= self._size
+        self._uploads.reserved_bytes -= self._size
         self._size = 0
         self._left = memoryview(b"")
 

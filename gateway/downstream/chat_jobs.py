@@ -75,7 +75,7 @@ class ChatJobs:
         self.waiting = 0  # callers being served synchronously
 
     @staticmethod
-    def is_handed_over(request: WireRequest) -> bool:
+    def wants_job(request: WireRequest) -> bool:
         """Return whether a chat asks to be submitted as a job."""
         prefers = preference(request.request.headers.get("prefer"))
         return prefers.respond_async and not request.request.stream and _can_be_a_job(request)
@@ -91,7 +91,7 @@ class ChatJobs:
 
     async def _answer(self, held: list[tuple[WireRequest, Received]], downstream: HttpDownstream) -> None:
         request, received = held.pop()
-        is_async = self.is_handed_over(request)
+        is_async = self.wants_job(request)
         traffic_class, estimate = await self._classified(request, is_async=is_async)
         queue = None if is_async or traffic_class is None else traffic_class.queue
         job = None
@@ -104,7 +104,7 @@ class ChatJobs:
         headers, prefers = _headers(request, job, estimate), preference(received.headers.get("prefer"))
         if traffic_class is None or queue is None:
             del request, received
-            await self._told_where(job, prefers, headers, downstream)
+            await self._respond_async(job, prefers, headers, downstream)
             return
         waiter = _waiter(request, traffic_class.waiting, queue, headers)
         del request, received
@@ -196,7 +196,7 @@ class ChatJobs:
         )
         return job
 
-    async def _told_where(
+    async def _respond_async(
         self, job: Job, prefers: Preference, headers: Headers, downstream: HttpDownstream
     ) -> None:
         """Send the chat completion if it is ready in time, or else the location of the job."""

@@ -6,7 +6,7 @@ import msgspec
 
 _NULL = msgspec.Raw(b"null")
 
-LOOKED_INTO = frozenset({"assistant", "tool"})
+INSPECTED_ROLES = frozenset({"assistant", "tool"})
 """Roles whose texts the chat template inspects: they are always decoded, whatever their length."""
 
 

@@ -97,7 +97,7 @@ class MatchRequired(CallerError):
 
 def config_handlers(configurations: Configurations) -> Sequence[BaseRouteHandler]:
     """Return the route handlers under `/admin/config`."""
-    desk = _Desk(configurations)
+    desk = _Handlers(configurations)
 
     @get("/admin/config", sync_to_thread=False)
     def show() -> Response[bytes]:
@@ -126,7 +126,7 @@ def config_handlers(configurations: Configurations) -> Sequence[BaseRouteHandler
     return [show, versions, check, replace, rollback]
 
 
-class _Desk:
+class _Handlers:
     """State shared by the handlers."""
 
     def __init__(self, configurations: Configurations) -> None:

@@ -108,7 +108,7 @@ class DirectProtocol(GuardedProtocol):
         uploads = self._chats.uploads
         if (
             self._announced - self._call.received < WORTH_BYTES
-            or uploads.set_aside + self._announced > TOGETHER_MAX
+            or uploads.reserved_bytes + self._announced > TOGETHER_MAX
             or self.transport.is_closing()
         ):
             return

@@ -130,7 +130,7 @@ class _StreamedAnswer:
     def resumed(self) -> None:
         """Continue after the write buffer has drained."""
         self._transform.resumed()
-        self._response.go_on()
+        self._response.resume()
 
     def _pass(self, data: bytes) -> None:
         if self._call.disconnected:
@@ -138,7 +138,7 @@ class _StreamedAnswer:
         self._write(data)
         if self._flow.write_paused:
             self._transform.stalled()
-            self._response.hold()
+            self._response.pause()
 
 
 def _chunk(data: bytes) -> bytes:

@@ -24,10 +24,10 @@ _FILTERS = ("key", "lane", "limit", "status")
 
 def job_handlers(jobs: JobStore | None, clock: Clock) -> Sequence[BaseRouteHandler]:
     """Return the route handlers under `/admin/jobs`. `jobs` is None if there are no jobs."""
-    return _Desk(jobs, clock).handlers()
+    return _Handlers(jobs, clock).handlers()
 
 
-class _Desk:
+class _Handlers:
     """State shared by the handlers."""
 
     def __init__(self, jobs: JobStore | None, clock: Clock) -> None:

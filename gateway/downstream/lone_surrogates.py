@@ -23,7 +23,7 @@ _HALF_BYTES = 6
 _INSTEAD = rb"\ufffd"
 
 
-def mended(body: bytes) -> bytes | None:
+def replace_lone_surrogates(body: bytes) -> bytes | None:
     """Return a body with all lone surrogates replaced; None if there are none, or too many."""
     parts: list[bytes] = []
     done = looks = 0

@@ -61,7 +61,7 @@ def long_text(raw: msgspec.Raw) -> LongText:
     return LongText(len(view), key_of(view), Pieces(view, ()))
 
 
-def unread_text(view: memoryview) -> LongText | None:
+def long_text_at(view: memoryview) -> LongText | None:
     """Return the long text at this position of a body, without its quotes; None if it is not a single string.
 
     It has not been validated: it is decoded now, unless an equal text was decoded before.

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from gateway.core.value import valueclass
-from gateway.downstream.chat_shapes import LOOKED_INTO, Message
+from gateway.downstream.chat_shapes import INSPECTED_ROLES, Message
 from gateway.downstream.cut_out import number_of
-from gateway.downstream.long_texts import beginning_of, unread_text, whole_text
+from gateway.downstream.long_texts import beginning_of, long_text_at, whole_text
 
 _TEXT: Final = "text"
 _SOURCES = ("image_url", "audio_url", "input_audio")
@@ -47,8 +47,10 @@ def _put(messages: list[Message], place: _Place, text: memoryview, have_long: se
         part[name] = shown
         return shown is not None
     message = messages[place.message]
-    is_decoded = message.role in LOOKED_INTO or message.tool_calls is not None or place.message in have_long
-    found: Any = whole_text(text) if is_decoded else unread_text(text)
+    is_decoded = (
+        message.role in INSPECTED_ROLES or message.tool_calls is not None or place.message in have_long
+    )
+    found: Any = whole_text(text) if is_decoded else long_text_at(text)
     if found is None:
         return False
     have_long.add(place.message)

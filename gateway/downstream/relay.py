@@ -171,7 +171,7 @@ class Uploads:
     def __init__(self) -> None:
         """Start with none."""
         self.bytes = 0
-        self.set_aside = 0
+        self.reserved_bytes = 0
         self.calls = 0
 
 

@@ -208,7 +208,7 @@ class Applications:
         A chat submitted as a job does not use `IdempotentRequests`: jobs have their own idempotency.
         """
         request = await relayed.request(received)
-        if chat_jobs.is_handed_over(request):
+        if chat_jobs.wants_job(request):
             return chat_jobs.answering(request, received)
 
         async def read(received: Received) -> Work:

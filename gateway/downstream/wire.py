@@ -27,9 +27,9 @@ from gateway.downstream import lone_surrogates
 from gateway.downstream.chat_shapes import (
     CHAT,
     CONTENT,
+    INSPECTED_ROLES,
     LONG_CHAT,
     LONG_MESSAGE,
-    LOOKED_INTO,
     UNFIT,
     Chat,
     LongMessage,
@@ -379,7 +379,7 @@ def members_of(body: bytes, *, values_max: int = VALUES_MAX) -> dict[str, msgspe
             f"The request body must be a JSON object of at most {MEMBERS_MAX} members."
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        whole = lone_surrogates.mended(body)
+        whole = lone_surrogates.replace_lone_surrogates(body)
         if whole is None:
             message = f"The request body is not valid JSON: {error}."
             raise InvalidRequest(message, code="invalid_json") from error
@@ -519,7 +519,7 @@ def _opened(message: LongMessage) -> Message:
         len(memoryview(raw)) < LONG_BYTES
         or bytes(memoryview(raw)[:1]) != b'"'
         or message.tool_calls is not None
-        or message.role in LOOKED_INTO
+        or message.role in INSPECTED_ROLES
     ):
         content = CONTENT.decode(raw)
     else:

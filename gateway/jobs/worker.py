@@ -105,13 +105,13 @@ class Worker:
         run: Run,
         rules: WorkerRules,
         serves: Serves,
-        may_start: Callable[[str], bool] = lambda _: True,
+        can_run_lane: Callable[[str], bool] = lambda _: True,
         on_attempt: Callable[[AttemptEnd], None] = lambda _: None,
     ) -> None:
         """Run jobs of `store` under the unique name `name`.
 
-        Lanes whose model is not in `serves()` are skipped, as are lanes for which `may_start` returns False
-        because no backend could serve them now. `on_attempt` is called at the end of every attempt.
+        Lanes whose model is not in `serves()` are skipped, as are lanes for which `can_run_lane` returns
+        False because no backend could serve them now. `on_attempt` is called at the end of every attempt.
         """
         self._store = store
         self._name = name
@@ -120,7 +120,7 @@ class Worker:
         self._rules = rules
         self._on_attempt = on_attempt
         self._serves = serves
-        self._may_start = may_start
+        self._can_run_lane = can_run_lane
         self._foreign: frozenset[str] = frozenset()  # lanes of models that are not served here
         self._claims: dict[str, _Claim] = {}
         self._ahead: dict[str, set[str]] = {}  # per lane, the jobs whose answers have not begun
@@ -193,7 +193,7 @@ class Worker:
         try:
             lanes = await self._store.lanes()
             serving = self._serves()
-            own = filter(self._may_start, self._own_lanes(lanes, serving))
+            own = filter(self._can_run_lane, self._own_lanes(lanes, serving))
             open_lanes = [name for name in own if len(self._ahead.get(name, ())) < self._rules.ahead_max]
             job = await self._store.claim(self._name, open_lanes, self._rules.attempts_max, serving.config)
             if job is None:

@@ -57,7 +57,7 @@ READY_S = 30.0
 """How long a model that has passed its canary may remain unknown to the health checks of this process. After
 that, a model that does not answer is considered lost."""
 
-ALONE_S = 15.0
+STORE_LOST_S = 15.0
 """How long the store may be unreachable before swaps are suspended: every ownership has expired by then."""
 
 SETTLE_S = 4.0
@@ -269,9 +269,9 @@ class BoxController:
         kept.is_away = reply is None
         if reply is None:
             if kept.box.state is State.UNKNOWN and not kept.has_heard:
-                found = [name for name in self._ready(kept) if await self._switch.is_in(name)]
+                found = [name for name in self._ready(kept) if await self._switch.is_resident(name)]
                 kept.box = unowned(frozenset(found), now) or kept.box
-            elif now - kept.heard_at > ALONE_S:
+            elif now - kept.heard_at > STORE_LOST_S:
                 kept.fence, kept.box = 0, left_alone(kept.box, now)
             return ()
         kept.has_heard, kept.heard_at = True, now
@@ -339,7 +339,7 @@ class BoxController:
             kept.lanes = () if is_drained else await self._jobs.lanes()
             kept.lanes_at = self._clock.now()
         except StoreUnavailable:
-            if self._clock.now() - kept.lanes_at > ALONE_S:
+            if self._clock.now() - kept.lanes_at > STORE_LOST_S:
                 kept.lanes = ()  # the jobs are unreachable, so they do not justify a swap
 
     def _wants(self, kept: _Kept) -> Mapping[str, Backlog]:
@@ -367,7 +367,7 @@ class BoxController:
         )
         match order.task:
             case Task.INSPECT:
-                found = [member for member in kept.backends if await self._switch.is_in(member)]
+                found = [member for member in kept.backends if await self._switch.is_resident(member)]
                 report: Event = Inspected(order.number, frozenset(found))
             case Task.STOP:
                 report = TaskEnded(order.number, await self._switch.stop(name, fence))

@@ -49,7 +49,7 @@ class Peers:
         self._known: Mapping[str, Facts] = {}
         self._long_waiting: Mapping[str, int] = {}
 
-    def know_keys(self, keys: Collection[str]) -> None:
+    def replace_keys(self, keys: Collection[str]) -> None:
         """Replace the names of the API keys."""
         self._keys = frozenset(keys or (None,))
 

@@ -71,12 +71,12 @@ from gateway.ports import (
 _REFUSALS = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
 """Outcomes that may be caused by the request itself rather than by the backend."""
 
-AT_ONCE_S = 0.001
+NO_WAIT_S = 0.001
 """A request that got a slot in less than this counts as not having waited."""
 
-_NOBODY: Mapping[str, float] = MappingProxyType({})
-_NOBODY_WAITS: Mapping[str, int] = MappingProxyType({})
-_NOTHING_OFFERED: Mapping[str, Load] = MappingProxyType({})
+_NO_SHARES: Mapping[str, float] = MappingProxyType({})
+_NO_WAITERS: Mapping[str, int] = MappingProxyType({})
+_NO_OFFERS: Mapping[str, Load] = MappingProxyType({})
 
 
 class Pipeline:
@@ -131,7 +131,7 @@ class Pipeline:
         self._backends = dict(self._newest.backends)  # including removed ones, which are draining
         self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
-        watch.on_more(self.room.look)
+        watch.on_share_raised(self.room.look)
         self.first_tokens = FirstTokens(ledger, clock)
         self.is_ending = False
 
@@ -183,7 +183,7 @@ class Pipeline:
         names = ((one.id, *one.aliases, *one.reasoning_aliases) for one in policy.models)
         return Serving(policy.version, frozenset(chain.from_iterable(names)))
 
-    def may_start(self, lane: str) -> bool:
+    def can_run_lane(self, lane: str) -> bool:
         """Return whether a backend for a lane of jobs is up, or can be swapped in by its box."""
         policy, statuses, objections = self._policy(), self._fleet.statuses(), self._objections()
         traffic_class, model = class_of(policy, lane), policy.model(lane.rpartition("/")[0])
@@ -216,7 +216,7 @@ class Pipeline:
         matched = classification.classify(model, request, estimate)
         return None if matched is None else (matched[0], estimate)
 
-    async def place_of(self, incoming: Incoming, estimate: Estimate | None = None) -> Decision:
+    async def decision_for(self, incoming: Incoming, estimate: Estimate | None = None) -> Decision:
         """Return the decision for a request without running it. `estimate`: see `run`.
 
         Raises:
@@ -233,7 +233,7 @@ class Pipeline:
         self._check_fit(decision, ticket)
         return decision
 
-    def snapshots(self, prefix_shares: Mapping[str, float] = _NOBODY) -> Mapping[str, BackendView]:
+    def snapshots(self, prefix_shares: Mapping[str, float] = _NO_SHARES) -> Mapping[str, BackendView]:
         """Return the backends of the current policy as a decision would see them now.
 
         `prefix_shares`: per backend, the share of the conversation that it has already processed.
@@ -244,7 +244,7 @@ class Pipeline:
         """Return, per backend, the share (0..1) of a conversation that it has already processed."""
         return self._prefixes.held(prefixes)
 
-    def abandon(self, backend_id: str, reason: str) -> None:
+    def abort_attempts(self, backend_id: str, reason: str) -> None:
         """Abort all unanswered attempts on a backend, so that their requests are retried elsewhere.
 
         Called when health checks find that the backend is lost, for example because it hangs.
@@ -347,7 +347,7 @@ class Pipeline:
     def _waited(self, ticket: Ticket, since: float) -> Ticket:
         """Return the ticket with the time since `since` added to its waiting time."""
         waited_s = self._clock.now() - since
-        return ticket if waited_s < AT_ONCE_S else replace(ticket, waited_s=ticket.waited_s + waited_s)
+        return ticket if waited_s < NO_WAIT_S else replace(ticket, waited_s=ticket.waited_s + waited_s)
 
     # -------------------------------------------------------------- decide
 
@@ -429,9 +429,9 @@ class Pipeline:
     def _views(
         self,
         backends: Mapping[str, Backend],
-        held: Mapping[str, float] = _NOBODY,
-        long_waiting: Mapping[str, int] = _NOBODY_WAITS,
-        offered: Mapping[str, Load] = _NOTHING_OFFERED,
+        held: Mapping[str, float] = _NO_SHARES,
+        long_waiting: Mapping[str, int] = _NO_WAITERS,
+        offered: Mapping[str, Load] = _NO_OFFERS,
     ) -> Mapping[str, BackendView]:
         """Return snapshots of backends. The waiting line adds its own queue and open offers to them."""
         statuses, load_of, shares_max = self._fleet.statuses(), self._ledger.load, self.watch.shares_max()

@@ -149,7 +149,7 @@ class BackendWatch:
         self._seen_policy: Policy | None = None
         self._targeted: Sequence[str] = ()  # backends of that policy with a TPOT target
 
-    def on_more(self, callback: Callable[[], None]) -> None:
+    def on_share_raised(self, callback: Callable[[], None]) -> None:
         """Register a callback for when more of a backend's knee may be used than before."""
         self._on_more.append(callback)
 

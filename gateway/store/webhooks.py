@@ -59,16 +59,16 @@ class RedisWebhooks:
         """See `ports.WebhookStore.events`."""
         return [_event(entry, fields) for entry, fields in await self._run("events", limit)]
 
-    async def hearers(self, endpoints: Iterable[WebhookEndpoint]) -> Sequence[WebhookEndpoint]:
+    async def announce_endpoints(self, endpoints: Iterable[WebhookEndpoint]) -> Sequence[WebhookEndpoint]:
         """See `ports.WebhookStore.hearers`."""
         own = {endpoint.name: endpoint for endpoint in endpoints}
         said = [word for name, endpoint in own.items() for word in (name, _said(endpoint))]
         return [own.get(name) or _heard(name, hears) for name, hears in await self._run("hearers", *said)]
 
-    async def hand_on(
+    async def create_deliveries(
         self, event: WebhookEvent, endpoints: Iterable[WebhookEndpoint]
     ) -> Sequence[WebhookEndpoint]:
-        """See `ports.WebhookStore.hand_on`."""
+        """See `ports.WebhookStore.create_deliveries`."""
         named = {endpoint.name: endpoint for endpoint in endpoints}
         dropped = await self._run("hand_on", event.entry, event.id, event.body, self._pending_max, *named)
         return [named[name] for name in dropped]

@@ -141,12 +141,12 @@ class _Response:
             if not take(data):
                 return
 
-    def hold(self) -> None:
-        """See `ports.UpstreamResponse.hold`."""
+    def pause(self) -> None:
+        """See `ports.UpstreamResponse.pause`."""
         self._held = self._held or anyio.Event()
 
-    def go_on(self) -> None:
-        """See `ports.UpstreamResponse.go_on`."""
+    def resume(self) -> None:
+        """See `ports.UpstreamResponse.resume`."""
         if self._held is not None:
             self._held.set()
             self._held = None

@@ -400,16 +400,16 @@ class _Connection(asyncio.Protocol):
             self._is_held = False
             self._read_on()
 
-    def hold(self) -> None:
-        """See `ports.UpstreamResponse.hold`."""
+    def pause(self) -> None:
+        """See `ports.UpstreamResponse.pause`."""
         self._is_held = True
         self._take_whole = None
         if not self._is_paused and not self._is_lost:
             self._is_paused = True
             self._transport.pause_reading()
 
-    def go_on(self) -> None:
-        """See `ports.UpstreamResponse.go_on`."""
+    def resume(self) -> None:
+        """See `ports.UpstreamResponse.resume`."""
         self._is_held = False
         self._pass_on()
         self._read_on()

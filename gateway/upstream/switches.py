@@ -118,8 +118,8 @@ class BoxSwitch:
         """Prepare to switch these models, by backend id."""
         self._members = members
 
-    async def is_in(self, backend_id: str) -> bool:
-        """See `ports.Switch.is_in`."""
+    async def is_resident(self, backend_id: str) -> bool:
+        """See `ports.Switch.is_resident`."""
         member = self._members[backend_id]
         try:
             if isinstance(member.way, BySleep):
@@ -168,7 +168,7 @@ class BoxSwitch:
 
     async def _gone(self, backend_id: str) -> str:
         with anyio.move_on_after(GONE_S):
-            while await self.is_in(backend_id):  # noqa: ASYNC110 - another machine has no event
+            while await self.is_resident(backend_id):  # noqa: ASYNC110 - another machine has no event
                 await anyio.sleep(LOOK_S)
             return ""
         return f"it still answers {GONE_S:g} s after its stop"

@@ -113,11 +113,11 @@ class Webhooks:
         events = await self._store.events(EVENTS_AT_ONCE)
         known: Sequence[WebhookEndpoint] = ()
         if events or anyio.current_time() - self._said_at > SAY_S:
-            known = await self._store.hearers(self._endpoints.values())
+            known = await self._store.announce_endpoints(self._endpoints.values())
             self._said_at = anyio.current_time()
         for event in events:
-            hearers = [endpoint for endpoint in known if endpoint.hears(event)]
-            for endpoint in await self._store.hand_on(event, hearers):
+            subscribers = [endpoint for endpoint in known if endpoint.hears(event)]
+            for endpoint in await self._store.create_deliveries(event, subscribers):
                 lost = Delivery(event.id, endpoint.name, 0, 0, event.body)
                 detail = "too many deliveries are already waiting for it"
                 self._on_attempt(WebhookAttempt(lost, WebhookOutcome.DROPPED, detail))

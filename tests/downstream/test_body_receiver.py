@@ -86,12 +86,12 @@ async def test_where_too_much_is_set_aside_a_body_is_received_in_pieces() -> Non
     request = post(body)
     async with front("direct") as site, site.caller() as caller:
         uploads = site.applications.serving.uploads
-        uploads.set_aside = TOGETHER_MAX - len(body) + 1
+        uploads.reserved_bytes = TOGETHER_MAX - len(body) + 1
         await caller.send(request[:-1])
         await site.eventually(lambda: uploads.bytes == len(body) - 1)
-        assert uploads.set_aside == TOGETHER_MAX - len(body) + 1
+        assert uploads.reserved_bytes == TOGETHER_MAX - len(body) + 1
         assert (await caller.ask(request[-1:])).status == 200
-        uploads.set_aside = 0
+        uploads.reserved_bytes = 0
         await site.idle()
 
         assert seen(site) == sent([body])
@@ -104,11 +104,11 @@ async def test_memory_is_set_aside_until_the_body_is_there() -> None:
         uploads = site.applications.serving.uploads
         await caller.send(request[:-1])
         await site.eventually(lambda: uploads.bytes == len(body) - 1)
-        assert uploads.set_aside == len(body)
+        assert uploads.reserved_bytes == len(body)
         assert (await caller.ask(request[-1:])).status == 200
         await site.idle()
 
-        assert uploads.set_aside == 0
+        assert uploads.reserved_bytes == 0
 
 
 async def test_a_caller_that_leaves_in_a_long_body_leaves_nothing(way: str) -> None:
@@ -119,7 +119,7 @@ async def test_a_caller_that_leaves_in_a_long_body_leaves_nothing(way: str) -> N
         await site.idle()
 
         assert [(one.ending, one.status) for one in site.notes.requests] == [(Ending.LEFT, LEFT_STATUS)]
-        assert site.applications.serving.uploads.set_aside == 0
+        assert site.applications.serving.uploads.reserved_bytes == 0
 
 
 async def test_a_long_body_that_does_not_come_is_given_up(way: str) -> None:
@@ -130,7 +130,7 @@ async def test_a_long_body_that_does_not_come_is_given_up(way: str) -> None:
         assert got.header("connection") == "close"
         assert await caller.is_closed()
         await site.idle()
-        assert site.watched.set_aside == ([0] if way == "direct" else [])  # as soon as it was given up
+        assert site.watched.reserved_bytes == ([0] if way == "direct" else [])  # as soon as it was given up
 
 
 async def test_long_bodies_have_a_bound_together(way: str) -> None:

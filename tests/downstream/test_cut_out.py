@@ -13,7 +13,7 @@ from gateway.core.errors import InvalidRequest
 from gateway.core.values import Changes, Endpoint, LongText, Prompt, TemplateCosts
 from gateway.downstream import long_texts, wire
 from gateway.downstream.cut_out import ESCAPED_MAX, MARK, QUOTES_MAX, may_hold_long_texts
-from gateway.downstream.long_texts import KEPT_BYTES, LONG_BYTES, SLICE_BYTES, unread_text
+from gateway.downstream.long_texts import KEPT_BYTES, LONG_BYTES, SLICE_BYTES, long_text_at
 from gateway.downstream.wire import WireRequest, WireRules
 from gateway.ports import Arrival
 
@@ -334,7 +334,7 @@ def kept() -> Iterator[Any]:
 
 def new_text(size: int) -> tuple[str, LongText]:
     text = " ".join(map(str, random.sample(range(10**9), size // 10)))
-    found = unread_text(memoryview(text.encode()))
+    found = long_text_at(memoryview(text.encode()))
     assert found is not None
     return text, found
 
@@ -357,7 +357,7 @@ def test_a_text_whose_request_is_gone_is_not_kept(kept: Any) -> None:
 def test_a_text_that_was_met_before_is_not_decoded_before_it_is_asked_for(kept: Any) -> None:
     text, found = new_text(300_000)
     list(found.pieces())
-    again = unread_text(memoryview(text.encode()))
+    again = long_text_at(memoryview(text.encode()))
 
     assert again is not None
     assert again == found
@@ -374,7 +374,7 @@ def test_all_requests_together_keep_no_more_than_that(kept: Any) -> None:
 
 def test_a_text_too_long_to_be_kept_is_decoded_when_it_is_counted(kept: Any) -> None:
     text = PROSE.replace('"', "").replace("\\", "").replace("\n", " ").replace("\t", " ") * (KEPT_BYTES // 60)
-    found = unread_text(memoryview(text.encode()))
+    found = long_text_at(memoryview(text.encode()))
 
     assert found is not None
     assert kept.bytes == 0

@@ -77,10 +77,10 @@ async def working(
     rules: WorkerRules = RULES,
     on_attempt: Callable[[AttemptEnd], None] = lambda _: None,
     serves: Callable[[], Serving] = serves,
-    may_start: Callable[[str], bool] = lambda _: True,
+    can_run_lane: Callable[[str], bool] = lambda _: True,
 ) -> AsyncIterator[Worker]:
     """Run a worker while the block runs."""
-    worker = Worker(store, name, read, backend.run, rules, serves, may_start, on_attempt)
+    worker = Worker(store, name, read, backend.run, rules, serves, can_run_lane, on_attempt)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(store.run)
         tasks.start_soon(worker.run)
@@ -550,7 +550,7 @@ async def test_a_job_is_given_up_though_it_took_the_last_backend_with_it(world: 
         raise StreamBroken("It broke.")
 
     await submit(store, "a")
-    async with working(store, Backend(dies), may_start=lambda _: asked < RULES.attempts_max):
+    async with working(store, Backend(dies), can_run_lane=lambda _: asked < RULES.attempts_max):
         job = await ended(store, "a")
     assert job.error == JobError("job_poisoned", "The job was given up: 3 attempts at it failed.")
 
@@ -583,7 +583,7 @@ async def test_jobs_wait_in_the_store_while_no_backend_is_up_here(world: JobWorl
     here, there, up = world.open(), world.open(), set[str]()
     for lane in ("m/light", "m/push"):
         await here.submit(NewJob(id=lane, key="alice", lane=lane, body=BODY), QUOTA)
-    async with working(here, Backend(), "here", may_start=lambda lane: lane in up):
+    async with working(here, Backend(), "here", can_run_lane=lambda lane: lane in up):
         up.add("m/light")
         assert (await ended(here, "m/light")).worker == "here"
         waits = await here.get("m/push")

@@ -31,7 +31,7 @@ from gateway.core.values import (
 )
 from gateway.core.waiting import Ticket, WaitingLine
 from gateway.pipeline import box_controller
-from gateway.pipeline.box_controller import ALONE_S, READY_S, BoxController, BoxSnapshot
+from gateway.pipeline.box_controller import READY_S, STORE_LOST_S, BoxController, BoxSnapshot
 from gateway.ports import BoxBoard, JobStore
 from gateway.store.boards import MemoryBoard, RedisBoard
 from gateway.store.memory import MemoryLedger
@@ -68,7 +68,7 @@ class Machine:
     shared: dict[str, Any] = field(default_factory=dict)
 
     # ports.Switch
-    async def is_in(self, backend_id: str) -> bool:
+    async def is_resident(self, backend_id: str) -> bool:
         return backend_id in self.inside
 
     async def start(self, backend_id: str, fence: int) -> str:
@@ -369,7 +369,7 @@ async def test_a_store_that_is_away_for_long_holds_nothing_up() -> None:
         machine.lanes_there = [stored(12, 10.0)]
         await one.until(lambda: one.snapshot.stored["gemma"].count == 12)
         machine.is_away = True
-        machine.now += ALONE_S
+        machine.now += STORE_LOST_S
         await one.another_look()
         assert one.snapshot.stored["gemma"].count == 12
         machine.now += 1

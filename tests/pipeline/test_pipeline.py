@@ -440,7 +440,7 @@ async def test_waiting_requests_leave_a_backend_that_is_lost(world: World) -> No
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.run, world.request(), caller)
         await anyio.wait_all_tasks_blocked()
-        world.pipeline.abandon("light-0", "hung")
+        world.pipeline.abort_attempts("light-0", "hung")
 
     assert caller.headers["x-gateway-backend"] == "light-1"
 
@@ -453,7 +453,7 @@ async def test_a_stream_already_answered_is_not_abandoned(world: World) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.run, world.request(), caller)
         await anyio.wait_all_tasks_blocked()
-        world.pipeline.abandon("light-0", "hung")
+        world.pipeline.abort_attempts("light-0", "hung")
         await anyio.wait_all_tasks_blocked()
         gate.set()
 
@@ -696,7 +696,7 @@ async def test_where_a_job_would_go_is_decided_under_the_policy_that_came_meanwh
 
     world.estimates.meanwhile = reloaded
 
-    decision = await world.pipeline.place_of(Incoming(world.request()))
+    decision = await world.pipeline.decision_for(Incoming(world.request()))
 
     assert (decision.traffic_class, decision.pools) == ("chat", ("push",))
 
@@ -733,9 +733,9 @@ async def test_an_error_before_a_decision_carries_the_request_id(world: World) -
     ids=["its-own-is-up", "its-own-is-down", "one-is-up", "none-is-up", "any-class-is-up", "no-class-is-up"],
 )
 async def test_jobs_of_a_lane_may_start_where_one_of_its_backends_is_up(
-    world: World, lane: str, down: set[str], may_start: bool
+    world: World, lane: str, down: set[str], can_run_lane: bool
 ) -> None:
     world.fleet.known |= {name: BackendStatus(state=State.DOWN) for name in down}
-    assert world.pipeline.may_start(lane) is may_start
+    assert world.pipeline.can_run_lane(lane) is can_run_lane
     world.fleet.known = {}  # those that nobody has probed are a last resort
-    assert world.pipeline.may_start(lane)
+    assert world.pipeline.can_run_lane(lane)

@@ -280,7 +280,7 @@ async def test_more_of_the_knee_found_elsewhere_wakes_who_waits(world: World) ->
     watch = world.pipeline.watch
     watch.note_shares({"light-0": own - 2})
     woken: list[bool] = []
-    watch.on_more(lambda: woken.append(True))
+    watch.on_share_raised(lambda: woken.append(True))
 
     watch.note_shares({"light-0": own - 2})
     watch.note_shares({"light-0": own - 3})

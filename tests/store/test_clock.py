@@ -158,7 +158,7 @@ async def test_webhooks_are_claimed_again_and_retried_no_later(store: Any) -> No
     for subject in ("claimed", "retried"):
         await webhooks.announce("response.completed", subject, None)
     for event in await webhooks.events(100):
-        await webhooks.hand_on(event, [ops])
+        await webhooks.create_deliveries(event, [ops])
     _, retried = sorted(await webhooks.claim({"ops": 2}), key=lambda one: b"retried" in one.body)
     await webhooks.again(retried, 60.0)
     for id in await redis.zrange(f"{tag}:due:ops", 0, -1):

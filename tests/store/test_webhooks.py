@@ -44,7 +44,7 @@ class Deliveries:
     async def handed_on(self, *subjects: str, to: Sequence[WebhookEndpoint] = (OPS,)) -> None:
         await self.announced(*subjects)
         for event in await self.webhooks.events(100):
-            await self.webhooks.hand_on(event, to)
+            await self.webhooks.create_deliveries(event, to)
 
     async def claimed(self, endpoint: str = "ops", most: int = 100) -> list[Delivery]:
         return list(await self.webhooks.claim({endpoint: most}))
@@ -98,7 +98,7 @@ async def test_what_ended_becomes_a_delivery_per_endpoint(store: Store, open_: O
     assert (event.type, event.subject, event.key) == ("response.completed", "resp_1", "team")
     assert abs(event.created_at - await one.now_ms() / 1000) < 60
 
-    assert await one.webhooks.hand_on(event, [OPS, LAB]) == []
+    assert await one.webhooks.create_deliveries(event, [OPS, LAB]) == []
     assert await one.webhooks.events(100) == []
     for name in ("ops", "lab"):
         (delivery,) = await one.claimed(name)
@@ -171,10 +171,10 @@ async def test_two_processes_hand_an_event_on_once(store: Store, open_: Open) ->
     one, other = open_(store), open_(store)
     await one.announced("resp_1")
     (mine,), (theirs,) = await one.webhooks.events(100), await other.webhooks.events(100)
-    await one.webhooks.hand_on(mine, [OPS])
+    await one.webhooks.create_deliveries(mine, [OPS])
     (delivery,) = await one.claimed()
     await one.webhooks.end(delivery)
-    await other.webhooks.hand_on(theirs, [OPS])
+    await other.webhooks.create_deliveries(theirs, [OPS])
     await other.pass_time()
     assert await other.claimed() == []
 
@@ -249,7 +249,7 @@ async def test_too_much_for_one_endpoint_is_dropped_for_it_alone(store: Store, o
     await one.handed_on("resp_1")
     await one.announced("resp_2")
     (event,) = await one.webhooks.events(100)
-    assert await one.webhooks.hand_on(event, [OPS, LAB]) == [OPS]
+    assert await one.webhooks.create_deliveries(event, [OPS, LAB]) == [OPS]
     assert await one.webhooks.pending(["ops", "lab"]) == {"ops": 1, "lab": 1}
 
 
@@ -278,7 +278,7 @@ async def test_what_a_server_tells_of_that_is_full_is_delivered(stoppable: Redis
     await redis.config_set("maxmemory", 1)
 
     (event,) = await one.webhooks.events(100)
-    await one.webhooks.hand_on(event, (OPS,))
+    await one.webhooks.create_deliveries(event, (OPS,))
     (delivery,) = await one.claimed()
     await one.webhooks.again(delivery, 300.0)
     assert 290 < await one.due_in_s(delivery) <= 300
@@ -306,7 +306,7 @@ async def test_the_documented_acl_is_enough(stoppable: RedisServer) -> None:
         await webhooks.events(1)
         await webhooks.announce("response.completed", "resp_1", None)
         (event,) = await webhooks.events(1)
-        await webhooks.hand_on(event, [OPS])
+        await webhooks.create_deliveries(event, [OPS])
         (delivery,) = await webhooks.claim({"ops": 1})
         await webhooks.again(delivery, 0.0)
         await webhooks.end(delivery)

@@ -59,7 +59,7 @@ class Watched:
 
     def __init__(self, applications: Applications) -> None:
         self.taken: list[Call] = []
-        self.set_aside: list[int] = []
+        self.reserved_bytes: list[int] = []
         self._applications = applications
         self.limits = applications.serving.limits
         self.uploads: Uploads = applications.serving.uploads
@@ -70,7 +70,7 @@ class Watched:
 
     async def chat(self, call: Call) -> None:
         self.taken.append(call)
-        self.set_aside.append(self.uploads.set_aside)
+        self.reserved_bytes.append(self.uploads.reserved_bytes)
         await self._applications.chats.chat(call)
 
 
@@ -118,7 +118,7 @@ class Front:
         """Return whether nothing of a request is left anywhere."""
         uploads = self.applications.serving.uploads
         held = any(self.ledger.claims(name) for name in self.ledger.loads())
-        is_held = held or uploads.bytes or uploads.set_aside
+        is_held = held or uploads.bytes or uploads.reserved_bytes
         return not (is_held or self.applications.serving.in_flight or uploads.calls)
 
     async def idle(self) -> None:

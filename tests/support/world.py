@@ -98,10 +98,10 @@ class ScriptedResponse:
         while (data := await self.read()) and take(data):
             pass
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         raise NotImplementedError
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         raise NotImplementedError
 
 

@@ -673,7 +673,7 @@ class Sink:
         self.data += data
         if self._holding is not None:
             self._held, self._holding = self._holding, None
-            self._held.hold()
+            self._held.pause()
         self.got.set()
         return self._enough is None or len(self.data) < self._enough
 
@@ -689,7 +689,7 @@ class Sink:
     async def go_on_after(self, event: anyio.Event) -> None:
         """Let it go on once that has happened."""
         await event.wait()
-        self._held.go_on()
+        self._held.resume()
 
 
 class Spilt(Exception):
@@ -886,7 +886,7 @@ async def test_an_answer_that_is_held_hands_over_no_chunk() -> None:
             response.data_received(chunk(b"data: 0\n\n"))
             response.data_received(chunk(b"data: 1\n\n"))  # on its way when the reading was stopped
             assert sink.data == b"data: 0\n\n"
-            response.go_on()
+            response.resume()
             response.data_received(LAST_CHUNK)
     assert sink.data == b"data: 0\n\ndata: 1\n\n"
 
@@ -1012,7 +1012,7 @@ async def test_an_answer_that_ends_while_it_is_held_is_poured_to_its_end(is_in_o
             tasks.start_soon(sink.go_on_after, ended)
             with anyio.fail_after(10):
                 await response.stream_to(sink.take)
-            response.hold()  # when it is over, this is of no account
+            response.pause()  # when it is over, this is of no account
         assert sink.data == b"data: 1\n\ndata: 2\n\n"
         for _ in range(2):
             async with upstream.open(target, Timeouts()) as response:
@@ -1037,13 +1037,13 @@ async def test_what_is_held_from_the_first_is_poured_when_that_ends(last: bytes)
             is_broken = True
 
     async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
-        response.hold()
+        response.pause()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stream_to, response)
             await ended.wait()
             await anyio.wait_all_tasks_blocked()
             assert sink.calls == 0
-            response.go_on()
+            response.resume()
     assert sink.data == b"data: 1\n\n"
     assert is_broken == (last != LAST_CHUNK)
 
@@ -1071,7 +1071,7 @@ async def test_nothing_is_poured_while_it_is_held_and_the_backend_waits() -> Non
                 await all_sent.wait()
             assert sink.calls == 1
             assert sent < len(pieces)
-            response.go_on()
+            response.resume()
         assert sha256(sink.data).digest() == sha256(b"".join(pieces)).digest()
         async with upstream.open(target, Timeouts()) as response:  # nothing of the holding is left
             assert len(await whole(response)) == len(sink.data)

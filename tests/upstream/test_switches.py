@@ -145,7 +145,7 @@ async def test_a_server_that_is_not_there_needs_no_sleep_and_one_that_refuses_ha
 )
 async def test_who_sleeps_is_not_in(said: bytes, expected: bool) -> None:
     async with answering(said) as server:
-        assert await switch(member(BySleep(), server.url)).is_in("qwen") is expected
+        assert await switch(member(BySleep(), server.url)).is_resident("qwen") is expected
 
 
 async def test_the_canary_is_asked_with_the_servers_own_key_and_its_answer_judged() -> None:
