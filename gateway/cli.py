@@ -224,8 +224,10 @@ def healthcheck(url: str) -> None:
     """Exit with status 0 if URL answers 200, otherwise 1. For containers and scripts without curl."""
     import httpx
 
+    from gateway import command_http
+
     try:
-        answer = httpx.get(url, timeout=3.0, trust_env=False)
+        answer = command_http.request("GET", url, timeout_s=3.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         _fail(f"{url}: {error}")
     click.echo(answer.text.strip())

@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from gateway import what_if
+from gateway import command_http, what_if
 from gateway.core import deciding
 from gateway.core.errors import GatewayError
 from gateway.downstream import wire
@@ -74,7 +74,8 @@ def ask(
         question["config"] = config.decode("utf-8", "replace")
     url = f"{admin_url.rstrip('/')}/admin/explain"
     try:
-        answer = httpx.post(url, content=msgspec.json.encode(question), timeout=TIMEOUT_S, trust_env=False)
+        content = msgspec.json.encode(question)
+        answer = command_http.request("POST", url, timeout_s=TIMEOUT_S, content=content)
         found = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise NotAnswered(f"{url}: {error}") from error

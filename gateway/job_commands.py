@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway import settings
+from gateway import command_http, settings
 from gateway.command_options import config_option, json_option
 from gateway.core.errors import ConfigError
 from gateway.core.jobs import JobStatus
@@ -166,9 +166,8 @@ def _base(admin: str | None, config: Path | None) -> str:
 def _ask(method: str, base: str, path: str, query: Mapping[str, str] | None = None) -> Any:
     """Return the admin port's answer. Ends the command with status 1 if it is an error."""
     try:
-        answer = httpx.request(
-            method, f"{base}/admin/jobs{path}", params=query, timeout=TIMEOUT_S, trust_env=False
-        )
+        url = f"{base}/admin/jobs{path}"
+        answer = command_http.request(method, url, timeout_s=TIMEOUT_S, params=query)
         said = answer.json()
         if answer.status_code == 200:
             return said

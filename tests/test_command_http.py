@@ -1,0 +1,64 @@
+"""Commands that ask over https trust the authorities that the system trusts."""
+
+import ssl
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from support.certificates import self_signed
+
+from gateway.cli import main
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = b'{"lanes": {}, "jobs": [], "drained": null}'
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def admin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Serve https with a certificate that is not in the system's store."""
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    cert, key = self_signed(tmp_path, "localhost")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"https://localhost:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("command", ["healthcheck", "jobs"])
+@pytest.mark.parametrize("is_trusted", [True, False], ids=["trusted", "not-trusted"])
+def test_the_systems_certificates_count(
+    admin: str, command: str, is_trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(next(tmp_path.glob("*cert*"))))
+    arguments = ["healthcheck", admin] if command == "healthcheck" else ["jobs", "list", "--admin", admin]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == (0 if is_trusted else 1), result.output
+    assert ("self-signed certificate" in result.output) is not is_trusted
+
+
+def test_a_proxy_in_the_environment_is_not_asked(admin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    from gateway import command_http
+
+    with pytest.raises(httpx.ConnectError, match="certificate"):  # it was connected to, and not trusted
+        command_http.request("GET", admin, timeout_s=5.0)
