@@ -1,7 +1,7 @@
 """Processes batches: reads their input files, submits lines as jobs, and collects the results.
 
 Every gateway process runs one of these. A batch is processed by one of them at a time, which holds a lease on
-it; its progress is stored only in the store, so that another process can resume it at any point.
+it; its progress is kept only in the store, so that another process can resume it at any point.
 
 Only some lines of a batch are jobs at any time, and further lines follow as these end, so that a batch of
 50,000 lines fills neither the queue nor the store. These jobs have the lowest priority.
@@ -144,7 +144,7 @@ class BatchRunner:
                 claim.batch.id,
                 extra=about("batch_lost", id=claim.batch.id),
             )
-            await self._let_go(claim)  # the store may have lost a step that nobody else has either
+            await self._let_go(claim)  # if the store has lost a step, no other runner holds the batch
         except StoreUnavailable:
             await self._let_go(claim)  # the next runner resumes from what is stored
             await anyio.sleep(AGAIN_S)
@@ -205,7 +205,7 @@ class BatchRunner:
                 await anyio.sleep(self._rules.look_s)
 
     async def _validate(self, claim: BatchClaim) -> bool:
-        """Validate the whole file before anything of it runs. Return whether it is valid."""
+        """Validate the whole file before any of its lines runs. Return whether the batch may run."""
         reader, splitter = InputReader(claim.batch.endpoint), LineSplitter()
         errors: list[BatchLineError] = []
 
@@ -247,7 +247,7 @@ class BatchRunner:
     # ------------------------------------------------------------ submitting lines
 
     async def _submit_some(self, snapshot: BatchSnapshot, lines: "_Lines") -> bool:
-        """Submit the next lines, as far as there is room. Return whether there was."""
+        """Submit the next lines, as far as there is room. Return whether any was consumed."""
         for count in range(SUBMITTED_MAX):
             claim, line = lines.claim, await lines.peek()
             if line is None:
@@ -366,7 +366,7 @@ class _Lines:
             read = partial(request_of, raw, self._endpoint, {})  # the file has been validated before
             found = await _in_thread_if(size > INLINE_BYTES, read)
             if isinstance(found, BatchLineError):
-                # Nested too deeply for this stack; a thread's has room.
+                # Nested too deeply for this stack; a thread's stack has room.
                 found = await anyio.to_thread.run_sync(read)
             if isinstance(found, BatchLine):
                 self._next, self.end = found, raw.end
@@ -390,14 +390,14 @@ async def _in_thread_if(is_long: bool, function: Callable[[], T]) -> T:
 
 
 def _end_of(snapshot: BatchSnapshot) -> BatchStatus:
-    """Return the status that follows once nothing of a batch is left to run."""
+    """Return the status that follows once no line of a batch is left to run."""
     if snapshot.status is BatchStatus.CANCELLING:
         return BatchStatus.CANCELLED
     return BatchStatus.EXPIRED if snapshot.is_due else BatchStatus.FINALIZING
 
 
 def _refused(batch: Batch, line: BatchLine, error: CallerError) -> bytes:
-    """Return the error line for a request that no backend could ever take."""
+    """Return the error line for a request that was rejected before it became a job."""
     status, body = refusal(error)
     line_id = batch.line_id(line.number)
     return answered_line(line_id, line.custom_id, status, line_id, body)

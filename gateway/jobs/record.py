@@ -10,7 +10,7 @@ from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Headers, JobStore
 
 CHUNK_S = 0.25
-"""How long events are collected into a chunk: the maximum delay for someone following the answer."""
+"""How long events are collected into a chunk: the maximum delay for a client that follows the answer."""
 
 GATHERED_MAX = 1024 * 1024
 """Maximum unwritten bytes while the store is slow or unreachable; above this, backpressure is applied."""

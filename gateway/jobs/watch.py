@@ -20,7 +20,7 @@ class QueueWatch:
     """One process's view of the queue.
 
     Attributes:
-        sight: The latest snapshot; None before the first one.
+        snapshot: The latest snapshot; None before the first one.
     """
 
     def __init__(self, store: JobStore, clock: Clock) -> None:

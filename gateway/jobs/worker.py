@@ -9,9 +9,9 @@ the fleet is full or down, or this process is stopped. In these cases it is retu
 failure is counted only if the attempt took a backend's time, so that an outage of hours costs no job.
 
 Gateways that share a store may have different configurations. So jobs of a model that this gateway does not
-serve are left to the others, and so is a job that this gateway rejects although another has accepted it. Only
-if all configurations have rejected it, this counts as a failure, and the job ends after as many of these as
-it may have failures.
+serve are left to the others, and so is a job that this gateway rejects although another has accepted it. A
+rejection counts as a failure only once all configurations have rejected the job, which ends, as for other
+failures, when it has `attempts_max` of them.
 """
 
 import logging
@@ -57,8 +57,8 @@ class WorkerRules:
         attempts_max: A job fails for good after this many failures.
         beat_s: Heartbeat interval. Jobs are taken over after about three missed ones.
         look_s: Maximum interval between two checks of the store without a message.
-        retry_s, retry_max_s: How long a job rests after its first failure; doubled after each further one,
-            up to the maximum.
+        retry_s, retry_max_s: Delay before the first retry of a failed job; doubled after each further
+            failure, up to the maximum.
         continues: Whether to continue an interrupted answer where possible.
     """
 
@@ -325,7 +325,7 @@ class Worker:
         await self._conclude(claim, failure)
 
     async def _relay(self, job: Job, body: bytes, *, restarts: bool) -> tuple[int, GatewayError | None]:
-        """Run a request of a job. Return its number of chunks then, and why it failed, or None.
+        """Run a request of a job. Return the job's new number of chunks, and the failure or None.
 
         Raises:
             JobLost: this worker no longer holds the job.

@@ -29,10 +29,10 @@ from gateway.store.connections import Connections, StoreAway, milliseconds
 from gateway.store.jobs import LOST_S, PROMISE_S, key_of, owner_of, promised
 
 COMMAND_S = 5.0
-"""Timeout of a command, and of waiting for a connection: a line may have megabytes."""
+"""Timeout of a command, and of waiting for a connection: a line may be megabytes long."""
 
 LEASE_S = 10.0
-"""A runner not heard from for this long has lost its batches."""
+"""A runner that runs no operation on a batch for this long loses it."""
 
 EACH_MAX = 4
 """Maximum number of batches per API key in progress, so that one key cannot occupy all runners."""

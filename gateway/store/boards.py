@@ -70,7 +70,7 @@ class RedisBoard:
     """`ports.BoxBoard` over Redis. Close it with `aclose`."""
 
     def __init__(self, leases: Leases) -> None:
-        """Use these scripts. Their owner names this process; the lease time is that of an account."""
+        """Use these scripts. Their owner is this process, and their TTL is the lease time of a box."""
         self._leases = leases
 
     @classmethod

@@ -25,14 +25,14 @@ from gateway.core.errors import ConfigError
 from gateway.tcp import KEEPALIVE
 
 READ_S = 2.0
-"""How long one read of a channel lasts before the next. Not a limit, just an opportunity to be cancelled."""
+"""Duration of one read of a channel before the next. Not a timeout, only an opportunity to cancel."""
 
 UNREACHABLE = (RedisError, OSError, RuntimeError)
 """Exceptions raised if the server is gone. RuntimeError is uvloop's, for a write to a connection before its
 reset is noticed."""
 
 BACKSTOP_S = 60.0
-"""redis-py's own timeouts. The effective ones are set here: redis-py's do not allow for a stalled process."""
+"""redis-py's own timeouts, only a backstop: `patience` ends earlier, and allows for stalls of the process."""
 
 ONCE_MORE_S = 0.01
 """After the timeout of a command, received data is checked once more, this much later."""
@@ -41,7 +41,7 @@ LOOKS = 10
 """A command's timeout is divided into this many parts, after each of which the clock is checked."""
 
 LATE_PART = 0.25
-"""The weight of a part whose end this process noticed late by at least the length of a part."""
+"""Weight of a part whose end was noticed late, by at least the length of a part."""
 
 _FOLDER = resources.files("gateway.store")
 
@@ -116,11 +116,11 @@ class Connections:
         return self.redis.register_script("\n".join(texts))
 
     def channel(self, *, ignores_confirmations: bool = True) -> PubSub:
-        """Return a connection for subscriptions. Use `bounded` for commands on it, and `heard` to receive."""
+        """Return a connection for subscriptions. Send commands on it with `bounded`, receive with `heard`."""
         return self._listener.pubsub(ignore_subscribe_messages=ignores_confirmations)
 
     async def heard(self, channel: PubSub) -> dict[str, Any] | None:
-        """Return the next message of a channel, or None from time to time.
+        """Return the next message of a channel, or None after `READ_S` without one.
 
         Raises:
             StoreAway: the connection is lost.
@@ -136,8 +136,8 @@ class Connections:
     async def bounded(self, command: Callable[[], Awaitable[Any]]) -> Any:
         """Run a command until it completes or times out, even if the calling task is cancelled.
 
-        Time spent waiting for a connection does not count: a burst of requests must not look like an
-        unreachable store. But once a command has failed, those waiting behind it fail without a try.
+        Waiting for a connection has a separate timeout, of the same length: a burst of requests must not look
+        like an unreachable store. Once a command has failed, the commands queued behind it fail at once.
 
         Raises:
             StoreAway: the outcome of the command is unknown.
@@ -180,8 +180,8 @@ class Connections:
 def _loss(channel: PubSub) -> BaseException | None:
     """Return the error that ended a channel's connection, or None.
 
-    If the server's machine is gone, the connection ends with a TimeoutError, which redis-py takes for a read
-    timeout, each time immediately, so that nothing else would ever run again.
+    If the server's machine is gone, the connection ends with a TimeoutError. redis-py mistakes it for a read
+    timeout and raises it again at every read, at once, so that a reading loop would block the event loop.
     """
     reader = getattr(channel.connection, "_reader", None)
     return None if reader is None else reader.exception()
@@ -194,7 +194,7 @@ def milliseconds(seconds: float) -> int:
 
 @asynccontextmanager
 async def patience(seconds: float) -> AsyncIterator[None]:
-    """A timeout for a block that sends several commands in sequence.
+    """Apply a timeout to a block, with an allowance for stalls of this process.
 
     A process that is starting or short of CPU stalls repeatedly, and sees each reply only after a stall. So
     the time is counted in `LOOKS` parts, and a part whose end was noticed late counts as `LATE_PART`.
@@ -226,7 +226,7 @@ async def patience(seconds: float) -> AsyncIterator[None]:
 
 
 class _Pool(BlockingConnectionPool):
-    """Connections to a server that may be replaced by another."""
+    """A connection pool for a server that may fail over."""
 
     async def drop_idle(self) -> None:
         """Close idle connections after the server has rejected a command.
@@ -234,13 +234,13 @@ class _Pool(BlockingConnectionPool):
         They may lead to a server that has become a replica; new connections reach its replacement.
         """
         for connection in self._available_connections:
-            await connection.disconnect(nowait=True)  # completes at once: none is taken half closed
+            await connection.disconnect(nowait=True)  # does not suspend: none is acquired half closed
 
 
 def _pool(url: str, settings: Mapping[str, Any], **more: Any) -> _Pool:
     try:
         pool = _Pool.from_url(url, **settings, **more)
-        pool.make_connection()  # type: ignore[no-untyped-call]  # opens none, and looks at every option
+        pool.make_connection()  # type: ignore[no-untyped-call]  # validates the options, opens nothing
     except (RedisError, TypeError, ValueError) as error:
         raise ConfigError(f"store.url: an option in it is not understood: {error}") from error
     return pool

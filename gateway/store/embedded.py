@@ -138,8 +138,10 @@ class EmbeddedValkey:
     _watcher: Process
 
     async def ended(self) -> str:
-        """Wait until it has exited by itself, and return how: its exit status (128 + N after signal N), and
-        its last warnings unless it was killed by a signal."""
+        """Wait until it has exited by itself, and return its exit status and last warnings as a text.
+
+        After signal N, the status is 128 + N, and no warnings are included.
+        """
         said = ""
         assert self._watcher.stdout is not None
         async for text in TextReceiveStream(self._watcher.stdout, errors="replace"):
@@ -234,7 +236,7 @@ async def _serving(folder: Path, *, is_temporary: bool, keeps: bool) -> AsyncIte
 async def _end_former(socket: Path) -> bool:
     """End an orphaned server, whose clients would otherwise not reach the new one.
 
-    Returns whether none is left. A server with a data directory writes its data before it disconnects.
+    Returns whether it is gone. A server with a data directory writes its data before it disconnects.
     """
     try:
         with anyio.fail_after(STOP_S):

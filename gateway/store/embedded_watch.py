@@ -17,8 +17,10 @@ STOP_S = 3.0
 
 
 def main(folder: str, command: list[str]) -> int:
-    """Run the command, passing on its output while it is read. Return its exit status: 128 + N after
-    signal N, 127 if it cannot be run."""
+    """Run the command, pass on its output, and return its exit status.
+
+    The status is 128 + N after signal N, and 127 if the command cannot be run.
+    """
     os.set_blocking(1, False)  # a full pipe must not block the command
     try:
         process = subprocess.Popen(
@@ -26,7 +28,7 @@ def main(folder: str, command: list[str]) -> int:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            umask=0o077,  # it stores prompts, in files that it would make world-readable
+            umask=0o077,  # its files contain prompts, and would be world-readable
         )
     except OSError as error:
         os.write(1, f"{command[0]}: {error.strerror}\n".encode(errors="surrogateescape"))

@@ -26,7 +26,7 @@ class ExpiringRecords:
         return None if found is None else found[0]
 
     def put(self, id: str, record: bytes, expires: float, bytes_max: int) -> bool:
-        """Store a record, replacing any previous one. False: it alone exceeds `bytes_max`."""
+        """Store a record, replacing any previous one. Return False if it alone exceeds `bytes_max`."""
         if len(record) > bytes_max:
             return False
         self.drop(id)

@@ -38,7 +38,7 @@ FEW_MAX = 10_000
 facts of a gateway invalid."""
 
 LEFT_MAX_S = 86_400.0
-"""The same for the remaining time of a verdict."""
+"""Maximum remaining time of a verdict; longer ones are sent as this, for the same reason."""
 
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Few = Annotated[int, Meta(ge=0, le=FEW_MAX)]
@@ -133,7 +133,7 @@ class PeerFacts:
 
     Attributes:
         owner: Its name.
-        left_s: Seconds until it is considered gone, unless it is heard from again.
+        left_s: Seconds until it is considered gone, unless it sends another heartbeat.
         text: Its encoded facts.
     """
 
@@ -168,7 +168,7 @@ class Exchange:
         self._complained: set[str] = set()
 
     def join(self, collect: Callable[[], Facts], heard: Callable[[Mapping[str, Facts]], None]) -> None:
-        """Publish what `collect` returns, and call `heard` with all peers' facts after every exchange."""
+        """Publish the result of `collect`, and call `heard` with all peers' facts after every exchange."""
         self._collect, self._heard = collect, heard
 
     def publish_now(self) -> None:

@@ -13,7 +13,7 @@ from gateway.store.connections import Connections, StoreAway, milliseconds
 from gateway.store.jobs import key_of, owner_of
 
 COMMAND_S = 5.0
-"""Timeout of a command, and of waiting for a connection: a piece has a megabyte."""
+"""Timeout of a command, and of waiting for a connection: a piece is a megabyte."""
 
 PIECE_BYTES = 1024 * 1024  # as in files.lua
 CONNECTIONS_MAX = 8

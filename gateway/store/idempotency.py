@@ -1,7 +1,7 @@
 """Answers by idempotency key: in memory for one process, or in Redis or Valkey for several.
 
 A running request holds its key with a lease; a successful answer is stored under the key. A runner whose
-lease has expired can neither overwrite nor release what another one has done since.
+lease has expired can neither overwrite the answer nor release the lease of a later runner.
 """
 
 import logging
@@ -17,7 +17,7 @@ from gateway.store.expiring_records import ExpiringRecords
 log = logging.getLogger("gateway.store")
 
 COMMAND_S = 2.0
-"""Timeout of a command, and of waiting for a connection: an answer may have megabytes."""
+"""Timeout of a command, and of waiting for a connection: an answer may be megabytes long."""
 
 CONNECTIONS_MAX = 8
 RETRY_AFTER_S = 5.0

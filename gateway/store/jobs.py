@@ -1,8 +1,8 @@
-"""Jobs in Redis or Valkey: a stream with a consumer group hands them out, scripts keep the state consistent.
+"""Jobs in Redis or Valkey: a stream with a consumer group dispatches them, scripts keep the state consistent.
 
 Each operation is a single script, so no intermediate state is visible, and a process that dies between two
 operations leaves nothing half done. Only the server's clock is used. Nothing is retried silently, and all
-operations are idempotent: after StoreUnavailable the caller does not know the outcome, and retries.
+operations are idempotent: after StoreUnavailable the outcome is unknown, and the caller may retry.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ LOST_S = 10.0
 """A worker not heard from for this long, about three heartbeats, has lost its jobs."""
 
 COMMAND_S = 2.0
-"""Timeout of a command, and of waiting for a connection: a body may have megabytes."""
+"""Timeout of a command, and of waiting for a connection: a body may be megabytes long."""
 
 POLL_S = 5.0
 """Polling interval for a job that is waited for, in case a message about it is lost."""
@@ -121,7 +121,7 @@ class RedisJobs:
         self._waiters: dict[str, _Waiters] = {}
         self._wanted = anyio.Event()  # set when the set of awaited jobs has changed
         self._work = _Waiters()
-        self._work_heard = 0  # messages about new work; and how many of them were followed by a check
+        self._work_heard = 0  # number of messages about new work; and of those followed by a check
         self._work_seen = 0
         self._stops: deque[tuple[str, int]] = deque(maxlen=STOPS_MAX)
 

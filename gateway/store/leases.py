@@ -23,7 +23,7 @@ _REPLY = _HEAD + 3 * _SIZE
 
 @valueclass(frozen=True, slots=True)
 class Order:
-    """What a process holds on a backend, and what more it asks for.
+    """A process's use of a backend, with its reservation and its claims for further slots.
 
     Attributes:
         number: Increases with every order of this process for the backend.
@@ -138,13 +138,13 @@ class Leases:
         self._channel = f"{prefix}:freed"
         self._settling = PipelinedConnections(self._connections.connection, command_s)
         self._settle = self._connections.script("settle")
-        # Per backend, the words that every call begins with: their number, and encoded.
+        # Per backend, the words that every call begins with: their number and their encoded form.
         self._begins: dict[str, tuple[int, bytes]] = {}
         self._heartbeat = self._connections.script("heartbeat")
         self._box = self._connections.script("box")
 
     async def settle(self, backend_id: str, order: Order) -> Reply:
-        """Report what this process holds on a backend, and acquire what it claims as far as there is room."""
+        """Report this process's use of a backend, and acquire its claims as far as there is room."""
         arguments = [order.number, int(order.waits), int(order.may_keep), order.deaf]
         for load in (order.used, order.kept, order.ceiling, *chain.from_iterable(order.claims)):
             arguments += _counters(load)

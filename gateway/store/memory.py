@@ -88,7 +88,7 @@ class MemoryLedger:
         return True
 
     def waits(self, backends: Collection[str]) -> None:
-        """See `ports.Ledger.waits`. There are no other processes to tell."""
+        """See `ports.Ledger.waits`. A no-op, since there are no other processes."""
 
     def shrink(self, slot: Slot) -> Load | None:
         """Count a slot as answered. Return what it takes from now on; None if nothing changed."""

@@ -1,6 +1,6 @@
 """Stored responses: in memory for one process, or in Redis or Valkey for several.
 
-Both limit the bytes per owner, and evict first what expires first.
+Both limit the bytes per owner, and evict the records that expire first.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from gateway.store.connections import Connections, StoreAway, milliseconds
 from gateway.store.expiring_records import ExpiringRecords
 
 COMMAND_S = 2.0
-"""Timeout of a command, and of waiting for a connection: a record may have megabytes."""
+"""Timeout of a command, and of waiting for a connection: a record may be megabytes long."""
 
 CONNECTIONS_MAX = 8
 

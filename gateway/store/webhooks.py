@@ -1,4 +1,4 @@
-"""`ports.WebhookStore` over Redis: pending deliveries survive the process that was to make them.
+"""`ports.WebhookStore` over Redis: pending deliveries survive the death of a gateway process.
 
 The script that ends a job also creates its event (`announce` in webhooks.lua), so an event exists if and
 only if its job has ended. Creating deliveries, claiming and settling them are one script each. A claim that

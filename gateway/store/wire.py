@@ -115,7 +115,7 @@ class _PipelinedConnection(asyncio.Protocol):
         except UNREACHABLE as error:
             self.end(_text(error))
         else:
-            if not self._is_left:  # otherwise nobody is waiting any more
+            if not self._is_left:  # otherwise no command is waiting any more
                 self._writer = _taken(connection, self)
                 self._heard = self._loop.time()
                 self._asked = deque((reply, self._heard) for reply, _ in self._asked)
@@ -162,9 +162,10 @@ class _PipelinedConnection(asyncio.Protocol):
             self.end(_text(error))
 
     def _watch(self) -> None:
-        """Enforce the timeout of the oldest command, which runs from the reply before it.
+        """Enforce the timeout of the oldest command.
 
-        Before the connection is open, it applies to the connecting task.
+        It runs from the previous reply, but ends at most two timeouts after the command was sent. Before the
+        connection is open, the connecting task enforces its own timeout instead.
         """
         self._timer = None
         if not self._asked:

@@ -28,7 +28,7 @@ def count_approximate(text: str, stop_above_tokens: int | None = None) -> Counte
 
 
 def count(vocabulary: Vocabulary | None, text: str, stop_above_tokens: int | None = None) -> Counted:
-    """Return the tokens in `text`, exactly if there is a vocabulary. Never raises, whatever the text."""
+    """Return the tokens in `text`, exactly if there is a vocabulary. Never raises because of the text."""
     if vocabulary is None:
         return count_approximate(text, stop_above_tokens)
     return count_exact(vocabulary, text, stop_above_tokens)

@@ -27,7 +27,7 @@ from gateway.tokenizer.vocab import Vocabulary, load
 INLINE_BYTES = 16_384
 """Up to this size, counting takes 1 ms, or 4 ms for hostile text (docs/estimate.md#time)."""
 INLINE_TEXTS = 512
-"""Including roles and names. Each text takes 1 us, or 3 us if its count is not cached."""
+"""Maximum texts counted inline, with roles and names: 1 us each, or 3 us if its count is not cached."""
 THREADS = 2
 INLINE_CHARS = 1_000_000
 """Up to this size, applying the template takes 5 ms: it searches tools and arguments for texts."""
@@ -35,7 +35,7 @@ WAITING_MAX = 256
 """Maximum large prompts being counted or queued for it: at 60 ms per MB and two threads, seconds of work."""
 REMEMBERED_CHARS_MIN = 2048
 CONVERSATION_TEXTS = 8
-"""A prompt with this many texts will return with a few more: counts are cached even of short ones."""
+"""A prompt with this many texts will return with a few more, so even short ones are cached."""
 ESCAPED_CHAR_BYTES = 12
 """Maximum bytes of a character in JSON: an emoji as two escapes."""
 REMEMBERED_MAX = 32_768
@@ -65,7 +65,7 @@ class RememberedCounts:
     """LRU cache of the counts of long texts. Thread-safe.
 
     The key is the length of the text and the hash that Python caches with it: 64 bits, keyed with a secret of
-    this process, so that nobody can construct a collision. A random one has a probability of 1 in 10^15.
+    this process, so that callers cannot construct a collision. A random one has a probability of 1 in 10^15.
     """
 
     def __init__(self, entries_max: int = REMEMBERED_MAX) -> None:
@@ -110,7 +110,7 @@ class PromptEstimator:
         self._ratios = LearnedRatios()
         self._threads = anyio.CapacityLimiter(THREADS)
         self._waiting = 0
-        self._limit = (0, 0)  # the latest limit asked for, and where counting stops for it
+        self._limit = (0, 0)  # the latest limit, and the count at which counting stops for it
 
     @property
     def mode(self) -> CountMode:
@@ -153,7 +153,7 @@ class PromptEstimator:
         return [None if key is None else self.remembered.get(key) for key in keys]
 
     def _estimate(self, parts: Pieces, limit_tokens: int, known: Sequence[Counted | None] = ()) -> Estimate:
-        """`known`: cached counts of the texts; (): the cache has not been queried."""
+        """Count the pieces of a prompt. `known`: cached counts of its texts; () if not yet queried."""
         stop_above = self._stop_above(limit_tokens)
         total = parts.fixed_tokens
         counts, guessed = [], 0

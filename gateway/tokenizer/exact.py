@@ -54,7 +54,7 @@ def count_exact(vocabulary: Vocabulary, text: str, stop_above_tokens: int | None
             tokens += _count_piece(vocabulary, piece)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # noqa: BLE001  a Rust panic arrives as a BaseException of its own
+        except BaseException:  # noqa: BLE001  a Rust panic is not an Exception
             guess = class_count_tokens(piece)
             tokens += guess
             guessed += guess

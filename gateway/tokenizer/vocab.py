@@ -1,13 +1,13 @@
 """The site's own Gemma vocabulary: built from its `tokenizer.json`, loaded as a `tiktoken.Encoding`.
 
-A Hugging Face Gemma tokenizer is a byte-fallback BPE over whole prompts: its pre-tokenizer splits
-nothing, because every space has become U+2581 before it runs. tiktoken needs a split pattern, or a
-prompt would be one word and its cost would explode. `PATTERN` cuts only between characters that no
-entry of Gemma's vocabulary holds side by side, so a merge never wants to cross a cut and the counts
-stay those of the original. `build` counts the entries for which this fails and says so.
+A Hugging Face Gemma tokenizer is a byte-fallback BPE over whole prompts: its pre-tokenizer splits nothing,
+because the normalizer has replaced every space with U+2581 before. tiktoken needs a split pattern, because
+otherwise a prompt would be a single word, and the cost of encoding it would explode. `PATTERN` splits only
+between characters that are not adjacent in any entry of Gemma's vocabulary, so that no merge crosses a split,
+and the counts equal the original's. `build` counts the entries that violate this, and warns about them.
 
-The rank file is one text file: a header line, then one `<base64> <rank>` line per entry. Nothing
-here ever opens a network connection: an Encoding is built from the file or not at all.
+The rank file is a text file: a header line, then one `<base64> <rank>` line per entry. This module never
+opens a network connection: an Encoding is built from the file or not at all.
 """
 
 import binascii
@@ -27,43 +27,43 @@ from gateway.core.errors import ConfigError
 
 BUILD_COMMAND = "gemma-gateway vocab build tokenizer.json -o gemma4.tiktoken"
 GEMMA_ENTRIES = 262_144
-"""Entries of the Gemma 3 and Gemma 4 vocabularies; the rank file has about as many."""
+"""Number of entries of the Gemma 3 and Gemma 4 vocabularies; the rank file has about as many."""
 
 _MAGIC = "# gemma-gateway vocabulary "
 _VERSION = 1
 _SPACE = "▁"  # U+2581, SentencePiece's space
 
-# Characters that some entry holds beside a letter although Unicode calls them punctuation or symbols:
-# Arabic full stop, Bengali currency mark, Tibetan tsheg, Myanmar section and locative, Ethiopic full
+# Characters that are adjacent to a letter in some entry, although Unicode classifies them as punctuation or
+# symbols: Arabic full stop, Bengali currency mark, Tibetan tsheg, Myanmar section and locative, Ethiopic full
 # stop, Devanagari abbreviation sign.
 _BESIDE_LETTERS = r"\x{06d4}\x{09f7}\x{0f0b}\x{104b}\x{104e}\x{1362}\x{0970}"
 _LETTER = r"[[\p{L}\p{M}\p{Nd}\x{200c}\x{200d}" + _BESIDE_LETTERS + r"]--[0-9]]"
 _SYMBOL = r"[^ \n\t\p{L}\p{Nd}" + _BESIDE_LETTERS + r"[\p{M}--[\x{fe0f}\x{20e3}]]]"
 PATTERN = r" {31}| {2,30}|\n{1,31}|\t{1,31}|[0-9]| ?" + _LETTER + r"+| ?(?:> <|" + _SYMBOL + r")+| "
-"""Where a prompt may be cut. No look-around, so the engine never backtracks and never overflows."""
+"""Splits a prompt into words. Without look-around, so the regex engine neither backtracks nor overflows."""
 
-# Runs of these are added tokens of the source, but the merges and the pattern count them already;
-# as special tokens they would only slow the search for markers down.
+# Added tokens of the source that need not be special: the merges and the pattern already count runs of blanks
+# correctly. As special tokens, they would only slow down the search for markers.
 _NOT_SPECIAL = re.compile(r"\n+|\t+|▁+|<unused\d+>")
 
 _NO_MARKERS: frozenset[str] = frozenset()
 
 _SELF_TEST_GEMMA = {"Name a river.": 4, "Be brief.": 3, "The river": 2}
-"""What a vLLM server with Gemma 4's vocabulary counted. Only a full-size vocabulary is held to it."""
+"""Counts by a vLLM server with Gemma 4's vocabulary. Only a full-size vocabulary is tested with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuildSummary:
-    """What `build` wrote.
+    """The result of `build`.
 
     Attributes:
         path: The rank file.
-        entries: Ranks in it, single bytes and character prefixes included.
-        specials: Marker texts that count as one token.
+        entries: Number of its ranks, including single bytes and character prefixes.
+        specials: Number of markers that count as one token each.
         bytes: Size of the file.
-        sha256: Hash of the file, as `sha256sum` prints it.
-        seconds: How long it took.
-        warnings: What an operator should look at before trusting it; empty for Gemma's own file.
+        sha256: Hash of the file, as printed by `sha256sum`.
+        seconds: Duration of the build.
+        warnings: Findings that an operator should check before using the file; empty for Gemma's own file.
     """
 
     path: Path
@@ -80,14 +80,14 @@ class Vocabulary:
     """A loaded vocabulary.
 
     Attributes:
-        path: Where it came from.
+        path: The file that it was loaded from.
         sha256: Hash of that file.
         entries: Number of ranks.
-        encoding: What counts.
-        characters: Those that have an entry of their own, ASCII included.
+        encoding: The tiktoken encoding.
+        characters: Characters that are an entry by themselves, and all of ASCII.
         prefixes: Incomplete UTF-8 sequences that have a rank; see `glued_tokens`.
-        markers: Markers by the character that they begin with.
-        chars_per_token_max: Longest entry or marker, in characters.
+        markers: Markers by their first character.
+        chars_per_token_max: Length of the longest entry or marker, in characters.
         warnings: As in `BuildSummary`.
     """
 
@@ -102,10 +102,10 @@ class Vocabulary:
     warnings: tuple[str, ...] = ()
 
     def glued_tokens(self, character: str) -> int:
-        """Return how many tokens tiktoken is short on one character that is not in `characters`.
+        """Return by how many tokens tiktoken undercounts a character that is not in `characters`.
 
-        The original spends one token per UTF-8 byte on it. tiktoken joins its first bytes wherever
-        they begin some character that does have an entry.
+        The original encodes it as one token per UTF-8 byte. tiktoken merges its first bytes if they are a
+        prefix of a character that has an entry.
         """
         encoded = character.encode("utf-8", "replace")
         if encoded[:3] in self.prefixes:
@@ -120,10 +120,10 @@ _Contents = tuple[dict[bytes, int], tuple[str, ...], tuple[str, ...]]
 
 
 def build(tokenizer_json: Path, out: Path) -> BuildSummary:
-    """Return a summary of the rank file written to `out` from a Hugging Face Gemma `tokenizer.json`.
+    """Convert a Hugging Face Gemma `tokenizer.json` to a rank file at `out`, and return a summary of it.
 
-    The file appears whole or not at all. Raises ConfigError if the source is not a tokenizer of
-    Gemma's kind, cannot be read, or `out` cannot be written.
+    The file is written atomically. Raises ConfigError if the source cannot be read or is not a tokenizer like
+    Gemma's, or if `out` cannot be written.
     """
     started_s = time.perf_counter()
     source = _read(tokenizer_json)
@@ -140,7 +140,7 @@ def build(tokenizer_json: Path, out: Path) -> BuildSummary:
     }
     data = (_MAGIC + json.dumps(header, separators=(",", ":")) + "\n").encode() + body
     sha256 = hashlib.sha256(data).hexdigest()
-    _assemble(tokenizer_json, sha256, ranks, specials, warnings)  # refuses what would fail when loaded
+    _assemble(tokenizer_json, sha256, ranks, specials, warnings)  # raises now if loading the file would fail
     partial = out.with_name(out.name + ".partial")
     try:
         partial.write_bytes(data)
@@ -159,7 +159,7 @@ def build(tokenizer_json: Path, out: Path) -> BuildSummary:
 
 
 def _convert(path: Path, source: bytes) -> _Contents:
-    """Return what a `tokenizer.json` holds."""
+    """Return the contents of a `tokenizer.json`."""
     try:
         document = json.loads(source)
     except ValueError as error:
@@ -192,7 +192,7 @@ def _convert(path: Path, source: bytes) -> _Contents:
 
 
 def _not_gemma(document: Any) -> str:
-    """Return what sets a tokenizer apart from Gemma's, or "". The algorithm holds for that kind alone."""
+    """Return how a tokenizer differs in kind from Gemma's, or "". Others cannot be converted correctly."""
     model = document.get("model") if isinstance(document, dict) else None
     if not isinstance(model, dict):
         return "it has no `model`"
@@ -217,7 +217,7 @@ def _not_gemma(document: Any) -> str:
 
 
 def _ranks(vocab: Mapping[str, int], merges: Sequence[str | Sequence[str]]) -> dict[bytes, int]:
-    """Return bytes -> rank: single bytes, prefixes of characters shortest first, the merges in order."""
+    """Return ranks by bytes: single bytes, then prefixes of characters by length, then merges in order."""
     ranks = {bytes([value]): value for value in range(256)}
     characters = [entry.encode() for entry in vocab if len(entry) == 1 and entry != _SPACE and entry > "\x7f"]
     for length in (2, 3, 4):
@@ -231,12 +231,13 @@ def _ranks(vocab: Mapping[str, int], merges: Sequence[str | Sequence[str]]) -> d
 
 
 def _misfits(ranks: Mapping[bytes, int]) -> tuple[int, list[bytes]]:
-    """Return how many entries the pattern cuts through, and the entries that merging never produces.
+    """Return how many entries the pattern splits, and all entries that merging never produces.
 
-    tiktoken takes a word that is an entry as one token, even if its merges could not build it; the
-    original would not. Such entries must go, or a text of " yyyy" counts a third of what it is. A
-    stranger glued to the word, one per side of the pattern, keeps tiktoken from that shortcut. Of
-    Gemma's 236,339 merged entries the pattern cuts 9 and merging misses 4 more.
+    tiktoken encodes a word that is an entry as one token, even if no sequence of merges produces it; the
+    original does not. Such entries must be removed, or a text of " yyyy" is counted at a third of its length.
+    Appending a character that no entry contains bypasses this shortcut. Two are tried, one for each class of
+    the pattern (letters, symbols). Of Gemma's 236,339 merged entries, the pattern splits 9, and merging does
+    not produce 4 more.
     """
     encode = _encoding("candidate", ranks, ()).encode_ordinary
     strangers = [(stranger, len(encode(stranger))) for stranger in ("\U0002fa1d", "\U0010fffd")]
@@ -256,10 +257,10 @@ def _misfits(ranks: Mapping[bytes, int]) -> tuple[int, list[bytes]]:
 
 
 def load(path: Path) -> Vocabulary:
-    """Return the vocabulary in a rank file that `build` wrote, or straight from a `tokenizer.json`.
+    """Load a vocabulary from a rank file written by `build`, or directly from a `tokenizer.json`.
 
-    A rank file loads in about 0.5 s, a tokenizer.json in about 2 s and three times the memory.
-    Raises ConfigError if the file is missing, damaged, of another kind, or fails its self-test.
+    A rank file takes about 0.5 s to load, a tokenizer.json about 2 s and three times the memory. Raises
+    ConfigError if the file is missing, damaged or of another kind, or if it fails its self-test.
     """
     data = _read(path)
     sha256 = hashlib.sha256(data).hexdigest()
@@ -282,7 +283,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(path: Path, data: bytes) -> _Contents:
-    """Return what a rank file holds."""
+    """Return the contents of a rank file."""
     line, _, body = data.partition(b"\n")
     if not line.startswith(_MAGIC.encode()):
         raise ConfigError(
@@ -353,10 +354,10 @@ def _encoding(name: str, ranks: Mapping[bytes, int], specials: Sequence[str]) ->
 
 
 def ids_in(encoding: tiktoken.Encoding, text: str, *, with_markers: bool) -> int:
-    """Return how many ids a text is encoded as; `with_markers`: those of them that it holds are one each.
+    """Return the number of ids that a text is encoded as; `with_markers`: its markers count as one id each.
 
-    The engine is asked for a buffer, as tiktoken does for numpy: `encode` makes a list of all ids as Python
-    integers, in 3 of 35 ms per MB, and holds the interpreter meanwhile. Some day's may have no buffers.
+    Encodes to a buffer, as tiktoken does for numpy, because `encode` builds a list of Python integers, which
+    takes 3 of 35 ms per MB and holds the GIL. Falls back to `encode` in case a tiktoken has no such method.
     """
     encode = getattr(getattr(encoding, "_core_bpe", None), "encode_to_tiktoken_buffer", None)
     if encode is None:
@@ -366,7 +367,7 @@ def ids_in(encoding: tiktoken.Encoding, text: str, *, with_markers: bool) -> int
 
 
 def _text(token: bytes) -> str | None:
-    """Return the characters of an entry, or None for a single byte or a prefix of a character."""
+    """Return an entry as text; None for a non-ASCII byte or a prefix of a character."""
     try:
         return token.decode()
     except UnicodeDecodeError:
@@ -374,7 +375,7 @@ def _text(token: bytes) -> str | None:
 
 
 def _self_test(vocabulary: Vocabulary) -> None:
-    """Raise ConfigError unless a few counts come out as the format promises."""
+    """Raise ConfigError unless a few texts have the expected counts."""
     expected = dict.fromkeys(vocabulary.encoding.special_tokens_set, 1)
     expected |= {"": 0, "\n": 1, " ": 1, "2024": 4, "\x00": 1}
     if vocabulary.entries >= GEMMA_ENTRIES * 0.9:

@@ -36,7 +36,7 @@ class BackendClient(ABC):
 
 
 KEEPALIVE_S = 4.0
-"""vLLM closes an idle connection after 5.0 s (measured). One dropped before that is never written to."""
+"""Idle connections are closed after this, before the backend does it: vLLM waits 5.0 s (measured)."""
 
 AGE_S = 60.0
 """Older connections are not reused, so that requests follow a host name to its new address."""
@@ -86,7 +86,7 @@ class BackendClients(ABC, Generic[W]):
         secrets: Mapping[str, str],
         tls: Mapping[str, ssl.SSLContext | bool],
     ) -> None:
-        """Replace the configured backends; arguments as at the start. Requests in progress continue."""
+        """Replace the configured backends; arguments as for `__init__`. Requests in progress continue."""
         before, self._ways = self._ways, {}
         for backend in backends:
             kept = before.get(backend.id)

@@ -134,7 +134,7 @@ class _Response:
         return b""
 
     async def stream_to(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
-        """See `ports.UpstreamResponse.pour`. httpx hides chunk boundaries."""
+        """See `ports.UpstreamResponse.stream_to`. httpx hides chunk boundaries."""
         while data := await self.read():
             if self._held is not None:
                 await self._held.wait()
@@ -159,7 +159,7 @@ async def _send(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Resp
     except _StaleConnection as error:
         if monotonic() - since >= backend_clients.STALE_S:
             raise UpstreamLost("The connection to the backend broke before it answered.") from error
-        # A kept-alive connection that the backend closed just then, before reading the request.
+        # The backend closed the kept-alive connection before it read the request.
     try:
         return await _send_once(client, request)
     except (_StaleConnection, UpstreamUnreachable) as error:  # it may have been read, and crashed the engine

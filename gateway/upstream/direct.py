@@ -49,7 +49,10 @@ APART_BYTES = 64 * 1024
 
 
 def _opening(size: int) -> bytes:
-    """Return the size line of a chunk of `size` bytes in total; a line break if no such chunk exists."""
+    """Return the size line of a chunk of `size` bytes in total.
+
+    If no chunk has this size, return a bare line feed, which no chunk starts with.
+    """
     for digits in range(1, 4):
         line = b"%x\r\n" % (size - digits - 4) if size > digits + 4 else b""
         if len(line) == digits + 2:
@@ -157,7 +160,7 @@ class _DirectClient(BackendClient):
         if (kept := self._kept()) is not None:
             try:
                 return await self._ask_on(kept, head, body)
-            except _Stale as stale:  # the backend closed it just then, before reading the request
+            except _Stale as stale:  # the backend closed it, probably before reading the request
                 was_sent = stale.was_sent
         since = monotonic()
         try:
@@ -230,7 +233,7 @@ class _DirectClient(BackendClient):
             self._sweeping = asyncio.get_running_loop().call_later(wait_s, self._sweep)
 
     def _look(self) -> None:
-        """Close connections to machines that are gone."""
+        """Close connections whose peer is unreachable, and check again later."""
         self._looking = None
         for connection in tuple(self._busy):
             connection.abort_if_gone()
@@ -251,7 +254,7 @@ class _DirectClient(BackendClient):
                 )
         except TimeoutError as error:
             raise UpstreamUnreachable("The backend cannot be reached.") from error
-        except (OSError, UnicodeError) as error:  # also ssl.SSLError, gaierror; an invalid name
+        except (OSError, UnicodeError) as error:  # UnicodeError: the name is invalid
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise OutOfResources("This gateway has no connections left.", retry_after_s=1) from error
             raise UpstreamUnreachable("The backend cannot be reached.") from error
@@ -301,7 +304,7 @@ class _Connection(asyncio.Protocol):
         self._keeps_alive = False
         self._is_spoiled = False  # data followed the end of the answer
         self._is_paused = False
-        self._is_held = False  # by the consumer of `pour`
+        self._is_held = False  # by the caller of `stream_to`
         self._take: Callable[[bytes], bool] | None = None
         self._take_chunk: TakeChunk | None = None
         self._take_whole: TakeChunk | None = None  # `_take_chunk`, while the next chunk may bypass the parser
@@ -384,7 +387,7 @@ class _Connection(asyncio.Protocol):
         return data
 
     async def stream_to(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
-        """See `ports.UpstreamResponse.pour`. `take` is called from `data_received`."""
+        """See `ports.UpstreamResponse.stream_to`. `take` is called from `data_received`."""
         self._take, self._take_chunk = take, take_chunk
         self._update_take_whole()
         try:
@@ -524,7 +527,7 @@ class _Connection(asyncio.Protocol):
         self._parts.clear()
 
     def _stop_delivery(self) -> None:
-        """Deliver nothing more, and wake the task in `pour`."""
+        """Stop delivering data, and wake the task in `stream_to`."""
         self._take = self._take_chunk = self._take_whole = None
         self._wake()
 
@@ -542,13 +545,13 @@ class _Connection(asyncio.Protocol):
             return False
         try:
             return take(data, len(opening), size - 2)
-        except Exception as error:  # noqa: BLE001 - raised where it is poured
+        except Exception as error:  # noqa: BLE001 - re-raised by `stream_to`
             self._take_error = error
             self._stop_delivery()
             return True
 
     def _pass_on(self) -> None:
-        """Deliver what has arrived, and wake the task in `pour` at the end of the answer."""
+        """Deliver the buffered data, and wake the task in `stream_to` at the end of the answer."""
         take, parts = self._take, self._parts
         if take is None or self._is_held:
             return
@@ -558,7 +561,7 @@ class _Connection(asyncio.Protocol):
             self._buffered = self._head_bytes = 0
             try:
                 goes_on = take(data)
-            except Exception as error:  # noqa: BLE001 - raised where it is poured
+            except Exception as error:  # noqa: BLE001 - re-raised by `stream_to`
                 self._take_error, goes_on = error, False
             if not goes_on:
                 self._stop_delivery()

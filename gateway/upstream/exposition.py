@@ -65,7 +65,7 @@ KNOWN = EngineMetrics(
         "llamacpp:prompt_tokens_total",
     ),
     preemptions=("vllm:num_preemptions_total",),
-    steps=("llamacpp:n_decode_total",),  # it has no gauge of its cache that changes during a long prefill
+    steps=("llamacpp:n_decode_total",),  # no cache gauge of it changes during a long prefill
     started_at=("process_start_time_seconds",),
 )
 """Names of vLLM 0.19 to 0.33, SGLang, TensorRT-LLM and llama.cpp's server (2026-10)."""

@@ -119,7 +119,7 @@ class Prober:
         tls: Mapping[str, ssl.SSLContext | bool],
         hang_s: Mapping[str, float] | None = None,
     ) -> None:
-        """Replace the probed backends; arguments as at the start.
+        """Replace the probed backends; arguments as for `__init__`.
 
         The status of a backend is kept if its URL is unchanged; a new backend starts as unknown.
         """
@@ -200,7 +200,7 @@ class Prober:
         """Probe until cancelled.
 
         Raises:
-            ExceptionGroup: an error occurred that no behaviour of a backend explains.
+            ExceptionGroup: an unexpected error occurred, which is a bug rather than a backend failure.
         """
         async with anyio.create_task_group() as self._tasks:
             for name, watched in self._watched.items():
@@ -279,7 +279,7 @@ class Prober:
                 wait_s = rules.models_every_s if isinstance(found, ProbeOk) else rules.models_every_s / 10
 
     async def _paced(self, name: str, what: str, step: Callable[[], Awaitable[None]]) -> None:
-        """Take a step once per interval, or as often as the steps allow."""
+        """Run `step` once per interval, or less often if it takes longer than that."""
         round_ = 0
         while True:
             await _unless_over()
@@ -305,7 +305,7 @@ def spread(key: str, round_: int) -> float:
 
 @dataclass(slots=True)
 class _Watched:
-    """How one backend is probed, and the scope to cancel that."""
+    """The probe settings of one backend, and the cancel scope of its probe tasks."""
 
     url: str
     secret: str | None
@@ -320,7 +320,7 @@ class _Watched:
             self.scope.cancel()
 
     def asks_alike(self, other: "_Watched") -> bool:
-        """Whether both probe the same server in the same way. SSL contexts compare by identity."""
+        """Return whether both probe the same server in the same way. SSL contexts compare by identity."""
         return (self.url, self.secret, self.verify) == (other.url, other.secret, other.verify)
 
 
@@ -456,7 +456,7 @@ async def _models(asker: _Asker, rules: HealthRules) -> ProbeOk | ModelsFailed:
 
 
 def _read_models(body: bytes, wanted: str | None) -> tuple[tuple[str, ...], int | None]:
-    """Return the served names, and the window of `wanted` or else of the first model. Raises ValueError."""
+    """Return the served names, and the window of `wanted`; None: of the first model. Raises ValueError."""
     document = json.loads(body)
     entries = document.get("data") if isinstance(document, dict) else None
     if not isinstance(entries, list):

@@ -24,7 +24,7 @@ class Transport(httpx.AsyncHTTPTransport):
         self,
         *,
         verify: ssl.SSLContext | bool = True,
-        limits: httpx.Limits = httpx.Limits(),  # noqa: B008 - it never changes
+        limits: httpx.Limits = httpx.Limits(),  # noqa: B008 - immutable
         socket_options: Sequence[tuple[int, int, int]] | None = None,
     ) -> None:
         """Prepare the transport; no connection is opened, and only the system's certificates are read.

@@ -2,8 +2,8 @@
 
 A name is resolved once per attempt, and the connection goes to an address that was checked, so a name server
 cannot answer differently in between (DNS rebinding). The Host header and TLS use the name, so certificates
-are verified as usual. Proxy settings are ignored, cookies are not kept, redirects are not followed, and only
-as much of the response body is read as its sender needs to finish.
+are verified as usual. Proxy settings are ignored, cookies are not kept, and redirects are not followed. At
+most `BODY_BYTES_MAX` of the response body are read, so that the endpoint can finish sending a short one.
 """
 
 import socket
@@ -41,7 +41,7 @@ ADDRESSES_MAX = 4
 """Maximum number of addresses tried per host."""
 
 BODY_BYTES_MAX = 4096
-"""Maximum bytes read of a response body, so that the sender does not see a broken connection."""
+"""Maximum bytes read of a response body. Reading it spares its sender a broken connection."""
 
 BODY_S = 1.0
 HURRY_S = 1.0
