@@ -1,8 +1,8 @@
-"""This process's account with one backend: the slots its requests use, and what it was granted beyond that.
+"""This process's account with one backend: the slots its requests use, and its grant, which may exceed them.
 
-The server counts a grant for this process whether it is used or not, so slots from it may be used
-without asking: while a backend is far from its limits, a request costs no command. The server decides how
-much is granted, and whether any surplus is (settle.lua). This module implements the rest. No I/O.
+The server counts the whole grant, used or not, so a slot from it needs no command: while a backend is far
+from its limits, requests cost none. The server decides how much is granted, and whether that includes any
+surplus (settle.lua). This module implements the rest. No I/O.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class Account:
         keeps: Whether that may be more than is used.
         keeping: Number of other processes with surplus, as last reported.
         asked: Requests waiting for a slot that are not yet part of a command.
-        told: Futures of those waiting for the server to know the current use.
+        told: Futures to resolve once the server knows the current use.
         placed: Requests that got a slot from the grant since the last order.
         waiters: Number of requests waiting for others to return surplus.
         is_wanted: Whether another process has asked for this surplus.
@@ -76,7 +76,7 @@ class Account:
     def covers(self, used: Load, claim: Load, limits: Load, oldest: float) -> bool:
         """Return whether the grant covers a claim.
 
-        `oldest`: information from before this time (monotonic seconds) is too old to rely on.
+        A reply received before `oldest` (monotonic seconds) is too old to rely on.
         """
         if not self.keeps or self.is_under_way or self._settled_at < oldest:
             return False
@@ -94,7 +94,7 @@ class Account:
         return True
 
     def may_keep(self, freed: Load) -> bool:
-        """Return whether freed slots become surplus, so that nobody has to be told."""
+        """Return whether freed slots become surplus, so that freeing them needs no command."""
         ceiling = self._ceiling
         return self.keeps and not (
             (freed.seqs and ceiling.seqs < 0)
@@ -164,7 +164,7 @@ class Account:
         self._settled_at, self._is_fresh = now, True
         if not self.keeps:
             self._ceiling, self.is_wanted = _NONE, False
-        # A Redis that lost its data and its clock restarts at old versions: the reply to our order counts.
+        # Not the maximum: a Redis that lost its data, and whose clock went back, restarts at older versions.
         self._version = reply.version
         used, kept = self.others, self.others_kept
         self.others, self.others_kept = reply.others, reply.others_kept
@@ -186,7 +186,7 @@ class Account:
 
 
 def _ceiling(claim: Load, limits: Load) -> Load:
-    """Return the limits for surplus next to such requests, which leave room for one more of them."""
+    """Return the limits for surplus beside such a request, which leave room for one more like it."""
     pairs = [(getattr(claim, name), getattr(limits, name)) for name in COUNTERS]
     return Load(*[max(0, limit - wanted) if wanted else -1 for wanted, limit in pairs])
 
@@ -198,7 +198,7 @@ def _lower(one: Load, other: Load) -> Load:
 
 
 def _part(kept: Load, seqs: int, used: Load) -> Load:
-    """Return the part of a grant that so many sequences take, and at least what is used."""
+    """Return the part of a grant that `seqs` sequences need, and at least `used`."""
     if seqs >= kept.seqs:
         return kept
     parts = [-(-getattr(kept, name) * seqs // kept.seqs) for name in COUNTERS]

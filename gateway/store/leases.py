@@ -23,7 +23,7 @@ _REPLY = _HEAD + 3 * _SIZE
 
 @valueclass(frozen=True, slots=True)
 class Order:
-    """A process's use of a backend, with its reservation and its claims for further slots.
+    """A process's use of a backend, the grant it wants, and its claims for further slots.
 
     Attributes:
         number: Increases with every order of this process for the backend.

@@ -1,27 +1,28 @@
 """The ledger shared by gateway processes, in Redis or Valkey.
 
-For every backend, each process has an account: what it uses, and what it has been granted. Limits apply to
-the sum of all grants. A slot from the grant costs no command; for any other slot, and for
-everything near a limit, a script settles the account (settle.lua), for all requests of one event loop
-iteration together. Each process also counts its own slots here, so it can restore its account after Redis
-has lost it, and can continue alone. Redis decides what may be acquired; each process decides what it holds.
+For every backend, each process has an account: the slots it uses, and its grant, which covers these and may
+include a surplus. Limits apply to the sum of all grants. A slot from the grant costs no command. For any
+other slot, and near a limit for every change, a script settles the account (settle.lua), once for all
+requests of an event loop iteration. Each process also counts its own slots locally, so it can restore its
+account after Redis has lost it, and can continue alone. Redis decides which slots a process may acquire; the
+process decides which it holds.
 
 Invariants, per backend and counter, with their reasons:
 
-1. Used slots, surplus and free slots add up to the limit; no process is given what another was
-   granted. Only the script hands out slots, sequentially, and it sums up *grants*. (A Redis that has
-   lost its data knows again within a second what is running; a process that is alone keeps to its part.)
+1. Used slots, surplus and free slots add up to the limit. No slot is granted to two processes, because only
+   the script grants slots, sequentially, and it sums up *grants*. (A Redis that has lost its data has learned
+   within a second what is running; a process that counts alone keeps to its part.)
 2. A process never uses more of its grant than the server counts. It takes nothing from it between a
    command and its reply, after a failed command, or if the last reply is `ttl_s` / 3 old or older.
-3. Surplus is granted only to a process that receives messages, and only while nobody waits: the
-   script allows it to no process while any account says that its owner waits, or was refused.
-4. A waiting process has said so in its account, with a message to those with surplus. They settle at
-   once, and at their next two ticks even if they missed the message; from then on they hold none, and
-   report each slot they free. A dead process does not; its account expires after `ttl_s`.
-5. A waiting process checks at every tick, whether it received a message or not. If the others use or hold
-   less than before, its requests are woken. So messages only matter for speed: nobody sleeps for longer than
-   two ticks next to a free slot, or four next to an unused slot granted to a live process.
-6. A backend that shares a machine with others must be seen to be empty: no surplus is granted on it.
+3. Surplus is granted only to a process that receives messages, and only while no process waits: the script
+   refuses it to all processes while any account says that its owner waits, or was refused.
+4. A waiting process says so in its account, and the processes with surplus receive a message. They settle at
+   once, or within their next two ticks if they missed the message. From then on they hold no surplus, and
+   report each slot they free. A dead process does not, but its account expires after `ttl_s`.
+5. A waiting process checks at every tick, with or without a message. If the others use or hold less than
+   before, its requests are woken. So messages only reduce latency: no request waits for longer than two ticks
+   while a slot is free, or four while a live process holds one as surplus.
+6. No surplus is granted on a backend that shares a machine with others, because it must be seen to be empty.
 """
 
 import asyncio
@@ -54,7 +55,7 @@ REFRESH_S = 1.0
 """Maximum age of a snapshot of what the others hold."""
 
 TICK_S = 0.2
-"""The same while requests are being placed."""
+"""Maximum age of the snapshot while requests are being placed."""
 
 PLACED_MAX = 24
 """Requests that a process places on a backend before it reports and refreshes, divided by the square of the
@@ -65,7 +66,7 @@ GIVEN_BACK_S = 0.1
 """How long a request without room waits for others to return surplus. 1 ms is normal."""
 
 MUTE_S = 1.0
-"""Processes that did not return theirs in time are not waited for again before this."""
+"""Processes that did not return their surplus in time are not waited for again for this long."""
 
 CATCH_UPS_MAX = 5
 """Maximum rounds of a synchronization to cover slots that were acquired during it."""
@@ -111,7 +112,7 @@ class RedisLedger:
             ttl_s: Expiry of an account that is not settled.
             command_s: Timeout of a command, and of waiting for its turn.
             refresh_s: Interval between two snapshots of what the others hold.
-            tick_s: The same while requests are being placed.
+            tick_s: This interval while requests are being placed.
             connections_max: Maximum connections, besides those for accounts and the subscribed one.
             takes_turns: Backends on which no surplus may be granted.
         """
@@ -210,7 +211,7 @@ class RedisLedger:
             await self._freed(slot.backend, slot.load - left)
 
     async def release(self, slot: Slot) -> None:
-        """See `ports.Ledger.release`. The slot is released here even if Redis cannot be told yet."""
+        """See `ports.Ledger.release`. The slot is released here even if Redis is unreachable."""
         if self._own.forget(slot):
             await self._freed(slot.backend, slot.load)
 
@@ -228,16 +229,16 @@ class RedisLedger:
     # -------------------------------------------------------------- without Redis
 
     async def acquire_alone(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
-        """Acquire a slot based on this process's own count. Redis is told once it is reachable."""
+        """Acquire a slot based on this process's own count. Redis is updated once it is reachable."""
         self._account(backend_id)
         return await self._own.acquire(backend_id, claim, limits)
 
     async def answered_alone(self, slot: Slot) -> None:
-        """Record a slot's first token. Redis is told once it is reachable."""
+        """Record a slot's first token. Redis is updated once it is reachable."""
         await self._own.answered(slot)
 
     async def release_alone(self, slot: Slot) -> None:
-        """Release a slot. Redis is told once it is reachable."""
+        """Release a slot. Redis is updated once it is reachable."""
         await self._own.release(slot)
 
     # -------------------------------------------------------------- in the background
@@ -343,7 +344,7 @@ class RedisLedger:
         except asyncio.CancelledError:
             if asked.outcome.done() and not asked.outcome.cancelled() and not asked.outcome.exception():
                 slot = asked.outcome.result()
-                if isinstance(slot, Slot) and self._own.forget(slot):  # it was acquired just then
+                if isinstance(slot, Slot) and self._own.forget(slot):  # acquired meanwhile
                     self._settle_soon(account)
             raise
         return asked.outcome.result()
@@ -373,7 +374,7 @@ class RedisLedger:
                 await future
 
     def _settle_soon(self, account: Account) -> None:
-        """Settle an account together with all requests of this event loop iteration."""
+        """Settle an account once, for all requests of this event loop iteration."""
         if not account.is_due and not account.is_under_way:
             asyncio.get_running_loop().call_soon(self._begin, account)
             account.is_due = True

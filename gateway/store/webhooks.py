@@ -60,7 +60,7 @@ class RedisWebhooks:
         return [_event(entry, fields) for entry, fields in await self._run("events", limit)]
 
     async def announce_endpoints(self, endpoints: Iterable[WebhookEndpoint]) -> Sequence[WebhookEndpoint]:
-        """See `ports.WebhookStore.hearers`."""
+        """See `ports.WebhookStore.announce_endpoints`."""
         own = {endpoint.name: endpoint for endpoint in endpoints}
         said = [word for name, endpoint in own.items() for word in (name, _said(endpoint))]
         return [own.get(name) or _heard(name, hears) for name, hears in await self._run("hearers", *said)]

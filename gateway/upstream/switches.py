@@ -168,13 +168,13 @@ class BoxSwitch:
 
     async def _gone(self, backend_id: str) -> str:
         with anyio.move_on_after(GONE_S):
-            while await self.is_resident(backend_id):  # noqa: ASYNC110 - another machine has no event
+            while await self.is_resident(backend_id):  # noqa: ASYNC110 - the server sends no event
                 await anyio.sleep(LOOK_S)
             return ""
         return f"it still answers {GONE_S:g} s after its stop"
 
 
-# ------------------------------------------------------------------ the three ways
+# ------------------------------------------------------------------ commands, requests, sleep mode
 
 
 async def _run(command: Command, backend_id: str, fence: int) -> str:
