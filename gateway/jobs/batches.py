@@ -1,7 +1,7 @@
 """Processes batches: reads their input files, submits lines as jobs, and collects the results.
 
-Every gateway process runs one of these. A batch is processed by one of them at a time, which holds a lease on
-it; its progress is kept only in the store, so that another process can resume it at any point.
+Every gateway process runs a `BatchRunner`. A batch is processed by one runner at a time, which holds a lease
+on it. Its progress is kept only in the store, so that another process can resume it at any point.
 
 Only some lines of a batch are jobs at any time, and further lines follow as these end, so that a batch of
 50,000 lines fills neither the queue nor the store. These jobs have the lowest priority.

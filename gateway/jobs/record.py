@@ -29,7 +29,7 @@ class JobRecord(Downstream):
     Attributes:
         error: Why an answer failed after it had begun; None if it has not.
         is_lost: Whether this attempt no longer holds the job.
-        has_gap: Whether the store has lost chunks, so that the job must continue from what it has.
+        has_gap: Whether the store has lost chunks, so that the job must continue from the stored ones.
     """
 
     def __init__(self, store: JobStore, job: Job, *, restarts: bool, on_start: Callable[[], None]) -> None:
@@ -78,7 +78,7 @@ class JobRecord(Downstream):
         self.error = error
 
     async def run(self) -> None:
-        """Write chunks until cancelled or lost. Retries while the store is unreachable."""
+        """Write chunks until cancelled, lost or a gap is found. Retries while the store is unreachable."""
         while not self._is_over:
             if not self._is_behind:
                 self._has_some = anyio.Event()

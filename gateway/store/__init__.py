@@ -1,1 +1,1 @@
-"""State that outlives a request: slots in flight, jobs, files, responses and cached prefixes."""
+"""State that outlives a request or is shared by processes, such as slots, jobs, files and responses."""

@@ -1,4 +1,4 @@
-"""`ports.BatchStore` over Redis. Each step is a single script, so that a crash leaves nothing half done.
+"""`ports.BatchStore` over Redis. Each step is a single script, so that a crash leaves no partial change.
 
 A batch, its lines and its jobs share a cluster slot. A runner leases a batch for `lease_s`; every operation
 renews the lease, and another runner takes over when it has expired. Only the server's clock is used.

@@ -32,7 +32,7 @@ UNREACHABLE = (RedisError, OSError, RuntimeError)
 reset is noticed."""
 
 BACKSTOP_S = 60.0
-"""redis-py's own timeouts, only a backstop: `patience` ends earlier, and allows for stalls of the process."""
+"""redis-py's own timeouts, only a backstop. Those of `patience` are shorter, and allow for stalls."""
 
 ONCE_MORE_S = 0.01
 """After the timeout of a command, received data is checked once more, this much later."""
@@ -180,8 +180,8 @@ class Connections:
 def _loss(channel: PubSub) -> BaseException | None:
     """Return the error that ended a channel's connection, or None.
 
-    If the server's machine is gone, the connection ends with a TimeoutError. redis-py mistakes it for a read
-    timeout and raises it again at every read, at once, so that a reading loop would block the event loop.
+    If the server's machine is gone, the connection ends with a TimeoutError. At every read,
+    redis-py mistakes it for a read timeout, immediately, so that a reading loop would block the event loop.
     """
     reader = getattr(channel.connection, "_reader", None)
     return None if reader is None else reader.exception()

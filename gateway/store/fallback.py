@@ -2,7 +2,7 @@
 
 Chat must continue without Redis. So each process then admits requests within its part of every limit, by its
 own count, and does not contact Redis again before a synchronization has reported everything that happened
-in the meantime. The two ways of counting are never mixed: this process always knows what it holds itself.
+in the meantime. The two ways of counting are never mixed, because each process always knows what it holds.
 
 When Redis returns, it does not know yet what the other processes admitted in the meantime. So each process
 keeps to its part for a moment longer, until all live processes have reported.
@@ -220,7 +220,7 @@ class FallbackLedger:
 
 
 def divided(limits: Load, claim: Load, replicas: int) -> Load:
-    """Return one process's part of `limits`, counter by counter; it always has room for one such `claim`.
+    """Return one process's part of `limits`, counter by counter, with room for at least one such `claim`.
 
     Otherwise, a document that takes half a backend could run on none of three replicas.
     """

@@ -1,7 +1,7 @@
 """Jobs in Redis or Valkey: a stream with a consumer group dispatches them, scripts keep the state consistent.
 
 Each operation is a single script, so no intermediate state is visible, and a process that dies between two
-operations leaves nothing half done. Only the server's clock is used. Nothing is retried silently, and all
+operations leaves no partial change. Only the server's clock is used. Nothing is retried silently, and all
 operations are idempotent: after StoreUnavailable the outcome is unknown, and the caller may retry.
 """
 

@@ -1,4 +1,4 @@
-"""Calls the scripts by which processes share limits: one round trip each."""
+"""Calls the scripts by which processes share limits, facts and boxes: one round trip each."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager

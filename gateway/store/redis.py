@@ -344,7 +344,7 @@ class RedisLedger:
         except asyncio.CancelledError:
             if asked.outcome.done() and not asked.outcome.cancelled() and not asked.outcome.exception():
                 slot = asked.outcome.result()
-                if isinstance(slot, Slot) and self._own.forget(slot):  # acquired meanwhile
+                if isinstance(slot, Slot) and self._own.forget(slot):  # acquired by the cancelled task
                     self._settle_soon(account)
             raise
         return asked.outcome.result()

@@ -62,7 +62,7 @@ class TextEstimate(Estimate):
 
 
 class RememberedCounts:
-    """LRU cache of the counts of long texts. Thread-safe.
+    """LRU cache of the token counts of texts. Thread-safe.
 
     The key is the length of the text and the hash that Python caches with it: 64 bits, keyed with a secret of
     this process, so that callers cannot construct a collision. A random one has a probability of 1 in 10^15.

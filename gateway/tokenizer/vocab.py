@@ -357,7 +357,7 @@ def ids_in(encoding: tiktoken.Encoding, text: str, *, with_markers: bool) -> int
     """Return the number of ids that a text is encoded as; `with_markers`: its markers count as one id each.
 
     Encodes to a buffer, as tiktoken does for numpy, because `encode` builds a list of Python integers, which
-    takes 3 of 35 ms per MB and holds the GIL. Falls back to `encode` in case a tiktoken has no such method.
+    takes 3 of 35 ms per MB and holds the GIL. Falls back to `encode` if tiktoken has no such method.
     """
     encode = getattr(getattr(encoding, "_core_bpe", None), "encode_to_tiktoken_buffer", None)
     if encode is None:

@@ -1,1 +1,1 @@
-"""The upstream side. The only package that imports httpx."""
+"""The upstream side. In the serving process, only this package imports httpx."""

@@ -2,8 +2,8 @@
 
 A name is resolved once per attempt, and the connection goes to an address that was checked, so a name server
 cannot answer differently in between (DNS rebinding). The Host header and TLS use the name, so certificates
-are verified as usual. Proxy settings are ignored, cookies are not kept, and redirects are not followed. At
-most `BODY_BYTES_MAX` of the response body are read, so that the endpoint can finish sending a short one.
+are verified as usual. Proxy settings are ignored, cookies are not kept, and redirects are not followed. Of
+the response body, only the beginning is read (`BODY_BYTES_MAX`), so that the endpoint can finish a short one.
 """
 
 import socket

@@ -2,7 +2,7 @@
 
 Every gateway process runs this; the store ensures that a delivery is claimed by one of them at a time. The
 result of an attempt is written to the store afterwards, so if a process dies in between, the delivery is
-attempted again under the same id: at least once.
+attempted again under the same id (at-least-once delivery).
 """
 
 import logging
