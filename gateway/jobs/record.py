@@ -78,7 +78,7 @@ class JobRecord(Downstream):
         self.error = error
 
     async def run(self) -> None:
-        """Write chunks until cancelled, lost or a gap is found. Retries while the store is unreachable."""
+        """Write chunks until cancelled, lost or stopped by a gap. Retries while the store is unreachable."""
         while not self._is_over:
             if not self._is_behind:
                 self._has_some = anyio.Event()
