@@ -125,8 +125,8 @@ class Gateway:
         self.journal = Journal()
         backends = self.policy.backends
         secrets = parts.backend_keys(settings, environ)
-        self._verifications = parts.Verifications()
-        tls = self._verifications.of(settings)
+        self._tls_contexts = parts.TlsContexts()
+        tls = self._tls_contexts.of(settings)
         self.fleet = Prober(
             backends,
             parts.health_rules(settings),
@@ -306,7 +306,7 @@ class Gateway:
             settings.policy(),
             parts.backend_keys(settings, self._environ),
             settings.key_digests(self._environ) or {},
-            self._verifications.of(settings),
+            self._tls_contexts.of(settings),
         )
 
     async def _put_in_force(

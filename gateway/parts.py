@@ -6,7 +6,6 @@ import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gateway.clock import SystemClock
@@ -33,7 +32,7 @@ from gateway.jobs import BatchRules, BatchRunner, QueueWatch, Worker, WorkerRule
 from gateway.pipeline import Pipeline
 from gateway.pipeline.box_controller import JOBS_SETTLE_S, SETTLE_S
 from gateway.ports import Arrival, Recorder
-from gateway.settings import Settings
+from gateway.settings import BackendTls, Settings
 from gateway.settings.secrets import carried
 from gateway.settings.sections.boxes import MemberSection, RequestSection
 from gateway.store.batches import RedisBatches
@@ -399,56 +398,39 @@ def wire_rules(settings: Settings) -> WireRules:
     )
 
 
-class Verifications:
-    """How backends' certificates are verified. Equal settings share one SSL context."""
+class TlsContexts:
+    """The SSL contexts for backends. Equal settings with equal files share one, across reloads."""
 
     def __init__(self) -> None:
         """Start with no contexts."""
-        self._known: dict[tuple[Path, bytes], ssl.SSLContext] = {}
+        self._known: dict[tuple[BackendTls, tuple[bytes, ...]], ssl.SSLContext] = {}
 
     def of(self, settings: Settings) -> Mapping[str, ssl.SSLContext | bool]:
-        """Return the verification per backend.
+        """Return the context per backend; instead of one, whether its certificate is verified by default.
 
         Raises:
-            ConfigError: a CA file contains no certificates.
+            ConfigError: a file is missing or unusable.
         """
-        return {name: self._verification(settings, name) for name in settings.document.backends}
+        return {name: self._context(name, settings.tls(name)) for name in settings.document.backends}
 
-    def _verification(self, settings: Settings, name: str) -> ssl.SSLContext | bool:
-        ca_file = settings.tls(name).ca_file
-        if ca_file is None or not settings.tls(name).verify:
-            return verification(settings, name)
+    def _context(self, backend_id: str, tls: BackendTls) -> ssl.SSLContext | bool:
+        if not tls.verify:
+            log.warning(
+                "backend %s: its certificate is not verified",
+                backend_id,
+                extra=about("tls_unverified", backend=backend_id),
+            )
+        if not tls.files:
+            return tls.verify
         try:
-            at = (ca_file, ca_file.read_bytes())
+            found = tls, tuple(file.read_bytes() for file in tls.files)
+            if found not in self._known:
+                self._known[found] = tls.context()
         except OSError as error:
-            raise ConfigError(f"backend {name}: {ca_file}: {error.strerror}") from error
-        if at not in self._known:
-            found = verification(settings, name)
-            assert isinstance(found, ssl.SSLContext)
-            self._known[at] = found
-        return self._known[at]
-
-
-def verification(settings: Settings, backend_id: str) -> ssl.SSLContext | bool:
-    """Return how the certificate of a backend is verified.
-
-    Raises:
-        ConfigError: its CA file contains no certificates.
-    """
-    tls = settings.tls(backend_id)
-    if not tls.verify:
-        log.warning(
-            "backend %s: its certificate is not verified",
-            backend_id,
-            extra=about("tls_unverified", backend=backend_id),
-        )
-        return False
-    if tls.ca_file is None:
-        return True
-    try:
-        return ssl.create_default_context(cafile=str(tls.ca_file))
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"backend {backend_id}: {tls.ca_file} holds no certificates: {error}") from error
+            raise ConfigError(f"backend {backend_id}: {error.filename}: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"backend {backend_id}: {error}") from error
+        return self._known[found]
 
 
 def backend_keys(settings: Settings, environ: Mapping[str, str]) -> Mapping[str, str]:

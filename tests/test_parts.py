@@ -1,13 +1,16 @@
-"""Which store a gateway's parts use, as the configuration has it."""
+"""The parts of a gateway, as the configuration has it."""
 
+import ssl
 from pathlib import Path
 
 import pytest
 import yaml
+from support.certificates import self_signed
 from support.site import POLICY
 
 from gateway import parts, settings
 from gateway.clock import SystemClock
+from gateway.core.errors import ConfigError
 from gateway.store.idempotency import MemoryIdempotency, RedisIdempotency
 
 
@@ -41,3 +44,29 @@ async def test_answers_are_kept_in_whichever_store_there_is(
     assert isinstance(
         parts.idempotency(found.for_worker(0, 2, "unix:///w"), SystemClock()).store, RedisIdempotency
     )
+
+
+def test_backends_with_equal_tls_share_a_context_until_a_file_changes(
+    tmp_path: Path,
+) -> None:
+    self_signed(tmp_path, "gateway")
+    tls = {"cert_file": "cert.pem", "key_file": "key.pem"}
+    own = {"light-0": tls, "light-1": tls, "light-2": {}}
+    backends = {
+        name: {"url": f"https://{name}", "profile": "h100-tp1-light", "tls": one} for name, one in own.items()
+    }
+    site = loaded(tmp_path, backends=backends, pools={"light": list(own)})
+    contexts = parts.TlsContexts()
+    first = contexts.of(site)
+    assert isinstance(first["light-0"], ssl.SSLContext)
+    assert first == {"light-0": first["light-0"], "light-1": first["light-0"], "light-2": True}
+    assert contexts.of(site) == first
+
+    self_signed(tmp_path, "gateway")  # renewed
+    renewed = contexts.of(site)
+    assert renewed["light-0"] is not first["light-0"]
+    assert renewed["light-1"] is renewed["light-0"]
+
+    (tmp_path / "key.pem").unlink()
+    with pytest.raises(ConfigError, match=r"backend light-0: .*key.pem: No such file"):
+        contexts.of(site)

@@ -61,10 +61,49 @@ from gateway.settings.yaml_tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class BackendTls:
-    """How a backend's certificate is verified. `ca_file` None: by the system's certificates."""
+    """TLS to a backend.
+
+    Attributes:
+        ca_file: Authorities that its certificate is verified against; None: the system's.
+        verify: Whether it is verified at all.
+        cert_file, key_file: The gateway's own certificate and its key; None: it has none, or the key is in
+            `cert_file`.
+    """
 
     ca_file: Path | None
     verify: bool
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that `context` reads."""
+        authorities = self.ca_file if self.verify else None
+        return tuple(file for file in (authorities, self.cert_file, self.key_file) if file is not None)
+
+    def context(self) -> ssl.SSLContext:
+        """Return a context with these settings.
+
+        Raises:
+            ValueError: a file is missing or unusable. The message names it.
+        """
+        authorities = self.ca_file if self.verify else None
+        try:
+            context = ssl.create_default_context(cafile=None if authorities is None else str(authorities))
+        except (OSError, ssl.SSLError) as error:
+            raise ValueError(f"{authorities} holds no certificates: {error}") from error
+        if not self.verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if self.cert_file is not None:
+            try:
+                context.load_cert_chain(self.cert_file, self.key_file, password=_no_password)
+            except (OSError, ssl.SSLError) as error:
+                where = f"{self.cert_file} with {self.key_file}" if self.key_file else str(self.cert_file)
+                raise ValueError(f"{where} is no certificate with its key: {error}") from error
+            except ValueError as error:  # from `_no_password`
+                raise ValueError(f"{self.key_file or self.cert_file}: {error}") from error
+        return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,9 +431,14 @@ class Settings:
         return None if otlp is None or otlp.headers_env is None else SecretRef(otlp.headers_env)
 
     def tls(self, backend_id: str) -> BackendTls:
-        """Return how a backend's certificate is verified."""
+        """Return the TLS settings of a backend."""
         section = self.document.backends[backend_id].tls
-        return BackendTls(self._file(section.ca_file), section.verify)
+        return BackendTls(
+            self._file(section.ca_file),
+            section.verify,
+            self._file(section.cert_file),
+            self._file(section.key_file),
+        )
 
     def unmet(self, environ: Mapping[str, str]) -> tuple[Problem, ...]:
         """Return everything the file refers to that is missing or unusable on this machine: variables, key
@@ -440,8 +484,10 @@ class Settings:
                 yield self.problem(path, f"there is no file {file}")
         for name in self.document.backends:
             tls = self.tls(name)
-            if tls.verify and tls.ca_file is not None and (fault := _authorities_fault(tls.ca_file)):
-                yield self.problem(("backends", name, "tls", "ca_file"), fault)
+            own = replace(tls, ca_file=None)
+            for key, one in (("ca_file", replace(tls, cert_file=None, key_file=None)), ("cert_file", own)):
+                if fault := _tls_fault(one):
+                    yield self.problem(("backends", name, "tls", key), fault)
         if self.jobs_folder is not None and self.jobs is not None and _is_homeless(self.jobs.data_dir):
             yield self.problem(
                 ("jobs", "data_dir"), f"there is no home directory {Path(self.jobs.data_dir).parts[0]}"
@@ -471,8 +517,11 @@ class Settings:
         if self.vocab is not None:
             yield ("tokenizer", "vocab"), self.vocab
         for name in self.document.backends:
-            if (ca_file := self.tls(name).ca_file) is not None:
-                yield ("backends", name, "tls", "ca_file"), ca_file
+            tls = self.tls(name)
+            files = {"ca_file": tls.ca_file, "cert_file": tls.cert_file, "key_file": tls.key_file}
+            for key, file in files.items():
+                if file is not None:
+                    yield ("backends", name, "tls", key), file
 
     def _backend_secret(self, backend_id: str) -> SecretRef | None:
         section = self.document.backends[backend_id]
@@ -540,14 +589,19 @@ def _headers(secret: SecretRef | None, environ: Mapping[str, str]) -> Mapping[st
     return headers
 
 
-def _authorities_fault(file: Path) -> str:
-    """Return what is wrong with a CA file; "" if it is usable or does not exist."""
-    try:
-        ssl.create_default_context(cafile=str(file))
-    except (FileNotFoundError, IsADirectoryError):
+def _no_password() -> str:
+    """Refuse an encrypted key: by default, OpenSSL would ask for its password on the terminal."""
+    raise ValueError("its key is encrypted: decrypt it, for example with `openssl pkey`")
+
+
+def _tls_fault(tls: BackendTls) -> str:
+    """Return what is wrong with the files of TLS settings; "" if they are usable or do not all exist."""
+    if not tls.files or not all(file.is_file() for file in tls.files):
         return ""
-    except (OSError, ssl.SSLError) as error:
-        return f"{file} holds no certificates: {error}"
+    try:
+        tls.context()
+    except ValueError as error:
+        return str(error)
     return ""
 
 
@@ -650,6 +704,9 @@ def _waiting(section: ClassSection) -> Waiting:
 
 def findings(document: Document) -> Iterator[Finding]:
     """Yield values that contradict each other once defaults are known."""
+    for name, backend in document.backends.items():
+        if backend.tls.key_file is not None and backend.tls.cert_file is None:
+            yield Finding(("backends", name, "tls", "key_file"), "there is no cert_file that it belongs to")
     for model, policy in document.models.items():
         for index, section in enumerate(policy.classes):
             waiting = _waiting(section)

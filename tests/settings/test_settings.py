@@ -2,10 +2,14 @@
 
 import hashlib
 import os
+import re
+import ssl
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from support.certificates import self_signed
 
 from gateway import profiles
 from gateway.core.classification import classify
@@ -431,6 +435,50 @@ def test_what_is_there_and_cannot_be_used_warns_in_check_and_stops_serve(
     assert (warning.line, warning.column) == place
     with pytest.raises(ConfigError, match=message):
         loaded(text).require({})
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        pytest.param("cert_file: own.pem, key_file: own.key", "", id="both"),
+        pytest.param("cert_file: together.pem", "", id="in-one-file"),
+        pytest.param("cert_file: own.pem", "own.pem is no certificate with its key", id="no-key"),
+        pytest.param("cert_file: own.pem, key_file: other.key", "other.key is no cert", id="another"),
+        pytest.param("cert_file: own.pem, key_file: locked.key", "locked.key: .*encrypted", id="enc"),
+        pytest.param("cert_file: none.pem", "there is no file", id="missing"),
+    ],
+)
+def test_a_client_certificate_and_its_key_belong_together(
+    loaded: Load, checked: Check, tmp_path: Path, files: str, message: str
+) -> None:
+    for name, host in (("own", "a"), ("other", "b")):
+        (tmp_path / host).mkdir()
+        cert, key = self_signed(tmp_path / host, "localhost")
+        cert.rename(tmp_path / f"{name}.pem")
+        key.rename(tmp_path / f"{name}.key")
+    together = (tmp_path / "own.pem").read_bytes() + (tmp_path / "own.key").read_bytes()
+    (tmp_path / "together.pem").write_bytes(together)
+    locked = ["-in", str(tmp_path / "own.key"), "-aes256", "-passout", "pass:word"]
+    subprocess.run(["openssl", "pkey", *locked, "-out", str(tmp_path / "locked.key")], check=True)
+    text = one(f"profile: spark-fp8, tls: {{{files}}}").replace("http:", "https:")
+
+    said = [one.message for one in checked(text).warnings if one.line == 3]
+    if message:
+        assert any(re.search(message, one) for one in said), said
+        with pytest.raises(ConfigError, match=message):
+            loaded(text).require({})
+    else:
+        assert said == []
+        loaded(text).require({})
+        assert loaded(text).tls("b").context().verify_mode is ssl.CERT_REQUIRED
+
+
+def test_a_key_without_a_certificate(checked: Check) -> None:
+    (problem,) = checked(
+        one("profile: spark-fp8, tls: {key_file: own.key}").replace("http:", "https:")
+    ).problems
+    assert problem.message == "there is no cert_file that it belongs to"
+    assert problem.line == 3
 
 
 def test_authorities_that_nobody_asks_may_be_anything(checked: Check, tmp_path: Path) -> None:

@@ -20,16 +20,17 @@ from random import Random
 import anyio
 import pytest
 from anyio.abc import ByteStream, SocketAttribute, SocketStream
-from anyio.streams.tls import TLSStream
+from anyio.streams.tls import TLSAttribute, TLSStream
 from support.certificates import self_signed
 from support.kernel import keepalive_s, vanish
 from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, Answer, RawServer, answer_of, chunk, raw_server
 
-from gateway.core.errors import UpstreamFailed, UpstreamLost, UpstreamUnreachable
+from gateway.core.errors import UpstreamError, UpstreamFailed, UpstreamLost, UpstreamUnreachable
 from gateway.core.event_template import TOKEN_BYTES_MAX
 from gateway.core.values import Backend, Capacity, Endpoint, KneeStep, Timeouts
 from gateway.ports import Target, Upstream, UpstreamResponse
+from gateway.settings import BackendTls
 from gateway.tcp import SILENT_S
 from gateway.upstream import backend_clients, direct
 from gateway.upstream.client import HttpxUpstream
@@ -1145,5 +1146,49 @@ async def test_the_certificate_of_a_backend_is_checked(
         else:
             async with upstream.open(target, Timeouts()) as response:
                 assert await whole(response) == b"{}"
+        await upstream.aclose()
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("has_one", [True, False], ids=["with-certificate", "without"])
+async def test_a_backend_may_ask_for_a_client_certificate(
+    certificate: tuple[Path, Path], kind: Kind, tmp_path: Path, has_one: bool
+) -> None:
+    cert, key = certificate
+    own_cert, own_key = self_signed(tmp_path, "gateway")
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(own_cert))
+    serving.load_cert_chain(cert, key)
+    serving.verify_mode = ssl.CERT_REQUIRED
+    seen: list[object] = []
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = listener.extra(anyio.abc.SocketAttribute.local_port)
+
+    async def serve(stream: ByteStream) -> None:
+        async with stream:
+            with suppress(ssl.SSLError, anyio.BrokenResourceError, anyio.EndOfStream):
+                tls = await TLSStream.wrap(
+                    stream, server_side=True, ssl_context=serving, standard_compatible=False
+                )
+                seen.append(tls.extra(TLSAttribute.peer_certificate))
+                await tls.receive()
+                await tls.send(answer_of(b"{}"))
+                await tls.receive()
+
+    own = (own_cert, own_key) if has_one else (None, None)
+    context = BackendTls(cert, True, *own).context()
+    backend = Backend("b", f"https://localhost:{port}", CAPACITY)
+    upstream = kind([backend], secrets={}, tls={"b": context})
+    target = Target(backend, Endpoint.CHAT, (), b"{}")
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, serve)
+        if has_one:
+            async with upstream.open(target, Timeouts()) as response:
+                assert await whole(response) == b"{}"
+            assert len(seen) == 1
+            assert seen[0]
+        else:
+            with pytest.raises(UpstreamError):
+                async with upstream.open(target, Timeouts()):
+                    pass
         await upstream.aclose()
         tasks.cancel_scope.cancel()

@@ -84,13 +84,19 @@ class QuirksSection(Section):
 
 
 class TlsSection(Section):
-    """How an https backend's certificate is verified."""
+    """TLS to an https backend: how its certificate is verified, and the gateway's own."""
 
     ca_file: Text | None = None
     """Certificates to trust instead of the system's, in PEM format; relative to this file."""
 
     verify: bool = True
     """Whether the certificate is verified at all."""
+
+    cert_file: Text | None = None
+    """Client certificate, with its chain, if the backend asks for one; PEM format, relative to this file."""
+
+    key_file: Text | None = None
+    """Its private key, in PEM format, not encrypted. Unset: it is in `cert_file`."""
 
 
 class BackendSection(Section):
