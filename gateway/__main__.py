@@ -1,6 +1,14 @@
-"""`python -m gateway` is `gemma-gateway`."""
+"""The `gemma-gateway` command, which is also `python -m gateway`."""
 
-from gateway.cli import main
+from gateway.cli import main as cli
+from gateway.exiting import bounded_exit
+
+
+def main() -> None:
+    """Run the command, and exit."""
+    with bounded_exit():
+        cli()
+
 
 if __name__ == "__main__":
     main()

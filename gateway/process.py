@@ -1,11 +1,8 @@
 """The gateway as a process: what `gemma-gateway serve` runs, from a file name to an exit status."""
 
-import faulthandler
 import os
-import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,29 +16,7 @@ from gateway.telemetry import logs
 T = TypeVar("T")
 USAGE = 2
 
-EXIT_S = 10.0
-"""How long the interpreter may take to exit once the gateway has ended."""
 
-
-@contextmanager
-def bounded_exit() -> Iterator[None]:
-    """Make sure that the process exits soon after the block, however the block ends.
-
-    Python waits for every thread before it exits. A thread that never ends, because it died half way for lack
-    of memory or waits for a disk, would keep a process that no longer serves from being restarted. After
-    `EXIT_S` such a process writes where its threads are, and exits with status 1.
-    """
-    try:
-        yield
-    finally:
-        try:
-            faulthandler.dump_traceback_later(EXIT_S, exit=True)
-        except RuntimeError:  # the system has no thread left for it
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, EXIT_S)
-
-
-@bounded_exit()
 def serve(config: Path, log_level: str = "info", workers: int = 1) -> int:
     """Serve until a signal; return the exit status. Addresses and errors are printed to stderr.
 
@@ -64,7 +39,6 @@ def serve(config: Path, log_level: str = "info", workers: int = 1) -> int:
     return 0
 
 
-@bounded_exit()
 def work(config: Path, log_level: str = "info", admin: str | None = None) -> int:
     """Run jobs until a signal; return the exit status. Otherwise like `serve`.
 

@@ -18,6 +18,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from gateway import app, process, settings
 from gateway.core.errors import ConfigError
+from gateway.exiting import bounded_exit
 from gateway.settings import Settings
 from gateway.supervisor import REREAD, STOP, Order, Report
 from gateway.telemetry import logs
@@ -25,7 +26,6 @@ from gateway.telemetry import logs
 STDIN, STDOUT, STDERR = 0, 1, 2
 
 
-@process.bounded_exit()
 def main() -> int:
     """Serve as ordered on standard input. Return the exit status."""
     for heard in (*app.STOP_SIGNALS, app.RELOAD_SIGNAL):
@@ -112,4 +112,5 @@ async def _told(stops: int, hints: MemoryObjectSendStream[None]) -> AsyncIterato
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with bounded_exit():
+        sys.exit(main())

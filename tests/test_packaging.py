@@ -51,7 +51,7 @@ def test_the_command_is_installed_under_its_name() -> None:
     assert (command.group, command.name, command.value) == (
         "console_scripts",
         "gemma-gateway",
-        "gateway.cli:main",
+        "gateway.__main__:main",
     )
 
 

@@ -721,7 +721,7 @@ async def test_an_error_before_a_decision_carries_the_request_id(world: World) -
 
 
 @pytest.mark.parametrize(
-    ("lane", "down", "may_start"),
+    ("lane", "down", "can_run_lane"),
     [
         ("gemma-4/long_document", {"light-0", "light-1"}, True),
         ("gemma-4/long_document", {"push"}, False),

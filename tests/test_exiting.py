@@ -1,4 +1,4 @@
-"""The process that serves: it exits, whatever its threads do."""
+"""A process exits, whatever its threads do."""
 
 import subprocess
 import sys
@@ -8,15 +8,16 @@ import pytest
 
 HANGING = """
 import sys, threading
-from gateway import cli, process
+from gateway import __main__, exiting
 
-process.EXIT_S = 0.2
+exiting.EXIT_S = 0.2
 if sys.argv[1] == "no thread":
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("unable to start watchdog thread")
-    process.faulthandler.dump_traceback_later = refuse
+    exiting.faulthandler.dump_traceback_later = refuse
 threading.Thread(target=threading.Event().wait, name="never ends").start()
-cli.main(["serve", "--config", sys.argv[2]])
+sys.argv[1:] = ["serve", "--config", sys.argv[2]]
+__main__.main()
 """
 
 

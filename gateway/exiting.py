@@ -1,0 +1,27 @@
+"""The end of a process."""
+
+import faulthandler
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+EXIT_S = 10.0
+"""How long the interpreter may take to exit once nothing is left to do."""
+
+
+@contextmanager
+def bounded_exit() -> Iterator[None]:
+    """Make sure that the process exits soon after the block, however the block ends.
+
+    Python waits for every thread before it exits. A thread that never ends, because it died half way for lack
+    of memory or waits for a disk, would keep a process that no longer serves from being restarted. After
+    `EXIT_S` such a process writes where its threads are, and exits with status 1.
+    """
+    try:
+        yield
+    finally:
+        try:
+            faulthandler.dump_traceback_later(EXIT_S, exit=True)
+        except (RuntimeError, OSError):  # no thread is left for it, or no standard error
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, EXIT_S)
