@@ -4,7 +4,7 @@ Near a limit every request sends three commands to the store, and then the clien
 each command, redis-py takes a connection from its pool, checks whether it is alive, starts a timer, writes,
 waits, and reads the reply value by value: 185 us of CPU, mostly in the client and the event loop. Here it is
 28 us: all commands of one event loop iteration are a single write, replies are parsed as they arrive, without
-a task, and a single timer watches the oldest command of a connection. docs/store.md has the figures.
+a task, and a single timer watches the oldest command of a connection (one loaded x86 core, Python 3.11).
 
 redis-py still opens the connections, and so handles addresses, TLS, users, databases and names. The
 guarantees are those of `connections.py`: every command has a timeout, is sent once, and reports an unknown

@@ -174,7 +174,7 @@ class Turn:
     Attributes:
         offers: Requests that may start, in order. Answer each with `started`, `missed` or `leave`.
         refused: Refused requests; they have already left the queue.
-        look_again_at: When to run the next turn if nothing happens before, in monotonic seconds; None if not
+        next_turn_at: When to run the next turn if nothing happens before, in monotonic seconds; None if not
             needed.
     """
 
