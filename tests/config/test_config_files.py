@@ -25,6 +25,8 @@ INTENDED = {
     "gateway.example.yaml": [
         "environment variable PUSH_KEY is not set",
         "there is no file",
+        "there is no file",
+        "there is no file",
         "spark.key cannot be read",
         "environment variable SWITCH_TOKEN is not set",
         "class general admits images and audio",
