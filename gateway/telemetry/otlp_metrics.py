@@ -35,6 +35,7 @@ from prometheus_client.samples import Sample
 from gateway import __version__, threads
 from gateway.events import about
 from gateway.ports import Clock
+from gateway.telemetry.otlp_session import session
 from gateway.telemetry.receiver_status import ReceiverStatus
 
 log = logging.getLogger("gateway.telemetry")
@@ -44,7 +45,9 @@ _SCOPE = InstrumentationScope("gemma-gateway", __version__)
 
 def sender(endpoint: str, headers: Mapping[str, str]) -> MetricExporter:
     """Return an exporter to the base URL `endpoint`, with `headers`; `/v1/metrics` is appended."""
-    return OTLPMetricExporter(f"{endpoint.rstrip('/')}/v1/metrics", headers=dict(headers), timeout=10)
+    return OTLPMetricExporter(
+        f"{endpoint.rstrip('/')}/v1/metrics", headers=dict(headers), timeout=10, session=session()
+    )
 
 
 class MetricsPush:

@@ -40,9 +40,12 @@ from gateway.core.trace import SpanRef, Trace
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.values import Backend, Candidate, Endpoint
 from gateway.events import about
+from gateway.telemetry.otlp_session import session
 from gateway.telemetry.receiver_status import ReceiverStatus
 
 log = logging.getLogger("gateway.telemetry")
+_exporter_log = logging.getLogger(trace_exporter.__name__)
+"""Where `ReceiverStatus` finds the reason of a failure."""
 
 Value: TypeAlias = str | bool | int | float | Sequence[str]
 
@@ -101,14 +104,18 @@ class Sender(SpanExporter):
     def __init__(self, endpoint: str, headers: Mapping[str, str]) -> None:
         """Export to the base URL `endpoint`, with `headers`; `/v1/traces` is appended."""
         self._exporter = OTLPSpanExporter(
-            f"{endpoint.rstrip('/')}/v1/traces", headers=dict(headers), timeout=10
+            f"{endpoint.rstrip('/')}/v1/traces", headers=dict(headers), timeout=10, session=session()
         )
         self._receiver_status = ReceiverStatus(trace_exporter.__name__, on_away=_say_away, on_back=_say_back)
         self._is_shut = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Export spans."""
-        result = self._exporter.export(spans)
+        try:
+            result = self._exporter.export(spans)
+        except Exception as error:  # noqa: BLE001 - older exporters raise what their session raises
+            _exporter_log.error("%s", error)
+            result = SpanExportResult.FAILURE
         if not self._is_shut:
             self._receiver_status.note(result is SpanExportResult.SUCCESS)
         return result

@@ -9,7 +9,9 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+import requests
 from anyio.abc import SocketStream
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -20,6 +22,7 @@ from gateway.clock import SystemClock
 from gateway.core.usage import Ending, RequestRecord
 from gateway.telemetry import tracing
 from gateway.telemetry.otlp_metrics import MetricsPush
+from gateway.telemetry.otlp_metrics import sender as metric_sender
 from gateway.telemetry.tracing import Sender, TraceRules, Tracing
 
 PATIENCE_S = 10.0  # a bound for a broken test, not a time anything is expected to take
@@ -103,6 +106,41 @@ async def test_spans_that_are_not_taken_are_one_line_until_they_are(caplog: pyte
         "traces_taken",
     ]
     assert "Wrong Door" in caplog.text
+
+
+@pytest.mark.parametrize("status", [b"302 Found", b"308 Permanent Redirect"])
+async def test_a_redirect_is_not_taken_for_success(status: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def answer(stream: SocketStream, number: int) -> None:
+        head = b"HTTP/1.1 %b\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n"
+        await stream.send(head % status)
+
+    async with raw_server(answer) as server:
+        spans, metrics = Sender(server.url, {}), metric_sender(server.url, {})
+        results = [
+            await anyio.to_thread.run_sync(spans.export, []),
+            await anyio.to_thread.run_sync(metrics.export, MetricsData([])),
+        ]
+        await anyio.to_thread.run_sync(spans.shutdown)
+        metrics.shutdown()
+
+    assert results == [SpanExportResult.FAILURE, MetricExportResult.FAILURE]
+    asked = [head.partition(b" HTTP/")[0] for head, _ in server.requests]
+    assert asked == [b"POST /v1/traces", b"POST /v1/metrics"]
+    assert "a redirect to /elsewhere" in caplog.text
+
+
+def test_an_exporter_that_raises_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def export(*_: object) -> SpanExportResult:  # as OpenTelemetry 1.36 does on a redirect
+        raise requests.exceptions.HTTPError("302, a redirect to /elsewhere")
+
+    monkeypatch.setattr(OTLPSpanExporter, "export", export)
+    sender = Sender("http://127.0.0.1:9", {})
+    assert [sender.export([]) for _ in range(3)] == [SpanExportResult.FAILURE] * 3
+    sender.shutdown()
+    (record,) = caplog.records
+    assert "a redirect to /elsewhere" in record.getMessage()
 
 
 def test_the_end_does_not_wait_for_spans_that_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
