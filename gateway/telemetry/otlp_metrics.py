@@ -87,7 +87,8 @@ class MetricsPush:
     def _send(self, data: MetricsData) -> bool:
         try:
             return self._sender.export(data) is MetricExportResult.SUCCESS
-        except Exception:  # noqa: BLE001 - some exporters raise where an answer is late: that ends nothing
+        except Exception as error:  # noqa: BLE001 - some exporters raise where an answer is late: that ends nothing
+            self._receiver_status.explain(str(error))
             return False
 
     def _now_ns(self) -> int:

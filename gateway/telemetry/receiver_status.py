@@ -33,13 +33,17 @@ class ReceiverStatus:
         elif was_away and not self._is_away:
             self._on_back()
 
+    def explain(self, reason: str) -> None:
+        """Give the reason of a failure that will be noted, unless the library has said one."""
+        self._reason = self._reason or reason
+
     def close(self) -> None:
         """Stop capturing the library's messages."""
         for logger, one in self._filters:
             logger.removeFilter(one)
 
     def _keep(self, record: logging.LogRecord) -> bool:
-        self._reason = self._reason or record.getMessage()  # the first message is the most specific one
+        self.explain(record.getMessage())  # the first message is the most specific one
         return False
 
     def _passes(self, _: logging.LogRecord) -> bool:

@@ -44,8 +44,6 @@ from gateway.telemetry.otlp_session import session
 from gateway.telemetry.receiver_status import ReceiverStatus
 
 log = logging.getLogger("gateway.telemetry")
-_exporter_log = logging.getLogger(trace_exporter.__name__)
-"""Where `ReceiverStatus` finds the reason of a failure."""
 
 Value: TypeAlias = str | bool | int | float | Sequence[str]
 
@@ -114,7 +112,7 @@ class Sender(SpanExporter):
         try:
             result = self._exporter.export(spans)
         except Exception as error:  # noqa: BLE001 - older exporters raise what their session raises
-            _exporter_log.error("%s", error)
+            self._receiver_status.explain(str(error))
             result = SpanExportResult.FAILURE
         if not self._is_shut:
             self._receiver_status.note(result is SpanExportResult.SUCCESS)
