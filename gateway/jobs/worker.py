@@ -1,8 +1,9 @@
 """The job worker: claims jobs, runs each through the request pipeline, and stores its answer.
 
 A worker claims no more than it can place: per lane, at most `ahead_max` of its jobs may be waiting for a
-backend. All others wait in the store, in order and available to every worker. No state of a job exists only
-in the worker: if one dies, this is noticed within seconds, and another continues from what is stored.
+slot on a backend. All others wait in the store, in order and available to every worker. No state of a job
+exists only in the worker: if one dies, this is noticed within seconds, and another continues from what is
+stored.
 
 A job ends with its answer, or when a backend rejects its content. It does not end because a backend fails,
 the fleet is full or down, or this process is stopped. In these cases it is returned to the queue, and a
@@ -15,9 +16,10 @@ failures, when it has `attempts_max` of them.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
@@ -53,7 +55,7 @@ class WorkerRules:
 
     Attributes:
         running_max: Maximum number of jobs at once.
-        ahead_max: Per lane, the maximum number of these whose answers have not begun.
+        ahead_max: Per lane, the maximum number of these that have not been given a slot yet.
         attempts_max: A job fails for good after this many failures.
         beat_s: Heartbeat interval. Jobs are taken over after about three missed ones.
         look_s: Maximum interval between two checks of the store without a message.
@@ -62,7 +64,7 @@ class WorkerRules:
         continues: Whether to continue an interrupted answer where possible.
     """
 
-    running_max: int = 64
+    running_max: int = 256
     ahead_max: int = 2
     attempts_max: int = 3
     beat_s: float = 3.0
@@ -75,8 +77,15 @@ class WorkerRules:
 Read = Callable[[Job, bytes], Incoming]
 """Returns the request for a job's chat body. Raises CallerError if it is invalid."""
 
-Run = Callable[[Incoming, Downstream], Awaitable[None]]
-"""Serves a request to completion: `Pipeline.run`."""
+
+class Run(Protocol):
+    """Serves a request to completion: `Pipeline.run`."""
+
+    async def __call__(
+        self, incoming: Incoming, downstream: Downstream, *, on_admitted: Callable[[], None]
+    ) -> None:
+        """Serve a request. `on_admitted` is called whenever it has been given a slot."""
+
 
 Serves = Callable[[], Serving]
 """Returns what this process can serve under the current configuration."""
@@ -91,6 +100,8 @@ class _Claim:
     config: str  # version at the time of the claim
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     beginning: Beginning = Beginning.NEW
+    is_admitted: bool = False  # it has been given a slot on a backend
+    has_begun: bool = False  # its answer has begun
     is_returned: bool = False  # it is to be returned before its answer begins
 
 
@@ -123,7 +134,6 @@ class Worker:
         self._can_run_lane = can_run_lane
         self._foreign: frozenset[str] = frozenset()  # lanes of models that are not served here
         self._claims: dict[str, _Claim] = {}
-        self._ahead: dict[str, set[str]] = {}  # per lane, the jobs whose answers have not begun
         self._room = anyio.Event()
         self._idle = anyio.Event()
         self._scope = anyio.CancelScope()
@@ -170,9 +180,9 @@ class Worker:
         await self._idle.wait()
 
     def _return_unbegun(self) -> None:
-        for ahead in self._ahead.values():
-            for job_id in ahead:
-                self._return(self._claims[job_id])
+        for claim in self._claims.values():
+            if not claim.has_begun:
+                self._return(claim)
 
     def _return(self, claim: _Claim) -> None:
         claim.is_returned = True
@@ -194,7 +204,8 @@ class Worker:
             lanes = await self._store.lanes()
             serving = self._serves()
             own = filter(self._can_run_lane, self._own_lanes(lanes, serving))
-            open_lanes = [name for name in own if len(self._ahead.get(name, ())) < self._rules.ahead_max]
+            ahead = Counter(claim.job.new.lane for claim in self._claims.values() if not claim.is_admitted)
+            open_lanes = [name for name in own if ahead[name] < self._rules.ahead_max]
             job = await self._store.claim(self._name, open_lanes, self._rules.attempts_max, serving.config)
             if job is None:
                 await self._changed()
@@ -243,7 +254,6 @@ class Worker:
         if (former := self._claims.get(job.id)) is not None:
             former.scope.cancel()  # it was lost, and claimed again before the loss was reported
         claim = self._claims[job.id] = _Claim(job, anyio.current_time(), self._serves().config)
-        self._ahead.setdefault(job.new.lane, set()).add(job.id)
         tasks.start_soon(self._work, claim)
         if self.is_draining and not self._is_needed():  # it was claimed before the drain began
             self._return(claim)
@@ -299,7 +309,6 @@ class Worker:
             await self._give_back(claim, after_s=self._rules.retry_s, failed=True)
         finally:
             if self._claims.get(job.id) is claim:  # otherwise this worker has claimed the job again
-                self._ahead[job.new.lane].discard(job.id)
                 del self._claims[job.id]
             self._room.set()
 
@@ -313,7 +322,7 @@ class Worker:
             return
         body = continuation(job.new.body, stored) if stored is not None and self._rules.continues else None
         if body is not None:
-            chunks, failure = await self._relay(job, body, restarts=False)
+            chunks, failure = await self._relay(claim, body, restarts=False)
             if not isinstance(failure, CallerError):
                 await self._conclude(claim, failure)
                 return
@@ -321,22 +330,25 @@ class Worker:
             job = claim.job = replace(job, chunks=chunks)
         if job.chunks:
             claim.beginning = Beginning.RESTARTED
-        _, failure = await self._relay(job, job.new.body, restarts=job.chunks > 0)
+        _, failure = await self._relay(claim, job.new.body, restarts=job.chunks > 0)
         await self._conclude(claim, failure)
 
-    async def _relay(self, job: Job, body: bytes, *, restarts: bool) -> tuple[int, GatewayError | None]:
+    async def _relay(self, claim: _Claim, body: bytes, *, restarts: bool) -> tuple[int, GatewayError | None]:
         """Run a request of a job. Return the job's new number of chunks, and the failure or None.
 
         Raises:
             JobLost: this worker no longer holds the job.
         """
-        waiting = self._ahead[job.new.lane]
+        job = claim.job
 
-        def started() -> None:
-            waiting.discard(job.id)
+        def admitted() -> None:
+            claim.is_admitted = True
             self._room.set()
 
-        record = JobRecord(self._store, job, restarts=restarts, on_start=started)
+        def begun() -> None:
+            claim.has_begun = True
+
+        record = JobRecord(self._store, job, restarts=restarts, on_start=begun)
         failure: GatewayError | None = None
         try:
             incoming = self._read(job, body)
@@ -346,7 +358,7 @@ class Worker:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(record.run)
                 try:
-                    await self._run(incoming, record)
+                    await self._run(incoming, record, on_admitted=admitted)
                 except GatewayError as error:
                     failure = error
                 except CallerStalled:

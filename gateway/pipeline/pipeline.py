@@ -135,14 +135,27 @@ class Pipeline:
         self.first_tokens = FirstTokens(ledger, clock)
         self.is_ending = False
 
-    async def run(self, incoming: Incoming, downstream: Downstream, estimate: Estimate | None = None) -> None:
-        """Serve one request to completion. `estimate` is its prompt length, if already known.
+    async def run(
+        self,
+        incoming: Incoming,
+        downstream: Downstream,
+        estimate: Estimate | None = None,
+        *,
+        on_admitted: Callable[[], None] | None = None,
+    ) -> None:
+        """Serve one request to completion.
+
+        Args:
+            incoming: The request.
+            downstream: Where its response goes.
+            estimate: Its prompt length, if already known.
+            on_admitted: Called whenever the request has been given a slot: once per attempt.
 
         Raises:
             GatewayError: nothing was sent to the caller yet; `headers` of the error describe the decision.
             CallerStalled, OSError: the caller is gone or no longer reads; close its connection.
         """
-        context = RequestContext(incoming=incoming, downstream=downstream, policy=self._policy())
+        context = RequestContext(incoming, downstream, self._policy(), on_admitted)
         try:
             await self._serve(context, estimate)
         except GatewayError as error:
@@ -322,7 +335,7 @@ class Pipeline:
                 # No backend is left to try, so the last backend's failure says more than "no backend".
                 raise failure from None
             has_waited = False
-            context.admitted_at = context.admitted_at or self._clock.now()
+            context.admitted(self._clock.now())
             ticket = self._waited(ticket, entered_at)
             try:
                 await self._try(context, ticket, candidate, slot)

@@ -1,5 +1,7 @@
 """The state of one request on its way through the pipeline."""
 
+from collections.abc import Callable
+
 from gateway.core.request_features import RequestFeatures
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
 from gateway.core.values import Candidate, Decision, Estimate, Policy
@@ -38,10 +40,17 @@ class RequestContext:
         error_code: `error.code` as sent to the caller.
     """
 
-    def __init__(self, incoming: Incoming, downstream: Downstream, policy: Policy) -> None:
-        """Start with the request alone."""
+    def __init__(
+        self,
+        incoming: Incoming,
+        downstream: Downstream,
+        policy: Policy,
+        on_admitted: Callable[[], None] | None = None,
+    ) -> None:
+        """Start with the request alone. `on_admitted` is called whenever it has been given a slot."""
         self.incoming = incoming
         self.downstream = downstream
+        self._on_admitted = on_admitted
         self.policy = policy
         self.estimated_at: float | None = None
         self.admitted_at: float | None = None
@@ -60,6 +69,12 @@ class RequestContext:
         self.status = 0
         self.ending = Ending.FAILED
         self.error_code = ""
+
+    def admitted(self, at: float) -> None:
+        """Note that the request was given a slot at `at` (monotonic seconds)."""
+        self.admitted_at = self.admitted_at or at
+        if self._on_admitted is not None:
+            self._on_admitted()
 
     async def start(self, status: int, headers: Headers) -> None:
         """Begin the response: send the status and headers, unless keep-alive comments already have."""

@@ -13,6 +13,8 @@ from support.processes import config, running
 from support.redis_server import RedisServer
 from support.site import Site, simulated, site
 
+from gateway.simulator.options import Fault, FaultOrder
+
 KEYS = {
     "a": {"sha256": "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"},  # of "a"
     "b": {"sha256": "3e23e8160039594a33894f6564e1b1348bbd7a0088d42c4acb73eeaed59c009d"},  # of "b"
@@ -22,9 +24,13 @@ ASK: dict[str, Any] = {"model": "gemma-4", "input": "Why is the sky blue?"}
 
 @asynccontextmanager
 async def jobs_site(
-    folder: Path, store: RedisServer, speed: float = 20.0, **sections: Any
+    folder: Path,
+    store: RedisServer,
+    speed: float = 20.0,
+    fault: FaultOrder | None = None,
+    **sections: Any,
 ) -> AsyncIterator[Site]:
-    fleet = simulated({"light-0": "h100-tp1-light", "light-1": "h100-tp1-light"}, speed=speed)
+    fleet = simulated({"light-0": "h100-tp1-light", "light-1": "h100-tp1-light"}, speed=speed, fault=fault)
     sections = {
         "pools": {"light": ["light-0", "light-1"]},
         "models": {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
@@ -123,6 +129,22 @@ async def test_a_stream_whose_store_goes_away_is_cut_off_and_taken_up_again(
     assert rest[-1].type == "response.incomplete"
     assert "was cut off: The job store does not answer" in caplog.text
     assert "Exception in ASGI application" not in caplog.text
+
+
+async def test_jobs_use_all_slots_however_long_their_first_tokens_take(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    late = FaultOrder(Fault.SLOW_HEADERS, for_s=10_000.0)
+    async with jobs_site(tmp_path, store, fault=late, backend={"limits": {"knee_seqs": 4}}) as gateway:
+        client = gateway.openai(api_key="a")
+        jobs = [await client.responses.create(**ASK, background=True) for _ in range(12)]
+
+        ledger = gateway.gateway.ledger
+        await gateway.eventually(lambda: {load.seqs for load in ledger.loads().values()} == {4})
+
+        for job in jobs:
+            await client.responses.cancel(job.id)
+        await gateway.eventually(gateway.idle)
 
 
 async def test_a_cancelled_job_stays_cancelled_and_frees_its_backend(gateway: Site) -> None:

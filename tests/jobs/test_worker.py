@@ -15,7 +15,18 @@ import pytest
 from redis.asyncio import Redis
 from support.job_world import QUOTA, JobWorld
 from support.redis_server import RedisServer, legs, own_server
-from support.scripted_backend import AFTER_END, ANSWER, BODY, WORDS, Asked, Backend, event, read, serves
+from support.scripted_backend import (
+    AFTER_END,
+    ANSWER,
+    BODY,
+    WITHOUT_SLOT,
+    WORDS,
+    Asked,
+    Backend,
+    event,
+    read,
+    serves,
+)
 
 from gateway.core.errors import (
     BackendRejected,
@@ -177,7 +188,7 @@ async def test_an_answer_that_reached_its_length_is_incomplete(world: JobWorld) 
 
 
 async def test_no_more_is_taken_than_can_be_placed(world: JobWorld) -> None:
-    store, held = world.open(), Held(0)
+    store, held = world.open(), Held(WITHOUT_SLOT)
     await submit(store, *"abcde")
     async with working(store, Backend(held)) as worker:
         with anyio.fail_after(WITHIN_S):
@@ -191,13 +202,27 @@ async def test_no_more_is_taken_than_can_be_placed(world: JobWorld) -> None:
             await ended(store, id)
 
 
+async def test_a_job_that_has_its_slot_makes_room_for_the_next_before_its_first_word(world: JobWorld) -> None:
+    """A long prefill does not keep slots free that other jobs could use."""
+    store, held = world.open(), Held(0)
+    rules = replace(RULES, running_max=4)
+    await submit(store, *"abcde")
+    async with working(store, Backend(held), rules=rules) as worker:
+        with anyio.fail_after(WITHIN_S):
+            while worker.running < 4:
+                await anyio.lowlevel.checkpoint()
+        held.go()
+        for id in "abcde":
+            await ended(store, id)
+
+
 # ------------------------------------------------------------------ given back, taken over, stopped
 
 
 async def test_a_worker_whose_claim_the_store_has_forgotten_leaves_the_job_to_who_has_it(
     world: JobWorld,
 ) -> None:
-    first, second, is_asked = Held(0), Held(1), anyio.Event()
+    first, second, is_asked = Held(WITHOUT_SLOT), Held(1), anyio.Event()
     outcomes = dict[str, AttemptOutcome]()
     ends = {"first": anyio.Event(), "second": anyio.Event()}
     rules = replace(RULES, beat_s=1000.0, ahead_max=1)
@@ -444,7 +469,7 @@ async def test_a_store_that_is_away_for_longer_than_a_worker_may_be_costs_nothin
         await held(request, number)
         if number == AFTER_END:
             end.set()
-        elif at == 0:
+        elif number == at == 0:
             end.set()
             raise BackendRejected("It is wrong.", status=400, code="wrong")
 
@@ -597,7 +622,7 @@ async def test_a_job_that_one_configuration_refuses_waits_for_a_process_that_has
     world: JobWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "gateway.jobs")
-    here, there, held = world.open(), world.open(), Held(0)
+    here, there, held = world.open(), world.open(), Held(WITHOUT_SLOT)
     ends = list[AttemptEnd]()
 
     async def refuse(asked: Asked, number: int) -> None:
@@ -680,10 +705,10 @@ async def test_an_answer_whose_continuation_is_refused_begins_anew(
     world: JobWorld, error: GatewayError
 ) -> None:
     class Refusing(Backend):
-        async def run(self, incoming: Incoming, downstream: Downstream) -> None:
+        async def run(self, incoming: Incoming, downstream: Downstream, **more: Any) -> None:
             if cast("Asked", incoming).so_far:
                 raise error
-            await super().run(incoming, downstream)
+            await super().run(incoming, downstream, **more)
 
     store = world.open()
     backend = Refusing(failing(StreamBroken("It broke."), 1, 3))

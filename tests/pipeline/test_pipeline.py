@@ -189,6 +189,19 @@ async def test_a_whole_answer_that_is_none_moves_to_the_next(world: World, body:
     assert caller.headers["x-gateway-backend"] == "light-1"
 
 
+async def test_who_asks_is_told_of_each_slot_before_anything_is_sent(world: World) -> None:
+    world.answers(light_0=Script(status=500), light_1=GOOD)
+    asked_before = list[int]()
+
+    await world.pipeline.run(
+        Incoming(world.request()),
+        Caller(),
+        on_admitted=lambda: asked_before.append(len(world.upstream.targets)),
+    )
+
+    assert asked_before == [0, 1]
+
+
 async def test_attempts_are_bounded(world: World) -> None:
     world.answers(light_0=Script(status=500), light_1=Script(status=502), push=Script(status=500))
 

@@ -20,6 +20,7 @@ from gateway.store.jobs import RedisJobs
 
 WORDS = [f"word{number} " for number in range(8)]
 ANSWER = "".join(WORDS)
+WITHOUT_SLOT = -1
 AFTER_END = len(WORDS) + 1
 BODY = json.dumps({"stream": True, "messages": [{"role": "user", "content": "Say them."}]}).encode()
 
@@ -55,7 +56,8 @@ async def nothing(asked: Asked, number: int) -> None:
 
 
 class Backend:
-    """Says WORDS. `before` is awaited before each, 0 being the first; then before the end, and after it."""
+    """Says WORDS. `before` is awaited before it has a slot, then before each word, 0 being the first; then
+    before the end, and after it."""
 
     def __init__(
         self, before: Callable[[Asked, int], Awaitable[None]] = nothing, finish_reason: str = "stop"
@@ -66,12 +68,16 @@ class Backend:
         self.said: Counter[str] = Counter()  # words, by "job number"
         self.stopped: Counter[str] = Counter()  # how often a job's answer was cut, by job
 
-    async def run(self, incoming: Incoming, downstream: Downstream) -> None:
+    async def run(
+        self, incoming: Incoming, downstream: Downstream, *, on_admitted: Callable[[], None]
+    ) -> None:
         asked = cast("Asked", incoming)
         self.asked.append(asked)
         job = asked.job.id
         begin = WORDS.index(asked.so_far.split()[-1] + " ") + 1 if asked.so_far else 0
         try:
+            await self.before(asked, WITHOUT_SLOT)
+            on_admitted()
             for number in range(begin, len(WORDS)):
                 await self.before(asked, number)
                 if number == begin:

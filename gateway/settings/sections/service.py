@@ -165,8 +165,8 @@ class JobsSection(Section):
     work_in_serve: bool = True
     """Whether `serve` runs jobs itself. If not, they wait for a `gemma-gateway worker`."""
 
-    running_max: Positive = 64
-    """Jobs that one process may run at once."""
+    running_max: Positive = 256
+    """Jobs that one process may run at once. Each is in memory; they also need slots, as all requests do."""
 
     attempts_max: Positive = 3
     """Failures after which a job is given up."""
