@@ -32,6 +32,7 @@ from gateway.core.values import (
     Demand,
     Exclusion,
     Gates,
+    JobRoom,
     KneeStep,
     Load,
     Spill,
@@ -150,6 +151,27 @@ def spill_limits(
         most.seqs,
         min(most.share, max(WHOLE - reserved, min(WHOLE, wanted.share))),
         most.kv_blocks,
+        most.long_seqs,
+        most.long_unanswered,
+        min(most.prefill_ms, _below(rules.prefill_s, wanted)),
+    )
+
+
+def job_limits(capacity: Capacity, most: Load, wanted: Load, rules: JobRoom) -> Load:
+    """Return `most` reduced for jobs, so that requests whose callers are waiting find room at once.
+
+    The reserve is rounded down to whole sequences with short prompts: a backend with a knee of 4 has none. A
+    job that needs more than the rest may run alone.
+    """
+    knee = knee_seqs(capacity, 0)
+    reserved = int(rules.reserve * knee) * (WHOLE // knee)
+    blocks = most.kv_blocks
+    if blocks != UNLIMITED:
+        blocks = max(blocks - int(rules.reserve * blocks), min(blocks, wanted.kv_blocks))
+    return Load(
+        most.seqs,
+        max(most.share - reserved, min(WHOLE, wanted.share)),
+        blocks,
         most.long_seqs,
         most.long_unanswered,
         min(most.prefill_ms, _below(rules.prefill_s, wanted)),

@@ -207,7 +207,8 @@ def _room(case: Case) -> Objection | None:
         case reason:
             detail = f"{load.seqs} in flight, {load.share / admission.WHOLE:.0%} of its knee"
             if most.share < admission.WHOLE:
-                detail += f"; the TPOT target allows {most.share / admission.WHOLE:.0%}"
+                who = "jobs may use" if case.demand.is_job else "the TPOT target allows"
+                detail += f"; {who} {most.share / admission.WHOLE:.0%}"
     return reason, detail
 
 
@@ -441,6 +442,8 @@ def consider(
         work_s = admission.prefill_s(view.backend, demand)
         claim = admission.claim(capacity, demand, pool.gates, work_s)
         most = admission.limits(capacity, claim, pool.gates, view.share_max, view.kv_taken)
+        if demand.is_job:
+            most = admission.job_limits(capacity, most, claim, pool.jobs)
         if view.status.state is State.PROBATION:
             most = replace(most, seqs=min(most.seqs, PROBATION_SEQS - 1 + claim.seqs))
     tightened = None

@@ -306,6 +306,19 @@ class Spill:
 
 
 @dataclass(frozen=True, slots=True)
+class JobRoom:
+    """What jobs leave free on each backend of a pool, for requests whose callers are waiting.
+
+    Attributes:
+        reserve: Share of the knee, in whole sequences, and of the KV blocks (0..1).
+        prefill_s: Seconds of outstanding prefill at which a backend takes no more jobs. None: no limit.
+    """
+
+    reserve: float = 0.125
+    prefill_s: float | None = 0.5
+
+
+@dataclass(frozen=True, slots=True)
 class Pool:
     """Backends that are interchangeable, in order of preference when all else is equal.
 
@@ -315,6 +328,7 @@ class Pool:
         timeouts: Timeouts of attempts in this pool.
         gates: Its admission limits in addition to the knee.
         spill: When it takes requests whose first choice is an earlier pool of their class.
+        jobs: What jobs leave free.
         tpot_target_s: Target for the seconds per output token, or None. While it is exceeded, backends are
             loaded below their knee.
     """
@@ -324,6 +338,7 @@ class Pool:
     timeouts: Timeouts = Timeouts()
     gates: Gates = OPEN
     spill: Spill = Spill()
+    jobs: JobRoom = JobRoom()
     tpot_target_s: float | None = None
 
 
@@ -619,6 +634,7 @@ class Demand:
         prompt_tokens: Estimated prompt length, for the knee curve.
         total_tokens: Upper bound of the prompt plus planned output, per sequence; must fit the window.
         images, audios: Counts, for the modality filter.
+        is_job: Whether it is a job, which leaves room for requests whose callers are waiting.
     """
 
     seqs: int
@@ -627,6 +643,7 @@ class Demand:
     images: int = 0
     audios: int = 0
     prompts: int = 1
+    is_job: bool = False
 
     @classmethod
     def of(cls, request: Request, estimate: Estimate, output_tokens: int) -> "Demand":
@@ -638,6 +655,7 @@ class Demand:
             images=request.images,
             audios=request.audios,
             prompts=request.prompts,
+            is_job=request.is_job,
         )
 
 

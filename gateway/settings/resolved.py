@@ -18,6 +18,7 @@ from gateway.core.values import (
     Capacity,
     Comparison,
     Gates,
+    JobRoom,
     Modalities,
     ModelPolicy,
     OnDisconnect,
@@ -42,7 +43,13 @@ from gateway.settings.references import Finding
 from gateway.settings.secrets import SecretMissing, SecretRef, carried, digest
 from gateway.settings.sections.boxes import BoxSection
 from gateway.settings.sections.decisions import DecisionsSection
-from gateway.settings.sections.fleet import BackendSection, GatesSection, HealthSection, PoolSection
+from gateway.settings.sections.fleet import (
+    BackendSection,
+    GatesSection,
+    HealthSection,
+    JobRoomSection,
+    PoolSection,
+)
 from gateway.settings.sections.models import ClassSection, ModelSection, WhenSection
 from gateway.settings.sections.service import (
     IdempotencySection,
@@ -298,6 +305,7 @@ class Settings:
             Timeouts(**(self.document.timeouts.model_dump() | own)),
             _gates(section.gates, is_chat=name in _chat_pools(self.document)),
             Spill(**section.spill.model_dump()),
+            _job_room(section.jobs, is_shared=name in _shared_pools(self.document)),
             None if section.tpot_target_ms is None else section.tpot_target_ms / 1000,
         )
 
@@ -738,6 +746,18 @@ def _first_pools(document: Document) -> dict[_Kind, set[str]]:
 
 def _gates(section: GatesSection, *, is_chat: bool) -> Gates:
     default = Gates(long_prefills=0, prefill_s=CHAT_PREFILL_S) if is_chat else Gates()
+    given = {name: value for name, value in section.model_dump().items() if value is not None}
+    return replace(default, **given)
+
+
+def _shared_pools(document: Document) -> frozenset[str]:
+    """Return the pools of classes whose callers wait for their answers, so that jobs leave room there."""
+    classes = [one for model in document.models.values() for one in model.classes]
+    return frozenset(pool for one in classes if one.queue is None for pool in one.pools)
+
+
+def _job_room(section: JobRoomSection, *, is_shared: bool) -> JobRoom:
+    default = JobRoom() if is_shared else JobRoom(reserve=0.0, prefill_s=None)
     given = {name: value for name, value in section.model_dump().items() if value is not None}
     return replace(default, **given)
 

@@ -13,6 +13,7 @@ from gateway.core.values import (
     Demand,
     Exclusion,
     Gates,
+    JobRoom,
     KneeStep,
     Load,
     Spill,
@@ -281,6 +282,63 @@ def test_a_pools_own_bounds_hold_for_spilled_work_too() -> None:
     tightened = admission.spill_limits(WIDE, most, claim, Load(), gates, Spill())
 
     assert (tightened.share, tightened.prefill_ms) == (500_000, 199 + 100)
+
+
+# ------------------------------------------------------------------ jobs
+
+
+@pytest.mark.parametrize(
+    ("load", "prefill_s", "reason"),
+    [
+        pytest.param(Load(share=55 * 15_625), 0.1, None, id="up-to-the-reserve"),
+        pytest.param(Load(share=56 * 15_625), 0.1, Exclusion.AT_KNEE, id="into-the-reserve"),
+        pytest.param(Load(kv_blocks=1_543), 0.1, None, id="blocks-up-to-the-reserve"),
+        pytest.param(Load(kv_blocks=1_544), 0.1, Exclusion.KV_FULL, id="blocks-into-the-reserve"),
+        pytest.param(Load(prefill_ms=499), 3.0, None, id="little-prompt-work"),
+        pytest.param(Load(prefill_ms=500), 0.1, Exclusion.PREFILL_BUSY, id="too-much-prompt-work"),
+    ],
+)
+def test_jobs_leave_room_for_those_whose_callers_wait(
+    load: Load, prefill_s: float, reason: Exclusion | None
+) -> None:
+    wanted = demand(1_000)  # a 64th of the knee, 32 of 1,800 blocks
+    claim = admission.claim(CAPACITY, wanted, Gates(), prefill_s)
+    most = admission.limits(CAPACITY, claim, Gates())
+
+    tightened = admission.job_limits(CAPACITY, most, claim, JobRoom(reserve=0.125, prefill_s=0.5))
+
+    assert admission.full(load, claim, most) is None
+    assert admission.full(load, claim, tightened) is reason
+
+
+@pytest.mark.parametrize(("knee", "seqs"), [(1, 1), (4, 4), (7, 7), (8, 7), (12, 11), (64, 56), (128, 112)])
+def test_what_jobs_leave_of_the_knee_is_whole_sequences(knee: int, seqs: int) -> None:
+    capacity = Capacity(context_tokens=100_000, knee=(KneeStep(None, knee),))
+    claim = admission.claim(capacity, demand(100))
+    most = admission.job_limits(capacity, admission.limits(capacity, claim), claim, JobRoom())
+
+    assert admission.full(filled(capacity, 100, seqs - 1), claim, most) is None
+    assert admission.full(filled(capacity, 100, seqs), claim, most) is Exclusion.AT_KNEE
+
+
+def test_a_job_that_needs_more_than_jobs_may_use_runs_alone() -> None:
+    capacity = replace(CAPACITY, knee=(KneeStep(None, 8),))
+    wanted = demand(1_000, 30_000, seqs=8)
+    claim = admission.claim(capacity, wanted)
+    claim = replace(claim, kv_blocks=1_800)
+    most = admission.job_limits(capacity, admission.limits(capacity, claim), claim, JobRoom())
+
+    assert admission.full(Load(), claim, most) is None
+    assert admission.full(Load(share=1), claim, most) is Exclusion.AT_KNEE
+    assert admission.full(Load(kv_blocks=1), claim, most) is Exclusion.KV_FULL
+
+
+def test_where_nothing_is_kept_free_jobs_may_use_everything() -> None:
+    wanted = demand(1_000)
+    claim = admission.claim(CAPACITY, wanted, Gates(), 3.0)
+    most = admission.limits(CAPACITY, claim, Gates())
+
+    assert admission.job_limits(CAPACITY, most, claim, JobRoom(reserve=0.0, prefill_s=None)) == most
 
 
 @pytest.mark.parametrize(("tokens", "counted"), [(1, 256), (256, 256), (257, 512), (2_049, 2_304)])

@@ -513,6 +513,14 @@ def objection(
         ),
         pytest.param(
             ANY,
+            replace(SHORT, is_job=True),
+            busy("light-0", load(56)),
+            Exclusion.AT_KNEE,
+            "56 in flight, 88% of its knee; jobs may use 88%",
+            id="jobs-leave-a-reserve",
+        ),
+        pytest.param(
+            ANY,
             SHORT,
             replace(busy("light-0", Load(seqs=4, kv_blocks=500)), backend=COUNTED, kv_taken=1_300),
             Exclusion.KV_FULL,

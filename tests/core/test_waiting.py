@@ -79,9 +79,10 @@ class Site:
         traffic_class: TrafficClass = PLAIN,
         prompt: int = 100,
         key: str | None = None,
+        is_job: bool = False,
         **fields: object,
     ) -> Ticket:
-        demand = Demand(seqs=1, prompt_tokens=prompt, total_tokens=prompt + 100)
+        demand = Demand(seqs=1, prompt_tokens=prompt, total_tokens=prompt + 100, is_job=is_job)
         ticket = Ticket(name, "gemma", self.policy, traffic_class, demand, key, arrived_at=now)
         return replace(ticket, **fields)  # type: ignore[arg-type]
 
@@ -562,6 +563,53 @@ def test_one_that_does_not_fit_is_not_passed_by_smaller_ones() -> None:
     assert site.start(0.4) == ["big"]
     site.end("short-1", 0.5)
     assert site.start(0.5) == ["small"]
+
+
+def test_jobs_come_after_all_others_of_their_class() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("job", 0.0, traffic_class=PATIENT, is_job=True)
+    site.enter("chat", 0.1, traffic_class=PATIENT)
+    site.enter("other-job", 0.2, traffic_class=PATIENT, is_job=True)
+    site.enter("late-chat", 0.3, traffic_class=PATIENT)
+
+    assert site.served(["other-job"], 0.4) == ["chat", "late-chat", "job", "other-job"]
+
+
+def test_a_job_that_waits_keeps_no_slot_from_others_and_holds_it_against_jobs() -> None:
+    site = Site(knee=8)
+    for number in range(6):
+        site.enter(f"job-{number}", traffic_class=PATIENT, is_job=True)
+    site.start()
+    site.enter("big-job", 0.1, traffic_class=PATIENT, is_job=True, prompt=3_000)  # needs two of seven
+    site.enter("small-job", 0.2, traffic_class=PATIENT, is_job=True)
+    assert site.start(0.3) == []
+
+    site.enter("chat", 0.4)
+    assert site.start(0.4) == ["chat"]
+    site.end("job-0", 0.5)
+    assert site.start(0.5) == []
+    site.end("chat", 0.6)
+    assert site.start(0.6) == ["big-job"]
+
+
+@pytest.mark.parametrize("priority", [0, 1])
+def test_the_jobs_that_wait_are_not_before_others(priority: int) -> None:
+    """Otherwise a chat would be refused for a wait that it does not have."""
+    site = Site(knee=8)
+    for number in range(7):
+        site.enter(f"job-{number}", traffic_class=PATIENT, is_job=True)
+    site.start()
+    site.end("job-0", 60.0)
+    jobs = replace(PATIENT, name="jobs", priority=priority)
+    for number in range(2):
+        site.enter(f"waiting-{number}", 60.0, traffic_class=jobs, is_job=True, prompt=3_000)
+    assert site.start(60.0) == []
+
+    assert site.enter("chat", 60.0) is None
+    assert site.line.position("chat") == 1
+    assert site.start(60.0) == ["chat"]
 
 
 def test_the_line_of_another_class_does_not_pass_it_either() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ KEYS = {
     "a": {"sha256": "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"},  # of "a"
     "b": {"sha256": "3e23e8160039594a33894f6564e1b1348bbd7a0088d42c4acb73eeaed59c009d"},  # of "b"
 }
+MESSAGES: Any = [{"role": "user", "content": "Why is the sky blue?"}]
 ASK: dict[str, Any] = {"model": "gemma-4", "input": "Why is the sky blue?"}
 
 
@@ -131,16 +133,21 @@ async def test_a_stream_whose_store_goes_away_is_cut_off_and_taken_up_again(
     assert "Exception in ASGI application" not in caplog.text
 
 
-async def test_jobs_use_all_slots_however_long_their_first_tokens_take(
+async def test_jobs_use_all_slots_but_a_reserve_however_long_their_first_tokens_take(
     tmp_path: Path, store: RedisServer
 ) -> None:
     late = FaultOrder(Fault.SLOW_HEADERS, for_s=10_000.0)
-    async with jobs_site(tmp_path, store, fault=late, backend={"limits": {"knee_seqs": 4}}) as gateway:
+    async with jobs_site(tmp_path, store, fault=late, backend={"limits": {"knee_seqs": 8}}) as gateway:
         client = gateway.openai(api_key="a")
-        jobs = [await client.responses.create(**ASK, background=True) for _ in range(12)]
-
+        jobs = [await client.responses.create(**ASK, background=True) for _ in range(20)]
         ledger = gateway.gateway.ledger
-        await gateway.eventually(lambda: {load.seqs for load in ledger.loads().values()} == {4})
+        await gateway.eventually(lambda: {load.seqs for load in ledger.loads().values()} == {7})
+        async with anyio.create_task_group() as tasks:
+            chat = partial(client.chat.completions.create, model="gemma-4", messages=MESSAGES)
+            tasks.start_soon(chat)
+            tasks.start_soon(chat)
+            await gateway.eventually(lambda: {load.seqs for load in ledger.loads().values()} == {8})
+            tasks.cancel_scope.cancel()
 
         for job in jobs:
             await client.responses.cancel(job.id)

@@ -22,6 +22,7 @@ from gateway.core.values import (
     Endpoint,
     Estimate,
     Gates,
+    JobRoom,
     KneeStep,
     Modalities,
     Pool,
@@ -145,6 +146,28 @@ def test_a_plain_file_has_every_default(loaded: Load, plain: str) -> None:
     assert settings.health.probation_successes == 3
     assert settings.shutdown.drain_s == 600
     assert settings.key_digests({}) is None
+
+
+@pytest.mark.parametrize(
+    ("classes", "pool", "room"),
+    [
+        pytest.param("", "{backends: [light]}", JobRoom(0.125, 0.5), id="callers-wait-for-its-chats"),
+        pytest.param(", queue: {}", "{backends: [light]}", JobRoom(0.0, None), id="all-its-chats-are-jobs"),
+        pytest.param(
+            ", queue: {}", "{backends: [light], jobs: {reserve: 0.5}}", JobRoom(0.5, None), id="as-written"
+        ),
+        pytest.param("", "{backends: [light], jobs: {prefill_s: 2}}", JobRoom(0.125, 2.0), id="in-part"),
+    ],
+)
+def test_jobs_leave_room_where_callers_wait(loaded: Load, classes: str, pool: str, room: JobRoom) -> None:
+    file = f"""
+tokenizer: approximate
+backends: {{light: {{url: "http://127.0.0.1:1", profile: h100-tp1-light}}}}
+pools: {{light: {pool}}}
+models: {{gemma-4: {{classes: [{{class: chat, pools: [light]{classes}}}]}}}}
+jobs: {{}}
+"""
+    assert loaded(file).policy().pools["light"].jobs == room
 
 
 @pytest.mark.parametrize("written", ["off", "false", "null", "'off'"])

@@ -16,14 +16,14 @@ queueing between API keys: while two keys have queued requests, each gets an equ
 started, regardless of how much it sends and in which classes. Tokens started in another first pool do not
 count. Within a key, the earliest deadline among requests that can still meet theirs, then the shortest. At
 saturation, plain arrival order and plain earliest-deadline-first are about equally bad, because both give
-slots to requests that are already late (docs/routing.md). A demoted request (`WhenLate.DEMOTE`) comes after
-all others of its class.
+slots to requests that are already late (docs/routing.md). Jobs and demoted requests (`WhenLate.DEMOTE`) come
+after all others of their class, in the order of their arrival.
 
 Blocking: a request that does not fit *holds* the backends of its first pool that are at their knee, out of
 KV blocks or busy with prefill. No later request of any class starts there, so that small requests cannot
 starve a large one. Its class may let it be overtaken `passes_max` times first. The gates for long prompts
 hold nothing: a document waiting for another document's prefill does not keep chats off the same backend. A
-spill does not hold the other pool's backends either.
+spill does not hold the other pool's backends either, and a job holds a backend only against other jobs.
 
 Time is an argument, and nothing here waits. The owner of the queue calls `turn` when a slot is released,
 when a request enters, and at `next_turn_at`.

@@ -31,7 +31,7 @@ class Rank(IntEnum):
 
     TIMELY = 0  # can still meet its deadline
     LATE = 1  # can no longer meet its deadline
-    BEHIND = 2  # demoted behind the others
+    BEHIND = 2  # a job, or demoted behind the others
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +81,7 @@ class Lane:
 
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
+        self.jobs = 0  # how many of the entries are jobs
         self.size_bytes = 0
         self.drain = Drain()
         self.home: Home | None = None  # None until the first request enters
@@ -110,12 +111,14 @@ class Lane:
         """Add an entry at the position given by its rank."""
         self.entries[entry.number] = entry
         self.size_bytes += entry.ticket.size_bytes
+        self.jobs += entry.ticket.demand.is_job
         self._place(entry, now)
 
     def remove(self, entry: Entry) -> None:
         """Remove an entry."""
         del self.entries[entry.number]
         self.size_bytes -= entry.ticket.size_bytes
+        self.jobs -= entry.ticket.demand.is_job
         self._take_out(entry)
 
     def send_behind(self, entry: Entry) -> None:

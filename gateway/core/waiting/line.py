@@ -168,8 +168,6 @@ class WaitingLine:
         """
         lane, rules = self._settled(ticket), ticket.traffic_class.waiting
         entry = self._entry(ticket, now)
-        if now > entry.start_by:
-            entry.rank = Rank.LATE
         if has_waited:
             self._insert(lane, entry, now)
             return None
@@ -325,14 +323,17 @@ class WaitingLine:
     def _entry(self, ticket: Ticket, now: float) -> Entry:
         self._numbers += 1
         due_at = ticket.due_at
+        start_by = due_at - ticket.prefill_s
+        rank = Rank.LATE if now > start_by else Rank.TIMELY
         return Entry(
             ticket,
             self._numbers,
             entered_at=now,
             expires_at=_expiry(ticket, now, ticket.traffic_class.waiting.max_wait_s),
             due_at=due_at,
-            start_by=due_at - ticket.prefill_s,
+            start_by=start_by,
             is_long=ticket.is_long,
+            rank=Rank.BEHIND if ticket.demand.is_job else rank,
         )
 
     def _settled(self, ticket: Ticket) -> Lane:
@@ -426,7 +427,7 @@ class WaitingLine:
             return before
         own_priority, own_pool = lane.home
         above = (
-            sum(len(one.entries) for one in shares.lanes)
+            sum(len(one.entries) - one.jobs for one in shares.lanes)
             for (priority, pool), shares in self._shares.items()
             if pool == own_pool and priority > own_priority
         )

@@ -31,15 +31,17 @@ class Room:
     def __init__(self, views: Mapping[str, BackendView], paused: frozenset[str]) -> None:
         self._views = dict(views)
         self._closed = set(paused)  # backends not offered to any further request in this turn
+        self._closed_to_jobs: set[str] = set()  # backends not offered to any further job
         self._wanted: dict[str, list[tuple[Entry, tuple[str, ...]]]] = {}
-        self._stuck: dict[tuple[str, str], list[Ticket]] = {}
+        self._stuck: dict[tuple[str, str, bool], list[Ticket]] = {}
         self.found_full: list[Entry] = []  # entries in their first turn that wait for a request to end
 
     def place(self, entry: Entry) -> tuple[Candidate, ...] | None:
         """Return the backends to offer, best first; () if the entry must wait; None if no backend is up."""
         ticket = entry.ticket
         is_unproven, entry.is_unproven = entry.is_unproven, False
-        stuck = self._stuck.setdefault((ticket.model, ticket.traffic_class.name), [])
+        is_job = ticket.demand.is_job
+        stuck = self._stuck.setdefault((ticket.model, ticket.traffic_class.name, is_job), [])
         if any(_asks_no_less(ticket, other) for other in stuck):
             return ()
         ranked = selection.rank(
@@ -50,7 +52,8 @@ class Room:
             failed=ticket.failed,
         )
         able = [one for one in ranked if one.excluded is None]
-        free = tuple(one for one in able if one.backend not in self._closed)
+        closed = self._closed | self._closed_to_jobs if is_job else self._closed
+        free = tuple(one for one in able if one.backend not in closed)
         if free:
             self._take(free[0])
             return free
@@ -87,7 +90,9 @@ class Room:
 
     def _hold(self, entry: Entry, wants: tuple[str, ...]) -> None:
         if entry.passed >= entry.ticket.traffic_class.waiting.passes_max:
-            self._closed.update(wants)
+            # Jobs leave room for others, so one that waits does not keep it from them.
+            closed = self._closed_to_jobs if entry.ticket.demand.is_job else self._closed
+            closed.update(wants)
             return
         for name in wants:
             waiting = self._wanted.setdefault(name, [])

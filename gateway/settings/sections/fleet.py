@@ -203,6 +203,16 @@ class SpillSection(Section):
     """Seconds of outstanding prefill from which on it takes no spilled work."""
 
 
+class JobRoomSection(Section):
+    """What jobs leave free on each backend, for requests whose callers are waiting."""
+
+    reserve: Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)] | None = None
+    """Share of the knee and of the KV blocks. Unset: 1/8; 0 where every class of the pool has a `queue`."""
+
+    prefill_s: Seconds | None = None
+    """Seconds of outstanding prefill at which a backend takes no more jobs. Unset: 0.5, or no limit there."""
+
+
 _POOL_SHORT: dict[str, Any] = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 
 
@@ -224,6 +234,9 @@ class PoolSection(Section):
 
     spill: SpillSection = SpillSection()
     """When it takes work of classes whose first choice is another pool."""
+
+    jobs: JobRoomSection = JobRoomSection()
+    """What jobs leave free, for requests whose callers are waiting."""
 
     tpot_target_ms: Annotated[float, Field(gt=0, le=60_000), BeforeValidator(number)] | None = None
     """Target milliseconds per output token; a backend that exceeds it gets less than its knee."""
