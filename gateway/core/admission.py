@@ -157,14 +157,21 @@ def spill_limits(
     )
 
 
+def job_reserve(share_max: int, seq_share: int, reserve: float) -> int:
+    """Return what jobs leave free of a usable share of the knee, in millionths.
+
+    It is a part `reserve` (0..1) of it, rounded down to whole sequences with short prompts, which take
+    `seq_share` each: a backend with a knee of 4 has none.
+    """
+    return int(reserve * min(WHOLE, share_max) / seq_share) * seq_share
+
+
 def job_limits(capacity: Capacity, most: Load, wanted: Load, rules: JobRoom) -> Load:
     """Return `most` reduced for jobs, so that requests whose callers are waiting find room at once.
 
-    The reserve is rounded down to whole sequences with short prompts: a backend with a knee of 4 has none. A
-    job that needs more than the rest may run alone.
+    A job that needs more than the rest may run alone.
     """
-    knee = knee_seqs(capacity, 0)
-    reserved = int(rules.reserve * knee) * (WHOLE // knee)
+    reserved = job_reserve(most.share, WHOLE // knee_seqs(capacity, 0), rules.reserve)
     blocks = most.kv_blocks
     if blocks != UNLIMITED:
         blocks = max(blocks - int(rules.reserve * blocks), min(blocks, wanted.kv_blocks))

@@ -19,7 +19,7 @@ arrive in one read, or a read carries no token, both change by the same factor a
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from gateway.core.admission import WHOLE
+from gateway.core.admission import WHOLE, job_reserve
 from gateway.core.values import Capacity
 
 WINDOW_S = 2.0
@@ -52,6 +52,7 @@ class GapWindow:
         ended_chunks: Chunks after the first, of the same streams.
         share_s: Share of the knee in flight, including other gateways, in millionths times seconds.
         share_max: The highest share in flight, in millionths.
+        has_jobs: Whether any of the sequences was a job, which leaves a part of the share free.
     """
 
     duration_s: float = 0.0
@@ -66,6 +67,7 @@ class GapWindow:
     ended_chunks: int = 0
     share_s: float = 0.0
     share_max: int = 0
+    has_jobs: bool = False
 
     def __add__(self, other: "GapWindow") -> "GapWindow":
         """Return the two windows merged into one."""
@@ -82,6 +84,7 @@ class GapWindow:
             ended_chunks=self.ended_chunks + other.ended_chunks,
             share_s=self.share_s + other.share_s,
             share_max=max(self.share_max, other.share_max),
+            has_jobs=self.has_jobs or other.has_jobs,
         )
 
     @property
@@ -123,8 +126,10 @@ class GapMeter:
         "_decoding_seq_s",
         "_ended_chunks",
         "_ended_tokens",
+        "_has_jobs",
         "_hidden",
         "_hidden_seq_s",
+        "_jobs",
         "_now",
         "_others_seqs",
         "_others_share",
@@ -143,13 +148,14 @@ class GapMeter:
     def __init__(self, now: float) -> None:
         """Begin the first window, with nothing in flight."""
         self._now = now
-        self._decoding = self._waiting = self._hidden = 0
+        self._decoding = self._waiting = self._hidden = self._jobs = 0
+        self._has_jobs = False
         self._share = self._share_max = 0
         self._others_share = self._others_seqs = 0
         self._whole: GapWindow | None = None
         self._begin()
 
-    def opened(self, now: float, *, share: int, hidden_seqs: int = 0) -> None:
+    def opened(self, now: float, *, share: int, hidden_seqs: int = 0, is_job: bool = False) -> None:
         """Note a request that takes `share` millionths of the knee.
 
         It is one visible stream, or `hidden_seqs` sequences that are not observable.
@@ -160,6 +166,8 @@ class GapMeter:
         else:
             self._waiting += 1
         self._share += share
+        self._jobs += is_job
+        self._has_jobs = self._has_jobs or is_job
         self._note_peak()
 
     def others(self, now: float, *, share: int, seqs: int) -> None:
@@ -186,11 +194,12 @@ class GapMeter:
         *,
         share: int,
         hidden_seqs: int = 0,
+        is_job: bool = False,
         is_answered: bool = True,
         tokens: int | None = None,
         chunks: int = 0,
     ) -> None:
-        """Note the end of a request; `share` and `hidden_seqs` are the same as in `opened`.
+        """Note the end of a request; `share`, `hidden_seqs` and `is_job` are the same as in `opened`.
 
         `tokens` is its output after the first token according to `usage`, None without `usage`. `chunks` is
         the number of times it incremented the counter.
@@ -203,6 +212,7 @@ class GapMeter:
         else:
             self._waiting -= 1
         self._share -= share
+        self._jobs -= is_job
         if tokens is not None and chunks:
             self._ended_tokens += tokens
             self._ended_chunks += chunks
@@ -226,6 +236,7 @@ class GapMeter:
         self._share_s = self._steps = 0.0
         self.chunks = self._chunks_seen = self._prompt_tokens = self._ended_tokens = self._ended_chunks = 0
         self._share_max = 0
+        self._has_jobs = self._jobs > 0
         self._note_peak()
 
     def _note_peak(self) -> None:
@@ -247,6 +258,7 @@ class GapMeter:
             ended_chunks=self._ended_chunks,
             share_s=self._share_s,
             share_max=self._share_max,
+            has_jobs=self._has_jobs,
         )
         self._whole = seen if self._whole is None else self._whole + seen
         self._begin()
@@ -316,17 +328,19 @@ class TpotTarget:
         tpot_s: Target for the mean seconds per output token.
         seq_share: Share of one sequence of the shortest length class, in millionths.
         floor_share: Minimum share: one sequence of the longest class.
+        reserve: Part of the share that jobs leave free (0..1).
     """
 
     tpot_s: float
     seq_share: int
     floor_share: int
+    reserve: float = 0.0
 
     @classmethod
-    def of(cls, capacity: Capacity, tpot_s: float) -> "TpotTarget":
-        """Return the target for a backend with this knee curve."""
+    def of(cls, capacity: Capacity, tpot_s: float, reserve: float = 0.0) -> "TpotTarget":
+        """Return the target for a backend with this knee curve, of which jobs leave `reserve` free."""
         knees = [step.seqs for step in capacity.knee]
-        return cls(tpot_s, WHOLE // max(knees), WHOLE // min(knees))
+        return cls(tpot_s, WHOLE // max(knees), WHOLE // min(knees), reserve)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +366,7 @@ class TpotControl:
 def adjust(state: TpotControl, window: GapWindow, target: TpotTarget) -> TpotControl:
     """Return the state after one more window of its backend."""
     state = _with_streams_ended(state, window)
-    if not _is_full(window, state.share):
+    if not _is_full(window, state.share, target):
         return replace(state, move=Move.HELD_NOT_FULL, seen=NOTHING_SEEN)
     if window.share_s > (state.share + target.seq_share) * window.duration_s:
         # Streams from before the last step down still run, so the gap does not reflect the share in force.
@@ -389,10 +403,12 @@ def _moved(state: TpotControl, share: int, move: Move, target: TpotTarget) -> Tp
     )
 
 
-def _is_full(window: GapWindow, share: int) -> bool:
-    """Return whether one more request of average size would not have fitted at the window's peak."""
+def _is_full(window: GapWindow, share: int, target: TpotTarget) -> bool:
+    """Return whether one more request of average size, or job, would not have fitted at the window's peak."""
     if not window.in_flight_seq_s:
         return False
+    if window.has_jobs:
+        share -= job_reserve(share, target.seq_share, target.reserve)
     share_per_seq = window.share_s / window.in_flight_seq_s
     return window.share_max + share_per_seq > share
 

@@ -620,6 +620,12 @@ class Policy(_DerivedOfPolicy):
         targets = (pool.tpot_target_s for pool in self.pools.values() if backend_id in pool.backends)
         return min((target for target in targets if target is not None), default=None)
 
+    def job_reserve(self, backend_id: str) -> float:
+        """Return the largest part of its knee that jobs leave free in a pool of a backend (0..1)."""
+        return max(
+            [pool.jobs.reserve for pool in self.pools.values() if backend_id in pool.backends], default=0.0
+        )
+
 
 # ------------------------------------------------------------------ resource needs and decisions
 

@@ -84,7 +84,7 @@ class AttemptWatch:
         self._hidden_seqs = 0 if is_visible else slot.load.seqs
         self._is_answered = False
         self._chunks = 0
-        watched.meter.opened(now(), share=self._share, hidden_seqs=self._hidden_seqs)
+        watched.meter.opened(now(), share=self._share, hidden_seqs=self._hidden_seqs, is_job=demand.is_job)
 
     def answered(self) -> None:
         """Record the first token."""
@@ -116,6 +116,7 @@ class AttemptWatch:
             self._now(),
             share=self._share,
             hidden_seqs=self._hidden_seqs,
+            is_job=self._demand.is_job,
             is_answered=self._is_answered,
             tokens=tokens,
             chunks=self._chunks,
@@ -221,7 +222,7 @@ class BackendWatch:
                 watched.control, watched.judged_at = TpotControl(), None
             else:
                 self._follow(name, watched)
-                target = TpotTarget.of(policy.backends[name].capacity, target_s)
+                target = TpotTarget.of(policy.backends[name].capacity, target_s, policy.job_reserve(name))
                 watched.control = adjust(watched.control, window, target)
                 if watched.control.move in _JUDGEMENTS:
                     watched.judged_at = now

@@ -74,6 +74,7 @@ def test_the_gap_is_the_mean_time_between_chunks_without_one_clock_per_chunk() -
             "ended_chunks": 12,
             "share_s": 2 * 100 * 2.0 + 100 * 0.3,
             "share_max": 200,
+            "has_jobs": False,
         }
     )
     assert seen.gap_s == pytest.approx(2.8 / 12)
@@ -225,6 +226,40 @@ def test_where_the_share_goes(share_seqs: float, seen: GapWindow, expected_seqs:
 
     assert state.share == pytest.approx(min(WHOLE, expected_seqs * SEQ), abs=2)
     assert state.move is move
+
+
+@pytest.mark.parametrize(
+    ("share_seqs", "seen", "has_jobs", "expected_seqs", "move"),
+    [
+        pytest.param(64, window(80, 56), True, 57.6, Move.DOWN, id="jobs-fill-all-but-the-reserve"),
+        pytest.param(64, window(80, 54), True, 64, Move.HELD_NOT_FULL, id="jobs-would-still-fit"),
+        pytest.param(64, window(80, 56), False, 64, Move.HELD_NOT_FULL, id="chats-would-still-fit"),
+        pytest.param(32, window(30, 28), True, 34, Move.UP, id="the-reserve-is-a-part-of-the-share"),
+        pytest.param(32, window(30, 26), True, 32, Move.HELD_NOT_FULL, id="and-not-more"),
+    ],
+)
+def test_a_backend_is_full_where_no_job_fits_any_more(
+    share_seqs: float, seen: GapWindow, has_jobs: bool, expected_seqs: float, move: Move
+) -> None:
+    state = TpotControl(share=round(share_seqs * SEQ))
+    state = adjust(state, replace(seen, has_jobs=has_jobs), replace(TARGET, reserve=0.125))
+
+    assert state.share == pytest.approx(expected_seqs * SEQ, abs=2)
+    assert state.move is move
+
+
+def test_a_window_has_jobs_while_any_runs() -> None:
+    meter = GapMeter(0.0)
+    meter.opened(0.0, share=1)
+    meter.opened(1.0, share=1, is_job=True)
+    meter.ended(2.0, share=1, is_answered=False, is_job=True)
+    seen = [meter.close(3.0 + WINDOW_MAX_S)]
+    meter.opened(30.0, share=1, is_job=True, hidden_seqs=1)
+    seen += [meter.close(31.0 + WINDOW_MAX_S), meter.close(60.0 + WINDOW_MAX_S)]
+    meter.ended(90.0, share=1, is_job=True, hidden_seqs=1)
+    seen += [meter.close(91.0 + WINDOW_MAX_S), meter.close(120.0 + WINDOW_MAX_S)]
+
+    assert [one is not None and one.has_jobs for one in seen] == [True, True, True, True, False]
 
 
 def test_nothing_moves_until_a_stream_has_told_its_tokens() -> None:
