@@ -594,6 +594,24 @@ def test_a_job_that_waits_keeps_no_slot_from_others_and_holds_it_against_jobs() 
     assert site.start(0.6) == ["big-job"]
 
 
+def test_a_job_that_waits_keeps_no_slot_from_those_that_were_sent_behind_either() -> None:
+    demoting = bounded(when_late=WhenLate.DEMOTE)
+    jobs = replace(demoting, waiting=patient(demoting.waiting))
+    site = Site(knee=8)
+    for number in range(7):
+        site.enter(f"job-{number}", traffic_class=jobs, is_job=True)
+    site.start()
+    site.enter("chat", traffic_class=demoting)
+    site.start()
+    site.enter("job", traffic_class=jobs, is_job=True)
+    site.enter("late", traffic_class=demoting)
+    site.turn(1.5)
+
+    site.end("chat", 1.6)
+
+    assert site.start(1.6) == ["late"]
+
+
 @pytest.mark.parametrize("priority", [0, 1])
 def test_the_jobs_that_wait_are_not_before_others(priority: int) -> None:
     """Otherwise a chat would be refused for a wait that it does not have."""

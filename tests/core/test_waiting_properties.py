@@ -89,6 +89,7 @@ class Line(RuleBasedStateMachine):
         key=st.sampled_from(["a", "b", None]),
         size=st.integers(0, 40),
         patience=st.sampled_from([None, None, 0.5, 4.0]),
+        is_job=st.sampled_from([False, False, True]),
     )
     def arrive(
         self,
@@ -98,9 +99,10 @@ class Line(RuleBasedStateMachine):
         key: str | None,
         size: int,
         patience: float | None,
+        is_job: bool = False,
     ) -> None:
         self.count += 1
-        demand = Demand(seqs=seqs, prompt_tokens=prompt, total_tokens=prompt + 100)
+        demand = Demand(seqs=seqs, prompt_tokens=prompt, total_tokens=prompt + 100, is_job=is_job)
         ticket = Ticket(
             str(self.count),
             "gemma",
