@@ -61,7 +61,7 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """Entries of one key in one class, without demoted ones: sorted lists of (sort key, entry number)."""
+    """Entries of one key in one class, without those behind: sorted lists of (sort key, entry number)."""
 
     timely: list[tuple[float, int]] = field(default_factory=list)  # by deadline
     late: list[tuple[float, int]] = field(default_factory=list)  # by prefill time
@@ -93,7 +93,7 @@ class Lane:
 
     @property
     def in_turn(self) -> int:
-        """Number of entries that were not demoted."""
+        """Number of entries of rank TIMELY or LATE."""
         return len(self.entries) - len(self.behind)
 
     # ------------------------------------------------------------ membership
@@ -172,7 +172,7 @@ class Lane:
             insort(flow.late, (entry.ticket.prefill_s, number))
 
     def of_key(self, key: str | None) -> Iterator[int]:
-        """Return the entry numbers of a key in order, without demoted entries."""
+        """Return the entry numbers of a key in order, without those of rank BEHIND."""
         flow = self._flows.get(key)
         return iter(()) if flow is None else flow.in_order()
 
@@ -321,7 +321,7 @@ class Walk:
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
         self._lanes = tuple(shares.lanes)
-        self._in_turn = [lane.in_turn for lane in self._lanes]  # not yielded yet, without demoted entries
+        self._in_turn = [lane.in_turn for lane in self._lanes]  # not yielded yet, without those behind
         self._left = [min(LOOKAHEAD, len(lane.entries)) for lane in self._lanes]  # still to be yielded
         self._keys: dict[str | None, _Key] = {}
         self._queue: list[tuple[float, int, str | None]] = []  # a heap of the keys reached so far
@@ -376,7 +376,7 @@ class Walk:
             heappush(key.heads, (due_at, number, index, following))
 
     def _come_behind(self, index: int) -> None:
-        """Add the demoted entries of a lane, once all its others have been yielded."""
+        """Add the entries of a lane that are behind, once all its others have been yielded."""
         for name, numbers in self._behind(index).items():
             key = self._keys.get(name)
             if key is None and name in self._shares:
@@ -390,7 +390,7 @@ class Walk:
                 heappush(self._queue, (key.tag, key.number, name))
 
     def _behind(self, index: int) -> dict[str | None, list[int]]:
-        """Return the demoted entries of a lane, per key."""
+        """Return the entries of a lane that are behind, per key."""
         found: dict[str | None, list[int]] = {}
         lane = self._lanes[index]
         for number in lane.behind:

@@ -142,7 +142,7 @@ class Waiter:
         prompt_tokens: Estimated length of its prompt.
         waited_s: Time spent waiting, including before earlier attempts.
         due_in_s: Seconds until its first token is due; negative when overdue.
-        is_behind: Whether it was demoted behind the others.
+        is_behind: Whether it comes after the others of its class: a job, or demoted.
         tries: Number of backends on which it has failed.
     """
 
