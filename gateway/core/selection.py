@@ -206,10 +206,16 @@ def _room(case: Case) -> Objection | None:
             detail = f"{load.prefill_ms / 1000:.1f} s of prompt work outstanding"
         case reason:
             detail = f"{load.seqs} in flight, {load.share / admission.WHOLE:.0%} of its knee"
-            if most.share < admission.WHOLE:
-                who = "jobs may use" if case.demand.is_job else "the TPOT target allows"
-                detail += f"; {who} {most.share / admission.WHOLE:.0%}"
+            detail += _less_than_knee(case)
     return reason, detail
+
+
+def _less_than_knee(case: Case) -> str:
+    """Return why a request may use only a part of the knee, and which; "" if it may use all of it."""
+    is_job, most = case.demand.is_job, case.limits.share
+    allowed = case.view.share_max if is_job else most
+    said = f"; the TPOT target allows {allowed / admission.WHOLE:.0%}" if allowed < admission.WHOLE else ""
+    return f"{said}; jobs may use {most / admission.WHOLE:.0%}" if is_job and most < allowed else said
 
 
 def _spill(case: Case) -> Objection | None:

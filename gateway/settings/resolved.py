@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from gateway.core.box import BoxRules
@@ -37,7 +38,7 @@ from gateway.core.values import (
 )
 from gateway.core.webhooks import WebhookEndpoint, read_secret
 from gateway.settings.document import Document
-from gateway.settings.fields import PORT_MAX, Address, address, curve, written
+from gateway.settings.fields import PORT_MAX, Address, Section, address, curve, written
 from gateway.settings.problems import Problem
 from gateway.settings.references import Finding
 from gateway.settings.secrets import SecretMissing, SecretRef, carried, digest
@@ -298,11 +299,10 @@ class Settings:
         return {name: self.profile(name).flags for name in self.document.backends}
 
     def _pool(self, name: str, section: PoolSection) -> Pool:
-        own = {key: value for key, value in section.timeouts.model_dump().items() if value is not None}
         return Pool(
             name,
             section.backends,
-            Timeouts(**(self.document.timeouts.model_dump() | own)),
+            Timeouts(**(self.document.timeouts.model_dump() | _given(section.timeouts))),
             _gates(section.gates, is_chat=name in _chat_pools(self.document)),
             Spill(**section.spill.model_dump()),
             _job_room(section.jobs, is_shared=name in _shared_pools(self.document)),
@@ -706,8 +706,7 @@ def _kind(section: ClassSection) -> _Kind:
 
 def _waiting(section: ClassSection) -> Waiting:
     default = _WAITS[_kind(section)]
-    given = {name: value for name, value in section.waiting.model_dump().items() if value is not None}
-    return replace(default, **(given | {"when_late": WhenLate(section.waiting.when_late)}))
+    return replace(default, **(_given(section.waiting) | {"when_late": WhenLate(section.waiting.when_late)}))
 
 
 def findings(document: Document) -> Iterator[Finding]:
@@ -746,8 +745,7 @@ def _first_pools(document: Document) -> dict[_Kind, set[str]]:
 
 def _gates(section: GatesSection, *, is_chat: bool) -> Gates:
     default = Gates(long_prefills=0, prefill_s=CHAT_PREFILL_S) if is_chat else Gates()
-    given = {name: value for name, value in section.model_dump().items() if value is not None}
-    return replace(default, **given)
+    return replace(default, **_given(section))
 
 
 def _shared_pools(document: Document) -> frozenset[str]:
@@ -758,8 +756,12 @@ def _shared_pools(document: Document) -> frozenset[str]:
 
 def _job_room(section: JobRoomSection, *, is_shared: bool) -> JobRoom:
     default = JobRoom() if is_shared else JobRoom(reserve=0.0, prefill_s=None)
-    given = {name: value for name, value in section.model_dump().items() if value is not None}
-    return replace(default, **given)
+    return replace(default, **_given(section))
+
+
+def _given(section: Section) -> dict[str, Any]:
+    """Return the values of a section that are set, by key."""
+    return {key: value for key, value in section.model_dump().items() if value is not None}
 
 
 def _when(section: WhenSection) -> When:

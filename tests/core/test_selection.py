@@ -521,6 +521,14 @@ def objection(
         ),
         pytest.param(
             ANY,
+            replace(SHORT, is_job=True),
+            busy("light-0", load(28), share_max=admission.WHOLE // 2),
+            Exclusion.AT_KNEE,
+            "28 in flight, 44% of its knee; the TPOT target allows 50%; jobs may use 44%",
+            id="of-what-a-target-allows",
+        ),
+        pytest.param(
+            ANY,
             SHORT,
             replace(busy("light-0", Load(seqs=4, kv_blocks=500)), backend=COUNTED, kv_taken=1_300),
             Exclusion.KV_FULL,

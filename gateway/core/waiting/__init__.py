@@ -17,7 +17,7 @@ started, regardless of how much it sends and in which classes. Tokens started in
 count. Within a key, the earliest deadline among requests that can still meet theirs, then the shortest. At
 saturation, plain arrival order and plain earliest-deadline-first are about equally bad, because both give
 slots to requests that are already late (docs/routing.md). Jobs and demoted requests (`WhenLate.DEMOTE`) come
-after all others of their class, in the order of their arrival.
+after all others of their class; within a key, in the order of their arrival.
 
 Blocking: a request that does not fit *holds* the backends of its first pool that are at their knee, out of
 KV blocks or busy with prefill. No later request of any class starts there, so that small requests cannot
