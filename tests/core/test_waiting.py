@@ -760,6 +760,18 @@ def test_the_line_is_bounded(
     assert [verdict and verdict.reason for verdict in verdicts] == reasons
 
 
+def test_the_bounds_do_not_count_jobs() -> None:
+    site = Site()
+    both = bounded(waiting_max=2, waiting_bytes_max=10)
+    jobs = replace(both, waiting=patient(both.waiting))
+    for number in range(3):
+        site.enter(f"job-{number}", traffic_class=jobs, is_job=True, size_bytes=50)
+
+    verdicts = [site.enter(name, traffic_class=both, size_bytes=5) for name in ("a", "b", "c")]
+
+    assert [verdict and verdict.reason for verdict in verdicts] == [None, None, Reason.QUEUE_FULL]
+
+
 @pytest.mark.parametrize(
     ("now", "reasons"),
     [(1.19, []), (1.2, [Reason.WAITED_TOO_LONG])],
@@ -824,17 +836,66 @@ def drained(site: Site, residence_s: float) -> None:
 
 
 def test_a_wait_that_is_known_to_be_too_long_is_refused_at_once_with_the_truth() -> None:
+    patient = bounded(max_wait_s=15.0)
     site = Site()
     drained(site, 10.0)
-    assert site.enter("next", 120.0) is None
+    assert site.enter("next", 120.0, traffic_class=patient) is None
+    site.turn(120.0)
 
-    refused = site.enter("second", 120.0)
+    refused = site.enter("second", 120.0, traffic_class=patient)
 
     assert refused is not None
     assert (refused.reason, refused.position) == (Reason.WAIT_TOO_LONG, 2)
     assert refused.expected_wait_s == pytest.approx(20.0)
     assert refused.retry_after_s == pytest.approx(20.0)
     assert refused.sentence() == "A slot would become free too late (position 2, about 20.0 s to wait)."
+
+
+def test_what_arrived_since_the_last_turn_is_judged_by_the_next_one() -> None:
+    """A forecast says when slots become free, not whether one is free now."""
+    site = Site(knee=8)
+    drained(site, 10.0)
+    verdicts = [site.enter(f"{number:02}", 120.0) for number in range(10)]
+
+    turn = site.turn(120.0)
+
+    assert verdicts == [None] * 10
+    assert [offer.ticket.id for offer in turn.offers] == [f"{number:02}" for number in range(7)]
+    assert [(refused.id, refused.reason) for refused in turn.refused] == [
+        (name, Reason.WAIT_TOO_LONG) for name in ("07", "08", "09")
+    ]
+
+
+def test_the_judgement_of_what_arrives_is_limited_to_what_a_turn_looks_at() -> None:
+    site = Site(knee=2 * LOOKAHEAD)
+    drained(site, 10.0)
+    verdicts = [site.enter(str(number), 120.0) for number in range(LOOKAHEAD + 2)]
+
+    assert [number for number, refused in enumerate(verdicts) if refused] == [LOOKAHEAD, LOOKAHEAD + 1]
+
+
+@pytest.mark.parametrize("kept_busy_by", ["document", "job"])
+def test_a_request_that_waits_for_something_else_does_not_refuse_those_with_a_free_slot(
+    kept_busy_by: str,
+) -> None:
+    site = Site(knee=8)
+    drained(site, 10.0)
+    if kept_busy_by == "document":  # the second waits until the first has been read
+        for name in ("reading", "waiting"):
+            site.enter(name, 120.0, traffic_class=LONG, prompt=50_000)
+            site.start(120.0)
+    else:  # the last slot is kept for others than jobs
+        jobs = replace(PLAIN, waiting=patient(PLAIN.waiting))
+        for number in range(7):
+            site.enter(f"job-{number}", 120.0, traffic_class=jobs, is_job=True)
+        site.start(120.0)
+        site.end("running", 120.0)
+    assert len(site.line) == 1
+
+    verdicts = [site.enter(name, 121.0, key=name) for name in ("a", "b")]
+
+    assert verdicts == [None, None]
+    assert site.start(121.0)[0] == "a"
 
 
 @pytest.mark.parametrize("failed_s", [0.005, 70.0], ids=["at once", "after long silence"])
@@ -853,7 +914,7 @@ def test_tries_that_fail_say_nothing_of_how_fast_places_come_free(failed_s: floa
 
     rate = site.line.drain_per_s("gemma", "chat", now)
     site.enter("next", now)
-    refused = site.enter("second", now)
+    [refused] = site.turn(now).refused
 
     assert rate == pytest.approx(1 / 60, rel=0.01)
     assert refused is not None
@@ -865,6 +926,7 @@ def test_a_forecast_counts_what_was_waited_before() -> None:
     patient = bounded(max_wait_s=30.0)
     drained(site, 10.0)
     site.enter("next", 120.0, traffic_class=patient)
+    site.turn(120.0)
 
     fresh = site.enter("fresh", 120.0, traffic_class=patient)
     site.line.leave("fresh")
@@ -1029,6 +1091,7 @@ def test_a_forecast_beyond_the_callers_deadline_is_refused_at_once() -> None:
     site = Site()
     drained(site, 10.0)
     site.enter("next", 120.0, traffic_class=PATIENT)
+    site.turn(120.0)
     lane = replace(PATIENT, waiting=replace(PATIENT.waiting, max_wait_s=900))
 
     assert site.enter("patient", 120.0, traffic_class=lane) is None

@@ -207,7 +207,8 @@ class Line(RuleBasedStateMachine):
 
     @invariant()
     def it_is_bounded(self) -> None:
-        waiting = [ticket for ticket, _ in self.waiting.values() if ticket.id not in self.offered]
+        callers = [ticket for ticket, _ in self.waiting.values() if not ticket.demand.is_job]
+        waiting = [ticket for ticket in callers if ticket.id not in self.offered]
         counts = Counter(ticket.traffic_class.name for ticket in waiting)
         for traffic_class in CLASSES:
             assert counts[traffic_class.name] <= traffic_class.waiting.waiting_max

@@ -47,7 +47,7 @@ class Entry:
     is_long: bool
     rank: Rank = Rank.TIMELY
     passed: int = 0
-    is_unproven: bool = False  # entered as first of its class; its first turn shows whether it has to wait
+    is_unproven: bool = False  # may be able to start at once; its first turn shows whether it has to wait
 
     @property
     def cost(self) -> int:
@@ -82,7 +82,7 @@ class Lane:
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
         self.jobs = 0  # how many of the entries are jobs
-        self.size_bytes = 0
+        self.size_bytes = 0  # of the others
         self.drain = Drain()
         self.home: Home | None = None  # None until the first request enters
         self.policy: Policy | None = None  # the policy from which `home` was derived
@@ -110,15 +110,19 @@ class Lane:
     def add(self, entry: Entry, now: float) -> None:
         """Add an entry at the position given by its rank."""
         self.entries[entry.number] = entry
-        self.size_bytes += entry.ticket.size_bytes
-        self.jobs += entry.ticket.demand.is_job
+        if entry.ticket.demand.is_job:
+            self.jobs += 1
+        else:
+            self.size_bytes += entry.ticket.size_bytes
         self._place(entry, now)
 
     def remove(self, entry: Entry) -> None:
         """Remove an entry."""
         del self.entries[entry.number]
-        self.size_bytes -= entry.ticket.size_bytes
-        self.jobs -= entry.ticket.demand.is_job
+        if entry.ticket.demand.is_job:
+            self.jobs -= 1
+        else:
+            self.size_bytes -= entry.ticket.size_bytes
         self._take_out(entry)
 
     def send_behind(self, entry: Entry) -> None:

@@ -59,6 +59,7 @@ class WaitingLine:
         self._tokens_started = StartedTokens()
         self._gone_until: dict[str, float] = {}  # backends whose offered slot was gone
         self._back_at: Mapping[str, float] = {}  # backends whose box runs another model
+        self._full_classes: Collection[tuple[str, str]] = ()  # found without room by the last turn
         self._numbers = 0
 
     # ------------------------------------------------------------ questions
@@ -172,13 +173,16 @@ class WaitingLine:
             self._insert(lane, entry, now)
             return None
         ahead, wait_s = self._forecast(lane, entry, now)
-        if len(lane.entries) >= rules.waiting_max or (
-            lane.entries and lane.size_bytes + ticket.size_bytes > rules.waiting_bytes_max
+        queued = len(lane.entries) - lane.jobs  # jobs have limits of their own
+        if queued >= rules.waiting_max or (
+            queued and lane.size_bytes + ticket.size_bytes > rules.waiting_bytes_max
         ):
             return _refused(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
-        # The forecast does not apply to the first of its class, which may be able to start at once, unless
-        # all backends that could serve it are swapped out.
-        entry.is_unproven = lane.is_first(entry)
+        # The forecast does not apply to a request that may be able to start at once, unless all backends that
+        # could serve it are swapped out. The next turn will tell.
+        name = (ticket.model, ticket.traffic_class.name)
+        has_room = name not in self._full_classes and lane.in_turn < LOOKAHEAD
+        entry.is_unproven = has_room or lane.is_first(entry)
         may_start = entry.is_unproven and not self._away_s(ticket, now)
         reason = None if may_start else _foreseen(entry, wait_s, now)
         if reason is Reason.WAIT_TOO_LONG and rules.when_late is WhenLate.DEMOTE:
@@ -284,6 +288,7 @@ class WaitingLine:
         added here.
         """
         refused = self._expire(now)
+        self._full_classes = ()
         if not self._waiting:
             return Turn((), refused, None)
         room = Room(self._with_offers(views), self._paused(now))
@@ -305,6 +310,7 @@ class WaitingLine:
             self._offer(offer)
         for entry in hopeless:
             refused.append(self._refuse(entry, Reason.NO_BACKEND, now))
+        self._full_classes = room.full_classes
         late = self._late(room.found_full, now, refused)
         # There is more to do if the lookahead limit may have ended the turn while slots were still free, or
         # if an entry that held backends in this turn was refused or demoted.

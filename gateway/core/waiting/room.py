@@ -30,20 +30,26 @@ class Room:
 
     def __init__(self, views: Mapping[str, BackendView], paused: frozenset[str]) -> None:
         self._views = dict(views)
+        self._paused = paused
         self._closed = set(paused)  # backends not offered to any further request in this turn
         self._closed_to_jobs: set[str] = set()  # backends not offered to any further job
         self._wanted: dict[str, list[tuple[Entry, tuple[str, ...]]]] = {}
-        self._stuck: dict[tuple[str, str, bool], list[Ticket]] = {}
+        self._stuck: dict[tuple[str, str, bool], list[tuple[Ticket, bool]]] = {}
         self.found_full: list[Entry] = []  # entries in their first turn that wait for a request to end
+        self.full_classes: set[tuple[str, str]] = set()  # (model, class) of which a request, not a job, has no room
 
     def place(self, entry: Entry) -> tuple[Candidate, ...] | None:
         """Return the backends to offer, best first; () if the entry must wait; None if no backend is up."""
         ticket = entry.ticket
         is_unproven, entry.is_unproven = entry.is_unproven, False
         is_job = ticket.demand.is_job
-        stuck = self._stuck.setdefault((ticket.model, ticket.traffic_class.name, is_job), [])
-        if any(_asks_no_less(ticket, other) for other in stuck):
-            return ()
+        name = (ticket.model, ticket.traffic_class.name)
+        stuck = self._stuck.setdefault((*name, is_job), [])
+        for other, is_full in stuck:
+            if _asks_no_less(ticket, other):
+                if is_unproven and is_full:
+                    self.found_full.append(entry)
+                return ()
         ranked = selection.rank(
             ticket.policy,
             ticket.traffic_class,
@@ -59,9 +65,13 @@ class Room:
             return free
         if not able and not any(one.excluded is not None and one.excluded.is_busy for one in ranked):
             return None
-        if is_unproven and not able and all(self._is_full(one) for one in ranked):
+        is_full = not able and all(self._is_full(one) for one in ranked)
+        if is_unproven and is_full:
             self.found_full.append(entry)
-        stuck.append(ticket)
+        is_held = bool(able) and not any(one.backend in self._paused for one in able)
+        if not is_job and (is_full or is_held):
+            self.full_classes.add(name)
+        stuck.append((ticket, is_full))
         self._hold(entry, tuple(one.backend for one in ranked if _is_waited_for(one)))
         return ()
 
