@@ -341,6 +341,10 @@ class UpstreamBusy(UpstreamError):
     code = "upstream_busy"
 
 
+NOTHING_RAN = (UpstreamUnreachable, UpstreamBusy)
+"""Failures of an attempt on which the backend spent no time."""
+
+
 class StreamBroken(UpstreamError):
     """A stream failed after its first byte had been sent to the caller."""
 

@@ -24,7 +24,14 @@ from typing import Protocol, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from gateway.core.errors import BackendRejected, CallerError, GatewayError, ShedError, StoreUnavailable
+from gateway.core.errors import (
+    NOTHING_RAN,
+    BackendRejected,
+    CallerError,
+    GatewayError,
+    ShedError,
+    StoreUnavailable,
+)
 from gateway.core.job_answers import AnswerSoFar, answer_so_far, choices, continuation
 from gateway.core.jobs import (
     AttemptEnd,
@@ -385,12 +392,14 @@ class Worker:
             case CallerError():
                 await self._refuse(claim, failure)
             case _:
-                rest_s = min(self._rules.retry_s * 2.0 ** min(job.failures, 16), self._rules.retry_max_s)
+                # A backend that refuses is asked ever less often, too, though that is no failure of the job.
+                tries = job.attempt - 1 if isinstance(failure, NOTHING_RAN) else job.failures
+                rest_s = min(self._rules.retry_s * 2.0 ** min(tries, 16), self._rules.retry_max_s)
                 _log_failed(job, failure)
                 await self._give_back(
                     claim,
                     after_s=max(failure.retry_after_s or 0.0, rest_s),
-                    failed=not isinstance(failure, ShedError),
+                    failed=not isinstance(failure, (ShedError, *NOTHING_RAN)),
                 )
 
     # ------------------------------------------------------------ reporting to the store

@@ -22,6 +22,7 @@ from gateway.core.box_demand import class_of, servers
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
+    NOTHING_RAN,
     AnswerUnfit,
     AtCapacity,
     Draining,
@@ -344,11 +345,13 @@ class Pipeline:
                     context.ending, context.error_code = Ending.BROKEN, StreamBroken.code
                     await self._end_with(context, error, StreamBroken.code)
                     return
-                failure = error
+                # An engine that crashed says more than another one that is busy.
+                if failure is None or not (context.crashes and isinstance(error, NOTHING_RAN)):
+                    failure = error
                 if isinstance(error, AnswerUnfit):
                     unfit |= {candidate.backend}
                 if not retry.may_retry(context.policy.retry, len(context.attempts), context.crashes):
-                    raise
+                    raise failure from None
                 ticket = replace(ticket, failed=ticket.failed | {candidate.backend})
             else:
                 context.ending = Ending.COMPLETED

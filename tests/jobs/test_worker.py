@@ -35,6 +35,8 @@ from gateway.core.errors import (
     InvalidRequest,
     NoBackend,
     StreamBroken,
+    UpstreamBusy,
+    UpstreamUnreachable,
 )
 from gateway.core.job_answers import answer_so_far
 from gateway.core.jobs import (
@@ -529,6 +531,8 @@ def failing(error: Exception, times: int, number: int) -> Any:
         (StreamBroken("It broke."), 2, 3, JobStatus.COMPLETED, None, 2),
         (StreamBroken("It broke."), 3, 0, JobStatus.FAILED, "job_poisoned", 3),
         (NoBackend("None is up."), 5, 0, JobStatus.COMPLETED, None, 0),
+        (UpstreamBusy("It is busy."), 5, 0, JobStatus.COMPLETED, None, 0),
+        (UpstreamUnreachable("It is away."), 5, 0, JobStatus.COMPLETED, None, 0),
         (BackendRejected("It is wrong.", status=400, code="wrong"), 1, 0, JobStatus.FAILED, "wrong", 0),
         (InvalidRequest("It has no place."), 2, 0, JobStatus.COMPLETED, None, 2),
         (InvalidRequest("It has no place."), 3, 0, JobStatus.FAILED, "invalid_request", 2),
@@ -539,6 +543,8 @@ def failing(error: Exception, times: int, number: int) -> Any:
         "breaks",
         "keeps-breaking",
         "fleet-down",
+        "backends-busy",
+        "backends-away",
         "refused",
         "refused-by-us",
         "always-refused-by-us",

@@ -212,6 +212,23 @@ async def test_attempts_are_bounded(world: World) -> None:
     assert world.notes.requests[0].ending is Ending.FAILED
 
 
+@pytest.mark.parametrize(
+    "then",
+    [Script([b'{"error":{"message":"busy"}}'], status=503), Script(opening=UpstreamUnreachable("x"))],
+    ids=["busy", "away"],
+)
+async def test_a_request_that_kills_an_engine_is_told_so_though_the_next_one_is_busy(
+    world: World, then: Script
+) -> None:
+    """Its job would not count the failure otherwise, and kill the engine for ever."""
+    world.answers(light_0=Script(opening=UpstreamLost("x")), light_1=then, push=then)
+
+    with pytest.raises(UpstreamLost):
+        await world.run(world.request())
+
+    assert len(world.upstream.targets) == 3
+
+
 async def test_a_request_that_kills_engines_is_not_shown_a_third(world: World) -> None:
     world.answers(light_0=Script([CRASH]), light_1=Script([CRASH]), push=GOOD)
 

@@ -36,7 +36,7 @@ class Room:
         self._wanted: dict[str, list[tuple[Entry, tuple[str, ...]]]] = {}
         self._stuck: dict[tuple[str, str, bool], list[tuple[Ticket, bool]]] = {}
         self.found_full: list[Entry] = []  # entries in their first turn that wait for a request to end
-        self.full_classes: set[tuple[str, str]] = set()  # (model, class) of which a request, not a job, has no room
+        self.full_classes: set[tuple[str, str]] = set()  # (model, class) with requests without room
 
     def place(self, entry: Entry) -> tuple[Candidate, ...] | None:
         """Return the backends to offer, best first; () if the entry must wait; None if no backend is up."""
