@@ -102,14 +102,15 @@ def worker(config: Path, log_level: str, admin: str | None) -> None:
 
 
 def _hear_early_signals() -> None:
-    """Ignore SIGHUP and exit on SIGTERM until the gateway handles signals, some seconds later.
+    """Ignore SIGHUP and exit on SIGTERM and SIGINT until the gateway handles signals, some seconds later.
 
     SIGHUP would end the process; it can be ignored, because the configuration is read after this anyway.
     SIGTERM would be lost for the first process of a container, which Linux exempts from signals without a
     handler: it would start, and serve until killed.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # nothing has been started yet
+    for stop in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(stop, lambda *_: os._exit(0))  # nothing has been started yet
 
 
 @main.command()

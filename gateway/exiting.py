@@ -16,10 +16,14 @@ def bounded_exit() -> Iterator[None]:
     Python waits for every thread before it exits. A thread that never ends, because it died half way for lack
     of memory or waits for a disk, would keep a process that no longer serves from being restarted. After
     `EXIT_S` such a process writes where its threads are, and exits with status 1.
+
+    A signal to stop that arrives after the block no longer changes the exit status.
     """
     try:
         yield
     finally:
+        for late in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(late, signal.SIG_IGN)
         try:
             faulthandler.dump_traceback_later(EXIT_S, exit=True)
         except (RuntimeError, OSError):  # no thread is left for it, or no standard error

@@ -1,7 +1,6 @@
 """The gateway as a process: what `gemma-gateway serve` runs, from a file name to an exit status."""
 
 import os
-import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ def serve(config: Path, log_level: str = "info", workers: int = 1) -> int:
     try:
         loaded = settings.load(config)
         for warning in loaded.warnings:
-            _say(f"warning: {warning}")
+            logs.say(f"warning: {warning}")
         if workers > 1:
             return anyio.run(
                 partial(supervisor.serve, loaded, os.environ, workers, log_level, ready=_announce_workers)
@@ -34,7 +33,7 @@ def serve(config: Path, log_level: str = "info", workers: int = 1) -> int:
         run(app.serve, loaded, os.environ, ready=_announce)
     except ConfigError as error:
         for line in str(error).splitlines():
-            _say(f"error: {line}")
+            logs.say(f"error: {line}")
         return status_of(error)
     return 0
 
@@ -48,11 +47,11 @@ def work(config: Path, log_level: str = "info", admin: str | None = None) -> int
     try:
         loaded = settings.load(config).for_job_worker(admin)
         for warning in loaded.warnings:
-            _say(f"warning: {warning}")
+            logs.say(f"warning: {warning}")
         run(app.serve, loaded, os.environ, ready=_announce)
     except ConfigError as error:
         for line in str(error).splitlines():
-            _say(f"error: {line}")
+            logs.say(f"error: {line}")
         return status_of(error)
     return 0
 
@@ -76,19 +75,14 @@ def run(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
 
 def _announce(running: app.Running) -> None:
     does = f"serves {running.url}/v1" if running.url else "runs jobs"
-    _say(f"gemma-gateway {__version__} {does}")
+    logs.say(f"gemma-gateway {__version__} {does}")
     if running.admin_url:
-        _say(f"operators: {running.admin_url}/admin/backends")
-        _say(f"console: {running.admin_url}/")
+        logs.say(f"operators: {running.admin_url}/admin/backends")
+        logs.say(f"console: {running.admin_url}/")
 
 
 def _announce_workers(serving: supervisor.Serving) -> None:
-    _say(f"gemma-gateway {__version__} serves {serving.url}/v1 with {serving.workers} workers")
+    logs.say(f"gemma-gateway {__version__} serves {serving.url}/v1 with {serving.workers} workers")
     for number, url in enumerate(serving.admin_urls):
-        _say(f"operators: {url}/admin/backends (worker {number})")
-        _say(f"console: {url}/ (worker {number})")
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+        logs.say(f"operators: {url}/admin/backends (worker {number})")
+        logs.say(f"console: {url}/ (worker {number})")

@@ -125,7 +125,7 @@ class Reloader:
         self._on_reload = on_reload
         self._turn = anyio.Lock()
         self._versions = deque([Version(started.version, started.source, clock.wall(), "start")])
-        self._refused = b""  # the last one tried, if it was invalid
+        self._refused: bytes | None = None  # the last one tried, if it was invalid
         self._has_failed = False  # the last one tried was not applied, or could not be read
         self.running = started
 
@@ -183,7 +183,8 @@ class Reloader:
 
     async def watch(self) -> None:
         """Apply the file whenever it changes, until cancelled."""
-        before, in_vain = b"", 0
+        before: bytes | None = None
+        in_vain = 0
         while True:
             await anyio.sleep(LOOK_S)
             try:
@@ -221,7 +222,7 @@ class Reloader:
             found = Reload(error=str(error))
             _refuse(str(error), by)
         else:
-            is_news, self._refused, self._has_failed = self._has_failed, b"", False
+            is_news, self._refused, self._has_failed = self._has_failed, None, False
             self.running = wanted
             if wanted.version != self._versions[0].id:
                 self._versions.appendleft(Version(wanted.version, source, self._clock.wall(), by))

@@ -25,7 +25,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from gateway.app import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, start_store
 from gateway.core.errors import ConfigError, StartupBlocked
-from gateway.downstream.listener import BACKLOG, bind, url_of
+from gateway.downstream.listener import bind, url_of
 from gateway.events import about
 from gateway.reload import LOOK_S, read
 from gateway.settings import Settings, beside, load
@@ -117,14 +117,14 @@ async def serve(
             no store for the workers to share.
     """
     settings.require(environ)
-    settings.for_worker(workers - 1, workers, None)  # the last one also has an admin port
+    for number in range(workers):  # each has an admin port
+        settings.for_worker(number, workers, None)
     failure: ConfigError | None = None
     with (
         anyio.open_signal_receiver(*STOP_SIGNALS) as signals,
         anyio.open_signal_receiver(RELOAD_SIGNAL) as hints,
-        bind(*settings.listen) as listen,
+        bind(*settings.listen) as listen,  # from here on, connections wait for any live worker
     ):
-        listen.listen(BACKLOG)  # from here on, connections wait for any live worker
         order = Order(
             0, workers, str(settings.path), settings.source.decode(), log_level, listen.fileno(), None
         )
@@ -158,6 +158,7 @@ class WorkerGroup:
 
     Attributes:
         ended_well: Whether every worker that was told to stop exited by itself, with status 0.
+        command: The command line of a worker, without its number.
     """
 
     def __init__(self, end_s: float, ready: Callable[[tuple[str, ...]], None]) -> None:
@@ -167,7 +168,7 @@ class WorkerGroup:
         """
         self.end_s = end_s
         self.ended_well = True
-        self._command = _command()
+        self.command = _command()
         self._ready = ready
         self._is_ready = False
         self._processes: dict[int, Process] = {}
@@ -247,7 +248,7 @@ class WorkerGroup:
         """Run one worker to its end. Return its exit status, and the error in its configuration, if any."""
         said = None
         async with await anyio.open_process(
-            [*self._command, str(order.number)],
+            [*self.command, str(order.number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None,
@@ -368,7 +369,10 @@ def _kill(process: Process) -> None:
 
 def _command() -> list[str]:
     """Return the command for a worker that imports this process's code, not the current folder's."""
-    flags = [] if os.getcwd() in sys.path else ["-P"]
+    try:
+        flags = [] if os.getcwd() in sys.path else ["-P"]
+    except FileNotFoundError:  # it has been deleted
+        flags = ["-P"]
     return [sys.executable, *flags, "-m", "gateway.worker"]
 
 

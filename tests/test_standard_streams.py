@@ -5,12 +5,14 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import anyio
 import httpx
 import pytest
-from support.processes import COMMAND, lonely_config, until
+from support.processes import COMMAND, lonely_config, reserved_port, until
 
 SCRIPT = """
 import os, sys
@@ -65,3 +67,79 @@ async def test_a_gateway_without_input_and_output_serves(tmp_path: Path) -> None
         if process.returncode is None:
             process.kill()
         await process.aclose()
+
+
+@contextmanager
+def nobody_reads() -> Iterator[int]:
+    """Give the end for writing of a pipe that is full, and that nobody reads."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(write, b"-" * 65_536)
+    os.set_blocking(write, True)
+    yield write
+    os.close(read)
+    os.close(write)
+
+
+@contextmanager
+def full_disk() -> Iterator[int]:
+    with open("/dev/full", "wb", buffering=0) as file:
+        yield file.fileno()
+
+
+@contextmanager
+def reader_gone() -> Iterator[int]:
+    read, write = os.pipe()
+    os.close(read)
+    yield write
+    os.close(write)
+
+
+@pytest.mark.parametrize("log", [nobody_reads, full_disk, reader_gone])
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_gateway_whose_log_cannot_be_written_serves(
+    tmp_path: Path, log: Callable[[], AbstractContextManager[int]], workers: int
+) -> None:
+    file = lonely_config(tmp_path)
+    with reserved_port() as port, log() as stderr:
+        file.write_text(file.read_text().replace("listen: 127.0.0.1:0", f"listen: 127.0.0.1:{port}"))
+        process = await anyio.open_process(
+            [*COMMAND, "serve", "--config", str(file), "--workers", str(workers)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        )
+        try:
+            async with httpx.AsyncClient(trust_env=False, timeout=30.0) as client:
+
+                async def serves() -> bool:
+                    assert process.returncode is None
+                    with suppress(httpx.TransportError):
+                        return (await client.get(f"http://127.0.0.1:{port}/v1/models")).status_code == 200
+                    return False
+
+                await until(serves)
+            process.send_signal(signal.SIGTERM)
+            with anyio.fail_after(30):
+                assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.aclose()
+
+
+def test_a_simulated_server_whose_log_cannot_be_written_serves() -> None:
+    with full_disk() as stderr, reserved_port() as port:
+        process = subprocess.Popen(
+            [*COMMAND, "simulate", "--profile", "h100-tp1-light", "--port", str(port)],
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        )
+        try:
+            with httpx.Client(trust_env=False, transport=httpx.HTTPTransport(retries=5)) as client:
+                assert client.get(f"http://127.0.0.1:{port}/health", timeout=30.0).status_code == 200
+        finally:
+            process.terminate()
+            assert process.wait(30) is not None

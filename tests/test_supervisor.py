@@ -81,3 +81,16 @@ async def test_a_worker_that_ends_is_started_again(
     first, second = ends.said
     assert re.fullmatch(rf"worker 0 ended \({says}.*\): started again in 0\.5 s", first)
     assert re.fullmatch(rf"worker 0 ended \({says}.*\): started again in 1 s", second)
+
+
+def test_workers_may_be_started_in_a_folder_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+
+    group = WorkerGroup(600.0, lambda urls: None)
+
+    assert "-P" in group.command

@@ -30,7 +30,9 @@ LOOKS_MAX = 200
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to that address, not listening yet. Port 0 picks a free one.
+    """Return a socket that listens on that address. Connections wait. Port 0 picks a free one.
+
+    With SO_REUSEADDR, Linux lets two sockets that overlap be bound, and refuses the second one to listen.
 
     Raises:
         StartupBlocked: the address is in use, or does not belong to this machine.
@@ -44,6 +46,7 @@ def bind(host: str, port: int) -> socket.socket:
             for option in tcp.KEEPALIVE:
                 bound.setsockopt(*option)
             bound.bind(address)
+            bound.listen(BACKLOG)
             undo.pop_all()
     except PermissionError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error

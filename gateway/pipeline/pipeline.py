@@ -345,9 +345,7 @@ class Pipeline:
                     context.ending, context.error_code = Ending.BROKEN, StreamBroken.code
                     await self._end_with(context, error, StreamBroken.code)
                     return
-                # An engine that crashed says more than another one that is busy.
-                if failure is None or not (context.crashes and isinstance(error, NOTHING_RAN)):
-                    failure = error
+                failure = _reported(context, failure, error)
                 if isinstance(error, AnswerUnfit):
                     unfit |= {candidate.backend}
                 if not retry.may_retry(context.policy.retry, len(context.attempts), context.crashes):
@@ -565,3 +563,8 @@ class Pipeline:
 
 
 _UNKNOWN = BackendStatus()
+
+
+def _reported(context: RequestContext, before: UpstreamError | None, now: UpstreamError) -> UpstreamError:
+    """Return which of two failures to report: an engine that crashed says more than another that is busy."""
+    return before if before is not None and context.crashes and isinstance(now, NOTHING_RAN) else now

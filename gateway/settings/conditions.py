@@ -6,6 +6,7 @@ from typing import Any
 from gateway.core.values import Bound, Comparison
 
 _PART = re.compile(r"\s*(>=|>|<=|<|==|=|)\s*([0-9]+(?:_[0-9]+)*)\s*")
+_GROUPED = re.compile(r"[0-9]{1,3}(?:,\s?[0-9]{3})+(?![0-9])")
 _HELP = 'write ">= 16000", "< 100", 4, or several as ">= 16000, < 100000"'
 
 
@@ -22,9 +23,9 @@ def bounds(written: Any) -> tuple[Bound, ...]:
     if isinstance(written, int):
         return (_bound(Comparison.EQ, written),)
     if isinstance(written, str):
-        return tuple(_parse(part) for part in written.split(","))
+        return _all(written, [_parse(part) for part in written.split(",")])
     if isinstance(written, list) and written:
-        return tuple(bound for part in written for bound in bounds(part))
+        return _all(written, [bound for part in written for bound in bounds(part)])
     raise ValueError(f"this is not a comparison; {_HELP}")
 
 
@@ -50,6 +51,19 @@ def header_values(written: Any) -> tuple[str, ...]:
     if isinstance(written, list) and written and all(isinstance(value, str) and value for value in written):
         return tuple(written)
     raise ValueError("write a value, a list of values, or true for any value; put numbers in quotes")
+
+
+def _all(written: Any, found: list[Bound]) -> tuple[Bound, ...]:
+    """Return bounds that must all hold. One that demands an exact number can only stand alone."""
+    if len(found) > 1 and any(bound.op is Comparison.EQ for bound in found):
+        text = ",".join(str(part) for part in written) if isinstance(written, list) else written
+        if grouped := _GROUPED.search(text):
+            number = re.sub(r"[,\s]", "", grouped[0])
+            raise ValueError(
+                f"the comma separates two comparisons: write {number} without it, or {int(number):_}"
+            )
+        raise ValueError(f"all of these must hold, so an exact number cannot be one of several; {_HELP}")
+    return tuple(found)
 
 
 def _parse(part: str) -> Bound:

@@ -150,6 +150,29 @@ def address(written: str) -> Address:
     return Address(bare, int(port))
 
 
+_WILDCARDS = {"0.0.0.0": 4, "::": 0}
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+
+
+def overlap(one: Address, other: Address) -> bool:
+    """Return whether two listeners cannot have these addresses. Of names, only localhost is resolved."""
+    if one.port != other.port or not one.port:
+        return False
+    hosts = {one.host.lower(), other.host.lower()}
+    if len(hosts) == 1 or ("localhost" in hosts and hosts <= _LOOPBACK):
+        return True
+    return any(
+        _WILDCARDS[host] in {0, _version(rest)}
+        for host in hosts & _WILDCARDS.keys()
+        for rest in hosts - {host}
+    )
+
+
+def _version(host: str) -> int:
+    """Return the IP version of a host; names count as 4."""
+    return 6 if ":" in host else 4
+
+
 def written(host: str, port: int) -> str:
     """Format an address for `address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from gateway import profiles
 from gateway.core.webhooks import address_refusal
+from gateway.settings.fields import address, overlap
 from gateway.settings.problems import closest
 from gateway.settings.yaml_tree import Path
 
@@ -167,8 +168,13 @@ def _never_sent_to(url: str, allow_private: bool) -> str:
 
 def _listeners(top: Mapping[str, Any]) -> Iterator[Finding]:
     listen, admin = top.get("listen", "127.0.0.1:8080"), top.get("admin", "127.0.0.1:9090")
-    if isinstance(listen, str) and listen == admin and not listen.endswith(":0"):
-        yield Finding(("admin",), "admin and listen are the same address; operators get a port of their own")
+    try:
+        clash = overlap(address(listen), address(admin))
+    except (AttributeError, ValueError):  # reported where it stands; or admin is off
+        return
+    if clash:
+        message = f"admin and listen are the same address ({listen}); operators get a port of their own"
+        yield Finding(("admin",), message)
 
 
 def _names(path: Path, kind: str, listed: Any, known: Mapping[str, Any]) -> Iterator[Finding]:

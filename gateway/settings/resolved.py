@@ -38,7 +38,7 @@ from gateway.core.values import (
 )
 from gateway.core.webhooks import WebhookEndpoint, read_secret
 from gateway.settings.document import Document
-from gateway.settings.fields import PORT_MAX, Address, Section, address, curve, written
+from gateway.settings.fields import PORT_MAX, Address, Section, address, curve, overlap, written
 from gateway.settings.problems import Problem
 from gateway.settings.references import Finding
 from gateway.settings.secrets import SecretMissing, SecretRef, carried, digest
@@ -255,7 +255,7 @@ class Settings:
             store_url: The store for shared limits if the file names none.
 
         Raises:
-            ConfigError: there is no such port.
+            ConfigError: there is no such port, or it is that of `listen`.
         """
         own: dict[str, object] = {}
         if self.store is None and store_url is not None:
@@ -264,6 +264,9 @@ class Settings:
             port = self.admin.port + number
             if port > PORT_MAX:
                 message = f"worker {number} would need admin port {port}: the highest port is {PORT_MAX}"
+                raise ConfigError(str(self.problem(("admin",), message)))
+            if overlap(Address(self.admin.host, port), self.listen):
+                message = f"worker {number} would need admin port {port}, which is that of `listen`"
                 raise ConfigError(str(self.problem(("admin",), message)))
             own["admin"] = written(self.admin.host, port)
         return replace(self, document=self.document.model_copy(update=own), workers=workers)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import rich_click as click
@@ -176,10 +177,11 @@ def simulate_box(
         raise click.BadParameter(str(error), param_hint="--resident") from error
 
     def ready(box: Box) -> None:
-        for model in box.models.values():
-            serves = f"{model.options.model} ({model.options.profile.name})"
-            click.echo(f"{model.name}: {serves} at {model.url}/v1, {model.state}", err=True)
-        click.echo(f"orders at {box.url}, {speed:g}x", err=True)
+        with suppress(OSError):  # nobody reads it
+            for model in box.models.values():
+                serves = f"{model.options.model} ({model.options.profile.name})"
+                click.echo(f"{model.name}: {serves} at {model.url}/v1, {model.state}", err=True)
+            click.echo(f"orders at {box.url}, {speed:g}x", err=True)
 
     async def main() -> None:
         await serve_box(options, ready=ready)

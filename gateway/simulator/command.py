@@ -1,6 +1,7 @@
 """`gemma-gateway simulate`: one simulated Gemma 4 server on a port."""
 
 import sys
+from contextlib import suppress
 
 import rich_click as click
 
@@ -166,7 +167,8 @@ def simulate(
     )
 
     def ready(url: str) -> None:
-        click.echo(f"{options.model} ({profile}) at {url}/v1, {speed:g}x", err=True)
+        with suppress(OSError):  # nobody reads it
+            click.echo(f"{options.model} ({profile}) at {url}/v1, {speed:g}x", err=True)
 
     async def main() -> None:
         await serve(options, ready=ready)

@@ -171,6 +171,12 @@ async def run(clock: Clock) -> None:
         is_behind = not all([lines.catch_up() for lines in _all_lines()])
 
 
+def say(line: str) -> None:
+    """Write a line as it is, where the log lines go. Like these, it is dropped if it cannot be written."""
+    for lines in _all_lines():
+        lines.say(line)
+
+
 def dropped_lines() -> int:
     """Return the number of lines dropped because they could not be written."""
     return sum(lines.output.dropped for lines in _all_lines())
@@ -277,6 +283,10 @@ class _Lines(logging.Handler):
         self.flush()
         self.output.close()
         super().close()
+
+    def say(self, line: str) -> None:
+        """Write a line as it is, after those collected so far."""
+        self._write(line + "\n")
 
     def catch_up(self) -> bool:
         """Write held-back lines. Return whether none are left, after reporting dropped ones."""

@@ -242,7 +242,7 @@ async def test_a_file_that_cannot_be_used_changes_nothing_and_says_why(gateway: 
     assert f'gateway_config_info{{version="{version}"}} 1.0' in page
 
 
-@pytest.mark.parametrize("way", ["file", "gone", "put"])
+@pytest.mark.parametrize("way", ["file", "emptied", "gone", "put"])
 async def test_what_is_in_force_and_in_the_file_is_no_failure_any_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
@@ -261,7 +261,7 @@ async def test_what_is_in_force_and_in_the_file_is_no_failure_any_more(
             path.unlink()
             await running_site.gateway.reloader.reread("signal")
         else:
-            path.write_text("pools: [")
+            path.write_text("" if way == "emptied" else "pools: [")
             await running_site.eventually(lambda: is_successful(0))
         path.write_bytes(good)
         await running_site.eventually(lambda: is_successful(1))

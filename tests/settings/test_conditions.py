@@ -25,7 +25,8 @@ GE, GT, LE, LT, EQ = Comparison.GE, Comparison.GT, Comparison.LE, Comparison.LT,
         pytest.param(">= 16_000", [(GE, 16_000)], id="underscores"),
         pytest.param(">= 16000, < 100000", [(GE, 16_000), (LT, 100_000)], id="both-must-hold"),
         pytest.param([">= 1", "< 5"], [(GE, 1), (LT, 5)], id="a-list"),
-        pytest.param([">= 1, < 9", 5], [(GE, 1), (LT, 9), (EQ, 5)], id="a-list-of-anything"),
+        pytest.param([">= 1, < 9", "> 5"], [(GE, 1), (LT, 9), (GT, 5)], id="a-list-of-anything"),
+        pytest.param([4], [(EQ, 4)], id="a-list-of-a-number"),
     ],
 )
 def test_comparisons(written: Any, meant: list[tuple[Comparison, int]]) -> None:
@@ -53,6 +54,23 @@ def test_comparisons(written: Any, meant: list[tuple[Comparison, int]]) -> None:
 )
 def test_what_is_no_comparison_is_told_how_to_be_one(written: Any) -> None:
     with pytest.raises(ValueError, match=r">= 16000|never negative"):
+        bounds(written)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [">= 16,384", "16,384", ">=16, 384", [">= 16", 384], [">= 16", "384"]],
+    ids=["at-least", "exactly", "with-a-space", "a-list", "a-list-of-text"],
+)
+def test_a_comma_within_a_number_is_an_error(written: Any) -> None:
+    """It would be two conditions, of which the second is never meant."""
+    with pytest.raises(ValueError, match=r"write 16384 without it, or 16_384"):
+        bounds(written)
+
+
+@pytest.mark.parametrize("written", [[3, 4], ">= 3, == 4", "3, 4", ">= 1000, 7"])
+def test_an_exact_number_stands_alone(written: Any) -> None:
+    with pytest.raises(ValueError, match=r"an exact number cannot be one of several; write \">= 16000\""):
         bounds(written)
 
 

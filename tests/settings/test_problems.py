@@ -177,6 +177,11 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
             ("backends:", "profiles: {x: {extends: h200}}\nbackends:"), "no shipped profile", id="extends"
         ),
         pytest.param(("backends:", "admin: 127.0.0.1:8080\nbackends:"), "the same address", id="one-address"),
+        pytest.param(
+            ("backends:", "listen: 0.0.0.0:8080\nadmin: 127.0.0.1:8080\nbackends:"),
+            "the same address",
+            id="an-address-within-all",
+        ),
         pytest.param(("backends:", "admin: 9090\nbackends:"), "127.0.0.1:9090", id="port-alone"),
         pytest.param(
             ("backends:", "listen: '*:8080'\nbackends:"), "0.0.0.0:8080", id="a-star-for-everywhere"

@@ -613,6 +613,15 @@ def test_a_worker_without_a_port_for_operators_is_a_configuration_error(loaded: 
         loaded(f"admin: 127.0.0.1:65534\n{plain}").for_worker(2, 4, None)
 
 
+def test_a_worker_whose_port_for_operators_is_that_for_applications_is_a_configuration_error(
+    loaded: Load, plain: str
+) -> None:
+    settings = loaded(f"listen: 0.0.0.0:9091\nadmin: 127.0.0.1:9090\n{plain}")
+    assert settings.for_worker(0, 2, None).admin == Address("127.0.0.1", 9090)
+    with pytest.raises(ConfigError, match=r"gateway\.yaml:2:8: worker 1 would need admin port 9091, which"):
+        settings.for_worker(1, 2, None)
+
+
 @pytest.mark.parametrize(
     ("line", "url", "prefix"),
     [
