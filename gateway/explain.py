@@ -11,6 +11,7 @@ from rich.table import Table
 from gateway import command_http, what_if
 from gateway.core import deciding
 from gateway.core.errors import GatewayError
+from gateway.core.values import Exclusion
 from gateway.downstream import wire
 from gateway.settings import Settings
 from gateway.tokenizer import open_estimator
@@ -105,8 +106,21 @@ def _message(found: object) -> str:
 
 
 def is_served(found: Mapping[str, Any]) -> bool:
-    """Return whether any backend could take the request."""
+    """Return whether any backend could take the request now, or it would wait for one."""
+    return _starts(found) or bool(_waited_for(found))
+
+
+def _starts(found: Mapping[str, Any]) -> bool:
     return any(candidate["excluded"] is None for candidate in found["decision"]["candidates"])
+
+
+def _waited_for(found: Mapping[str, Any]) -> list[str]:
+    """Return the backends that cannot take the request now and are worth waiting for."""
+    return [
+        candidate["backend"]
+        for candidate in found["decision"]["candidates"]
+        if candidate["excluded"] is not None and Exclusion(candidate["excluded"]).is_busy
+    ]
 
 
 _SCORES = {"spare knee": "spare_knee", "speed": "speed", "affinity": "prefix_affinity"}
@@ -129,12 +143,16 @@ def show(found: Mapping[str, Any], console: Console | None = None) -> None:
         mark = "[green]✓[/]" if verdict["matched"] else "[dim]·[/]"
         console.print(f"{mark} class {verdict['name']}: {verdict['why']}")
     console.print(_table(decision["candidates"]))
-    if is_served(found):
+    outlook = found["outlook"]
+    if _starts(found):
         first = decision["candidates"][0]
         console.print(f"goes to [bold green]{first['backend']}[/] (pool {first['pool']})")
+    elif waited_for := _waited_for(found):
+        most_s = None if outlook is None else outlook.get("max_wait_s")
+        most = "" if most_s is None else f", for up to {most_s:g} s"
+        console.print(f"[bold yellow]waits[/] for {' or '.join(waited_for)}{most}")
     else:
         console.print("[bold red]nowhere[/]: no backend of its class can take it")
-    outlook = found["outlook"]
     if outlook is not None and outlook["waiting"]:
         wait_s = outlook["expected_wait_s"]
         about = "" if wait_s is None else f", about {wait_s:.1f} s"

@@ -48,10 +48,12 @@ class Outlook:
         waiting: Number of waiting requests of its class.
         expected_wait_s: Expected wait at the measured rate, 0 if nobody is waiting; None if the rate is
             unknown.
+        max_wait_s: How long its class lets a request wait.
     """
 
     waiting: int
     expected_wait_s: float | None
+    max_wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ class WhatIf:
             found,
             fleet="live",
             changes=changes,
-            outlook=self._outlook(decision.model, decision.traffic_class),
+            outlook=self._outlook(policy, decision.model, decision.traffic_class),
         )
 
     async def _anew(self, settings: Settings, policy: Policy, question: Question) -> Explanation:
@@ -248,13 +250,15 @@ class WhatIf:
             notes.append(f"Headers that the policy in force has no conditions on are not kept: {names}.")
         return notes
 
-    def _outlook(self, model: str, traffic_class: str) -> Outlook:
+    def _outlook(self, policy: Policy, model: str, traffic_class: str) -> Outlook:
+        classes = deciding.model_of(policy, model).classes
+        (most_s,) = (one.waiting.longest_wait_s for one in classes if one.name == traffic_class)
         line = self._pipeline.room.line
         waiting = line.waiting().get((model, traffic_class), 0)
         if not waiting:
-            return Outlook(0, 0.0)
+            return Outlook(0, 0.0, most_s)
         per_s = line.drain_per_s(model, traffic_class, self._clock.now())
-        return Outlook(waiting, None if per_s is None else round((waiting + 1) / per_s, 2))
+        return Outlook(waiting, None if per_s is None else round((waiting + 1) / per_s, 2), most_s)
 
 
 def _held(decision: Decision) -> Mapping[str, float]:

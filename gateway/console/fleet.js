@@ -97,6 +97,7 @@ function boxWords(name, box) {
     const leaves = next.backend && next.backend !== name ? `; then ${next.backend}${soon}` : "";
     return `${box.id}: ${words(box.state)}${leaves}${queue}`;
   }
+  if (box.quarantine[name]) return `${box.id}: in quarantine: ${box.quarantine[name]}${queue}`;
   const comes = next.backend === name ? `; starts${soon || " next"}` : "";
   return `${box.id}: not running${comes}${queue}`;
 }

@@ -116,7 +116,7 @@ class _Kept:
     lanes: Sequence[Lane] = ()
     lanes_at: float = 0.0  # monotonic seconds
     objections: Mapping[str, Objection | None] = field(default_factory=dict)
-    out: frozenset[str] = frozenset()
+    why_out: Mapping[str, str] = field(default_factory=dict)  # of the backends that are out
     swaps: SwapTracker = field(default_factory=SwapTracker)
     wake: anyio.Event = field(default_factory=anyio.Event)
 
@@ -392,16 +392,18 @@ class BoxController:
         if box.state is not before.state:
             self._log(kept, box)
         out = frozenset(name for name in kept.backends if is_out(box, name))
-        for name in out - kept.out:
-            self._fleet.put_out(name, f"the box {kept.name} runs another model")
+        why_out = {name: _why_out(kept.name, box, name) for name in out}
+        for name, reason in why_out.items():
+            if kept.why_out.get(name) != reason:
+                self._fleet.put_out(name, reason)
         # The owner may have a different configuration, with a backend unknown to this process.
         is_new_boot = (
             box.state is State.BOOTING and before.state is not State.BOOTING and box.backend in kept.backends
         )
-        awaited = {*(kept.out - out), *([box.backend] if is_new_boot else [])}
+        awaited = {*(kept.why_out.keys() - out), *([box.backend] if is_new_boot else [])}
         for name in awaited:
             self._fleet.await_boot(name, f"box {kept.name}: {box.reason}")
-        kept.out = out
+        kept.why_out = why_out
         objections = {name: objection(box, name) or self._unseen(kept, name) for name in kept.backends}
         is_news = {name for name, one in objections.items() if one is None} != {
             name for name, one in kept.objections.items() if one is None
@@ -466,3 +468,10 @@ def _summed(notes: Iterable[Mapping[str, Backlog]]) -> Mapping[str, Backlog]:
         for name, wants in one.items():
             total[name] = total.get(name, Backlog()) + wants
     return total
+
+
+def _why_out(name: str, box: Box, backend: str) -> str:
+    """Return why a backend of the box is out, for people."""
+    if backend in box.quarantine:
+        return f"in quarantine: {box.quarantine[backend].reason}"
+    return f"the box {name} is for another model now"

@@ -215,6 +215,8 @@ async def test_a_model_that_answers_nonsense_never_gets_a_request(tmp_path: Path
         await site.resident("gemma")
         assert (await site.ask("qwen")).status_code == 503
         assert (await site.ask("gemma")).status_code == 200
+        status = site.gateway.fleet.statuses()["qwen"]
+        assert (status.state.value, status.reason[:29]) == ("out", "in quarantine: canary failed:")
         assert site.is_unharmed()
 
 

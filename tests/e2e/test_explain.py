@@ -1,6 +1,7 @@
 """What would be decided, asked of a running gateway: over HTTP, and by `gemma-gateway explain --live`."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ async def test_the_fleet_is_taken_as_it_stands(fleet: Site) -> None:
     await fleet.gateway.ledger.release(slot)  # type: ignore[arg-type]
 
     assert idle["fleet"] == "live"
-    assert idle["outlook"] == {"waiting": 0, "expected_wait_s": 0.0}
+    assert idle["outlook"] == {"waiting": 0, "expected_wait_s": 0.0, "max_wait_s": 1.2}
     assert candidate(idle, "light")["scores"]["spare_knee"] > 0.9
     assert candidate(busy, "light")["scores"]["spare_knee"] < 0.1
     assert candidate(busy, "light")["load"]["seqs"] == 3
@@ -183,6 +184,19 @@ async def test_the_command_asks_a_running_gateway(fleet: Site) -> None:
     found = json.loads(as_json.stdout)
     assert found["decision"]["traffic_class"] == "gold"
     assert found["fleet"] == "live"
+
+
+async def test_the_command_says_what_a_request_would_wait_for(fleet: Site) -> None:
+    everything = Load(seqs=999, share=10**6)
+    limits = Load(*[10**9] * 6)
+    slots = [await fleet.gateway.ledger.acquire(name, everything, limits) for name in ("light", "push")]
+    said = await run("explain", "--live", fleet.admin_url, "-")
+    for slot in slots:
+        assert slot is not None
+        await fleet.gateway.ledger.release(slot)
+
+    assert said.exit_code == 0, said.output
+    assert re.search(r"waits for (light or push|push or light), for up to 1\.2 s", said.output)
 
 
 async def test_the_command_tries_a_file_only_where_it_is_named(fleet: Site, tmp_path: Path) -> None:
