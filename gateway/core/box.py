@@ -136,6 +136,7 @@ class Box:
         resident_since: When the resident model came in.
         batch_at: Requests queued for it before this time are served before the next swap.
         busy_at: When it last had requests running or waiting.
+        served_at: When it last had requests running.
         quarantine: Backends that are not started any more.
         restarts: Times of unexpected restarts, per backend.
         known_restarts: Restarts of `backend`, by its id, that have been judged or were caused by the box.
@@ -157,6 +158,7 @@ class Box:
     resident_since: float = 0.0
     batch_at: float = 0.0
     busy_at: float = 0.0
+    served_at: float = 0.0
     quarantine: Mapping[str, Quarantine] = field(default_factory=dict)
     restarts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     known_restarts: Mapping[str, int] = field(default_factory=dict)
@@ -310,7 +312,7 @@ def outlook(rules: BoxRules, box: Box, wants: Mapping[str, Backlog], now: float)
 
 def _residency(box: Box, wants: Mapping[str, Backlog]) -> Residency:
     barred = frozenset(box.quarantine)
-    return Residency(box.backend, box.resident_since, box.batch_at, box.busy_at, wants, barred)
+    return Residency(box.backend, box.resident_since, box.batch_at, box.busy_at, wants, barred, box.served_at)
 
 
 def unowned(found: frozenset[str], now: float) -> Box | None:
@@ -322,7 +324,9 @@ def unowned(found: frozenset[str], now: float) -> Box | None:
         return None
     (name,) = found
     reason = "found running; the store is unavailable"
-    return Box(State.RESIDENT, now, reason, name, resident_since=now, batch_at=now, busy_at=now)
+    return Box(
+        State.RESIDENT, now, reason, name, resident_since=now, batch_at=now, busy_at=now, served_at=now
+    )
 
 
 def left_alone(box: Box, now: float) -> Box:
@@ -446,6 +450,7 @@ def _resident(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
         return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
     if look.in_flight.get(name) or look.wants.get(name, Backlog()).count:
         box = replace(box, busy_at=now)
+    box = _served(box, look, now)
     planned = plan(rules.swaps, _residency(box, look.wants), now)
     if not planned.is_due(now):
         return box, ()
@@ -464,8 +469,12 @@ def _why(planned: Plan, wants: Mapping[str, Backlog], now: float) -> str:
     return f"back to {planned.target}: nothing waits for the resident model"
 
 
+def _served(box: Box, look: Observation, now: float) -> Box:
+    return replace(box, served_at=now) if look.in_flight.get(box.backend) else box
+
+
 def _draining(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
-    name = box.backend
+    name, box = box.backend, _served(box, look, now)
     is_sound = name not in look.lost and name not in box.quarantine
     under_way = Plan(box.cause, box.target, box.since)
     if is_sound and should_cancel(rules.swaps, _residency(box, look.wants), under_way, now):
@@ -540,7 +549,9 @@ def _done(box: Box, failure: str, now: float, rules: BoxRules) -> Step:
             return _quarantined(box, f"canary failed: {failure}", now, rules)
         case State.CHECKING:
             trusted = {name: held for name, held in box.quarantine.items() if name != box.backend}
-            box = replace(box, quarantine=trusted, resident_since=now, batch_at=now, busy_at=now)
+            box = replace(
+                box, quarantine=trusted, resident_since=now, batch_at=now, busy_at=now, served_at=now
+            )
             return _enter(box, State.RESIDENT, now, "answers correctly"), ()
     return box, ()
 

@@ -6,7 +6,7 @@ counted once, by the process that decides, and are not part of the notes that pr
 
 The backends that could serve a lane follow from its class. If one of them is outside the box, or is resident,
 the lane's jobs wait because it is not their turn, not because a model is out. They do not justify a swap,
-except for those that are already in a waiting line.
+except for those that are already in a waiting line. Nor do jobs that no running worker would take.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -43,7 +43,7 @@ def stored_wants(
     found = dict.fromkeys(members, Backlog())
     for lane in lanes:
         traffic_class = class_of(policy, lane.name)
-        if traffic_class is None or lane.oldest_s is None:
+        if traffic_class is None or lane.oldest_s is None or not lane.is_worked:
             continue
         able = servers(policy, traffic_class)
         if not able.issubset(found):

@@ -12,7 +12,7 @@ from typing import Any
 from gateway.core.box import Box, Quarantine, State
 from gateway.core.swap_policy import Backlog, Cause
 
-_TIMES = ("since", "resident_since", "batch_at", "busy_at")
+_TIMES = ("since", "resident_since", "batch_at", "busy_at", "served_at")
 _OWN = frozenset({"known_restarts", "retry_at"})  # private to the process that counted or ordered
 _PLAIN = tuple(
     one.name

@@ -205,6 +205,7 @@ class Lane:
         in_progress: Number of claimed jobs.
         oldest_s: Age of the oldest queued job, by the store's clock; None if there is none.
         drain_per_s: Recent rate of ended jobs per second; None if unknown.
+        is_worked: Whether a worker that serves the lane's model is running.
     """
 
     name: str
@@ -212,6 +213,7 @@ class Lane:
     in_progress: int
     oldest_s: float | None = None
     drain_per_s: float | None = None
+    is_worked: bool = True
 
 
 class JobOutcome(StrEnum):

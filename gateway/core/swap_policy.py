@@ -5,7 +5,9 @@ until there are enough of them, or until the oldest has waited long enough. Age 
 of five minutes both queues look overdue, and the box would swap back without having served any request. The
 gate prevents that: all requests that were queued when a model came in are started before the next swap is
 considered. If some of them appear only later (a job whose backend died, or that was moving between two
-gateways), they cancel a swap that is still draining.
+gateways), they cancel a swap that is still draining. The gate does not hold for a model that runs nothing,
+although requests wait for it, for as long as the other model's requests wait for a swap: its engine hangs, or
+nobody works its jobs off.
 
 While a box drains, no request starts, and one long answer may keep the rest of the machine idle for half an
 hour. Cancelling the swap is then the fastest way to serve requests for the model that is still in, because it
@@ -20,6 +22,9 @@ from enum import StrEnum
 
 CALL_OFF_UNTIL = 2.0
 """No cancellation once the oldest request for the other model has waited this many times its `wait_s`."""
+
+STUCK_S = 60.0
+"""A model that has work counts as stuck only after running nothing for at least this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,7 @@ class Residency:
         since: When it came in, in monotonic seconds.
         batch_at: Requests queued for it at this time are started before a swap is considered.
         idle_since: When it was last seen with running or waiting requests.
+        served_at: When it was last seen with running requests.
         wants: Waiting requests per backend.
         barred: Backends that must not be started.
     """
@@ -94,12 +100,20 @@ class Residency:
     idle_since: float
     wants: Mapping[str, Backlog] = field(default_factory=dict)
     barred: frozenset[str] = frozenset()
+    served_at: float = 0.0
 
     @property
     def batch_is_served(self) -> bool:
         """Whether all requests that were queued when the model came in have been started."""
         oldest_at = self.wants.get(self.backend, Backlog()).oldest_at
         return oldest_at is None or oldest_at > self.batch_at
+
+    def is_stuck(self, wait_s: float, now: float) -> bool:
+        """Return whether nothing has run here for as long as a request for another model waits for a swap.
+
+        Then whatever waits for this model cannot start, for reasons that the box does not know.
+        """
+        return now - max(self.since, self.served_at) >= max(wait_s, STUCK_S)
 
 
 class Cause(StrEnum):
@@ -148,7 +162,7 @@ def plan(rules: SwapRules, here: Residency, now: float) -> Plan:
         return _going_home(rules, here)
     # If several are due, the one that has been due the longest.
     at, _, target, cause = min(wishes)
-    if not here.batch_is_served:
+    if not here.batch_is_served and not here.is_stuck(rules.triggers[target].wait_s, now):
         return Plan(cause, target, None, held_by_batch=True)
     return Plan(cause, target, max(at, here.since + rules.residency_s))
 
@@ -159,6 +173,8 @@ def should_cancel(rules: SwapRules, here: Residency, planned: Plan, now: float) 
     other = here.wants.get(planned.target, Backlog())
     if other.oldest_at is None:
         return planned.cause is not Cause.IDLE or own.count > 0
+    if here.is_stuck(rules.triggers[planned.target].wait_s, now):
+        return False
     last_at = other.oldest_at + CALL_OFF_UNTIL * rules.triggers[planned.target].wait_s
     is_wanted = rules.triggers[here.backend].is_met(own, now) or not here.batch_is_served
     return now < last_at and is_wanted

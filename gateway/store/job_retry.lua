@@ -1,4 +1,4 @@
--- ARGV  id. Queues a job that failed or was cancelled as if it were new; attempts are counted on, so that its
+-- ARGV  id. Queues a job that failed or was cancelled as if it were accepted now; attempts are counted on, so that its
 -- former workers stay out. It expires no more. Returns the job, or nothing.
 
 local job = load(ARGV[OWN_ARGUMENTS])
@@ -11,7 +11,7 @@ if job and (job.status == 'failed' or job.status == 'cancelled') then
     local bytes = redis.call('HSTRLEN', name, 'body') + redis.call('HSTRLEN', name, 'facts')
     charge(job.owner, 1, bytes - job.bytes)
     redis.call('HDEL', name, 'expires', 'started', 'ended', 'worker', 'returned', 'error_code', 'error_message')
-    set(job, {bytes = bytes, chunks = 0, failures = 0})
+    set(job, {bytes = bytes, chunks = 0, failures = 0, created = now})
     queue(job, 'new', 0)
 end
 return show(ARGV[OWN_ARGUMENTS])

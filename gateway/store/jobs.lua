@@ -237,13 +237,22 @@ local function serve(worker, config, model)
     redis.call('PEXPIRE', name, SERVING_MS)
 end
 
+local function model_of(lane)
+    return string.match(lane, '^(.*)/') or lane
+end
+
 -- Returns the configurations under which a lane's model is served, or was recently.
 local function configs_of(lane)
     local found = {}
-    for _, member in ipairs(redis.call('ZRANGE', key('serving', string.match(lane, '^(.*)/') or lane), 0, -1)) do
+    for _, member in ipairs(redis.call('ZRANGE', key('serving', model_of(lane)), 0, -1)) do
         found[string.match(member, '(%S+)$')] = true
     end
     return found
+end
+
+-- Whether a worker that serves a lane's model has been heard of lately.
+local function is_worked(lane)
+    return redis.call('ZCOUNT', key('serving', model_of(lane)), now - LOST, '+inf') > 0
 end
 
 -- Whether one of these configurations is not among those under which a job was refused.

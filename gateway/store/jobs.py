@@ -542,11 +542,12 @@ def _chunk(entry: bytes, values: dict[bytes, bytes]) -> Chunk:
 
 
 def _lane(values: Iterable[Any]) -> Lane:
-    name, queued, in_progress, oldest_ms, ended, lately_ms = values
+    name, queued, in_progress, oldest_ms, ended, lately_ms, is_worked = values
     return Lane(
         name=name.decode(),
         queued=queued,
         in_progress=in_progress,
         oldest_s=None if oldest_ms is None else oldest_ms / 1000,
         drain_per_s=ended * 1000 / lately_ms if ended else None,
+        is_worked=bool(is_worked),
     )

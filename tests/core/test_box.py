@@ -179,7 +179,7 @@ def test_after_a_swap_what_was_queued_goes_first_though_the_other_queue_is_overd
     """Age alone livelocks: the box would swap back at once, and serve nobody."""
     box = Script(Box(State.CHECKING, 900.0, backend="qwen", number=3)).done()
     both = {"qwen": Backlog(3, 400.0), "gemma": Backlog(9, 100.0)}
-    assert box.look(2000, wants=both).at[0] is State.RESIDENT
+    assert box.look(2000, wants=both, in_flight={"qwen": 1}).at[0] is State.RESIDENT
     assert outlook(RULES, box.box, both, box.now).held_by_batch
     later = {"qwen": Backlog(3, 1000.5), "gemma": Backlog(9, 100.0)}
     assert box.look(1, wants=later).at == (State.DRAINING, "qwen", "gemma")

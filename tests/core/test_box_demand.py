@@ -1,5 +1,7 @@
 """What jobs in the store want of a box, by whose model is in and by who else could serve them."""
 
+from dataclasses import replace
+
 import pytest
 
 from gateway.core.box import Box, State
@@ -39,6 +41,11 @@ GEMMA_IN = Box(State.RESIDENT, backend="gemma")
 QWEN_IN = Box(State.RESIDENT, backend="qwen")
 BOOTING = Box(State.BOOTING, backend="qwen")
 DRAINING = Box(State.DRAINING, backend="qwen", target="gemma")
+
+
+def test_jobs_that_no_worker_would_take_start_no_swap() -> None:
+    found = stored_wants([replace(lane("gemma"), is_worked=False)], POLICY, QWEN_IN, ("gemma", "qwen"), NOW)
+    assert found == {"gemma": NOTHING, "qwen": NOTHING}
 
 
 def lane(name: str, queued: int = 12, oldest_s: float | None = 40.0) -> Lane:

@@ -20,6 +20,7 @@ BOX = Box(
     resident_since=100.0,
     batch_at=110.0,
     busy_at=980.0,
+    served_at=970.0,
     quarantine={"phi": Quarantine("canary failed: its answer is empty", 600.0, gone=True)},
     restarts={"gemma": (500.0,)},
     boot_s={"gemma": 301.5},
@@ -37,6 +38,7 @@ def test_a_box_is_read_as_it_was_written_by_a_clock_of_ones_own() -> None:
         resident_since=later(100.0),
         batch_at=later(110.0),
         busy_at=later(980.0),
+        served_at=later(970.0),
         quarantine={"phi": replace(BOX.quarantine["phi"], at=later(600.0))},
         restarts={"gemma": (later(500.0),)},
     )

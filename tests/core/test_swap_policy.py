@@ -23,11 +23,11 @@ NOW = 10_000.0
 
 
 def gemma_in(since: float = 5_000.0, idle_since: float = NOW, **wants: Backlog) -> Residency:
-    return Residency("gemma", since, since, idle_since, wants)
+    return Residency("gemma", since, since, idle_since, wants, served_at=NOW)
 
 
 def qwen_in(since: float = 5_000.0, idle_since: float = NOW, **wants: Backlog) -> Residency:
-    return Residency("qwen", since, since, idle_since, wants)
+    return Residency("qwen", since, since, idle_since, wants, served_at=NOW)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,31 @@ def test_what_is_planned(here: Residency, expected: Plan) -> None:
     assert plan(RULES, here, NOW) == expected
 
 
+@pytest.mark.parametrize(
+    ("served_s", "is_stuck"), [(599, False), (600, True)], ids=["it-may-go-on", "nothing-runs"]
+)
+def test_a_model_that_runs_nothing_keeps_the_other_out_no_longer_than_that_waits(
+    served_s: float, is_stuck: bool
+) -> None:
+    """Its engine hangs, say, and what waits for it cannot start."""
+    wants = {"gemma": Backlog(9, NOW - 5_000), "qwen": Backlog(6, NOW - 700)}
+    here = Residency("gemma", NOW - 2_000, NOW - 2_000, NOW, wants, served_at=NOW - served_s)
+    there = Plan(Cause.JOBS, "qwen", NOW - 100)
+
+    assert plan(RULES, here, NOW) == (
+        there if is_stuck else Plan(Cause.JOBS, "qwen", None, held_by_batch=True)
+    )
+    assert should_cancel(RULES, here, there, NOW) is not is_stuck
+
+
+@pytest.mark.parametrize(("since_s", "is_stuck"), [(59, False), (60, True)])
+def test_a_model_that_has_come_in_has_a_minute_at_least(since_s: float, is_stuck: bool) -> None:
+    wants = {"gemma": Backlog(1, NOW - 100), "qwen": Backlog(9, NOW - 90)}
+    rules = SwapRules("gemma", {"gemma": Trigger(), "qwen": Trigger(1, 5.0)}, residency_s=0.0)
+    here = Residency("gemma", NOW - since_s, NOW - since_s, NOW, wants)
+    assert plan(rules, here, NOW).held_by_batch is not is_stuck
+
+
 def test_a_plan_is_due_at_its_time_and_not_while_the_batch_holds_it() -> None:
     assert Plan(Cause.AGE, "qwen", NOW).is_due(NOW)
     assert not Plan(Cause.AGE, "qwen", NOW + 1).is_due(NOW)
@@ -129,7 +154,8 @@ def test_when_a_swap_that_drains_is_called_off(
     cause: Cause, wants: Mapping[str, Backlog], expected: bool
 ) -> None:
     here, target = ("qwen", "gemma") if cause is Cause.IDLE else ("gemma", "qwen")
-    assert should_cancel(RULES, Residency(here, 0, 0, NOW, wants), Plan(cause, target, NOW), NOW) is expected
+    there = Residency(here, 0, 0, NOW, wants, served_at=NOW)
+    assert should_cancel(RULES, there, Plan(cause, target, NOW), NOW) is expected
 
 
 @pytest.mark.parametrize(
@@ -144,7 +170,7 @@ def test_what_of_the_batch_turns_up_late_calls_a_swap_off(
     gemma_at: float, qwen_at: float, expected: bool
 ) -> None:
     wants = {"qwen": Backlog(6, qwen_at), "gemma": Backlog(1, gemma_at)}
-    here = Residency("gemma", 0, NOW - 500, NOW, wants)
+    here = Residency("gemma", 0, NOW - 500, NOW, wants, served_at=NOW)
     assert should_cancel(RULES, here, Plan(Cause.JOBS, "qwen", NOW), NOW) is expected
 
 

@@ -1087,6 +1087,19 @@ def test_a_class_of_which_none_has_ended_is_taken_to_stay_as_long_as_the_others(
     assert site.line.drain_per_s("gemma", "other", 150.0) == pytest.approx(4 / 10)
 
 
+def test_a_class_stays_as_long_as_the_others_did_though_none_of_them_runs() -> None:
+    site = Site(knee=4)
+    drained(site, 10.0)
+    site.end("running", 110.0)
+    for number in range(3):
+        site.enter(
+            f"other-{number}", 110.0, traffic_class=TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+        )
+    site.start(110.0)
+
+    assert site.line.drain_per_s("gemma", "other", 150.0) == pytest.approx(3 / 10)
+
+
 def test_a_forecast_beyond_the_callers_deadline_is_refused_at_once() -> None:
     site = Site()
     drained(site, 10.0)

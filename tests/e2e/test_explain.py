@@ -16,6 +16,7 @@ from support.site import Site, simulated, site
 
 from gateway.cli import main
 from gateway.core.values import Load
+from gateway.ports import Slot
 
 SECRET_TEXT = "Rumpelstiltskin is my name"
 CHAT = {"model": "gemma-4", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
@@ -192,7 +193,7 @@ async def test_the_command_says_what_a_request_would_wait_for(fleet: Site) -> No
     slots = [await fleet.gateway.ledger.acquire(name, everything, limits) for name in ("light", "push")]
     said = await run("explain", "--live", fleet.admin_url, "-")
     for slot in slots:
-        assert slot is not None
+        assert isinstance(slot, Slot)
         await fleet.gateway.ledger.release(slot)
 
     assert said.exit_code == 0, said.output

@@ -437,9 +437,12 @@ async def test_a_job_that_was_given_up_can_be_tried_again(world: JobWorld, jobs:
     await world.claim(jobs)
     await jobs.append("a", 1, Chunk(0, 1, b"half"))
     await jobs.finish("a", 1, JobStatus.FAILED, JobError("x", "y"))
+    await world.redis.hincrby(world.key("job", "a"), "created", -600_000)  # ten minutes ago
+    before = await get(jobs, "a")
 
     again = await jobs.retry("a")
     assert again is not None
+    assert again.created_at > before.created_at + 599  # it has not waited since then
     assert again.status is JobStatus.QUEUED
     assert (again.position, again.chunks, again.failures, again.error, again.ended_at) == (
         2,
@@ -681,11 +684,25 @@ async def test_lanes_say_what_waits_and_how_fast_it_goes(world: JobWorld, jobs: 
     await jobs.finish("b", 1, JobStatus.COMPLETED)
     (light,) = [lane for lane in await jobs.lanes() if lane.name == LANE]
     assert light.in_progress == 0
-    assert light.drain_per_s is not None and 1 / 20 <= light.drain_per_s <= 1 / 10
+    assert light.drain_per_s == 1 / 300
+    ends = world.key("ends", LANE)
+    (bucket,) = [int(name) for name in await world.redis.hkeys(ends)]
+    await world.redis.hset(ends, mapping={str(bucket - 6): 4, str(bucket - 3): 4, str(bucket): 4})
+    (light,) = [lane for lane in await jobs.lanes() if lane.name == LANE]
+    assert light.drain_per_s is not None and 8 / 81 <= light.drain_per_s <= 8 / 60
     for id in "acde":
         await jobs.cancel(id)
     assert await jobs.lanes() == []
     assert not {"new", "again", "waiting", "lanes", "running"} & await world.names()
+
+
+async def test_lanes_say_whether_a_worker_has_their_model(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "a")
+    await world.submit(jobs, "b", lane="other/light")
+    await jobs.beat("w", [], Serving("one", frozenset({"m"})))
+    assert {lane.name: lane.is_worked for lane in await jobs.lanes()} == {LANE: True, "other/light": False}
+    await world.redis.zincrby(world.key("serving", "m"), -3_600_000, "w one")  # nothing for an hour
+    assert [lane.is_worked for lane in await jobs.lanes()] == [False, False]
 
 
 async def test_find_is_newest_first_by_key_and_by_status(world: JobWorld, jobs: RedisJobs) -> None:

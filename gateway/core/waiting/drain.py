@@ -56,8 +56,11 @@ class Drain:
             return None
         ended = sum(running / residence_s for running, residence_s in known)
         of_them = sum(running for running, _ in known)
+        everything = sum(drain.running for drain in drains)
         if of_them:
-            ended *= sum(drain.running for drain in drains) / of_them
+            ended *= everything / of_them
+        else:
+            ended = everything / (sum(residence_s for _, residence_s in known) / len(known))
         started = (sum(drain._decayed(now) for drain in drains) - 1) / STARTS_OVER_S
         best = max(started, ended)
         return best if best > 0 else None
