@@ -138,18 +138,25 @@ def limits(
 
 
 def spill_limits(
-    capacity: Capacity, most: Load, wanted: Load, load: Load, gates: Gates, rules: Spill
+    capacity: Capacity,
+    most: Load,
+    wanted: Load,
+    load: Load,
+    gates: Gates,
+    rules: Spill,
+    share_max: int = WHOLE,
 ) -> Load:
     """Return `most` reduced for requests whose first choice was another pool.
 
-    The reserve is meant for the pool's own long documents: those in `load` use it up instead of adding to it.
-    A request that needs more than the rest may run alone, because otherwise it would wait forever.
+    The reserve is a part of the usable share `share_max` of the knee. It is meant for the pool's own long
+    documents: those in `load` use it up instead of adding to it. A request that needs more than the rest may
+    run alone, because otherwise it would wait forever.
     """
     own = load.long_seqs * (WHOLE // knee_seqs(capacity, gates.long_prompt_tokens + 1))
-    reserved = max(0, round(rules.reserve * WHOLE) - own)
+    reserved = max(0, round(rules.reserve * share_max) - own)
     return Load(
         most.seqs,
-        min(most.share, max(WHOLE - reserved, min(WHOLE, wanted.share))),
+        min(most.share, max(share_max - reserved, min(WHOLE, wanted.share))),
         most.kv_blocks,
         most.long_seqs,
         most.long_unanswered,

@@ -232,7 +232,7 @@ def _spill(case: Case) -> Objection | None:
         case Exclusion.PREFILL_BUSY:
             return Exclusion.SPILL_PREFILL, f"{load.prefill_ms / 1000:.1f} s of prompt work outstanding"
         case _:
-            kept = 1 - most.share / admission.WHOLE
+            kept = (case.view.share_max - most.share) / admission.WHOLE
             return (
                 Exclusion.SPILL_RESERVE,
                 f"{load.share / admission.WHOLE:.0%} of its knee, {kept:.0%} is kept for its own class",
@@ -454,7 +454,9 @@ def consider(
             most = replace(most, seqs=min(most.seqs, PROBATION_SEQS - 1 + claim.seqs))
     tightened = None
     if is_spill:
-        tightened = admission.spill_limits(capacity, most, claim, view.load, pool.gates, pool.spill)
+        tightened = admission.spill_limits(
+            capacity, most, claim, view.load, pool.gates, pool.spill, view.share_max
+        )
     return Case(demand, view, capacity, pool, claim, most, tightened)
 
 

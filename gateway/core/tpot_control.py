@@ -53,6 +53,7 @@ class GapWindow:
         share_s: Share of the knee in flight, including other gateways, in millionths times seconds.
         share_max: The highest share in flight, in millionths.
         has_jobs: Whether any of the sequences was a job, which leaves a part of the share free.
+        has_spills: Whether any of them was a spill, which does so, too.
     """
 
     duration_s: float = 0.0
@@ -68,6 +69,7 @@ class GapWindow:
     share_s: float = 0.0
     share_max: int = 0
     has_jobs: bool = False
+    has_spills: bool = False
 
     def __add__(self, other: "GapWindow") -> "GapWindow":
         """Return the two windows merged into one."""
@@ -85,6 +87,7 @@ class GapWindow:
             share_s=self.share_s + other.share_s,
             share_max=max(self.share_max, other.share_max),
             has_jobs=self.has_jobs or other.has_jobs,
+            has_spills=self.has_spills or other.has_spills,
         )
 
     @property
@@ -127,6 +130,7 @@ class GapMeter:
         "_ended_chunks",
         "_ended_tokens",
         "_has_jobs",
+        "_has_spills",
         "_hidden",
         "_hidden_seq_s",
         "_jobs",
@@ -138,6 +142,7 @@ class GapMeter:
         "_share_max",
         "_share_s",
         "_since",
+        "_spills",
         "_steps",
         "_waiting",
         "_waiting_seq_s",
@@ -148,14 +153,16 @@ class GapMeter:
     def __init__(self, now: float) -> None:
         """Begin the first window, with nothing in flight."""
         self._now = now
-        self._decoding = self._waiting = self._hidden = self._jobs = 0
-        self._has_jobs = False
+        self._decoding = self._waiting = self._hidden = self._jobs = self._spills = 0
+        self._has_jobs = self._has_spills = False
         self._share = self._share_max = 0
         self._others_share = self._others_seqs = 0
         self._whole: GapWindow | None = None
         self._begin()
 
-    def opened(self, now: float, *, share: int, hidden_seqs: int = 0, is_job: bool = False) -> None:
+    def opened(
+        self, now: float, *, share: int, hidden_seqs: int = 0, is_job: bool = False, is_spill: bool = False
+    ) -> None:
         """Note a request that takes `share` millionths of the knee.
 
         It is one visible stream, or `hidden_seqs` sequences that are not observable.
@@ -168,6 +175,8 @@ class GapMeter:
         self._share += share
         self._jobs += is_job
         self._has_jobs = self._has_jobs or is_job
+        self._spills += is_spill
+        self._has_spills = self._has_spills or is_spill
         self._note_peak()
 
     def others(self, now: float, *, share: int, seqs: int) -> None:
@@ -195,11 +204,12 @@ class GapMeter:
         share: int,
         hidden_seqs: int = 0,
         is_job: bool = False,
+        is_spill: bool = False,
         is_answered: bool = True,
         tokens: int | None = None,
         chunks: int = 0,
     ) -> None:
-        """Note the end of a request; `share`, `hidden_seqs` and `is_job` are the same as in `opened`.
+        """Note the end of a request; all members that `opened` has, too, are the same as there.
 
         `tokens` is its output after the first token according to `usage`, None without `usage`. `chunks` is
         the number of times it incremented the counter.
@@ -213,6 +223,7 @@ class GapMeter:
             self._waiting -= 1
         self._share -= share
         self._jobs -= is_job
+        self._spills -= is_spill
         if tokens is not None and chunks:
             self._ended_tokens += tokens
             self._ended_chunks += chunks
@@ -236,7 +247,7 @@ class GapMeter:
         self._share_s = self._steps = 0.0
         self.chunks = self._chunks_seen = self._prompt_tokens = self._ended_tokens = self._ended_chunks = 0
         self._share_max = 0
-        self._has_jobs = self._jobs > 0
+        self._has_jobs, self._has_spills = self._jobs > 0, self._spills > 0
         self._note_peak()
 
     def _note_peak(self) -> None:
@@ -259,6 +270,7 @@ class GapMeter:
             share_s=self._share_s,
             share_max=self._share_max,
             has_jobs=self._has_jobs,
+            has_spills=self._has_spills,
         )
         self._whole = seen if self._whole is None else self._whole + seen
         self._begin()
@@ -329,18 +341,22 @@ class TpotTarget:
         seq_share: Share of one sequence of the shortest length class, in millionths.
         floor_share: Minimum share: one sequence of the longest class.
         reserve: Part of the share that jobs leave free (0..1).
+        spill_reserve: Part of it that spills leave free (0..1).
     """
 
     tpot_s: float
     seq_share: int
     floor_share: int
     reserve: float = 0.0
+    spill_reserve: float = 0.0
 
     @classmethod
-    def of(cls, capacity: Capacity, tpot_s: float, reserve: float = 0.0) -> "TpotTarget":
-        """Return the target for a backend with this knee curve, of which jobs leave `reserve` free."""
+    def of(
+        cls, capacity: Capacity, tpot_s: float, reserve: float = 0.0, spill_reserve: float = 0.0
+    ) -> "TpotTarget":
+        """Return the target for a backend with this knee curve, and what jobs and spills leave free of it."""
         knees = [step.seqs for step in capacity.knee]
-        return cls(tpot_s, WHOLE // max(knees), WHOLE // min(knees), reserve)
+        return cls(tpot_s, WHOLE // max(knees), WHOLE // min(knees), reserve, spill_reserve)
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,13 +420,17 @@ def _moved(state: TpotControl, share: int, move: Move, target: TpotTarget) -> Tp
 
 
 def _is_full(window: GapWindow, share: int, target: TpotTarget) -> bool:
-    """Return whether one more request of average size, or job, would not have fitted at the window's peak."""
+    """Return whether one more request of average size would not have fitted at the window's peak.
+
+    If jobs or spills were among them, one more of these. Documents that use up what spills leave free are not
+    considered.
+    """
     if not window.in_flight_seq_s:
         return False
-    if window.has_jobs:
-        share -= job_reserve(share, target.seq_share, target.reserve)
+    for_jobs = job_reserve(share, target.seq_share, target.reserve) if window.has_jobs else 0
+    for_own = round(share * target.spill_reserve) if window.has_spills else 0
     share_per_seq = window.share_s / window.in_flight_seq_s
-    return window.share_max + share_per_seq > share
+    return window.share_max + share_per_seq > share - max(for_jobs, for_own)
 
 
 def _is_queueing(seen: GapWindow) -> bool:

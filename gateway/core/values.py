@@ -626,6 +626,12 @@ class Policy(_DerivedOfPolicy):
             [pool.jobs.reserve for pool in self.pools.values() if backend_id in pool.backends], default=0.0
         )
 
+    def spill_reserve(self, backend_id: str) -> float:
+        """Return the largest part of its knee that spills leave free in a pool of a backend (0..1)."""
+        return max(
+            [pool.spill.reserve for pool in self.pools.values() if backend_id in pool.backends], default=0.0
+        )
+
 
 # ------------------------------------------------------------------ resource needs and decisions
 

@@ -489,7 +489,9 @@ class Pipeline:
 
         request = context.incoming.request
         is_visible = request.stream and request.seqs == 1
-        watch = self.watch.opened(backend, slot, ticket.demand, is_visible=is_visible)
+        watch = self.watch.opened(
+            backend, slot, ticket.demand, is_visible=is_visible, is_spill=candidate.is_spill
+        )
 
         # With several prompts in a request, the first token of one does not end the prefill of the others.
         is_seen = request.stream and request.prompts == 1

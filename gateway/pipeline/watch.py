@@ -60,6 +60,7 @@ class AttemptWatch:
         "_demand",
         "_hidden_seqs",
         "_is_answered",
+        "_is_spill",
         "_now",
         "_share",
         "_watched",
@@ -74,6 +75,7 @@ class AttemptWatch:
         now: Callable[[], float],
         *,
         is_visible: bool,
+        is_spill: bool,
     ) -> None:
         """Record that a request is being sent to `backend`, in `slot`."""
         self._watched = watched
@@ -84,7 +86,14 @@ class AttemptWatch:
         self._hidden_seqs = 0 if is_visible else slot.load.seqs
         self._is_answered = False
         self._chunks = 0
-        watched.meter.opened(now(), share=self._share, hidden_seqs=self._hidden_seqs, is_job=demand.is_job)
+        self._is_spill = is_spill
+        watched.meter.opened(
+            now(),
+            share=self._share,
+            hidden_seqs=self._hidden_seqs,
+            is_job=demand.is_job,
+            is_spill=is_spill,
+        )
 
     def answered(self) -> None:
         """Record the first token."""
@@ -117,6 +126,7 @@ class AttemptWatch:
             share=self._share,
             hidden_seqs=self._hidden_seqs,
             is_job=self._demand.is_job,
+            is_spill=self._is_spill,
             is_answered=self._is_answered,
             tokens=tokens,
             chunks=self._chunks,
@@ -154,11 +164,15 @@ class BackendWatch:
         """Register a callback for when more of a backend's knee may be used than before."""
         self._on_more.append(callback)
 
-    def opened(self, backend: Backend, slot: Slot, demand: Demand, *, is_visible: bool) -> AttemptWatch:
+    def opened(
+        self, backend: Backend, slot: Slot, demand: Demand, *, is_visible: bool, is_spill: bool = False
+    ) -> AttemptWatch:
         """Record the start of an attempt. `is_visible`: whether it reveals engine steps."""
         watched = self._of(backend.id)
         self._note_others(backend.id, watched)
-        return AttemptWatch(watched, backend, slot, demand, self._clock.now, is_visible=is_visible)
+        return AttemptWatch(
+            watched, backend, slot, demand, self._clock.now, is_visible=is_visible, is_spill=is_spill
+        )
 
     def share_max(self, backend_id: str) -> int:
         """Return how much of a backend's knee may be used, in millionths.
@@ -222,7 +236,12 @@ class BackendWatch:
                 watched.control, watched.judged_at = TpotControl(), None
             else:
                 self._follow(name, watched)
-                target = TpotTarget.of(policy.backends[name].capacity, target_s, policy.job_reserve(name))
+                target = TpotTarget.of(
+                    policy.backends[name].capacity,
+                    target_s,
+                    policy.job_reserve(name),
+                    policy.spill_reserve(name),
+                )
                 watched.control = adjust(watched.control, window, target)
                 if watched.control.move in _JUDGEMENTS:
                     watched.judged_at = now

@@ -279,9 +279,9 @@ def test_a_pools_own_bounds_hold_for_spilled_work_too() -> None:
     claim = admission.claim(WIDE, demand(1_000), gates, 0.1)
     most = admission.limits(WIDE, claim, gates, share_max=500_000)
 
-    tightened = admission.spill_limits(WIDE, most, claim, Load(), gates, Spill())
+    tightened = admission.spill_limits(WIDE, most, claim, Load(), gates, Spill(), 500_000)
 
-    assert (tightened.share, tightened.prefill_ms) == (500_000, 199 + 100)
+    assert (tightened.share, tightened.prefill_ms) == (500_000 - 62_500, 199 + 100)
 
 
 # ------------------------------------------------------------------ jobs

@@ -75,6 +75,7 @@ def test_the_gap_is_the_mean_time_between_chunks_without_one_clock_per_chunk() -
             "share_s": 2 * 100 * 2.0 + 100 * 0.3,
             "share_max": 200,
             "has_jobs": False,
+            "has_spills": False,
         }
     )
     assert seen.gap_s == pytest.approx(2.8 / 12)
@@ -248,18 +249,47 @@ def test_a_backend_is_full_where_no_job_fits_any_more(
     assert state.move is move
 
 
-def test_a_window_has_jobs_while_any_runs() -> None:
+@pytest.mark.parametrize(
+    ("share_seqs", "seen", "has_spills", "has_jobs", "expected_seqs", "move"),
+    [
+        pytest.param(64, window(80, 56), True, False, 57.6, Move.DOWN, id="spills-fill-all-but-the-reserve"),
+        pytest.param(64, window(80, 54), True, False, 64, Move.HELD_NOT_FULL, id="spills-would-still-fit"),
+        pytest.param(64, window(80, 56), False, False, 64, Move.HELD_NOT_FULL, id="others-would-still-fit"),
+        pytest.param(64, window(80, 48), True, True, 57.6, Move.DOWN, id="jobs-leave-more"),
+    ],
+)
+def test_a_backend_is_full_where_no_spill_fits_any_more(
+    share_seqs: float, seen: GapWindow, has_spills: bool, has_jobs: bool, expected_seqs: float, move: Move
+) -> None:
+    state = TpotControl(share=round(share_seqs * SEQ))
+    seen = replace(seen, has_spills=has_spills, has_jobs=has_jobs)
+    state = adjust(state, seen, replace(TARGET, reserve=0.25, spill_reserve=0.125))
+
+    assert state.share == pytest.approx(expected_seqs * SEQ, abs=2)
+    assert state.move is move
+
+
+@pytest.mark.parametrize("kind", ["job", "spill"])
+def test_a_window_has_jobs_or_spills_while_any_runs(kind: str) -> None:
+    it = {f"is_{kind}": True}
     meter = GapMeter(0.0)
     meter.opened(0.0, share=1)
-    meter.opened(1.0, share=1, is_job=True)
-    meter.ended(2.0, share=1, is_answered=False, is_job=True)
+    meter.opened(1.0, share=1, **it)
+    meter.ended(2.0, share=1, is_answered=False, **it)
     seen = [meter.close(3.0 + WINDOW_MAX_S)]
-    meter.opened(30.0, share=1, is_job=True, hidden_seqs=1)
+    meter.opened(30.0, share=1, hidden_seqs=1, **it)
     seen += [meter.close(31.0 + WINDOW_MAX_S), meter.close(60.0 + WINDOW_MAX_S)]
-    meter.ended(90.0, share=1, is_job=True, hidden_seqs=1)
+    meter.ended(90.0, share=1, hidden_seqs=1, **it)
     seen += [meter.close(91.0 + WINDOW_MAX_S), meter.close(120.0 + WINDOW_MAX_S)]
 
-    assert [one is not None and one.has_jobs for one in seen] == [True, True, True, True, False]
+    assert [one is not None and getattr(one, f"has_{kind}s") for one in seen] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert not any(one is None or (one.has_jobs and one.has_spills) for one in seen)
 
 
 def test_nothing_moves_until_a_stream_has_told_its_tokens() -> None:

@@ -630,6 +630,33 @@ def test_the_jobs_that_wait_are_not_before_others(priority: int) -> None:
     assert site.start(60.0) == ["chat"]
 
 
+def two_reads_on_push(*, light: Load) -> Site:
+    """Push may read two long prompts at once, and reads one."""
+    site = Site(knee=64)
+    pools = {**site.policy.pools, "push": Pool("push", ("push",), gates=Gates(long_prefills=2))}
+    site.policy = replace(site.policy, pools=pools)
+    reads = Load(seqs=1, share=admission.WHOLE // 10, long_seqs=1, long_unanswered=1)
+    site.loads = {"light": light, "push": reads}
+    return site
+
+
+def test_a_long_one_is_not_kept_where_a_short_one_of_its_class_is() -> None:
+    """Where it would spill to, the short one would wait behind long prompts."""
+    site = two_reads_on_push(light=Load(seqs=64, share=admission.WHOLE))
+    everything = replace(CHAT, waiting=Waiting(max_wait_s=600, ttft_target_s=60))
+    site.enter("short", 0.0, traffic_class=everything)
+    site.enter("long", 1.0, traffic_class=everything, prompt=50_000)
+    assert site.start(1.0) == ["long"]
+
+
+def test_several_choices_of_one_prompt_are_not_kept_where_several_prompts_are() -> None:
+    site = two_reads_on_push(light=Load())
+    for name, prompts in (("two-prompts", 2), ("two-choices", 1)):
+        demand = Demand(seqs=2, prompt_tokens=50_000, total_tokens=50_100, prompts=prompts)
+        site.line.enter(site.ticket(name, 0.0, traffic_class=LONG, demand=demand), 0.0)
+    assert site.start(0.0) == ["two-choices"]
+
+
 def test_the_line_of_another_class_does_not_pass_it_either() -> None:
     site = Site(knee=4)
     for number in range(3):

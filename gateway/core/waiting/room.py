@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gateway.core import selection
+from gateway.core import admission, selection
 from gateway.core.health import State
 from gateway.core.selection import BackendView
 from gateway.core.values import Candidate, Exclusion
@@ -120,9 +120,15 @@ def _asks_no_less(ticket: Ticket, other: Ticket) -> bool:
     return (
         ticket.failed >= other.failed
         and asked.seqs >= least.seqs
+        and asked.prompts >= least.prompts
         and asked.prompt_tokens >= least.prompt_tokens
         and asked.total_tokens >= least.total_tokens
         and asked.images >= least.images
         and asked.audios >= least.audios
         and ticket.policy is other.policy
+        # A spill may have to wait for long prompts only if it is short.
+        and all(
+            admission.is_long(gates, asked) == admission.is_long(gates, least)
+            for gates in (ticket.policy.pools[name].gates for name in ticket.traffic_class.pools)
+        )
     )
