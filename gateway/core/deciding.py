@@ -40,6 +40,14 @@ def decide(
         raise InvalidRequest(f"No class of model `{model.id}` takes this request.", code="no_class")
     traffic_class, reason = matched
     demand = Demand.of(request, estimate, classification.output_tokens(traffic_class, request))
+    current = views(traffic_class)
+    candidates = selection.ranking(policy, traffic_class, demand, current)
+    if request.max_tokens is None and candidates.first is None:
+        window = _window(policy, traffic_class, current)
+        if estimate.tokens_max < window < demand.total_tokens:
+            # Only the reserve does not fit. The caller set no limit, so the engine uses what is left.
+            demand = replace(demand, total_tokens=window)
+            candidates = selection.ranking(policy, traffic_class, demand, current)
     return traffic_class, Decision(
         model=model.id,
         traffic_class=traffic_class.name,
@@ -47,8 +55,14 @@ def decide(
         pools=traffic_class.pools,
         estimate=estimate,
         demand=demand,
-        candidates=selection.ranking(policy, traffic_class, demand, views(traffic_class)),
+        candidates=candidates,
     )
+
+
+def _window(policy: Policy, traffic_class: TrafficClass, views: Mapping[str, BackendView]) -> int:
+    """Return the largest window among the backends of a class, in tokens."""
+    names = (name for pool in traffic_class.pools for name in policy.pools[pool].backends)
+    return max((views[name].capacity.context_tokens for name in names), default=0)
 
 
 def model_of(policy: Policy, name: str) -> ModelPolicy:

@@ -17,6 +17,7 @@
         JobCancelled            410 invalid_request_error / job_cancelled
         RequestTimeout          408 invalid_request_error / request_timeout
         BodyTooLarge            413 invalid_request_error / request_too_large
+        BodyEncoded             415 invalid_request_error / unsupported_content_encoding
         IdempotencyKeyReused    422 invalid_request_error / idempotency_key_reused
         FilesFull               429 rate_limit_error / too_many_file_bytes
         BackendRejected         4xx the backend's own verdict on the content, in our shape
@@ -208,6 +209,13 @@ class BodyTooLarge(CallerError):
 
     status = 413
     code = "request_too_large"
+
+
+class BodyEncoded(CallerError):
+    """The body is compressed, which the gateway does not undo: a small body could become a huge one."""
+
+    status = 415
+    code = "unsupported_content_encoding"
 
 
 class BackendRejected(CallerError):

@@ -33,7 +33,7 @@ from gateway.downstream.background import Background, headers_kept, streamed
 from gateway.downstream.files import FileRules, expiry_of, limit_of, page_of
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.reading import BodyReaders, Received
-from gateway.downstream.relay import BodyLimits, CallerGone, Uploads, read_body
+from gateway.downstream.relay import BodyLimits, CallerGone, Uploads, check_encoding, read_body
 from gateway.downstream.responses import Responses
 from gateway.pipeline import Pipeline
 from gateway.ports import Arrival, BatchStore, Clock, FileStore, Incoming
@@ -100,6 +100,7 @@ class Batches:
         return batch
 
     async def _create(self, key: str | None, request: Request[Any, Any, Any]) -> Batch:
+        check_encoding(request.headers.get("content-encoding"))
         try:
             body = await read_body(request.scope, request.receive, self._limits, self._uploads)
         except CallerGone:

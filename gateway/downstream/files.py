@@ -26,7 +26,7 @@ from gateway.core.files import (
 )
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.multipart import Field, FileBegins, parts_of
-from gateway.downstream.relay import CallerGone, announced_bytes
+from gateway.downstream.relay import CallerGone, announced_bytes, check_encoding
 from gateway.ports import FileStore
 
 PATH = "/v1/files"
@@ -151,6 +151,7 @@ class Files:
         return self._turns_of.setdefault(key, anyio.CapacityLimiter(UPLOADS_PER_KEY))
 
     async def _upload(self, key: str | None, request: Request[Any, Any, Any]) -> StoredFile:
+        check_encoding(request.headers.get("content-encoding"))
         announced = request.headers.get("content-length", "0")
         if announced.isdigit() and announced_bytes(announced) > FILE_BYTES_MAX + UPLOADS_OVERHEAD:
             raise _too_large()

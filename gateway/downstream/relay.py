@@ -9,7 +9,7 @@ import anyio
 import msgspec
 from litestar.types import Receive, Scope, Send
 
-from gateway.core.errors import BodyTooLarge, GatewayError, OutOfResources, RequestTimeout
+from gateway.core.errors import BodyEncoded, BodyTooLarge, GatewayError, OutOfResources, RequestTimeout
 from gateway.core.sse import DONE
 from gateway.downstream.errors import envelope, headers_of
 from gateway.pipeline import CallerStalled
@@ -182,6 +182,18 @@ def announced_bytes(digits: bytes | str) -> int:
     are cut off because int() rejects strings of thousands of digits.
     """
     return int(digits[-20:])
+
+
+def check_encoding(written: str | None) -> None:
+    """Reject a compressed body. `written`: the Content-Encoding header, if there is one.
+
+    Raises:
+        BodyEncoded: it is compressed.
+    """
+    if written and written.strip().lower() not in {"identity", ""}:
+        raise BodyEncoded(
+            f"Bodies with `Content-Encoding: {written[:40]}` are not accepted. Send the body uncompressed."
+        )
 
 
 async def read_body(scope: Scope, receive: Receive, limits: BodyLimits, uploads: Uploads) -> bytes:

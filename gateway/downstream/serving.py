@@ -16,7 +16,16 @@ from gateway.downstream.errors import MethodNotAllowed
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.origins import Origins
 from gateway.downstream.reading import BodyReaders, Read, Received, Work
-from gateway.downstream.relay import BodyLimits, Call, CallerGone, Head, HttpDownstream, Uploads, send_error
+from gateway.downstream.relay import (
+    BodyLimits,
+    Call,
+    CallerGone,
+    Head,
+    HttpDownstream,
+    Uploads,
+    check_encoding,
+    send_error,
+)
 from gateway.events import about
 from gateway.pipeline import LEFT_STATUS, CallerStalled, Pipeline
 from gateway.ports import Arrival, Clock, Headers, Recorder
@@ -83,12 +92,14 @@ class Serving:
         """Validate a request by its head, before its body is read.
 
         Raises:
-            Draining, Unauthorized: the request is rejected.
+            Draining, Unauthorized, BodyEncoded: the request is rejected.
         """
         if self.is_draining:
             raise Draining("This gateway is shutting down. Please retry.", retry_after_s=1)
         found = _headers(headers)
-        return Head(found, self._keys.name_of(found.get("authorization")))
+        key = self._keys.name_of(found.get("authorization"))
+        check_encoding(found.get("content-encoding"))
+        return Head(found, key)
 
     async def serve(self, route: str, read: Read, call: Call) -> None:
         """Parse and answer a request of `route`. Handles all its errors."""

@@ -718,7 +718,7 @@ def _check_source(name: str, source: object, where: str, rules: WireRules) -> No
     url = source.get("url") if isinstance(source, Mapping) else source
     if not isinstance(url, str):
         raise InvalidRequest(f"`{name}` needs a `url`.", param=where)
-    if rules.remote_media or url.startswith("data:"):
+    if rules.remote_media or url[:5].lower() == "data:":
         return
     raise InvalidRequest(
         "Only `data:` URLs are accepted for images and audio here. Send the content itself, base64-encoded.",

@@ -7,6 +7,7 @@ import json
 import select
 import socket
 import struct
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -106,6 +107,13 @@ CASES = {
         is_ordinary=False,
     ),
     "path": Case(post(path="/v1/other"), 404, "not_found", is_ordinary=False, is_recorded=False),
+    "compressed": Case(
+        post(zlib.compress(chat()), "Content-Encoding: deflate"),
+        415,
+        "unsupported_content_encoding",
+        is_ordinary=False,
+    ),
+    "not compressed": Case(post(chat(), "Content-Encoding: Identity"), 200),
     "too long": Case(post(TOO_LONG), 413, "request_too_large", is_ordinary=False),
     "rejected": Case(post(), 422, behave=reject),
     "busy": Case(post(), 503, "upstream_busy", behave=be_busy),

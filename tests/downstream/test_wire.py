@@ -392,6 +392,12 @@ def test_a_bad_prompt(prompt: object) -> None:
         read(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode(), RULES)
 
 
+def test_the_scheme_of_media_may_be_written_in_capitals() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": PIXEL.replace("data:", "DATA:")}}]
+
+    assert chat(messages=message(parts)).request.images == 1
+
+
 def test_remote_media_may_be_allowed() -> None:
     rules = WireRules(remote_media=True)
     parts = [{"type": "image_url", "image_url": {"url": "https://example.org/x.png"}}]

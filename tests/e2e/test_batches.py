@@ -331,6 +331,17 @@ async def test_a_batch_whose_time_is_over_says_so_for_every_line(slow: Site, sto
 # ------------------------------------------------------------------ files
 
 
+async def test_compressed_bodies_are_refused_as_such(gateway: Site) -> None:
+    headers = {"Authorization": "Bearer a", "Content-Encoding": "gzip"}
+    async with gateway.http() as client:
+        answers = [
+            await client.post(path, headers=headers, content=b"\x1f\x8b")
+            for path in ("/v1/files", "/v1/batches", "/v1/responses")
+        ]
+    assert [answer.status_code for answer in answers] == [415] * 3
+    assert {answer.json()["error"]["code"] for answer in answers} == {"unsupported_content_encoding"}
+
+
 async def test_files_are_listed_read_and_deleted(gateway: Site) -> None:
     client = gateway.openai(api_key="a")
     made = [

@@ -546,6 +546,34 @@ async def test_a_prompt_that_fits_nowhere_is_refused_in_words_that_sdks_recognis
     assert world.upstream.targets == []
 
 
+async def test_who_sets_no_limit_gets_what_the_window_leaves(world: World) -> None:
+    """The reserve that is planned for them is no reason to refuse them."""
+    world.estimates.tokens = 262_000  # 262,016 at most, and 1,024 of output do not fit
+    world.answers(push=GOOD)
+
+    caller = await world.run(world.request())
+
+    assert caller.headers["x-gateway-backend"] == "push"
+    world.estimates.tokens = 262_144
+    with pytest.raises(ContextExceeded):
+        await world.run(world.request())
+
+
+async def test_who_sets_no_limit_goes_where_there_is_room_for_an_answer(world: World) -> None:
+    world.estimates.tokens = 32_500  # a short window would leave 252
+    world.policy = replace(
+        world.policy,
+        models=tuple(
+            replace(one, classes=(TrafficClass("all", ("light", "push")),)) for one in world.policy.models
+        ),
+    )
+    world.answers(push=GOOD)
+
+    caller = await world.run(world.request())
+
+    assert caller.headers["x-gateway-backend"] == "push"
+
+
 async def test_an_output_that_fits_nowhere_is_not_blamed_on_the_prompt(world: World) -> None:
     """Clients that take it for too long a conversation cut that down, and are refused again."""
     with pytest.raises(InvalidRequest) as caught:

@@ -281,6 +281,8 @@ def _count(members: Mapping[str, Any], name: str) -> int | None:
     value = members.get(name)
     if value is None:
         return None
+    if isinstance(value, float) and value.is_integer():  # of JavaScript, for example
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidRequest(f"`{name}` must be an integer of at least 1.", param=name)
     return value

@@ -25,6 +25,7 @@ def chat(**members: Any) -> dict[str, Any]:
     [
         ({}, {}),
         ({"max_output_tokens": 7}, {"max_completion_tokens": 7}),
+        ({"max_output_tokens": 16.0}, {"max_completion_tokens": 16}),
         ({"stream": True}, {"stream_options": {"include_usage": True}}),
         (
             {"stream": True, "stream_options": {"include_obfuscation": False}},
@@ -78,6 +79,7 @@ def test_members_become_those_of_a_chat(members: dict[str, Any], more: dict[str,
         ({"input": [{"type": "reasoning"}]}, "invalid_request", "input"),
         ({"instructions": ["x"]}, "invalid_request", "instructions"),
         ({"max_output_tokens": 0}, "invalid_request", "max_output_tokens"),
+        ({"max_output_tokens": 1.5}, "invalid_request", "max_output_tokens"),
         ({"max_output_tokens": True}, "invalid_request", "max_output_tokens"),
         ({"max_tool_calls": "1"}, "invalid_request", "max_tool_calls"),
         ({"temperature": "hot"}, "invalid_request", "temperature"),
