@@ -386,10 +386,10 @@ class Gateway:
 
     @property
     def in_flight(self) -> int:
-        """Number of requests being served; for a process that only runs jobs, its jobs."""
+        """Number of requests being received or served; for a process that only runs jobs, its jobs."""
         if self.settings.is_job_worker and self.worker is not None:
             return self.worker.running
-        return self.applications.serving.in_flight
+        return self.applications.serving.in_flight + self.applications.serving.uploads.calls
 
     @property
     def notice_s(self) -> float:

@@ -42,15 +42,24 @@ class _Warning:
 
 
 def _models(policy: Policy) -> Iterator[_Warning]:
-    reachable = {name for pool in policy.pools.values() for name in pool.backends}
-    fleet = [backend for name, backend in policy.backends.items() if name in reachable]
+    used = {model.id: _pools_of(model) for model in policy.models}
     for model in policy.models:
+        # Pools that only other models use hold these, not this one.
+        foreign = set().union(*used.values()) - used[model.id]
+        reachable = {
+            name for pool in policy.pools.values() if pool.id not in foreign for name in pool.backends
+        }
+        fleet = [backend for name, backend in policy.backends.items() if name in reachable]
         earlier: list[tuple[str, Reach]] = []
         for index, one in enumerate(model.classes):
             path: Path = ("models", model.id, "classes", index)
             yield from (_Warning(path, text) for text in _class(one, earlier, policy, fleet))
             earlier.append((one.name, reach(one.when, one.output_reserve_tokens)))
         yield from _remainder(model)
+
+
+def _pools_of(model: ModelPolicy) -> set[str]:
+    return {name for one in model.classes for name in one.pools}
 
 
 def _class(

@@ -219,6 +219,8 @@ def _base_url(written: str) -> str:
         port, host = url.port, url.hostname
     except ValueError:
         raise ValueError("this is not a URL; write it as http://host:port") from None
+    if "$" in (host or ""):
+        raise ValueError("a variable is written as ${NAME}, with braces")
     if url.scheme not in {"http", "https"} or not host or port == 0:
         raise ValueError("write it as http://host:port or https://host:port")
     _no_false_address(host)

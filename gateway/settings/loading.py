@@ -118,7 +118,9 @@ def _read(
     found += tuple(references.findings(tree.data))
     if document is not None:
         found += tuple(resolved.findings(document))
-    problems += [_placed(path, tree, finding) for finding in found]
+    unread = {(mark.line, mark.column) for mark, _ in tree.problems}  # such a value is not what is meant
+    placed = [_placed(path, tree, finding) for finding in found]
+    problems += [one for one in placed if (one.line, one.column) not in unread]
     if document is None or problems:
         return None, tuple(sorted(set(problems)))
     settings = Settings(path, hashlib.sha256(raw).hexdigest()[:12], document, tree, raw)

@@ -1,5 +1,6 @@
 """Translates pydantic's errors to the terms of the configuration file, with suggestions."""
 
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -31,21 +32,27 @@ def findings(error: ValidationError) -> Iterator[Finding]:
         elif kind == "missing":
             yield Finding(path[:-1], _missing(path), at_key=True)
         else:
-            said = _said(kind, detail["msg"])
+            said = _said(kind, detail["msg"], path, detail["input"])
             at_key = detail["loc"][-1:] == ("[key]",)
             given = _given(path, detail["input"])
             message = f"{_dotted(path) or name}: {said}"
-            yield Finding(path, message if given in message else f"{message}, not {given}", at_key=at_key)
+            is_said = not given or re.search(rf"(?<![\w.]){re.escape(given)}(?![\w.])", message) is not None
+            yield Finding(path, message if is_said else f"{message}, not {given}", at_key=at_key)
+
+
+_ELSEWHERE = {"knee": "knee_seqs", "max_model_len": "context_tokens", "context": "context_tokens"}
+"""What keys are called that others know by another name."""
 
 
 def _unknown_key(path: Path) -> Finding:
     key = str(path[-1])
     section = _section(path[:-1])
     fields = _keys(section) if section is not None else {}
+    meant = _ELSEWHERE.get(key, key)
     suggestion = closest(key, fields)
     if not suggestion:
-        homes = [outer for outer, inner in fields.items() if inner is not None and key in _keys(inner)]
-        suggestion = f'"{homes[0]}: {{{key}: ...}}"' if homes else ""
+        homes = [outer for outer, inner in fields.items() if inner is not None and meant in _keys(inner)]
+        suggestion = f'"{homes[0]}: {{{meant}: ...}}"' if homes else ""
     listing = "" if suggestion else f"; known here: {', '.join(sorted(fields))}"
     where = _dotted(path[:-1])
     return Finding(
@@ -79,7 +86,17 @@ _PLAIN = {
 """Pydantic's error types in the words of people who edit YAML."""
 
 
-def _said(kind: str, message: str) -> str:
+def _said(kind: str, message: str, path: Path, value: Any) -> str:
+    if value is None and kind != "value_error":  # which says in its own words what is missing
+        return "a value is missing"
+    if kind == "model_type":
+        if len(path) == 2 and path[0] == "pools" and isinstance(value, str):
+            return f"a list of backends is needed: [{value}]"
+        section = _section(path)
+        known = f" (known here: {', '.join(sorted(_keys(section)))})" if section is not None else ""
+        return f"{_PLAIN[kind]}{known}"
+    if kind in {"tuple_type", "list_type"} and isinstance(value, float):
+        return "a whole number or a list is needed"
     plain = message.removeprefix("Value error, ").replace("Input should be", "it must be")
     return _PLAIN.get(kind, plain)
 

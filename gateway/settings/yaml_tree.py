@@ -208,4 +208,16 @@ def _mark(mark: yaml.Mark | None) -> Mark:
 
 
 def _what(error: yaml.MarkedYAMLError) -> str:
-    return "; ".join(part for part in (error.context, error.problem) if part).replace("\n", " ")
+    said = "; ".join(part for part in (error.context, error.problem) if part).replace("\n", " ")
+    hint = next((hint for part, hint in _HINTS.items() if part in said), "")
+    return f"{hint} ({said})" if hint else said
+
+
+_HINTS = {
+    "character '\\t'": "indent with spaces; this is a tab",
+    "that cannot start any token": 'put this value in quotes, such as ">= 16000"',
+    "expected ',' or '}', but got '{'": 'put a value with braces in quotes, such as "${NAME}"',
+    "but found '<block mapping start>'": "this line is not indented like those before it",
+    "mapping values are not allowed": "put a value with a colon in quotes, or check the indentation",
+}
+"""What to do about errors of the YAML parser, by a part of its message."""

@@ -134,7 +134,9 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
         ),
         pytest.param(("  light: [light]", "  light: [light, light]"), "listed twice", id="backend-twice"),
         pytest.param(("  light: [light]", "  light: []"), "at least one is needed", id="empty-pool"),
-        pytest.param(("  light: [light]", "  light: light"), "a mapping of keys", id="pool-as-text"),
+        pytest.param(
+            ("  light: [light]", "  light: light"), "a list of backends is needed: [light]", id="pool-as-text"
+        ),
         pytest.param(
             ("[light, push]}", "[light, push], when: {images: 1.5}}"), "not a comparison", id="condition"
         ),
@@ -197,6 +199,22 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
         ),
         pytest.param(
             ("backends:", "routing: {attempts_max: 0}\nbackends:"), "greater than or equal", id="no-attempt"
+        ),
+        pytest.param(("backends:", "listen:\nbackends:"), "listen: a value is missing", id="a-missing-value"),
+        pytest.param(
+            ("backends:", "decisions: x.jsonl\nbackends:"),
+            "a mapping of keys to values is needed (known here: file, files, ",
+            id="text-for-a-section",
+        ),
+        pytest.param(
+            ("backends:", "health: {interval_s: 0}\nbackends:"), "greater than 0", id="zero-in-the-message"
+        ),
+        pytest.param(
+            ("backends:", "reload: {watch: 7}\nbackends:"), "must be true or false, not 7", id="seven"
+        ),
+        pytest.param(("backends:", "\tbackends:"), "indent with spaces; this is a tab", id="a-tab"),
+        pytest.param(
+            ('">= 16000"', ">= 16000"), 'put this value in quotes, such as ">= 16000"', id="no-quotes"
         ),
         pytest.param(("backends:", "keys:\nbackends:"), "name at least one key", id="keys-all-commented-out"),
         pytest.param(("backends:", "keys: {a: {}}\nbackends:"), "exactly one of", id="key-of-nothing"),
