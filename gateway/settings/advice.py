@@ -42,10 +42,8 @@ class _Warning:
 
 
 def _models(policy: Policy) -> Iterator[_Warning]:
-    used = {model.id: _pools_of(model) for model in policy.models}
     for model in policy.models:
-        # Pools that only other models use hold these, not this one.
-        foreign = set().union(*used.values()) - used[model.id]
+        foreign = _pools_of(*policy.models) - _pools_of(model)
         reachable = {
             name for pool in policy.pools.values() if pool.id not in foreign for name in pool.backends
         }
@@ -58,8 +56,8 @@ def _models(policy: Policy) -> Iterator[_Warning]:
         yield from _remainder(model)
 
 
-def _pools_of(model: ModelPolicy) -> set[str]:
-    return {name for one in model.classes for name in one.pools}
+def _pools_of(*models: ModelPolicy) -> set[str]:
+    return {name for model in models for one in model.classes for name in one.pools}
 
 
 def _class(
@@ -188,7 +186,7 @@ def kv_tokens(capacity: Capacity) -> int:
 
 def _unused(settings: Settings, policy: Policy) -> Iterator[_Warning]:
     in_pools = {name for pool in policy.pools.values() for name in pool.backends}
-    in_classes = {pool for model in policy.models for one in model.classes for pool in one.pools}
+    in_classes = _pools_of(*policy.models)
     in_backends = {backend.profile for backend in policy.backends.values()}
     for name in policy.backends.keys() - in_pools:
         yield _Warning(("backends", name), f"backend {name} is in no pool: nothing is ever sent to it")

@@ -463,6 +463,8 @@ class KneeStepSection(Section):
 def _knee(written: Any) -> Any:
     if isinstance(written, int | str) and not isinstance(written, bool):
         return [{"seqs": written}]
+    if isinstance(written, float):
+        raise ValueError("a whole number or a list is needed")
     return written
 
 

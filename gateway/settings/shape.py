@@ -41,7 +41,7 @@ def findings(error: ValidationError) -> Iterator[Finding]:
 
 
 _ELSEWHERE = {"knee": "knee_seqs", "max_model_len": "context_tokens", "context": "context_tokens"}
-"""What keys are called that others know by another name."""
+"""Our names of keys that other programs, or their users, call differently."""
 
 
 def _unknown_key(path: Path) -> Finding:
@@ -49,7 +49,7 @@ def _unknown_key(path: Path) -> Finding:
     section = _section(path[:-1])
     fields = _keys(section) if section is not None else {}
     meant = _ELSEWHERE.get(key, key)
-    suggestion = closest(key, fields)
+    suggestion = closest(meant, fields)
     if not suggestion:
         homes = [outer for outer, inner in fields.items() if inner is not None and meant in _keys(inner)]
         suggestion = f'"{homes[0]}: {{{meant}: ...}}"' if homes else ""
@@ -89,16 +89,10 @@ _PLAIN = {
 def _said(kind: str, message: str, path: Path, value: Any) -> str:
     if value is None and kind != "value_error":  # which says in its own words what is missing
         return "a value is missing"
-    if kind == "model_type":
-        if len(path) == 2 and path[0] == "pools" and isinstance(value, str):
-            return f"a list of backends is needed: [{value}]"
-        section = _section(path)
-        known = f" (known here: {', '.join(sorted(_keys(section)))})" if section is not None else ""
-        return f"{_PLAIN[kind]}{known}"
-    if kind in {"tuple_type", "list_type"} and isinstance(value, float):
-        return "a whole number or a list is needed"
     plain = message.removeprefix("Value error, ").replace("Input should be", "it must be")
-    return _PLAIN.get(kind, plain)
+    said = _PLAIN.get(kind, plain)
+    section = _section(path) if kind == "model_type" else None
+    return said if section is None else f"{said} (known here: {', '.join(sorted(_keys(section)))})"
 
 
 def _has_inner(loc: tuple[int | str, ...], details: Iterable[ErrorDetails]) -> bool:

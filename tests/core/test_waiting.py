@@ -878,6 +878,19 @@ def test_a_wait_that_is_known_to_be_too_long_is_refused_at_once_with_the_truth()
     assert refused.sentence() == "A slot would become free too late (position 2, about 20.0 s to wait)."
 
 
+def test_one_that_has_waited_too_long_is_told_of_no_wait_to_come() -> None:
+    patient = bounded(max_wait_s=15.0)
+    site = Site()
+    drained(site, 10.0)
+    assert site.enter("next", 120.0, traffic_class=patient) is None
+
+    (refused,) = site.turn(135.0).refused
+
+    assert refused.reason is Reason.WAITED_TOO_LONG
+    assert refused.expected_wait_s is not None
+    assert refused.sentence() == "No slot became free within 15.0 s (position 1)."
+
+
 def test_what_arrived_since_the_last_turn_is_judged_by_the_next_one() -> None:
     """A forecast says when slots become free, not whether one is free now."""
     site = Site(knee=8)

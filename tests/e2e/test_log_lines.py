@@ -119,6 +119,15 @@ async def test_what_is_cut_at_the_end_has_not_been_left_by_its_caller(
     assert (cut[False]["ending"], cut[False]["code"]) == ("failed", "draining")
 
 
+async def test_a_drain_counts_a_body_that_is_still_being_received(tmp_path: Path) -> None:
+    async with site(tmp_path) as running:
+        url = httpx.URL(running.url)
+        async with await anyio.connect_tcp(str(url.host), url.port or 80) as caller:
+            await caller.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
+            await running.eventually(lambda: running.gateway.in_flight == 1)
+        await running.eventually(lambda: running.gateway.in_flight == 0)
+
+
 async def test_the_line_of_a_refused_request_says_whose_it_was(tmp_path: Path, out: io.StringIO) -> None:
     async def bad(client: httpx.AsyncClient, path: str, body: bytes, **headers: str) -> int:
         known = {"authorization": "Bearer sk-known", "content-type": "application/json", **headers}

@@ -212,6 +212,16 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
         pytest.param(
             ("backends:", "reload: {watch: 7}\nbackends:"), "must be true or false, not 7", id="seven"
         ),
+        pytest.param(
+            ("9001,", "9001, limits: {knee_seqs: 1.5},"),
+            "a whole number or a list is needed",
+            id="half-seq",
+        ),
+        pytest.param(("9001,", "9001, knee: 4,"), 'did you mean "limits: {knee_seqs: ...}"', id="other-name"),
+        pytest.param(
+            ("9001,", "9001, limits: {max_model_len: 4},"), 'did you mean "context_tokens"', id="name-of-vllm"
+        ),
+        pytest.param(("127.0.0.1:9001", "$HOST:9001"), "written as ${NAME}, with braces", id="no-braces"),
         pytest.param(("backends:", "\tbackends:"), "indent with spaces; this is a tab", id="a-tab"),
         pytest.param(
             ('">= 16000"', ">= 16000"), 'put this value in quotes, such as ">= 16000"', id="no-quotes"
@@ -290,6 +300,11 @@ def test_no_message_repeats_a_secret(checked: Check, plain: str, change: tuple[s
     report = checked(plain.replace(*change, 1), {"SECRET": "http://u:hunter2@host/v1"})
     assert not report.ok
     assert "hunter2" not in "".join(map(str, report.problems))
+
+
+def test_a_missing_variable_is_one_problem(checked: Check, plain: str) -> None:
+    (problem,) = checked(plain.replace("http://127.0.0.1:9001", '"${NOWHERE}"', 1)).problems
+    assert "environment variable NOWHERE is not set" in problem.message
 
 
 @pytest.mark.parametrize("password", ["hun/ter", "/hunter", "a@b/hunter", "a@b#hunter", "a@b?hunter"])

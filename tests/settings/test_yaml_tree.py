@@ -33,6 +33,9 @@ def test_a_path_written_in_full_finds_its_short_form() -> None:
         pytest.param("a: ${NOT_SET}\n", "environment variable NOT_SET is not set", 1, id="variable-not-set"),
         pytest.param("a:\n  b: x ${oops\n", "unfinished ${...}", 2, id="unfinished-variable"),
         pytest.param("a: [1\nb: 2\n", "flow sequence", 2, id="syntax"),
+        pytest.param("a: {b: ${X}}\n", 'in quotes, such as "${NAME}"', 1, id="braces-without-quotes"),
+        pytest.param("a: b: c\n", "put a value with a colon in quotes", 1, id="a-second-colon"),
+        pytest.param("a:\n  b: 1\n c: 2\n", "not indented like those before", 3, id="indentation"),
         pytest.param("a: !!python/object:os.system x\n", "tag", 1, id="foreign-tag"),
         pytest.param(
             "a:\n  b: 2001-99-99\n", "this is not a valid value: month", 2, id="a-date-that-is-none"

@@ -126,8 +126,7 @@ class Refused:
                 what = "A slot would become free only after the request's own deadline"
             case Reason.WAIT_TOO_LONG:
                 what = "A slot would become free too late"
-        is_over = self.reason is Reason.WAITED_TOO_LONG  # it has waited for longer than was expected
-        if self.expected_wait_s is None or is_over:
+        if self.expected_wait_s is None or self.reason is Reason.WAITED_TOO_LONG:
             return f"{what} (position {self.position})."
         return f"{what} (position {self.position}, about {self.expected_wait_s:.1f} s to wait)."
 

@@ -217,6 +217,8 @@ _POOL_SHORT: dict[str, Any] = {"type": "array", "items": {"type": "string"}, "mi
 
 
 def _pool(written: Any) -> Any:
+    if isinstance(written, str):
+        raise ValueError(f"a list of backends is needed: [{written}]")
     return {"backends": written} if isinstance(written, list) else written
 
 
