@@ -425,7 +425,8 @@ async def _health(asker: _Asker, timeout_s: float) -> ProbeOk | ProbeFailed:
     try:
         await asker.get("/health", timeout_s)
     except _Unexpected as error:
-        return ProbeFailed(error.kind, error.detail)
+        detail = f"/health: {error.detail}" if error.kind is ProbeFault.STATUS else error.detail
+        return ProbeFailed(error.kind, detail)
     return ProbeOk()
 
 

@@ -233,8 +233,8 @@ async def test_no_answer_in_time_is_a_failed_probe(clock: Clock, fake_engine: En
 @pytest.mark.parametrize(
     ("reply", "detail"),
     [
-        ((503, b""), "HTTP 503"),
-        ((302, b""), "HTTP 302"),
+        ((503, b""), "/health: HTTP 503"),
+        ((302, b""), "/health: HTTP 302"),
         ((200, b"x" * 4_000_001), "more than 4000000 bytes"),
     ],
     ids=["dead-engine", "login-page", "endless"],
