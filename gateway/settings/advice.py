@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from gateway.core.quirks import WORKAROUNDS
 from gateway.core.values import Backend, Capacity, ModelPolicy, Policy, TrafficClass
-from gateway.settings.problems import Problem
+from gateway.settings.problems import Problem, closest
 from gateway.settings.reach import Reach, reach
 from gateway.settings.resolved import Settings
 from gateway.settings.yaml_tree import Path
@@ -28,6 +28,7 @@ def warnings(settings: Settings) -> tuple[Problem, ...]:
         *_webhooks(settings),
         *_exposure(settings),
         *_keys(settings),
+        *_priorities(settings),
     ]
     return tuple(sorted(settings.problem(warning.path, warning.message) for warning in found))
 
@@ -317,6 +318,16 @@ def _keys(settings: Settings) -> Iterator[_Warning]:
         elif digest in seen:
             yield _Warning(path, f"key {name} is the same as key {seen[digest]}: its callers count as {name}")
         seen[digest] = name
+
+
+def _priorities(settings: Settings) -> Iterator[_Warning]:
+    jobs, keys = settings.document.jobs, settings.document.keys or {}
+    for name in {} if jobs is None else jobs.priorities:
+        if name not in keys:
+            suggestion = closest(name, keys)
+            hint = f" (did you mean {suggestion}?)" if suggestion else ""
+            message = f'there is no API key "{name}"; nobody has this priority{hint}'
+            yield _Warning(("jobs", "priorities", name), message)
 
 
 _LOCAL_ENDINGS = (".local", ".localhost", ".internal", ".lan", ".home.arpa", ".svc", ".cluster.local")

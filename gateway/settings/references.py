@@ -22,6 +22,9 @@ _NUMERIC = re.compile(r"[0-9a-fx.]*\d")
 
 _THIS_MACHINE = frozenset({"127.0.0.1", "::1", "0.0.0.0", "::"})
 
+_LISTENERS = {"listen": "127.0.0.1:8080", "admin": "127.0.0.1:9090"}
+"""The addresses of this gateway, with their defaults."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -74,17 +77,34 @@ def _quirks(top: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _urls(top: Mapping[str, Any]) -> Iterator[Finding]:
     seen: dict[str, str] = {}
+    own = _own_servers(top)
     for name, section in _mapping(top.get("backends")).items():
         url = _mapping(section).get("url")
         where = _server(url) if isinstance(url, str) else None
         if where is None:
             continue
-        if where in seen:
+        if where in own:
+            message = f"this is the gateway itself (`{own[where]}`); a backend is another server"
+            yield Finding(("backends", name, "url"), message)
+        elif where in seen:
             message = (
                 f"{name} has the URL of {seen[where]}; one server is one backend, or it is counted twice"
             )
             yield Finding(("backends", name, "url"), message)
         seen.setdefault(where, name)
+
+
+def _own_servers(top: Mapping[str, Any]) -> dict[str, str]:
+    """Return the listeners' settings by host and port, as `_server` writes those of a URL."""
+    own = {}
+    for name, default in _LISTENERS.items():
+        try:
+            listener = address(top.get(name, default))
+        except (AttributeError, ValueError):  # reported where it stands; or admin is off
+            continue
+        if listener.port:  # otherwise the system chooses one
+            own[f"{_host(listener.host)}:{listener.port}"] = name
+    return own
 
 
 def _pools(top: Mapping[str, Any]) -> Iterator[Finding]:
@@ -167,7 +187,7 @@ def _never_sent_to(url: str, allow_private: bool) -> str:
 
 
 def _listeners(top: Mapping[str, Any]) -> Iterator[Finding]:
-    listen, admin = top.get("listen", "127.0.0.1:8080"), top.get("admin", "127.0.0.1:9090")
+    listen, admin = (top.get(name, default) for name, default in _LISTENERS.items())
     try:
         clash = overlap(address(listen), address(admin))
     except (AttributeError, ValueError):  # reported where it stands; or admin is off

@@ -209,6 +209,22 @@ def test_a_key_that_nobody_is_known_by(checked: Check, plain: str, second: str, 
     assert warning.line == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "warnings"),
+    [
+        pytest.param("batch", [], id="a-key"),
+        pytest.param(
+            "bach", ['no API key "bach"; nobody has this priority (did you mean "batch"?)'], id="like-a-key"
+        ),
+        pytest.param("other", ['no API key "other"; nobody has this priority'], id="no-key"),
+    ],
+)
+def test_priorities_are_those_of_keys(checked: Check, plain: str, name: str, warnings: list[str]) -> None:
+    jobs = f"keys: {{batch: {{sha256: {'a' * 64}}}}}\njobs: {{priorities: {{{name}: high}}}}\n"
+    found = [warning.message for warning in checked(jobs + plain).warnings]
+    assert [message.removeprefix("there is ") for message in found] == warnings
+
+
 def test_keys_close_the_open_door(checked: Check, plain: str) -> None:
     keys = f"keys: {{a: {{sha256: '{'0' * 64}'}}}}\n"
     assert checked(f"listen: 0.0.0.0:80\nallowed_origins: '*'\n{keys}{plain}").warnings == ()

@@ -125,6 +125,14 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
             )
             for name in ("localhost", "LOCALHOST.", "127.1", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0")
         ),
+        pytest.param(
+            ("http://127.0.0.1:9001", "http://localhost:8080"), "the gateway itself (`listen`)", id="itself"
+        ),
+        pytest.param(
+            ("backends:\n", "admin: 0.0.0.0:9001\nbackends:\n"),
+            "the gateway itself (`admin`)",
+            id="its-own-admin-port",
+        ),
         pytest.param(("light: {url", "li ght: {url"), "letters, digits", id="backend-name"),
         pytest.param(
             ("class: image", 'class: "image\\n"'), "letters, digits", id="a-line-break-after-a-name"
@@ -365,3 +373,8 @@ def test_suggestions_are_near_or_absent(word: str, meant: str) -> None:
 def test_a_problem_reads_as_compilers_write_them() -> None:
     assert str(Problem("f.yaml", 3, 7, "wrong", '"right"')) == 'f.yaml:3:7: wrong (did you mean "right"?)'
     assert str(Problem("f.yaml", 0, 0, "gone")) == "f.yaml: gone"
+
+
+@pytest.mark.parametrize("listener", ["listen: 127.0.0.1:0", "listen: 10.0.0.1:9001", "admin: null"])
+def test_other_servers_are_not_the_gateway(checked: Check, plain: str, listener: str) -> None:
+    assert checked(f"{listener}\n{plain}").ok
