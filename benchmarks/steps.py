@@ -1,7 +1,7 @@
 """Counts what a short request costs in Python's own units: bytecodes, and calls of Python functions.
 
     python -m benchmarks.steps                   a tree of functions, with what each takes per request
-    python -m benchmarks.steps --streamed        a stream of 200 chunks instead of one answer
+    python -m benchmarks.steps --streamed        streams of 200 chunks instead of one answer
     python -m benchmarks.steps --headers 16      with that many more headers, as SDKs send them
 
 The figures are the same on every machine and in every run, whatever else runs there, so they show what a
@@ -35,6 +35,10 @@ ENGINES = 3
 WARM = 600
 """Requests before those that are counted. By then CPython has specialized what it will."""
 RARE = 0.5
+EVERY_US = 10_000
+"""Between two chunks of a stream. What is counted is slow: chunks that come faster are read together."""
+STREAMS = 16
+"""So many at once, so that what happens per second is rare compared with what happens per stream."""
 ROOT = Path(__file__).resolve().parents[1]
 
 Path_ = tuple[str, ...]
@@ -158,7 +162,7 @@ def count(options: argparse.Namespace, folder: Path) -> "tuple[Counter[Path_], C
             targets.Target("gateway", "", command), around, os.sched_getaffinity(0), scenarios.short()
         )
         assert running.process is not None
-        body = scenarios.streamed(1_000, 0) if options.streamed else scenarios.short()
+        body = scenarios.streamed(EVERY_US, 0) if options.streamed else scenarios.short()
         request = _request(body, running.port, options.headers)
         connections = [
             socket.create_connection(("127.0.0.1", running.port)) for _ in range(options.connections)
@@ -211,13 +215,18 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--streamed", action="store_true", help="a stream of 200 chunks, one a millisecond")
+    parser.add_argument("--streamed", action="store_true", help="streams of 200 chunks, one each 10 ms")
     parser.add_argument("--headers", type=int, default=0, help="more headers in each request")
-    parser.add_argument("--connections", type=int, default=1, help="requests at the same time")
-    parser.add_argument("--rounds", type=int, default=100, help="requests that are counted, per connection")
+    parser.add_argument("--connections", type=int, help=f"requests at the same time: 1, or {STREAMS} streams")
+    parser.add_argument(
+        "--rounds", type=int, help="requests that are counted, per connection: 100, or 2 streams"
+    )
     parser.add_argument("--least", type=float, default=20, help="bytecodes of a function that is shown")
     parser.add_argument("--vocab", type=Path, metavar="FILE", help="a tokenizer.json, or a rank file of one")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.connections = options.connections or (STREAMS if options.streamed else 1)
+    options.rounds = options.rounds or (2 if options.streamed else 100)
+    return options
 
 
 def main() -> None:
