@@ -5,9 +5,11 @@ Every result includes its reason, because operators always ask for it.
 
 import operator
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Any
 
-from gateway.core.values import Comparison, Estimate, ModelPolicy, Request, TrafficClass
+from gateway.core.kept import kept
+from gateway.core.values import Comparison, Estimate, ModelPolicy, Request, TrafficClass, When
 
 _OPERATORS: Mapping[Comparison, Callable[[int, int], bool]] = {
     Comparison.GE: operator.ge,
@@ -27,10 +29,35 @@ def classify(model: ModelPolicy, request: Request, estimate: Estimate) -> tuple[
         for traffic_class in model.classes:
             if traffic_class.name == request.handed_over_as:
                 return traffic_class, "the job was accepted as one"
-    for traffic_class in model.classes:
-        if _missed(model, traffic_class, request, estimate) is None:
-            return traffic_class, _reason(model, traffic_class, request, estimate)
+    tokens, reasons = estimate.tokens, is_reasoning(model, request)
+    for traffic_class, least, most, reasoning, reason in _quick(model):
+        if tokens < least or tokens > most or reasoning is (not reasons):
+            continue
+        if reason is not None or _missed(model, traffic_class, request, estimate) is None:
+            return traffic_class, reason or _reason(model, traffic_class, request, estimate)
     return None
+
+
+@kept
+def _quick(model: ModelPolicy) -> tuple[tuple[TrafficClass, float, float, bool | None, str | None], ...]:
+    """Return the conditions of the classes of a model that decide most cases, in quick form.
+
+    Per class: the least and the most prompt tokens; whether the request must ask for reasoning, or must not
+    (None: either); and the reason if the class takes everything else, for then there is nothing to evaluate.
+    """
+    found = []
+    for one in model.classes:
+        least, most = -inf, inf
+        for bound in one.when.prompt_tokens:
+            if bound.op in (Comparison.GE, Comparison.GT, Comparison.EQ):
+                least = max(least, bound.value + (bound.op is Comparison.GT))
+            if bound.op in (Comparison.LE, Comparison.LT, Comparison.EQ):
+                most = min(most, bound.value - (bound.op is Comparison.LT))
+        found.append((one, least, most, one.when.reasoning, _ELSE if one.when == When() else None))
+    return tuple(found)
+
+
+_ELSE = "takes everything else"
 
 
 def is_reasoning(model: ModelPolicy, request: Request) -> bool:
@@ -108,4 +135,4 @@ def _reason(model: ModelPolicy, traffic_class: TrafficClass, request: Request, e
     if when.keys:
         held.append(f"key {request.key}")
     held += [f"header {name}" for name, _ in when.headers]
-    return ", ".join(held) or "takes everything else"
+    return ", ".join(held) or _ELSE

@@ -25,6 +25,7 @@ APPROXIMATE_BAND = 0.10
 LEARNED_MARGIN_MAX = 0.05
 
 _SYSTEM_ROLES = frozenset({"system", "developer"})
+_SPOKEN = frozenset({"system", "developer", "user", "assistant", "model"})
 _ONE_TOKEN_ROLES = frozenset({"system", "developer", "user", "assistant", "model", "tool"})
 _THOUGHT_OPENS, _THOUGHT_CLOSES = "<|channel>", "<channel|>"
 
@@ -119,6 +120,39 @@ def pieces(prompt: Prompt, costs: TemplateCosts) -> Pieces:
     if images or audios:
         fixed += _media(prompt, costs, images, audios)
     return Pieces(fixed, tuple([piece for piece in texts if piece.text or piece.long is not None]))
+
+
+def plain_texts(
+    prompt: Prompt, costs: TemplateCosts, chars_max: int
+) -> tuple[int, list[tuple[str, bool]]] | None:
+    """Return the result of `pieces` for a short chat of nothing but text, at a quarter of the cost.
+
+    These are the fixed tokens, and each text with its `comes_again`. Most requests are such chats. For any
+    other, and for one of more than `chars_max` characters, returns None.
+    """
+    turns = prompt.turns
+    if not turns or prompt != Prompt(turns):
+        return None
+    fixed = costs.bos + costs.per_turn * len(turns) + costs.generation_prompt + costs.empty_thought
+    texts = []
+    role = ""
+    for turn in turns:
+        before, role = role, turn.role
+        if role not in _SPOKEN or turn != Turn(role, turn.texts):
+            return None
+        for text in turn.texts:
+            chars_max -= len(text)
+        if chars_max < 0:
+            return None
+        if role == "user" and len(turn.texts) == 1:
+            text = turn.texts[0].strip()
+        else:
+            text = _content(turn)
+            if role == before == "assistant":
+                fixed -= costs.generation_prompt
+        if text:
+            texts.append((text, role in _SYSTEM_ROLES))
+    return fixed, texts
 
 
 def texts_in(json: str) -> int:

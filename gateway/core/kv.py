@@ -11,10 +11,6 @@ counted per layer, in the sizes vLLM unifies its pages to (16 tokens of a slidin
 from dataclasses import dataclass
 
 
-def _pages(tokens: int, page_tokens: int) -> int:
-    return -(-tokens // page_tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class KvFormula:
     """How many KV blocks one sequence of a given length occupies on one model build.
@@ -37,8 +33,8 @@ class KvFormula:
 
     def blocks(self, context_tokens: int) -> int:
         """Return the blocks a sequence of `context_tokens` (prompt plus output) holds while decoding."""
-        window = min(context_tokens, self.window_tokens)
-        return self._sum(context_tokens, window)
+        window = self.window_tokens
+        return self._sum(context_tokens, context_tokens if context_tokens < window else window)
 
     def boot_blocks(self, context_tokens: int, batched_tokens: int) -> int:
         """Return the blocks vLLM reserves per sequence when it prints "maximum concurrency" at boot.
@@ -58,13 +54,8 @@ class KvFormula:
         return logged_tokens // self.sliding_block_tokens * layers
 
     def _sum(self, context: int, window: int) -> int:
-        sliding = (
-            self.sliding_layers * (_pages(window, self.sliding_block_tokens) + 1)
-            if self.sliding_layers
-            else 0
-        )
-        return (
-            sliding
-            + self.global_layers * _pages(context, self.global_block_tokens)
-            + self.drafter_layers * _pages(context, self.sliding_block_tokens)
-        )
+        """Each layer holds its tokens in blocks, the last one partly filled: -(-a // b) rounds up."""
+        block = self.sliding_block_tokens
+        sliding = self.sliding_layers and self.sliding_layers * (-(-window // block) + 1)
+        drafter = self.drafter_layers and self.drafter_layers * -(-context // block)
+        return sliding + drafter + self.global_layers * -(-context // self.global_block_tokens)

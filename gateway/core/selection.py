@@ -12,6 +12,7 @@ from typing import Protocol
 
 from gateway.core import admission, versions
 from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
+from gateway.core.kept import kept
 from gateway.core.quirks.context_buckets import stalls
 from gateway.core.value import valueclass
 from gateway.core.values import (
@@ -336,16 +337,32 @@ def ranking(
     """
     first: Candidate | None = None
     excluded: list[tuple[Case, Objection]] = []
+    pool = policy.pools[traffic_class.pools[0]]
+    fit = _promising_in(policy, pool, demand, views, excluded)
+    if len(fit) == 1:
+        first = _eligible(_score(fit[0], policy.weights))
+    elif fit:
+        first = _eligible(min(_scored(fit, policy.weights)))
+    else:
+        first = _best_spill(policy, traffic_class, demand, views, excluded)
+    passed_over = [(case.view.backend.id, objection[0]) for case, objection in excluded] if excluded else ()
+    return Ranking(first, tuple(passed_over), partial(rank, policy, traffic_class, demand, views))
+
+
+def _best_spill(
+    policy: Policy,
+    traffic_class: TrafficClass,
+    demand: Demand,
+    views: Mapping[str, BackendView],
+    excluded: list[tuple[Case, Objection]],
+) -> Candidate | None:
+    """Return the best candidate of the later pools; None if they have none. Appends to `excluded`."""
     for place, (pool, names) in enumerate(_pools(policy, traffic_class)):
         if place:
             fit = _fit_in(pool, names, demand, views, _NONE, excluded, is_spill=True)
-        else:
-            fit = _promising_in(policy, pool, names, demand, views, excluded)
-        if fit:
-            first = _eligible(min(_scored(fit, policy.weights)))
-            break
-    passed_over = tuple([(case.view.backend.id, objection[0]) for case, objection in excluded])
-    return Ranking(first, passed_over, partial(rank, policy, traffic_class, demand, views))
+            if fit:
+                return _eligible(min(_scored(fit, policy.weights)))
+    return None
 
 
 def _pools(policy: Policy, traffic_class: TrafficClass) -> Iterator[tuple[Pool, Sequence[str]]]:
@@ -386,7 +403,6 @@ def _fit_in(
 def _promising_in(
     policy: Policy,
     pool: Pool,
-    names: Sequence[str],
     demand: Demand,
     views: Mapping[str, BackendView],
     excluded: list[tuple[Case, Objection]],
@@ -396,15 +412,14 @@ def _promising_in(
     Healthy replicas differ only in load and in the share of the conversation that they have seen. Of those
     with the same share, only the least loaded one is kept (the first, on a tie); the others are not scored.
     """
-    kinds, backends, weights = policy.kinds, policy.backends, policy.weights
-    # With a smaller weight, a millionth of the knee may be lost to rounding when scores are summed; then the
-    # order in the pool decides.
-    is_strict = weights.spare_knee > 1e-6 * (weights.speed + weights.prefix_affinity + weights.slow_context)
+    kinds, backends = policy.kinds, policy.backends
     fit: dict[int | float, tuple[int, Case]] = {}  # (place, case) by place, or by -prefix_share for replicas
     lead: Case | None = None  # the backend whose replicas are thinned out
     kind: int | None = None
     case: Case | None = None
-    for place, name in enumerate(names, 1):
+    place = 0
+    for name in pool.backends:
+        place += 1
         view = views.get(name)
         if view is None:
             continue
@@ -425,12 +440,25 @@ def _promising_in(
         objection = None if clear else _first_objection(case)
         if objection is not None:
             excluded.append((case, objection))
-        elif lead is None and clear and is_strict and view.backend is backends.get(name):
+        elif lead is None and clear and view.backend is backends.get(name) and _thins_out(policy.weights):
             lead, kind = case, kinds[name]
             fit[-view.prefix_share] = place, case
         else:
             fit[place] = place, case
+    if len(fit) == 1:
+        return [one for _, one in fit.values()]
     return [one for _, one in sorted(fit.values())]
+
+
+@kept
+def _thins_out(weights: Weights) -> bool:
+    """Return whether the less loaded of two replicas always has the higher score.
+
+    With a smaller weight, a millionth of the knee may be lost to rounding when scores are summed; then the
+    order in the pool decides.
+    """
+    others = weights.speed + weights.prefix_affinity + weights.slow_context
+    return weights.spare_knee > 1e-6 * others
 
 
 def consider(
@@ -527,23 +555,30 @@ def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
     fastest = max([case.view.backend.tokens_per_s or 0.0 for case in fit], default=0.0)
     found: list[_Scored] = []
     for at, case in enumerate(fit):
-        view = case.view
-        backend, used = view.backend, (view.load.share + case.claim.share) / admission.WHOLE
-        own = backend.tokens_per_s
-        spare = 1 - used if used < 1 else 0.0
         # A backend with an unknown rate counts as the fastest.
-        speed = 1.0 if own is None or fastest <= 0 else own / fastest
-        affinity = view.prefix_share
-        # Some engines stall at certain prompt lengths while other requests run.
-        is_slow = backend.quirks and stalls(backend.quirks, case.demand.prompt_tokens)
-        slow = -min(1.0, used) if is_slow else 0.0
-        score = weights.spare_knee * spare + weights.speed * speed
-        score += weights.prefix_affinity * affinity + weights.slow_context * slow
-        found.append((preference(view.status), -score, at, case, score, (spare, speed, affinity, slow)))
+        own = case.view.backend.tokens_per_s
+        found.append(_score(case, weights, at, 1.0 if own is None or fastest <= 0 else own / fastest))
     return found
 
 
+def _score(case: Case, weights: Weights, at: int = 0, speed: float = 1.0) -> _Scored:
+    """Return the score of the case at that place, whose backend has that part of the highest speed.
+
+    The defaults are those of the only one.
+    """
+    view = case.view
+    used = (view.load.share + case.claim.share) / admission.WHOLE
+    spare = 1 - used if used < 1 else 0.0
+    affinity = view.prefix_share
+    quirks = view.backend.quirks
+    # Some engines stall at certain prompt lengths while other requests run.
+    slow = -min(1.0, used) if quirks and stalls(quirks, case.demand.prompt_tokens) else 0.0
+    score = weights.spare_knee * spare + weights.speed * speed
+    score += weights.prefix_affinity * affinity + weights.slow_context * slow
+    return preference(view.status), -score, at, case, score, (spare, speed, affinity, slow)
+
+
 def _eligible(scored: _Scored) -> Candidate:
-    *_, case, score, (spare, speed, affinity, slow) = scored
+    _, _, _, case, score, (spare, speed, affinity, slow) = scored
     scores = {"spare_knee": spare, "speed": speed, "prefix_affinity": affinity, "slow_context": slow}
     return _candidate(case, None, "", scores, score)

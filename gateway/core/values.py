@@ -661,13 +661,13 @@ class Demand:
     def of(cls, request: Request, estimate: Estimate, output_tokens: int) -> "Demand":
         """Return the demand of a request with `output_tokens` of planned output."""
         return cls(
-            seqs=request.seqs,
-            prompt_tokens=estimate.tokens,
-            total_tokens=estimate.tokens_max + output_tokens,
-            images=request.images,
-            audios=request.audios,
-            prompts=request.prompts,
-            is_job=request.is_job,
+            request.seqs,
+            estimate.tokens,
+            estimate.tokens_max + output_tokens,
+            request.images,
+            request.audios,
+            request.prompts,
+            request.is_job,
         )
 
 

@@ -75,6 +75,7 @@ _REFUSALS = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
 NO_WAIT_S = 0.001
 """A request that got a slot in less than this counts as not having waited."""
 
+_NO_FAILURES: frozenset[str] = frozenset()
 _NO_SHARES: Mapping[str, float] = MappingProxyType({})
 _NO_WAITERS: Mapping[str, int] = MappingProxyType({})
 _NO_OFFERS: Mapping[str, Load] = MappingProxyType({})
@@ -417,19 +418,21 @@ class Pipeline:
         wait_s = patience_s(request.headers)
         if request.is_job:
             traffic_class, wait_s = replace(traffic_class, waiting=patient(traffic_class.waiting)), None
+        # By position, in the order of the fields: the class is wide, and keywords would cost 2 us.
         return decision, Ticket(
-            id=arrival.id,
-            model=model.id,
-            policy=policy,
-            traffic_class=traffic_class,
-            demand=demand,
-            key=request.key,
-            arrived_at=arrival.received_at,
-            prefill_s=fastest_prefill_s(policy, traffic_class, demand),
-            size_bytes=incoming.size_bytes,
-            deadline=None if wait_s is None else arrival.received_at + wait_s,
-            waited_s=request.queued_s,
-            prefix_shares=held,
+            arrival.id,
+            model.id,
+            policy,
+            traffic_class,
+            demand,
+            request.key,
+            arrival.received_at,
+            fastest_prefill_s(policy, traffic_class, demand),
+            incoming.size_bytes,
+            None if wait_s is None else arrival.received_at + wait_s,
+            _NO_FAILURES,
+            request.queued_s,
+            held,
         )
 
     def _members(self, policy: Policy, traffic_class: TrafficClass) -> Mapping[str, Backend]:
@@ -451,20 +454,26 @@ class Pipeline:
         statuses, load_of, shares_max = self._fleet.statuses(), self._ledger.load, self.watch.shares_max()
         kv_taken, objections = self._counts.kv_taken, self._objections()
         views: dict[str, BackendView] = {}
-        for name, backend in backends.items():
-            views[name] = BackendView(
-                backend,
-                load_of(name),
-                statuses.get(name, _UNKNOWN),
-                held.get(name, 0.0),
-                shares_max.get(name, WHOLE),
-                kv_taken.get(name, 0),
-                long_waiting.get(name, 0),
-                objections.get(name),
-            )
-        for name, claims in offered.items():
-            if (view := views.get(name)) is not None:
-                views[name] = replace(view, load=view.load + claims)
+        if not (kv_taken or long_waiting or objections or shares_max):  # the usual case
+            for name, backend in backends.items():
+                share = held.get(name, 0.0) if held else 0.0
+                views[name] = BackendView(backend, load_of(name), statuses.get(name, _UNKNOWN), share)
+        else:
+            for name, backend in backends.items():
+                views[name] = BackendView(
+                    backend,
+                    load_of(name),
+                    statuses.get(name, _UNKNOWN),
+                    held.get(name, 0.0),
+                    shares_max.get(name, WHOLE),
+                    kv_taken.get(name, 0),
+                    long_waiting.get(name, 0),
+                    objections.get(name),
+                )
+        if offered:
+            for name, claims in offered.items():
+                if (view := views.get(name)) is not None:
+                    views[name] = replace(view, load=view.load + claims)
         return views
 
     # -------------------------------------------------------------- admit

@@ -188,12 +188,17 @@ class BackendWatch:
         return min(own, elsewhere) if self._has_judged(watched) else elsewhere
 
     def shares_max(self) -> Mapping[str, int]:
-        """Return `share_max` per backend with a TPOT target. All others may use their whole knee."""
+        """Return `share_max` per backend that a TPOT target keeps below its whole knee."""
         policy = self._policy()
         if policy is not self._seen_policy:
             self._seen_policy = policy
             self._targeted = [name for name in policy.backends if policy.tpot_target_s(name) is not None]
-        return {name: self.share_max(name) for name in self._targeted}
+        shares = {}
+        for name in self._targeted:
+            share = self.share_max(name)
+            if share < WHOLE:
+                shares[name] = share
+        return shares
 
     def shares(self) -> Mapping[str, int]:
         """Return the shares that this process's recent measurements led to, in millionths."""

@@ -15,12 +15,12 @@ import anyio.to_thread
 
 from gateway.core.class_counts import TextKind, kind_of
 from gateway.core.errors import AtCapacity
-from gateway.core.estimation import Piece, Pieces, bound, is_plain, margin_tokens, pieces
+from gateway.core.estimation import Piece, Pieces, bound, is_plain, margin_tokens, pieces, plain_texts
 from gateway.core.facts import Learned
 from gateway.core.value import valueclass
 from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateCosts
 from gateway.tokenizer.counting import chars_per_token_max, count
-from gateway.tokenizer.exact import Counted
+from gateway.tokenizer.exact import Counted, count_exact
 from gateway.tokenizer.learning import LearnedMargin, LearnedRatios
 from gateway.tokenizer.vocab import Vocabulary, load
 
@@ -119,11 +119,13 @@ class PromptEstimator:
 
     async def estimate(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
         """See ports.Estimator. Raises AtCapacity if too many large prompts are queued for counting."""
+        plain = self._plain(prompt, costs, limit_tokens)
+        if plain is not None:
+            return plain
         size = _size(prompt)
         at_least_tokens = -(-size.chars // chars_per_token_max(self.vocabulary))
         if at_least_tokens > limit_tokens:
             return bound(at_least_tokens, limit_tokens)
-        count = partial(self.estimate_now, prompt, costs, limit_tokens)
         if size.texts <= INLINE_TEXTS and size.chars <= INLINE_CHARS:
             parts = pieces(prompt, costs)
             if size.bytes_max <= INLINE_BYTES:
@@ -132,6 +134,8 @@ class PromptEstimator:
             count = partial(self._estimate, parts, limit_tokens, known)
             if _bytes_to_count(parts, known) <= INLINE_BYTES:
                 return count()
+        else:
+            count = partial(self.estimate_now, prompt, costs, limit_tokens)
         if self._waiting >= WAITING_MAX:
             raise AtCapacity(
                 "Too many long prompts are waiting to be measured.", code="estimator_busy", retry_after_s=1
@@ -145,6 +149,32 @@ class PromptEstimator:
     def estimate_now(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
         """Like `estimate`, but on the calling thread."""
         return self._estimate(pieces(prompt, costs), limit_tokens)
+
+    def _plain(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate | None:
+        """Return the estimate for a short chat of nothing but text; None if that needs the full procedure."""
+        if self.vocabulary is None or len(prompt.turns) >= CONVERSATION_TEXTS:
+            return None
+        found = plain_texts(prompt, costs, INLINE_BYTES // 4)
+        if found is None:
+            return None
+        fixed, texts = found
+        total = fixed
+        for text, comes_again in texts:
+            if comes_again or len(text) >= REMEMBERED_CHARS_MIN:
+                key = hash((len(text), text))
+                counted = self.remembered.get(key)
+                if counted is None:
+                    counted = count_exact(self.vocabulary, text)
+                    self.remembered.put(key, counted)
+            else:
+                counted = count_exact(self.vocabulary, text)
+            if counted.guessed_tokens:
+                return None
+            total += counted.tokens
+        if total > limit_tokens:
+            return None
+        tokens_max = total + margin_tokens(total, CountMode.EXACT, self._margin.tokens)
+        return TextEstimate(total, tokens_max, CountMode.EXACT, None, fixed, total - fixed)
 
     def _known(self, parts: Pieces) -> Sequence[Counted | None]:
         """Return the cached counts of a prompt's texts, in order."""

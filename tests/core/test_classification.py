@@ -5,6 +5,8 @@ import pickle
 from dataclasses import asdict, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.core.classification import classify, mismatch, output_tokens
 from gateway.core.values import (
@@ -159,3 +161,33 @@ def test_a_copied_condition_knows_its_figures() -> None:
     for made in (when, copy.deepcopy(when), pickle.loads(pickle.dumps(when)), replace(when, stream=False)):
         assert made.numeric == ("prompt_tokens", "tools")
     assert "numeric" not in asdict(when)
+
+
+BOUNDS = st.lists(st.builds(Bound, st.sampled_from(Comparison), st.integers(0, 4)), max_size=2).map(tuple)
+WHENS = st.builds(
+    When,
+    prompt_tokens=BOUNDS,
+    max_tokens=st.just(()) | BOUNDS,
+    reasoning=st.sampled_from([None, True, False]),
+    stream=st.sampled_from([None, True]),
+)
+
+
+@given(
+    st.lists(WHENS, min_size=1, max_size=4),
+    st.integers(0, 5),
+    st.sampled_from([None, 0, 3]),
+    st.sampled_from(["gemma-4", "gemma-4-thinking"]),
+    st.booleans(),
+)
+def test_the_class_is_the_first_without_a_mismatch(
+    whens: list[When], tokens: int, max_tokens: int | None, name: str, flag: bool
+) -> None:
+    classes = tuple(TrafficClass(str(place), ("pool",), when) for place, when in enumerate(whens))
+    model = replace(MODEL, classes=classes)
+    request = replace(REQUEST, model=name, max_tokens=max_tokens, reasoning=flag, stream=not flag)
+    fitting = [one for one in classes if mismatch(model, one, request, estimate(tokens)) is None]
+
+    matched = classify(model, request, estimate(tokens))
+
+    assert (matched and matched[0]) == (fitting[0] if fitting else None)

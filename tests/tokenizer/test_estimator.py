@@ -9,6 +9,8 @@ from typing import Any, cast
 import anyio
 import pytest
 import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
 from support.vocabulary import LANGUAGES
 
 from gateway.core.class_counts import TextKind, class_count_tokens
@@ -39,6 +41,24 @@ PROSE = "The river was wide, and nobody had crossed it since the spring. "
 
 def chat(*texts: str) -> Prompt:
     return Prompt(turns=tuple(Turn("user", (text,)) for text in texts))
+
+
+TURNS = st.builds(
+    Turn,
+    st.sampled_from(["user", "assistant", "system", "developer", "model", "tool", "critic"]),
+    st.lists(
+        st.sampled_from(["", " ", " Hello there. ", "<|channel>old<channel|>", PROSE * 40, PROSE * 90]),
+        max_size=3,
+    ).map(tuple),
+    st.sampled_from([(), (), (), (("find", "{}"),)]),
+    st.sampled_from([0, 0, 0, 1]),
+)
+PROMPTS = st.builds(
+    Prompt,
+    turns=st.lists(TURNS, max_size=9).map(tuple),
+    tools_json=st.sampled_from(["", "", "", '[{"name":"find"}]']),
+    thinking=st.sampled_from([False, False, True]),
+)
 
 
 class Encoding:
@@ -528,3 +548,21 @@ def test_no_vocabulary_means_approximate_and_a_file_means_exact(rank_file: Path)
 def test_a_missing_vocabulary_never_becomes_an_approximate_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         open_estimator(tmp_path / "gemma4.tiktoken")
+
+
+@given(PROMPTS, st.sampled_from([12, 100, WINDOW]), st.booleans())
+def test_a_short_chat_is_counted_in_the_same_way_on_its_short_path(
+    vocabulary: Vocabulary, prompt: Prompt, limit_tokens: int, has_vocabulary: bool
+) -> None:
+    known = vocabulary if has_vocabulary else None
+    quick, full = PromptEstimator(known), PromptEstimator(known)
+
+    async def estimate() -> Estimate:
+        return await quick.estimate(prompt, COSTS, limit_tokens)
+
+    found, expected = anyio.run(estimate), full.estimate_now(prompt, COSTS, limit_tokens)
+    if expected.mode is CountMode.BOUND:  # `estimate` may stop even earlier
+        assert found.mode is CountMode.BOUND
+    else:
+        assert found == expected
+        assert len(quick.remembered) == len(full.remembered)

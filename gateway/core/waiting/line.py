@@ -28,6 +28,7 @@ EXPIRIES_SPARE = 1_024
 
 _NO_BACKENDS: frozenset[str] = frozenset()
 _NOTHING_OFFERED: Mapping[str, Load] = MappingProxyType({})
+_NONE_WAITING: Mapping[str, int] = MappingProxyType({})
 
 
 @valueclass(frozen=True, slots=True)
@@ -102,6 +103,8 @@ class WaitingLine:
 
     def long_waiting(self) -> Mapping[str, int]:
         """Return the number of queued long prompts, here and elsewhere, per backend of their first pool."""
+        if not self._long_waiting and not self._long_elsewhere:
+            return _NONE_WAITING
         return summed((self._long_waiting, self._long_elsewhere))
 
     def long_waiting_here(self) -> Mapping[str, int]:

@@ -90,6 +90,8 @@ def patient(waiting: Waiting) -> Waiting:
 def fastest_prefill_s(policy: Policy, traffic_class: TrafficClass, demand: Demand) -> float:
     """Return the prefill seconds of a prompt on the fastest backend of the class's first pool, idle."""
     distinct = policy.distinct[traffic_class.pools[0]]
+    if len(distinct) == 1:
+        return admission.prefill_s(distinct[0], demand)
     return min([admission.prefill_s(backend, demand) for backend in distinct], default=0.0)
 
 
