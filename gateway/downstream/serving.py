@@ -15,7 +15,7 @@ from gateway.downstream import wire
 from gateway.downstream.errors import MethodNotAllowed
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.origins import Origins
-from gateway.downstream.reading import BodyReaders, Read, Received, Work
+from gateway.downstream.reading import COUNTED_BYTES, BodyReaders, Read, Received, Work
 from gateway.downstream.relay import (
     BodyLimits,
     Call,
@@ -215,6 +215,8 @@ class Relayed:
         Raises:
             GatewayError: it is invalid.
         """
+        if len(received.body) <= COUNTED_BYTES:
+            return self._read(received)
         return await self._readers.run(partial(self._read, received), received.body)
 
     def _read(self, received: Received) -> wire.WireRequest:

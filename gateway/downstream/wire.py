@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
@@ -80,6 +81,9 @@ _ASIDE = frozenset(
 """Members of a chat that are read but not part of `Chat`. Most requests have none of them."""
 _NO_PROMPT = "`prompt` must be a string, an array of strings or of tokens."
 _NEAR = 64  # bytes, including possible white space
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+SHORT_BYTES = 16_384
+"""Up to this size, bodies are assembled by msgspec, in a buffer that it grows as needed."""
 _INCLUDE_USAGE = msgspec.Raw(b'{"include_usage":true}')
 
 
@@ -135,12 +139,15 @@ class WireRequest:
     def body_for(self, served_model: str, changes: Changes = NO_CHANGES) -> bytes:
         """See `ports.Incoming.body_for`."""
         members = _changed(self.members, changes) if changes else self.members
-        body = _object({"model": msgspec.json.encode(served_model), **members})
+        if self.size_bytes <= SHORT_BYTES:
+            body = msgspec.json.encode({"model": served_model, **members})
+        else:
+            body = _object({"model": msgspec.json.encode(served_model), **members})
         return body if self.cut is None else self.cut.put_back(body)  # the only copy of the body
 
 
 def _object(members: Mapping[str, bytes | msgspec.Raw]) -> bytes:
-    """Assemble an object from encoded members."""
+    """Return what msgspec encodes as well, but without a buffer that grows: a long body is copied once."""
     parts: list[bytes | msgspec.Raw] = []
     for name, written in members.items():
         parts += (b"," if parts else b"{", msgspec.json.encode(name), b":", written)
@@ -194,6 +201,12 @@ def read(
         check_size(body)
     members = members_of(body, values_max=VALUES_MAX + (0 if is_chat else rules.token_ids_max))
     take_a_break(len(body))
+    seen = None
+    if is_chat:
+        seen = _seen(body, at_once=not has_long and len(body) <= SLICE_BYTES)
+        request = None if seen is None else _ordinary(members, seen, rules, key, headers)
+        if request is not None:
+            return _wire_request(arrival, request, forwarded, members, rules, size_bytes=len(body))
     return read_members(
         endpoint,
         members,
@@ -203,8 +216,90 @@ def read(
         key=key,
         headers=headers,
         forwarded=forwarded,
-        seen=_seen(body, at_once=not has_long and len(body) <= SLICE_BYTES) if is_chat else None,
+        seen=seen,
     )
+
+
+def _ordinary(
+    members: Mapping[str, msgspec.Raw],
+    chat: Chat,
+    rules: WireRules,
+    key: str | None,
+    headers: Mapping[str, str] | None,
+) -> Request | None:
+    """Return a chat of nothing but short texts, without options that are read separately: most are such.
+
+    Returns None for every other, and for those to be rejected, in whole or in part.
+    """
+    model, messages, most = chat.model, chat.messages, chat.max_completion_tokens
+    if most is None:
+        most = chat.max_tokens
+    if (
+        not 0 < len(model) <= MODEL_CHARS_MAX
+        or not 0 < len(messages) <= rules.messages_max
+        or chat.n is not None
+        or (most is not None and most < 1)
+        or not (_ASIDE.isdisjoint(members) and rules.drop_fields.isdisjoint(members))
+    ):
+        return None
+    turns: list[Turn] = []
+    read: list[tuple[int, int]] = []
+    so_far = size = 0
+    for message in messages:
+        role, content = message.role, message.content
+        if type(content) is not str or message.tool_calls is not None:
+            return None
+        turns.append(Turn(role, (content,)))
+        so_far = hash((so_far, role, content))
+        size += len(role) + len(content) + 1
+        read.append((so_far, size))
+    prefixes = tuple([(upto, part / size) for upto, part in read])
+    # By position, in the order of the fields: the class is wide, and keywords would cost 2 us.
+    return Request(
+        Endpoint.CHAT,
+        model,
+        Prompt(tuple(turns)),
+        bool(chat.stream),
+        most,
+        1,
+        1,
+        1,
+        False,
+        0,
+        0,
+        0,
+        False,
+        key,
+        headers or {},
+        prefixes,
+    )
+
+
+def _wire_request(
+    arrival: Arrival,
+    request: Request,
+    forwarded: Headers,
+    members: dict[str, msgspec.Raw],
+    rules: WireRules,
+    *,
+    size_bytes: int,
+    dropped: Sequence[str] = (),
+    options: Mapping[str, Any] = NO_OPTIONS,
+    cut: CutOut | None = None,
+) -> WireRequest:
+    """Return a parsed request with the members to send, which ask for usage where the rules say so.
+
+    `options`: its `stream_options`.
+    """
+    inject = request.stream and rules.usage_in_streams and not request.include_usage
+    if inject:
+        members["stream_options"] = (
+            msgspec.Raw(msgspec.json.encode({**options, "include_usage": True}))
+            if options
+            else _INCLUDE_USAGE
+        )
+    del members["model"]
+    return WireRequest(arrival, request, forwarded, dropped, inject, size_bytes, members, cut)
 
 
 def _read_around(
@@ -280,7 +375,7 @@ def read_members(
     if len(model) > MODEL_CHARS_MAX:
         raise InvalidRequest(f"`model` is longer than {MODEL_CHARS_MAX} characters.", param="model")
     stream = fields.flag("stream") if seen is None else bool(seen.stream)
-    options: Mapping[str, Any] = {}
+    options = NO_OPTIONS
     tools = _NO_TOOLS
     is_bare = _ASIDE.isdisjoint(members)
     if not is_bare:
@@ -316,22 +411,15 @@ def read_members(
         headers=headers or {},
         prefixes=prefixes,
     )
-    inject = stream and rules.usage_in_streams and not include_usage
-    if inject:
-        members["stream_options"] = (
-            msgspec.Raw(msgspec.json.encode({**options, "include_usage": True}))
-            if options
-            else _INCLUDE_USAGE
-        )
-    del members["model"]
-    return WireRequest(
-        arrival=arrival,
-        request=request,
-        forwarded=forwarded,
-        dropped=dropped,
-        usage_injected=inject,
+    return _wire_request(
+        arrival,
+        request,
+        forwarded,
+        members,
+        rules,
         size_bytes=size_bytes,
-        members=members,
+        dropped=dropped,
+        options=options,
         cut=cut,
     )
 

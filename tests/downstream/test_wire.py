@@ -724,6 +724,16 @@ def test_whatever_a_body_holds_both_ways_of_reading_agree(fields: dict[str, Any]
     assert outcome(raw, at_once=True) == outcome(raw, at_once=False)
 
 
+@given(st.dictionaries(st.text(max_size=6), st.integers() | st.text(max_size=6) | st.just({"a": [1.0]})))
+def test_short_and_long_bodies_are_assembled_alike(fields: dict[str, Any]) -> None:
+    fields = {"model": "m", "messages": message("hi"), **fields}
+    with contextlib.suppress(InvalidRequest):
+        request = read(Endpoint.CHAT, json.dumps(fields, indent=1).encode(), WireRules())
+
+        assert request.body_for("a/b") == replace(request, size_bytes=10**6).body_for("a/b")
+        assert json.loads(request.body_for("a/b")) == {**fields, "model": "a/b"}
+
+
 # ---------------------------------------------------------------- affinity
 
 
