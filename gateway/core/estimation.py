@@ -250,7 +250,7 @@ def is_plain(prompt: Prompt) -> bool:
     if prompt.tools_json:
         return False
     for turn in prompt.turns:
-        if turn.images or turn.audios or turn.tool_calls or turn.role == "tool":
+        if turn.role == "tool" or turn.images or turn.audios or turn.tool_calls:
             return False
     return True
 

@@ -40,6 +40,22 @@ class RequestContext:
         error_code: `error.code` as sent to the caller.
     """
 
+    estimated_at: float | None = None
+    admitted_at: float | None = None
+    estimate: Estimate | None = None
+    decision: Decision | None = None
+    ticket: Ticket | None = None
+    served_by: Candidate | None = None
+    crashes = 0
+    usage: Usage | None = None
+    first_byte_at: float | None = None
+    keep_alive: KeepAlive | None = None
+    is_answered = False
+    chunks = 0
+    status = 0
+    ending = Ending.FAILED
+    error_code = ""
+
     def __init__(
         self,
         incoming: Incoming,
@@ -50,25 +66,10 @@ class RequestContext:
         """Start with the request alone. `on_admitted` is called whenever it has been given a slot."""
         self.incoming = incoming
         self.downstream = downstream
-        self._on_admitted = on_admitted
         self.policy = policy
-        self.estimated_at: float | None = None
-        self.admitted_at: float | None = None
-        self.estimate: Estimate | None = None
-        self.decision: Decision | None = None
-        self.ticket: Ticket | None = None
-        self.served_by: Candidate | None = None
+        self._on_admitted = on_admitted
         self.attempts: list[AttemptRecord] = []
         self.unreported: list[AttemptRecord] = []
-        self.crashes = 0
-        self.usage: Usage | None = None
-        self.first_byte_at: float | None = None
-        self.keep_alive: KeepAlive | None = None
-        self.is_answered = False
-        self.chunks = 0
-        self.status = 0
-        self.ending = Ending.FAILED
-        self.error_code = ""
 
     def admitted(self, at: float) -> None:
         """Note that the request was given a slot at `at` (monotonic seconds)."""

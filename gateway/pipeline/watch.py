@@ -168,8 +168,11 @@ class BackendWatch:
         self, backend: Backend, slot: Slot, demand: Demand, *, is_visible: bool, is_spill: bool = False
     ) -> AttemptWatch:
         """Record the start of an attempt. `is_visible`: whether it reveals engine steps."""
-        watched = self._of(backend.id)
-        self._note_others(backend.id, watched)
+        watched = self._watched.get(backend.id)
+        if watched is None:
+            watched = self._watched[backend.id] = _Watched(GapMeter(self._clock.now()))
+        if not self._ledger.is_local:
+            self._note_others(backend.id, watched)
         return AttemptWatch(
             watched, backend, slot, demand, self._clock.now, is_visible=is_visible, is_spill=is_spill
         )
@@ -267,12 +270,6 @@ class BackendWatch:
     def _more(self) -> None:
         for callback in self._on_more:
             callback()
-
-    def _of(self, backend_id: str) -> _Watched:
-        watched = self._watched.get(backend_id)
-        if watched is None:
-            watched = self._watched[backend_id] = _Watched(GapMeter(self._clock.now()))
-        return watched
 
     def _note_others(self, backend_id: str, watched: _Watched) -> None:
         others = self._ledger.others(backend_id)

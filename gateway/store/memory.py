@@ -59,18 +59,24 @@ class MemoryLedger:
 
     def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
         """See `ports.Ledger.acquire_at_once`."""
-        reason = admission.full(self.load(backend_id), claim, limits)
-        return self._granted(backend_id, claim) if reason is None else None
+        load = self._sums.get(backend_id, _NOTHING)
+        if not load.has_room(claim, limits) and admission.full(load, claim, limits) is not None:
+            return None
+        return self._granted(backend_id, claim)
 
     def _granted(self, backend_id: str, claim: Load) -> Slot:
-        slot = Slot(self.new_id(), backend_id, claim)
+        slot = Slot(f"{self._owner}{next(self._ids)}", backend_id, claim)
         self.adopt(slot)
         return slot
 
     def adopt(self, slot: Slot) -> None:
         """Count a slot granted by another ledger, without checking limits."""
-        self._held.setdefault(slot.backend, {})[slot.id] = slot.load
-        self._sums[slot.backend] = self.load(slot.backend) + slot.load
+        name = slot.backend
+        held = self._held.get(name)
+        if held is None:
+            held = self._held[name] = {}
+        held[slot.id] = slot.load
+        self._sums[name] = self._sums.get(name, _NOTHING) + slot.load
 
     async def answered(self, slot: Slot) -> None:
         """See `ports.Ledger.answered`."""
@@ -101,7 +107,8 @@ class MemoryLedger:
 
     def forget(self, slot: Slot) -> bool:
         """Stop counting a slot. Return whether it was counted."""
-        held = self._held.get(slot.backend, {}).pop(slot.id, None)
+        slots = self._held.get(slot.backend)
+        held = None if slots is None else slots.pop(slot.id, None)
         if held is None:
             return False
         self._sums[slot.backend] -= held

@@ -33,11 +33,15 @@ class MemoryPrefixIndex:
         """See `ports.PrefixIndex.remember`."""
         if not prefixes:
             return
+        of = self._holders
         for key in {prefixes[0][0], prefixes[-1][0]}:
-            holders = self._holders.get(key, ())
-            if not holders or holders[0] != backend_id:
+            holders = of.get(key)
+            if holders is None:
+                of[key] = (backend_id,)  # the newest entry
+                continue
+            if holders[0] != backend_id:
                 others = [holder for holder in holders if holder != backend_id]
-                self._holders[key] = (backend_id, *others)[:HOLDERS_MAX]
-            self._holders.move_to_end(key)
-        while len(self._holders) > self._entries_max:
-            self._holders.popitem(last=False)
+                of[key] = (backend_id, *others)[:HOLDERS_MAX]
+            of.move_to_end(key)
+        while len(of) > self._entries_max:
+            of.popitem(last=False)

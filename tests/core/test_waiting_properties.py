@@ -26,6 +26,7 @@ from gateway.core.values import (
     WhenLate,
 )
 from gateway.core.waiting import Offer, Ticket, WaitingLine
+from gateway.core.waiting.fairness import Shares
 
 UP = BackendStatus(state=State.UP, served_models=("gemma",))
 WINDOW = 262_144
@@ -364,3 +365,20 @@ def test_with_one_key_the_deadline_alone_decides_among_classes(
         expected.append(str(first.pop(0)[2]))
         queues = [queue for queue in queues if queue]
     assert [offer.ticket.id for offer in turn.offers] == expected
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", None]), st.integers(1, 9), st.booleans()), max_size=120))
+def test_a_start_without_waiting_is_charged_like_one_that_waited(
+    starts: list[tuple[str | None, int, bool]],
+) -> None:
+    one, other = Shares([]), Shares([])
+    for key, cost, advances in starts:
+        if advances:
+            one.start(key, cost)
+            other.advance(other.charge(key, cost))
+        else:
+            one.charge(key, cost)
+            other.charge(key, cost)
+        assert [one.begin(name) for name in ("a", "b", None)] == [
+            other.begin(name) for name in ("a", "b", None)
+        ]

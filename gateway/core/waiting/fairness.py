@@ -268,6 +268,17 @@ class Shares:
         insort(self.order, (tag.tag, tag.number, key))
         return begin
 
+    def start(self, key: str | None, cost: float) -> None:
+        """Charge a start that did not wait: the same as to `charge` it and `advance` to the key's tag."""
+        if key in self._tags:
+            self.advance(self.charge(key, cost))
+            return
+        begin = self._finish.get(key, 0.0)
+        if begin < self._virtual:
+            begin = self._virtual
+        self._remember(key, begin + cost)
+        self._virtual = begin
+
     def charge_elsewhere(self, key: str | None, cost: float) -> None:
         """Charge a start from another queue to a key.
 

@@ -205,7 +205,7 @@ class WaitingLine:
     def start_at_once(self, ticket: Ticket, now: float) -> None:
         """Note that a request has started at once; it counts like an offer that was taken."""
         lane, cost = self._settled(ticket), ticket.cost
-        lane.shares.advance(lane.shares.charge(ticket.key, cost))
+        lane.shares.start(ticket.key, cost)
         self._started(ticket, lane, cost, now)
 
     def offer_at_once(self, ticket: Ticket, candidates: tuple[Candidate, ...], now: float) -> Offer | None:
