@@ -8,7 +8,7 @@ a percentile is off by 4.5 % at most.
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import floor, log2
+from math import floor, inf, log2
 
 from gateway.core.usage import Ending, RequestRecord
 
@@ -145,11 +145,13 @@ class Recent:
     def __init__(self) -> None:
         """Start empty."""
         self._slices: deque[_Slice] = deque(maxlen=SLICES)
+        self._current = _Slice(-1)  # the newest of them, once there is one
+        self._current_until = -inf
         self._points: dict[int, Mapping[str, _Point]] = {}  # of completed slices
 
     def note(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
-        current = self._slice_at(record.ended_at)
+        current = self._current if record.ended_at < self._current_until else self._slice_at(record.ended_at)
         decision, backend = record.decision, record.backend
         model, name = ("", "") if decision is None else (decision.model, decision.traffic_class)
         flow = (model, name, backend, record.ending)
@@ -194,8 +196,10 @@ class Recent:
         if not self._slices or number > self._slices[-1].number:
             if self._slices:
                 self._close(self._slices[-1].number)
-            self._slices.append(_Slice(number))
-        return self._slices[-1]
+            self._current = _Slice(number)
+            self._current_until = (number + 1) * SLICE_S
+            self._slices.append(self._current)
+        return self._current
 
 
 def _points(held: Mapping[int, _Slice], number: int) -> Mapping[str, _Point]:

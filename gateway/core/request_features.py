@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import field
 
+from gateway.core.kept import kept
 from gateway.core.value import valueclass
 from gateway.core.values import Endpoint, Estimate, ModelPolicy, Policy, Prompt, Request
 
@@ -53,35 +54,36 @@ class RequestFeatures:
         model: ModelPolicy,
         request: Request,
         estimate: Estimate,
-        *,
         size_bytes: int = 0,
         patience_s: float | None = None,
     ) -> "RequestFeatures":
         """Return the features of a request for a model of the policy with that version."""
         headers: dict[str, HeaderValue] = {}
-        for name, values in _matched(model).items():
-            value = request.headers.get(name)
-            if value is not None:
-                headers[name] = value if value in values else OTHER
+        if request.headers and (matched := _matched(model)):
+            for name, values in matched.items():
+                value = request.headers.get(name)
+                if value is not None:
+                    headers[name] = value if value in values else OTHER
+        # By position, in the order of the fields: the class is wide, and keywords would cost 2 us.
         return cls(
-            policy=policy,
-            model=request.model,
-            endpoint=request.endpoint,
-            estimate=estimate,
-            stream=request.stream,
-            max_tokens=request.max_tokens,
-            seqs=request.seqs,
-            choices=request.choices,
-            prompts=request.prompts,
-            reasoning=request.reasoning,
-            images=request.images,
-            audios=request.audios,
-            tools=request.tools,
-            is_job=request.is_job,
-            handed_over_as=request.handed_over_as,
-            size_bytes=size_bytes,
-            patience_s=patience_s,
-            headers=headers,
+            policy,
+            request.model,
+            request.endpoint,
+            estimate,
+            request.stream,
+            request.max_tokens,
+            request.seqs,
+            request.choices,
+            request.prompts,
+            request.reasoning,
+            request.images,
+            request.audios,
+            request.tools,
+            request.is_job,
+            request.handed_over_as,
+            size_bytes,
+            patience_s,
+            headers,
         )
 
     def request(self, key: str | None = None) -> Request:
@@ -113,6 +115,7 @@ def matched_headers(policy: Policy, model: str) -> Mapping[str, frozenset[str]]:
     return {} if known is None else _matched(known)
 
 
+@kept
 def _matched(model: ModelPolicy) -> Mapping[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     for one in model.classes:

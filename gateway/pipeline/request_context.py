@@ -111,53 +111,52 @@ class RequestContext:
 
     def record(self, ended_at: float) -> RequestRecord:
         """Return the final record of the request."""
-        request, arrival = self.incoming.request, self.incoming.arrival
+        incoming, placed, ticket = self.incoming, self.served_by, self.ticket
+        request, arrival = incoming.request, incoming.arrival
+        waiting = None if ticket is None else ticket.traffic_class.waiting
+        # By position, in the order of the fields: the class is wide, and keywords would cost 2 us.
         return RequestRecord(
-            id=arrival.id,
-            model=request.model,
-            stream=request.stream,
-            ending=self.ending,
-            status=self.status or LEFT_STATUS,
-            error_code=self.error_code,
-            key=request.key,
-            wall_at=arrival.wall_at,
-            received_at=arrival.received_at,
-            ended_at=ended_at,
-            estimated_at=self.estimated_at,
-            admitted_at=self.admitted_at,
-            first_byte_at=self.first_byte_at,
-            asked=self._asked(),
-            decision=self.decision,
-            placed=self.served_by,
-            is_spill=self.served_by is not None and self.served_by.is_spill,
-            backend=self.served_by.backend if self.served_by else "",
-            pool=self.served_by.pool if self.served_by else "",
-            attempts=tuple(self.attempts),
-            usage=self.usage,
-            chunks=self.chunks,
-            ttft_target_s=None if self.ticket is None else self.ticket.traffic_class.waiting.ttft_target_s,
-            due_s=self._due_s(),
-            trace=arrival.trace,
-            route=arrival.route,
+            arrival.id,
+            request.model,
+            request.stream,
+            self.ending,
+            self.status or LEFT_STATUS,
+            self.error_code,
+            request.key,
+            arrival.wall_at,
+            arrival.received_at,
+            ended_at,
+            self.estimated_at,
+            self.admitted_at,
+            self.first_byte_at,
+            self.decision,
+            placed,
+            placed is not None and placed.is_spill,
+            "" if placed is None else placed.backend,
+            "" if placed is None else placed.pool,
+            tuple(self.attempts),
+            self.usage,
+            self.chunks,
+            None if waiting is None else waiting.ttft_target_s,
+            None if ticket is None else ticket.due_s,
+            arrival.trace,
+            arrival.route,
+            self._asked(),
         )
 
     def _asked(self) -> RequestFeatures | None:
         """Return the features of the request for its record, which are computed only at its end."""
-        request = self.incoming.request
-        model = self.policy.model(request.model)
-        if self.estimate is None or model is None:
+        if self.estimate is None:
+            return None
+        incoming = self.incoming
+        model = self.policy.model(incoming.request.model)
+        if model is None:
             return None
         return RequestFeatures.of(
             self.policy.version,
             model,
-            request,
+            incoming.request,
             self.estimate,
-            size_bytes=self.incoming.size_bytes,
-            patience_s=patience_s(request.headers),
+            incoming.size_bytes,
+            patience_s(incoming.request.headers),
         )
-
-    def _due_s(self) -> float | None:
-        if self.ticket is None:
-            return None
-        waiting = self.ticket.traffic_class.waiting
-        return waiting.ttft_target_s + waiting.prefill_weight * self.ticket.prefill_s

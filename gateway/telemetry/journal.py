@@ -27,11 +27,12 @@ class Journal:
 
     def finished(self, record: RequestRecord) -> None:
         """See `ports.Recorder.finished`."""
-        self.count += 1
+        count = self.count = self.count + 1
         self._recent.note(record)
-        self._records.appendleft((self.count, record))
+        entry = count, record
+        self._records.appendleft(entry)
         if is_notable(record):
-            self._notable.appendleft((self.count, record))
+            self._notable.appendleft(entry)
 
     def recent(self) -> Sequence[RequestRecord]:
         """Return all kept records, newest first."""
@@ -59,7 +60,8 @@ def is_notable(record: RequestRecord) -> bool:
     """Return whether a request failed, was retried, or was answered later than its class's target."""
     if record.ending not in _IN_ORDER or len(record.attempts) > 1:
         return True
-    if record.ttft_target_s is None or not record.route:  # nobody is watching a job
+    target_s = record.ttft_target_s
+    if target_s is None or not record.route:  # nobody is watching a job
         return False
     first = record.first_byte_at if record.stream else record.admitted_at
-    return first is not None and first - record.received_at > record.ttft_target_s
+    return first is not None and first - record.received_at > target_s

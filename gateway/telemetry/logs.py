@@ -249,14 +249,16 @@ class _Lines(logging.Handler):
         else:
             self._write(line + "\n")
 
-    def takes_request(self, level: int, created: float, fields: dict[str, Any]) -> bool:
+    def takes_request(self, level: int, created: float, record: RequestRecord) -> bool:
         """Accept a request's line without a `logging` record, which would cost more than the line.
 
         Returns whether it was accepted.
         """
         if not isinstance(self.formatter, _JsonFormatter) or not self._gathers(level):
             return False
-        self._gather(self.formatter.request_line(logging.getLevelName(level), created, fields))
+        self._gather(
+            self.formatter.request_line(logging.getLevelName(level), created, request_fields(record))
+        )
         return True
 
     def _gathers(self, level: int) -> bool:
@@ -336,12 +338,10 @@ class RequestLog:
         level = _LEVELS.get(record.ending, logging.INFO)
         if not requests_log.isEnabledFor(level):
             return
-        fields, now = request_fields(record), self._wall()
-        handlers = list(_handlers(requests_log))
-        only = handlers[0] if len(handlers) == 1 else None
-        if isinstance(only, _Lines) and only.takes_request(level, now, fields):
+        now, only = self._wall(), _only_handler(requests_log)
+        if isinstance(only, _Lines) and only.takes_request(level, now, record):
             return
-        requests_log.handle(self._line(level, now, fields))
+        requests_log.handle(self._line(level, now, request_fields(record)))
 
     def _line(self, level: int, now: float, fields: dict[str, Any]) -> logging.LogRecord:
         line = logging.LogRecord.__new__(logging.LogRecord)
@@ -358,11 +358,16 @@ class RequestLog:
         return line
 
 
-def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
-    """Yield all handlers that receive a logger's records."""
+def _only_handler(logger: logging.Logger | None) -> logging.Handler | None:
+    """Return the handler that receives a logger's records; None if there are several, or none."""
+    only = None
     while logger is not None:
-        yield from logger.handlers
+        for handler in logger.handlers:
+            if only is not None:
+                return None
+            only = handler
         logger = logger.parent if logger.propagate else None
+    return only
 
 
 def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> None:

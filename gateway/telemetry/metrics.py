@@ -6,7 +6,7 @@ Labels are bounded by the configuration (backends, pools, classes, models) or by
 value that a caller can choose.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -62,6 +62,10 @@ PROMPT_BUCKETS = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 
 ERROR_BUCKETS = (-0.5, -0.2, -0.1, -0.05, -0.02, -0.01, -0.001, 0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
+NOTED_MAX = 64
+"""Completed requests that are counted together, which takes 0.3 ms: each then costs half as much."""
+
+
 class Timeliness(StrEnum):
     """Whether a first token arrived in time."""
 
@@ -98,6 +102,8 @@ class Metrics:
         self._backends = backends
         self.registry = CollectorRegistry(auto_describe=True)
         registry = self.registry
+        self._noted: list[RequestRecord] = []
+        registry.register(_Before(self._count_noted))
         self.requests = Counters(
             "gateway_requests",
             "Requests that have ended, by how they ended.",
@@ -267,7 +273,71 @@ class Metrics:
         self.attempts.add((record.backend, record.outcome))
 
     def finished(self, record: RequestRecord) -> None:
-        """See `ports.Recorder.finished`."""
+        """See `ports.Recorder.finished`. Completed requests are counted later, several at a time."""
+        if record.ending is not Ending.COMPLETED:
+            self._count(record)
+            return
+        self._noted.append(record)
+        if len(self._noted) >= NOTED_MAX:
+            self._count_noted()
+
+    def _count_noted(self) -> None:
+        """Count the completed requests noted so far."""
+        noted, self._noted = self._noted, []
+        alike: dict[tuple[str, str, str], list[RequestRecord]] = {}
+        for record in noted:
+            decision = record.decision
+            if (
+                record.stream
+                or record.is_spill
+                or record.usage is None
+                or record.admitted_at is None
+                or record.estimated_at is None
+                or record.first_byte_at is None
+                or decision is None
+                or decision.estimate.tokens <= 0
+                or decision.demand.prompts != 1
+                or decision.candidates.passed_over
+            ):
+                self._count(record)
+                continue
+            key = (decision.traffic_class, record.pool, record.backend)
+            if key in alike:
+                alike[key].append(record)
+            else:
+                alike[key] = [record]
+        for (name, pool, backend), records in alike.items():
+            self._count_alike(name, pool, backend, records)
+
+    def _count_alike(self, name: str, pool: str, backend: str, records: Sequence[RequestRecord]) -> None:
+        """Do the same as `_count` for ordinary answers that were not streamed, from one backend."""
+        where = (name, backend)
+        estimating, waiting, tokens, durations, errors = [], [], [], [], []
+        tokens_in = tokens_out = 0
+        for record in records:
+            decision, usage, at = record.decision, record.usage, record.estimated_at
+            assert decision is not None
+            assert usage is not None
+            assert at is not None
+            assert record.admitted_at is not None
+            estimated, prompt_tokens = decision.estimate.tokens, usage.prompt_tokens
+            estimating.append(at - record.received_at)
+            waiting.append(record.admitted_at - at)
+            tokens.append(estimated)
+            durations.append(record.ended_at - record.received_at)
+            errors.append((prompt_tokens - estimated) / estimated)
+            tokens_in += prompt_tokens
+            tokens_out += usage.completion_tokens
+            self.requests.add((name, pool, backend, record.ending, record.error_code))
+        self.estimating.observe_all((), estimating)
+        self.prompt_tokens.observe_all((name,), tokens)
+        self.waiting_time.observe_all((name,), waiting)
+        self.duration.observe_all(where, durations)
+        self.tokens_in.add(where, tokens_in)
+        self.tokens_out.add(where, tokens_out)
+        self.estimate_error.observe_all((backend,), errors)
+
+    def _count(self, record: RequestRecord) -> None:
         if record.ending is Ending.SHED and not record.route:
             return  # a job that finds no room is returned to the queue: it is not a refused request
         decision = record.decision
@@ -354,6 +424,17 @@ class Metrics:
     def exposition(self) -> tuple[bytes, str]:
         """Return the Prometheus page and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+
+class _Before(Collector):
+    """No metric: does something before the metrics that are registered later are collected."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def collect(self) -> Iterator[Metric]:
+        self._act()
+        yield from ()
 
 
 class _Fleet(Collector):

@@ -102,6 +102,16 @@ class Histograms(Collector):
         spread.sum += value
         spread.counts[bisect_left(self._bounds, value)] += 1
 
+    def observe_all(self, labels: Labels, values: Sequence[float]) -> None:
+        """Record several values."""
+        if not values:
+            return
+        spread = self._spreads.get(labels) or self._begin(labels)
+        spread.sum += sum(values)
+        bounds, counts = self._bounds, spread.counts
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+
     def collect(self) -> Iterator[Metric]:
         """Yield the metric for Prometheus."""
         family = Metric(self._name, self._documentation, "histogram")

@@ -6,9 +6,12 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.clock import SystemClock
 from gateway.core.box_swaps import Swap, SwapCause
@@ -33,7 +36,7 @@ from gateway.core.webhooks import Delivery, WebhookAttempt, WebhookOutcome, fail
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal, is_notable
 from gateway.telemetry.logs import RequestLog
-from gateway.telemetry.metrics import DURATION_BUCKETS_S, TTFT_BUCKETS_S, Metrics
+from gateway.telemetry.metrics import DURATION_BUCKETS_S, NOTED_MAX, TTFT_BUCKETS_S, Metrics
 from gateway.telemetry.recorder import Recorders
 
 BACKENDS = {
@@ -51,6 +54,7 @@ DECISION = Decision(
         Candidate("light-0", "light"), Candidate("push", "push", excluded=Exclusion.AT_KNEE)
     ),
 )
+UNOPPOSED = replace(DECISION, candidates=Ranking.of(Candidate("light-0", "light")))
 RECORD = RequestRecord(
     id="req-1",
     model="gemma-4",
@@ -102,6 +106,44 @@ def test_a_served_request_is_measured() -> None:
     assert value(subject, "gateway_queue_seconds_sum", traffic_class="short_chat") == pytest.approx(0.2)
     assert value(subject, "gateway_exclusions_total", backend="push", reason="at_knee") == 1
     assert value(subject, "gateway_spills_total", traffic_class="short_chat", pool="push") is None
+
+
+ORDINARY = replace(RECORD, stream=False, route="/v1/chat/completions", decision=UNOPPOSED)
+
+
+@given(
+    st.lists(
+        st.builds(
+            partial(replace, ORDINARY),
+            stream=st.booleans(),
+            is_spill=st.booleans(),
+            usage=st.sampled_from([None, Usage(110, 21), Usage(90, 1)]),
+            decision=st.sampled_from([UNOPPOSED, UNOPPOSED, DECISION, None]),
+            backend=st.sampled_from(["light-0", "push"]),
+            ending=st.sampled_from([Ending.COMPLETED, Ending.COMPLETED, Ending.FAILED]),
+            ended_at=st.floats(11, 400),
+        ),
+        max_size=NOTED_MAX + 5,
+    )
+)
+def test_requests_counted_together_are_counted_like_single_ones(records: list[RequestRecord]) -> None:
+    together, single = metrics(), metrics()
+
+    for record in records:
+        together.finished(record)
+        single.finished(record)
+        single.exposition()  # counts it now
+
+    assert figures(together) == pytest.approx(figures(single))
+
+
+def figures(subject: Metrics) -> dict[str, float]:
+    return {
+        f"{sample.name}{sorted(sample.labels.items())}": sample.value
+        for family in subject.registry.collect()
+        for sample in family.samples
+        if sample.name.startswith("gateway") and not sample.name.endswith("_created")
+    }
 
 
 def test_how_many_gateways_there_are_and_how_they_count() -> None:

@@ -69,6 +69,12 @@ class Ticket:
         return max(1, self.demand.seqs * self.demand.total_tokens)
 
     @property
+    def due_s(self) -> float:
+        """The deadline of its class for its first token, in seconds from its arrival."""
+        waiting = self.traffic_class.waiting
+        return waiting.ttft_target_s + waiting.prefill_weight * self.prefill_s
+
+    @property
     def due_at(self) -> float:
         """When its first token is due: the deadline of its class, or the caller's if that is earlier."""
         waiting = self.traffic_class.waiting
