@@ -250,6 +250,13 @@ class UpstreamResponse(Protocol):
             UpstreamFailed: the connection broke before the end of the body.
         """
 
+    async def read_whole(self, bytes_max: int) -> bytes:
+        """Return the rest of the body. Stops reading when it is longer than `bytes_max`.
+
+        Raises:
+            UpstreamFailed: as `read`.
+        """
+
     async def stream_to(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
         """Call `take` with all bytes as they arrive, until it returns False or the body ends.
 

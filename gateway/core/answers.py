@@ -13,6 +13,7 @@ from typing import Any
 from gateway.core.errors import BackendRejected, GatewayError, UpstreamBusy, UpstreamFailed
 from gateway.core.health import Outcome
 from gateway.core.usage import Usage
+from gateway.core.value import valueclass
 
 ABORTED = "abort"
 """The finish_reason of an aborted answer: the engine is stopping, or was told to abort it."""
@@ -161,7 +162,7 @@ def _rejected(status: int, error: BackendError) -> BackendRejected:
     return BackendRejected(message, status=own, code=code, param=error.param)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Answer:
     """The parts of a complete non-streamed answer that determine whether it is valid."""
 

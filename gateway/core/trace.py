@@ -52,6 +52,12 @@ class Trace:
     link: SpanRef | None = None
     is_ours: bool = True
 
+    def child_traceparent(self, number: int) -> str:
+        """The `traceparent` header value for the child span with this number."""
+        own = self.own
+        span_id = _mixed(own.span_id, number)
+        return f"00-{own.trace_id:032x}-{span_id:016x}-{'01' if own.is_sampled else '00'}"
+
     def child(self, number: int) -> SpanRef:
         """Return the child span with this number; the same number always gives the same span."""
         return SpanRef(self.own.trace_id, _mixed(self.own.span_id, number), self.own.is_sampled)

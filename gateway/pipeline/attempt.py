@@ -5,7 +5,6 @@ backend or become a real status code. A single deadline enforces all time limits
 goes from waiting to streaming.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from math import inf
@@ -35,10 +34,10 @@ from gateway.core.values import Backend, Candidate, Timeouts
 from gateway.pipeline import caller
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled
 from gateway.pipeline.chunk_fast_path import ChunkFastPath
-from gateway.pipeline.deadline import Deadline
+from gateway.pipeline.deadline import Deadline, Deadlines
 from gateway.pipeline.request_context import RequestContext
 from gateway.pipeline.watch import AttemptWatch
-from gateway.pipeline.whole_answers import decode_answer
+from gateway.pipeline.whole_answers import read_whole
 from gateway.ports import ChunkMatch, Clock, Headers, Target, Upstream, UpstreamResponse
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
@@ -60,6 +59,19 @@ _OUTCOMES: Mapping[type[GatewayError], Outcome] = {
 class Attempt:
     """An attempt on one backend. Call `run` once; `give_up` may be called while it runs."""
 
+    _reader: StreamReader
+    _fast_path: ChunkFastPath
+    _started_at = 0.0
+    _connected_at: float | None = None
+    _first_byte_at: float | None = None
+    _is_answered = False
+    _outcome: Outcome | None = None
+    _detail = ""
+    _lost = ""
+    _is_relayed = False  # `[DONE]` was relayed; the body may still be open
+    _is_stalled = False  # waiting for the caller to read
+    _last_moment = 0.0
+
     def __init__(
         self,
         context: RequestContext,
@@ -69,12 +81,12 @@ class Attempt:
         clock: Clock,
         on_answer: Callable[[], Awaitable[None]],
         watch: AttemptWatch,
-        loop: asyncio.AbstractEventLoop,
+        deadlines: Deadlines,
     ) -> None:
         """Prepare an attempt of `context` on `backend`, which serves the model under the name `served_model`.
 
         `on_answer` is awaited when the first token arrives, before it is relayed; `watch` is notified of
-        every read after that. `loop` is the running event loop.
+        every read after that. `deadlines` are those of the running event loop.
         """
         self._context = context
         self._candidate = candidate
@@ -87,20 +99,8 @@ class Attempt:
         self._clock = clock
         self._on_answer = on_answer
         self._watch = watch
-        self._now = loop.time
-        self._deadline = Deadline(loop, inf)
-        self._reader: StreamReader
-        self._fast_path: ChunkFastPath
-        self._started_at = 0.0
-        self._connected_at: float | None = None
-        self._first_byte_at: float | None = None
-        self._is_answered = False
-        self._outcome: Outcome | None = None
-        self._detail = ""
-        self._lost = ""
-        self._is_relayed = False  # `[DONE]` was relayed; the body may still be open
-        self._is_stalled = False  # waiting for the caller to read
-        self._last_moment = 0.0
+        self._now = deadlines.loop.time
+        self._deadline = Deadline(deadlines, inf)
         self._held: list[bytes] = []  # comments and empty first events, held back until there is content
 
     @property
@@ -202,21 +202,21 @@ class Attempt:
 
     def _target(self) -> Target:
         incoming = self._context.incoming
-        return Target(
-            backend=self._backend,
-            endpoint=incoming.request.endpoint,
-            headers=(*self._trace_context(), (b"x-request-id", incoming.arrival.id.encode())),
-            body=incoming.body_for(self._served_model, self._plan.changes),
-        )
+        body = incoming.body_for(self._served_model, self._plan.changes)
+        return Target(self._backend, incoming.request.endpoint, self._headers(), body)
 
-    def _trace_context(self) -> Headers:
-        """Return the trace headers that make the backend's spans children of this attempt's span."""
-        incoming = self._context.incoming
-        trace = incoming.arrival.trace
-        if trace is None or not trace.is_ours:
-            return incoming.forwarded
-        own = (b"traceparent", trace.child(len(self._context.attempts) + 1).traceparent.encode())
-        return (own, *(pair for pair in incoming.forwarded if pair[0] != b"traceparent"))
+    def _headers(self) -> Headers:
+        """Return the headers, with the trace context that makes the backend's spans children of this one."""
+        arrival, forwarded = self._context.incoming.arrival, self._context.incoming.forwarded
+        trace = arrival.trace
+        headers: list[tuple[bytes, bytes]] = []
+        if trace is not None and trace.is_ours:
+            own = trace.child_traceparent(len(self._context.attempts) + 1)
+            headers.append((b"traceparent", own.encode()))
+            forwarded = [pair for pair in forwarded if pair[0] != b"traceparent"] if forwarded else ()
+        headers += forwarded
+        headers.append((b"x-request-id", arrival.id.encode()))
+        return headers
 
     # -------------------------------------------------------------- answers
 
@@ -330,8 +330,8 @@ class Attempt:
         self._await_more()
 
     async def _relay_whole(self, response: UpstreamResponse) -> None:
-        body = await _read_all(response, ANSWER_BYTES_MAX)
-        answer = answers.read_answer(decode_answer(body))
+        body = await response.read_whole(ANSWER_BYTES_MAX)
+        answer = read_whole(body)
         if answer is None:
             raise self._faulty(BackendError("The backend sent an invalid answer."))
         context = self._context
@@ -397,7 +397,7 @@ class Attempt:
     # -------------------------------------------------------------- failures
 
     async def _refused(self, response: UpstreamResponse) -> GatewayError:
-        error = answers.read_error(await _read_all(response, ERROR_BYTES_MAX))
+        error = answers.read_error(await response.read_whole(ERROR_BYTES_MAX))
         failure, self._outcome = answers.verdict(response.status, error)
         self._detail = f"status {response.status}" + (f": {error.gist}" if error.gist else "")
         self._context.crashes += error.is_crash
@@ -422,14 +422,3 @@ class Attempt:
         if is_stopping:
             return UpstreamBusy("The backend is stopping.", retry_after_s=1)
         return UpstreamFailed("The backend failed before it answered.")
-
-
-async def _read_all(response: UpstreamResponse, bytes_max: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while data := await response.read():
-        size += len(data)
-        parts.append(data)
-        if size > bytes_max:
-            break
-    return b"".join(parts)

@@ -1,13 +1,65 @@
-"""A time limit that is cheap to move.
+"""Time limits that are cheap to set and to move.
 
 A stream moves its deadline with every read, forty times a second for each of a thousand streams. An anyio
-cancel scope sets a new timer each time. Here, moving a deadline to a later time is a single assignment: the
-timer is set again only when it fires too early.
+cancel scope sets a new timer each time. Here, all deadlines of an event loop share one timer, which is set
+for the earliest of them: to open, move or close another one is a few assignments.
 """
 
 import asyncio
 from math import inf
 from types import TracebackType
+
+
+class Deadlines:
+    """The open deadlines of one event loop.
+
+    Attributes:
+        loop: The event loop.
+        at: When they are looked at next, in seconds of its clock; `inf` if none is open.
+    """
+
+    __slots__ = ("_opened", "_timer", "at", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start with none."""
+        self.loop = loop
+        self.at = inf
+        self._timer: asyncio.TimerHandle | None = None
+        self._opened: set[Deadline] = set()
+
+    def open(self, deadline: "Deadline") -> None:
+        """Watch a deadline until `close`."""
+        self._opened.add(deadline)
+        self.watch(deadline)
+
+    def close(self, deadline: "Deadline") -> None:
+        """Watch a deadline no longer. The timer stays: if it is early for the others, it is set again."""
+        self._opened.discard(deadline)
+
+    def watch(self, deadline: "Deadline") -> None:
+        """Look at the deadlines early enough for this one."""
+        due = deadline.at if deadline.at < deadline.latest else deadline.latest
+        if due < self.at:
+            self._set(due)
+
+    def _set(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.at = at
+        self._timer = self.loop.call_at(max(at, 0.0), self._look)
+
+    def _look(self) -> None:
+        """End the blocks whose deadline has passed, and look again when the next one will."""
+        now, self.at, self._timer = self.loop.time(), inf, None
+        earliest = inf
+        for deadline in tuple(self._opened):
+            due = min(deadline.at, deadline.latest)
+            if due <= now:
+                deadline.expire()
+            elif due < earliest:
+                earliest = due
+        if earliest < inf:
+            self._set(earliest)
 
 
 class Deadline:
@@ -19,66 +71,45 @@ class Deadline:
         has_passed: Whether the deadline ended the block; set when the block has ended.
     """
 
-    __slots__ = (
-        "_cancelling",
-        "_is_expired",
-        "_loop",
-        "_task",
-        "_timer",
-        "_timer_at",
-        "at",
-        "has_passed",
-        "latest",
-    )
+    __slots__ = ("_all", "_cancelling", "_is_expired", "_task", "at", "has_passed", "latest")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, at: float) -> None:
-        """Set the deadline to `at`, in seconds of the clock of `loop`, the running event loop."""
+    def __init__(self, all_of_them: Deadlines, at: float) -> None:
+        """Set the deadline to `at`, in seconds of the clock of the running event loop, as one of its all."""
         self.has_passed = False
         self.latest = inf
         self.at = at
-        self._loop = loop
+        self._all = all_of_them
         self._task: asyncio.Task[object] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0
         self._cancelling = 0
         self._is_expired = False
 
     def move(self, at: float) -> None:
         """Move the deadline to another time, which may be earlier."""
         self.at = at
-        if self._timer is not None and at < self._timer_at:
-            self._timer.cancel()
-            self._set_timer()
+        if at < self._all.at and self._task is not None:
+            self._all.watch(self)
 
     def __enter__(self) -> "Deadline":
-        task = asyncio.current_task(self._loop)
+        task = asyncio.current_task(self._all.loop)
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()
-        self._set_timer()
+        self._all.open(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        assert self._task is not None
-        assert self._timer is not None
-        self._timer.cancel()
-        task, self._task, self._timer = self._task, None, None
+        self._all.close(self)
+        task, self._task = self._task, None
         if not self._is_expired:
             return False
+        assert task is not None
         # A cancellation from elsewhere in the meantime must propagate.
         self.has_passed = task.uncancel() <= self._cancelling and kind is asyncio.CancelledError
         return self.has_passed
 
-    def _set_timer(self) -> None:
-        self._timer_at = min(self.at, self.latest)
-        self._timer = self._loop.call_at(self._timer_at, self._look)
-
-    def _look(self) -> None:
-        if self._task is None or self._is_expired:
-            return
-        if self._loop.time() < min(self.at, self.latest):
-            self._set_timer()
-        else:
+    def expire(self) -> None:
+        """Cancel the block, once."""
+        if self._task is not None and not self._is_expired:
             self._is_expired = True
             self._task.cancel()

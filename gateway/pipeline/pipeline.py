@@ -52,6 +52,7 @@ from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s, patient
 from gateway.pipeline import caller
 from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive, patience_s
+from gateway.pipeline.deadline import Deadlines
 from gateway.pipeline.first_tokens import FirstTokens
 from gateway.pipeline.request_context import RequestContext
 from gateway.pipeline.waiting_room import PolicyChanged, WaitingRoom
@@ -127,7 +128,7 @@ class Pipeline:
         self._objections = objections
         self._blame = Blame()
         self._running: dict[str, set[Attempt]] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._deadlines: Deadlines | None = None  # of the event loop in which requests run
         self._newest = policy()
         self._members_of: dict[tuple[str, ...], Mapping[str, Backend]] = {}  # by pools, for the newest policy
         self._backends = dict(self._newest.backends)  # including removed ones, which are draining
@@ -511,9 +512,10 @@ class Pipeline:
             if is_seen:
                 await self._ledger.answered(slot)
 
-        if self._loop is None:  # looked up once: it costs a system call in CPython 3.11
-            self._loop = asyncio.get_running_loop()
-        attempt = Attempt(context, candidate, backend, served, self._clock, on_answer, watch, self._loop)
+        deadlines = self._deadlines
+        if deadlines is None:
+            deadlines = self._deadlines = Deadlines(asyncio.get_running_loop())
+        attempt = Attempt(context, candidate, backend, served, self._clock, on_answer, watch, deadlines)
         running = self._running.setdefault(backend.id, set())
         running.add(attempt)
         if not is_seen:

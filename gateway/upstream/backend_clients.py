@@ -13,6 +13,7 @@ import anyio
 
 from gateway.core.errors import UpstreamUnreachable
 from gateway.core.values import Backend
+from gateway.ports import UpstreamResponse
 
 
 class BackendClient(ABC):
@@ -132,3 +133,12 @@ class BackendClients(ABC, Generic[W]):
         if way in self._retired:
             with anyio.move_on_after(CLOSE_S, shield=True):
                 await self.close_retired()
+
+
+async def read_on(response: UpstreamResponse, data: bytes, bytes_max: int) -> bytes:
+    """Return `data` and the rest of a body. Stops reading when that is longer than `bytes_max`."""
+    parts, size = [data], len(data)
+    while size <= bytes_max and (data := await response.read()):
+        parts.append(data)
+        size += len(data)
+    return b"".join(parts)

@@ -133,6 +133,10 @@ class _Response:
             raise UpstreamFailed("The connection to the backend broke.") from error
         return b""
 
+    async def read_whole(self, bytes_max: int) -> bytes:
+        """See `ports.UpstreamResponse.read_whole`."""
+        return await backend_clients.read_on(self, b"", bytes_max)
+
     async def stream_to(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
         """See `ports.UpstreamResponse.stream_to`. httpx hides chunk boundaries."""
         while data := await self.read():

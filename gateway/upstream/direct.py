@@ -94,7 +94,10 @@ class DirectUpstream(BackendClients["_DirectClient"]):
                 with anyio.CancelScope(shield=True):
                     await anyio.lowlevel.checkpoint()
         finally:
-            await self._give_back(way)
+            if way in self._retired:
+                await self._give_back(way)
+            else:
+                way.in_flight -= 1
 
 
 class _Call:
@@ -140,19 +143,20 @@ class _DirectClient(BackendClient):
         if secret is not None:
             lines.append(b"authorization: Bearer " + secret.encode())
         self._fields = b"".join(line + b"\r\n" for line in lines)
+        self._openings: dict[str, bytes] = {}  # request line and constant fields, by endpoint
 
     def head_of(self, target: Target) -> bytes:
         """Return the head of a request."""
-        fields = b"".join([b"%b: %b\r\n" % pair for pair in target.headers])
+        fields = b""
+        for pair in target.headers:
+            fields += b"%b: %b\r\n" % pair
         if fields.count(b"\n") != len(target.headers) or fields.count(b"\r") != len(target.headers):
             raise ValueError("a header holds a line break")
-        return b"POST %b%b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % (
-            self._path,
-            target.endpoint.encode(),
-            self._fields,
-            fields,
-            len(target.body),
-        )
+        opening = self._openings.get(target.endpoint)
+        if opening is None:
+            line = b"POST %b%b HTTP/1.1\r\n" % (self._path, target.endpoint.encode())
+            opening = self._openings[target.endpoint] = line + self._fields
+        return b"%b%bcontent-length: %d\r\n\r\n" % (opening, fields, len(target.body))
 
     async def ask(self, head: bytes, body: bytes, connect_s: float) -> "_Connection":
         """Send a request, and return its connection once the status is known. Raises as `Upstream.open`."""
@@ -170,7 +174,12 @@ class _DirectClient(BackendClient):
                 raise UpstreamLost(_LOST) from error
             raise
         connection.connect_s = monotonic() - since
-        return await self._ask_on(connection, head, body)
+        try:
+            return await self._ask_on(connection, head, body)
+        except _Stale as stale:  # it was lost as soon as it was made
+            if was_sent:
+                raise UpstreamLost(_LOST) from stale
+            raise UpstreamUnreachable("The backend cannot be reached.") from stale
 
     async def _ask_on(self, connection: "_Connection", head: bytes, body: bytes) -> "_Connection":
         self._busy.add(connection)
@@ -385,6 +394,13 @@ class _Connection(asyncio.Protocol):
         self._buffered = self._head_bytes = 0
         self._read_on()
         return data
+
+    async def read_whole(self, bytes_max: int) -> bytes:
+        """See `ports.UpstreamResponse.read_whole`."""
+        data = await self.read()
+        if self._is_complete and not self._parts:  # as most answers, it arrived at once
+            return data
+        return await backend_clients.read_on(self, data, bytes_max)
 
     async def stream_to(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
         """See `ports.UpstreamResponse.stream_to`. `take` is called from `data_received`."""

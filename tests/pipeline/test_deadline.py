@@ -11,7 +11,7 @@ import anyio
 import pytest
 from support.loops import on_both_loops
 
-from gateway.pipeline.deadline import Deadline
+from gateway.pipeline.deadline import Deadline, Deadlines
 
 anyio_backend = on_both_loops
 
@@ -37,7 +37,7 @@ async def rounds() -> None:
 
 
 def deadline_at(at: float) -> Deadline:
-    return Deadline(asyncio.get_running_loop(), at)
+    return Deadline(Deadlines(asyncio.get_running_loop()), at)
 
 
 def together(first: str, deadline: Deadline, cancel: Callable[[], object]) -> None:
@@ -286,6 +286,34 @@ async def test_a_task_that_is_cancelled_is_cancelled() -> None:
     await asyncio.wait([task])
 
     assert task.cancelled()
+
+
+async def test_of_many_each_ends_its_own_block_in_time() -> None:
+    shared, ended = Deadlines(asyncio.get_running_loop()), []
+    now = anyio.current_time()
+
+    async def limited(name: str, at: float, moved_to: float | None = None) -> None:
+        with Deadline(shared, at) as deadline:
+            if moved_to is not None:
+                deadline.move(moved_to)
+            await anyio.sleep_forever()
+        assert deadline.has_passed
+        ended.append(name)
+
+    async def brief() -> None:
+        with Deadline(shared, now + 0.005):  # its timer finds nothing left of it
+            await rounds()
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(brief)
+            tasks.start_soon(limited, "third", now + 0.06)
+            tasks.start_soon(limited, "first", now + 100, now + 0.02)
+            tasks.start_soon(limited, "second", now + 0.04)
+            tasks.start_soon(limited, "fourth", now + 0.01, now + 0.08)
+
+    assert ended == ["first", "second", "third", "fourth"]
+    assert shared.at == inf  # nothing is looked for any more
 
 
 @pytest.mark.parametrize("passing", ["inner", "outer", "both"])

@@ -39,6 +39,7 @@ from gateway.pipeline import BackendWatch, Pipeline
 from gateway.ports import Arrival, Downstream, Headers, TakeChunk, Target
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
+from gateway.upstream.backend_clients import read_on
 
 Step = bytes | GatewayError | anyio.Event
 """What a scripted backend does next: send bytes, fail, or wait for an event."""
@@ -93,6 +94,9 @@ class ScriptedResponse:
             else:
                 return step
         return b""
+
+    async def read_whole(self, bytes_max: int) -> bytes:
+        return await read_on(self, b"", bytes_max)
 
     async def stream_to(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
         while (data := await self.read()) and take(data):

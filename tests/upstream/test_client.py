@@ -18,6 +18,8 @@ from pathlib import Path
 from random import Random
 
 import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import pytest
 from anyio.abc import ByteStream, SocketAttribute, SocketStream
 from anyio.streams.tls import TLSAttribute, TLSStream
@@ -83,10 +85,7 @@ async def serving(answer: Answer) -> AsyncIterator[tuple[RawServer, Upstream, Ta
 
 
 async def whole(response: UpstreamResponse) -> bytes:
-    parts = []
-    while data := await response.read():
-        parts.append(data)
-    return b"".join(parts)
+    return await response.read_whole(1 << 30)
 
 
 async def test_it_sends_the_body_and_only_the_headers_it_is_given() -> None:
@@ -455,6 +454,43 @@ async def test_an_answer_in_many_small_pieces_is_one_answer() -> None:
 
     async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
         assert await whole(response) == b"data: 1\n\ndata: 2\n\n"
+
+
+async def test_no_more_of_an_answer_is_read_than_is_wanted() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(STREAM_HEAD)
+        with suppress(anyio.BrokenResourceError):
+            while True:  # without an end
+                await stream.send(chunk(b"x" * 1000))
+
+    async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
+        with anyio.fail_after(10):
+            assert len(await response.read_whole(100_000)) > 100_000
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_a_connection_that_is_lost_as_soon_as_it_is_made_reached_nobody() -> None:
+    class Late(direct._DirectClient):
+        """Goes on only when its new connection is lost, as in a process that is busy at that moment."""
+
+        async def _connected(self, connect_s: float) -> direct._Connection:
+            connection = await super()._connected(connect_s)
+            with anyio.fail_after(10):
+                while not connection._is_lost:
+                    await anyio.lowlevel.checkpoint()
+            return connection
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Late(f"http://127.0.0.1:{listener.getsockname()[1]}", None, verify=True)
+
+        def close_one() -> None:
+            listener.accept()[0].close()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.to_thread.run_sync, close_one)
+            with pytest.raises(UpstreamUnreachable):
+                await client.ask(b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n", b"", 5.0)
+        await client.aclose()
 
 
 async def test_an_answer_may_end_where_the_connection_does() -> None:

@@ -65,17 +65,19 @@ class Channels(Remedy):
 
     def __init__(self, choices: int, *, shows_thought: bool) -> None:
         """Process that many choices. Without `shows_thought`, the reasoning is dropped."""
-        self._choices = [_Choice() for _ in range(choices)]
+        self._choices = choices
+        self._read: list[_Choice] = []  # made with the first part: most answers have none to correct
         self._shows_thought = shows_thought
 
     def part(self, index: int, part: dict[str, Any], finish: str | None) -> bool:
         """See `Remedy`."""
         content = part.get("content")
         said = content if isinstance(content, str) else ""
-        if not 0 <= index < len(self._choices) or self._choices[index].at is _At.ANSWER:
+        choices = self._read = self._read or [_Choice() for _ in range(self._choices)]
+        if not 0 <= index < len(choices) or choices[index].at is _At.ANSWER:
             return False
-        thought, answer = self._choices[index].read(said, is_last=finish is not None)
-        self.is_idle = all(choice.at is _At.ANSWER for choice in self._choices)
+        thought, answer = choices[index].read(said, is_last=finish is not None)
+        self.is_idle = all(choice.at is _At.ANSWER for choice in choices)
         if answer == said and not thought:
             return False
         if thought and self._shows_thought:

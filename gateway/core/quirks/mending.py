@@ -25,9 +25,12 @@ def mend_whole(
 
     An unchanged answer keeps its bytes.
     """
-    mending = Remedies(remedies)
-    if not mending.concern_whole(body):
+    for remedy in remedies:
+        if remedy.whole_marks in body:
+            break
+    else:
         return body, None
+    mending = Remedies(remedies)
     try:
         answer = decode(body)
     except (ValueError, RecursionError):

@@ -55,8 +55,10 @@ class Workaround:
         versions: Affected engine versions.
         rule: Adds the workaround to the plan of a request that the quirk may affect. None if the quirk only
             affects scheduling and no answer has to be changed.
+        is_for_tools: Whether the rule leaves requests without tools alone.
     """
 
     issue: str
     versions: str
     rule: Callable[[Plan], None] | None = None
+    is_for_tools: bool = False

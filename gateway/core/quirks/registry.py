@@ -1,8 +1,8 @@
 """All quirks that the gateway works around, by their names in profiles and configurations."""
 
-from collections.abc import Callable, Collection, Mapping
-from functools import cache
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from gateway.core.kept import kept
 from gateway.core.quirks import (
     channels,
     context_buckets,
@@ -31,6 +31,8 @@ WORKAROUNDS: Mapping[str, Workaround] = {
 }
 """In the order of application."""
 
+Rule = Callable[[Plan], None]
+
 
 def plan(
     quirks: Collection[str], asked: RemedyRequest, reasoning: ReasoningField = ReasoningField.AS_SENT
@@ -38,17 +40,19 @@ def plan(
     """Return the plan for a request on a backend with these quirks and a site's `reasoning` setting."""
     made = Plan(asked)
     if quirks:
-        for rule in _rules(frozenset(quirks)):
+        every, without_tools = _rules(quirks)
+        for rule in every if asked.request.tools else without_tools:
             rule(made)
     rename(made, reasoning)
     return made
 
 
-@cache
-def _rules(quirks: frozenset[str]) -> tuple[Callable[[Plan], None], ...]:
-    """Return the rules of these quirks. The cache is small: it has one entry per kind of backend."""
-    return tuple(
-        workaround.rule
+@kept
+def _rules(quirks: Collection[str]) -> tuple[Sequence[Rule], Sequence[Rule]]:
+    """Return the rules of these quirks, and those of them that requests without tools need."""
+    rules = [
+        (workaround.rule, workaround.is_for_tools)
         for name, workaround in WORKAROUNDS.items()
         if name in quirks and workaround.rule is not None
-    )
+    ]
+    return [rule for rule, _ in rules], [rule for rule, is_for_tools in rules if not is_for_tools]

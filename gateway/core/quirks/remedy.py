@@ -54,10 +54,6 @@ class Remedies:
         """Whether all of them have finished."""
         return not self._active
 
-    def concern_whole(self, answer: bytes) -> bool:
-        """Return whether a non-streaming answer has to be parsed."""
-        return any(remedy.whole_marks in answer for remedy in self._active)
-
     @property
     def holds(self) -> bool:
         """Whether nothing of the stream may be relayed yet."""

@@ -21,4 +21,6 @@ def _rule(plan: Plan) -> None:
     plan.changes[("stream_options",)] = {"include_usage": True}
 
 
-WORKAROUND = Workaround(issue="vLLM #39043", versions="0.20 and before, as far as known", rule=_rule)
+WORKAROUND = Workaround(
+    issue="vLLM #39043", versions="0.20 and before, as far as known", rule=_rule, is_for_tools=True
+)

@@ -1,0 +1,67 @@
+"""Reading an ordinary answer at once finds what reading it member by member does."""
+
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.answers import TOKENS_MAX, read_answer
+from gateway.pipeline.whole_answers import decode_answer, read_whole
+
+COUNTS = st.sampled_from([0, 7, -1, TOKENS_MAX, TOKENS_MAX + 1, 2**70, 1.0, True, None, "3"])
+DETAILS = st.none() | st.dictionaries(st.sampled_from(["cached_tokens", "reasoning_tokens"]), COUNTS)
+USAGES = st.none() | st.fixed_dictionaries(
+    {},
+    optional={
+        "prompt_tokens": COUNTS,
+        "completion_tokens": COUNTS,
+        "prompt_tokens_details": DETAILS,
+        "completion_tokens_details": DETAILS,
+    },
+)
+REASONS = st.sampled_from(["stop", "length", "abort", "", None, 3])
+CHOICES = st.none() | st.lists(
+    st.fixed_dictionaries({}, optional={"finish_reason": REASONS, "index": COUNTS}) | st.none(), max_size=3
+)
+UNUSUAL: st.SearchStrategy[Any] = st.sampled_from([None, "", "error", {}, {"message": "boom"}, [], 0])
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "choices": CHOICES,
+            "usage": USAGES,
+            "object": st.sampled_from(["chat.completion", "error", None, 3]),
+            "error": UNUSUAL,
+            "detail": UNUSUAL,
+            "message": UNUSUAL,
+        },
+    )
+)
+def test_both_ways_of_reading_agree(answer: dict[str, Any]) -> None:
+    body = msgspec.json.encode(answer)
+
+    assert read_whole(body) == read_answer(decode_answer(body))
+
+
+def test_what_is_not_an_answer_is_none() -> None:
+    for body in (b"", b"{", b"[]", b"3", b'{"choices":[{"finish_reason":"stop"}]', b"\xff", b"{}"):
+        assert read_whole(body) is None
+
+
+def test_an_ordinary_answer_is_read() -> None:
+    body = (
+        b'{"id":"x","object":"chat.completion","choices":[{"index":0,"message":{"content":"hi"},'
+        b'"finish_reason":"stop"}],"usage":{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5,'
+        b'"prompt_tokens_details":{"cached_tokens":1}}}'
+    )
+
+    answer = read_whole(body)
+
+    assert answer is not None
+    assert answer.usage is not None
+    assert answer.finish_reasons == ("stop",)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 2)
+    assert (answer.usage.cached_tokens, answer.usage.reasoning_tokens) == (1, 0)
