@@ -11,6 +11,7 @@ pass the same tests (tests/downstream/test_calls.py).
 """
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from gateway.core.errors import GatewayError, RequestTimeout
@@ -18,10 +19,14 @@ from gateway.core.values import Endpoint
 from gateway.downstream.body_receiver import TOGETHER_MAX, WORTH_BYTES, BodyReceiver
 from gateway.downstream.direct_call import Chats, DirectCall
 from gateway.downstream.guard import GuardedProtocol
+from gateway.downstream.head_template import HeadTemplate
 from gateway.downstream.hosts import is_host
 from gateway.downstream.relay import Head, announced_bytes
 
 _PATH = Endpoint.CHAT.value.encode()
+
+LEARNED_MAX = 3
+"""How many heads of a connection are learned: where each differs, that would only cost more."""
 
 
 class DirectProtocol(GuardedProtocol):
@@ -37,13 +42,57 @@ class DirectProtocol(GuardedProtocol):
         self._host = b""  # of the last chat, already validated: usually the next one has the same
         self._receiver: BodyReceiver | None = None  # receives the rest of a long body
         self._body_timer: asyncio.TimerHandle | None = None
+        self._template: HeadTemplate | None = None  # of the head that this connection repeats
+        self._may_learn = LEARNED_MAX
+        self._idle_since = 0.0  # when the last answer was complete
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes. An incomplete body must be completed within a time limit."""
+        if self._template is not None and self._is_repeated(data, self._template):
+            return
+        is_at_head = self._is_between_requests() or self.cycle is None
         super().data_received(data)
+        if is_at_head and self._may_learn and self._call is not None and self._head_bytes == 0:
+            self._learn(data)
         if self._is_receiving and self._body_timer is None and not self._call.is_begun:
             self._body_timer = self.loop.call_later(self._chats.limits.within_s, self._body_overdue)
             self._fill()
+
+    def _is_between_requests(self) -> bool:
+        """Return whether the next byte received is the first of a request."""
+        return (
+            self.cycle is not None
+            and self.cycle.response_complete
+            and not self._is_in_head
+            and not self._is_receiving
+            and self._rest_timer is None
+            and not self.transport.is_closing()
+        )
+
+    def _is_repeated(self, data: bytes, template: HeadTemplate) -> bool:
+        """Answer a request whose head is the previous one's. Return whether these bytes were one."""
+        if not self._is_between_requests() or (found := template.body_of(data)) is None:
+            return False
+        length, body = found
+        head = self._chats.head_again(template.head, length.decode())
+        if head is None or len(body) > self._chats.limits.bytes_max:
+            self._template = None
+            return False
+        self.headers = template.headers(length)
+        self.cycle = self._call = call = DirectCall(self, self._chats, head)  # type: ignore[assignment]
+        self._has_ended = True
+        call.take(body)
+        call.begin()
+        return True
+
+    def _learn(self, data: bytes) -> None:
+        """Learn the head of the request that has just begun with `data`, unless heads vary here."""
+        head = self._call.head
+        if head is None:
+            return
+        self._may_learn -= 1
+        own = replace(head, headers=head.headers.copy())  # the other is the request's
+        self._template = HeadTemplate.learned(data, b"POST %b HTTP/1.1" % _PATH, self._call.headers, own)
 
     def on_headers_complete(self) -> None:
         """Intercept the request, or leave it to ASGI."""
@@ -74,7 +123,23 @@ class DirectProtocol(GuardedProtocol):
     def on_response_complete(self) -> None:
         """Continue with data received in the meantime, or wait for more."""
         self._call, self._is_receiving = None, False
-        super().on_response_complete()
+        self._idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None or self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+        else:  # the timer of the previous pause is still set
+            self.server_state.total_requests += 1
+            self.flow.resume_reading()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection, unless a request has come since the timer was set."""
+        self.timeout_keep_alive_task = None
+        left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if self._call is not None:
+            return  # the timer is set again when it is answered
+        if left_s > 0:
+            self.timeout_keep_alive_task = self.loop.call_later(left_s, self.timeout_keep_alive_handler)
+        else:
+            super().timeout_keep_alive_handler()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the call of a disconnected caller."""

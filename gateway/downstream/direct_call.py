@@ -51,7 +51,13 @@ class Chats(Protocol):
             GatewayError: the request is rejected.
         """
 
-    async def chat(self, call: Call) -> None:
+    def head_again(self, head: Head, length: str) -> Head | None:
+        """Return the head of a request with the same headers as an earlier one, but another Content-Length.
+
+        Returns None if it has to be validated anew.
+        """
+
+    def chat(self, call: Call) -> Awaitable[None]:
         """Answer a chat."""
 
 

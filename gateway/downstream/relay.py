@@ -60,12 +60,18 @@ class Head:
     """The validated head of a request.
 
     Attributes:
-        headers: Its headers by name, in lower case.
+        headers: Its headers by name, in lower case, without those that hold secrets.
         key: Name of the caller's API key, or None if no keys are configured.
+        forwarded: Headers to forward to the backend.
+        traceparent: The caller's trace context, or None.
+        ring: Number of the set of API keys by which it was validated.
     """
 
     headers: dict[str, str]
     key: str | None
+    forwarded: Headers = ()
+    traceparent: str | None = None
+    ring: int = 0
 
 
 class Call(Protocol):

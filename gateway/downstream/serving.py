@@ -2,8 +2,9 @@
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Any
 
 import anyio
 
@@ -99,17 +100,29 @@ class Serving:
         found = _headers(headers)
         key = self._keys.name_of(found.get("authorization"))
         check_encoding(found.get("content-encoding"))
-        return Head(found, key)
+        for secret in _SECRET:
+            found.pop(secret, None)
+        forwarded = [pair for pair in headers if pair[0] in _FORWARDED]
+        traceparent = dict(forwarded).get(b"traceparent")
+        written = None if traceparent is None else traceparent.decode("latin-1")
+        return Head(found, key, forwarded, written, self._keys.number)
+
+    def head_again(self, head: Head, length: str) -> Head | None:
+        """Return the head of a request with the same headers as an earlier one, but another Content-Length.
+
+        Returns None if that has to be validated anew: API keys were replaced, or new requests are rejected.
+        """
+        if self.is_draining or head.ring != self._keys.number:
+            return None
+        headers = head.headers.copy()
+        headers["content-length"] = length
+        return Head(headers, head.key, head.forwarded, head.traceparent, head.ring)
 
     async def serve(self, route: str, read: Read, call: Call) -> None:
         """Parse and answer a request of `route`. Handles all its errors."""
-        traceparent = dict(call.headers).get(b"traceparent")
+        traceparent = _traceparent(call.headers) if call.head is None else call.head.traceparent
         arrival = Arrival(
-            new_request_id(),
-            self._clock.wall(),
-            self._clock.now(),
-            self._trace_of(None if traceparent is None else traceparent.decode("latin-1")),
-            route,
+            new_request_id(), self._clock.wall(), self._clock.now(), self._trace_of(traceparent), route
         )
         downstream = call.downstream
         self.in_flight += 1
@@ -145,7 +158,8 @@ class Serving:
         try:
             head = self._head(call)
             key = head.key
-            work = await read(await self._receive(arrival, head, call))
+            body = await call.body(self.limits, self.uploads)
+            work = await read(Received(arrival, body, key, head.headers, head.forwarded))
         except GatewayError as error:
             self.refused(arrival, error, key)
             raise
@@ -161,17 +175,6 @@ class Serving:
         if call.method != "POST":
             raise MethodNotAllowed("Use POST.", "POST")
         return call.head or self.head(call.headers)
-
-    async def _receive(self, arrival: Arrival, head: Head, call: Call) -> Received:
-        for secret in _SECRET:
-            head.headers.pop(secret, None)
-        return Received(
-            arrival=arrival,
-            body=await call.body(self.limits, self.uploads),
-            key=head.key,
-            headers=head.headers,
-            forwarded=[pair for pair in call.headers if pair[0] in _FORWARDED],
-        )
 
     def refused(self, arrival: Arrival, error: GatewayError | None, key: str | None) -> None:
         """Record a request that ended before it ran. `key`: name of its key; no error: the caller left."""
@@ -250,9 +253,13 @@ class ServedChats:
         """See `Chats.head`."""
         return self._serving.head(headers)
 
-    async def chat(self, call: Call) -> None:
+    def head_again(self, head: Head, length: str) -> Head | None:
+        """See `Chats.head_again`."""
+        return self._serving.head_again(head, length)
+
+    def chat(self, call: Call) -> Coroutine[Any, Any, None]:
         """Answer a chat."""
-        await self._serving.serve(_CHAT, self._read, call)
+        return self._serving.serve(_CHAT, self._read, call)
 
 
 def new_request_id() -> str:
@@ -266,6 +273,11 @@ def new_request_id() -> str:
 
 
 _IDS: list[str] = []
+
+
+def _traceparent(headers: Headers) -> str | None:
+    written = dict(headers).get(b"traceparent")
+    return None if written is None else written.decode("latin-1")
 
 
 def _headers(raw: Headers) -> dict[str, str]:

@@ -1022,6 +1022,9 @@ async def answering(way: str, answer: Callable[[HttpDownstream], Awaitable[None]
         def head(self, headers: Headers) -> Head:
             return Head({}, None)
 
+        def head_again(self, head: Head, length: str) -> Head | None:
+            return head
+
         async def chat(self, call: Call) -> None:
             await call.body(self.limits, self.uploads)
             await call.run(lambda: answer(call.downstream))

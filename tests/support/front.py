@@ -68,6 +68,9 @@ class Watched:
     def head(self, headers: Headers) -> Head:
         return self._applications.chats.head(headers)
 
+    def head_again(self, head: Head, length: str) -> Head | None:
+        return self._applications.chats.head_again(head, length)
+
     async def chat(self, call: Call) -> None:
         self.taken.append(call)
         self.reserved_bytes.append(self.uploads.reserved_bytes)
