@@ -17,6 +17,7 @@ from typing import Any
 from gateway.core.errors import GatewayError, RequestTimeout
 from gateway.core.values import Endpoint
 from gateway.downstream.body_receiver import TOGETHER_MAX, WORTH_BYTES, BodyReceiver
+from gateway.downstream.call_task import CallTask
 from gateway.downstream.direct_call import Chats, DirectCall
 from gateway.downstream.guard import GuardedProtocol
 from gateway.downstream.head_template import HeadTemplate
@@ -44,6 +45,7 @@ class DirectProtocol(GuardedProtocol):
         self._body_timer: asyncio.TimerHandle | None = None
         self._template: HeadTemplate | None = None  # of the head that this connection repeats
         self._may_learn = LEARNED_MAX
+        self._task: CallTask | None = None  # answers all calls of this connection
         self._idle_since = 0.0  # when the last answer was complete
 
     def data_received(self, data: bytes) -> None:
@@ -149,6 +151,8 @@ class DirectProtocol(GuardedProtocol):
         super().connection_lost(exc)
         if call is not None:
             call.caller_left()
+        if self._task is not None:
+            self._task.end()
 
     def resume_writing(self) -> None:
         """Continue an answer once the write buffer has drained."""
@@ -158,9 +162,9 @@ class DirectProtocol(GuardedProtocol):
 
     def answer(self, call: DirectCall) -> None:
         """Answer a call in a task, which the server cancels at shutdown at the latest."""
-        task = self.loop.create_task(call.answer())
-        task.add_done_callback(self.tasks.discard)
-        self.tasks.add(task)
+        if self._task is None:
+            self._task = CallTask(self.loop, self.tasks)
+        self._task.answer(call)
 
     def receive_no_more(self) -> None:
         """Return further data to the parser: the body is complete, or the connection will be closed."""

@@ -158,6 +158,7 @@ class DirectCall(HttpDownstream):
         response_complete, keep_alive, disconnected, message_event: The attributes of a request cycle that
             uvicorn's protocol uses.
         is_begun: Whether answering has begun.
+        scope: Encloses `answer`; cancelled when the caller leaves meanwhile.
         parts, received: The received parts of the body, and their size.
         filling: Receives a long body into a single buffer, which includes `parts`; None for a short body.
     """
@@ -181,7 +182,8 @@ class DirectCall(HttpDownstream):
         self.received = 0
         self.receiver: BodyReceiver | None = None
         self._failure: Exception | None = None
-        self._scope = anyio.move_on_after(None)  # a scope without a deadline, created in one step
+        self.scope: anyio.CancelScope  # set when answering begins
+        self._is_running = False
         self._unwritten_head = b""
         self._is_chunked = False
         self._left = 0  # remaining bytes of an answer with a Content-Length
@@ -222,10 +224,10 @@ class DirectCall(HttpDownstream):
     def caller_left(self) -> None:
         """Handle the loss of the connection."""
         self.disconnected = True
-        if self.is_begun:
-            self._scope.cancel()
-        else:
+        if not self.is_begun:
             self.give_up(CallerGone())
+        elif self._is_running:
+            self.scope.cancel()
 
     # ------------------------------------------------------------ `Call`
 
@@ -248,11 +250,15 @@ class DirectCall(HttpDownstream):
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
         """See `Call.run`."""
-        with self._scope:
-            try:
-                await work()
-            except OSError:  # a closed socket, noticed before the event loop has reported it
-                return
+        self._is_running = True
+        if self.disconnected:
+            self.scope.cancel()
+        try:
+            await work()
+        except OSError:  # a closed socket, noticed before the event loop has reported it
+            return
+        finally:
+            self._is_running = False
 
     async def answer(self) -> None:
         """Answer the request; close the connection if the answer remains incomplete."""

@@ -3,6 +3,7 @@
 Over real sockets, byte by byte, on both event loops.
 """
 
+import asyncio
 import json
 import select
 import socket
@@ -652,6 +653,51 @@ async def test_nothing_is_kept_of_a_caller_that_leaves_behind_its_answer(way: st
             await site.eventually(lambda: not site.listener.server_state.connections)
         assert isinstance(connection, GuardedProtocol)
         await site.eventually(lambda: connection.timeout_keep_alive_task is None)
+
+
+def tasks_at_work() -> list[str]:
+    """The tasks that answer requests, or wait for one on a connection."""
+    names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
+    return [name for name in names if name in ("CallTask._run", "RequestResponseCycle.run_asgi")]
+
+
+@pytest.mark.parametrize("how", ["closed", "half-closed", "reset"])
+async def test_leaving_on_a_kept_connection_cancels_its_chat_and_leaves_no_task(way: str, how: str) -> None:
+    async with front(way) as site:
+        async with site.caller() as caller:
+            for _ in range(2):
+                assert (await caller.ask(post(chat()))).status == 200
+            site.behave = stay_silent
+            await caller.send(post(chat()))
+            await site.eventually(lambda: len(site.backend.requests) == 3)
+            await leave(caller.stream, how)
+            with anyio.fail_after(10):
+                await site.backend.closed.wait()
+        await site.idle()
+        await site.eventually(lambda: not tasks_at_work())
+
+        assert [record.ending for record in site.notes.requests] == [*[Ending.COMPLETED] * 2, Ending.LEFT]
+
+
+async def test_a_kept_connection_that_is_idle_leaves_no_task_when_it_ends(way: str) -> None:
+    async with front(way) as site:
+        async with site.caller() as caller:
+            for _ in range(2):
+                assert (await caller.ask(post(chat()))).status == 200
+            await site.eventually(lambda: not site.listener.server_state.tasks)  # a shutdown waits for none
+            assert len(tasks_at_work()) == (way == "direct")
+        await site.eventually(lambda: not tasks_at_work())
+
+
+async def test_a_chat_may_follow_while_the_answer_before_it_is_being_stored(way: str) -> None:
+    async with front(way) as site:
+        async with site.caller() as caller:
+            for number in range(4):
+                got = await caller.ask(post(chat(), f"Idempotency-Key: {number}"))
+                assert got.status == 200
+        await site.idle()
+
+    assert len(site.backend.requests) == 4
 
 
 async def test_a_caller_is_asked_for_life_while_it_waits(way: str) -> None:
