@@ -43,7 +43,8 @@ def plan(
         every, without_tools = _rules(quirks)
         for rule in every if asked.request.tools else without_tools:
             rule(made)
-    rename(made, reasoning)
+    if reasoning is not ReasoningField.AS_SENT:
+        rename(made, reasoning)
     return made
 
 
