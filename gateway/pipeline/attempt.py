@@ -155,15 +155,14 @@ class Attempt:
             )
 
     async def _within_limits(self, upstream: Upstream) -> None:
-        started = self._now()
-        self._last_moment = started + self._timeouts.total_s
-        first = self._timeouts.first_byte_s if self._plan.is_streamed else self._timeouts.total_s
+        started, limits, deadline = self._now(), self._timeouts, self._deadline
+        self._last_moment = started + limits.total_s
         if not self._lost:
-            self._deadline.latest = self._last_moment
-            self._deadline.move(started + first)
-        with self._deadline:
+            deadline.latest = self._last_moment
+            deadline.at = started + (limits.first_byte_s if self._plan.is_streamed else limits.total_s)
+        with deadline:
             await self._exchange(upstream)
-        if not self._deadline.has_passed or self._is_relayed:
+        if not deadline.has_passed or self._is_relayed:
             return
         if self._is_stalled:
             raise CallerStalled
@@ -208,15 +207,13 @@ class Attempt:
     def _headers(self) -> Headers:
         """Return the headers, with the trace context that makes the backend's spans children of this one."""
         arrival, forwarded = self._context.incoming.arrival, self._context.incoming.forwarded
-        trace = arrival.trace
-        headers: list[tuple[bytes, bytes]] = []
-        if trace is not None and trace.is_ours:
-            own = trace.child_traceparent(len(self._context.attempts) + 1)
-            headers.append((b"traceparent", own.encode()))
-            forwarded = [pair for pair in forwarded if pair[0] != b"traceparent"] if forwarded else ()
-        headers += forwarded
-        headers.append((b"x-request-id", arrival.id.encode()))
-        return headers
+        trace, named = arrival.trace, (b"x-request-id", arrival.id.encode())
+        if trace is None or not trace.is_ours:
+            return (*forwarded, named)
+        own = b"traceparent", trace.child_traceparent(len(self._context.attempts) + 1).encode()
+        if not forwarded:
+            return own, named
+        return (own, *[pair for pair in forwarded if pair[0] != b"traceparent"], named)
 
     # -------------------------------------------------------------- answers
 
