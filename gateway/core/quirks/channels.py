@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from gateway.core.quirks.plan import Plan, Workaround
+from gateway.core.quirks.plan import Plan, RemedyRequest, Workaround
 from gateway.core.quirks.remedy import Remedy, beginning
 from gateway.core.quirks.turn_marker import TurnMarker
 
@@ -63,17 +63,17 @@ class Channels(Remedy):
 
     whole_marks = b"channel"  # part of the markers; letters are never escaped
 
-    def __init__(self, choices: int, *, shows_thought: bool) -> None:
-        """Process that many choices. Without `shows_thought`, the reasoning is dropped."""
-        self._choices = choices
+    def __init__(self, asked: RemedyRequest) -> None:
+        """Process the choices of the answer to a request, and drop the reasoning if it does not want any."""
+        self._asked = asked
         self._read: list[_Choice] = []  # made with the first part: most answers have none to correct
-        self._shows_thought = shows_thought
+        self._shows_thought = True
 
     def part(self, index: int, part: dict[str, Any], finish: str | None) -> bool:
         """See `Remedy`."""
         content = part.get("content")
         said = content if isinstance(content, str) else ""
-        choices = self._read = self._read or [_Choice() for _ in range(self._choices)]
+        choices = self._read or self._begin()
         if not 0 <= index < len(choices) or choices[index].at is _At.ANSWER:
             return False
         thought, answer = choices[index].read(said, is_last=finish is not None)
@@ -88,9 +88,10 @@ class Channels(Remedy):
         part["content"] = answer or (None if thought else "")
         return True
 
-
-def _shows_thought(plan: Plan) -> bool:
-    return plan.asked.member("include_reasoning") is not False
+    def _begin(self) -> list[_Choice]:
+        self._shows_thought = self._asked.member("include_reasoning") is not False
+        self._read = [_Choice() for _ in range(self._asked.request.choices)]
+        return self._read
 
 
 def _lost(plan: Plan) -> None:
@@ -101,13 +102,12 @@ def _lost(plan: Plan) -> None:
     if plan.asked.member("skip_special_tokens") is not None:
         return  # the caller's own choice is respected
     plan.changes[path] = False
-    plan.remedies += [Channels(request.choices, shows_thought=_shows_thought(plan)), TurnMarker()]
+    plan.remedies += [Channels(plan.asked), TurnMarker()]
 
 
 def _leading(plan: Plan) -> None:
-    request = plan.asked.request
-    if plan.is_chat and not request.prompt.thinking:
-        plan.remedies.append(Channels(request.choices, shows_thought=_shows_thought(plan)))
+    if plan.is_chat and not plan.asked.request.prompt.thinking:
+        plan.remedies.append(Channels(plan.asked))
 
 
 NULL_REASONING = Workaround(issue="vLLM #38855", versions="0.19, fixed by PR #39027", rule=_lost)

@@ -5,12 +5,12 @@ import json
 from typing import Any
 
 import pytest
-from support.engine_events import DONE, at_every_cut, decoded, delta, plan_for, role, said, through
+from support.engine_events import DONE, Asked, at_every_cut, decoded, delta, plan_for, role, said, through
 
 from gateway.core.quirks import mend_whole
 from gateway.core.quirks.channels import Channels
 from gateway.core.quirks.turn_marker import TurnMarker
-from gateway.core.values import Changes
+from gateway.core.values import Changes, Endpoint, Prompt, Request
 
 EMPTY = "<|channel>thought\n<channel|>"
 THOUGHT = "<|channel>thought\nThe <b> caf\u00e9\n<channel|>Loire"
@@ -24,8 +24,9 @@ def ended(*texts: str) -> bytes:
     return role() + streamed(*texts) + delta(finish="stop", stop=106) + DONE
 
 
-def channels(choices: int = 1, *, shows_thought: bool = True) -> Channels:
-    return Channels(choices, shows_thought=shows_thought)
+def channels(choices: int = 1, **members: Any) -> Channels:
+    request = Request(endpoint=Endpoint.CHAT, model="m", prompt=Prompt(), choices=choices)
+    return Channels(Asked(request, members))
 
 
 def both(wire: bytes) -> tuple[str, str]:
@@ -108,9 +109,16 @@ def test_once_the_answers_have_begun_nothing_more_is_looked_into() -> None:
 
 
 def test_a_thought_nobody_wants_to_see() -> None:
-    out, _ = through([channels(shows_thought=False)], [ended(THOUGHT)])
+    out, _ = through([channels(include_reasoning=False)], [ended(THOUGHT)])
 
     assert both(out) == ("", "Loire")
+
+
+@pytest.mark.parametrize("wish", [True, None, "no"])
+def test_only_the_word_false_hides_a_thought(wish: object) -> None:
+    out, _ = through([channels(include_reasoning=wish)], [ended(THOUGHT)])
+
+    assert both(out) == both(through([channels()], [ended(THOUGHT)])[0])
 
 
 def test_an_engine_that_parses_by_itself_keeps_its_bytes() -> None:

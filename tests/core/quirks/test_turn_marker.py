@@ -48,7 +48,7 @@ def test_a_trailing_marker_is_gone_wherever_the_bytes_are_cut(end: str) -> None:
 def test_a_marker_in_an_event_with_the_end_of_a_thought(end: str) -> None:
     wire = role() + b"".join(ENDS[end]("<|channel>thought\nHm.<channel|>Yes." + MARKS)) + DONE
 
-    out = at_every_cut(lambda: [Channels(1, shows_thought=True), TurnMarker()], wire)
+    out = at_every_cut(lambda: [Channels(plan_for().asked), TurnMarker()], wire)
 
     assert said(out) == "Yes."
     assert said(out, "reasoning") == "Hm."
