@@ -134,8 +134,11 @@ class Estimator(Protocol):
             AtCapacity: too many large prompts are queued for counting.
         """
 
-    def observe(self, prompt: Prompt, estimate: Estimate, actual_tokens: int) -> None:
-        """Learn from a backend's own `usage.prompt_tokens` for a prompt estimated earlier."""
+    def observe(self, estimate: Estimate, actual_tokens: int) -> None:
+        """Learn from a backend's own `usage.prompt_tokens` for a prompt estimated earlier.
+
+        Only a prompt for which `estimation.is_plain` holds says anything about how well text is counted.
+        """
 
 
 @valueclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from gateway.core.estimation import (
     IMAGE_BUDGETS,
     MARGIN_FLOOR_TOKENS,
     image_budget,
-    is_plain,
 )
 from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts
 
@@ -61,15 +60,25 @@ class DriftTracker:
         self._seen: dict[str, _Seen] = {}
 
     def observe(
-        self, backend_id: str, prompt: Prompt, costs: TemplateCosts, estimate: Estimate, actual_tokens: int
+        self,
+        backend_id: str,
+        prompt: Prompt,
+        costs: TemplateCosts,
+        estimate: Estimate,
+        actual_tokens: int,
+        *,
+        is_plain: bool,
     ) -> None:
-        """Record an answer. Inconclusive ones are ignored: with tools, audio, lists of prompts, bounds."""
+        """Record an answer. Inconclusive ones are ignored: with tools, audio, lists of prompts, bounds.
+
+        `is_plain`: the result of `estimation.is_plain` for the prompt.
+        """
         if estimate.mode is CountMode.BOUND or actual_tokens <= 0:
             return
         seen = self._seen.get(backend_id)
         if seen is None:
             seen = self._seen[backend_id] = _Seen()
-        if is_plain(prompt):
+        if is_plain:
             seen.text.append((actual_tokens, estimate))
             return
         images = sum(turn.images for turn in prompt.turns)

@@ -167,23 +167,28 @@ class GapMeter:
 
         It is one visible stream, or `hidden_seqs` sequences that are not observable.
         """
-        self._advance(now)
         if hidden_seqs:
             self._hidden += hidden_seqs
+            self._hidden_seq_s -= hidden_seqs * now
         else:
+            self._advance(now)
             self._waiting += 1
         self._share += share
-        self._jobs += is_job
-        self._has_jobs = self._has_jobs or is_job
-        self._spills += is_spill
-        self._has_spills = self._has_spills or is_spill
+        self._share_s -= share * now
+        if is_job:
+            self._jobs += 1
+            self._has_jobs = True
+        if is_spill:
+            self._spills += 1
+            self._has_spills = True
         self._note_peak()
 
     def others(self, now: float, *, share: int, seqs: int) -> None:
         """Set the load that other gateways have in flight on the backend."""
         if share == self._others_share and seqs == self._others_seqs:
             return
-        self._advance(now)
+        self._hidden_seq_s -= (seqs - self._others_seqs) * now
+        self._share_s -= (share - self._others_share) * now
         self._others_share, self._others_seqs = share, seqs
         self._note_peak()
 
@@ -214,16 +219,21 @@ class GapMeter:
         `tokens` is its output after the first token according to `usage`, None without `usage`. `chunks` is
         the number of times it incremented the counter.
         """
-        self._advance(now)
         if hidden_seqs:
             self._hidden -= hidden_seqs
-        elif is_answered:
-            self._decoding -= 1
+            self._hidden_seq_s += hidden_seqs * now
         else:
-            self._waiting -= 1
+            self._advance(now)
+            if is_answered:
+                self._decoding -= 1
+            else:
+                self._waiting -= 1
         self._share -= share
-        self._jobs -= is_job
-        self._spills -= is_spill
+        self._share_s += share * now
+        if is_job:
+            self._jobs -= 1
+        if is_spill:
+            self._spills -= 1
         if tokens is not None and chunks:
             self._ended_tokens += tokens
             self._ended_chunks += chunks
@@ -242,9 +252,12 @@ class GapMeter:
         return whole
 
     def _begin(self) -> None:
-        self._since = self._now
-        self._busy_s = self._decoding_seq_s = self._waiting_seq_s = self._hidden_seq_s = 0.0
-        self._share_s = self._steps = 0.0
+        now = self._since = self._now
+        self._busy_s = self._decoding_seq_s = self._waiting_seq_s = self._steps = 0.0
+        # Integrals over time, without the value at this moment times this moment: each change at `t` is then
+        # a single product, and nothing has to be computed in between.
+        self._hidden_seq_s = -(self._hidden + self._others_seqs) * now
+        self._share_s = -(self._share + self._others_share) * now
         self.chunks = self._chunks_seen = self._prompt_tokens = self._ended_tokens = self._ended_chunks = 0
         self._share_max = 0
         self._has_jobs, self._has_spills = self._jobs > 0, self._spills > 0
@@ -261,13 +274,13 @@ class GapMeter:
             busy_s=self._busy_s,
             decoding_seq_s=self._decoding_seq_s,
             waiting_seq_s=self._waiting_seq_s,
-            hidden_seq_s=self._hidden_seq_s,
+            hidden_seq_s=self._hidden_seq_s + (self._hidden + self._others_seqs) * self._now,
             chunks=self.chunks,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             ended_tokens=self._ended_tokens,
             ended_chunks=self._ended_chunks,
-            share_s=self._share_s,
+            share_s=self._share_s + (self._share + self._others_share) * self._now,
             share_max=self._share_max,
             has_jobs=self._has_jobs,
             has_spills=self._has_spills,
@@ -284,8 +297,6 @@ class GapMeter:
             self._steps += (self.chunks - self._chunks_seen) / self._decoding
         self._chunks_seen = self.chunks
         self._waiting_seq_s += self._waiting * passed_s
-        self._hidden_seq_s += (self._hidden + self._others_seqs) * passed_s
-        self._share_s += (self._share + self._others_share) * passed_s
 
 
 # ------------------------------------------------------------------ control

@@ -160,34 +160,35 @@ class DirectCall(HttpDownstream):
         is_begun: Whether answering has begun.
         scope: Encloses `answer`; cancelled when the caller leaves meanwhile.
         parts, received: The received parts of the body, and their size.
-        filling: Receives a long body into a single buffer, which includes `parts`; None for a short body.
+        receiver: Receives a long body into a single buffer, which includes `parts`; None for a short body.
     """
+
+    scope: anyio.CancelScope
+    method = "POST"
+    message_event = _NULL_EVENT
+    is_started = False
+    response_complete = False
+    keep_alive = True
+    disconnected = False
+    is_begun = False
+    received = 0
+    receiver: BodyReceiver | None = None
+    _failure: Exception | None = None
+    _is_running = False
+    _unwritten_head = b""
+    _is_chunked = False
+    _left = 0  # remaining bytes of an answer with a Content-Length
+    _streamed: _StreamedAnswer | None = None
 
     def __init__(self, protocol: Connection, chats: Chats, head: Head) -> None:
         """Start receiving the body of a request with that head."""
-        super().__init__()
         self.head: Head | None = head
-        self.method = "POST"
-        self.message_event = _NULL_EVENT
         self.headers: Headers = protocol.headers
-        self.response_complete = False
-        self.keep_alive = True
-        self.disconnected = False
-        self.is_begun = False
         self._protocol = protocol
         self._transport = protocol.transport
         self._flow = protocol.flow
         self._chats = chats
         self.parts: list[bytes] = []
-        self.received = 0
-        self.receiver: BodyReceiver | None = None
-        self._failure: Exception | None = None
-        self.scope: anyio.CancelScope  # set when answering begins
-        self._is_running = False
-        self._unwritten_head = b""
-        self._is_chunked = False
-        self._left = 0  # remaining bytes of an answer with a Content-Length
-        self._streamed: _StreamedAnswer | None = None
         chats.uploads.calls += 1
 
     # ------------------------------------------------------------ receiving

@@ -31,6 +31,7 @@ from gateway.core.errors import (
     StreamBroken,
     UpstreamError,
 )
+from gateway.core.estimation import is_plain
 from gateway.core.health import BackendStatus, Outcome, State, served_name
 from gateway.core.jobs import Serving
 from gateway.core.selection import BackendView, unavailable_reason
@@ -563,9 +564,11 @@ class Pipeline:
         several_prompts = request.endpoint is Endpoint.COMPLETIONS and request.choices > 1
         if decision is None or model is None or context.usage is None or several_prompts:
             return  # with several prompts, usage is a sum and says nothing about a single one
-        actual = context.usage.prompt_tokens
-        self._estimator.observe(request.prompt, decision.estimate, actual)
-        self._drift.observe(candidate.backend, request.prompt, model.template, decision.estimate, actual)
+        prompt, estimate, actual = request.prompt, decision.estimate, context.usage.prompt_tokens
+        plain = is_plain(prompt)
+        if plain:
+            self._estimator.observe(estimate, actual)
+        self._drift.observe(candidate.backend, prompt, model.template, estimate, actual, is_plain=plain)
 
     async def _end_with(self, context: RequestContext, error: GatewayError, code: str) -> None:
         """End a stream that failed after its headers were sent."""

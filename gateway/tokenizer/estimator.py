@@ -15,7 +15,7 @@ import anyio.to_thread
 
 from gateway.core.class_counts import TextKind, kind_of
 from gateway.core.errors import AtCapacity
-from gateway.core.estimation import Piece, Pieces, bound, is_plain, margin_tokens, pieces, plain_texts
+from gateway.core.estimation import Piece, Pieces, bound, margin_tokens, pieces, plain_texts
 from gateway.core.facts import Learned
 from gateway.core.value import valueclass
 from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateCosts
@@ -246,9 +246,9 @@ class PromptEstimator:
                 return Counted(tokens, guessed, complete=False)
         return Counted(tokens, guessed)
 
-    def observe(self, prompt: Prompt, estimate: Estimate, actual_tokens: int) -> None:
-        """See ports.Estimator. Learns only from text-only prompts that this estimator has counted."""
-        if not isinstance(estimate, TextEstimate) or actual_tokens <= 0 or not is_plain(prompt):
+    def observe(self, estimate: Estimate, actual_tokens: int) -> None:
+        """See ports.Estimator. Learns only from prompts that this estimator has counted."""
+        if not isinstance(estimate, TextEstimate) or actual_tokens <= 0:
             return
         if estimate.mode is CountMode.EXACT:
             self._margin.observe(actual_tokens - estimate.tokens)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from gateway.core.drift import SAMPLES_MIN, WINDOW, Drift, DriftTracker
-from gateway.core.estimation import pieces
+from gateway.core.estimation import is_plain, pieces
 from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts, Turn
 
 COSTS = TemplateCosts()
@@ -25,7 +25,7 @@ def after(*answers: tuple[Estimate, int], times: int = 20, prompt: Prompt = TEXT
     tracker = DriftTracker()
     for _ in range(times):
         for estimate, actual in answers:
-            tracker.observe("light-0", prompt, COSTS, estimate, actual)
+            tracker.observe("light-0", prompt, COSTS, estimate, actual, is_plain=is_plain(prompt))
     return tracker.drift("light-0")
 
 
@@ -87,7 +87,7 @@ def test_too_few_answers_say_nothing() -> None:
 def test_only_the_last_answers_count() -> None:
     tracker = DriftTracker()
     for actual in [900] * 300 + [100] * WINDOW:
-        tracker.observe("light-0", TEXT, COSTS, exact(100), actual)
+        tracker.observe("light-0", TEXT, COSTS, exact(100), actual, is_plain=True)
 
     assert tracker.drift("light-0") == Drift()
 
@@ -95,8 +95,8 @@ def test_only_the_last_answers_count() -> None:
 def test_each_backend_is_judged_by_its_own_answers() -> None:
     tracker = DriftTracker()
     for _ in range(20):
-        tracker.observe("light-0", TEXT, COSTS, exact(100), 100)
-        tracker.observe("push", TEXT, COSTS, exact(100), 140)
+        tracker.observe("light-0", TEXT, COSTS, exact(100), 100, is_plain=True)
+        tracker.observe("push", TEXT, COSTS, exact(100), 140, is_plain=True)
 
     assert {name: drift.drifted for name, drift in tracker.drifts().items()} == {
         "light-0": False,

@@ -72,7 +72,7 @@ class Gateway:
         estimate = PromptEstimator(None).estimate_now(PROSE, TemplateCosts(), 100_000)
         assert estimate.mode is CountMode.APPROXIMATE
         for _ in range(answers):
-            self.estimator.observe(PROSE, estimate, round(estimate.tokens * ratio))
+            self.estimator.observe(estimate, round(estimate.tokens * ratio))
 
 
 def through_the_store(facts: Facts) -> Facts:

@@ -41,7 +41,18 @@ from gateway.core.errors import (
 )
 from gateway.core.health import BackendStatus, Outcome, State
 from gateway.core.usage import Ending
-from gateway.core.values import Backend, Demand, Load, Modalities, Policy, Pool, Timeouts, TrafficClass
+from gateway.core.values import (
+    Backend,
+    Demand,
+    Load,
+    Modalities,
+    Policy,
+    Pool,
+    Prompt,
+    Timeouts,
+    TrafficClass,
+    Turn,
+)
 from gateway.pipeline import CallerStalled
 from gateway.ports import Arrival, Slot
 
@@ -115,6 +126,16 @@ async def test_the_backend_gets_its_own_name_for_the_model_and_our_request_id(wo
     target = world.upstream.targets[0]
     assert json.loads(target.body) == {"model": "served"}
     assert dict(target.headers) == {b"x-request-id": b"req-1"}
+
+
+async def test_nothing_is_learned_about_text_from_a_prompt_with_tools(world: World) -> None:
+    world.answers(light_0=Script([WHOLE]))
+
+    await world.run(
+        world.request(stream=False, prompt=Prompt(turns=(Turn("user", ("hi",)),), tools_json="[{}]"))
+    )
+
+    assert world.estimates.observed == []
 
 
 async def test_usage_is_learned_from_and_hidden_from_who_did_not_ask(world: World) -> None:

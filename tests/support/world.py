@@ -32,6 +32,7 @@ from gateway.core.values import (
     TemplateCosts,
     Timeouts,
     TrafficClass,
+    Turn,
     When,
 )
 from gateway.core.waiting import WaitingLine
@@ -204,7 +205,7 @@ class Estimates:
             self.meanwhile()
         return Estimate(self.tokens, self.tokens + 16, CountMode.EXACT)
 
-    def observe(self, prompt: Prompt, estimate: Estimate, actual_tokens: int) -> None:
+    def observe(self, estimate: Estimate, actual_tokens: int) -> None:
         self.observed.append(actual_tokens)
 
 
@@ -286,7 +287,8 @@ class World:
         return caller
 
     def request(self, *, stream: bool = True, **fields: object) -> Request:
-        return Request(endpoint=Endpoint.CHAT, model="gemma-4", prompt=Prompt(), stream=stream, **fields)  # type: ignore[arg-type]
+        fields = {"prompt": Prompt(turns=(Turn("user", ("hello?",)),)), **fields}
+        return Request(endpoint=Endpoint.CHAT, model="gemma-4", stream=stream, **fields)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- what a backend sends

@@ -471,7 +471,7 @@ async def test_answers_narrow_the_approximate_estimate_of_their_kind() -> None:
     before = await estimator.estimate(prompt, COSTS, WINDOW)
     for _ in range(200):
         estimate = await estimator.estimate(prompt, COSTS, WINDOW)
-        estimator.observe(prompt, estimate, round((before.tokens - AROUND) * 1.12) + AROUND)
+        estimator.observe(estimate, round((before.tokens - AROUND) * 1.12) + AROUND)
     after = await estimator.estimate(prompt, COSTS, WINDOW)
     other = await estimator.estimate(chat("Река широка. " * 60), COSTS, WINDOW)
 
@@ -484,7 +484,7 @@ async def test_answers_widen_the_exact_margin_but_never_move_the_count(make: Mak
     prompt = chat("x" * 10_000)
     before = await estimator.estimate(prompt, COSTS, WINDOW)
     for _ in range(50):
-        estimator.observe(prompt, before, before.tokens + 40)
+        estimator.observe(before, before.tokens + 40)
     after = await estimator.estimate(prompt, COSTS, WINDOW)
 
     assert after.tokens == before.tokens
@@ -497,15 +497,12 @@ async def test_answers_that_cannot_tell_teach_nothing(exact: bool, make: Make) -
     estimator = make(Encoding()) if exact else PromptEstimator(None)
     plain = chat(PROSE * 60)
     first = await estimator.estimate(plain, COSTS, WINDOW)
-    tools = dataclasses.replace(plain, tools_json="[{}]")
-    with_tools = await estimator.estimate(tools, COSTS, WINDOW)
     bound = await estimator.estimate(plain, COSTS, 10)
 
     for _ in range(50):
-        estimator.observe(tools, with_tools, 9000)
-        estimator.observe(plain, bound, 9000)
-        estimator.observe(plain, first, 0)
-        estimator.observe(plain, Estimate(100, 110, CountMode.EXACT), 9000)
+        estimator.observe(bound, 9000)
+        estimator.observe(first, 0)
+        estimator.observe(Estimate(100, 110, CountMode.EXACT), 9000)
 
     assert await estimator.estimate(plain, COSTS, WINDOW) == first
 
@@ -515,7 +512,7 @@ async def test_what_one_estimator_learned_another_uses_and_does_not_tell_on() ->
     prompt = chat(PROSE * 60)
     before = await other.estimate(prompt, COSTS, WINDOW)
     for _ in range(200):
-        taught.observe(prompt, before, round((before.tokens - AROUND) * 1.12) + AROUND)
+        taught.observe(before, round((before.tokens - AROUND) * 1.12) + AROUND)
 
     other.note_learned(taught.learned())
 
@@ -529,7 +526,7 @@ async def test_the_margin_that_one_estimator_learned_another_keeps(make: Make) -
     taught, other = make(Encoding()), make(Encoding())
     prompt = chat("x" * 10_000)
     estimate = await other.estimate(prompt, COSTS, WINDOW)
-    taught.observe(prompt, estimate, estimate.tokens - 45)
+    taught.observe(estimate, estimate.tokens - 45)
 
     other.note_learned(taught.learned())
 
