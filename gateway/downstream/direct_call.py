@@ -120,8 +120,11 @@ class _StreamedAnswer:
 
     def take(self, data: bytes) -> bool:
         """Write the output for some received bytes. Return whether more is wanted."""
-        if passed_on := self._transform.take(data):
-            self._pass(self._frame(passed_on))
+        passed_on = self._transform.take(data)
+        if passed_on and not self._call.disconnected:
+            self._write(self._frame(passed_on))
+            if self._flow.write_paused:
+                self._stall()
         return not self._transform.is_over
 
     def take_chunk(self, chunk: bytes, start: int, end: int) -> bool:
@@ -129,8 +132,11 @@ class _StreamedAnswer:
         passed_on = self._match(chunk, start, end)
         if passed_on is None:
             return False
-        # An unchanged chunk is written with its original framing.
-        self._pass(chunk if passed_on is chunk else self._frame(passed_on))
+        if not self._call.disconnected:
+            # An unchanged chunk is written with its original framing.
+            self._write(chunk if passed_on is chunk else self._frame(passed_on))
+            if self._flow.write_paused:
+                self._stall()
         return True
 
     def resumed(self) -> None:
@@ -138,13 +144,10 @@ class _StreamedAnswer:
         self._transform.resumed()
         self._response.resume()
 
-    def _pass(self, data: bytes) -> None:
-        if self._call.disconnected:
-            return
-        self._write(data)
-        if self._flow.write_paused:
-            self._transform.stalled()
-            self._response.pause()
+    def _stall(self) -> None:
+        """Wait until the caller reads."""
+        self._transform.stalled()
+        self._response.pause()
 
 
 def _chunk(data: bytes) -> bytes:
@@ -298,9 +301,11 @@ class DirectCall(HttpDownstream):
         head = STATUS_LINE[status] + b"".join([b"%b: %b\r\n" % field for field in fields]) + b"\r\n"
         if head.count(b"\n") != len(fields) + 2 or head.count(b"\r") != len(fields) + 2:
             raise ValueError("a header holds a line break")
-        # Written together with the first bytes of the body, which usually follow in this iteration.
+        # Written together with the first bytes of the body. Those of a stream may be late; those of an answer
+        # whose length is known follow at once.
         self._unwritten_head = head
-        self._protocol.loop.call_soon(self._write_head)
+        if self._is_chunked:
+            self._protocol.loop.call_soon(self._write_head)
 
     async def send(self, data: bytes) -> None:
         """See `ports.Downstream.send`."""

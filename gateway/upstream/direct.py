@@ -443,8 +443,18 @@ class _Connection(asyncio.Protocol):
             transport.get_extra_info("socket").setsockopt(*option)
 
     def data_received(self, data: bytes) -> None:
-        if self._take_whole is not None and self._is_taken_whole(data, self._take_whole):
-            return  # the parser did not see it, and remains between two chunks
+        take = self._take_whole
+        if take is not None and (size := len(data)) <= TOKEN_BYTES_MAX:
+            # Bytes that are exactly one chunk may be taken unparsed: the parser remains between two chunks.
+            opening = _OPENINGS[size]
+            if data.startswith(opening) and data.endswith(b"\r\n"):
+                try:
+                    if take(data, len(opening), size - 2):
+                        return
+                except Exception as error:  # noqa: BLE001 - re-raised by `stream_to`
+                    self._take_error = error
+                    self._stop_delivery()
+                    return
         if not self._is_asked:  # no request was sent
             self._fail(UpstreamFailed("The backend sent unrequested data."))
             return
@@ -552,21 +562,6 @@ class _Connection(asyncio.Protocol):
     def _update_take_whole(self) -> None:
         """Update whether the next chunk may bypass the parser."""
         self._take_whole = self._take_chunk if self._is_between_chunks and not self._is_held else None
-
-    def _is_taken_whole(self, data: bytes, take: TakeChunk) -> bool:
-        """Deliver bytes that are exactly one chunk unparsed. Return whether they were consumed."""
-        size = len(data)
-        if size > TOKEN_BYTES_MAX:
-            return False
-        opening = _OPENINGS[size]
-        if not data.startswith(opening) or not data.endswith(b"\r\n"):
-            return False
-        try:
-            return take(data, len(opening), size - 2)
-        except Exception as error:  # noqa: BLE001 - re-raised by `stream_to`
-            self._take_error = error
-            self._stop_delivery()
-            return True
 
     def _pass_on(self) -> None:
         """Deliver the buffered data, and wake the task in `stream_to` at the end of the answer."""
