@@ -16,6 +16,10 @@ from gateway.ports import Clock, Ledger, Slot
 OVERHEAD_S = 0.05
 """Added to each prediction: the time to receive the request, and the engine step it has to wait for."""
 
+TOGETHER_S = 0.02
+"""Predictions are reported together, up to this late. With thousands of requests per second, one is due in
+every fraction of a millisecond, and most are of requests that have ended."""
+
 
 class FirstTokens:
     """Reports predicted first tokens to the ledger. `run` must be running while requests are served."""
@@ -50,7 +54,7 @@ class FirstTokens:
         while True:
             changed = self._changed = anyio.Event()
             await self.tell()
-            patience_s = None if not self._due else max(0.0, self._due[0][0] - self._clock.now())
+            patience_s = None if not self._due else max(TOGETHER_S, self._due[0][0] - self._clock.now())
             with anyio.move_on_after(patience_s):
                 await changed.wait()
 
