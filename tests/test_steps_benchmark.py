@@ -49,12 +49,15 @@ def test_what_is_rare_is_left_out_of_the_tree_and_of_the_sum(monkeypatch: pytest
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks.steps import lines_of
 
-    bytecodes = Counter({("a",): 100, ("a", "b"): 50, ("probe",): 500, ("probe", "c"): 40})
-    calls = Counter({("a",): 10, ("a", "b"): 20, ("probe",): 1, ("probe", "c"): 10})
+    bytecodes = Counter(
+        {("a",): 100, ("a", "b"): 50, ("a", "batch"): 30, ("probe",): 500, ("probe", "c"): 40}
+    )
+    calls = Counter({("a",): 10, ("a", "b"): 20, ("a", "batch"): 1, ("probe",): 1, ("probe", "c"): 10})
     assert lines_of(bytecodes, calls, requests=10, least=1) == [
         "with inner    itself   calls",
-        "        15        10     1.0    a",
+        "        18        10     1.0    a",
         "         5         5     2.0      b",
+        "         3         3     0.1      batch",
         "         4         4     1.0      c",
-        "19 bytecodes in 4 calls per request",
+        "22 bytecodes in 4 calls per request",
     ]

@@ -10,7 +10,7 @@ GATEWAY, NGINX, VLLM_ROUTER, DIRECT = "gateway", "nginx", "vllm-router", "direct
 DELIVERED_MIN = 0.98
 
 GATE: Mapping[str, tuple[str, float]] = {
-    "short": ("a short request", 28.0),
+    "short": ("a short request", 21.0),
     "streams-256": ("a streamed chunk", 2.4),
     "large": ("a request of 1 MB beyond its token count", 20.0),
 }
