@@ -6,6 +6,7 @@ The connection itself is `direct.DirectProtocol`, a subclass of uvicorn's protoc
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from itertools import chain
 from typing import Protocol
 
 import anyio
@@ -298,7 +299,8 @@ class DirectCall(HttpDownstream):
             self._left = int(length)
         if not self.keep_alive:
             fields.append(_CLOSE)
-        head = STATUS_LINE[status] + b"".join([b"%b: %b\r\n" % field for field in fields]) + b"\r\n"
+        lines = b"%b: %b\r\n" * len(fields) % tuple(chain.from_iterable(fields))  # in one step
+        head = STATUS_LINE[status] + lines + b"\r\n"
         if head.count(b"\n") != len(fields) + 2 or head.count(b"\r") != len(fields) + 2:
             raise ValueError("a header holds a line break")
         # Written together with the first bytes of the body. Those of a stream may be late; those of an answer

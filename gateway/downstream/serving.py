@@ -210,6 +210,8 @@ class Relayed:
 
     async def read(self, received: Received) -> Work:
         """See `reading.Read`."""
+        if len(received.body) <= COUNTED_BYTES:
+            return partial(self._answer, self._read(received))
         return partial(self._answer, await self.request(received))
 
     async def request(self, received: Received) -> wire.WireRequest:
@@ -218,8 +220,6 @@ class Relayed:
         Raises:
             GatewayError: it is invalid.
         """
-        if len(received.body) <= COUNTED_BYTES:
-            return self._read(received)
         return await self._readers.run(partial(self._read, received), received.body)
 
     def _read(self, received: Received) -> wire.WireRequest:

@@ -161,7 +161,12 @@ class Pipeline:
         """
         context = RequestContext(incoming, downstream, self._policy(), on_admitted)
         try:
-            await self._serve(context, estimate)
+            ticket = await self._decide(context, estimate)
+            silent_s = ticket.traffic_class.waiting.keep_alive_after_s
+            if silent_s is None or not incoming.request.stream:
+                await self._place(context, ticket)
+            else:
+                await self._place_with_comments(context, ticket, ticket.arrived_at + silent_s)
         except GatewayError as error:
             context.status, context.error_code = error.http_status, error.code
             context.ending = Ending.of(error)
@@ -268,14 +273,6 @@ class Pipeline:
         """
         for attempt in tuple(self._running.get(backend_id, ())):
             attempt.give_up(reason)
-
-    async def _serve(self, context: RequestContext, estimate: Estimate | None) -> None:
-        ticket = await self._decide(context, estimate)
-        silent_s = ticket.traffic_class.waiting.keep_alive_after_s
-        if silent_s is None or not context.incoming.request.stream:
-            await self._place(context, ticket)
-        else:
-            await self._place_with_comments(context, ticket, ticket.arrived_at + silent_s)
 
     async def _place_with_comments(self, context: RequestContext, ticket: Ticket, since: float) -> None:
         """Like `_place`, but sends SSE comments from `since` (monotonic seconds) to the first token.

@@ -13,6 +13,7 @@ import asyncio
 import errno
 import ssl
 from collections.abc import Callable, Coroutine
+from itertools import chain
 from time import monotonic
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -150,9 +151,7 @@ class _DirectClient(BackendClient):
 
     def head_of(self, target: Target) -> bytes:
         """Return the head of a request."""
-        fields = b""
-        for pair in target.headers:
-            fields += b"%b: %b\r\n" % pair
+        fields = b"%b: %b\r\n" * len(target.headers) % tuple(chain.from_iterable(target.headers))
         if fields.count(b"\n") != len(target.headers) or fields.count(b"\r") != len(target.headers):
             raise ValueError("a header holds a line break")
         opening = self._openings.get(target.endpoint)
