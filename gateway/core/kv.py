@@ -56,6 +56,8 @@ class KvFormula:
     def _sum(self, context: int, window: int) -> int:
         """Each layer holds its tokens in blocks, the last one partly filled: -(-a // b) rounds up."""
         block = self.sliding_block_tokens
-        sliding = self.sliding_layers and self.sliding_layers * (-(-window // block) + 1)
-        drafter = self.drafter_layers and self.drafter_layers * -(-context // block)
-        return sliding + drafter + self.global_layers * -(-context // self.global_block_tokens)
+        return (
+            self.sliding_layers * (-(-window // block) + 1)
+            + self.drafter_layers * -(-context // block)
+            + self.global_layers * -(-context // self.global_block_tokens)
+        )

@@ -417,9 +417,7 @@ def _promising_in(
     lead: Case | None = None  # the backend whose replicas are thinned out
     kind: int | None = None
     case: Case | None = None
-    place = 0
-    for name in pool.backends:
-        place += 1
+    for place, name in enumerate(pool.backends, 1):
         view = views.get(name)
         if view is None:
             continue
@@ -445,8 +443,6 @@ def _promising_in(
             fit[-view.prefix_share] = place, case
         else:
             fit[place] = place, case
-    if len(fit) == 1:
-        return [one for _, one in fit.values()]
     return [one for _, one in sorted(fit.values())]
 
 

@@ -33,7 +33,7 @@ class SpanRef:
     @property
     def traceparent(self) -> str:
         """The `traceparent` header value for it."""
-        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
+        return _traceparent(self.trace_id, self.span_id, self.is_sampled)
 
 
 @valueclass(frozen=True, slots=True)
@@ -55,8 +55,7 @@ class Trace:
     def child_traceparent(self, number: int) -> str:
         """The `traceparent` header value for the child span with this number."""
         own = self.own
-        span_id = _mixed(own.span_id, number)
-        return f"00-{own.trace_id:032x}-{span_id:016x}-{'01' if own.is_sampled else '00'}"
+        return _traceparent(own.trace_id, _mixed(own.span_id, number), own.is_sampled)
 
     def child(self, number: int) -> SpanRef:
         """Return the child span with this number; the same number always gives the same span."""
@@ -84,6 +83,10 @@ def parse(traceparent: str) -> SpanRef | None:
 def is_chosen(trace_id: int, share: float) -> bool:
     """Return whether a trace is sampled at that rate. All services reach the same result for a trace id."""
     return (trace_id & ((1 << _RANDOM_BITS) - 1)) < share * (1 << _RANDOM_BITS)
+
+
+def _traceparent(trace_id: int, span_id: int, is_sampled: bool) -> str:
+    return f"00-{trace_id:032x}-{span_id:016x}-{'01' if is_sampled else '00'}"
 
 
 def _mixed(span_id: int, number: int) -> int:

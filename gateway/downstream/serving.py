@@ -103,9 +103,7 @@ class Serving:
         for secret in _SECRET:
             found.pop(secret, None)
         forwarded = [pair for pair in headers if pair[0] in _FORWARDED]
-        traceparent = dict(forwarded).get(b"traceparent")
-        written = None if traceparent is None else traceparent.decode("latin-1")
-        return Head(found, key, forwarded, written, self._keys.number)
+        return Head(found, key, forwarded, _traceparent(forwarded), self._keys.number)
 
     def head_again(self, head: Head, length: str) -> Head | None:
         """Return the head of a request with the same headers as an earlier one, but another Content-Length.

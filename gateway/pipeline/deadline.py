@@ -74,7 +74,7 @@ class Deadline:
     __slots__ = ("_all", "_cancelling", "_is_expired", "_task", "at", "has_passed", "latest")
 
     def __init__(self, all_of_them: Deadlines, at: float) -> None:
-        """Set the deadline to `at`, in seconds of the clock of the running event loop, as one of its all."""
+        """Set the deadline to `at`, in seconds of the clock of the event loop of `all_of_them`."""
         self.has_passed = False
         self.latest = inf
         self.at = at

@@ -455,8 +455,8 @@ class Pipeline:
         views: dict[str, BackendView] = {}
         if not (kv_taken or long_waiting or objections or shares_max):  # the usual case
             for name, backend in backends.items():
-                share = held.get(name, 0.0) if held else 0.0
-                views[name] = BackendView(backend, load_of(name), statuses.get(name, _UNKNOWN), share)
+                status = statuses.get(name, _UNKNOWN)
+                views[name] = BackendView(backend, load_of(name), status, held.get(name, 0.0))
         else:
             for name, backend in backends.items():
                 views[name] = BackendView(
@@ -469,10 +469,9 @@ class Pipeline:
                     long_waiting.get(name, 0),
                     objections.get(name),
                 )
-        if offered:
-            for name, claims in offered.items():
-                if (view := views.get(name)) is not None:
-                    views[name] = replace(view, load=view.load + claims)
+        for name, claims in offered.items():
+            if (view := views.get(name)) is not None:
+                views[name] = replace(view, load=view.load + claims)
         return views
 
     # -------------------------------------------------------------- admit

@@ -59,13 +59,11 @@ class MemoryLedger:
 
     def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
         """See `ports.Ledger.acquire_at_once`."""
-        load = self._sums.get(backend_id, _NOTHING)
-        if not load.has_room(claim, limits) and admission.full(load, claim, limits) is not None:
-            return None
-        return self._granted(backend_id, claim)
+        reason = admission.full(self.load(backend_id), claim, limits)
+        return self._granted(backend_id, claim) if reason is None else None
 
     def _granted(self, backend_id: str, claim: Load) -> Slot:
-        slot = Slot(f"{self._owner}{next(self._ids)}", backend_id, claim)
+        slot = Slot(self.new_id(), backend_id, claim)
         self.adopt(slot)
         return slot
 

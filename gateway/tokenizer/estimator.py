@@ -161,11 +161,7 @@ class PromptEstimator:
         total = fixed
         for text, comes_again in texts:
             if comes_again or len(text) >= REMEMBERED_CHARS_MIN:
-                key = hash((len(text), text))
-                counted = self.remembered.get(key)
-                if counted is None:
-                    counted = count_exact(self.vocabulary, text)
-                    self.remembered.put(key, counted)
+                counted = self._count(Piece(text), _text_key(text), limit_tokens)
             else:
                 counted = count_exact(self.vocabulary, text)
             if counted.guessed_tokens:
@@ -290,7 +286,11 @@ def _key(piece: Piece, chars_min: int) -> TextKey | None:
         return hash((piece.long.size_bytes, piece.long.key))
     if len(piece.text) < chars_min and not piece.comes_again:
         return None
-    return hash((len(piece.text), piece.text))
+    return _text_key(piece.text)
+
+
+def _text_key(text: str) -> TextKey:
+    return hash((len(text), text))
 
 
 def _sample(parts: Pieces) -> str:

@@ -52,7 +52,7 @@ class ForcedCall(Remedy):
 
 def _rule(plan: Plan) -> None:
     request = plan.asked.request
-    if not plan.is_chat or not request.tools:
+    if not plan.is_chat:
         return
     match plan.asked.member("tool_choice"):
         case "required":

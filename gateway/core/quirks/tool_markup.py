@@ -12,7 +12,7 @@ NOT_IN_STREAMS = ("prompt_logprobs", "use_beam_search")
 
 def _rule(plan: Plan) -> None:
     request = plan.asked.request
-    if not plan.is_chat or request.stream or not request.tools:
+    if not plan.is_chat or request.stream:
         return
     if any(plan.asked.member(name) for name in NOT_IN_STREAMS):
         return  # forwarded unchanged

@@ -77,8 +77,7 @@ class Ticket:
     @property
     def due_at(self) -> float:
         """When its first token is due: the deadline of its class, or the caller's if that is earlier."""
-        waiting = self.traffic_class.waiting
-        due = self.arrived_at + waiting.ttft_target_s + waiting.prefill_weight * self.prefill_s
+        due = self.arrived_at + self.due_s
         return due if self.deadline is None else min(due, self.deadline)
 
 
