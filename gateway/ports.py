@@ -304,6 +304,14 @@ class Downstream(Protocol):
     async def send(self, data: bytes) -> None:
         """Send body bytes. Waits while the caller reads slowly."""
 
+    async def send_whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a complete answer: status, headers, the length of the body, and the body.
+
+        This default implementation needs only `start` and `send`.
+        """
+        await self.start(status, (*headers, (b"content-length", b"%d" % len(body))))
+        await self.send(body)
+
     async def fail(self, error: GatewayError, code: str) -> None:
         """End a started stream with an error under `code`; nothing may be sent after it."""
 
@@ -749,7 +757,8 @@ class Recorder(Protocol):
     """Records attempts and requests. Never raises, never blocks."""
 
     def attempt(self, record: AttemptRecord) -> None:
-        """Record an attempt on a backend."""
+        """Record an attempt on a backend. By default, it is recorded with its request only."""
+        return
 
     def finished(self, record: RequestRecord) -> None:
         """Record the end of a request, successful or not."""

@@ -283,6 +283,24 @@ class DirectCall(HttpDownstream):
 
     async def start(self, status: int, headers: Headers) -> None:
         """See `ports.Downstream.start`."""
+        # Written together with the first bytes of the body. Those of a stream may be late; those of an answer
+        # whose length is known follow at once.
+        self._unwritten_head = self._begun(status, headers)
+        if self._is_chunked:
+            self._protocol.loop.call_soon(self._write_head)
+
+    async def send_whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """See `ports.Downstream.send_whole`.
+
+        One write, without waiting: an answer begins after the caller has read the previous one (`finish`).
+        """
+        head = self._begun(status, (*headers, (b"content-length", b"%d" % len(body))))
+        self._left = 0
+        if not self.disconnected:
+            self._transport.write(head + body)
+
+    def _begun(self, status: int, headers: Headers) -> bytes:
+        """Return the head of the answer, which begins now."""
         self.is_started = True
         fields = [*self._protocol.server_state.default_headers, *headers]
         if self._chats.origins.allowed:
@@ -303,11 +321,7 @@ class DirectCall(HttpDownstream):
         head = STATUS_LINE[status] + lines + b"\r\n"
         if head.count(b"\n") != len(fields) + 2 or head.count(b"\r") != len(fields) + 2:
             raise ValueError("a header holds a line break")
-        # Written together with the first bytes of the body. Those of a stream may be late; those of an answer
-        # whose length is known follow at once.
-        self._unwritten_head = head
-        if self._is_chunked:
-            self._protocol.loop.call_soon(self._write_head)
+        return head
 
     async def send(self, data: bytes) -> None:
         """See `ports.Downstream.send`."""

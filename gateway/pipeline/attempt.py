@@ -44,6 +44,7 @@ ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """A complete answer longer than this cannot come from a language model."""
 
 ERROR_BYTES_MAX = 64 * 1024
+_JSON: Headers = ((b"content-type", b"application/json"),)
 END_OF_BODY_S = 1.0
 """How long a backend may take to close the body after `[DONE]` before the connection is dropped."""
 
@@ -179,11 +180,11 @@ class Attempt:
         waited = limits.first_byte_s if self._plan.is_streamed else limits.total_s
         return UpstreamTimeout(f"The backend did not answer within {waited:g} s.")
 
-    async def _send(self, data: bytes) -> None:
-        """Send bytes to the caller. Time spent waiting for the caller is not charged to the backend."""
+    async def _send(self, sending: Awaitable[None]) -> None:
+        """Await `sending`, which waits for the caller to read. That time is not charged to the backend."""
         self._context.chunks += 1
         self.stalled()
-        await self._context.downstream.send(data)
+        await sending
         self._is_stalled = False
         self._deadline.latest = self._last_moment
 
@@ -263,8 +264,8 @@ class Attempt:
                 continue
             await self._note_first_token()
             if reader.may_begin:
-                await self._answer(SSE_HEADERS)
-                await self._send(self._let_go())
+                await self._answer()
+                await self._send(self._context.downstream.send(self._let_go()))
                 self._await_more()
                 return not self.is_over
             self._await_more()
@@ -275,8 +276,8 @@ class Attempt:
         owed = self._reader.end()
         if self._reader.fault is None and owed:
             if not self.is_answered:
-                await self._answer(SSE_HEADERS)
-            await self._send(self._let_go() + owed)
+                await self._answer()
+            await self._send(self._context.downstream.send(self._let_go() + owed))
 
     def _let_go(self) -> bytes:
         held = b"".join(self._held)
@@ -373,10 +374,8 @@ class Attempt:
         self._deadline.move(self._now() + END_OF_BODY_S)
 
     async def _send_whole(self, body: bytes) -> None:
-        await self._answer(
-            ((b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))
-        )
-        await self._send(body)
+        await self._answers()
+        await self._send(self._context.send_whole(_JSON, body))
 
     async def _note_first_token(self) -> None:
         """Record the time of the first token, once."""
@@ -384,12 +383,16 @@ class Attempt:
             self._first_byte_at = self._clock.now()
             await self._on_answer()
 
-    async def _answer(self, headers: Headers) -> None:
-        """Start the response: the point of no return."""
+    async def _answer(self) -> None:
+        """Start a streamed response."""
+        await self._answers()
+        await self._context.start(200, SSE_HEADERS)
+
+    async def _answers(self) -> None:
+        """Note that the response begins: the point of no return."""
         await self._note_first_token()
         self._is_answered = True
         self._context.first_byte_at = self._first_byte_at
-        await self._context.start(200, headers)
 
     # -------------------------------------------------------------- failures
 

@@ -1,6 +1,6 @@
 """The state of one request on its way through the pipeline."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from gateway.core.request_features import RequestFeatures
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
@@ -84,6 +84,12 @@ class RequestContext:
         self.is_answered = True
         if not self.status:
             await self.open(status, headers)
+
+    def send_whole(self, headers: Headers, body: bytes) -> Awaitable[None]:
+        """Send a complete successful answer. Keep-alive comments are for streams only."""
+        self.is_answered = True
+        self.status = 200
+        return self.downstream.send_whole(200, (*headers, *self.headers()), body)
 
     async def open(self, status: int, headers: Headers) -> None:
         """Send the status and headers, including those that describe the decision."""

@@ -17,10 +17,10 @@ from threading import Event, Lock, Thread
 
 from gateway.core.errors import ConfigError
 from gateway.core.profile import EngineFlags
-from gateway.core.usage import AttemptRecord, RequestRecord
+from gateway.core.usage import RequestRecord
 from gateway.core.values import Policy
 from gateway.events import about
-from gateway.ports import Clock
+from gateway.ports import Clock, Recorder
 from gateway.telemetry import decision_lines
 
 log = logging.getLogger("gateway.decisions")
@@ -46,7 +46,7 @@ OnLines = Callable[[str, int], None]
 """Receives numbers of requests that were `written`, `dropped` (queue full) or `failed` (write error)."""
 
 
-class DecisionLog:
+class DecisionLog(Recorder):
     """`ports.Recorder` that writes to a file. Call `start` first and `close` at the end."""
 
     def __init__(
@@ -95,9 +95,6 @@ class DecisionLog:
     def start(self) -> None:
         """Start the writing thread."""
         self._thread.start()
-
-    def attempt(self, record: AttemptRecord) -> None:
-        """See `ports.Recorder.attempt`. Attempts arrive with their request."""
 
     def finished(self, record: RequestRecord) -> None:
         """See `ports.Recorder.finished`."""

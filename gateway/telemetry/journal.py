@@ -4,12 +4,13 @@ from collections import deque
 from collections.abc import Sequence
 
 from gateway.core.recent import History, Recent
-from gateway.core.usage import AttemptRecord, Ending, RequestRecord
+from gateway.core.usage import Ending, RequestRecord
+from gateway.ports import Recorder
 
 _IN_ORDER = frozenset({Ending.COMPLETED, Ending.REPLAYED, Ending.HANDED_OVER, Ending.LEFT})
 
 
-class Journal:
+class Journal(Recorder):
     """A bounded memory of finished requests, newest first. It contains features and figures, never text.
 
     Failed and late requests are kept separately, so that a busy minute does not evict them.
@@ -21,9 +22,6 @@ class Journal:
         self._notable: deque[tuple[int, RequestRecord]] = deque(maxlen=notable_max)
         self._recent = Recent()
         self.count = 0
-
-    def attempt(self, record: AttemptRecord) -> None:
-        """See `ports.Recorder.attempt`. Attempts arrive with their request."""
 
     def finished(self, record: RequestRecord) -> None:
         """See `ports.Recorder.finished`."""

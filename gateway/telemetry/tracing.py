@@ -40,6 +40,7 @@ from gateway.core.trace import SpanRef, Trace
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.values import Backend, Candidate, Endpoint
 from gateway.events import about
+from gateway.ports import Recorder
 from gateway.telemetry.otlp_session import session
 from gateway.telemetry.receiver_status import ReceiverStatus
 
@@ -138,7 +139,7 @@ def _say_back() -> None:
     log.info("the OTLP receiver accepts traces again", extra=about("traces_taken"))
 
 
-class Tracing:
+class Tracing(Recorder):
     """Assigns requests to traces, and is the `ports.Recorder` that creates their spans."""
 
     def __init__(
@@ -173,9 +174,6 @@ class Tracing:
         chosen = wanted or trace.is_chosen(trace_id, self._rules.share)
         own = SpanRef(trace_id, bits & ((1 << 64) - 1) or 1, chosen)
         return Trace(own, parent, link)
-
-    def attempt(self, record: AttemptRecord) -> None:
-        """See `ports.Recorder.attempt`. Attempts arrive with their request."""
 
     def finished(self, record: RequestRecord) -> None:
         """See `ports.Recorder.finished`."""

@@ -1129,6 +1129,33 @@ async def test_an_answer_that_is_not_as_long_as_announced_ends_its_connection(wa
         assert not got.is_whole
 
 
+async def test_a_whole_answer_announces_its_length_and_keeps_its_connection(way: str) -> None:
+    bodies = [b"first", b"", b"x" * 3_000_000]
+    left = iter(bodies)
+
+    async def answer(downstream: HttpDownstream) -> None:
+        await downstream.send_whole(200, [(b"content-type", b"text/plain")], next(left))
+        await downstream.finish()
+
+    async with answering(way, answer) as caller:
+        for body in bodies:
+            got = await caller.ask(post())
+            assert (got.status, got.body, got.is_whole) == (200, body, True)
+            assert got.header("content-type") == "text/plain"
+            assert got.header("content-length") == str(len(body))
+            assert got.header("transfer-encoding") is None
+
+
+@pytest.mark.parametrize("value", [b"a\r\nb: c", b"a\nb: c", b"a\r"])
+async def test_a_whole_answer_with_a_line_break_in_a_header_is_never_sent(way: str, value: bytes) -> None:
+    async def answer(downstream: HttpDownstream) -> None:
+        await downstream.send_whole(200, [(b"a", value)], b"never")
+
+    async with answering(way, answer) as caller:
+        with pytest.raises(Closed):
+            await caller.ask(post())
+
+
 @pytest.mark.parametrize("value", [b"a\r\nb: c", b"a\nb: c", b"a\r"])
 async def test_a_header_with_a_line_break_is_never_sent(way: str, value: bytes) -> None:
     async def answer(downstream: HttpDownstream) -> None:
