@@ -26,8 +26,8 @@ KEEPALIVE_S = 75  # longer than the idle timeout of common load balancers
 BACKLOG = 2048
 CUT_S = 2
 TICK_S = 1.0
-"""How often a listener does its periodic work, such as writing the date for answers. uvicorn does it ten times
-a second, which for two listeners took a tenth of the CPU of an idle gateway."""
+"""How often a listener does its periodic work, such as renewing the date in answers. uvicorn does it ten
+times a second, which for two listeners took a tenth of the CPU of an idle gateway."""
 
 LOOKS_MAX = 200
 """Connections checked per event loop iteration; each takes 5 us (one x86 core, uvloop)."""

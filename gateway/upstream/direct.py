@@ -7,6 +7,8 @@ pass the same tests.
 
 It supports exactly what a call needs: one POST with a complete body, and an answer that is read as it
 arrives. Redirects are returned as answers. Nothing is decompressed, since compression is not requested.
+Probes need even less, a GET, but one or two a second per backend: with httpx, those took most of the CPU of
+an idle gateway.
 """
 
 import asyncio
@@ -14,6 +16,7 @@ import errno
 import ssl
 from collections.abc import Callable, Coroutine
 from itertools import chain
+from math import inf
 from time import monotonic
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -63,15 +66,22 @@ def _opening(size: int) -> bytes:
 
 _OPENINGS = tuple(_opening(size) for size in range(TOKEN_BYTES_MAX + 1))
 
+
+def _line_breaks(fields: bytes) -> int:
+    """Return the number of line breaks in some fields, or -1 if half of one is among them."""
+    breaks = fields.count(b"\r\n")
+    return breaks if fields.count(b"\r") == fields.count(b"\n") == breaks else -1
+
+
 _LOST = "The connection to the backend broke before it answered."
 _USER_AGENT = f"gemma-gateway/{__version__}".encode()
 
 
-class DirectUpstream(BackendClients["_DirectClient"]):
+class DirectUpstream(BackendClients["DirectClient"]):
     """`ports.Upstream`."""
 
-    def _way(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> "_DirectClient":
-        return _DirectClient(url, secret, verify)
+    def _way(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> "DirectClient":
+        return DirectClient(url, secret, verify)
 
     def open(self, target: Target, timeouts: Timeouts) -> "_Call":
         """See `ports.Upstream.open`."""
@@ -116,7 +126,7 @@ class _Call:
     def __init__(self, upstream: DirectUpstream, target: Target, timeouts: Timeouts) -> None:
         self._upstream, self.timeouts = upstream, timeouts
         self.target: Target | None = target
-        self.way: _DirectClient
+        self.way: DirectClient
         self.connection: _Connection
 
     def __aenter__(self) -> Coroutine[Any, Any, UpstreamResponse]:
@@ -126,7 +136,7 @@ class _Call:
         return self._upstream.end(self)
 
 
-class _DirectClient(BackendClient):
+class DirectClient(BackendClient):
     """The connections to one backend."""
 
     def __init__(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> None:
@@ -143,11 +153,13 @@ class _DirectClient(BackendClient):
         self._context: ssl.SSLContext | None = None
         lines = [b"host: " + address.netloc.rpartition("@")[2].encode()]
         lines += [b"user-agent: " + _USER_AGENT, b"accept: */*", b"accept-encoding: identity"]
-        lines += [b"connection: keep-alive", b"content-type: application/json"]
+        lines.append(b"connection: keep-alive")
         if secret is not None:
             lines.append(b"authorization: Bearer " + secret.encode())
         self._fields = b"".join(line + b"\r\n" for line in lines)
+        self._is_unusable = _line_breaks(self._fields) != len(lines)
         self._openings: dict[str, bytes] = {}  # request line and constant fields, by endpoint
+        self._pages: dict[str, bytes] = {}  # heads of requests for pages, by path
 
     def head_of(self, target: Target) -> bytes:
         """Return the head of a request."""
@@ -156,14 +168,51 @@ class _DirectClient(BackendClient):
             raise ValueError("a header holds a line break")
         opening = self._openings.get(target.endpoint)
         if opening is None:
-            line = b"POST %b%b HTTP/1.1\r\n" % (self._path, target.endpoint.encode())
-            opening = self._openings[target.endpoint] = line + self._fields
+            opening = self._openings[target.endpoint] = self._opening(
+                b"POST", target.endpoint, b"content-type: application/json\r\n"
+            )
         return b"%b%bcontent-length: %d\r\n\r\n" % (opening, fields, len(target.body))
 
-    async def ask(self, head: bytes, body: bytes, connect_s: float) -> "_Connection":
-        """Send a request, and return its connection once the status is known. Raises as `Upstream.open`."""
+    def _opening(self, method: bytes, path: str, fields: bytes = b"") -> bytes:
+        """Return the request line and the fields of every request. Raises UpstreamUnreachable."""
+        if self._is_unusable:
+            error = ValueError("a line break in an API key")
+            raise UpstreamUnreachable("The API key for the backend cannot be sent.") from error
+        return b"%b %b%b HTTP/1.1\r\n%b%b" % (method, self._path, path.encode(), self._fields, fields)
+
+    async def get(self, path: str, bytes_max: int, *, kept: bool) -> tuple[int, bytes]:
+        """Return the status of a page, and its content if that is 200. Has no time limit.
+
+        Args:
+            path: Of the page, below the backend's URL.
+            bytes_max: Reading stops when the content is longer than this.
+            kept: Whether the connection may be one that was kept alive, and is kept; else it is a new one.
+
+        Raises:
+            UpstreamUnreachable, UpstreamLost, UpstreamFailed, OutOfResources: as `Upstream.open`.
+        """
+        head = self._pages.get(path)
+        if head is None:
+            head = self._pages[path] = self._opening(b"GET", path) + b"\r\n"
+        connection = await self.ask(head, b"", inf, anew=not kept)
+        try:
+            if connection.status != 200:
+                return connection.status, b""
+            return 200, await connection.read_whole(bytes_max)
+        finally:
+            if kept:
+                self.take_back(connection)
+            else:
+                self._busy.discard(connection)
+                connection.abort()
+
+    async def ask(self, head: bytes, body: bytes, connect_s: float, *, anew: bool = False) -> "_Connection":
+        """Send a request, and return its connection once the status is known. Raises as `Upstream.open`.
+
+        `anew`: not on a connection that was kept alive.
+        """
         was_sent = False
-        if (kept := self._kept()) is not None:
+        if not anew and (kept := self._kept()) is not None:
             try:
                 return await self._ask_on(kept, head, body)
             except _Stale as stale:  # the backend closed it, probably before reading the request
@@ -486,6 +535,7 @@ class _Connection(asyncio.Protocol):
         self._is_lost = True
         if self._error is None:
             self._error = self._loss()
+            self._error.__cause__ = exc
         if self._on_gone is not None:
             self._on_gone(self)
         self._resume_writing()

@@ -24,10 +24,9 @@ from types import MappingProxyType
 
 import anyio
 import anyio.lowlevel
-import httpx
 from anyio.abc import TaskGroup
 
-from gateway import __version__
+from gateway.core.errors import GatewayError, OutOfResources, UpstreamLost, UpstreamUnreachable
 from gateway.core.facts import Attempts
 from gateway.core.health import (
     Attempt,
@@ -55,7 +54,8 @@ from gateway.core.health import (
 from gateway.core.values import Backend
 from gateway.ports import Clock
 from gateway.upstream import backend_clients, exposition
-from gateway.upstream.transport import Transport, causes, tls_fault
+from gateway.upstream.direct import DirectClient
+from gateway.upstream.transport import causes, tls_fault
 
 PAGE_BYTES_MAX = 4_000_000
 """Maximum bytes read from a probe's answer. A metrics page of vLLM 0.32 has 72 KB."""
@@ -338,43 +338,27 @@ class _Unexpected(Exception):
 
 
 class _Asker:
-    """Sends probes to one backend, each on a new connection unless it may be `kept`.
-
-    The same probes are sent every second, so requests are built once and sent by httpx's transport directly.
-    An httpx client would build each of them anew, a third of a probe's cost.
-    """
+    """Sends probes to one backend, each on a new connection unless it may be `kept`."""
 
     def __init__(self, watched: _Watched) -> None:
-        self._url = watched.url.rstrip("/")
-        self._headers = {"user-agent": f"gemma-gateway/{__version__}", "accept": "*/*"}
-        self._headers["accept-encoding"] = "identity"  # compression would cost the engine's server more
-        if watched.secret is not None:
-            self._headers["authorization"] = f"Bearer {watched.secret}"
-        # Loading the system's certificates takes 20 ms: do it once, and only for https.
-        verify = watched.verify if watched.url.startswith("https:") else False
-        if verify is True:
-            verify = ssl.create_default_context()
-        self._fresh, self._kept = _transport(verify, kept=0), _transport(verify, kept=1)
-        self._kept_since = anyio.current_time()
-        self._requests: dict[str, httpx.Request] = {}
+        self._client = DirectClient(watched.url, watched.secret, watched.verify)
         self._under_way: set[anyio.CancelScope] = set()
 
     async def __aenter__(self) -> "_Asker":
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._fresh.aclose()
-        await self._kept.aclose()
+        await self._client.aclose()
 
     async def get(self, path: str, timeout_s: float, *, kept: bool = False) -> bytes:
         """Return the body of a 200 response. `timeout_s` bounds the whole exchange. Raises _Unexpected."""
         await anyio.lowlevel.checkpoint_if_cancelled()
-        # Shielded, because a connection that opens at the moment of a cancellation would leak
-        # (anyio's connect_tcp drops it). `hurry` bounds how long the end then takes.
+        # Shielded, because a connection that opens at the moment of a cancellation might leak. `hurry` bounds
+        # how long the end then takes.
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + timeout_s) as scope:
             self._under_way.add(scope)
             try:
-                return await self._exchange(path, self._kept if kept else self._fresh)
+                return await self._exchange(path, kept=kept)
             finally:
                 self._under_way.discard(scope)
         await anyio.lowlevel.checkpoint_if_cancelled()
@@ -385,40 +369,16 @@ class _Asker:
         for scope in self._under_way:
             scope.deadline = min(scope.deadline, anyio.current_time() + HURRY_S)
 
-    async def _exchange(self, path: str, transport: Transport) -> bytes:
-        body = bytearray()
-        if transport is self._kept and anyio.current_time() - self._kept_since >= backend_clients.AGE_S:
-            await transport.aclose()  # closes kept-alive connections
-            self._kept_since = anyio.current_time()
+    async def _exchange(self, path: str, *, kept: bool) -> bytes:
         try:
-            request = self._requests.get(path)
-            if request is None:
-                request = self._requests[path] = httpx.Request("GET", self._url + path, headers=self._headers)
-            response = await transport.handle_async_request(request)
-            try:
-                if response.status_code != 200:
-                    raise _Unexpected(ProbeFault.STATUS, f"HTTP {response.status_code}", response.status_code)
-                async for part in response.aiter_raw():
-                    body += part
-                    if len(body) > PAGE_BYTES_MAX:
-                        raise _Unexpected(ProbeFault.BROKEN, f"more than {PAGE_BYTES_MAX} bytes")
-            finally:
-                await response.aclose()
-        except httpx.HTTPError as error:
+            status, body = await self._client.get(path, PAGE_BYTES_MAX, kept=kept)
+        except GatewayError as error:
             raise _unexpected(error) from error
-        except (httpx.InvalidURL, UnicodeError) as error:  # "xn--": a host name that cannot be resolved
-            raise _Unexpected(ProbeFault.BROKEN, "the host name in its URL is invalid") from error
-        return bytes(body)
-
-
-def _transport(verify: ssl.SSLContext | bool, *, kept: int) -> Transport:
-    """Return a transport to a backend that keeps up to `kept` connections alive."""
-    return Transport(
-        verify=verify,
-        limits=httpx.Limits(
-            max_connections=4, max_keepalive_connections=kept, keepalive_expiry=backend_clients.KEEPALIVE_S
-        ),
-    )
+        if status != 200:
+            raise _Unexpected(ProbeFault.STATUS, f"HTTP {status}", status)
+        if len(body) > PAGE_BYTES_MAX:
+            raise _Unexpected(ProbeFault.BROKEN, f"more than {PAGE_BYTES_MAX} bytes")
+        return body
 
 
 async def _health(asker: _Asker, timeout_s: float) -> ProbeOk | ProbeFailed:
@@ -483,22 +443,28 @@ def _read_version(body: bytes) -> str:
     return version[:64] if isinstance(version, str) else ""
 
 
-def _unexpected(error: httpx.HTTPError) -> _Unexpected:
-    """Classify an httpx error. Its own text is not used, because it may quote a header."""
-    if isinstance(error, httpx.RemoteProtocolError):
-        return _Unexpected(ProbeFault.BROKEN, "an answer that is not HTTP, or was cut")
+def _unexpected(error: GatewayError) -> _Unexpected:
+    """Classify an error of the client by its kind and its causes, none of which quotes a header."""
     if fault := tls_fault(error):
         return _Unexpected(ProbeFault.BROKEN, fault)
-    if not isinstance(error, httpx.ConnectError):
-        return _Unexpected(ProbeFault.BROKEN, f"the connection broke ({type(error).__name__})")
-    for cause in causes(error):
+    if isinstance(error, OutOfResources):
+        return _Unexpected(ProbeFault.OURS, "this gateway has no file descriptors left")
+    if isinstance(error, UpstreamLost):
+        return _Unexpected(ProbeFault.BROKEN, "the connection was closed without an answer")
+    if not isinstance(error, UpstreamUnreachable):
+        is_encoded = error.message == backend_clients.ENCODED
+        what = "is compressed" if is_encoded else "is not HTTP, or was cut"
+        return _Unexpected(ProbeFault.BROKEN, f"an answer that {what}")
+    for cause in causes(error.__cause__):
         match cause:
             case ConnectionRefusedError():
                 return _Unexpected(ProbeFault.REFUSED, "connection refused")
             case socket.gaierror():
                 return _Unexpected(ProbeFault.UNRESOLVED, "its host name does not resolve")
-            case OSError(errno=errno.EMFILE | errno.ENFILE):
-                return _Unexpected(ProbeFault.OURS, "this gateway has no file descriptors left")
             case OSError(errno=errno.EHOSTUNREACH | errno.ENETUNREACH | errno.EHOSTDOWN):
                 return _Unexpected(ProbeFault.UNREACHABLE, "no route to its host")
+            case UnicodeError():  # "xn--"
+                return _Unexpected(ProbeFault.BROKEN, "the host name in its URL is invalid")
+            case ValueError():
+                return _Unexpected(ProbeFault.BROKEN, "its API key cannot be sent: it holds a line break")
     return _Unexpected(ProbeFault.BROKEN, "cannot connect")

@@ -118,6 +118,18 @@ async def test_it_sends_the_body_and_only_the_headers_it_is_given() -> None:
     assert names["accept-encoding"] == "identity"
 
 
+async def test_a_key_with_a_line_break_is_never_sent() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(answer_of(b"{}"))
+
+    async with raw_server(answer) as server, client_of(server.url, b="secret\nx: y") as (upstream, target):
+        with pytest.raises(UpstreamError) as caught:
+            async with upstream.open(target, Timeouts()):
+                pass
+        assert "secret" not in caught.value.message
+    assert not server.requests
+
+
 async def test_a_backend_is_asked_for_life_while_it_says_nothing() -> None:
     """A machine without power ends no connection: the kernel has to ask whether it is still there."""
     asked, gate = anyio.Event(), anyio.Event()
@@ -470,7 +482,7 @@ async def test_no_more_of_an_answer_is_read_than_is_wanted() -> None:
 
 @pytest.mark.usefixtures("only_direct")
 async def test_a_connection_that_is_lost_as_soon_as_it_is_made_reached_nobody() -> None:
-    class Late(direct._DirectClient):
+    class Late(direct.DirectClient):
         """Goes on only when its new connection is lost, as in a process that is busy at that moment."""
 
         async def _connected(self, connect_s: float) -> direct._Connection:

@@ -249,12 +249,24 @@ async def test_an_answer_that_is_no_health(
             assert fleet.statuses()["a"].last_error == f"probe: {detail}"
 
 
-async def test_garbage_is_a_failed_probe_and_probing_goes_on(clock: Clock, fake_engine: Engines) -> None:
+@pytest.mark.parametrize(
+    ("garbage", "found"),
+    [
+        (b"220 mail.example ESMTP\r\n", "an answer that is not HTTP, or was cut"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok", "an answer that is not HTTP, or was cut"),
+        (b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\n\r\n", "an answer that is compressed"),
+        (b"", "the connection was closed without an answer"),
+    ],
+    ids=["another-protocol", "cut", "compressed", "nothing"],
+)
+async def test_garbage_is_a_failed_probe_and_probing_goes_on(
+    garbage: bytes, found: str, clock: Clock, fake_engine: Engines
+) -> None:
     async with fake_engine() as engine:
-        engine.garbage = b"220 mail.example ESMTP\r\n"
+        engine.garbage = garbage
         async with probing(watch(clock, engine)) as fleet:
             await fleet.wait_for(lambda seen: seen["a"].probe_failures >= 3)
-            assert fleet.statuses()["a"].last_error == "probe: an answer that is not HTTP, or was cut"
+            assert fleet.statuses()["a"].last_error == f"probe: {found}"
             engine.garbage = None
             await fleet.wait_for(is_(State.UP))
 
@@ -336,11 +348,13 @@ async def test_a_refused_key_ejects_and_says_so(clock: Clock, fake_engine: Engin
 
 
 async def test_an_unusable_key_is_never_shown(clock: Clock, fake_engine: Engines) -> None:
-    secrets = {"a": "sk-secret\n"}
+    secrets = {"a": "sk-secret\nx: y"}
     async with fake_engine() as engine, probing(watch(clock, engine, secrets=secrets)) as fleet:
         await fleet.wait_for(lambda seen: seen["a"].last_error != "")
         status = fleet.statuses()["a"]
+        assert not engine.asked
     assert "secret" not in repr(status)
+    assert status.last_error == "probe: its API key cannot be sent: it holds a line break"
 
 
 async def test_tls_to_a_server_without_it_is_a_failed_probe(clock: Clock, fake_engine: Engines) -> None:
