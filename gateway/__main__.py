@@ -2,11 +2,12 @@
 
 from gateway.cli import main as cli
 from gateway.exiting import bounded_exit
+from gateway.standard_streams import full_disk_told
 
 
 def main() -> None:
     """Run the command, and exit."""
-    with bounded_exit():
+    with bounded_exit(), full_disk_told():
         cli()
 
 

@@ -1,7 +1,12 @@
 """Standard input, output and error, which may be closed when a process starts."""
 
+import errno
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 
 
 def open_closed() -> None:
@@ -19,3 +24,16 @@ def open_closed() -> None:
         if getattr(sys, name) is None:  # it was closed when Python started
             stream = open(number, mode, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
+
+
+@contextmanager
+def full_disk_told() -> Iterator[None]:
+    """End the process with one line and status 1 if the block could not write, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where the rest goes: Python writes it as it exits
+        sys.stderr.write(f"error: {error.filename or 'the output'}: {error.strerror}\n")
+        raise SystemExit(1) from error

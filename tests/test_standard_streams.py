@@ -143,3 +143,14 @@ def test_a_simulated_server_whose_log_cannot_be_written_serves() -> None:
         finally:
             process.terminate()
             assert process.wait(30) is not None
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("arguments", [["check", "--config", "FILE"], ["schema"], ["--help"]])
+def test_a_full_disk_is_told_in_one_line(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "FILE").write_text("backends: {}\n")
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (1, "error: the output: No space left on device\n")
