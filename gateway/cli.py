@@ -8,10 +8,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import BinaryIO, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, ClassVar, NoReturn, TypeVar
 
 import rich_click as click
 from click.core import ParameterSource
@@ -19,6 +19,10 @@ from click.core import ParameterSource
 from gateway import __version__, standard_streams
 from gateway.command_options import CONFIG_ENV, config_option, json_option
 from gateway.core.errors import ConfigError, GatewayError
+
+if TYPE_CHECKING:
+    from gateway.settings import Settings
+    from gateway.settings.problems import Problem
 
 T = TypeVar("T")
 WORKERS_ENV = "GEMMA_GATEWAY_WORKERS"
@@ -128,23 +132,36 @@ def check(context: click.Context, file: Path | None, config: Path | None, as_jso
     if chosen is None:
         raise click.UsageError(f"No configuration is given: name its FILE, or set {CONFIG_ENV}.")
     report = settings.check(chosen)
+    warnings = (*report.warnings, *_vocabulary_faults(report.settings))
     if as_json:
         found = {
             "ok": report.ok,
             "problems": [str(problem) for problem in report.problems],
-            "warnings": [str(warning) for warning in report.warnings],
+            "warnings": [str(warning) for warning in warnings],
             "summary": list(report.summary),
         }
         click.echo(json.dumps(found, indent=2))
     else:
         for problem in report.problems:
             click.echo(f"{click.style('error', fg='red')}: {problem}")
-        for warning in report.warnings:
+        for warning in warnings:
             click.echo(f"{click.style('warning', fg='yellow')}: {warning}")
         for line in report.summary:
             click.echo(line)
         click.echo("ok" if report.ok else f"{len(report.problems)} problem(s)")
     sys.exit(0 if report.ok else USAGE)
+
+
+def _vocabulary_faults(settings: "Settings | None") -> "Iterator[Problem]":
+    """Yield why the vocabulary of a configuration cannot be used, if it is there."""
+    from gateway.tokenizer import vocab
+
+    if settings is None or settings.vocab is None or not settings.vocab.is_file():
+        return
+    try:
+        vocab.load(settings.vocab)
+    except ConfigError as error:
+        yield settings.problem(("tokenizer", "vocab"), str(error))
 
 
 @main.command()

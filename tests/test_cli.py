@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from support.processes import lonely_config, running
+from support.vocabulary import gemma_like
 
 from gateway import __version__
 from gateway.cli import main
@@ -88,6 +89,23 @@ def test_check_wants_one_file(words: list[str], said: str) -> None:
 
     assert result.exit_code == 2
     assert said in result.output
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_check_looks_into_the_vocabulary(is_one: bool, tmp_path: Path) -> None:
+    content = json.dumps(gemma_like()) if is_one else "# A recipe for borscht"
+    (tmp_path / "tokenizer.json").write_text(content)
+    file = tmp_path / "gateway.yaml"
+    demo = Path(DEMO).read_text()
+    assert demo.count("tokenizer: approximate") == 1
+    file.write_text(demo.replace("tokenizer: approximate", "tokenizer: {vocab: tokenizer.json}"))
+    line = 1 + demo[: demo.index("tokenizer:")].count("\n")
+
+    result = run("check", str(file))
+
+    assert result.exit_code == 0
+    assert ("is neither a tokenizer.json nor" in result.output) is not is_one
+    assert (f"gateway.yaml:{line}:" in result.output) is not is_one
 
 
 def test_check_says_everything_at_once(tmp_path: Path) -> None:
