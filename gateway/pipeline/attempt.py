@@ -264,7 +264,7 @@ class Attempt:
                 continue
             await self._note_first_token()
             if reader.may_begin:
-                await self._answer()
+                await self._begin_stream()
                 await self._send(self._context.downstream.send(self._let_go()))
                 self._await_more()
                 return not self.is_over
@@ -276,7 +276,7 @@ class Attempt:
         owed = self._reader.end()
         if self._reader.fault is None and owed:
             if not self.is_answered:
-                await self._answer()
+                await self._begin_stream()
             await self._send(self._context.downstream.send(self._let_go() + owed))
 
     def _let_go(self) -> bytes:
@@ -374,7 +374,7 @@ class Attempt:
         self._deadline.move(self._now() + END_OF_BODY_S)
 
     async def _send_whole(self, body: bytes) -> None:
-        await self._answers()
+        await self._note_begun()
         await self._send(self._context.send_whole(_JSON, body))
 
     async def _note_first_token(self) -> None:
@@ -383,12 +383,12 @@ class Attempt:
             self._first_byte_at = self._clock.now()
             await self._on_answer()
 
-    async def _answer(self) -> None:
+    async def _begin_stream(self) -> None:
         """Start a streamed response."""
-        await self._answers()
+        await self._note_begun()
         await self._context.start(200, SSE_HEADERS)
 
-    async def _answers(self) -> None:
+    async def _note_begun(self) -> None:
         """Note that the response begins: the point of no return."""
         await self._note_first_token()
         self._is_answered = True

@@ -7,7 +7,7 @@ pass the same tests.
 
 It supports exactly what a call needs: one POST with a complete body, and an answer that is read as it
 arrives. Redirects are returned as answers. Nothing is decompressed, since compression is not requested.
-Probes need even less, a GET, but one or two a second per backend: with httpx, those took most of the CPU of
+Probes need even less, a GET, but two a second per backend: with httpx, those took most of the CPU of
 an idle gateway.
 """
 
