@@ -277,9 +277,7 @@ async def send_body(
     body: bytes, downstream: HttpDownstream, status: int = 200, headers: Headers = ()
 ) -> None:
     """Respond with encoded JSON."""
-    length = (b"content-length", str(len(body)).encode())
-    await downstream.start(status, [(b"content-type", b"application/json"), length, *headers])
-    await downstream.send(body)
+    await downstream.send_whole(status, ((b"content-type", b"application/json"), *headers), body)
     await downstream.finish()
 
 

@@ -539,8 +539,7 @@ class Answer(Downstream):
         body = msgspec.json.encode(draft.response)
         status, headers = self.head
         rest = [pair for pair in headers if pair[0] != b"content-length"]
-        await self.downstream.start(status, [*rest, (b"content-length", str(len(body)).encode())])
-        await self.downstream.send(body)
+        await self.downstream.send_whole(status, rest, body)
 
     async def _keep(self) -> None:
         """Store the response if requested. If that fails, set its `store` to false."""

@@ -44,9 +44,10 @@ ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """A complete answer longer than this cannot come from a language model."""
 
 ERROR_BYTES_MAX = 64 * 1024
-_JSON: Headers = ((b"content-type", b"application/json"),)
 END_OF_BODY_S = 1.0
 """How long a backend may take to close the body after `[DONE]` before the connection is dropped."""
+
+_JSON: Headers = ((b"content-type", b"application/json"),)
 
 _OUTCOMES: Mapping[type[GatewayError], Outcome] = {
     UpstreamUnreachable: Outcome.UNREACHABLE,
