@@ -199,7 +199,13 @@ def explain(
             is_named = context.get_parameter_source("config") is ParameterSource.COMMANDLINE
             source = config.read_bytes() if config is not None and is_named else None
             found = explaining.ask(
-                live, body, completions=completions, key=key, headers=fields, config=source
+                live,
+                body,
+                completions=completions,
+                key=key,
+                headers=fields,
+                config=source,
+                config_name=str(config or ""),
             )
         elif config is None:
             raise click.UsageError(f"No configuration is given: use --config FILE, or set {CONFIG_ENV}.")

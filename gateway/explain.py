@@ -58,8 +58,11 @@ def ask(
     key: str | None = None,
     headers: Mapping[str, str] | None = None,
     config: bytes | None = None,
+    config_name: str = "",
 ) -> Mapping[str, Any]:
     """Return the decision of a running gateway for a request body, on its fleet in its current state.
+
+    `config`: contents of another configuration to decide under; `config_name`: its file, for errors.
 
     Raises:
         NotAnswered: it is unreachable, or its answer is not an explanation.
@@ -72,7 +75,7 @@ def ask(
         "headers": headers or {},
     }
     if config is not None:
-        question["config"] = config.decode("utf-8", "replace")
+        question |= {"config": config.decode("utf-8", "replace"), "config_name": config_name}
     url = f"{admin_url.rstrip('/')}/admin/explain"
     try:
         content = msgspec.json.encode(question)

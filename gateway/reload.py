@@ -146,15 +146,17 @@ class Reloader:
         except ConfigError as error:
             return Reload(error=str(error))
 
-    async def preview(self, source: bytes) -> tuple[Settings, Reload]:
+    async def preview(self, source: bytes, name: str = "") -> tuple[Settings, Reload]:
         """Return the settings of another configuration and what it would change, without applying it.
+
+        `name`: what errors call its file, if it is not the one in use.
 
         Raises:
             ConfigError: it is invalid.
             OSError: this cannot be determined at the moment.
         """
         in_flight = self._in_flight()
-        return await _in_thread(self._beside, source, in_flight)  # may take 50 ms
+        return await _in_thread(self._beside, source, in_flight, name)  # may take 50 ms
 
     async def apply(self, source: bytes, by: str) -> Reload:
         """Apply a configuration if it is valid. Return the result."""
@@ -234,8 +236,8 @@ class Reloader:
         self._on_reload(found)
         return found
 
-    def _beside(self, source: bytes, in_flight: Mapping[str, int]) -> tuple[Settings, Reload]:
-        new = settings.load(self.path, self._environ, source=source)
+    def _beside(self, source: bytes, in_flight: Mapping[str, int], name: str) -> tuple[Settings, Reload]:
+        new = settings.load(self.path, self._environ, source=source, name=name)
         wanted = settings.beside(self._started, self.running, new)
         wanted.require(self._environ)
         own = {name: getattr(self.running.document, name) for name in settings.LIVE}

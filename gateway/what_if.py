@@ -174,7 +174,7 @@ class WhatIf:
         """
         settings, policy, changes = self._settings(), self._policy(), tuple[str, ...]()
         if question.config is not None:
-            settings, reload = await self._reloader.preview(question.config)
+            settings, reload = await self._reloader.preview(question.config, question.config_name)
             policy = settings.policy()
             changes = (*reload.changes.now, *(f"{name}: needs a restart" for name in reload.changes.at_start))
         try:

@@ -35,6 +35,7 @@ class Question:
         key: Name of the caller's API key, or None.
         headers: Headers of the request, names in lower case.
         config: Another configuration to decide under; None for the current one.
+        config_name: What errors in it call its file; "" for the one in use.
     """
 
     request: bytes = b""
@@ -43,6 +44,7 @@ class Question:
     key: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     config: bytes | None = None
+    config_name: str = ""
 
 
 class _Answer(Protocol):
@@ -70,6 +72,7 @@ class _ExplainRequest(msgspec.Struct, forbid_unknown_fields=True):
     key: str | None = None
     headers: dict[str, str] = {}
     config: str | None = None
+    config_name: str = ""
 
 
 def explain_handlers(explainer: Explainer) -> list[BaseRouteHandler]:
@@ -104,4 +107,5 @@ def _question(source: bytes) -> Question:
         key=asked.key or None,
         headers={name.lower(): value for name, value in asked.headers.items()},
         config=None if asked.config is None else asked.config.encode("utf-8", "replace"),
+        config_name=asked.config_name,
     )

@@ -41,16 +41,21 @@ class CheckReport:
 
 
 def load(
-    path: str | os.PathLike[str], environ: Mapping[str, str] | None = None, *, source: bytes | None = None
+    path: str | os.PathLike[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    source: bytes | None = None,
+    name: str = "",
 ) -> Settings:
     """Load a configuration file; `${VAR}` is substituted from `environ`, by default the process's own.
 
-    `source`: contents of the file, if it was read before; it is not read again then.
+    `source`: contents of the file, if it was read before; it is not read again then. `name`: what errors call
+    the file, if those contents are from elsewhere.
 
     Raises:
         ConfigError: the file is invalid; the message has one line per problem.
     """
-    settings, problems = _read(Path(path), os.environ if environ is None else environ, source)
+    settings, problems = _read(Path(path), os.environ if environ is None else environ, source, name)
     if settings is None:
         raise ConfigError("\n".join(str(problem) for problem in problems))
     return settings
@@ -99,27 +104,28 @@ def beside(started: Settings, running: Settings, new: Settings) -> Settings:
 
 
 def _read(
-    path: Path, environ: Mapping[str, str], source: bytes | None = None
+    path: Path, environ: Mapping[str, str], source: bytes | None = None, name: str = ""
 ) -> tuple[Settings | None, tuple[Problem, ...]]:
+    name = name or str(path)
     try:
         raw = path.read_bytes() if source is None else source
         text = raw.decode("utf-8-sig")
     except OSError as error:
-        return None, (Problem(str(path), 0, 0, f"cannot be read: {error.strerror}"),)
+        return None, (Problem(name, 0, 0, f"cannot be read: {error.strerror}"),)
     except UnicodeDecodeError as error:
-        return None, (Problem(str(path), 0, 0, f"is not UTF-8 text (byte {error.start})"),)
+        return None, (Problem(name, 0, 0, f"is not UTF-8 text (byte {error.start})"),)
     tree = parse(text, environ)
-    problems = [Problem(str(path), mark.line, mark.column, message) for mark, message in tree.problems]
+    problems = [Problem(name, mark.line, mark.column, message) for mark, message in tree.problems]
     if problems and tree.data is None:
         return None, tuple(problems)
     if not isinstance(tree.data, dict):
-        return None, (*problems, Problem(str(path), 1, 1, "a configuration is a mapping of keys to values"))
+        return None, (*problems, Problem(name, 1, 1, "a configuration is a mapping of keys to values"))
     document, found = _validate(tree)
     found += tuple(references.findings(tree.data))
     if document is not None:
         found += tuple(resolved.findings(document))
     unread = {(mark.line, mark.column) for mark, _ in tree.problems}  # such a value is not what is meant
-    placed = [_placed(path, tree, finding) for finding in found]
+    placed = [_placed(name, tree, finding) for finding in found]
     problems += [one for one in placed if (one.line, one.column) not in unread]
     if document is None or problems:
         return None, tuple(sorted(set(problems)))
@@ -134,6 +140,6 @@ def _validate(tree: Tree) -> tuple[Document | None, tuple[Finding, ...]]:
         return None, tuple(shape.findings(error))
 
 
-def _placed(path: Path, tree: Tree, finding: Finding) -> Problem:
+def _placed(name: str, tree: Tree, finding: Finding) -> Problem:
     mark = tree.key_mark(finding.path) if finding.at_key else tree.value_mark(finding.path)
-    return Problem(str(path), mark.line, mark.column, finding.message, finding.suggestion)
+    return Problem(name, mark.line, mark.column, finding.message, finding.suggestion)

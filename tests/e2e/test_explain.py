@@ -213,6 +213,16 @@ async def test_the_command_tries_a_file_only_where_it_is_named(fleet: Site, tmp_
     assert "goes to light (pool light)" in unnamed.output
 
 
+async def test_errors_in_a_tried_file_name_that_file(fleet: Site, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(config(fleet).replace("pools:", "pool:"))
+    found = await run("explain", "--live", fleet.admin_url, "--config", str(other), "-")
+
+    assert found.exit_code == 1
+    assert f"/admin/explain: {other}:" in found.output
+    assert "gateway.yaml" not in found.output
+
+
 @pytest.mark.parametrize(
     ("stdin", "says"),
     [
