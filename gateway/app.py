@@ -484,7 +484,7 @@ class Gateway:
         if self.worker is not None:
             await self.worker.stop()
         await self.console.stop()
-        self.pipeline.is_ending = True
+        self.pipeline.is_ending = self.applications.serving.is_ending = True
         for listener in self._listeners:
             listener.cut()
         with anyio.move_on_after(STOP_S):

@@ -170,7 +170,7 @@ class Uploads:
 
     Attributes:
         bytes: Their total size so far.
-        set_aside: Memory allocated for bodies received into a single buffer (body_receiver.py).
+        reserved_bytes: Memory allocated for bodies received into a single buffer (body_receiver.py).
         calls: Number of calls whose bodies are still incomplete.
     """
 

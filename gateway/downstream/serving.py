@@ -53,6 +53,8 @@ class Serving:
         in_flight: Number of requests being served.
         is_leaving: Whether this gateway is about to stop, so that load balancers should avoid it.
         is_draining: Whether new requests are rejected.
+        is_ending: Whether this process is about to cut off what is in flight, so that a lost connection does
+            not mean that its caller left.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Serving:
         self.in_flight = 0
         self.is_leaving = False
         self.is_draining = False
+        self.is_ending = False
         self._keys = keys
         self._recorder = recorder
         self._clock = clock
@@ -162,8 +165,11 @@ class Serving:
             self.refused(arrival, error, key)
             raise
         except CallerGone:
-            self.refused(arrival, None, key)
+            self._ended_unread(arrival, key)
             return
+        except anyio.get_cancelled_exc_class():
+            self._ended_unread(arrival, key)
+            raise
         try:
             await call.run(partial(work, call.downstream))
         except CallerStalled:  # the server closes the connection, because the body is incomplete
@@ -174,16 +180,28 @@ class Serving:
             raise MethodNotAllowed("Use POST.", "POST")
         return call.head or self.head(call.headers)
 
-    def refused(self, arrival: Arrival, error: GatewayError | None, key: str | None) -> None:
-        """Record a request that ended before it ran. `key`: name of its key; no error: the caller left."""
+    def refused(self, arrival: Arrival, error: GatewayError, key: str | None) -> None:
+        """Record a request that was rejected before it ran. `key`: name of its key."""
+        self._note(arrival, key, Ending.of(error), error.http_status, error.code)
+
+    def _ended_unread(self, arrival: Arrival, key: str | None) -> None:
+        """Record a request whose connection was lost before it ran."""
+        if self.is_ending:
+            self._note(arrival, key, Ending.FAILED, LEFT_STATUS, Draining.code)
+        else:
+            self._note(arrival, key, Ending.LEFT, LEFT_STATUS)
+
+    def _note(
+        self, arrival: Arrival, key: str | None, ending: Ending, status: int, error_code: str = ""
+    ) -> None:
         self._recorder.finished(
             RequestRecord(
                 id=arrival.id,
                 model="",
                 stream=False,
-                ending=Ending.LEFT if error is None else Ending.of(error),
-                status=LEFT_STATUS if error is None else error.http_status,
-                error_code="" if error is None else error.code,
+                ending=ending,
+                status=status,
+                error_code=error_code,
                 key=key,
                 wall_at=arrival.wall_at,
                 received_at=arrival.received_at,

@@ -1053,6 +1053,22 @@ async def test_a_cut_ends_everything_at_once(way: str) -> None:
         assert site.taken == (2 if way == "direct" else 0)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+async def test_an_upload_cut_at_the_end_of_a_gateway_is_not_said_to_have_left(way: str, path: str) -> None:
+    async with front(way) as site, site.caller() as sending:
+        await sending.send(post(b" ", path=path, length=1_000))
+        await site.eventually(lambda: site.applications.serving.uploads.bytes == 1)
+        site.applications.serving.is_ending = True
+        site.listener.cut()
+        with anyio.fail_after(10):
+            await site.listener.wait_ended()
+
+        assert await sending.is_closed()
+        await site.idle()
+        (record,) = site.notes.requests
+        assert (record.ending, record.status, record.error_code) == (Ending.FAILED, LEFT_STATUS, "draining")
+
+
 # ---------------------------------------------------------------- what answers a call, misused
 
 

@@ -1,5 +1,6 @@
 """The whole thing as real processes: mixed requests, callers who leave, a backend that is killed."""
 
+import json
 import random
 import signal
 from collections import Counter
@@ -168,6 +169,31 @@ async def test_sigterm_drains_and_a_second_signal_ends_at_once(processes: dict[s
         with pytest.raises((openai.APIError, httpx.HTTPError)):
             async for _ in stream:
                 pass
+
+
+async def test_what_a_second_signal_cuts_off_has_its_line(processes: dict[str, Process]) -> None:
+    gateway = processes["gateway"]
+    url, _ = await addresses(gateway)
+    paths = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+    async with AsyncExitStack() as uploads:
+        for path in paths:
+            upload = await uploads.enter_async_context(
+                await anyio.connect_tcp("127.0.0.1", int(url.rpartition(":")[2]))
+            )
+            await upload.send(b"GET /healthz HTTP/1.1\r\nHost: gateway\r\n\r\n")
+            await upload.receive()  # accepted: what follows is read before another's request
+            head = f"POST {path} HTTP/1.1\r\nHost: gateway\r\nContent-Length: 9\r\n\r\n"
+            await upload.send(f"{head}{{".encode())
+        async with httpx.AsyncClient(trust_env=False) as http:
+            await http.get(f"{url}/healthz")
+        gateway.process.send_signal(signal.SIGTERM)
+        await gateway.wait_for("draining")
+        assert await gateway.end(signal.SIGTERM, within_s=10) == 0
+
+    lines = [json.loads(line) for line in gateway.output.splitlines() if '"event": "request"' in line]
+    assert [(line["ending"], line["code"], line["level"]) for line in lines] == [
+        ("failed", "draining", "error")
+    ] * len(paths)
 
 
 @pytest.mark.parametrize("notice_s", ["0.05", "600"], ids=["passes", "is cut short"])
