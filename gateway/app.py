@@ -144,11 +144,12 @@ class Gateway:
         watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
         self.board = parts.board(settings, self.clock)
         self.jobs = parts.jobs(settings)
+        self._switch = BoxSwitch(parts.members(settings, environ, backends, secrets, tls))
         self.boxes = BoxController(
             {name: settings.box_rules(name, parts.box_settle_s(settings)) for name in settings.boxes},
             backends,
             boot_s=settings.box_boots_s(),
-            switch=BoxSwitch(parts.members(settings, environ, backends, secrets, tls)),
+            switch=self._switch,
             board=self.board,
             fleet=self.fleet,
             ledger=self.ledger,
@@ -333,6 +334,7 @@ class Gateway:
             tls=tls,
             hang_s={name: parts.hang_s(settings, name) for name in policy.backends},
         )
+        self._switch.update(secrets=secrets, tls=tls)
         self.pipeline.policy_changed()
         self.metrics.config_in_force(policy.version, self.clock.wall())
         await self.upstream.close_retired()

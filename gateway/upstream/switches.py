@@ -118,6 +118,13 @@ class BoxSwitch:
         """Prepare to switch these models, by backend id."""
         self._members = members
 
+    def update(self, *, secrets: Mapping[str, str], tls: Mapping[str, ssl.SSLContext | bool]) -> None:
+        """Use other API keys and TLS settings for their servers from now on."""
+        self._members = {
+            name: replace(member, secret=secrets.get(name), verify=tls[name])
+            for name, member in self._members.items()
+        }
+
     async def is_resident(self, backend_id: str) -> bool:
         """See `ports.Switch.is_resident`."""
         member = self._members[backend_id]

@@ -4,7 +4,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +242,24 @@ async def test_a_wrong_engine_version_is_quarantine(tmp_path: Path) -> None:
         assert "not > 99" in site.box().quarantine["gemma"].reason
         assert set(site.box().quarantine) == {"gemma", "qwen"}
         assert (await site.ask("gemma")).status_code == 503
+
+
+async def test_a_renewed_key_is_used_for_the_next_swap(tmp_path: Path) -> None:
+    models = spark_pair(speed=SPEED)
+    keyed = {name: replace(model, api_key=f"key of {name}") for name, model in models.items()}
+    key = tmp_path / "key"
+    key.write_text("key of gemma")
+    async with (
+        simulated_box(BoxOptions(keyed, resident="gemma")) as machine,
+        gateway_at(machine, tmp_path, by_request(machine), backend={"api_key_file": str(key)}) as site,
+    ):
+        await site.resident("gemma")
+        key.write_text("key of qwen")
+        assert not (await site.gateway.reloader.reread("signal")).error
+
+        assert (await site.ask("qwen")).status_code == 200
+        assert not site.box().quarantine
+        assert site.is_unharmed()
 
 
 async def test_a_second_crash_is_quarantine(tmp_path: Path) -> None:
