@@ -47,7 +47,7 @@ from gateway.downstream.relay import BodyLimits
 from gateway.downstream.responses import ResponseRetention
 from gateway.downstream.routes import Applications, Operators
 from gateway.events import about
-from gateway.jobs import QueueWatch
+from gateway.jobs import QueueWatch, Revocations
 from gateway.live import Live
 from gateway.open_files import OpenFiles
 from gateway.pipeline import BackendWatch, Peers, Pipeline
@@ -223,6 +223,7 @@ class Gateway:
         self.responses = parts.response_store(settings, self.clock)
         self.idempotency = parts.idempotency(settings, self.clock)
         self.queue = None if self.jobs is None else QueueWatch(self.jobs, self.clock)
+        self.revocations = None if self.jobs is None else Revocations(self.jobs)
         job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
         self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics, self.tracing)
         self.batching = parts.batching(settings)
@@ -236,7 +237,13 @@ class Gateway:
             retention=ResponseRetention(self.responses, settings.responses.keep_s),
             idempotency=self.idempotency,
             background=parts.background(
-                settings, self.jobs, self.pipeline, self.clock, self.boxes.away_s, recorder
+                settings,
+                self.jobs,
+                self.pipeline,
+                self.clock,
+                self.boxes.away_s,
+                recorder,
+                self.revocations,
             ),
             batching=self.batching,
             readiness=self.readiness,
@@ -472,6 +479,7 @@ class Gateway:
             self._store,
             self.jobs,
             self.queue,
+            self.revocations,
             self.worker,
             self.batch_runner,
             self.webhooks,

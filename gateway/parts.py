@@ -28,7 +28,7 @@ from gateway.downstream.idempotency import IdempotencyRules
 from gateway.downstream.serving import new_request_id
 from gateway.downstream.wire import WireRules
 from gateway.events import about
-from gateway.jobs import BatchRules, BatchRunner, QueueWatch, Worker, WorkerRules
+from gateway.jobs import BatchRules, BatchRunner, QueueWatch, Revocations, Worker, WorkerRules
 from gateway.pipeline import Pipeline
 from gateway.pipeline.box_controller import JOBS_SETTLE_S, SETTLE_S
 from gateway.ports import Arrival, Recorder
@@ -160,10 +160,11 @@ def background(
     clock: SystemClock,
     away_s: Callable[[str], float | None],
     recorder: Recorder,
+    revocations: Revocations | None,
 ) -> Background | None:
     """Return what accepts jobs and shows them to their callers; None without jobs."""
     section = settings.jobs
-    if section is None or jobs is None:
+    if section is None or jobs is None or revocations is None:
         return None
     rules = JobRules(
         quota=Quota(section.queued_max_per_key, section.bytes_max_per_key),
@@ -171,7 +172,7 @@ def background(
         unstored_keep_s=section.unstored_keep_s,
         priorities={name: JobPriority(written) for name, written in section.priorities.items()},
     )
-    return Background(jobs, pipeline, rules, clock, away_s, recorder)
+    return Background(jobs, pipeline, rules, clock, away_s, recorder, revocations.add)
 
 
 def job_metrics(

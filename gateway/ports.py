@@ -445,9 +445,12 @@ class JobStore(Protocol):
     """
 
     async def submit(
-        self, job: NewJob, quota: Quota, idempotency: Idempotency | None = None
+        self, job: NewJob, quota: Quota, idempotency: Idempotency | None = None, *, replaces: bool = False
     ) -> Job | Refusal:
-        """Accept a job, or return why not. A repeated idempotency key returns the job accepted first."""
+        """Accept a job, or return why not. A repeated idempotency key returns the job accepted first.
+
+        `replaces`: unless that one is FAILED or CANCELLED. Then the job takes its place.
+        """
 
     async def get(self, job_id: str) -> Job | None:
         """Return a job; None if it was never accepted, was deleted, or has expired."""
@@ -470,6 +473,12 @@ class JobStore(Protocol):
 
     async def delete(self, job_id: str) -> bool:
         """Delete a job and its answer, cancelling it if it is running. Return whether it existed."""
+
+    async def revoke(self, job_id: str) -> bool:
+        """Make sure that a job never runs after `submit` has raised StoreUnavailable.
+
+        It is deleted, or refused if its submission still arrives. Return whether it existed.
+        """
 
     async def retry(self, job_id: str) -> Job | None:
         """Queue a FAILED or CANCELLED job again, from the start; only operators may do this.

@@ -58,6 +58,7 @@ _HEADER_CHARS_KEPT = 256
 
 _REFUSALS: Mapping[Refusal, str] = {
     Refusal.TOO_MANY_JOBS: "This API key has reached its limit of jobs waiting or running.",
+    Refusal.REVOKED: "The job was given up before the store had accepted it.",
     Refusal.TOO_MANY_BYTES: "The jobs of this API key have reached their limit of bytes. Delete some.",
 }
 
@@ -89,11 +90,14 @@ class Background:
         clock: Clock,
         away_s: Callable[[str], float | None],
         recorder: Recorder,
+        revoke: Callable[[str], None],
     ) -> None:
         """Submit jobs to `jobs`, placed as `pipeline` would place them; report each to `recorder`.
 
         `away_s`: seconds until a backend can serve a lane; see `BoxController.away_s`.
+        `revoke`: makes sure that a job never runs; see `Revocations.add`.
         """
+        self.revoke = revoke
         self._recorder = recorder
         self._jobs = jobs
         self._pipeline = pipeline
@@ -113,15 +117,19 @@ class Background:
         route: str,
         body: bytes,
         estimate: Estimate | None = None,
+        replaces: bool = False,
     ) -> tuple[Job, bool]:
         """Submit a request as a job. Return the job, and whether it existed before under the same key.
+
+        `replaces`: whether it takes the place of a job under that key which has failed or was cancelled.
 
         Raises:
             CallerError: no backend could ever take it, a header is invalid, or the idempotency key belongs to
                 another body.
             ShedError: its tokens cannot be counted at the moment.
             JobRefused: the quota of its API key is exhausted.
-            StoreUnavailable: it may or may not have been accepted; retry with the same idempotency key.
+            StoreUnavailable: with an idempotency key, it may have been accepted or not: retry with that key.
+                Without one, it is revoked.
         """
         request = incoming.request
         decision = await self._pipeline.decision_for(incoming, estimate)
@@ -139,7 +147,12 @@ class Background:
             expires_s=_expires_s(request.headers),
         )
         idempotency = Idempotency.of(idempotency_key, route, body)
-        found = await self._jobs.submit(job, self._rules.quota, idempotency)
+        try:
+            found = await self._jobs.submit(job, self._rules.quota, idempotency, replaces=replaces)
+        except StoreUnavailable:
+            if idempotency is None:  # nobody could find it
+                self.revoke(id)
+            raise
         match found:
             case Refusal.IDEMPOTENCY_KEY_REUSED:
                 raise IdempotencyKeyReused()

@@ -7,7 +7,6 @@ counted only once, either here or in the pipeline.
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import anyio
@@ -160,8 +159,7 @@ class ChatJobs:
                 conversation={},
                 is_chat=True,
             )
-            submit = partial(
-                self._background.submit,
+            job, _ = await self._background.submit(
                 request,
                 facts,
                 id=response["id"],
@@ -169,11 +167,9 @@ class ChatJobs:
                 route=Endpoint.CHAT.value,
                 body=received.body,
                 estimate=estimate,
+                idempotency_key=received.headers.get("idempotency-key") if is_found_again else None,
+                replaces=is_in_place,
             )
-            key = received.headers.get("idempotency-key") if is_found_again else None
-            job, _ = await submit(idempotency_key=key)
-            if is_in_place and failure(job) is not None:  # the existing job has failed: run it again
-                job, _ = await submit(idempotency_key=None)
         except StoreUnavailable as error:
             if not is_in_place:
                 self._refused(request.arrival, error, request.request.key)
@@ -184,6 +180,7 @@ class ChatJobs:
                 error,
                 extra=about("queue_passed_over", id=request.arrival.id),
             )
+            self._background.revoke(response["id"])  # it may have been accepted all the same
             return None
         except GatewayError as error:
             self._refused(request.arrival, error, request.request.key)

@@ -1,22 +1,26 @@
 -- ARGV  id, owner, lane, priority, body, facts, keep in ms, ms until it expires or '', batch, the most jobs and
---       bytes of the owner, then digest of the idempotency key or '', fingerprint, how long it is kept in ms.
+--       bytes of the owner, then digest of the idempotency key or '', fingerprint, how long it is kept in ms;
+--       whether the job replaces one accepted under that key that has no answer and will not get one.
 -- Returns the job, briefly: this one, or the one accepted before it; or why it is refused.
 
 local id, owner, lane, priority, body, facts, keep, expires, batch = unpack(ARGV, OWN_ARGUMENTS, OWN_ARGUMENTS + 8)
-local jobs_max, bytes_max, digest, fingerprint, promise_ms = unpack(ARGV, OWN_ARGUMENTS + 9)
+local jobs_max, bytes_max, digest, fingerprint, promise_ms, replaces = unpack(ARGV, OWN_ARGUMENTS + 9)
 
 sweep()
 local before = show(id, true)
 if before then
     return before
 end
+if redis.call('EXISTS', key('revoked', id)) == 1 then
+    return 'revoked'
+end
 local first, is_reused = submitted(digest, fingerprint)
 if is_reused then
     return 'idempotency_key_reused'
 end
-before = first and show(first, true)
-if before then
-    return before
+local known = first and load(first)
+if known and not (replaces == '1' and has_failed(known)) then
+    return show(first, true)
 end
 local bytes = #body + #facts
 local has = redis.call('HMGET', key('quota', owner), 'jobs', 'bytes')

@@ -26,6 +26,7 @@
 -- arrivals           STRING  a counter of jobs that entered a stream, or were accepted
 -- clock              HASH    when the store was last used, since when without a break, and when it was swept
 -- claimed:<worker>   STRING  "token id" of its latest claim
+-- revoked:<id>       STRING  exists if a job that was not accepted yet must not be
 -- submitted:<digest> STRING  "fingerprint id" of the job or batch accepted under an idempotency key
 -- lines:<batch>, done:<batch>: see batches.lua. The owner of a job that is a line of a batch is "batch:<owner>".
 --
@@ -41,6 +42,7 @@ local SWEEP_MS = math.min(1000, LOST / 5)
 local SWEPT_MAX = 200 -- maximum per kind and sweep; the rest follows in the next one
 local BUCKET_MS, LATELY_MS = 10000, 300000 -- for counting ends
 local SERVING_MS = 600000 -- expiry of an announcement
+local REVOKED_MS = 600000 -- how long a submission may be on its way
 local REFUSED_MS = 86400000 -- how long a lane's refusals are remembered after the last one
 
 local STATE = {
@@ -82,6 +84,10 @@ end
 
 local function is_final(job)
     return job.status ~= 'queued' and job.status ~= 'in_progress'
+end
+
+local function has_failed(job)
+    return job.status == 'failed' or job.status == 'cancelled'
 end
 
 -- Whether this is the job's latest attempt. An attempt that the store has forgotten may have had the same number,
@@ -326,6 +332,17 @@ local function forget(id, bytes, owner)
     redis.call('ZREM', key('jobs'), id)
     redis.call('ZREM', key('jobs', owner), id)
     charge(owner, 0, -bytes)
+end
+
+-- Deletes a job and its answer. If it is running, its worker is notified.
+local function delete(job)
+    if not is_final(job) then
+        stop(job)
+        end_job(job, 'cancelled')
+    end
+    redis.call('ZREM', key('ended'), ended_as(job))
+    forget(job.id, job.bytes, job.owner)
+    tell(job)
 end
 
 -- ------------------------------------------------------------------ the sweep

@@ -61,7 +61,7 @@ STOPS_MAX = 1000
 
 _LINES = "batch:"
 _SCRIPTS = (
-    *("submit", "get", "cancel", "delete", "retry", "find", "lanes"),
+    *("submit", "get", "cancel", "delete", "revoke", "retry", "find", "lanes"),
     *("claim", "beat", "append", "finish", "give_back", "refuse", "drain"),
 )
 _SHOWN = (  # as in jobs.lua
@@ -128,7 +128,7 @@ class RedisJobs:
     # ------------------------------------------------------------ callers
 
     async def submit(
-        self, job: NewJob, quota: Quota, idempotency: Idempotency | None = None
+        self, job: NewJob, quota: Quota, idempotency: Idempotency | None = None, *, replaces: bool = False
     ) -> Job | Refusal:
         """See `ports.JobStore.submit`."""
         digest, fingerprint = promised(job.key, idempotency)
@@ -148,6 +148,7 @@ class RedisJobs:
             digest,
             fingerprint,
             milliseconds(PROMISE_S),
+            int(replaces),
         )
         if isinstance(reply, bytes):
             return Refusal(reply.decode())
@@ -194,6 +195,10 @@ class RedisJobs:
     async def delete(self, job_id: str) -> bool:
         """See `ports.JobStore.delete`."""
         return bool(await self._run("delete", job_id))
+
+    async def revoke(self, job_id: str) -> bool:
+        """See `ports.JobStore.revoke`."""
+        return bool(await self._run("revoke", job_id))
 
     async def retry(self, job_id: str) -> Job | None:
         """See `ports.JobStore.retry`."""

@@ -29,7 +29,13 @@ class Lanes:
 async def test_all_who_look_at_their_place_at_once_ask_the_store_once() -> None:
     world, lanes = World(), Lanes()
     background = Background(
-        cast(JobStore, lanes), world.pipeline, JobRules(), world.clock, lambda _: 0.0, world.notes
+        cast(JobStore, lanes),
+        world.pipeline,
+        JobRules(),
+        world.clock,
+        lambda _: 0.0,
+        world.notes,
+        lambda _: None,
     )
     job = Job(NewJob("resp_1", None, "m/c", b"{}"), JobStatus.QUEUED, position=4)
 
@@ -74,7 +80,13 @@ async def test_who_follows_a_job_gets_its_body_only_where_there_is_nothing_more_
     event = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":%b}]}\n\n'
     store = Answered(job, event % b"null", event % b"null", event % b'"stop"')
     background = Background(
-        cast(JobStore, store), world.pipeline, JobRules(), world.clock, lambda _: 0.0, world.notes
+        cast(JobStore, store),
+        world.pipeline,
+        JobRules(),
+        world.clock,
+        lambda _: 0.0,
+        world.notes,
+        lambda _: None,
     )
 
     told = [event["type"] async for batch in background.events(job, -1) for event in batch]

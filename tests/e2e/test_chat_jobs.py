@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -427,9 +427,12 @@ async def test_who_comes_again_after_a_failure_gets_another_job(tmp_path: Path, 
         for backend in running.backends.values():
             await fault(backend.url, None)
         completion = await client.chat.completions.create(**request)
+        again = await client.chat.completions.create(**request)
+        assert len(await jobs_of(running)) == 2
 
     assert caught.value.code == "job_poisoned"
     assert any(said(completion))
+    assert again.id == completion.id
 
 
 async def test_a_stream_waits_for_its_store(tmp_path: Path, store: RedisServer) -> None:
@@ -671,6 +674,31 @@ async def test_without_its_store_a_gateway_serves_such_chats_itself(
     assert any(said(raw.parse()))
     assert "x-gateway-job" not in raw.headers
     assert caught.value.code == "store_unavailable"
+
+
+async def test_what_a_store_accepts_too_late_does_not_run(tmp_path: Path, store: RedisServer) -> None:
+    async with chat_site(tmp_path, store, on_disconnect="finish") as running:
+        client = running.openai(api_key="a")
+        jobs, revocations = running.gateway.jobs, running.gateway.revocations
+        assert jobs is not None and revocations is not None
+
+        async def ask(headers: dict[str, str]) -> None:
+            with suppress(openai.InternalServerError):  # where a job is required, it is refused
+                raw = await client.chat.completions.with_raw_response.create(
+                    **ASK, **THINKING, extra_headers=headers
+                )
+                assert "x-gateway-job" not in raw.headers
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(8):
+                tasks.start_soon(jobs.lanes)  # connects, so that what follows is sent and not read
+        store.stall()
+        async with anyio.create_task_group() as tasks:
+            for headers in ({}, {"Idempotency-Key": "k"}, ASYNC):
+                tasks.start_soon(ask, headers)
+        store.resume()
+        await running.eventually(lambda: not revocations.waiting)
+        assert await jobs_of(running) == []
 
 
 async def test_a_prompt_is_counted_once_where_it_is_not_a_job(

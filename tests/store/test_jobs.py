@@ -115,6 +115,33 @@ async def test_an_idempotency_key_returns_the_job_accepted_first(world: JobWorld
     assert [86_000 < await world.redis.ttl(key) <= 86_400 for key in digests] == [True]
 
 
+@pytest.mark.parametrize("status", [JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.COMPLETED, None])
+async def test_a_job_may_replace_one_that_has_no_answer(jobs: RedisJobs, status: JobStatus | None) -> None:
+    await jobs.submit(new_job("a"), QUOTA, PROMISE)
+    if status is JobStatus.CANCELLED:
+        await jobs.cancel("a")
+    elif status is not None:
+        assert await claimed(jobs) == ["a"]
+        assert await jobs.finish("a", 1, status)
+    expected = "b" if status in (JobStatus.FAILED, JobStatus.CANCELLED) else "a"
+    for _ in range(2):
+        found = await jobs.submit(new_job("b"), QUOTA, PROMISE, replaces=True)
+        assert isinstance(found, Job) and found.id == expected
+    later = await jobs.submit(new_job("c"), QUOTA, PROMISE)
+    assert isinstance(later, Job) and later.id == expected
+
+
+async def test_a_job_that_is_revoked_never_runs(world: JobWorld, jobs: RedisJobs) -> None:
+    await world.submit(jobs, "queued", "runs")
+    assert (await world.claim(jobs)).id == "queued"
+    assert [await jobs.revoke(id) for id in ("queued", "runs", "late")] == [True, True, False]
+    assert await jobs.beat("w", [("queued", 1)]) == ["queued"]  # it is no longer its worker's
+    assert await jobs.submit(new_job("late"), QUOTA) is Refusal.REVOKED
+    assert await claimed(jobs) == []
+    assert await world.quota() == (0, 0)
+    assert 0 < await world.redis.ttl(world.key("revoked", "late")) <= 600
+
+
 @pytest.mark.parametrize(
     ("key", "promise"),
     [
