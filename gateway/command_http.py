@@ -16,4 +16,7 @@ def request(method: str, url: str, *, timeout_s: float, **options: Any) -> httpx
     """
     # httpx would use its own list of authorities. Loading the system's takes 20 ms: only for https.
     verify = ssl.create_default_context() if url.lower().startswith("https:") else True
-    return httpx.request(method, url, timeout=timeout_s, verify=verify, trust_env=False, **options)
+    try:
+        return httpx.request(method, url, timeout=timeout_s, verify=verify, trust_env=False, **options)
+    except UnicodeError as error:  # the resolver's, for a label that is empty or too long
+        raise httpx.InvalidURL(f"the host is not a valid name ({error})") from error

@@ -62,3 +62,15 @@ def test_a_proxy_in_the_environment_is_not_asked(admin: str, monkeypatch: pytest
 
     with pytest.raises(httpx.ConnectError, match="certificate"):  # it was connected to, and not trusted
         command_http.request("GET", admin, timeout_s=5.0)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["healthcheck", "URL"], ["jobs", "list", "--admin", "URL"]], ids="-".join
+)
+@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".b"], ids=["empty-label", "long-label"])
+def test_a_host_that_cannot_be_a_name_is_an_error_of_one_line(arguments: list[str], host: str) -> None:
+    url = f"http://{host}:9090"
+    result = CliRunner().invoke(main, [url if word == "URL" else word for word in arguments])
+    assert (result.exit_code, result.exc_info and result.exc_info[0]) == (1, SystemExit)
+    assert url in result.output
+    assert result.output.count("\n") == 1

@@ -21,7 +21,7 @@ from gateway.events import about
 log = logging.getLogger("gateway.boxes")
 
 OUTPUT_BYTES_MAX = 4_000
-"""Maximum bytes of a command's output that are logged."""
+"""Maximum bytes of a command's output that are logged: of more, the beginning and the end."""
 
 LOOK_S = 0.05
 """Interval for checking whether a command has ended."""
@@ -96,7 +96,15 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _said(output: IO[bytes]) -> list[str]:
+    size = output.seek(0, os.SEEK_END)
     output.seek(0)
-    text = output.read(OUTPUT_BYTES_MAX + 1)
-    lines = text[:OUTPUT_BYTES_MAX].decode(errors="replace").splitlines()
-    return [line for line in lines if line.strip()] + (["..."] if len(text) > OUTPUT_BYTES_MAX else [])
+    if size <= OUTPUT_BYTES_MAX:
+        return _lines(output.read(OUTPUT_BYTES_MAX))
+    beginning = output.read(OUTPUT_BYTES_MAX // 2)
+    output.seek(size - OUTPUT_BYTES_MAX // 2)
+    end = output.read(OUTPUT_BYTES_MAX // 2)
+    return [*_lines(beginning), "...", *_lines(end)]
+
+
+def _lines(text: bytes) -> list[str]:
+    return [line for line in text.decode(errors="replace").splitlines() if line.strip()]

@@ -229,6 +229,21 @@ async def test_a_line_becomes_a_job_once_and_is_written_down_once(world: BatchWo
     assert await world.read(claim.batch.file_id("output")) == b"answer\n"
 
 
+async def test_a_line_that_ends_while_it_is_said_to_go_on_is_looked_at_once_more(world: BatchWorld) -> None:
+    batches = world.open()
+    claim = await running(world, batches)
+    id = await submit(batches, claim, 1)
+    await end(world, id)
+    await batches.collect(claim, id, b"", is_answer=False)
+
+    snapshot = await batches.look(claim)
+    assert (snapshot.running, snapshot.ended) == (1, (RunningLine(id, 1, "r 1"),))
+    await batches.collect(claim, id, b"answer\n", is_answer=True)
+    assert (await batches.look(claim)).ended == ()
+    assert await world.read(claim.batch.file_id("output")) == b"answer\n"
+    assert await world.read(claim.batch.file_id("error")) == b""
+
+
 async def test_a_server_that_is_full_takes_no_line_and_those_it_has_are_written_down(
     stoppable: RedisServer,
 ) -> None:

@@ -82,8 +82,14 @@ async def test_its_output_is_logged_up_to_a_limit(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO, logger=commands.log.name):
         assert await run(sh("echo booting; yes | head -c 100000"), {}) == ""
     assert caplog.messages[0] == "sh: booting"
-    assert caplog.messages[-1] == "sh: ..."
+    assert caplog.messages[-1] == "sh: y"
+    assert caplog.messages.count("sh: ...") == 1
     assert sum(map(len, caplog.messages)) < 4 * OUTPUT_BYTES_MAX
+
+
+async def test_a_command_that_says_much_is_told_by_its_end() -> None:
+    said = await run(sh("seq 1 2000; echo no space left; exit 1"), {})
+    assert said == "exit status 1: no space left"
 
 
 @pytest.mark.parametrize("dies", [True, False])
