@@ -47,7 +47,10 @@ class _Handlers:
         @post(f"{PATH}/{{job_id:str}}/cancel", status_code=200)
         async def cancel(job_id: FromPath[str]) -> Response[bytes]:
             found = await self._jobs.cancel(job_id)
-            log.info("an operator cancelled job %s", job_id, extra=about("operator_cancelled_job", id=job_id))
+            if found is not None and found.status is JobStatus.CANCELLED:
+                log.info(
+                    "an operator cancelled job %s", job_id, extra=about("operator_cancelled_job", id=job_id)
+                )
             return self._shown(found, job_id)
 
         @post(f"{PATH}/{{job_id:str}}/retry", status_code=200)
@@ -57,7 +60,8 @@ class _Handlers:
                 raise JobEnded(
                     f"The job is {found.status.value}: only failed and cancelled ones can be retried."
                 )
-            log.info("an operator retried job %s", job_id, extra=about("operator_retried_job", id=job_id))
+            if found is not None:
+                log.info("an operator retried job %s", job_id, extra=about("operator_retried_job", id=job_id))
             return self._shown(found, job_id)
 
         @post(f"{PATH}/drain", status_code=200)

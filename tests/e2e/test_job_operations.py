@@ -308,6 +308,8 @@ async def test_jobs_are_looked_at_cancelled_and_tried_again(tmp_path: Path, stor
         stopped = await working.post(f"/admin/jobs/{runs.id}/cancel")
 
         assert (over.status, over.err) == (1, f"{waits.id} had already ended\n")
+        orders = re.findall(r'"operator_cancelled_job", "id": "(\w+)"', serving.process.output)
+        assert orders == [runs.id]
         assert (answered.status, answered.err) == (
             1,
             f"The job is {ended.status}: only failed and cancelled ones can be retried.\n",
@@ -348,7 +350,9 @@ async def test_what_is_asked_for_wrongly_is_refused(tmp_path: Path, store: Redis
                 "?owner=a",
             )
         ]
-        missing = [await command(name, "resp_none", "--admin", serving.admin) for name in ("show", "cancel")]
+        words = ("show", "cancel", "retry")
+        missing = [await command(name, "resp_none", "--admin", serving.admin) for name in words]
+        assert "an operator" not in serving.process.output
         drained = (await serving.get("/admin/jobs")).json()["drained"]
 
     assert [(one.status_code, one.json()["error"]["code"]) for one in (page, name)] == [
@@ -357,7 +361,7 @@ async def test_what_is_asked_for_wrongly_is_refused(tmp_path: Path, store: Redis
     ]
     assert drained is False
     assert [one.status_code for one in answers] == [404, 400, 400, 400, 400, 400, 400]
-    assert [(one.status, one.err) for one in missing] == [(1, "There is no job resp_none.\n")] * 2
+    assert [(one.status, one.err) for one in missing] == [(1, "There is no job resp_none.\n")] * 3
 
 
 async def test_a_store_that_is_away_is_said_and_counted(tmp_path: Path, store: RedisServer) -> None:
