@@ -3,13 +3,15 @@
 Chats that bypass ASGI send the same headers (direct_call.py); preflight requests never bypass it.
 """
 
+import re
+
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.downstream.origins import Origins
 from gateway.downstream.serving import new_request_id
 from gateway.ports import Headers
 
-_ROUTES = "/v1/"
+_ROUTES = re.compile("/+v1/")  # Litestar reads several slashes as one
 
 
 class CrossOrigin:
@@ -22,7 +24,7 @@ class CrossOrigin:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
-        if not self._origins.allowed or not scope["path"].startswith(_ROUTES):
+        if not self._origins.allowed or _ROUTES.match(scope["path"]) is None:
             await self._app(scope, receive, send)
             return
         asked = dict(scope["headers"])

@@ -52,7 +52,7 @@ class DirectProtocol(GuardedProtocol):
         """Process received bytes. An incomplete body must be completed within a time limit."""
         if self._template is not None and self._is_repeated(data, self._template):
             return
-        is_at_head = self._is_between_requests() or self.cycle is None
+        is_at_head = self.is_between_requests() or self.cycle is None
         super().data_received(data)
         if is_at_head and self._may_learn and self._call is not None and self._head_bytes == 0:
             self._learn(data)
@@ -60,20 +60,13 @@ class DirectProtocol(GuardedProtocol):
             self._body_timer = self.loop.call_later(self._chats.limits.within_s, self._body_overdue)
             self._fill()
 
-    def _is_between_requests(self) -> bool:
-        """Return whether the next byte received is the first of a request."""
-        return (
-            self.cycle is not None
-            and self.cycle.response_complete
-            and not self._is_in_head
-            and not self._is_receiving
-            and self._rest_timer is None
-            and not self.transport.is_closing()
-        )
+    def is_between_requests(self) -> bool:
+        """See `GuardedProtocol.is_between_requests`."""
+        return not self._is_receiving and super().is_between_requests()
 
     def _is_repeated(self, data: bytes, template: HeadTemplate) -> bool:
         """Answer a request whose head is the previous one's. Return whether these bytes were one."""
-        if not self._is_between_requests() or (found := template.body_of(data)) is None:
+        if not self.is_between_requests() or (found := template.body_of(data)) is None:
             return False
         length, body = found
         head = self._chats.head_again(template.head, length.decode())

@@ -22,9 +22,17 @@ from gateway.downstream.lingering import ClosingTransport, Lingering, closing_un
 HEAD_BYTES_MAX = 65_536
 HEAD_WITHIN_S = 15.0
 CONNECTIONS_MAX = 8_192
+PIPELINED_MAX = 256
+"""Maximum number of requests on one connection that wait for the answers before them: more than any client
+sends. A connection with more is dropped."""
+
 LINGER_S = 60.0
 """How long a connection that is being closed may wait for its caller to read the response, and how long the
 rest of a body may take once it was answered early."""
+
+STALLED_S = 180.0
+"""How long a caller may read nothing at all, whatever is sent. Longer than `caller.CALLER_STALL_S`, after
+which the routes that stream end their work."""
 
 READ_BYTES_MAX = 262_144
 """Maximum bytes that event loops read at once."""
@@ -43,7 +51,8 @@ class HeadTooLarge(InvalidRequest):
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on the size of a head, the time it takes, and the connections.
 
-    The trailers of a chunked body have the same size limit as a head; uvicorn would keep all of them.
+    The trailers of a chunked body have the same size limit as a head, and are ignored; uvicorn would keep all
+    of them, as headers.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -52,10 +61,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0  # of an incomplete head, or incomplete trailers
         self._is_in_head = True
         self._has_ended = False  # whether a request has ended within the data being parsed
+        self._is_overfull = False  # too many requests were sent at once
         self._wants_upgrade = False  # the head is to be parsed again without its upgrade
         self._rest_at = 0  # where its head ended in the data
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._stalled_at = 0.0  # when the write buffer became full
         self._rest_timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # the request being answered
 
@@ -107,6 +118,18 @@ class GuardedProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 self._refuse(HeadTooLarge(f"The request's headers are longer than {HEAD_BYTES_MAX} bytes."))
+        elif self.timeout_keep_alive_task is None and self.is_between_requests():
+            self._await_request()  # these were line breaks, which do not begin a request
+
+    def is_between_requests(self) -> bool:
+        """Return whether the next byte received is the first of a request, or before it."""
+        return (
+            self.cycle is not None
+            and self.cycle.response_complete
+            and not self._is_in_head
+            and self._rest_timer is None
+            and not self.transport.is_closing()
+        )
 
     def on_message_begin(self) -> None:
         """Start a request."""
@@ -124,8 +147,14 @@ class GuardedProtocol(HttpToolsProtocol):
         its bytes may come from a third party. So such a head is parsed again without the upgrade.
         """
         self.head_is_complete()
-        if not self.parser.should_upgrade():
+        if self._is_overfull or len(self.pipeline) >= PIPELINED_MAX:
+            # What follows is added to the last of the requests that will never run.
+            self._is_overfull = True
+            self.pipeline.clear()
+            self.transport.abort()
+        elif not self.parser.should_upgrade():
             super().on_headers_complete()
+            self.headers = []  # for trailers; those of the head are the request's
         elif self.parser.get_method() == b"CONNECT":
             self._refuse(InvalidRequest("This is not a proxy."))
         else:
@@ -146,17 +175,24 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head, self._has_ended = False, True
         if self._rest_timer is not None:  # it was answered early: the connection is idle only now
             self._stop_rest_timer()
-            self._unset_keepalive_if_required()
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+            self._await_request()
         if not self.transport.is_closing() and not self._wants_upgrade:
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Continue with the next request, or wait for one.
+
+        uvicorn would read on after every answer, however many requests are waiting.
+        """
+        super().on_response_complete()
+        if self.pipeline:
+            self.flow.pause_reading()
 
     def pause_writing(self) -> None:
         """Handle a full write buffer: the caller reads slowly."""
         super().pause_writing()
         if self._stall_timer is None:
+            self._stalled_at = self.loop.time()
             self._stall_timer = self.loop.call_later(LINGER_S, self._stalled)
 
     def resume_writing(self) -> None:
@@ -172,6 +208,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def linger(self) -> None:
         """Close the connection after an answer to an incomplete request."""
         if not self.transport.is_closing():
+            self.pipeline.clear()  # what came behind the incomplete request is no request
             self.transport.write_eof()
             self.transport.set_protocol(Lingering(self))
             self._rest_timer = self.loop.call_later(LINGER_S, self.transport.abort)
@@ -206,6 +243,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self._wants_upgrade = False
         self.parser = self.new_parser()
         self.data_received(b"\r\n".join((*lines, b"", rest)))
+
+    def _await_request(self) -> None:
+        """Start, or restart, the time limit for an idle connection."""
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._head_overdue)
@@ -243,10 +287,10 @@ class GuardedProtocol(HttpToolsProtocol):
             self._rest_timer = None
 
     def _stalled(self) -> None:
-        """Drop a connection that cannot be closed because its caller does not read."""
-        if self.transport.is_closing():
+        """Drop a connection whose caller does not read, if it is to be closed, or after `STALLED_S`."""
+        if self.transport.is_closing() or self.loop.time() - self._stalled_at >= STALLED_S:
             self.transport.abort()
-        else:  # an answer in progress has its own time limits
+        else:
             self._stall_timer = self.loop.call_later(LINGER_S, self._stalled)
 
     def _head_overdue(self) -> None:

@@ -232,9 +232,16 @@ class Responses:
     async def _follow(
         self, background: Background, job: Job, after: int, send: Callable[[bytes], Awaitable[None]]
     ) -> None:
-        """Send the events of a job as they arrive, with keep-alive comments in between."""
+        """Send the events of a job as they arrive, with keep-alive comments in between.
+
+        Raises:
+            CallerStalled: the caller does not read.
+        """
         async for events in background.events(job, after):
-            await send(_frames(events) or KEEP_ALIVE)
+            with anyio.move_on_after(CALLER_STALL_S) as patience:
+                await send(_frames(events) or KEEP_ALIVE)
+            if patience.cancelled_caught:
+                raise CallerStalled
 
     async def _job(self, key: str | None, id: str) -> Job | None:
         return None if self._background is None else await self._background.get(key, id)

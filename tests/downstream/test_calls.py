@@ -10,7 +10,7 @@ import socket
 import struct
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -263,6 +263,7 @@ async def test_who_may_read_an_answer_as_the_origins_change(way: str) -> None:
         (["*"], "/v1/chat/completions", "authorization"),
         (["*"], "/v1/files", ""),
         (["*"], "/v1/no", "no: name"),
+        (["*"], "//v1//chat/completions", "authorization"),
     ],
 )
 async def test_a_browser_that_asks_is_answered_without_a_key(
@@ -613,6 +614,29 @@ async def test_the_rest_of_a_last_request_is_not_waited_for(
         await site.eventually(lambda: not site.listener.server_state.connections)
 
 
+async def test_what_comes_behind_an_upload_that_is_given_up_is_no_request(way: str) -> None:
+    async with front(way, limits=BodyLimits(together_max=100)) as site, site.caller() as caller:
+        await caller.send(post(chat(user="x" * 200)) + post(chat(user="behind")))
+        got = await caller.answer()
+
+        assert (got.status, got.code) == (503, "out_of_resources")
+        assert await caller.until_closed() == b""
+        await site.idle()
+        assert site.backend.requests == []
+        assert len(site.notes.requests) == 1
+
+
+async def test_line_breaks_do_not_keep_a_connection(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.downstream.listener.KEEPALIVE_S", 0.3)
+    async with front(way) as site, site.caller() as caller:
+        assert (await caller.ask(post(chat()))).status == 200
+        await caller.send(b"\r\n")
+        assert (await caller.ask(post(chat()))).status == 200
+        await caller.send(b"\r\n\r\n")
+        assert await caller.is_closed()
+        await site.idle()
+
+
 # ---------------------------------------------------------------- callers that leave
 
 
@@ -822,6 +846,7 @@ async def test_a_fault_in_the_answer_leaves_it_without_its_end(way: str, is_stre
 
 
 FEW_RECEIVED = (socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
+FEW_SENT = (socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
 PIECES = [event(delta={"content": f"{number} " + "x" * 60_000}) for number in range(400)]
 
 
@@ -926,6 +951,44 @@ async def test_the_connection_of_a_caller_that_reads_no_more_is_dropped(
         await site.eventually(lambda: is_stalled(site))
         await site.eventually(lambda: not site.listener.server_state.connections)
         await site.idle()
+
+
+async def test_a_caller_that_asks_on_and_on_and_reads_nothing_is_dropped(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.downstream.guard.LINGER_S", 0.05)
+    monkeypatch.setattr("gateway.downstream.guard.STALLED_S", 0.2)
+    monkeypatch.setattr("gateway.tcp.KEEPALIVE", (FEW_RECEIVED, FEW_SENT))
+    async with front(way) as site, site.caller() as caller:
+        caller.stream.extra(SocketAttribute.raw_socket).setsockopt(*FEW_RECEIVED)
+        state = site.listener.server_state
+        while not is_stalled(site):
+            expected = state.total_requests + 50
+            await caller.send(asking("GET", "/v1/models") * 50)
+            await site.eventually(lambda: is_stalled(site) or state.total_requests >= expected)  # noqa: B023
+        await site.eventually(lambda: not state.connections)
+        await site.idle()
+
+
+async def test_a_caller_that_sends_too_many_requests_at_once_is_dropped(way: str) -> None:
+    async with front(way) as site, site.caller() as caller:
+        await caller.send(post(chat()) * (guard.PIPELINED_MAX + 2))
+        with pytest.raises(Closed):
+            while True:
+                await caller.answer()
+        await site.idle()
+        assert not site.listener.server_state.connections
+        assert len(site.backend.requests) <= 1
+
+
+async def test_no_more_is_read_than_is_answered(way: str) -> None:
+    async with front(way) as site, site.caller() as caller:
+        with anyio.move_on_after(0.5), suppress(anyio.BrokenResourceError):
+            while True:
+                await caller.send(asking("GET", "/v1/models") * 20)
+        for connection in site.listener.server_state.connections:
+            assert isinstance(connection, GuardedProtocol)
+            assert len(connection.pipeline) <= guard.PIPELINED_MAX
 
 
 async def test_a_caller_that_is_slow_is_not_dropped(way: str, monkeypatch: pytest.MonkeyPatch) -> None:

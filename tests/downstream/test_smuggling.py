@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import pytest
 from anyio.abc import SocketStream
-from support.front import WAYS, Closed, Front, Wire, chat, front, post
+from support.front import KEY, WAYS, Closed, Front, Wire, chat, front, post
 from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
 from support.world import DONE, HELLO, WHOLE
@@ -54,6 +54,27 @@ def coded(value: bytes = b"chunked") -> bytes:
 
 
 CHUNKED = chunk(BODY) + LAST_CHUNK
+
+
+@pytest.mark.parametrize("pieces", [1, 2], ids=["at once", "later"])
+@pytest.mark.parametrize("key", [None, "other"], ids=["no key", "wrong key"])
+async def test_trailers_are_no_headers(site: Front, key: str | None, pieces: int) -> None:
+    head = post(b"", "Transfer-Encoding: chunked", key=key, length=None)
+    body = chunk(BODY) + b"0\r\n" + f"Authorization: Bearer {KEY}\r\n\r\n".encode()
+    async with site.caller() as caller:
+        await caller.send(*([head + body] if pieces == 1 else [head, body]))
+        got = await caller.answer()
+    assert (got.status, got.code) == (401, "invalid_api_key")
+    assert site.backend.requests == []
+
+
+async def test_trailers_are_not_passed_on(site: Front) -> None:
+    head = post(b"", "Transfer-Encoding: chunked", length=None)
+    trailers = b"Content-Encoding: gzip\r\ntraceparent: 00-%b-%b-01\r\n\r\n" % (b"a" * 32, b"b" * 16)
+    async with site.caller() as caller:
+        got = await caller.ask(head + chunk(BODY) + b"0\r\n" + trailers)
+    assert got.status == 200
+    assert b"a" * 32 not in site.backend.requests[0][0]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Responses in the background, through the unmodified SDK, a real store and simulated backends."""
 
+import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -131,6 +133,28 @@ async def test_a_stream_whose_store_goes_away_is_cut_off_and_taken_up_again(
     assert rest[-1].type == "response.incomplete"
     assert "was cut off: The job store does not answer" in caplog.text
     assert "Exception in ASGI application" not in caplog.text
+
+
+async def test_a_stream_that_nobody_reads_is_given_up(
+    tmp_path: Path, store: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.downstream.responses.CALLER_STALL_S", 0.2)
+    monkeypatch.setattr("gateway.tcp.KEEPALIVE", ((socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14),))
+    asked = {**ASK, "background": True, "stream": True, "max_output_tokens": 20_000, "ignore_eos": True}
+    body = json.dumps(asked).encode()
+    fields = {"host": "gateway", "authorization": "Bearer a", "content-length": str(len(body))}
+    lines = ["POST /v1/responses HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
+    async with jobs_site(tmp_path, store, speed=100.0) as gateway:
+        serving = gateway.gateway.applications.serving
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+            reader.connect(("127.0.0.1", httpx.URL(gateway.url).port))
+            reader.sendall("\r\n".join(lines).encode() + body)
+            await gateway.eventually(lambda: serving.in_flight == 1)
+            await gateway.eventually(lambda: serving.in_flight == 0)
+        assert gateway.gateway.jobs is not None
+        (job,) = await gateway.gateway.jobs.find()
+        assert not job.status.is_final
 
 
 async def test_jobs_use_all_slots_but_a_reserve_however_long_their_first_tokens_take(
