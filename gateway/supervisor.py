@@ -320,7 +320,11 @@ async def _pass_hints_on(
     hints: AsyncIterator[signal.Signals], settings: Settings, environ: Mapping[str, str], group: WorkerGroup
 ) -> None:
     async for _ in hints:
-        await group.reread(_usable(settings, environ))
+        try:
+            source = _usable(settings, environ, read(settings.path))
+        except OSError:  # the workers say so
+            source = None
+        await group.reread(source)
 
 
 async def _follow(settings: Settings, environ: Mapping[str, str], group: WorkerGroup) -> None:
@@ -336,8 +340,11 @@ async def _follow(settings: Settings, environ: Mapping[str, str], group: WorkerG
             before = source
 
 
-def _usable(settings: Settings, environ: Mapping[str, str], source: bytes | None = None) -> str | None:
-    """Return the contents of the file if workers started with `settings` can use it. They log any errors."""
+def _usable(settings: Settings, environ: Mapping[str, str], source: bytes) -> str | None:
+    """Return `source`, the contents of the file, if workers started with `settings` can use it.
+
+    They log any errors.
+    """
     try:
         new = load(settings.path, environ, source=source)
         beside(settings, settings, new).require(environ)

@@ -28,11 +28,11 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 
 def main() -> int:
     """Serve as ordered on standard input. Return the exit status."""
-    for heard in (*app.STOP_SIGNALS, app.RELOAD_SIGNAL):
-        signal.signal(heard, signal.SIG_IGN)  # the parent handles them for all workers
+    for number in (*app.STOP_SIGNALS, app.RELOAD_SIGNAL):
+        signal.signal(number, signal.SIG_IGN)  # the parent handles them for all workers
     reports = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)  # anything else that is printed must not be taken for the report
-    written, stops = _order()
+    written, heard = _order()
     if written is None:
         return 0  # the parent has already exited
     order = Order(**json.loads(written))
@@ -50,14 +50,16 @@ def main() -> int:
             # Later changes are compared with the configuration that all workers were started with.
             own = replace(settings.beside(loaded, own, new), tree=loaded.tree)
         with socket.socket(fileno=order.listen_fd) as listen:
-            process.run(_serve, own, listen, stops, report)
+            process.run(_serve, own, listen, heard, report)
     except ConfigError as error:
         report(Report(error=str(error)))
         return process.status_of(error)
     return 0
 
 
-async def _serve(own: Settings, listen: socket.socket, stops: int, report: Callable[[Report], None]) -> None:
+async def _serve(
+    own: Settings, listen: socket.socket, heard: bytes, report: Callable[[Report], None]
+) -> None:
     def ready(running: app.Running) -> None:
         report(Report(admin_url=running.admin_url))
 
@@ -67,7 +69,7 @@ async def _serve(own: Settings, listen: socket.socket, stops: int, report: Calla
     async with hints_out, hints, anyio.create_task_group() as tasks:
         tasks.start_soon(app.reread_on, hints, gateway)
         try:
-            await app.serve_until(_told(stops, hints_out), gateway, ready=ready, listen=listen)
+            await app.serve_until(_told(heard, hints_out), gateway, ready=ready, listen=listen)
         except ConfigError as error:  # returned by value, because the task group would wrap it
             failure = error
         tasks.cancel_scope.cancel()
@@ -75,37 +77,35 @@ async def _serve(own: Settings, listen: socket.socket, stops: int, report: Calla
         raise failure
 
 
-def _order() -> tuple[bytes | None, int]:
-    """Return the order, or None at EOF; and the number of stop bytes received with it."""
+def _order() -> tuple[bytes | None, bytes]:
+    """Return the order, or None at EOF; and the bytes received behind it."""
     heard = b""
     while b"\n" not in heard:
         more = os.read(STDIN, 65_536)
         if not more:
-            return None, 0
+            return None, b""
         heard += more
-    order, _, stops = heard.partition(b"\n")
-    return order, stops.count(STOP)
+    order, _, rest = heard.partition(b"\n")
+    return order, rest
 
 
-async def _told(stops: int, hints: MemoryObjectSendStream[None]) -> AsyncIterator[None]:
-    """Yield for each of `stops`, then for each stop byte received. EOF counts as one if it is the first.
+async def _told(heard: bytes, hints: MemoryObjectSendStream[None]) -> AsyncIterator[None]:
+    """Yield for each stop byte in `heard`, then for each one received. EOF counts as one if it is the first.
 
     Requests to reload go to `hints`, where several may be merged.
     """
-    for _ in range(stops):
-        yield
-    is_told = stops > 0
+    is_told = False
     while True:
-        await anyio.wait_readable(STDIN)
-        heard = os.read(STDIN, 64)
-        if not heard:
-            break
         if REREAD in heard:
             with suppress(anyio.WouldBlock):
                 hints.send_nowait(None)
         for _ in range(heard.count(STOP)):
             is_told = True
             yield
+        await anyio.wait_readable(STDIN)
+        heard = os.read(STDIN, 64)
+        if not heard:
+            break
     if not is_told:
         yield
     await anyio.sleep_forever()

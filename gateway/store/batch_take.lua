@@ -2,7 +2,7 @@
 -- Returns the oldest batch that nobody works at, with fence, cursor and offset behind it; or nothing.
 
 local runner, lease, each_max = unpack(ARGV, OWN_ARGUMENTS)
-local LOOKED_MAX = 2000
+local LOOKED_MAX = 10000
 local counts, first = {}, nil
 
 insist(TAG)

@@ -32,6 +32,7 @@ end
 
 -- Stores a record of at most `bytes_max`; evicts first what expires first.
 local function put(id, record, life_ms, bytes_max)
+    redis.call('SET', KEYS[3], bytes) -- a server that is full refuses a script's first write, or none: it must need room
     drop(id)
     bytes = bytes + #record
     while bytes > tonumber(bytes_max) do

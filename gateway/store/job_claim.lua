@@ -2,7 +2,8 @@
 --       lanes.
 -- Returns the job that was claimed, or nothing, as while jobs are drained. With the token of its last claim: the same job again.
 
-local PAGE, LOOKED_MAX = 100, 1000
+local PAGE, LOOKED_MAX = 100, 10000
+local CLAIMED_MS = 3600000 -- how long a worker may be unable to ask what became of its last claim
 local worker, token, attempts_max, config, any = unpack(ARGV, OWN_ARGUMENTS, OWN_ARGUMENTS + 4)
 local lanes = any == '1' and redis.call('SMEMBERS', key('lanes')) or {unpack(ARGV, OWN_ARGUMENTS + 5)}
 
@@ -106,7 +107,7 @@ for _ = 1, SWEPT_MAX do
         end
         redis.call('HINCRBY', key('running'), job.lane, 1)
         set(job, {status = 'in_progress', attempt = job.attempt + 1, started = now, worker = worker, token = token})
-        redis.call('SET', key('claimed', worker), token .. ' ' .. id, 'PX', 2 * LOST)
+        redis.call('SET', key('claimed', worker), token .. ' ' .. id, 'PX', CLAIMED_MS)
         tell(job)
         return show(id)
     end

@@ -349,8 +349,15 @@ end
 
 local function take_over(stream)
     -- Redis 6.2 returns two elements, later ones three; with JUSTID the second has ids in both.
-    local lost = redis.call('XAUTOCLAIM', stream, GROUP, BY_SWEEP, LOST, '0-0', 'COUNT', SWEPT_MAX, 'JUSTID')
-    for _, entry in ipairs(lost[2]) do
+    local at, found, lost = '0-0', {}, nil
+    repeat -- each call looks at ten times as many entries at most, and returns where it has stopped
+        lost = redis.call('XAUTOCLAIM', stream, GROUP, BY_SWEEP, LOST, at, 'COUNT', SWEPT_MAX, 'JUSTID')
+        at = lost[1]
+        for _, entry in ipairs(lost[2]) do
+            found[#found + 1] = entry
+        end
+    until at == '0-0' or #found >= SWEPT_MAX
+    for _, entry in ipairs(found) do
         local read = redis.call('XRANGE', stream, entry, entry)
         local job = read[1] and load(read[1][2][2])
         if job and job.status == 'in_progress' and job.stream == stream and job.entry == entry then

@@ -288,6 +288,35 @@ async def test_a_worker_that_is_replaced_has_the_configuration_of_the_others(tmp
         assert await process.end(signal.SIGTERM) == 0
 
 
+async def test_a_worker_that_starts_hears_a_signal_to_reload(tmp_path: Path) -> None:
+    backend = "http://127.0.0.1:9"
+    config = configured(tmp_path, backend, reload={"watch": False})
+    async with running(*serve(config), own_group=True) as process:
+        gateway = Gateway(process, config, backend)
+        await process.wait_for(r"serves http")
+        before = set(descendants(process.process.pid))
+        os.kill(gateway.pid(1), signal.SIGKILL)
+        with anyio.fail_after(20):
+            while not set(descendants(process.process.pid)) - before:  # noqa: ASYNC110 - it sends no event
+                await anyio.sleep(0.005)
+        configured(tmp_path, backend, reload={"watch": False}, allowed_origins=["https://new.example"])
+        process.process.send_signal(signal.SIGHUP)
+        await process.wait_for(rf"(?s)(is in force \(signal\).*){{{WORKERS}}}", within_s=20)
+        assert await process.end(signal.SIGTERM) == 0
+
+
+async def test_a_configuration_in_a_pipe_does_not_stop_a_signal(tmp_path: Path) -> None:
+    written = configured(tmp_path, "http://127.0.0.1:9").read_bytes()
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    async with running(*serve(pipe)) as process:
+        await anyio.to_thread.run_sync(pipe.write_bytes, written)
+        await process.wait_for(r"serves http")
+        process.process.send_signal(signal.SIGHUP)
+        await process.wait_for("it is not a regular file|cannot be read")
+        assert await process.end(signal.SIGTERM) == 0
+
+
 @pytest.mark.parametrize("gateway", [FAST], indirect=True)
 async def test_a_connection_that_waits_to_be_accepted_outlives_every_worker(gateway: Gateway) -> None:
     pids = [gateway.pid(number) for number in range(WORKERS)]

@@ -933,6 +933,37 @@ async def test_a_claim_whose_reply_was_lost_is_the_next_one_s_answer(stoppable: 
     await jobs.aclose()
 
 
+async def test_a_claim_may_be_asked_for_again_long_after(world: JobWorld) -> None:
+    jobs = world.open(lost_s=1.0)
+    await world.submit(jobs, "a")
+    await world.claim(jobs)
+    assert await world.redis.ttl(world.key("claimed", "w")) > 600
+
+
+async def test_a_dead_worker_s_jobs_are_found_behind_many_others(world: JobWorld, jobs: RedisJobs) -> None:
+    ids = [f"{number}" for number in range(2_100)]
+    await world.submit(jobs, *ids, "dead")
+    for _ in ids:
+        await world.claim(jobs, "alive")
+    assert (await world.claim(jobs, "dead")).id == "dead"
+    await world.lose_worker_of("dead")
+    assert await claimed(jobs, "another") == ["dead"]
+
+
+async def test_a_job_is_found_behind_many_that_others_are_to_run(world: JobWorld, jobs: RedisJobs) -> None:
+    ids = [f"{number}" for number in range(1_001)]
+    await world.submit(jobs, *ids, "behind")
+    for config in ("one", "two"):
+        await jobs.beat(config, (), Serving(config, frozenset({"m"})))
+    error = JobError("no_backend", "No backend can take it.")
+    for _ in ids:
+        job = await jobs.claim("w", None, 3, "one")
+        assert job is not None
+        await jobs.refuse(job.id, 1, error, config="one", attempts_max=3, after_s=0.0)
+    job = await jobs.claim("w", None, 3, "one")
+    assert job is not None and job.id == "behind"
+
+
 async def test_whoever_listens_hears_again_after_the_store_was_away(
     stoppable: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

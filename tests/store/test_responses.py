@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import anyio
 import pytest
-from support.redis_server import RedisServer, failover, legs
+from redis.asyncio import Redis
+from support.redis_server import RedisServer, failover, legs, own_server
 
 from gateway.clock import SystemClock
 from gateway.core.errors import StoreUnavailable
@@ -38,6 +39,21 @@ async def test_what_is_put_is_found_until_it_is_deleted(kept: ResponseStore) -> 
     assert await kept.delete("a", "r1")
     assert await kept.get("a", "r1") is None
     assert not await kept.delete("a", "r1")
+
+
+@pytest.mark.parametrize("leg", legs())
+async def test_a_server_that_is_full_takes_none(tmp_path: Path, leg: str) -> None:
+    with own_server(leg, tmp_path) as server:
+        store = RedisResponseStore(server.url, prefix="gw", bytes_max=1_000_000)
+        assert await store.put("a", "r1", b"kept", HOUR)
+        async with Redis.from_url(server.url) as redis:
+            await redis.config_set("maxmemory", 1)
+        for id in ("r1", "r2"):
+            with pytest.raises(StoreUnavailable):
+                await store.put("a", id, b"new", HOUR)
+        assert await store.get("a", "r1") == b"kept"
+        assert await store.delete("a", "r1")
+        await store.aclose()
 
 
 async def test_owners_have_nothing_in_common(kept: ResponseStore) -> None:
