@@ -136,6 +136,7 @@ class Gateway:
             hang_s={name: parts.hang_s(settings, name) for name in backends},
             on_change=self._backend_changed,
             on_sample=self._backend_sampled,
+            on_stale=self._backend_unsampled,
         )
         self.upstream = DirectUpstream(backends.values(), secrets=secrets, tls=tls)
         self.estimator = open_estimator(settings.vocab)
@@ -326,8 +327,9 @@ class Gateway:
         tls: Mapping[str, ssl.SSLContext | bool],
     ) -> None:
         """Apply other settings atomically."""
-        for name in set(self.policy.backends) - set(policy.backends):
-            self.counts.forget(name)
+        for name, backend in self.policy.backends.items():
+            if name not in policy.backends or policy.backends[name].url != backend.url:
+                self.counts.forget(name)
         self.settings, self.policy = settings, policy
         parts.tell_policy(self.decisions, settings)
         self.keys.replace(digests)
@@ -370,6 +372,12 @@ class Gateway:
         if after.cause is not before.cause:
             logs.count_drifted(after)
         if after.kv_blocks < before.kv_blocks:
+            self.pipeline.room.look()
+
+    def _backend_unsampled(self, backend_id: str) -> None:
+        is_freed = backend_id in self.counts.kv_taken
+        self.counts.forget(backend_id)
+        if is_freed:
             self.pipeline.room.look()
 
     def readiness(self) -> Mapping[str, bool]:

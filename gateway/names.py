@@ -109,7 +109,7 @@ async def _first_connected(
     """Return a socket connected to the first address that accepts.
 
     Raises:
-        OSError: none does; the error of the last one.
+        OSError: none does; that one of them refuses, or else the error of the last one.
     """
     left = list(found)
     tries: set[asyncio.Task[socket.socket]] = set()
@@ -126,7 +126,8 @@ async def _first_connected(
                 try:
                     return one.result()
                 except OSError as error:
-                    failure = error
+                    if not isinstance(failure, ConnectionRefusedError):  # which says the most
+                        failure = error
         raise failure
     finally:
         for one in tries:

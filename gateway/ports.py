@@ -337,8 +337,8 @@ class Fleet(Protocol):
     def statuses(self) -> Mapping[str, BackendStatus]:
         """Return the status of every configured backend."""
 
-    def report(self, backend_id: str, outcome: Outcome, detail: str) -> None:
-        """Report the outcome of an attempt on a backend."""
+    def report(self, backend_id: str, outcome: Outcome, detail: str, started_at: float) -> None:
+        """Report the outcome of an attempt on a backend; `started_at`: monotonic seconds."""
 
 
 class BoxFleet(Protocol):

@@ -146,10 +146,13 @@ def test_the_next_address_is_tried_where_the_first_takes_no_connection(
         assert runner.run(asyncio.wait_for(connect(), WITHIN_S)) == server.getsockname()
 
 
+@pytest.mark.parametrize("is_reachable_only_once", [False, True])
 def test_a_host_none_of_whose_addresses_takes_a_connection_refuses_it(
-    loop_factory: Callable[[], asyncio.AbstractEventLoop], resolver: Resolver
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], resolver: Resolver, is_reachable_only_once: bool
 ) -> None:
-    resolver.known["engine.test"] = [refusing(), refusing()]
+    resolver.known["engine.test"] = addresses = [refusing(), refusing()]
+    if is_reachable_only_once:
+        addresses[1] = ("255.255.255.255", 80)
 
     async def connect() -> None:
         await asyncio.get_running_loop().create_connection(asyncio.Protocol, "engine.test", 80)

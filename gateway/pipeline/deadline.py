@@ -9,6 +9,15 @@ import asyncio
 from math import inf
 from types import TracebackType
 
+LATE_S = 0.5
+"""A look at the deadlines that is later than this means that the whole process stood still."""
+
+GRACE_S = 0.1
+"""How long they are then left alone, so that what has arrived meanwhile is read first."""
+
+AGAIN_S = 0.01
+"""How soon it is tried again to end a block that somebody else is ending."""
+
 
 class Deadlines:
     """The open deadlines of one event loop.
@@ -18,7 +27,7 @@ class Deadlines:
         at: When they are looked at next, in seconds of its clock; `inf` if none is open.
     """
 
-    __slots__ = ("_opened", "_timer", "at", "loop")
+    __slots__ = ("_opened", "_timer", "_was_late", "at", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start with none."""
@@ -26,6 +35,7 @@ class Deadlines:
         self.at = inf
         self._timer: asyncio.TimerHandle | None = None
         self._opened: set[Deadline] = set()
+        self._was_late = False
 
     def open(self, deadline: "Deadline") -> None:
         """Watch a deadline until `close`."""
@@ -50,13 +60,18 @@ class Deadlines:
 
     def _look(self) -> None:
         """End the blocks whose deadline has passed, and look again when the next one will."""
-        now, self.at, self._timer = self.loop.time(), inf, None
+        now, planned = self.loop.time(), self.at
+        self.at, self._timer = inf, None
+        self._was_late = not self._was_late and -inf < planned < now - LATE_S
+        if self._was_late:  # timers come before sockets: a deadline may have been met, and not be moved yet
+            self._set(now + GRACE_S)
+            return
         earliest = inf
         for deadline in tuple(self._opened):
             due = min(deadline.at, deadline.latest)
-            if due <= now:
-                deadline.expire()
-            elif due < earliest:
+            if due <= now and not deadline.expire():
+                due = now + AGAIN_S
+            if now < due < earliest:
                 earliest = due
         if earliest < inf:
             self._set(earliest)
@@ -108,8 +123,15 @@ class Deadline:
         self.has_passed = task.uncancel() <= self._cancelling and kind is asyncio.CancelledError
         return self.has_passed
 
-    def expire(self) -> None:
-        """Cancel the block, once."""
+    def expire(self) -> bool:
+        """Cancel the block, once. Return False if somebody else is cancelling it: try again later.
+
+        Until the task is told of a cancellation, another one would take its place, and a cancel scope would
+        not recognize its own.
+        """
         if self._task is not None and not self._is_expired:
+            if self._task.cancelling() > self._cancelling:
+                return False
             self._is_expired = True
             self._task.cancel()
+        return True

@@ -175,6 +175,10 @@ class Pipeline:
         except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
             self._note_cancelled(context)
             raise
+        except Exception:
+            context.ending = Ending.BROKEN if context.status else Ending.FAILED
+            context.status, context.error_code = context.status or GatewayError.status, GatewayError.code
+            raise
         finally:
             self._judge(context)
             self._recorder.finished(context.record(self._clock.now()))
@@ -528,12 +532,12 @@ class Pipeline:
             if record.outcome in _REFUSALS:
                 context.unreported.append(record)
             else:
-                self._fleet.report(backend.id, record.outcome, record.detail)
+                self._fleet.report(backend.id, record.outcome, record.detail, record.started_at)
 
     def _report(self, context: RequestContext) -> None:
         """Report the failed attempts so far: since another backend answered, the request was not at fault."""
         for attempt in context.unreported:
-            self._fleet.report(attempt.backend, attempt.outcome, attempt.detail)
+            self._fleet.report(attempt.backend, attempt.outcome, attempt.detail, attempt.started_at)
         context.unreported.clear()
 
     def _judge(self, context: RequestContext) -> None:

@@ -40,7 +40,12 @@ CALM_LINES = 10
 """Maximum number of lines of one kind within `CALM_S`."""
 
 _SUBJECTS = ("backend", "box", "endpoint", "lane", "store", "worker")
-_ONE_EACH = frozenset({"request", "request_queued", "job_ended", "batch_ended"})
+_ONE_EACH = frozenset(
+    {
+        *("request", "request_queued", "job_ended", "batch_ended", "config_change"),
+        *("operator_cancelled_job", "operator_retried_job"),
+    }
+)
 
 _LEVELS = {Ending.FAILED: logging.ERROR, Ending.BROKEN: logging.ERROR, Ending.SHED: logging.WARNING}
 

@@ -494,7 +494,7 @@ class _Fleet(Collector):
                 "gateway_knee_used_ratio": load.share / admission.WHOLE,
                 "gateway_kv_blocks": load.kv_blocks,
             }
-            if status.engine is not None:
+            if status.engine is not None and not status.metrics_error and status.down_since is None:
                 values["gateway_engine_running"] = status.engine.running
                 values["gateway_engine_waiting"] = status.engine.waiting
                 values["gateway_engine_kv_usage_ratio"] = status.engine.kv_usage

@@ -60,6 +60,11 @@ from gateway.upstream.transport import causes, tls_fault
 PAGE_BYTES_MAX = 4_000_000
 """Maximum bytes read from a probe's answer. A metrics page of vLLM 0.32 has 72 KB."""
 
+STALE_S = 10.0
+"""Older engine metrics say nothing about what the engine does now."""
+
+_NO_SUCH_PATH = frozenset({404, 405, 501})
+
 HURRY_S = 0.2
 """How long probes in progress may continue when probing ends."""
 
@@ -84,6 +89,7 @@ class Prober:
         hang_s: Mapping[str, float] | None = None,
         on_change: Listener | None = None,
         on_sample: SampleListener | None = None,
+        on_stale: Callable[[str], None] | None = None,
     ) -> None:
         """Prepare to probe `backends`; nothing is sent before `run`.
 
@@ -96,10 +102,12 @@ class Prober:
             hang_s: Per backend id, an override of `rules.hang_s`; see `health.hang_after_s`.
             on_change: Called when a state, its reason, or the served models change.
             on_sample: Called with every sample.
+            on_stale: Called with the id of a backend, once per interval, while it has no recent sample.
         """
         self._clock = clock
         self._on_change = on_change
         self._on_sample = on_sample
+        self._on_stale = on_stale
         self._watched: dict[str, _Watched] = {}
         self._rules: dict[str, HealthRules] = {}
         self._statuses: dict[str, BackendStatus] = {}
@@ -139,8 +147,11 @@ class Prober:
             if before is not None:
                 before.end()
             self._watched[name] = wanted
-            if before is None or before.url != backend.url:
+            if before is None:
                 self._statuses[name] = BackendStatus(since=self._clock.now())
+            elif before.url != backend.url:  # other gateways count its verdicts
+                verdicts = self._statuses[name].verdicts
+                self._statuses[name] = BackendStatus(since=self._clock.now(), verdicts=verdicts)
             self._looks[name] = anyio.Event()
             if self._tasks is not None:
                 self._tasks.start_soon(self._watch, name, wanted, name=f"watch {name}")
@@ -154,7 +165,7 @@ class Prober:
         """Return the status of every backend by id: a live view, read-only."""
         return self._view
 
-    def report(self, backend_id: str, outcome: Outcome, detail: str) -> None:
+    def report(self, backend_id: str, outcome: Outcome, detail: str, started_at: float) -> None:
         """See `ports.Fleet.report`. Backends that are no longer probed are ignored."""
         status = self._statuses.get(backend_id)
         if status is None:
@@ -162,7 +173,7 @@ class Prober:
         if outcome is Outcome.OK and status.state is State.UP and not status.recent_failures:
             self._served[backend_id] = self._served.get(backend_id, 0) + 1  # applied with the next event
         else:
-            self._observe(backend_id, Attempt(outcome, detail))
+            self._observe(backend_id, Attempt(outcome, detail, started_at))
 
     def put_out(self, backend_id: str, reason: str) -> None:
         """See `ports.BoxFleet.put_out`."""
@@ -202,10 +213,13 @@ class Prober:
         Raises:
             ExceptionGroup: an unexpected error occurred, which is a bug rather than a backend failure.
         """
-        async with anyio.create_task_group() as self._tasks:
-            for name, watched in self._watched.items():
-                self._tasks.start_soon(self._watch, name, watched, name=f"watch {name}")
-            await anyio.sleep_forever()
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                for name, watched in self._watched.items():
+                    self._tasks.start_soon(self._watch, name, watched, name=f"watch {name}")
+                await anyio.sleep_forever()
+        finally:
+            self._tasks = None
 
     async def _watch(self, name: str, watched: "_Watched") -> None:
         """Probe one backend until it is removed."""
@@ -261,6 +275,9 @@ class Prober:
                 await self._learn(name, found)
                 if self._on_sample is not None and isinstance(found, Sample):
                     self._on_sample(name, found.engine)
+            engine = self._statuses[name].engine
+            if self._on_stale is not None and (engine is None or self._clock.now() - engine.at > STALE_S):
+                self._on_stale(name)
 
         await self._paced(name, "metrics", scrape)
 
@@ -276,7 +293,8 @@ class Prober:
             if status.was_up and status.down_since is None:
                 found = await _models(asker, rules)
                 await self._learn(name, found)
-                wait_s = rules.models_every_s if isinstance(found, ProbeOk) else rules.models_every_s / 10
+                is_told = isinstance(found, ProbeOk) and found.version is not None
+                wait_s = rules.models_every_s if is_told else rules.models_every_s / 10
 
     async def _paced(self, name: str, what: str, step: Callable[[], Awaitable[None]]) -> None:
         """Run `step` once per interval, or less often if it takes longer than that."""
@@ -409,11 +427,17 @@ async def _models(asker: _Asker, rules: HealthRules) -> ProbeOk | ModelsFailed:
         return ModelsFailed(f"/v1/models: {error.detail}", key_refused=error.status in (401, 403))
     except (ValueError, RecursionError):
         return ModelsFailed("/v1/models: no list of models")
+    return ProbeOk(models, context_tokens, await _version(asker, rules))
+
+
+async def _version(asker: _Asker, rules: HealthRules) -> str | None:
+    """Return the engine's version; "" if it reports none; None if that cannot be told now."""
     try:
-        version = _read_version(await asker.get("/version", rules.scrape_timeout_s))
-    except (_Unexpected, ValueError, RecursionError):
-        version = ""  # other engines do not have this path
-    return ProbeOk(models, context_tokens, version)
+        return _read_version(await asker.get("/version", rules.scrape_timeout_s))
+    except _Unexpected as error:
+        return "" if error.status in _NO_SUCH_PATH else None  # other engines do not have it
+    except (ValueError, RecursionError):
+        return ""
 
 
 def _read_models(body: bytes, wanted: str | None) -> tuple[tuple[str, ...], int | None]:

@@ -124,6 +124,16 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
         [(0, OK), (1, FAILED), (1, FAILED), (2, SERVED), (3, FAILED), (4, FAILED)],
         [U, U, U, U, U, X],
     ),
+    "what-was-lost-before-its-probation-says-nothing-about-it": (
+        [
+            (0, OK),
+            *[(1, FAILED)] * 3,
+            (7, OK),
+            *[(8, Attempt(outcome, "x", started_at=0.5)) for outcome in (Outcome.TIMEOUT, Outcome.DRAINING)],
+            (9, Attempt(Outcome.TIMEOUT, "x", started_at=8.5)),
+        ],
+        [U, U, U, X, P, P, P, X],
+    ),
     "failures-a-minute-apart-do-not-add-up": (
         [(0, OK), (1, FAILED), (2, FAILED), (62, FAILED), (63, FAILED), (64, FAILED)],
         [U, U, U, U, U, X],

@@ -827,6 +827,8 @@ async def test_a_fault_before_the_answer_is_one_in_the_one_shape(way: str) -> No
             assert (got.status, got.code) == (500, "internal_error")
             assert b"fault" not in got.body
         await site.idle()
+        records = [(one.ending, one.status, one.error_code) for one in site.notes.requests]
+        assert records == [(Ending.FAILED, 500, "internal_error")] * 2
         assert site.taken == (2 if way == "direct" else 0)
 
 

@@ -4,6 +4,8 @@ What passes in these tests is a moment of the event loop's own clock, waited for
 """
 
 import asyncio
+import socket
+import time
 from collections.abc import Callable
 from math import inf
 
@@ -11,6 +13,7 @@ import anyio
 import pytest
 from support.loops import on_both_loops
 
+from gateway.pipeline import deadline as deadlines
 from gateway.pipeline.deadline import Deadline, Deadlines
 
 anyio_backend = on_both_loops
@@ -333,4 +336,41 @@ async def test_one_within_another(passing: str) -> None:
     assert outer.has_passed == (passing != "inner")
     assert inner.has_passed == (passing == "inner")
     assert went_on == (passing == "inner")
+    assert cancellations() == 0
+
+
+@pytest.mark.parametrize("has_come", [True, False], ids=["it-had-come", "nothing-had-come"])
+async def test_what_came_while_the_process_stood_still_is_read_before_a_deadline_counts(
+    has_come: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "LATE_S", 0.01)
+    loop = asyncio.get_running_loop()
+    here, there = socket.socketpair()
+    with here, there:
+        at = loop.time() + 0.02
+        with deadline_at(at) as deadline:
+            loop.add_reader(here, deadline.move, inf)
+            if has_come:
+                there.send(b"x")
+            time.sleep(0.1)  # noqa: ASYNC251 - this is the process that stands still
+            await until(loop.time() + 2 * deadlines.GRACE_S)
+        loop.remove_reader(here)
+
+    assert deadline.has_passed is not has_come
+    assert cancellations() == 0
+
+
+@pytest.mark.parametrize("first", ["the deadline", "the scope"])
+async def test_a_scope_cancelled_between_two_steps_of_the_block_recognizes_it(first: str) -> None:
+    loop = asyncio.get_running_loop()
+    with anyio.fail_after(10):
+        with anyio.CancelScope() as scope:
+            with deadline_at(inf) as deadline:
+                both = [lambda: deadline.move(-inf), scope.cancel]
+                for cancel in both if first == "the deadline" else reversed(both):
+                    loop.call_soon(cancel)
+                await asyncio.sleep(0)
+                await anyio.sleep_forever()
+
+    assert scope.cancelled_caught or deadline.has_passed
     assert cancellations() == 0

@@ -55,7 +55,7 @@ class Gateway:
 
     def fail(self, backend: str, times: int = 1) -> None:
         for _ in range(times):
-            self.fleet.report(backend, Outcome.FAILED, "status 500")
+            self.fleet.report(backend, Outcome.FAILED, "status 500", math.inf)
 
     def state(self, backend: str) -> State:
         return self.fleet.statuses()[backend].state
@@ -142,8 +142,8 @@ def test_failures_here_and_there_add_up(here: Gateway, there: Gateway) -> None:
 def test_successes_there_forgive_failures_here(here: Gateway, there: Gateway) -> None:
     here.hear(there)
     here.fail("push", 2)
-    there.fleet.report("push", Outcome.OK, "")
-    there.fleet.report("push", Outcome.OK, "")
+    there.fleet.report("push", Outcome.OK, "", math.inf)
+    there.fleet.report("push", Outcome.OK, "", math.inf)
     here.hear(there)
     here.hear(there)
 

@@ -174,7 +174,7 @@ class Fleet:
     def statuses(self) -> Mapping[str, BackendStatus]:
         return self.known
 
-    def report(self, backend_id: str, outcome: Outcome, detail: str) -> None:
+    def report(self, backend_id: str, outcome: Outcome, detail: str, started_at: float) -> None:
         self.reports.append((backend_id, outcome))
 
 

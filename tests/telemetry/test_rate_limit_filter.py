@@ -47,6 +47,13 @@ def written() -> Iterator[Written]:
     root.handlers, root.level = handlers, level
 
 
+@pytest.mark.parametrize("name", ["request", "config_change", "operator_retried_job"])
+def test_what_is_said_of_one_thing_each_is_always_written(written: Written, name: str) -> None:
+    for number in range(3 * CALM_LINES):
+        written.say(1000.0 + number / 100, name)
+    assert len(written.take()) == 3 * CALM_LINES
+
+
 def test_the_newest_of_what_was_kept_back_is_told_when_the_minute_is_over(written: Written) -> None:
     for number in range(CALM_LINES + 5):
         written.say(1000.0 + number, "store_away", store="jobs")

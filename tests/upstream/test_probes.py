@@ -3,6 +3,7 @@
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from support.certificates import self_signed
 from gateway.core.health import BackendStatus, EngineSample, HealthRules, Outcome, PeerVerdict, State, Verdict
 from gateway.core.values import Backend, Capacity, KneeStep
 from gateway.ports import Clock, Fleet
-from gateway.upstream import backend_clients
+from gateway.upstream import backend_clients, probes
 from gateway.upstream.probes import Prober, spread
 
 QUICK = HealthRules(
@@ -87,7 +88,7 @@ async def test_it_is_a_fleet_that_knows_nothing_before_it_runs(clock: Clock, fak
     async with fake_engine() as engine:
         fleet: Fleet = watch(clock, engine)
         assert fleet.statuses()["a"].state is State.UNKNOWN
-        fleet.report("a", Outcome.OK, "")
+        fleet.report("a", Outcome.OK, "", inf)
         assert fleet.statuses()["a"].state is State.UP
 
 
@@ -106,7 +107,7 @@ async def test_one_that_is_killed_boots_and_comes_back_on_probation(
         await fleet.wait_for(lambda seen: seen["a"].restarts == 1 and len(seen["a"].served_models) == 2)
         assert fleet.statuses()["a"].state is State.PROBATION
         for _ in range(3):
-            fleet.report("a", Outcome.OK, "")
+            fleet.report("a", Outcome.OK, "", inf)
         assert fleet.statuses()["a"].state is State.UP
 
 
@@ -140,7 +141,7 @@ async def test_failed_requests_eject_and_a_good_probe_gives_another_chance(
         async with probing(prober) as fleet:
             await fleet.wait_for(is_(State.UP))
             for _ in range(3):
-                fleet.report("a", Outcome.FAILED, "HTTP 500")
+                fleet.report("a", Outcome.FAILED, "HTTP 500", inf)
             await fleet.wait_for(is_(State.PROBATION))
     assert seen[:3] == [
         (State.UNKNOWN, State.UP),
@@ -194,9 +195,9 @@ async def test_what_other_gateways_say_of_a_backend_counts_here(clock: Clock, fa
 def test_what_ones_own_requests_showed_is_there_to_be_told(clock: Clock) -> None:
     subject = backend("a", "http://127.0.0.1:1")
     prober = Prober({"a": subject}, HealthRules(failures_max=2), clock, secrets={}, tls={})
-    prober.report("a", Outcome.FAILED, "status 500")
+    prober.report("a", Outcome.FAILED, "status 500", inf)
     assert prober.verdicts() == {}
-    prober.report("a", Outcome.FAILED, "status 500")
+    prober.report("a", Outcome.FAILED, "status 500", inf)
 
     verdict = prober.verdicts()["a"]
 
@@ -504,3 +505,43 @@ async def test_the_connection_for_figures_is_made_anew_now_and_then(
         async with probing(watch(clock, engine)):
             await engine.until_asked("/metrics", 3)
         assert len(engine.used["/metrics"]) == engine.asked["/metrics"]
+
+
+async def test_a_version_that_cannot_be_told_now_stays_known(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as engine, probing(watch(clock, engine)) as fleet:
+        await fleet.wait_for(lambda seen: seen["a"].version == "0.32.0")
+        engine.replies["/version"] = (503, b"")
+        await engine.until_asked("/version", engine.asked["/version"] + 3)
+        assert fleet.statuses()["a"].version == "0.32.0"
+
+
+async def test_an_engine_that_reports_nothing_any_more_is_said_to(
+    clock: Clock, fake_engine: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "STALE_S", 0.1)
+    stale: list[str] = []
+    async with (
+        fake_engine() as engine,
+        probing(watch(clock, engine, on_stale=stale.append)) as fleet,
+    ):
+        await fleet.wait_for(lambda seen: seen["a"].engine is not None)
+        stale.clear()
+        engine.replies["/metrics"] = (500, b"")
+        await fleet.wait_for(lambda _: bool(stale))
+        assert fleet.statuses()["a"].state is State.UP
+        assert set(stale) == {"a"}
+
+
+async def test_another_url_or_backend_is_taken_at_any_time(clock: Clock, fake_engine: Engines) -> None:
+    nothing: Mapping[str, Any] = {}
+    prober = Prober({}, HealthRules(failures_max=1), clock, secrets=nothing, tls=nothing)
+    for number in (1, 2):  # other gateways take a verdict once only: they are counted on
+        subject = {"a": backend("a", f"http://127.0.0.1:{number}")}
+        prober.update(subject, HealthRules(failures_max=1), secrets=nothing, tls=nothing)
+        prober.report("a", Outcome.FAILED, "status 500", inf)
+        assert prober.verdicts()["a"].number == number
+    async with fake_engine() as engine:
+        async with probing(watch(clock, engine)) as ended:
+            await ended.wait_for(is_(State.UP))
+        ended.update({"b": backend("b", engine.url)}, QUICK, secrets=nothing, tls=nothing)
+        assert ended.statuses()["b"].state is State.UNKNOWN

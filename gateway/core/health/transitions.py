@@ -51,15 +51,12 @@ def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules)
             return replace(status, metrics_error=detail)
         case Attempt(Outcome.OK):
             return _attempt_ok(status, now, rules)
-        case Attempt(Outcome.DRAINING, detail):
-            return _attempt_drained(status, detail, now)
-        case Attempt(outcome, detail) if outcome.is_fault:
-            return _attempt_failed(status, outcome, detail, now, rules)
+        case Attempt():
+            return _attempt_bad(status, event, now, rules)
         case PeerVerdict(gateway, verdict):
             return _heard(status, gateway, verdict, now, rules)
         case PeerAttempts(served, failed):
             return _elsewhere(status, served, failed, now, rules)
-    return status  # REJECTED, UNFIT, CANCELLED, BUSY: not faults
 
 
 def put_out(status: BackendStatus, now: float, reason: str) -> BackendStatus:
@@ -253,6 +250,16 @@ def _after_progress(
 
 
 # ---- attempts
+
+
+def _attempt_bad(status: BackendStatus, event: Attempt, now: float, rules: HealthRules) -> BackendStatus:
+    if status.state is State.PROBATION and event.started_at < status.since:
+        return status  # lost with those for which it was taken out
+    if event.outcome is Outcome.DRAINING:
+        return _attempt_drained(status, event.detail, now)
+    if event.outcome.is_fault:
+        return _attempt_failed(status, event.outcome, event.detail, now, rules)
+    return status  # REJECTED, UNFIT, CANCELLED, BUSY: not faults
 
 
 def _attempt_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendStatus:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 from gateway.core.perf import PerfModel
 
@@ -271,10 +272,11 @@ class SampleFailed:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt on it ended."""
+    """An attempt on it ended, which started at `started_at` (monotonic seconds)."""
 
     outcome: Outcome
     detail: str = ""
+    started_at: float = inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,8 @@ class AssemblingReader(MendingReader):
         for name, value in decoded.items():
             if name != "choices" and (value is not None or name not in self._top):
                 self._top[name] = value
-        for choice in decoded.get("choices") or ():
+        choices = decoded.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict):
                 index = choice.get("index")
                 self._choices.setdefault(index if isinstance(index, int) else 0, _Choice()).add(choice)
@@ -142,8 +143,9 @@ class _Call:
     def add(self, part: Mapping[str, Any]) -> None:
         function = part.get("function")
         if isinstance(function, dict):
-            self.name += function.get("name") or ""
-            self.arguments.append(function.get("arguments") or "")
+            name, arguments = function.get("name"), function.get("arguments")
+            self.name += name if isinstance(name, str) else ""
+            self.arguments.append(arguments if isinstance(arguments, str) else "")
         for name, value in part.items():
             if name not in ("index", "function") and value is not None:
                 self.members[name] = value

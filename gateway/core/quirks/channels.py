@@ -84,7 +84,8 @@ class Channels(Remedy):
             name = (
                 "reasoning" if "reasoning" in part or "reasoning_content" not in part else "reasoning_content"
             )
-            part[name] = (part.get(name) or "") + thought
+            before = part.get(name)
+            part[name] = (before if isinstance(before, str) else "") + thought
         part["content"] = answer or (None if thought else "")
         return True
 

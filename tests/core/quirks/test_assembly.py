@@ -228,3 +228,23 @@ STREAMED: Changes = {("stream",): True, ("stream_options",): {"include_usage": T
 def test_which_requests_are_streamed_for_it(plan: Plan, assembles: bool) -> None:
     assert plan.assembles is assembles
     assert plan.changes == (STREAMED if assembles else {})
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"choices": 7},
+        {"choices": [{"index": 0, "delta": {"tool_calls": [{"function": {"name": 7, "arguments": {}}}]}}]},
+        {"choices": [{"index": 0, "delta": {"content": 7, "reasoning": {}}}]},
+    ],
+    ids=["choices", "call", "texts"],
+)
+def test_members_of_a_wrong_type_are_left_out(event: dict[str, object]) -> None:
+    reader = AssemblingReader((), choices=1, names=ModelNames("gemma-4", "ours"))
+    end = {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}]}
+    for one in (event, end):
+        reader.feed(b"data: " + json.dumps(one).encode() + b"\n\n")
+    reader.feed(b"data: [DONE]\n\n")
+    assert reader.fault is None
+    (choice,) = json.loads(reader.whole())["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("a", "stop")
