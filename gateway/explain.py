@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gateway import command_http, what_if
@@ -139,21 +140,21 @@ def show(found: Mapping[str, Any], console: Console | None = None) -> None:
         f", {demand['total_tokens']} with output"
     )
     if found["dropped"]:
-        console.print(f"dropped members: {', '.join(found['dropped'])}")
+        console.print(f"dropped members: {escape(', '.join(found['dropped']))}")
     for change in found["changes"]:
-        console.print(f"[dim]changed:[/] {change}", markup=True)
+        console.print(f"[dim]changed:[/] {escape(change)}")
     for verdict in found["classes"]:
         mark = "[green]✓[/]" if verdict["matched"] else "[dim]·[/]"
-        console.print(f"{mark} class {verdict['name']}: {verdict['why']}")
+        console.print(f"{mark} class {escape(verdict['name'])}: {escape(verdict['why'])}")
     console.print(_table(decision["candidates"]))
     outlook = found["outlook"]
     if _starts(found):
         first = decision["candidates"][0]
-        console.print(f"goes to [bold green]{first['backend']}[/] (pool {first['pool']})")
+        console.print(f"goes to [bold green]{escape(first['backend'])}[/] (pool {escape(first['pool'])})")
     elif waited_for := _waited_for(found):
         most_s = None if outlook is None else outlook.get("max_wait_s")
         most = "" if most_s is None else f", for up to {most_s:g} s"
-        console.print(f"[bold yellow]waits[/] for {' or '.join(waited_for)}{most}")
+        console.print(f"[bold yellow]waits[/] for {escape(' or '.join(waited_for))}{most}")
     else:
         console.print("[bold red]nowhere[/]: no backend of its class can take it")
     if outlook is not None and outlook["waiting"]:
@@ -161,7 +162,7 @@ def show(found: Mapping[str, Any], console: Console | None = None) -> None:
         about = "" if wait_s is None else f", about {wait_s:.1f} s"
         console.print(f"behind {outlook['waiting']} waiting of its class{about}")
     for note in found["notes"]:
-        console.print(f"[dim]{note}[/]")
+        console.print(f"[dim]{escape(note)}[/]")
 
 
 def _table(candidates: list[Mapping[str, Any]]) -> Table:
@@ -172,9 +173,10 @@ def _table(candidates: list[Mapping[str, Any]]) -> Table:
     for column in ("", "backend", "pool", "score", *shown, "why not"):
         table.add_column(column)
     for position, candidate in enumerate(candidates, 1):
-        backend, pool = candidate["backend"], candidate["pool"]
+        backend, pool = escape(candidate["backend"]), escape(candidate["pool"])
         if candidate["excluded"] is not None:
-            cells = ("-", *("" for _ in shown), f"{candidate['excluded']}: {candidate['detail']}")
+            why = escape(f"{candidate['excluded']}: {candidate['detail']}")
+            cells = ("-", *("" for _ in shown), why)
             table.add_row("", backend, pool, *cells, style="dim")
             continue
         scores = [f"{candidate['scores'][name]:.2f}" for name in shown.values()]

@@ -214,8 +214,7 @@ class Reloader:
     async def _replace(self, source: bytes, by: str, *, writes: bool) -> Reload:
         """Apply a configuration. Requires the lock."""
         try:
-            wanted, found = await self.preview(source)
-            put_in_force = self._prepare(wanted)
+            wanted, found, put_in_force = await self._prepared(source)
             if writes:  # only after all checks, because the next start reads it
                 await anyio.to_thread.run_sync(_write, self.path, source)
             await put_in_force()
@@ -236,6 +235,24 @@ class Reloader:
         self._on_reload(found)
         return found
 
+    async def _prepared(self, source: bytes) -> tuple[Settings, Reload, Callable[[], Awaitable[None]]]:
+        """Return what `_replace` needs. Nothing has changed yet, so whatever goes wrong refuses the file.
+
+        Raises:
+            ConfigError: the configuration cannot be used.
+            OSError: this cannot be determined at the moment.
+        """
+        try:
+            wanted, found = await self.preview(source)
+            return wanted, found, self._prepare(wanted)
+        except (ConfigError, OSError):
+            raise
+        except Exception as error:
+            log.exception("a configuration could not be examined", extra=about("internal_error"))
+            raise ConfigError(
+                f"{self.path}: the gateway failed on it ({type(error).__name__}), which is its own fault"
+            ) from error
+
     def _beside(self, source: bytes, in_flight: Mapping[str, int], name: str) -> tuple[Settings, Reload]:
         new = settings.load(self.path, self._environ, source=source, name=name)
         wanted = settings.beside(self._started, self.running, new)
@@ -249,8 +266,11 @@ class Reloader:
 
     @cached_property
     def _written(self) -> Document:
-        """The file's contents at startup; only needed from the first reload on."""
-        return settings.load(self.path, self._environ, source=self._started.source).document
+        """The file's contents at startup; only needed from the first reload on.
+
+        Of several processes, one that is started again later has a newer `source`.
+        """
+        return Document.model_validate(self._started.tree.data)
 
 
 def _refuse(reason: str, by: str) -> None:

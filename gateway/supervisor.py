@@ -132,14 +132,14 @@ async def serve(
         def announce(admin_urls: tuple[str, ...]) -> None:
             ready(Serving(url_of(listen), workers, admin_urls))
 
-        group = WorkerGroup(settings.shutdown.notice_s + settings.shutdown.drain_s, announce)
+        group = WorkerGroup(_end_s(settings), announce)
         async with anyio.create_task_group() as tasks:
             try:
                 if settings.store is None:
                     url = await start_store(tasks, settings.jobs_folder, signals)
                     order = replace(order, store_url=url)
                 if settings.store is not None or order.store_url is not None:
-                    tasks.start_soon(_pass_on, signals, group)
+                    tasks.start_soon(_pass_on, signals, settings, environ, group)
                     tasks.start_soon(_pass_hints_on, hints, settings, environ, group)
                     if settings.reload.watch:
                         tasks.start_soon(_follow, settings, environ, group)
@@ -190,15 +190,17 @@ class WorkerGroup:
         if self._failure is not None:
             raise self._failure
 
-    async def reread(self, source: str | None) -> None:
-        """Make all workers reload their configuration; those started later get `source`."""
-        self.follow(source)
+    async def reread(self, new: Settings | None) -> None:
+        """Make all workers reload their configuration; those started later get `new`."""
+        self.follow(new)
         for process in tuple(self._processes.values()):
             await _tell(process, REREAD)
 
-    def follow(self, source: str | None) -> None:
-        """Give `source` to workers started from now on; None: it is invalid."""
-        self._source = source or self._source
+    def follow(self, new: Settings | None) -> None:
+        """Give this configuration to workers started from now on; None: it is invalid."""
+        if new is not None:
+            self._source = new.source.decode()
+            self.end_s = _end_s(new)
 
     async def stop(self) -> None:
         """Make all workers drain; the second time, exit at once."""
@@ -305,8 +307,11 @@ class WorkerGroup:
             )
 
 
-async def _pass_on(signals: AsyncIterator[signal.Signals], group: WorkerGroup) -> None:
+async def _pass_on(
+    signals: AsyncIterator[signal.Signals], settings: Settings, environ: Mapping[str, str], group: WorkerGroup
+) -> None:
     await anext(signals)
+    group.follow(_newest(settings, environ))  # it says how long they may drain
     log.info("draining all workers; a second signal cuts off what is in flight", extra=about("draining"))
     await group.stop()
     with anyio.move_on_after(group.end_s + END_S):
@@ -320,11 +325,7 @@ async def _pass_hints_on(
     hints: AsyncIterator[signal.Signals], settings: Settings, environ: Mapping[str, str], group: WorkerGroup
 ) -> None:
     async for _ in hints:
-        try:
-            source = _usable(settings, environ, read(settings.path))
-        except OSError:  # the workers say so
-            source = None
-        await group.reread(source)
+        await group.reread(_newest(settings, environ))
 
 
 async def _follow(settings: Settings, environ: Mapping[str, str], group: WorkerGroup) -> None:
@@ -340,17 +341,26 @@ async def _follow(settings: Settings, environ: Mapping[str, str], group: WorkerG
             before = source
 
 
-def _usable(settings: Settings, environ: Mapping[str, str], source: bytes) -> str | None:
-    """Return `source`, the contents of the file, if workers started with `settings` can use it.
+def _end_s(settings: Settings) -> float:
+    return settings.shutdown.notice_s + settings.shutdown.drain_s
 
-    They log any errors.
-    """
+
+def _newest(settings: Settings, environ: Mapping[str, str]) -> Settings | None:
+    """Return what is in the file now, if workers started with `settings` can use it. They log any errors."""
+    try:
+        return _usable(settings, environ, read(settings.path))
+    except OSError:
+        return None
+
+
+def _usable(settings: Settings, environ: Mapping[str, str], source: bytes) -> Settings | None:
+    """Return the configuration in `source` if workers started with `settings` can use it, or else None."""
     try:
         new = load(settings.path, environ, source=source)
         beside(settings, settings, new).require(environ)
     except ConfigError:
         return None
-    return new.source.decode()
+    return new
 
 
 async def _tell(process: Process, words: bytes) -> None:

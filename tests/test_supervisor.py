@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from gateway import settings
 from gateway.downstream.listener import bind
 from gateway.store.keeper import GOOD_SPELL_S, PAUSE_MAX_S, PAUSE_S, next_pause_s
 from gateway.supervisor import Order, WorkerGroup
@@ -81,6 +82,24 @@ async def test_a_worker_that_ends_is_started_again(
     first, second = ends.said
     assert re.fullmatch(rf"worker 0 ended \({says}.*\): started again in 0\.5 s", first)
     assert re.fullmatch(rf"worker 0 ended \({says}.*\): started again in 1 s", second)
+
+
+def test_how_long_workers_may_drain_can_change(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.yaml"
+    path.write_text(
+        """
+tokenizer: approximate
+backends: {a: {url: http://127.0.0.1:9, profile: h100-tp1-light}}
+pools: {a: [a]}
+models: {gemma-4: {classes: [{class: a, pools: [a]}]}}
+shutdown: {drain_s: 7, notice_s: 1}
+"""
+    )
+    group = WorkerGroup(600.0, lambda urls: None)
+    group.follow(None)
+    assert group.end_s == 600.0
+    group.follow(settings.load(path, {}))
+    assert group.end_s == 8.0
 
 
 def test_workers_may_be_started_in_a_folder_that_is_gone(

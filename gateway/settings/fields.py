@@ -249,7 +249,7 @@ def _url(written: str) -> str:
         raise ValueError("write it as http://host:port/path or https://host:port/path")
     _no_false_address(url.hostname)
     if url.username is not None or url.password is not None:
-        raise ValueError("no credentials in URLs; name the token with token_env")
+        raise ValueError("no credentials in URLs; name the variable with them (token_env, headers_env)")
     return written
 
 

@@ -14,7 +14,10 @@ from gateway.settings.references import Finding
 from gateway.settings.yaml_tree import Path
 
 _SECRET_PARTS = frozenset(
-    {"keys", "url", "api_key_env", "api_key_file", "secret_env", "secret_file"}
+    {
+        *("keys", "url", "endpoint", "allowed_origins"),
+        *("api_key_env", "api_key_file", "secret_env", "secret_file"),
+    }
 )  # values at these paths are never quoted
 
 

@@ -151,8 +151,10 @@ class _Builder:
                     built[key] = self.build(value, (*path, key))
         return built
 
-    def _merged(self, node: yaml.Node) -> Iterator[tuple[str, Mark, yaml.Node]]:
-        """Yield the entries that `<<: *anchor` (or a list of anchors) merges in."""
+    def _merged(self, node: yaml.Node, depth: int = 0) -> Iterator[tuple[str, Mark, yaml.Node]]:
+        """Yield the entries that `<<: *anchor` (or a list of anchors) merges in, those that count first."""
+        if depth > _DEPTH_MAX:
+            raise _TooMuch("it grows without end; look for an anchor that contains itself")
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         for source in sources:
             if not isinstance(source, yaml.MappingNode):
@@ -160,14 +162,30 @@ class _Builder:
                     (_mark(source.start_mark), "<< takes a mapping, or a list of them")
                 )
                 continue
+            inner: list[yaml.Node] = []
             for key_node, value_node in source.value:
-                yield str(key_node.value), _mark(key_node.start_mark), value_node
+                if key_node.tag == _MERGE:
+                    inner.append(value_node)
+                else:
+                    yield str(key_node.value), _mark(key_node.start_mark), value_node
+            for one in inner:
+                yield from self._merged(one, depth + 1)
 
     def _scalar(self, node: yaml.Node) -> Any:
         value = self._constructed(node)
         if isinstance(value, str) and "${" in value:
-            return _VARIABLE.sub(lambda match: self._variable(match, _mark(node.start_mark)), value)
+            value = _VARIABLE.sub(lambda match: self._variable(match, _mark(node.start_mark)), value)
+        if isinstance(value, str) and not value.isascii():
+            return self._characters(value, _mark(node.start_mark))
         return value
+
+    def _characters(self, value: str, mark: Mark) -> str:
+        """Join the two halves of characters that are escaped as JSON does it; others cannot be encoded."""
+        try:
+            return value.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            self._tree.problems.append((mark, "it contains bytes that are not UTF-8, or half a character"))
+            return ""
 
     def _constructed(self, node: yaml.Node) -> Any:
         """Construct a scalar. PyYAML does not catch Python's own errors for dates and numbers."""
@@ -177,6 +195,8 @@ class _Builder:
                 str(value)  # a huge hexadecimal number cannot be formatted, for example in a message
             if isinstance(value, str) and "\0" in value:
                 raise ValueError(r"no name, file or command can have \0 in it")
+            if isinstance(value, bytes):
+                raise ValueError("there are no binary values here")
             return value
         except (ValueError, KeyError, OverflowError, AttributeError) as error:
             # The last one is raised for a text that is tagged as a date and is not one.

@@ -213,6 +213,21 @@ async def test_the_command_tries_a_file_only_where_it_is_named(fleet: Site, tmp_
     assert "goes to light (pool light)" in unnamed.output
 
 
+async def test_names_and_lists_are_no_markup(fleet: Site, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    classes = [
+        {"class": "gold", "when": {"header": {"x-tier": "[/x] gold"}}, "pools": ["light"]},
+        {"class": "short_chat", "pools": ["push", "light"]},
+    ]
+    models = {"gemma-4": {"aliases": ["/models/gemma-4"], "classes": classes}}
+    other.write_text(config(fleet, models=models))
+    found = await run("explain", "--live", fleet.admin_url, "--config", str(other), "-")
+
+    assert found.exit_code == 0, found.output
+    assert "[/x] gold" in found.output
+    assert "[light, push] -> [push, light]" in found.output.replace("\n", " ")
+
+
 async def test_errors_in_a_tried_file_name_that_file(fleet: Site, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(config(fleet).replace("pools:", "pool:"))

@@ -343,6 +343,26 @@ async def test_what_turns_out_unusable_never_gets_into_the_file(
     assert len(gateway.gateway.reloader.versions) == 1
 
 
+async def test_a_fault_of_the_gateway_s_own_refuses_a_file_and_ends_nothing(
+    gateway: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise TypeError("a fault")
+
+    path = gateway.gateway.settings.path
+    before, document = path.read_bytes(), written(gateway)
+    with monkeypatch.context() as faulty:
+        faulty.setattr("gateway.parts.backend_keys", fail)
+        answer = await put(gateway, {**document, "allowed_origins": ["https://new.example"]})
+        assert path.read_bytes() == before
+        path.write_text(yaml.safe_dump({**document, "allowed_origins": ["https://other.example"]}))
+        found = await gateway.gateway.reloader.reread("signal")
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_configuration")
+    assert "the gateway failed on it (TypeError)" in found.error
+    assert not (await gateway.gateway.reloader.reread("signal")).error
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_signal_and_a_changed_file(tmp_path: Path, workers: int) -> None:
     rest = {"models": {"gemma-4": {"classes": CLASSES}}, "reload": {"watch": workers == 1}}

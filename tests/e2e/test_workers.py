@@ -281,6 +281,12 @@ async def test_a_worker_that_is_replaced_has_the_configuration_of_the_others(tmp
 
         gateway.admin = (gateway.admin[0], started[1])
         assert await gateway.version(0) == await gateway.version(1)
+        async with httpx.AsyncClient(trust_env=False) as http:
+            checked = [
+                (await http.post(f"{admin}/admin/config/check", content=config.read_bytes())).json()
+                for admin in gateway.admin
+            ]
+        assert [one["needs_restart"] for one in checked] == [["requests"]] * WORKERS
         async with gateway.client_of(1) as client:
             chat: Any = [{"role": "user", "content": "word " * 100}]
             answer = await client.chat.completions.create(model="gemma-4", messages=chat, max_tokens=1)

@@ -58,7 +58,7 @@ def test_a_box_yields_its_rules(loaded: Callable[[str], Settings]) -> None:
         (
             "{sleep: {level: 2}}",
             "{http: {start: {url: 'http://u:secret@box/a'}, stop: {url: 'http://box/b'}}}",
-            "no credentials in URLs; name the token with token_env",
+            "no credentials in URLs; name the variable with them (token_env, headers_env)",
         ),
         (
             "{sleep: {level: 2}}",

@@ -302,6 +302,10 @@ def test_each_mistake_has_its_own_words(
         pytest.param(
             ("backends:", "store: 'redis://:a@b#hunter2@host:6379'\nbackends:"), id="a-hash-in-a-password"
         ),
+        pytest.param(
+            ("backends:", "telemetry: {otlp: {endpoint: http://u:hunter2@host}}\nbackends:"), id="a-receiver"
+        ),
+        pytest.param(("backends:", "allowed_origins: ['https://u:hunter2@host']\nbackends:"), id="an-origin"),
     ],
 )
 def test_no_message_repeats_a_secret(checked: Check, plain: str, change: tuple[str, str]) -> None:

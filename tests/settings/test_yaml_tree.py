@@ -54,10 +54,14 @@ def test_a_path_written_in_full_finds_its_short_form() -> None:
         pytest.param("# only a comment\n", "the file is empty", 1, id="only-a-comment"),
         pytest.param("a: &a [*a]\n", "without end", 1, id="an-anchor-in-itself"),
         pytest.param("a: &a {x: 1}\nb:\n  <<: [*a, 5]\n", "<< takes a mapping", 3, id="merge-of-a-number"),
+        pytest.param("a: &a {<<: *a}\n", "without end", 1, id="a-merge-of-itself"),
+        pytest.param("a:\n  b: !!binary aGk=\n", "no binary values", 2, id="binary"),
+        pytest.param('a:\n  b: "\\ud83d"\n', "half a character", 2, id="half-a-character"),
+        pytest.param("a: ${LATIN}\n", "not UTF-8", 1, id="a-variable-in-latin-1"),
     ],
 )
 def test_what_is_wrong_with_the_text_itself(text: str, message: str, line: int) -> None:
-    ((mark, said),) = tree(text).problems
+    ((mark, said),) = tree(text, LATIN=b"caf\xe9".decode("utf-8", "surrogateescape")).problems
     assert message in said
     assert mark.line == line
 
@@ -88,6 +92,21 @@ def test_anchors_and_merge_keys_work() -> None:
     assert not found.problems
     assert found.data["b"] == {"url": "u", "drain": True}
     assert found.data["c"] == {"url": "u", "drain": False}
+
+
+def test_what_is_merged_in_may_merge_in_more_and_comes_first() -> None:
+    text = "x: &x {a: 1, b: 1, c: 1}\ny: &y {<<: *x, b: 2, c: 2}\nz: {<<: *y, c: 3}\n"
+    found = tree(text)
+    assert not found.problems
+    assert found.data["z"] == {"a": 1, "b": 2, "c": 3}
+    assert found.value_mark(("z", "a")) == Mark(1, 11)
+
+
+@pytest.mark.parametrize("text", ['a: "\\ud83d\\ude00"', "a: \U0001f600", "a: ${EMOJI}"])
+def test_a_character_may_be_escaped_as_json_does(text: str) -> None:
+    found = tree(text, EMOJI="\U0001f600")
+    assert not found.problems
+    assert found.data == {"a": "\U0001f600"}
 
 
 @pytest.mark.parametrize(
