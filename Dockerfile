@@ -1,7 +1,9 @@
 # Gemma Gateway as a container: one process, no shell needed, nothing written to disk.
 #
 #   docker build -t gemma-gateway .
-#   docker run -p 8080:8080 -v ./gateway.yaml:/etc/gemma-gateway/gateway.yaml:ro gemma-gateway
+#   docker run -p 8080:8080 -v ./FOLDER:/etc/gemma-gateway:ro gemma-gateway
+#
+# The folder contains gateway.yaml. (A single file, once replaced by an editor, would stay the old one.)
 #
 # In the configuration, listen on 0.0.0.0:8080: the container's own loopback cannot be published.
 

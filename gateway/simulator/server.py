@@ -70,6 +70,7 @@ class Simulator:
         self.booted = anyio.Event()
         self._memory = memory
         self._turning = anyio.Lock()  # falling asleep and waking wait for each other
+        self._striking = anyio.Lock()  # so do faults of the server
         self._cut = 0  # by engines that have been replaced
         self._tasks = tasks
         self._clock = SystemClock()
@@ -215,6 +216,13 @@ class Simulator:
         return ClientConnection(self._config, self._state, entrance)
 
     async def _strike(self, order: FaultOrder) -> None:
+        """Carry out a fault of the server, after its boot and after the one before it."""
+        async with self._striking:
+            await self.booted.wait()
+            if self.faults.order is order:  # otherwise another one has replaced it
+                await self._carry_out(order)
+
+    async def _carry_out(self, order: FaultOrder) -> None:
         match order.fault:
             case Fault.HANG:
                 host = self.host

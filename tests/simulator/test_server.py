@@ -64,6 +64,25 @@ async def test_a_profile_s_own_boot_time_is_used_on_request(profile: str, boot_s
         assert anyio.current_time() - before >= 0.9 * boot_s / 1_000
 
 
+@pytest.mark.parametrize("fault", [Fault.CRASH, Fault.RESTART, Fault.REFUSE])
+async def test_a_fault_waits_for_the_boot(options: SimulatorOptions, fault: Fault, until: Until) -> None:
+    order = FaultOrder(fault, for_s=0.0)
+    async with simulator(replace(options, boot_s=20, speed=100, fault=order)) as server:
+        before = anyio.current_time()
+        await until(lambda: server.booted.is_set() and server.faults.order is None)
+        assert anyio.current_time() - before >= 0.9 * 20 / 100
+        assert not await is_refused(server.url)
+
+
+async def test_faults_come_one_after_the_other(options: SimulatorOptions, until: Until) -> None:
+    async with simulator(replace(options, speed=100)) as server:
+        for _ in range(3):
+            server.order(FaultOrder(Fault.CRASH, for_s=5.0))
+            await anyio.wait_all_tasks_blocked()
+        await until(lambda: server.booted.is_set() and server.faults.order is None)
+        assert not await is_refused(server.url)
+
+
 async def test_its_port_is_its_own_even_while_it_refuses(options: SimulatorOptions) -> None:
     async with simulator(options) as server:
         port = int(server.url.rpartition(":")[2])
