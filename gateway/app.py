@@ -224,10 +224,10 @@ class Gateway:
         self.responses = parts.response_store(settings, self.clock)
         self.idempotency = parts.idempotency(settings, self.clock)
         self.queue = None if self.jobs is None else QueueWatch(self.jobs, self.clock)
-        self.revocations = None if self.jobs is None else Revocations(self.jobs)
+        self.revocations = Revocations()
         job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
         self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics, self.tracing)
-        self.batching = parts.batching(settings)
+        self.batching = parts.batching(settings, self.revocations)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,

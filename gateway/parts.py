@@ -6,6 +6,7 @@ import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gateway.clock import SystemClock
@@ -160,11 +161,11 @@ def background(
     clock: SystemClock,
     away_s: Callable[[str], float | None],
     recorder: Recorder,
-    revocations: Revocations | None,
+    revocations: Revocations,
 ) -> Background | None:
     """Return what accepts jobs and shows them to their callers; None without jobs."""
     section = settings.jobs
-    if section is None or jobs is None or revocations is None:
+    if section is None or jobs is None:
         return None
     rules = JobRules(
         quota=Quota(section.queued_max_per_key, section.bytes_max_per_key),
@@ -172,7 +173,7 @@ def background(
         unstored_keep_s=section.unstored_keep_s,
         priorities={name: JobPriority(written) for name, written in section.priorities.items()},
     )
-    return Background(jobs, pipeline, rules, clock, away_s, recorder, revocations.add)
+    return Background(jobs, pipeline, rules, clock, away_s, recorder, partial(revocations.add, store=jobs))
 
 
 def job_metrics(
@@ -227,19 +228,21 @@ def worker(
     return Worker(jobs, name, read, pipeline.run, rules, serves, pipeline.can_run_lane, attempt_ended)
 
 
-def batching(settings: Settings) -> Batching | None:
+def batching(settings: Settings, revocations: Revocations) -> Batching | None:
     """Return the stores of batches and files, and their rules; None without jobs."""
     store, section = settings.jobs_store, settings.jobs
     if store is None or section is None:
         return None
+    batches = RedisBatches(store.url, prefix=store.prefix)
     return Batching(
-        RedisBatches(store.url, prefix=store.prefix),
+        batches,
         RedisFiles(store.url, prefix=store.prefix),
         FileRules(
             section.batches.file_bytes_max_per_key,
             section.batches.file_keep_s,
             settings.requests.body_timeout_s,
         ),
+        partial(revocations.add, store=batches),
     )
 
 

@@ -653,6 +653,12 @@ class BatchStore(Protocol):
     async def cancel(self, batch_id: str) -> Batch | None:
         """Cancel a batch unless it is over or ending. Return the batch with its new status."""
 
+    async def revoke(self, batch_id: str) -> bool:
+        """Make sure that a batch does not run after `create` has raised StoreUnavailable.
+
+        It is cancelled, or refused if its creation still arrives. Return whether it existed.
+        """
+
     # ------------------------------------------------------------ runners
 
     async def take(self, runner: str) -> BatchClaim | None:

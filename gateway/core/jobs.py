@@ -169,7 +169,6 @@ class Refusal(StrEnum):
     TOO_MANY_JOBS = "too_many_jobs"
     TOO_MANY_BYTES = "too_many_bytes"
     IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"  # with another body
-    REVOKED = "revoked"  # before it arrived
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,6 @@ _HEADER_CHARS_KEPT = 256
 
 _REFUSALS: Mapping[Refusal, str] = {
     Refusal.TOO_MANY_JOBS: "This API key has reached its limit of jobs waiting or running.",
-    Refusal.REVOKED: "The job was given up before the store had accepted it.",
     Refusal.TOO_MANY_BYTES: "The jobs of this API key have reached their limit of bytes. Delete some.",
 }
 

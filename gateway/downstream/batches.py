@@ -1,7 +1,7 @@
 """The routes under `/v1/batches`, and the conversion of a batch's lines to jobs."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from gateway.core.errors import (
     IdempotencyKeyReused,
     InvalidRequest,
     JobRefused,
+    StoreUnavailable,
 )
 from gateway.core.idempotency import HEADER
 from gateway.core.jobs import ELSEWHERE, Idempotency, JobPriority, NewJob
@@ -50,17 +51,20 @@ class Batching:
     batches: BatchStore
     files: FileStore
     rules: FileRules
+    revoke: Callable[[str], None]
+    """Makes sure that a batch does not run; see `Revocations.add`."""
 
 
 class Batches:
     """The routes for batches; one per process."""
 
-    def __init__(self, store: BatchStore, keys: KeyRing, rules: FileRules) -> None:
-        """Keep batches in `store`, each for its API key; `rules` apply to the files they produce."""
-        self._store = store
+    def __init__(self, batching: Batching, keys: KeyRing) -> None:
+        """Keep batches in the store of `batching`, each for its API key."""
+        self._store = batching.batches
+        self._revoke = batching.revoke
         self._keys = keys
-        self._output_keep_s = rules.keep_s
-        self._limits = BodyLimits(BODY_BYTES_MAX, rules.within_s)
+        self._output_keep_s = batching.rules.keep_s
+        self._limits = BodyLimits(BODY_BYTES_MAX, batching.rules.within_s)
         self._uploads = Uploads()
 
     def handlers(self) -> Sequence[BaseRouteHandler]:
@@ -118,31 +122,38 @@ class Batches:
         if members.get("output_expires_after") is not None:
             keep_s = expiry_of(members["output_expires_after"], "output_expires_after")
         idempotency = Idempotency.of(request.headers.get(HEADER), PATH, body)
-        found = await self._store.create(
-            Batch(
-                id=f"batch_{secrets.token_hex(16)}",
-                key=key,
-                endpoint=endpoint,
-                input_file_id=input_file_id,
-                created_at=0,
-                metadata=None if metadata is None else metadata_of(metadata),
-                headers=headers_kept(request.headers),
-                output_keep_s=keep_s,
-            ),
-            idempotency,
+        batch = Batch(
+            id=f"batch_{secrets.token_hex(16)}",
+            key=key,
+            endpoint=endpoint,
+            input_file_id=input_file_id,
+            created_at=0,
+            metadata=None if metadata is None else metadata_of(metadata),
+            headers=headers_kept(request.headers),
+            output_keep_s=keep_s,
         )
-        match found:
-            case BatchRefusal.FILE_NOT_FOUND:
-                message = "No such file is kept here for this key: it is unknown, deleted or expired."
-                raise FileNotFound(message, param="input_file_id")
-            case BatchRefusal.INVALID_PURPOSE:
-                raise InvalidRequest("The file's purpose must be `batch`.", param="input_file_id")
-            case BatchRefusal.IDEMPOTENCY_KEY_REUSED:
-                raise IdempotencyKeyReused()
-            case BatchRefusal.TOO_MANY_BATCHES:
-                message = "This API key has reached its limit of open batches."
-                raise JobRefused(message, code="too_many_batches", retry_after_s=30)
-        return found
+        try:
+            return _accepted(await self._store.create(batch, idempotency))
+        except StoreUnavailable:
+            if idempotency is None:  # a repeat would be another batch
+                self._revoke(batch.id)
+            raise
+
+
+def _accepted(found: Batch | BatchRefusal) -> Batch:
+    """Return a batch that was accepted. Raises CallerError."""
+    match found:
+        case BatchRefusal.FILE_NOT_FOUND:
+            message = "No such file is kept here for this key: it is unknown, deleted or expired."
+            raise FileNotFound(message, param="input_file_id")
+        case BatchRefusal.INVALID_PURPOSE:
+            raise InvalidRequest("The file's purpose must be `batch`.", param="input_file_id")
+        case BatchRefusal.IDEMPOTENCY_KEY_REUSED:
+            raise IdempotencyKeyReused()
+        case BatchRefusal.TOO_MANY_BATCHES:
+            message = "This API key has reached its limit of open batches."
+            raise JobRefused(message, code="too_many_batches", retry_after_s=30)
+    return found
 
 
 def _members(body: bytes) -> Mapping[str, Any]:

@@ -115,7 +115,7 @@ class Applications:
         if batching is not None:
             files = Files(batching.files, keys, batching.rules)
             self._batching += files.handlers()
-            self._batching += Batches(batching.batches, keys, batching.rules).handlers()
+            self._batching += Batches(batching, keys).handlers()
         self._chat_jobs = None
         if background is not None:
             self._chat_jobs = ChatJobs(

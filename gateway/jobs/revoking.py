@@ -1,16 +1,16 @@
-"""Makes sure that a job nobody knows of does not run.
+"""Makes sure that a job or batch that nobody knows of does not run.
 
-If the store does not answer a submission, it may have accepted the job, or may accept it later. If the caller
-was told otherwise, the job is revoked.
+If the store does not answer a submission, it may have accepted it, or may accept it later. If the caller was
+told otherwise, what was submitted is revoked.
 """
 
 import logging
+from typing import Protocol
 
 import anyio
 
 from gateway.core.errors import StoreUnavailable
 from gateway.events import about
-from gateway.ports import JobStore
 
 log = logging.getLogger("gateway.jobs")
 
@@ -18,46 +18,52 @@ AGAIN_S = 1.0
 """How soon it is tried again while the store does not answer."""
 
 KEPT_MAX = 10_000
-"""How many jobs are remembered; of more, the oldest are left to run."""
+"""How many are remembered; of more, the oldest are left to run."""
+
+
+class Revoking(Protocol):
+    """A store that can revoke what was submitted to it."""
+
+    async def revoke(self, id: str, /) -> bool:
+        """See `ports.JobStore.revoke` and `ports.BatchStore.revoke`."""
 
 
 class Revocations:
-    """The jobs to be revoked by one process."""
+    """What one process has to revoke."""
 
-    def __init__(self, store: JobStore) -> None:
-        """Revoke jobs in `store`."""
-        self._store = store
-        self._ids: dict[str, None] = {}
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self._stores: dict[str, Revoking] = {}  # by id
         self._wanted = anyio.Event()
 
     @property
     def waiting(self) -> int:
-        """How many jobs are still to be revoked."""
-        return len(self._ids)
+        """How much is still to be revoked."""
+        return len(self._stores)
 
-    def add(self, job_id: str) -> None:
-        """Revoke a job as soon as the store answers."""
-        if len(self._ids) >= KEPT_MAX:
-            del self._ids[next(iter(self._ids))]
-        self._ids[job_id] = None
+    def add(self, id: str, store: Revoking) -> None:
+        """Revoke a job or a batch as soon as its store answers."""
+        if len(self._stores) >= KEPT_MAX:
+            del self._stores[next(iter(self._stores))]
+        self._stores[id] = store
         self._wanted.set()
 
     async def run(self) -> None:
-        """Revoke jobs until cancelled."""
+        """Revoke until cancelled."""
         while True:
             await self._wanted.wait()
             self._wanted = anyio.Event()
-            while self._ids:
-                job_id = next(iter(self._ids))
+            while self._stores:
+                id, store = next(iter(self._stores.items()))
                 try:
-                    was_accepted = await self._store.revoke(job_id)
+                    was_accepted = await store.revoke(id)
                 except StoreUnavailable:
                     await anyio.sleep(AGAIN_S)
                     continue
-                self._ids.pop(job_id, None)
+                self._stores.pop(id, None)
                 if was_accepted:
                     log.info(
-                        "job %s was accepted although the store did not say so: it was deleted",
-                        job_id,
-                        extra=about("job_revoked", id=job_id),
+                        "%s was accepted although the store did not say so: it was revoked",
+                        id,
+                        extra=about("job_revoked", id=id),
                     )

@@ -10,6 +10,9 @@ local before = show_batch(id)
 if before then
     return before
 end
+if redis.call('EXISTS', key('revoked', id)) == 1 then
+    return 'revoked'
+end
 local made, is_reused = submitted(digest, fingerprint)
 if is_reused then
     return 'idempotency_key_reused'

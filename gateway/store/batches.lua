@@ -33,6 +33,15 @@ local function move_batch(id, status)
     redis.call('HSET', name, 'status', status, 'times', times)
 end
 
+-- Cancels a batch unless it is over or ending. Returns whether there is such a batch.
+local function cancel_batch(id)
+    local status = redis.call('HGET', key('batch', id), 'status')
+    if status == 'validating' or status == 'in_progress' then
+        move_batch(id, 'cancelling')
+    end
+    return status
+end
+
 -- Returns whether a runner holds the batch, and renews its lease if so.
 local function holds_batch(id, fence, number, lease)
     local batch = redis.call('HMGET', key('batch', id), 'fence', 'status', 'cursor')

@@ -26,7 +26,7 @@ from gateway.core.batches import (
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import Idempotency, NewJob, Quota
 from gateway.store.connections import Connections, StoreAway, milliseconds
-from gateway.store.jobs import LOST_S, PROMISE_S, key_of, owner_of, promised
+from gateway.store.jobs import LOST_S, PROMISE_S, key_of, owner_of, promised, refuse_revoked
 
 COMMAND_S = 5.0
 """Timeout of a command, and of waiting for a connection: a line may be megabytes long."""
@@ -42,7 +42,7 @@ RETRY_AFTER_S = 5.0
 _ENDED_MAX = 32
 _LOST_MS = milliseconds(LOST_S)
 _SCRIPTS = (
-    *("create", "get", "cancel", "take", "look", "running", "move", "submit", "write", "collect"),
+    *("create", "get", "cancel", "revoke", "take", "look", "running", "move", "submit", "write", "collect"),
     "release",
 )
 
@@ -98,6 +98,7 @@ class RedisBatches:
             fingerprint,
             milliseconds(PROMISE_S),
         )
+        refuse_revoked(reply)
         return BatchRefusal(reply.decode()) if isinstance(reply, bytes) else _batch(reply)
 
     async def get(self, batch_id: str) -> Batch | None:
@@ -117,6 +118,10 @@ class RedisBatches:
         """See `ports.BatchStore.cancel`."""
         found = await self._run("cancel", batch_id)
         return None if found is None else _batch(found)
+
+    async def revoke(self, batch_id: str) -> bool:
+        """See `ports.BatchStore.revoke`."""
+        return bool(await self._run("revoke", batch_id))
 
     # ------------------------------------------------------------ runners
 

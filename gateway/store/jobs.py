@@ -150,6 +150,7 @@ class RedisJobs:
             milliseconds(PROMISE_S),
             int(replaces),
         )
+        refuse_revoked(reply)
         if isinstance(reply, bytes):
             return Refusal(reply.decode())
         accepted = _job(reply)
@@ -480,6 +481,12 @@ def key_of(owner: str) -> str | None:
     """Return the API key of an owner."""
     owner = owner.removeprefix(_LINES)
     return None if owner == "-" else owner[1:]
+
+
+def refuse_revoked(reply: Any) -> None:
+    """Raise StoreUnavailable for what was revoked before it arrived: its caller was told so."""
+    if reply == b"revoked":
+        raise StoreUnavailable("The store has accepted this too late.")
 
 
 def promised(key: str | None, idempotency: Idempotency | None) -> tuple[str, str]:

@@ -66,6 +66,20 @@ async def end(world: BatchWorld, id: str) -> None:
 # ------------------------------------------------------------------ callers
 
 
+async def test_a_batch_that_is_revoked_does_not_run(world: BatchWorld) -> None:
+    batches = world.open()
+    made = await world.batch(batches)
+    assert await batches.revoke(made.id)
+    after = await batches.get(made.id)
+    assert after is not None and after.status is S.CANCELLING
+
+    late = new_batch(id="batch_late")
+    assert not await batches.revoke(late.id)
+    with pytest.raises(StoreUnavailable, match="too late"):
+        await batches.create(late)
+    assert await batches.get(late.id) is None
+
+
 async def test_a_batch_is_accepted_and_shown(world: BatchWorld) -> None:
     batches = world.open()
     made = await world.batch(batches, metadata={"a": "ü"}, headers={"x-team": "t"}, output_keep_s=7200)

@@ -136,7 +136,8 @@ async def test_a_job_that_is_revoked_never_runs(world: JobWorld, jobs: RedisJobs
     assert (await world.claim(jobs)).id == "queued"
     assert [await jobs.revoke(id) for id in ("queued", "runs", "late")] == [True, True, False]
     assert await jobs.beat("w", [("queued", 1)]) == ["queued"]  # it is no longer its worker's
-    assert await jobs.submit(new_job("late"), QUOTA) is Refusal.REVOKED
+    with pytest.raises(StoreUnavailable, match="too late"):
+        await jobs.submit(new_job("late"), QUOTA)
     assert await claimed(jobs) == []
     assert await world.quota() == (0, 0)
     assert 0 < await world.redis.ttl(world.key("revoked", "late")) <= 600
