@@ -59,7 +59,7 @@ ENGINE_SPEED, BOX_SPEED = 1.0, 20.0
 MODELS = ("gemma", "qwen")
 RESIDENCY_S = 8.0
 RECENT = 200  # jobs among which those are that run
-CLAIM_KEPT_MS = 20_000  # twice the time after which a worker that is silent has lost its jobs
+CLAIM_KEPT_MS = 3_600_000  # as in job_claim.lua
 SETTLE_S = 60.0
 ALL_S = 600.0  # about ten times what it takes: a machine may be slow, a job that never ends is a fault
 
