@@ -181,6 +181,7 @@ class Gateway:
             replicas=lambda: self._store.replicas if self._store else 1,
             store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
         )
+        self.metrics.boxes_known({name: box.backends for name, box in settings.boxes.items()})
         self.metrics.config_in_force(self.policy.version, self.clock.wall())
         self.loop_watch = LoopWatch(self.metrics.registry, self.clock)
         self.open_files = OpenFiles()

@@ -106,6 +106,7 @@ function whyWords(backend) {
   if (backend.drain) return "drained by the operator";
   if (!CALM.has(backend.state)) return `${backend.reason} (${clock(backend.for_s)})`;
   if (backend.model_error) return backend.model_error;
+  if (backend.kept_out) return backend.kept_out;
   const tpot = backend.tpot;
   if (tpot && tpot.knee_share < 0.995) return `TPOT target ${Math.round(tpot.target_ms)} ms allows ${percent(tpot.knee_share)} of the knee`;
   if (backend.restarts) return `${number(backend.restarts)} restart${backend.restarts === 1 ? "" : "s"} detected`;

@@ -1,6 +1,6 @@
 // What went where: classes at the left, backends at the right, as wide as there were requests.
 
-import { FINE, at, colourOf, number, s, words } from "./dom.js";
+import { FINE, at, colourOf, number, s, say, words } from "./dom.js";
 
 const WIDTH = 620;
 const LEFT = 172;
@@ -13,7 +13,11 @@ const WITHOUT_BACKEND = { replayed: "replayed", handed_over: "submitted as job",
 
 export function showFlow(history) {
   const place = at("flow-chart");
-  if (!history.flows.length) return;
+  if (!history.flows.length) {
+    if (!place.classList.contains("empty")) say(place, `No request has ended in the last ${Math.round(history.flow_s / 60)} minutes.`);
+    place.classList.add("empty");
+    return;
+  }
   const links = joined(history.flows);
   const total = links.reduce((sum, link) => sum + link.count, 0);
   const sources = side(links, (link) => link.from);

@@ -5,6 +5,7 @@ import { ask, at, h, number, say, seconds, timeOfDay, words } from "./dom.js";
 const LOOK_MS = 3000;
 const AGAIN = new Set(["failed", "cancelled"]);
 const OPEN = new Set(["queued", "in_progress"]);
+let unanswered = ""; // what was said of the last look, if it failed
 
 export async function startJobs() {
   if (await look()) setInterval(look, LOOK_MS);
@@ -17,9 +18,12 @@ async function look() {
     view = await ask("admin/jobs?limit=30");
   } catch (error) {
     if (error.status === 404) return false;
-    say(at("job-message"), error.message);
+    unanswered = error.message;
+    say(at("job-message"), unanswered);
     return true;
   }
+  if (unanswered && at("job-message").textContent === unanswered) say(at("job-message"), "");
+  unanswered = "";
   at("jobs").hidden = false;
   document.querySelector('nav a[href="#jobs"]').hidden = false;
   show(view);

@@ -9,7 +9,11 @@ const TICKS = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000]
 export function showLatency(history) {
   const place = at("latency-charts");
   const names = Object.keys(history.lines);
-  if (!names.length) return;
+  if (!names.length) {
+    if (!place.classList.contains("empty")) say(place, "No stream has ended lately.");
+    place.classList.add("empty");
+    return;
+  }
   if (place.classList.contains("empty")) {
     place.classList.remove("empty");
     place.replaceChildren(

@@ -236,14 +236,15 @@ class QueueSnapshot:
         drained_at: Since when an operator has paused the queue; None: it is not paused.
         is_away: Whether the store did not respond; the other values are then older.
         totals: Total number of ended jobs per (lane, outcome); see `JobStore.totals`.
-        at: When the store last responded, monotonic seconds.
+        at: When the store last responded, monotonic seconds; None if it never has: then all but `is_away` is
+            unknown.
     """
 
     lanes: tuple[Lane, ...] = ()
     drained_at: float | None = None
     is_away: bool = False
     totals: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    at: float = 0.0
+    at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

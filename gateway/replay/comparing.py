@@ -63,7 +63,7 @@ class Report:
 def compare(log: Log, other: CandidatePolicy) -> Report:
     """Compare another policy with the recorded one on the requests of a log."""
     decided = [entry for entry in log.entries if entry.asked is not None]
-    undecided = Counter(entry.past.ending.value for entry in log.entries if entry.asked is None)
+    undecided = dict(Counter(entry.past.ending.value for entry in log.entries if entry.asked is None))
     base = _base(log, decided)
     moves = Moves(log, other.policy)
     for entry in decided:

@@ -69,8 +69,8 @@ class JobMetrics:
         self.attempts.labels(lane, end.beginning.value, end.outcome.value).inc()
         if end.job.attempt == 1:
             self.queued.labels(lane).observe(end.waited_s)
-        if end.outcome is AttemptOutcome.ENDED and end.status is not None:
-            self.ended.labels(lane, end.status.value).inc()
+        if end.outcome in (AttemptOutcome.ENDED, AttemptOutcome.POISONED):
+            self.ended.labels(lane, (end.status or JobStatus.FAILED).value).inc()
             self.duration.labels(lane).observe(end.lasted_s)
 
 
@@ -106,6 +106,9 @@ class _Queue(Collector):
         )
         snapshot = self._snapshot()
         if snapshot is not None:
+            away.add_metric([], float(snapshot.is_away))
+        # Until the store has responded, a zero would be wrong: its totals would seem to rise from there.
+        if snapshot is not None and snapshot.at is not None:
             since_s = self._now() - snapshot.at
             seen = {lane.name: lane for lane in snapshot.lanes}
             for name in sorted({*self._lanes(), *seen}):
@@ -119,5 +122,4 @@ class _Queue(Collector):
                 for outcome in JobOutcome:
                     totals.add_metric([name, outcome.value], snapshot.totals.get((name, outcome.value), 0))
             drained.add_metric([], float(snapshot.drained_at is not None))
-            away.add_metric([], float(snapshot.is_away))
         yield from (jobs, oldest, drained, away, totals)

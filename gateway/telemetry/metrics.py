@@ -6,7 +6,7 @@ Labels are bounded by the configuration (backends, pools, classes, models) or by
 value that a caller can choose.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -21,7 +21,7 @@ from gateway.core.count_check import CountDrift
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, State
 from gateway.core.selection import unavailable_reason
-from gateway.core.swap_policy import Backlog
+from gateway.core.swap_policy import Backlog, Cause
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.values import Backend, Load
 from gateway.core.webhooks import WebhookAttempt
@@ -216,6 +216,8 @@ class Metrics:
             ("outcome",),
             registry=registry,
         )
+        for outcome in ("applied", "refused"):
+            self.reloads.labels(outcome)
         self.config_successful = Gauge(
             "gateway_config_last_reload_successful",
             "1 if the configuration loaded last is in force, 0 if it was refused.",
@@ -395,6 +397,13 @@ class Metrics:
             self.state_changes.labels(backend_id, new.state.value).inc()
         if new.restarts > old.restarts:
             self.restarts.labels(backend_id).inc(new.restarts - old.restarts)
+
+    def boxes_known(self, backends: Mapping[str, Iterable[str]]) -> None:
+        """Start at zero for these backends: a series that appears with its first event shows no rise."""
+        for box_id, names in backends.items():
+            for name in names:
+                for cause in (Cause.JOBS, Cause.AGE, Cause.IDLE):
+                    self.swaps.labels(box_id, name, cause.value)
 
     def box_swapped(self, box_id: str, swap: Swap) -> None:
         """Record a swap of a box completed by this process."""

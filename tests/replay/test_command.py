@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 from support.decisions import SITE, Written, classes, line
 
 from gateway.cli import main
+from gateway.core.usage import Ending
 
 LONG = {"class": "long_document", "when": {"prompt_tokens": ">= 4000"}, "pools": ["push"]}
 NARROW = {"class": "short_chat", "pools": ["light"]}
@@ -44,10 +45,12 @@ def test_for_people(written: Written, tried: str) -> None:
 
 
 def test_for_programs(written: Written, tried: str) -> None:
-    result = replay(str(written(line(0), line(1, 5_000))), "-c", tried, "--json")
+    refused = line(2, ending=Ending.REJECTED, status=401, prompt=None)
+    result = replay(str(written(line(0), line(1, 5_000), refused)), "-c", tried, "--json")
 
+    assert result.exit_code == 0, result.output
     report = json.loads(result.output)
-    assert result.exit_code == 0
+    assert report["undecided"] == {"rejected": 1}
     assert report["moved"] == 1
     assert report["moves"]["pool"] == [
         {"before": "light", "after": "push", "requests": 1, "example": report["files"][0] + ":3"}

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,8 +78,22 @@ def test_gauges_are_of_the_last_look_and_of_every_lane(world: World) -> None:
         assert world.value("gateway_jobs", lane=lane, status="in_progress") == running
         assert world.value("gateway_jobs_oldest_wait_seconds", lane=lane) == waits_s
     assert (world.value("gateway_jobs_drained"), world.value("gateway_jobs_store_away")) == (1, 0)
-    world.snapshot = QueueSnapshot(is_away=True)
+    world.snapshot = replace(world.snapshot, drained_at=None, is_away=True)
     assert (world.value("gateway_jobs_drained"), world.value("gateway_jobs_store_away")) == (0, 1)
+
+
+def test_of_a_store_that_never_answered_only_that_is_known(world: World) -> None:
+    world.snapshot = QueueSnapshot(is_away=True)
+    assert world.value("gateway_jobs_store_away") == 1
+    assert world.value("gateway_jobs_drained") is None
+    assert world.value("gateway_jobs", lane=LANE, status="queued") is None
+    assert world.value("gateway_store_jobs_ended_total", lane=LANE, outcome="poisoned") is None
+
+
+def test_a_job_that_is_given_up_has_ended(world: World) -> None:
+    world.metrics.attempt_ended(end(AttemptOutcome.POISONED))
+    assert world.value("gateway_jobs_ended_total", lane=LANE, status="failed") == 1
+    assert world.value("gateway_job_duration_seconds_count", lane=LANE) == 1
 
 
 def test_attempts_are_counted_and_hours_are_told_apart(world: World) -> None:
