@@ -509,6 +509,7 @@ class Gateway:
         with anyio.move_on_after(STOP_S):
             for listener in self._listeners:
                 await listener.wait_ended()
+        self.revocations.give_up()
         tasks.cancel_scope.cancel()
         await self.boxes.wait_ended()
         if isinstance(self.board, RedisBoard):

@@ -197,10 +197,13 @@ class WorkerGroup:
             await _tell(process, REREAD)
 
     def follow(self, new: Settings | None) -> None:
-        """Give this configuration to workers started from now on; None: it is invalid."""
+        """Give this configuration to workers started from now on; None: it is invalid.
+
+        Workers that have not applied it may still drain for as long as before, so `end_s` is only extended.
+        """
         if new is not None:
             self._source = new.source.decode()
-            self.end_s = _end_s(new)
+            self.end_s = max(self.end_s, _end_s(new))
 
     async def stop(self) -> None:
         """Make all workers drain; the second time, exit at once."""

@@ -95,11 +95,14 @@ models: {gemma-4: {classes: [{class: a, pools: [a]}]}}
 shutdown: {drain_s: 7, notice_s: 1}
 """
     )
-    group = WorkerGroup(600.0, lambda urls: None)
+    group = WorkerGroup(6.0, lambda urls: None)
     group.follow(None)
-    assert group.end_s == 600.0
+    assert group.end_s == 6.0
     group.follow(settings.load(path, {}))
     assert group.end_s == 8.0
+    path.write_text(path.read_text().replace("drain_s: 7", "drain_s: 1"))
+    group.follow(settings.load(path, {}))
+    assert group.end_s == 8.0  # some may still drain by the one before
 
 
 def test_workers_may_be_started_in_a_folder_that_is_gone(

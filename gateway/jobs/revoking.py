@@ -48,6 +48,15 @@ class Revocations:
         self._stores[id] = store
         self._wanted.set()
 
+    def give_up(self) -> None:
+        """Say what cannot be revoked any more, because this process ends."""
+        for id in self._stores:
+            log.warning(
+                "%s may run although its caller knows nothing of it: the store did not answer until the end",
+                id,
+                extra=about("job_not_revoked", id=id),
+            )
+
     async def run(self) -> None:
         """Revoke until cancelled."""
         while True:
@@ -59,6 +68,7 @@ class Revocations:
                     was_accepted = await store.revoke(id)
                 except StoreUnavailable:
                     await anyio.sleep(AGAIN_S)
+                    self._stores[id] = self._stores.pop(id, store)  # behind the others
                     continue
                 self._stores.pop(id, None)
                 if was_accepted:

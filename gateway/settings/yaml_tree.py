@@ -115,15 +115,18 @@ class _Builder:
         self._built = 0
 
     def build(self, node: yaml.Node, path: Path) -> Any:
-        self._built += 1
-        if self._built > _VALUES_MAX or len(path) > _DEPTH_MAX:
-            raise _TooMuch("it grows without end; look for an anchor that contains itself")
+        self._count(len(path))
         self._tree.values.setdefault(path, _mark(node.start_mark))
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
         return self._scalar(node)
+
+    def _count(self, depth: int) -> None:
+        self._built += 1
+        if self._built > _VALUES_MAX or depth > _DEPTH_MAX:
+            raise _TooMuch("it grows without end; look for an anchor that contains itself")
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         built: dict[str, Any] = {}
@@ -138,6 +141,7 @@ class _Builder:
                 written = repr(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "it"
                 self._tree.problems.append((mark, f"a key must be text; put {written} in quotes"))
                 key = str(key_node.value)
+            key = self._characters(key, mark)
             if key in built:
                 first = self._tree.keys[(*path, key)].line
                 self._tree.problems.append((mark, f'"{key}" is given twice, first in line {first}'))
@@ -153,8 +157,7 @@ class _Builder:
 
     def _merged(self, node: yaml.Node, depth: int = 0) -> Iterator[tuple[str, Mark, yaml.Node]]:
         """Yield the entries that `<<: *anchor` (or a list of anchors) merges in, those that count first."""
-        if depth > _DEPTH_MAX:
-            raise _TooMuch("it grows without end; look for an anchor that contains itself")
+        self._count(depth)
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         for source in sources:
             if not isinstance(source, yaml.MappingNode):
@@ -164,10 +167,12 @@ class _Builder:
                 continue
             inner: list[yaml.Node] = []
             for key_node, value_node in source.value:
+                self._count(depth)
+                mark = _mark(key_node.start_mark)
                 if key_node.tag == _MERGE:
                     inner.append(value_node)
                 else:
-                    yield str(key_node.value), _mark(key_node.start_mark), value_node
+                    yield self._characters(str(key_node.value), mark), mark, value_node
             for one in inner:
                 yield from self._merged(one, depth + 1)
 
@@ -175,12 +180,14 @@ class _Builder:
         value = self._constructed(node)
         if isinstance(value, str) and "${" in value:
             value = _VARIABLE.sub(lambda match: self._variable(match, _mark(node.start_mark)), value)
-        if isinstance(value, str) and not value.isascii():
+        if isinstance(value, str):
             return self._characters(value, _mark(node.start_mark))
         return value
 
     def _characters(self, value: str, mark: Mark) -> str:
         """Join the two halves of characters that are escaped as JSON does it; others cannot be encoded."""
+        if value.isascii():
+            return value
         try:
             return value.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:

@@ -4,6 +4,7 @@
 local id = ARGV[OWN_ARGUMENTS]
 local job = load(id)
 
+insist(TAG)
 if job then
     delete(job)
     return 1

@@ -134,6 +134,17 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
         ],
         [U, U, U, X, P, P, P, X],
     ),
+    "nor-what-was-lost-before-a-probation-that-is-over": (
+        [
+            (0, OK),
+            *[(1, FAILED)] * 3,
+            (7, OK),
+            *[(8, SERVED)] * 3,
+            *[(9, Attempt(Outcome.TIMEOUT, "x", started_at=0.5))] * 3,
+            *[(10, Attempt(Outcome.TIMEOUT, "x", started_at=8.5))] * 3,
+        ],
+        [U, U, U, X, P, P, P, U, U, U, U, U, U, X],
+    ),
     "failures-a-minute-apart-do-not-add-up": (
         [(0, OK), (1, FAILED), (2, FAILED), (62, FAILED), (63, FAILED), (64, FAILED)],
         [U, U, U, U, U, X],

@@ -102,11 +102,31 @@ def test_what_is_merged_in_may_merge_in_more_and_comes_first() -> None:
     assert found.value_mark(("z", "a")) == Mark(1, 11)
 
 
+def test_merges_that_multiply_are_stopped() -> None:
+    lines = ["x0: &x0 {a: 1}", *(f"x{n}: &x{n} {{<<: [*x{n - 1}, *x{n - 1}]}}" for n in range(1, 30))]
+    ((_, said),) = tree("\n".join(lines)).problems
+    assert "without end" in said
+
+
 @pytest.mark.parametrize("text", ['a: "\\ud83d\\ude00"', "a: \U0001f600", "a: ${EMOJI}"])
 def test_a_character_may_be_escaped_as_json_does(text: str) -> None:
     found = tree(text, EMOJI="\U0001f600")
     assert not found.problems
     assert found.data == {"a": "\U0001f600"}
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ('"\\ud83d\\ude00": 1', ["\U0001f600"]),
+        ('a: &a {"\\ud83d\\ude00": 1}\nb: {<<: *a}', ["a", "b", "\U0001f600"]),
+    ],
+)
+def test_a_key_may_be_escaped_as_json_does(text: str, keys: list[str]) -> None:
+    found = tree(text)
+    assert not found.problems
+    assert {str(path[-1]) for path in found.keys} == set(keys)
+    assert str(found.data).encode()
 
 
 @pytest.mark.parametrize(

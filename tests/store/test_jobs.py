@@ -143,6 +143,17 @@ async def test_a_job_that_is_revoked_never_runs(world: JobWorld, jobs: RedisJobs
     assert 0 < await world.redis.ttl(world.key("revoked", "late")) <= 600
 
 
+async def test_a_full_server_revokes_too(tmp_path: Path) -> None:
+    with own_server("valkey-9", tmp_path) as server:
+        jobs = RedisJobs(server.url)
+        await jobs.submit(new_job("a"), QUOTA)
+        async with Redis.from_url(server.url) as redis:
+            await redis.config_set("maxmemory", 1)
+        assert await jobs.revoke("a")
+        assert not await jobs.revoke("late")
+        await jobs.aclose()
+
+
 @pytest.mark.parametrize(
     ("key", "promise"),
     [

@@ -94,7 +94,7 @@ def _enter(status: BackendStatus, state: State, now: float, reason: str) -> Back
 
 
 def _on_probation(status: BackendStatus, now: float, reason: str) -> BackendStatus:
-    clean = replace(status, recent_failures=(), successes=0, progress_at=now)
+    clean = replace(status, recent_failures=(), successes=0, progress_at=now, tried_since=now)
     return _enter(clean, State.PROBATION, now, reason)
 
 
@@ -253,7 +253,7 @@ def _after_progress(
 
 
 def _attempt_bad(status: BackendStatus, event: Attempt, now: float, rules: HealthRules) -> BackendStatus:
-    if status.state is State.PROBATION and event.started_at < status.since:
+    if event.started_at < status.tried_since:
         return status  # lost with those for which it was taken out
     if event.outcome is Outcome.DRAINING:
         return _attempt_drained(status, event.detail, now)
