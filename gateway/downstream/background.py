@@ -225,12 +225,23 @@ class Background:
             response["queue"] = await self.place(job)
         return response
 
-    async def record(self, job: Job) -> bytes:
-        """Return a finished job in the format in which a synchronous response would be stored."""
+    async def record(self, job: Job, param: str | None = None) -> bytes:
+        """Return a finished job in the format in which a synchronous response would be stored.
+
+        `param`: the request parameter that names it, for errors.
+
+        Raises:
+            InvalidRequest: it was a chat.
+            ResponseNotFound: its conversation is not kept (`store: false`).
+        """
         facts = JobFacts.of(job)
         if facts.is_chat:
             message = "That was a chat, which a response cannot continue: send its messages as `input`."
-            raise InvalidRequest(message, code="unsupported_parameter", param="previous_response_id")
+            if param is None:
+                message = "That was a chat, whose messages are not kept as items."
+            raise InvalidRequest(message, code="unsupported_parameter", param=param)
+        if not facts.conversation:
+            raise gone(job.id, param)
         context, said = (facts.conversation.get(name, []) for name in ("context", "input"))
         response = await self.response(job)
         return msgspec.json.encode({"response": response, "context": context, "input": said})

@@ -7,6 +7,7 @@ completion, is translated event by event, and stored if requested.
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from litestar.params import FromPath
 from litestar.response import Stream
 
 from gateway.core.errors import (
+    CallerError,
     GatewayError,
     InvalidRequest,
     RouteNotFound,
@@ -258,8 +260,8 @@ class Responses:
             message = f"`input` refers to items of more than {REFERENCES_MAX} responses."
             raise InvalidRequest(message, code="too_many_items", param="input")
         for home in homes:
-            kept = await self._retention.store.get(key, home)
-            if kept is not None:
+            with suppress(CallerError):  # it is not kept, or has no items yet
+                kept = await self._record(key, home)
                 found.records.append(kept)
                 found.stored |= {item["id"]: item for item in (await self._opened(kept)).items()}
         return found
@@ -268,7 +270,7 @@ class Responses:
         record = await self._retention.store.get(key, id)
         job = None if record is not None else await self._job(key, id)
         if job is not None and self._background is not None and job.status.is_final:
-            return await self._background.record(job)
+            return await self._background.record(job, param)
         if job is not None:
             message = "That response has not ended yet."
             raise InvalidRequest(message, code="response_not_finished", param=param)

@@ -25,6 +25,7 @@ from gateway.downstream.background import Background
 from gateway.downstream.batches import Batches, Batching, BatchLines
 from gateway.downstream.chat_jobs import ChatJobs
 from gateway.downstream.cross_origin import CrossOrigin
+from gateway.downstream.drained import Drained
 from gateway.downstream.errors import MethodNotAllowed, envelope, headers_of
 from gateway.downstream.files import Files
 from gateway.downstream.head_requests import HeadAsGet, with_head
@@ -200,7 +201,7 @@ class Applications:
             exception_handlers=EXCEPTION_HANDLERS,
             after_request=_with_id,
         )
-        return CrossOrigin(HeadAsGet(app), self._origins)
+        return CrossOrigin(Drained(HeadAsGet(app), self.serving), self._origins)
 
     async def _read_chat(self, chat_jobs: ChatJobs, relayed: Relayed, received: Received) -> Work:
         """Return the work that answers a chat, with jobs enabled.

@@ -2,7 +2,8 @@
 
 import logging
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -150,9 +151,21 @@ class Serving:
                 raise
             await send_error(_internal(arrival.id), downstream)
         finally:
-            self.in_flight -= 1
-            if self.is_draining and not (self.in_flight or self.uploads.calls):
-                self._idle.set()
+            self._one_less()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what runs in the block as in flight: a shutdown waits for it."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self._one_less()
+
+    def _one_less(self) -> None:
+        self.in_flight -= 1
+        if self.is_draining and not (self.in_flight or self.uploads.calls):
+            self._idle.set()
 
     async def _run(self, arrival: Arrival, read: Read, call: Call) -> None:
         key = None

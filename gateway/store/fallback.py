@@ -185,6 +185,7 @@ class FallbackLedger:
         self._alone_since, self.keeps_to_part = anyio.current_time(), True
         self._enter(Mode.ALONE)
         self._shared.resync()
+        self._tell_all()  # a backend that others had filled may have room for this process's part
 
     def _tell_all(self) -> None:
         for backend_id in self._shared.loads():

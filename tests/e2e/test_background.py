@@ -80,6 +80,48 @@ async def test_a_job_is_handed_over_and_fetched(gateway: Site) -> None:
     assert (await client.responses.retrieve(job.id)).model_dump() == done.model_dump()
 
 
+async def test_a_response_whose_conversation_is_not_kept_cannot_be_continued(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+    kept, unkept = [
+        await ended(
+            client,
+            (await client.responses.create(**ASK, background=True, max_output_tokens=5, store=store)).id,
+        )
+        for store in (True, False)
+    ]
+    for use in (
+        client.responses.create(**ASK, previous_response_id=unkept.id),
+        client.responses.input_items.list(unkept.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await use
+    message = kept.output[-1]
+    again = await client.responses.create(
+        model="gemma-4", input=[{"type": "item_reference", "id": message.id}, *MESSAGES], max_output_tokens=5
+    )
+    items = (await client.responses.input_items.list(again.id, order="asc")).data
+    assert (len(items), items[0].id) == (2, message.id)
+
+
+async def test_who_follows_a_job_and_what_is_new_are_seen_by_a_shutdown(gateway: Site) -> None:
+    client, serving = gateway.openai(api_key="a"), gateway.gateway.applications.serving
+    job = await client.responses.create(
+        **ASK, background=True, max_output_tokens=20_000, extra_body={"ignore_eos": True}
+    )
+    await gateway.eventually(lambda: not serving.in_flight)
+    stream = await client.responses.retrieve(job.id, stream=True)
+    await anext(aiter(stream))
+    assert serving.in_flight == 1
+    serving.refuse()
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.files.create(file=("in.jsonl", b"{}"), purpose="batch")
+    assert caught.value.code == "draining"
+    await client.responses.cancel(job.id)
+    async for _ in stream:
+        pass
+    await gateway.eventually(lambda: not serving.in_flight)
+
+
 async def test_a_stream_is_followed_left_and_taken_up_again(gateway: Site) -> None:
     client = gateway.openai(api_key="a")
     first = []

@@ -288,7 +288,7 @@ async def test_changes_are_told_once_each(stoppable: RedisServer, caplog: pytest
         in away.message
     )
     assert "the store is available again" in back.message
-    assert woken == ["b", "b"]  # on return, every limit has grown; then the release
+    assert woken == ["b", "b", "b"]  # both ways, limits have changed; then the release
 
 
 class Road:

@@ -110,9 +110,9 @@ class Draft:
         Its items keep their indexes in the stream, as incomplete, and are left out of the response.
         """
         events: list[Event] = []
-        self._close_speaking(events, "incomplete")
+        self.speaking = None  # its parts are not closed: readers would take half a JSON text for a whole one
         for item in self.items:
-            if item.status == "in_progress":  # a call: readers must not wait for the rest of it
+            if item.status == "in_progress":  # readers must not wait for the rest of it
                 item.status = "incomplete"
                 events.append(self._item_done(item))
             item.is_void = True

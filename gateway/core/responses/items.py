@@ -59,6 +59,18 @@ def read_input(written: object, token: str, stored: Mapping[str, Item]) -> list[
     return [_read_item(item, f"input.{index}", token, index, stored) for index, item in enumerate(written)]
 
 
+def with_own_ids(items: Sequence[Item], context: Sequence[Item], token: str) -> list[Item]:
+    """Return items with ids that are unique in their conversation: readers page through it by them."""
+    seen = {item["id"] for item in context}
+    own: list[Item] = []
+    for index, item in enumerate(items):
+        if item["id"] in seen:
+            item = {**item, "id": item_id(item["type"], token, index)}
+        seen.add(item["id"])
+        own.append(item)
+    return own
+
+
 def references(written: object) -> list[str]:
     """Return the ids of the items that the `input` of a request refers to."""
     items = written if isinstance(written, list) else ()
@@ -231,6 +243,7 @@ class _Chat:
         self._open: Message | None = None
         self._thought = ""
         self._tools: dict[str, str] = {}  # tool name by call id
+        self._callers: dict[str, Message] = {}  # the message with the call, by call id
         self._images: list[Item] = []  # content parts from the most recent tool results
 
     def add(self, item: Item, where: str) -> None:
@@ -242,6 +255,8 @@ class _Chat:
             self._call(item)
             return
         is_words = kind == "message" and item["role"] == "assistant"
+        if is_words and self._joins(_content(item)):
+            return
         if not (is_words and self._open is None):
             self.close()
         if is_words:
@@ -254,6 +269,20 @@ class _Chat:
         else:
             role = "user" if item["role"] == "user" else "system"
             self.messages.append({"role": role, "content": _content(item)})
+
+    def _joins(self, words: str | list[Item]) -> bool:
+        """Add words to the open message if it has calls. Return whether that was done.
+
+        Behind a message of its own, the calls' results would not be rendered: the template looks for them
+        directly behind the calls.
+        """
+        if self._open is None or "tool_calls" not in self._open or not isinstance(words, str):
+            return False
+        before = self._open["content"]
+        if before is not None and not isinstance(before, str):
+            return False
+        self._open["content"] = (before or "") + words
+        return True
 
     def end(self) -> None:
         """End the conversation."""
@@ -274,6 +303,7 @@ class _Chat:
         function = {"name": item["name"], "arguments": item["arguments"]}
         call = {"id": item["call_id"], "type": "function", "function": function}
         self._open.setdefault("tool_calls", []).append(call)
+        self._callers[item["call_id"]] = self._open
         self._tools[item["call_id"]] = item["name"]
 
     def _output(self, item: Item, where: str) -> None:
@@ -284,9 +314,16 @@ class _Chat:
         output = item["output"]
         if not isinstance(output, str):
             output = "\n".join(self._shown(part, name) for part in output)
-        self.messages.append(
-            {"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": output}
-        )
+        result = {"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": output}
+        self.messages.insert(self._behind_the_call(item["call_id"]), result)
+
+    def _behind_the_call(self, call_id: str) -> int:
+        """Return where the result of a call belongs: behind its message and that one's other results."""
+        caller = self._callers[call_id]
+        place = next(at for at in range(len(self.messages) - 1, -1, -1) if self.messages[at] is caller) + 1
+        while place < len(self.messages) and self.messages[place]["role"] == "tool":
+            place += 1
+        return place
 
     def _shown(self, part: Item, name: str) -> str:
         """Return the text for a part of a tool result: the text itself, or a reference to an image."""

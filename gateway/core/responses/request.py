@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.core.errors import InvalidRequest
-from gateway.core.responses.items import Item, Message, messages_of, read_input, references, response_id
+from gateway.core.responses.items import (
+    Item,
+    Message,
+    messages_of,
+    read_input,
+    references,
+    response_id,
+    with_own_ids,
+)
 
 COPIED = frozenset({"model", "stream", "temperature", "top_p", "parallel_tool_calls"})
 """Members with the same meaning in a chat request, forwarded as sent."""
@@ -170,7 +178,7 @@ def read(
     _refuse_what_is_not_offered(members)
     if members.get("input") is None:
         raise InvalidRequest("`input` is required.", param="input")
-    items = read_input(members["input"], token, stored or {})
+    items = with_own_ids(read_input(members["input"], token, stored or {}), context, token)
     messages = messages_of([*context, *items], _text(members, "instructions"), own=len(items))
     if not messages:
         raise InvalidRequest("`input` must not be empty.", param="input")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gateway.core.errors import InvalidRequest
-from gateway.core.responses.items import home_of, item_id, messages_of, read_input, references
+from gateway.core.responses.items import home_of, item_id, messages_of, read_input, references, with_own_ids
 
 TOKEN = "0123456789abcdef" * 2
 PNG = "data:image/png;base64,AAAA"
@@ -268,6 +268,32 @@ def test_a_result_is_matched_with_calls_of_the_conversation_before() -> None:
     with pytest.raises(InvalidRequest) as caught:
         messages_of([*own, *before], None, own=1)
     assert caught.value.param == "previous_response_id"
+
+
+def test_words_behind_a_call_join_its_message() -> None:
+    messages = chat([user("Hi"), said("Well."), call(), said("One moment."), {**RESULT, "output": "7"}])
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert messages[1]["content"] == "Well.One moment."
+    assert messages[1]["tool_calls"] == [called()]
+
+
+def test_a_result_stands_directly_behind_its_call() -> None:
+    second = {**RESULT, "call_id": "c2", "output": "8"}
+    items = [user("Hi"), call(), call("g", "c2"), user("Wait."), {**RESULT, "output": "7"}, second]
+    messages = chat(items)
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool", "user"]
+    assert [message["content"] for message in messages[2:4]] == ["7", "8"]
+
+
+def test_ids_are_unique_in_a_conversation() -> None:
+    before = read_input([{**user("a"), "id": "msg_x"}], TOKEN, {})
+    read = read_input(
+        [{**user("b"), "id": "msg_x"}, {**user("c"), "id": "msg_y"}, {**user("d"), "id": "msg_y"}], TOKEN, {}
+    )
+    own = with_own_ids(read, before, TOKEN)
+    assert len({item["id"] for item in (*before, *own)}) == 4
+    assert own[1]["id"] == "msg_y"
+    assert [item["content"] for item in own] == [item["content"] for item in read]
 
 
 def test_items_are_kept_in_one_form() -> None:
