@@ -186,8 +186,7 @@ def _sight_view(snapshot: BackendSnapshot | None) -> Mapping[str, Any]:
 
 
 def _status_view(status: BackendStatus, now: float) -> Mapping[str, Any]:
-    # Of one that reports nothing now, nothing old is shown as if it were new.
-    engine = None if status.metrics_error or status.down_since is not None else status.engine
+    engine = status.reported
     return {
         "state": status.state.value,
         "for_s": round(now - status.since, 1),

@@ -28,8 +28,10 @@ class Drained:
             await self._app(scope, receive, send)
             return
         is_new = scope.get("method") == "POST" and not scope["path"].rstrip("/").endswith("/cancel")
-        if self._serving.is_draining and is_new:
-            error = Draining("This gateway is shutting down. Please retry.", retry_after_s=1)
+        try:
+            if is_new:
+                self._serving.check_open()
+        except Draining as error:
             error.headers = ((b"x-request-id", new_request_id().encode()),)
             await send_error(error, AsgiDownstream(send))
             return

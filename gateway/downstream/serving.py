@@ -93,14 +93,22 @@ class Serving:
         if self.in_flight or self.uploads.calls:
             await self._idle.wait()
 
+    def check_open(self) -> None:
+        """Reject a new request if this gateway is shutting down.
+
+        Raises:
+            Draining: it is.
+        """
+        if self.is_draining:
+            raise Draining("This gateway is shutting down. Please retry.", retry_after_s=1)
+
     def head(self, headers: Headers) -> Head:
         """Validate a request by its head, before its body is read.
 
         Raises:
             Draining, Unauthorized, BodyEncoded: the request is rejected.
         """
-        if self.is_draining:
-            raise Draining("This gateway is shutting down. Please retry.", retry_after_s=1)
+        self.check_open()
         found = _headers(headers)
         key = self._keys.name_of(found.get("authorization"))
         check_encoding(found.get("content-encoding"))

@@ -3,7 +3,7 @@
 
 local job = load(ARGV[OWN_ARGUMENTS])
 
-if job and (job.status == 'failed' or job.status == 'cancelled') then
+if job and has_failed(job) then
     local name = key('job', job.id)
     redis.call('ZREM', key('ended'), ended_as(job))
     redis.call('PERSIST', name)

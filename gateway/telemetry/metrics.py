@@ -503,10 +503,10 @@ class _Fleet(Collector):
                 "gateway_knee_used_ratio": load.share / admission.WHOLE,
                 "gateway_kv_blocks": load.kv_blocks,
             }
-            if status.engine is not None and not status.metrics_error and status.down_since is None:
-                values["gateway_engine_running"] = status.engine.running
-                values["gateway_engine_waiting"] = status.engine.waiting
-                values["gateway_engine_kv_usage_ratio"] = status.engine.kv_usage
+            if (engine := status.reported) is not None:
+                values["gateway_engine_running"] = engine.running
+                values["gateway_engine_waiting"] = engine.waiting
+                values["gateway_engine_kv_usage_ratio"] = engine.kv_usage
             if name in count_drifts:
                 values["gateway_count_drift_seqs"] = count_drifts[name].seqs
                 values["gateway_count_drift_lasting_seqs"] = count_drifts[name].lasting_seqs

@@ -13,6 +13,18 @@ from gateway.downstream.background import Background, JobRules
 from gateway.ports import JobStore
 
 
+def background_of(world: World, store: object) -> Background:
+    return Background(
+        cast(JobStore, store),
+        world.pipeline,
+        JobRules(),
+        world.clock,
+        lambda _: 0.0,
+        world.notes,
+        lambda _: None,
+    )
+
+
 class Lanes:
     """What `Background.place` asks of `ports.JobStore`; it answers once it is let."""
 
@@ -28,15 +40,7 @@ class Lanes:
 
 async def test_all_who_look_at_their_place_at_once_ask_the_store_once() -> None:
     world, lanes = World(), Lanes()
-    background = Background(
-        cast(JobStore, lanes),
-        world.pipeline,
-        JobRules(),
-        world.clock,
-        lambda _: 0.0,
-        world.notes,
-        lambda _: None,
-    )
+    background = background_of(world, lanes)
     job = Job(NewJob("resp_1", None, "m/c", b"{}"), JobStatus.QUEUED, position=4)
 
     async with anyio.create_task_group() as tasks:
@@ -79,15 +83,7 @@ async def test_who_follows_a_job_gets_its_body_only_where_there_is_nothing_more_
     job = Job(NewJob("resp_1", None, "m/c", b"{}", facts), JobStatus.QUEUED, position=1)
     event = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":%b}]}\n\n'
     store = Answered(job, event % b"null", event % b"null", event % b'"stop"')
-    background = Background(
-        cast(JobStore, store),
-        world.pipeline,
-        JobRules(),
-        world.clock,
-        lambda _: 0.0,
-        world.notes,
-        lambda _: None,
-    )
+    background = background_of(world, store)
 
     told = [event["type"] async for batch in background.events(job, -1) for event in batch]
 

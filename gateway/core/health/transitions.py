@@ -52,7 +52,7 @@ def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules)
         case Attempt(Outcome.OK):
             return _attempt_ok(status, now, rules)
         case Attempt():
-            return _attempt_bad(status, event, now, rules)
+            return _attempt_not_ok(status, event, now, rules)
         case PeerVerdict(gateway, verdict):
             return _heard(status, gateway, verdict, now, rules)
         case PeerAttempts(served, failed):
@@ -252,7 +252,7 @@ def _after_progress(
 # ---- attempts
 
 
-def _attempt_bad(status: BackendStatus, event: Attempt, now: float, rules: HealthRules) -> BackendStatus:
+def _attempt_not_ok(status: BackendStatus, event: Attempt, now: float, rules: HealthRules) -> BackendStatus:
     if event.started_at < status.tried_since:
         return status  # lost with those for which it was taken out
     if event.outcome is Outcome.DRAINING:

@@ -143,6 +143,11 @@ class BackendStatus:
     heard: tuple[tuple[str, int], ...] = ()
     tried_since: float = -inf
 
+    @property
+    def reported(self) -> EngineSample | None:
+        """Its last metrics sample, while it is reachable and can be scraped: what it says now."""
+        return None if self.metrics_error or self.down_since is not None else self.engine
+
 
 PROBATION_SEQS = 2
 """Concurrent sequences on a backend in probation: enough for evidence, few enough to risk."""
