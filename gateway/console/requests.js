@@ -201,7 +201,8 @@ function phasesOf(record) {
     from = over;
   }
   const last = record.attempts.at(-1);
-  const isOver = last ? ["ok", "cancelled"].includes(last.outcome) : FINE.has(record.ending) && record.ending !== "left";
+  // Once an answer has begun, no other backend can take over.
+  const isOver = last ? record.first_byte_at !== null || ["ok", "cancelled"].includes(last.outcome) : FINE.has(record.ending) && record.ending !== "left";
   if (isOver && end - from > 0.01 * end) found.push({ name: "end", kind: "estimate", from, to: end });
   else if (!isOver && record.decision && end - from > 0.001) found.push({ name: last ? "wait again" : "wait for a slot", kind: "wait", from, to: end });
   return found;

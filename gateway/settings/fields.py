@@ -76,6 +76,9 @@ def number(written: Any) -> Any:
 WHOLE_MAX = 2**53
 """The largest integer; up to it, integers are exact as floats, to which most figures are converted."""
 
+SECONDS_MAX = 315_360_000
+"""Ten years: longer than anything here lasts, and short enough for every timer and for Redis to count."""
+
 
 def _countable(number: int) -> int:
     if number > WHOLE_MAX:
@@ -87,8 +90,8 @@ Positive = Annotated[int, Field(ge=1), BeforeValidator(number), AfterValidator(_
 Knee = Annotated[int, Field(ge=1, lt=1000), BeforeValidator(number)]  # core/admission.py counts up to 999
 Count = Annotated[int, Field(ge=0), BeforeValidator(number), AfterValidator(_countable)]
 Attempts = Annotated[int, Field(ge=1, le=10), BeforeValidator(number)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)]
-Pause = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number)]
+Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX, allow_inf_nan=False), BeforeValidator(number)]
+Pause = Annotated[float, Field(ge=0, le=SECONDS_MAX, allow_inf_nan=False), BeforeValidator(number)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number)]
 Share = Annotated[float, Field(gt=0, le=1), BeforeValidator(number)]
 Figure = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number)]

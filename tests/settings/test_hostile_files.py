@@ -77,3 +77,13 @@ def test_a_number_without_end(place: Path, plain: str, line: str, path: str, num
     assert [problem.message for problem in check(place, {}).problems] == [
         f"{path}: it must be at most 9,007,199,254,740,992" + (f", not {number}" if number < 10**40 else "")
     ]
+
+
+@pytest.mark.parametrize("seconds", ["1e9", "1e18"])
+@pytest.mark.parametrize(("section", "key"), [("shutdown", "drain_s"), ("idempotency", "keep_s")])
+def test_a_time_without_end(place: Path, plain: str, section: str, key: str, seconds: str) -> None:
+    place.write_text(f"{plain}\n{section}: {{{key}: {seconds}}}\n", encoding="utf-8")
+
+    (problem,) = check(place, {}).problems
+
+    assert problem.message.startswith(f"{section}.{key}: it must be less than or equal to 315360000, not ")
