@@ -92,6 +92,8 @@ _PLAIN = {
 def _said(kind: str, message: str, path: Path, value: Any) -> str:
     if value is None and kind != "value_error":  # which says in its own words what is missing
         return "a value is missing"
+    if kind == "string_type" and isinstance(value, dict | list):
+        return f"text is needed, not a {'mapping' if isinstance(value, dict) else 'list'}"
     plain = message.removeprefix("Value error, ").replace("Input should be", "it must be")
     said = _PLAIN.get(kind, plain)
     section = _section(path) if kind == "model_type" else None

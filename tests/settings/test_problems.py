@@ -91,7 +91,9 @@ def test_load_raises_with_every_problem_on_its_line(tmp_path: Path) -> None:
         ("https://b\u00fccher.example", "others as xn--"),
         ("https://a.example:99999", "this is not an origin"),
         ("'https://[::1'", "this is not an origin"),
-        ("7", "text is needed"),
+        ("7", "text is needed; put it in quotes"),
+        ("{url: https://a.example}", "text is needed, not a mapping"),
+        ("[https://a.example]", "text is needed, not a list"),
     ],
 )
 def test_what_is_no_origin(checked: Check, plain: str, written: str, message: str) -> None:
