@@ -3,12 +3,12 @@
     state      what happens                                leads to
     ---------  ------------------------------------------  -----------------------------------------
     unknown    INSPECT finds one model in                  checking
-               finds none                                  stopping the others, then booting the default
+               finds none                                  stopping all, then booting the default
                finds several                               stopping all but one, then checking that
     resident   the policy wants another model              draining
                lost: INSPECT finds it in again             checking
                lost: INSPECT finds another model in        checking that
-               lost: INSPECT finds none, for the first     stopping the others, then booting it
+               lost: INSPECT finds none, for the first     stopping all, then booting it
                restarted, for the first time               checking
                gone or restarted, again within a day       quarantine
     draining   nothing of it in flight any more            stopping
@@ -38,7 +38,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from gateway.core.swap_policy import Backlog, Cause, Plan, Residency, SwapRules, plan, should_cancel
+from gateway.core.swap_policy import (
+    MOVED_S,
+    Backlog,
+    Cause,
+    Plan,
+    Residency,
+    SwapRules,
+    plan,
+    should_cancel,
+)
 from gateway.core.values import Exclusion, Objection
 
 COMMAND_TRIES = 3
@@ -137,6 +146,8 @@ class Box:
         batch_at: Requests queued for it before this time are served before the next swap.
         busy_at: When it last had requests running or waiting.
         served_at: When it last had requests running.
+        moved_at: When its batch was last empty, or a request of it, the oldest, was seen to have started.
+        oldest_at: When the oldest request of its batch began to wait; `batch_at` if it is empty.
         quarantine: Backends that are not started any more.
         restarts: Times of unexpected restarts, per backend.
         known_restarts: Restarts of `backend`, by its id, that have been judged or were caused by the box.
@@ -159,6 +170,8 @@ class Box:
     batch_at: float = 0.0
     busy_at: float = 0.0
     served_at: float = 0.0
+    moved_at: float = 0.0
+    oldest_at: float = 0.0
     quarantine: Mapping[str, Quarantine] = field(default_factory=dict)
     restarts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     known_restarts: Mapping[str, int] = field(default_factory=dict)
@@ -272,6 +285,8 @@ def back_at(box: Box, backend: str, boot_s: Mapping[str, float], now: float) -> 
 def _back_at(box: Box, backend: str, took: Mapping[str, float], now: float) -> float:
     own = took.get(backend, 0.0)
     match box.state:
+        case State.UNKNOWN:
+            return now + 1  # it may be in
         case State.RESIDENT if box.backend == backend:
             return now
         case State.CHECKING if box.backend == backend:
@@ -311,8 +326,16 @@ def outlook(rules: BoxRules, box: Box, wants: Mapping[str, Backlog], now: float)
 
 
 def _residency(box: Box, wants: Mapping[str, Backlog]) -> Residency:
-    barred = frozenset(box.quarantine)
-    return Residency(box.backend, box.resident_since, box.batch_at, box.busy_at, wants, barred, box.served_at)
+    return Residency(
+        box.backend,
+        box.resident_since,
+        box.batch_at,
+        box.busy_at,
+        wants,
+        frozenset(box.quarantine),
+        box.served_at,
+        box.moved_at,
+    )
 
 
 def unowned(found: frozenset[str], now: float) -> Box | None:
@@ -323,10 +346,8 @@ def unowned(found: frozenset[str], now: float) -> Box | None:
     if len(found) != 1:
         return None
     (name,) = found
-    reason = "found running; the store is unavailable"
-    return Box(
-        State.RESIDENT, now, reason, name, resident_since=now, batch_at=now, busy_at=now, served_at=now
-    )
+    box = Box(State.RESIDENT, now, "found running; the store is unavailable", name)
+    return _begun(replace(box, resident_since=now, busy_at=now, served_at=now), now)
 
 
 def left_alone(box: Box, now: float) -> Box:
@@ -469,7 +490,20 @@ def _why(planned: Plan, wants: Mapping[str, Backlog], now: float) -> str:
     return f"back to {planned.target}: nothing waits for the resident model"
 
 
+def _begun(box: Box, now: float) -> Box:
+    """Return the box with everything that waits for the resident model as its batch."""
+    return replace(box, batch_at=now, moved_at=now, oldest_at=now)
+
+
 def _served(box: Box, look: Observation, now: float) -> Box:
+    """Note what runs, and whether the batch has moved."""
+    oldest_at = look.wants.get(box.backend, Backlog()).oldest_at
+    if oldest_at is None or oldest_at > box.batch_at:
+        box = replace(box, moved_at=now, oldest_at=box.batch_at)
+    elif oldest_at > box.oldest_at + MOVED_S:
+        box = replace(box, moved_at=now, oldest_at=oldest_at)
+    elif oldest_at < box.oldest_at:  # one has come back
+        box = replace(box, oldest_at=oldest_at)
     return replace(box, served_at=now) if look.in_flight.get(box.backend) else box
 
 
@@ -479,7 +513,7 @@ def _draining(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
     under_way = Plan(box.cause, box.target, box.since)
     if is_sound and should_cancel(rules.swaps, _residency(box, look.wants), under_way, now):
         why = f"swap to {box.target} called off for now"
-        box = replace(box, target="", cause=Cause.NOTHING, batch_at=now)
+        box = _begun(replace(box, target="", cause=Cause.NOTHING), now)
         return _enter(box, State.RESIDENT, now, why), ()
     is_empty = not look.in_flight.get(name) or name in look.lost
     if not is_empty or now - box.since < rules.settle_s:
@@ -521,8 +555,7 @@ def _found(box: Box, found: frozenset[str], now: float, rules: BoxRules) -> Step
         home = _fallback(box, rules, "")
         if not home:
             return _failed(box, "every model of the box is in quarantine", now)
-        others = tuple(name for name in members if name != home)
-        return _stop(box, others, home, now, "found no model running")
+        return _afresh(box, home, now, "found no model running", rules)
     kept = next((name for name in (was, rules.swaps.default) if name in usable), usable[0])
     others = tuple(name for name in members if name in found and name != kept)
     if others:
@@ -549,10 +582,8 @@ def _done(box: Box, failure: str, now: float, rules: BoxRules) -> Step:
             return _quarantined(box, f"canary failed: {failure}", now, rules)
         case State.CHECKING:
             trusted = {name: held for name, held in box.quarantine.items() if name != box.backend}
-            box = replace(
-                box, quarantine=trusted, resident_since=now, batch_at=now, busy_at=now, served_at=now
-            )
-            return _enter(box, State.RESIDENT, now, "answers correctly"), ()
+            box = replace(box, quarantine=trusted, resident_since=now, busy_at=now, served_at=now)
+            return _enter(_begun(box, now), State.RESIDENT, now, "answers correctly"), ()
     return box, ()
 
 
@@ -581,6 +612,16 @@ def _stop(box: Box, backends: tuple[str, ...], target: str, now: float, reason: 
     return _order(_enter(box, State.STOPPING, now, reason), Task.STOP, backends[0])
 
 
+def _afresh(box: Box, backend: str, now: float, reason: str, rules: BoxRules) -> Step:
+    """Boot a backend on a box where no model responds, and nobody knows what it was doing.
+
+    Another model may be booting, which holds the memory but does not respond yet; and this one may still be
+    stopping, so that an order to start it would find it running and do nothing. So all are stopped first.
+    """
+    others = tuple(name for name in rules.swaps.triggers if name != backend)
+    return _stop(box, (*others, backend), backend, now, reason)
+
+
 def _boot(box: Box, now: float, reason: str) -> Step:
     return _order(_enter(replace(box, is_started=False), State.BOOTING, now, reason), Task.START, box.backend)
 
@@ -600,9 +641,7 @@ def _restarted(box: Box, reason: str, now: float, rules: BoxRules, *, is_in: boo
         return _quarantined(box, f"{reason}, {len(times)} times within a day", now, rules)
     if is_in:
         return _check(box, now, reason)
-    # Whoever stopped it may have started another model, which holds the memory but does not respond yet.
-    others = tuple(other for other in rules.swaps.triggers if other != name)
-    return _stop(box, others, name, now, reason)
+    return _afresh(box, name, now, reason, rules)
 
 
 def _quarantined(box: Box, reason: str, now: float, rules: BoxRules) -> Step:

@@ -12,7 +12,7 @@ from typing import Any
 from gateway.core.box import Box, Quarantine, State
 from gateway.core.swap_policy import Backlog, Cause
 
-_TIMES = ("since", "resident_since", "batch_at", "busy_at", "served_at")
+_TIMES = ("since", "resident_since", "batch_at", "busy_at", "served_at", "moved_at", "oldest_at")
 _OWN = frozenset({"known_restarts", "retry_at"})  # private to the process that counted or ordered
 _PLAIN = tuple(
     one.name
@@ -66,9 +66,9 @@ def note(wants: Mapping[str, Backlog], now: float) -> str:
     """Encode the local demand, for the owner."""
     return json.dumps(
         {
-            name: [one.count, round(now - one.oldest_at, 3)]
+            name: [one.count, _age(one.oldest_at, now), _age(one.started_at, now)]
             for name, one in wants.items()
-            if one.oldest_at is not None
+            if one != Backlog()
         }
     )
 
@@ -77,8 +77,16 @@ def read_note(text: str, now: float) -> Mapping[str, Backlog]:
     """Decode another process's demand; empty if that is not possible."""
     try:
         return {
-            str(name): Backlog(int(count), now - float(age))
-            for name, (count, age) in json.loads(text).items()
+            str(name): Backlog(int(count), _at(oldest, now), _at(started, now))
+            for name, (count, oldest, started) in json.loads(text).items()
         }
     except (ValueError, OverflowError, RecursionError, TypeError, AttributeError):
         return {}
+
+
+def _age(at: float | None, now: float) -> float | None:
+    return None if at is None else round(now - at, 3)
+
+
+def _at(age: float | None, now: float) -> float | None:
+    return None if age is None else now - float(age)

@@ -5,9 +5,9 @@ until there are enough of them, or until the oldest has waited long enough. Age 
 of five minutes both queues look overdue, and the box would swap back without having served any request. The
 gate prevents that: all requests that were queued when a model came in are started before the next swap is
 considered. If some of them appear only later (a job whose backend died, or that was moving between two
-gateways), they cancel a swap that is still draining. The gate does not hold for a model that runs nothing,
-although requests wait for it, for as long as the other model's requests wait for a swap: its engine hangs, or
-nobody works its jobs off.
+gateways), they cancel a swap that is still draining. The gate does not hold for a model that starts none of
+them for as long as the other model's requests wait for a swap: its engine hangs, nobody works its jobs off, or
+newer requests of a higher priority take every slot.
 
 While a box drains, no request starts, and one long answer may keep the rest of the machine idle for half an
 hour. Cancelling the swap is then the fastest way to serve requests for the model that is still in, because it
@@ -24,7 +24,10 @@ CALL_OFF_UNTIL = 2.0
 """No cancellation once the oldest request for the other model has waited this many times its `wait_s`."""
 
 STUCK_S = 60.0
-"""A model that has work counts as stuck only after running nothing for at least this long."""
+"""A model that has work counts as stuck only after starting none of it for at least this long."""
+
+MOVED_S = 1.0
+"""A batch has moved if its oldest request is younger by this: ages from the store are not exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +73,17 @@ class Backlog:
     Attributes:
         count: Number of requests.
         oldest_at: When the oldest of them began to wait, in monotonic seconds; None if there is none.
+        started_at: When, of the requests that have ended there, the latest to start did; None if none has.
     """
 
     count: int = 0
     oldest_at: float | None = None
+    started_at: float | None = None
 
     def __add__(self, other: "Backlog") -> "Backlog":
-        known = [at for at in (self.oldest_at, other.oldest_at) if at is not None]
-        return Backlog(self.count + other.count, min(known, default=None))
+        began = [at for at in (self.oldest_at, other.oldest_at) if at is not None]
+        started = [at for at in (self.started_at, other.started_at) if at is not None]
+        return Backlog(self.count + other.count, min(began, default=None), max(started, default=None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,7 @@ class Residency:
         batch_at: Requests queued for it at this time are started before a swap is considered.
         idle_since: When it was last seen with running or waiting requests.
         served_at: When it was last seen with running requests.
+        moved_at: When its batch was last seen to be empty, or to have started its oldest request.
         wants: Waiting requests per backend.
         barred: Backends that must not be started.
     """
@@ -101,6 +108,7 @@ class Residency:
     wants: Mapping[str, Backlog] = field(default_factory=dict)
     barred: frozenset[str] = frozenset()
     served_at: float = 0.0
+    moved_at: float = 0.0
 
     @property
     def batch_is_served(self) -> bool:
@@ -109,11 +117,18 @@ class Residency:
         return oldest_at is None or oldest_at > self.batch_at
 
     def is_stuck(self, wait_s: float, now: float) -> bool:
-        """Return whether nothing has run here for as long as a request for another model waits for a swap.
+        """Return whether what waits here does not start for as long as a request for another model waits.
 
-        Then whatever waits for this model cannot start, for reasons that the box does not know.
+        Either nothing runs here at all, for reasons that the box does not know, or what does run has
+        overtaken the batch. (A batch that waits for long answers to end is not stuck.)
         """
-        return now - max(self.since, self.served_at) >= max(wait_s, STUCK_S)
+        patience_s = max(wait_s, STUCK_S)
+        if now - max(self.since, self.served_at) >= patience_s:
+            return True
+        if self.batch_is_served or now - self.moved_at < patience_s:
+            return False
+        started_at = self.wants[self.backend].started_at
+        return started_at is not None and started_at > self.moved_at
 
 
 class Cause(StrEnum):

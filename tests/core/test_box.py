@@ -95,6 +95,8 @@ def test_a_model_that_is_in_is_asked_before_it_is_trusted() -> None:
 def test_an_empty_box_is_cleared_before_the_default_is_booted() -> None:
     box = Script().on(OwnershipTaken()).found()
     assert (box.at, box.ordered) == ((State.STOPPING, "qwen", "gemma"), [(Task.STOP, "qwen")])
+    # It may be stopping still, for a gateway that was killed: an order to start it would do nothing.
+    assert box.done().ordered == [(Task.STOP, "gemma")]
     assert box.done().ordered == [(Task.START, "gemma")]
     assert box.done().look(300, ready=frozenset({"gemma"})).ordered == [(Task.CHECK, "gemma")]
     assert box.done(after_s=2).at == (State.RESIDENT, "gemma", "")
@@ -183,6 +185,25 @@ def test_after_a_swap_what_was_queued_goes_first_though_the_other_queue_is_overd
     assert outlook(RULES, box.box, both, box.now).held_by_batch
     later = {"qwen": Backlog(3, 1000.5), "gemma": Backlog(9, 100.0)}
     assert box.look(1, wants=later).at == (State.DRAINING, "qwen", "gemma")
+
+
+def test_a_batch_that_only_newer_requests_overtake_does_not_keep_the_other_model_out() -> None:
+    box = Script(Box(State.CHECKING, 900.0, backend="qwen", number=3)).done()
+    came_in = box.now
+
+    def both(oldest_at: float) -> Mapping[str, Backlog]:
+        # A chat that began a second ago has ended.
+        return {"qwen": Backlog(3, oldest_at, box.now - 1), "gemma": Backlog(9, 100.0)}
+
+    busy = {"qwen": 1}
+    box.look(1, wants=both(400.0), in_flight=busy)
+    assert box.look(1498, wants=both(402.0), in_flight=busy).at[0] is State.RESIDENT
+    assert box.now == came_in + 1499
+    # It has moved, so it has as long again; and it has not if an age is off by a little.
+    box.look(1498, wants=both(402.1), in_flight=busy)
+    assert box.look(1, wants=both(402.2), in_flight=busy).at[0] is State.RESIDENT
+    assert box.look(1, wants=both(402.3), in_flight=busy).at == (State.DRAINING, "qwen", "gemma")
+    assert box.look(1, wants=both(402.3), in_flight=busy).at[0] is State.DRAINING
 
 
 # ------------------------------------------------------------------ what goes wrong
@@ -316,6 +337,7 @@ def test_one_that_is_gone_is_booted_once_and_that_is_one_restart(counted: Mappin
     # Somebody may have stopped it for the other, which boots still: there is memory for one.
     assert box.found().ordered == [(Task.STOP, "qwen")]
     assert is_out(box.box, "qwen")
+    assert box.done().ordered == [(Task.STOP, "gemma")]
     assert box.done().ordered == [(Task.START, "gemma")]
     box.done().look(300, restarts=counted).look(1, restarts=counted, ready=frozenset({"gemma"})).done()
     assert box.look(1, restarts=counted).at == (State.RESIDENT, "gemma", "")
@@ -374,6 +396,7 @@ def test_a_model_that_nobody_has_watched_is_asked_before_it_is_trusted_again() -
     # The machine was off, too: that is no fault of the model's.
     box = gemma_resident().on(OwnershipTaken(is_first=True)).found()
     assert box.ordered == [(Task.STOP, "qwen")]
+    assert box.done().ordered == [(Task.STOP, "gemma")]
     assert box.done().ordered == [(Task.START, "gemma")]
     assert box.box.restarts == {}
 

@@ -21,6 +21,8 @@ BOX = Box(
     batch_at=110.0,
     busy_at=980.0,
     served_at=970.0,
+    moved_at=960.0,
+    oldest_at=90.0,
     quarantine={"phi": Quarantine("canary failed: its answer is empty", 600.0, gone=True)},
     restarts={"gemma": (500.0,)},
     boot_s={"gemma": 301.5},
@@ -39,6 +41,8 @@ def test_a_box_is_read_as_it_was_written_by_a_clock_of_ones_own() -> None:
         batch_at=later(110.0),
         busy_at=later(980.0),
         served_at=later(970.0),
+        moved_at=later(960.0),
+        oldest_at=later(90.0),
         quarantine={"phi": replace(BOX.quarantine["phi"], at=later(600.0))},
         restarts={"gemma": (later(500.0),)},
     )
@@ -64,12 +68,12 @@ def test_a_field_that_another_version_lacks_is_no_report() -> None:
 
 
 def test_what_waits_is_told_as_ages() -> None:
-    told = note({"gemma": Backlog(2, 990.0), "qwen": Backlog()}, 1000.0)
-    assert read_note(told, 50.0) == {"gemma": Backlog(2, 40.0)}
+    told = note({"gemma": Backlog(2, 990.0), "qwen": Backlog(), "phi": Backlog(0, None, 995.0)}, 1000.0)
+    assert read_note(told, 50.0) == {"gemma": Backlog(2, 40.0), "phi": Backlog(0, None, 45.0)}
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "3", '{"gemma": 3}', '{"gemma": [1, "x"]}', '{"gemma": [1e999, 1]}', ENDLESS]
+    "text", ["", "[]", "3", '{"gemma": 3}', '{"gemma": [1, 2]}', '{"gemma": [1, "x", 1]}', '{"gemma": [1e999, 1, 1]}', ENDLESS]
 )
 def test_a_note_that_cannot_be_read_says_nothing(text: str) -> None:
     assert read_note(text, 0.0) == {}

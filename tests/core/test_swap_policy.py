@@ -93,7 +93,31 @@ def test_a_model_that_runs_nothing_keeps_the_other_out_no_longer_than_that_waits
 ) -> None:
     """Its engine hangs, say, and what waits for it cannot start."""
     wants = {"gemma": Backlog(9, NOW - 5_000), "qwen": Backlog(6, NOW - 700)}
-    here = Residency("gemma", NOW - 2_000, NOW - 2_000, NOW, wants, served_at=NOW - served_s)
+    here = Residency("gemma", NOW - 2_000, NOW - 2_000, NOW, wants, served_at=NOW - served_s, moved_at=NOW)
+    there = Plan(Cause.JOBS, "qwen", NOW - 100)
+
+    assert plan(RULES, here, NOW) == (
+        there if is_stuck else Plan(Cause.JOBS, "qwen", None, held_by_batch=True)
+    )
+    assert should_cancel(RULES, here, there, NOW) is not is_stuck
+
+
+@pytest.mark.parametrize(
+    ("moved_s", "started_s", "is_stuck"),
+    [
+        pytest.param(599, 1, False, id="it-may-go-on"),
+        pytest.param(600, 1, True, id="others-start-instead"),
+        pytest.param(600, 601, False, id="it-waits-for-long-answers-to-end"),
+        pytest.param(600, None, False, id="nothing-has-ended"),
+    ],
+)
+def test_a_batch_that_is_always_overtaken_keeps_the_other_out_no_longer_than_that_waits(
+    moved_s: float, started_s: float | None, is_stuck: bool
+) -> None:
+    """The model serves newer requests of a higher priority, and they never end."""
+    started_at = None if started_s is None else NOW - started_s
+    wants = {"gemma": Backlog(9, NOW - 5_000, started_at), "qwen": Backlog(6, NOW - 700)}
+    here = Residency("gemma", NOW - 2_000, NOW - 2_000, NOW, wants, served_at=NOW, moved_at=NOW - moved_s)
     there = Plan(Cause.JOBS, "qwen", NOW - 100)
 
     assert plan(RULES, here, NOW) == (
@@ -106,7 +130,7 @@ def test_a_model_that_runs_nothing_keeps_the_other_out_no_longer_than_that_waits
 def test_a_model_that_has_come_in_has_a_minute_at_least(since_s: float, is_stuck: bool) -> None:
     wants = {"gemma": Backlog(1, NOW - 100), "qwen": Backlog(9, NOW - 90)}
     rules = SwapRules("gemma", {"gemma": Trigger(), "qwen": Trigger(1, 5.0)}, residency_s=0.0)
-    here = Residency("gemma", NOW - since_s, NOW - since_s, NOW, wants)
+    here = Residency("gemma", NOW - since_s, NOW - since_s, NOW, wants, moved_at=NOW - since_s)
     assert plan(rules, here, NOW).held_by_batch is not is_stuck
 
 
@@ -170,11 +194,12 @@ def test_what_of_the_batch_turns_up_late_calls_a_swap_off(
     gemma_at: float, qwen_at: float, expected: bool
 ) -> None:
     wants = {"qwen": Backlog(6, qwen_at), "gemma": Backlog(1, gemma_at)}
-    here = Residency("gemma", 0, NOW - 500, NOW, wants, served_at=NOW)
+    here = Residency("gemma", 0, NOW - 500, NOW, wants, served_at=NOW, moved_at=NOW)
     assert should_cancel(RULES, here, Plan(Cause.JOBS, "qwen", NOW), NOW) is expected
 
 
 def test_what_waits_in_two_places_adds_up() -> None:
     assert Backlog(2, 5.0) + Backlog(1, 3.0) == Backlog(3, 3.0)
     assert Backlog() + Backlog(1, 3.0) == Backlog(1, 3.0)
+    assert Backlog(0, None, 5.0) + Backlog(0, None, 7.0) == Backlog(0, None, 7.0)
     assert Backlog() + Backlog() == Backlog()

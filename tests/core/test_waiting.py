@@ -1412,6 +1412,16 @@ def test_what_waits_is_counted_for_each_backend_of_the_first_pool_that_could_tak
     assert site.line.wants({"light", "push"}) == {"light": Backlog(2, 1.0), "push": Backlog()}
 
 
+def test_of_what_has_ended_somewhere_the_latest_to_start_is_known() -> None:
+    site = Site()
+    for name, at in (("first", 1.0), ("second", 2.0)):
+        site.line.start_at_once(site.ticket(name, at, traffic_class=CHAT), at)
+    site.line.released("second", "light", 3.0)
+    site.line.released("first", "light", 4.0)
+
+    assert site.line.wants({"light", "push"}) == {"light": Backlog(started_at=2.0), "push": Backlog()}
+
+
 def test_what_waited_in_the_store_or_on_another_try_is_as_old_as_that() -> None:
     site = Site()
     site.enter("a-job", 1000.0, traffic_class=CHAT, waited_s=400.0)

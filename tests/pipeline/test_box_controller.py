@@ -237,7 +237,7 @@ async def test_a_model_that_died_before_who_has_the_box_now_saw_it_is_brought_ba
         await one.another_look()
         assert (one.at, machine.orders) == ((State.RESIDENT, "qwen"), [])
         machine.now += 2
-        await one.until(lambda: machine.orders == ["stop gemma", "start qwen"])
+        await one.until(lambda: machine.orders == ["stop gemma", "stop qwen", "start qwen"])
         await one.is_at(State.RESIDENT, "qwen")
 
 

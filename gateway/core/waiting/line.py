@@ -54,6 +54,7 @@ class WaitingLine:
         self._shares: dict[Home, Shares] = {}
         self._offered: dict[str, _Offered] = {}
         self._running: dict[str, tuple[Lane, float]] = {}
+        self._started_at: dict[str, float] = {}  # per backend, of what has ended there the latest to start
         self._expiries: list[tuple[float, int, Entry]] = []
         self._long_waiting: dict[str, int] = {}
         self._long_elsewhere: Mapping[str, int] = {}
@@ -113,7 +114,7 @@ class WaitingLine:
 
     def wants(self, backends: Collection[str]) -> Mapping[str, Backlog]:
         """Return, per backend, the queued requests with it in their first pool that could run there."""
-        found = dict.fromkeys(backends, Backlog())
+        found = {name: Backlog(started_at=self._started_at.get(name)) for name in backends}
         for entry in self._waiting.values():
             ticket = entry.ticket
             for name in ticket.first_pool:
@@ -271,6 +272,8 @@ class WaitingLine:
         running = self._running.pop(ticket_id, None)
         if running is not None:
             lane, since = running
+            if since > self._started_at.get(backend, 0.0):
+                self._started_at[backend] = since
             lane.drain.note_released(since, now, answered=answered)
 
     def charge(self, model: str, traffic_class: str, key: str | None, tokens: int) -> None:
