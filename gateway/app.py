@@ -383,9 +383,9 @@ class Gateway:
 
     def readiness(self) -> Mapping[str, bool]:
         """Return the conditions for `/readyz`, by name."""
-        statuses = self.fleet.statuses()
+        statuses, objections = self.fleet.statuses(), self.boxes.objections()
         up = any(
-            unavailable_reason(backend, statuses[name]) is None
+            name not in objections and unavailable_reason(backend, statuses[name]) is None
             for name, backend in self.policy.backends.items()
         )
         # A box that is swapping serves nobody for minutes, but requests that wait for it are not lost.

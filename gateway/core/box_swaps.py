@@ -15,13 +15,10 @@ class SwapCause(StrEnum):
     IDLE = "idle"  # the resident model had no demand
     QUARANTINE = "quarantine"  # the resident model is in quarantine
 
-
-_CAUSES = {
-    Cause.JOBS: SwapCause.JOBS,
-    Cause.AGE: SwapCause.AGE,
-    Cause.IDLE: SwapCause.IDLE,
-    Cause.NOTHING: SwapCause.QUARANTINE,
-}
+    @classmethod
+    def of(cls, planned: Cause) -> "SwapCause":
+        """Return the cause of a swap that has been planned, or is under way."""
+        return cls.QUARANTINE if planned is Cause.NOTHING else cls(planned.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,4 +55,4 @@ class SwapTracker:
         began, self._under_way = self._under_way, None
         if began is None or box.state is State.FAILED or began.target != box.backend:
             return None
-        return Swap(box.backend, _CAUSES[began.cause], max(0.0, box.since - began.since))
+        return Swap(box.backend, SwapCause.of(began.cause), max(0.0, box.since - began.since))

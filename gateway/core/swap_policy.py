@@ -6,8 +6,8 @@ of five minutes both queues look overdue, and the box would swap back without ha
 gate prevents that: all requests that were queued when a model came in are started before the next swap is
 considered. If some of them appear only later (a job whose backend died, or that was moving between two
 gateways), they cancel a swap that is still draining. The gate does not hold for a model that starts none of
-them for as long as the other model's requests wait for a swap: its engine hangs, nobody works its jobs off, or
-newer requests of a higher priority take every slot.
+them for as long as the other model's requests wait for a swap: its engine hangs, nobody works its jobs off,
+or newer requests of a higher priority take every slot.
 
 While a box drains, no request starts, and one long answer may keep the rest of the machine idle for half an
 hour. Cancelling the swap is then the fastest way to serve requests for the model that is still in, because it

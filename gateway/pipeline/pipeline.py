@@ -42,6 +42,7 @@ from gateway.core.values import (
     Decision,
     Endpoint,
     Estimate,
+    Exclusion,
     Load,
     ModelPolicy,
     Objection,
@@ -216,8 +217,12 @@ class Pipeline:
         # If the class no longer exists here, the job is classified again when it runs.
         classes = (traffic_class,) if traffic_class else model.classes if model else ()
         for name in frozenset[str]().union(*(servers(policy, one) for one in classes)):
-            status = statuses.get(name, _UNKNOWN)
-            if name in objections or status.state is State.UNKNOWN:
+            status, objection = statuses.get(name, _UNKNOWN), objections.get(name)
+            if objection is not None:
+                if objection[0] is Exclusion.SWAPPED_OUT:
+                    return True
+                continue  # in quarantine: no swap brings it in
+            if status.state is State.UNKNOWN:
                 return True
             if unavailable_reason(policy.backends[name], status) is None:
                 return True

@@ -16,12 +16,12 @@ from prometheus_client.registry import Collector
 
 from gateway.core import admission
 from gateway.core.box import State as BoxState
-from gateway.core.box_swaps import Swap
+from gateway.core.box_swaps import Swap, SwapCause
 from gateway.core.count_check import CountDrift
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, State
 from gateway.core.selection import unavailable_reason
-from gateway.core.swap_policy import Backlog, Cause
+from gateway.core.swap_policy import Backlog
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.values import Backend, Load
 from gateway.core.webhooks import WebhookAttempt
@@ -402,7 +402,7 @@ class Metrics:
         """Start at zero for these backends: a series that appears with its first event shows no rise."""
         for box_id, names in backends.items():
             for name in names:
-                for cause in (Cause.JOBS, Cause.AGE, Cause.IDLE):
+                for cause in SwapCause:
                     self.swaps.labels(box_id, name, cause.value)
 
     def box_swapped(self, box_id: str, swap: Swap) -> None:
@@ -663,7 +663,8 @@ class _Boxes(Collector):
                 if oldest_at is not None:
                     oldest.add_metric([name, backend], max(0.0, snapshot.at - oldest_at))
             if snapshot.plan.target:
-                planned.add_metric([name, snapshot.plan.target, snapshot.plan.cause.value], 1.0)
+                cause = SwapCause.of(snapshot.plan.cause)
+                planned.add_metric([name, snapshot.plan.target, cause.value], 1.0)
             owner.add_metric([name], float(snapshot.is_owner))
             boots.add_metric([name], box.swaps)
             for backend, took_s in box.boot_s.items():

@@ -4,7 +4,6 @@ A command runs in its own session. Its output goes to an unlinked file, so a ser
 keeps its output open neither blocks anything nor is affected.
 """
 
-import contextlib
 import logging
 import os
 import signal
@@ -71,8 +70,9 @@ async def _ended(command: Command, process: "subprocess.Popen[bytes]") -> str:
             process.returncode = 0  # left running: its exit status is of no interest
         raise
     if process.returncode is None:
-        _kill(process)
-        return f"took more than {command.timeout_s:g} s"
+        is_killed = _kill(process)
+        late = f"took more than {command.timeout_s:g} s"
+        return late if is_killed else f"{late}, and cannot be killed: it runs as another user"
     return f"exit status {process.returncode}" if process.returncode else ""
 
 
@@ -88,11 +88,20 @@ def _started(command: Command, environ: Mapping[str, str], output: IO[bytes]) ->
     )
 
 
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a command and all its child processes in the same session."""
-    with contextlib.suppress(ProcessLookupError):
+def _kill(process: "subprocess.Popen[bytes]") -> bool:
+    """Kill a command and all its child processes in the same session.
+
+    Return whether it is dead; one that runs as another user, as with sudo, is left running.
+    """
+    try:
         os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        process.returncode = 0  # as above
+        return False
     process.wait()
+    return True
 
 
 def _said(output: IO[bytes]) -> list[str]:

@@ -25,7 +25,7 @@ from gateway.core.values import Backend
 from gateway.events import about
 from gateway.upstream import commands
 from gateway.upstream.commands import Command
-from gateway.upstream.transport import Transport, tls_fault
+from gateway.upstream.transport import Transport, causes, tls_fault
 
 log = logging.getLogger("gateway.boxes")
 
@@ -206,8 +206,8 @@ async def _fall_asleep(member: Member, level: int, timeout_s: float) -> str:
     try:
         await _of(member, "POST", f"/sleep?level={level}", timeout_s)
     except _Failed as failure:
-        # A server that is not running holds no memory; one that rejects the request does.
-        return "" if not await _answers(member) else f"/sleep: {failure}"
+        # A server that is not running holds no memory; one that rejects the request, or hangs, does.
+        return "" if await _is_closed(member) else f"/sleep: {failure}"
     return ""
 
 
@@ -232,12 +232,13 @@ async def _wake_up(member: Member, level: int, timeout_s: float) -> str:
 # ------------------------------------------------------------------ requests
 
 
-async def _answers(member: Member) -> bool:
+async def _is_closed(member: Member) -> bool:
+    """Return whether nothing listens on a server's port."""
     try:
         await _of(member, "GET", "/health", IS_IN_S)
-    except _Failed:
-        return False
-    return True
+    except _Failed as failure:
+        return any(isinstance(cause, ConnectionRefusedError) for cause in causes(failure))
+    return False
 
 
 async def _served(member: Member) -> str:

@@ -19,6 +19,7 @@ from support.redis_server import own_server
 from gateway import settings
 from gateway.app import Gateway
 from gateway.core.box import State
+from gateway.core.health import State as Health
 from gateway.core.values import Load
 from gateway.simulator import Boot, Box, BoxOptions, Fault, FaultOrder, simulated_box, spark_pair
 
@@ -220,6 +221,23 @@ async def test_a_model_that_answers_nonsense_never_gets_a_request(tmp_path: Path
         assert site.is_unharmed()
 
 
+async def test_a_box_on_which_nothing_answers_correctly_is_not_ready(tmp_path: Path) -> None:
+    """Its last model is left running, and answers every probe."""
+    boots = {name: [Boot.WRONG_TEXT] for name in ("gemma", "qwen")}
+    options = BoxOptions(spark_pair(speed=SPEED), boots=boots)
+    async with (
+        simulated_box(options) as machine,
+        gateway_at(machine, tmp_path, by_request(machine)) as site,
+        httpx.AsyncClient(trust_env=False) as http,
+    ):
+        await site.until(lambda: site.box().state is State.FAILED)
+        statuses = site.gateway.fleet.statuses
+        await site.until(lambda: any(status.state is Health.UP for status in statuses().values()))
+        ready = await http.get(f"{site.url}/readyz")
+
+    assert (ready.status_code, ready.json()["checks"]["a_backend_is_up"]) == (503, False)
+
+
 async def test_a_boot_that_never_answers_is_quarantine_and_the_other_one_serves(tmp_path: Path) -> None:
     options = BoxOptions(spark_pair(speed=SPEED), resident="gemma", boots={"qwen": [Boot.FAIL]})
     async with (
@@ -264,13 +282,17 @@ async def test_a_renewed_key_is_used_for_the_next_swap(tmp_path: Path) -> None:
 
 async def test_a_second_crash_is_quarantine(tmp_path: Path) -> None:
     async with boxed(tmp_path) as site:
-        gemma = site.machine.models["gemma"].server
-        assert gemma is not None
-        gemma.order(FaultOrder(Fault.RESTART))
+
+        def crash() -> None:
+            gemma = site.machine.models["gemma"].server
+            assert gemma is not None
+            gemma.order(FaultOrder(Fault.RESTART))
+
+        crash()
         await site.until(lambda: bool(site.box().restarts))
         await site.resident("gemma")
         assert (await site.ask("gemma")).status_code == 200
-        gemma.order(FaultOrder(Fault.RESTART))
+        crash()
         await site.resident("qwen")
         assert "2 times within a day" in site.box().quarantine["gemma"].reason
         assert (await site.ask("qwen")).status_code == 200

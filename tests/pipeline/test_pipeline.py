@@ -44,6 +44,7 @@ from gateway.core.usage import Ending
 from gateway.core.values import (
     Backend,
     Demand,
+    Exclusion,
     Load,
     Modalities,
     Policy,
@@ -818,3 +819,14 @@ async def test_jobs_of_a_lane_may_start_where_one_of_its_backends_is_up(
     assert world.pipeline.can_run_lane(lane) is can_run_lane
     world.fleet.known = {}  # those that nobody has probed are a last resort
     assert world.pipeline.can_run_lane(lane)
+
+
+@pytest.mark.parametrize(
+    ("why", "can_run_lane"), [(Exclusion.SWAPPED_OUT, True), (Exclusion.UNHEALTHY, False)]
+)
+async def test_a_swap_brings_in_what_is_out_but_not_what_is_in_quarantine(
+    world: World, why: Exclusion, can_run_lane: bool
+) -> None:
+    world.objections["push"] = why, "its box says so"
+    world.fleet.known["push"] = BackendStatus(state=State.OUT)
+    assert world.pipeline.can_run_lane("gemma-4/long_document") is can_run_lane

@@ -25,6 +25,7 @@ from gateway.core.values import (
     Estimate,
     KneeStep,
     ModelPolicy,
+    Objection,
     Policy,
     Pool,
     Prompt,
@@ -262,6 +263,7 @@ class World:
         self.estimates = Estimates()
         self.prefixes = MemoryPrefixIndex()
         self.counts = CountTracker()
+        self.objections: dict[str, Objection] = {}
         self.pipeline = Pipeline(
             policy=lambda: self.policy,
             estimator=self.estimates,
@@ -275,6 +277,7 @@ class World:
             line=WaitingLine(),
             recorder=self.notes,
             clock=self.clock,
+            objections=lambda: self.objections,
         )
 
     def answers(self, **scripts: Script) -> None:

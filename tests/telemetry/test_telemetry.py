@@ -305,6 +305,9 @@ def test_states_and_restarts_are_counted() -> None:
 
 def test_a_swap_is_counted_and_timed() -> None:
     subject = metrics()
+    subject.boxes_known({"spark": ["qwen"]})
+    for cause in SwapCause:
+        assert value(subject, "gateway_box_swaps_total", box="spark", backend="qwen", cause=cause.value) == 0
 
     subject.box_swapped("spark", Swap("qwen", SwapCause.AGE, 290.0))
 

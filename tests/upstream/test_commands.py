@@ -1,5 +1,6 @@
 """An operator's commands, run for real: their end, their limit, their output, their children."""
 
+import errno
 import logging
 import os
 import signal
@@ -66,6 +67,22 @@ async def test_one_that_takes_too_long_is_killed_with_all_it_started(tmp_path: P
     with anyio.fail_after(20):
         while is_alive(pid):  # noqa: ASYNC110
             await anyio.sleep(0.01)
+
+
+async def test_one_that_runs_as_another_user_is_left_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(group: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    child = tmp_path / "child"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", refused)  # as by the kernel for a command under sudo
+        failure = await run(sh(f"echo $$ > {child}; echo so far; exec sleep 600", timeout_s=0.5), {})
+    pid = await until_written(child)
+    assert failure == "took more than 0.5 s, and cannot be killed: it runs as another user: so far"
+    assert is_alive(pid)
+    os.kill(pid, signal.SIGKILL)
 
 
 async def test_nobody_waits_for_a_server_that_it_started(tmp_path: Path) -> None:

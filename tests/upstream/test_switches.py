@@ -133,6 +133,15 @@ async def test_a_server_that_is_not_there_needs_no_sleep_and_one_that_refuses_ha
         assert await switch(member(BySleep(), server.url)).stop("qwen", 1) == "/sleep: HTTP 404"
 
 
+async def test_a_server_that_does_not_answer_may_hold_the_memory_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(switches, "IS_IN_S", 0.1)
+    async with answering(None) as server:
+        stopped = await switch(member(BySleep(timeout_s=0.1), server.url)).stop("qwen", 1)
+    assert stopped == "/sleep: no answer in 0.1 s"
+
+
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
