@@ -70,7 +70,7 @@ class Attempt:
     _outcome: Outcome | None = None
     _detail = ""
     _lost = ""
-    _is_relayed = False  # `[DONE]` was relayed; the body may still be open
+    _is_relayed = False  # the whole answer was relayed; the backend's body may still be open
     _is_stalled = False  # waiting for the caller to read
     _last_moment = 0.0
 
@@ -139,7 +139,8 @@ class Attempt:
             context.crashes += isinstance(error, UpstreamLost)
             raise
         except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
-            detail = "the caller left"
+            # A caller may leave as soon as it has everything.
+            outcome, detail = (Outcome.OK, "") if self._is_relayed else (outcome, "the caller left")
             raise
         finally:
             context.attempts.append(
@@ -163,7 +164,11 @@ class Attempt:
             deadline.latest = self._last_moment
             deadline.at = started + (limits.first_byte_s if self._plan.is_streamed else limits.total_s)
         with deadline:
-            await self._exchange(upstream)
+            try:
+                await self._exchange(upstream)
+            except UpstreamFailed:  # what breaks behind the whole answer does not spoil it
+                if not self._is_relayed:
+                    raise
         if not deadline.has_passed or self._is_relayed:
             return
         if self._is_stalled:
@@ -288,7 +293,7 @@ class Attempt:
     def _await_more(self) -> None:
         """Restart the idle timeout for the next read."""
         reader = self._reader
-        self._is_relayed = reader.is_done
+        self._is_relayed = reader.is_done and self.is_answered
         self._deadline.move(self._now() + (END_OF_BODY_S if reader.is_done else self._idle_s))
 
     # -------------------------------------------------------------- `ports.StreamTransform`

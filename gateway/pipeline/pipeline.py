@@ -189,6 +189,10 @@ class Pipeline:
 
         A job interrupted by a shutdown returns to the queue, so nothing is lost.
         """
+        if context.served_by is not None and context.attempts and context.attempts[-1].outcome is Outcome.OK:
+            context.ending = Ending.COMPLETED  # it had everything
+            self._learn(context, context.served_by)
+            return
         context.ending = Ending.LEFT
         if self.is_ending and not context.incoming.request.is_job:
             is_begun = bool(context.status)

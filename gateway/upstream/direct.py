@@ -457,6 +457,7 @@ class _Connection(asyncio.Protocol):
         self._update_take_whole()
         try:
             self._pass_on()
+            self._read_on()  # if more had arrived before than may be buffered
             while self._take is not None and (self._parts or not self._is_complete):
                 if self._error is not None and not self._parts:
                     raise UpstreamFailed("The connection to the backend broke.") from self._error

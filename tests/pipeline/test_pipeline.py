@@ -40,7 +40,7 @@ from gateway.core.errors import (
     UpstreamUnreachable,
 )
 from gateway.core.health import BackendStatus, Outcome, State
-from gateway.core.usage import Ending
+from gateway.core.usage import Ending, Usage
 from gateway.core.values import (
     Backend,
     Demand,
@@ -483,6 +483,35 @@ async def test_a_body_that_stays_open_after_done_does_not_spoil_the_answer(world
 
     assert caller.body == public(ROLE + HELLO + STOP) + DONE
     assert world.notes.requests[0].ending is Ending.COMPLETED
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "assembled"])
+async def test_what_breaks_behind_done_does_not_spoil_the_answer(world: World, stream: bool) -> None:
+    if not stream:
+        backend = replace(world.policy.backends["light-0"], quirks=("tool_markup_leaks",))
+        world.policy = replace(world.policy, backends={**world.policy.backends, "light-0": backend})
+    world.answers(light_0=Script([ROLE + HELLO + STOP + DONE, UpstreamFailed("The connection broke.")]))
+
+    caller = await world.run(world.request(stream=stream, tools=int(not stream)))
+
+    assert b"error" not in caller.body
+    assert world.fleet.reports == [("light-0", Outcome.OK)]
+    assert [record.ending for record in world.notes.requests] == [Ending.COMPLETED]
+
+
+async def test_a_caller_that_leaves_with_the_whole_answer_has_not_left(world: World) -> None:
+    world.answers(light_0=Script([ROLE + HELLO + STOP + USAGE + DONE, anyio.Event()]))
+    caller = Caller()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(), caller)
+        await anyio.wait_all_tasks_blocked()
+        assert caller.body.endswith(DONE)
+        tasks.cancel_scope.cancel()
+
+    assert world.fleet.reports == [("light-0", Outcome.OK)]
+    (record,) = world.notes.requests
+    assert (record.ending, record.usage) == (Ending.COMPLETED, Usage(101, 2))
 
 
 async def test_waiting_requests_leave_a_backend_that_is_lost(world: World) -> None:

@@ -783,6 +783,30 @@ async def test_the_rest_of_an_answer_may_be_poured() -> None:
         assert await response.read() == b""
 
 
+async def test_what_had_to_wait_before_it_is_poured_is_read_on() -> None:
+    """More arrives between the first read and the rest than may be buffered, so that reading is paused."""
+    event, sent = b"data: " + b"x" * 100_000 + b"\n\n", anyio.Event()
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        stream.extra(SocketAttribute.raw_socket).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
+        await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
+        for number in range(200):
+            if number == 4:
+                sent.set()
+            await stream.send(chunk(event))
+        await stream.send(LAST_CHUNK)
+
+    sink = Sink()
+    async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
+        first = await response.read()
+        with anyio.move_on_after(0.5):  # a client that reads nothing until it is asked never gets there
+            await sent.wait()
+        with anyio.fail_after(20):
+            await response.stream_to(sink.take)
+
+        assert first + sink.data == b"data: 1\n\n" + 200 * event
+
+
 class Chunks(Sink):
     """What takes chunks as they were sent, but for those with `not_whole` in them."""
 
