@@ -1541,3 +1541,61 @@ def test_nothing_is_kept_of_work_without_a_limit_that_has_left_while_somebody_el
 
     assert site.turn().next_turn_at == PLAIN.waiting.max_wait_s
     assert kept() is None
+
+
+def test_who_can_run_nowhere_does_not_wait_behind_somebody_who_can() -> None:
+    """It has failed on every backend, say: a turn tells that, though one that asks no more waits too."""
+    site = Site()
+    site.enter("runs", 0.0)
+    site.start(0.0)
+    site.enter("waits", 1.0)
+    site.enter("hopeless", 2.0, failed=frozenset({"light"}))
+
+    turn = site.turn(2.0)
+
+    assert [(refused.id, refused.reason) for refused in turn.refused] == [("hopeless", Reason.NO_BACKEND)]
+    assert site.line.position("waits") == 1
+
+
+def test_a_newcomer_that_asks_less_than_those_without_room_is_not_refused_for_them() -> None:
+    """Images wait for the only backend that takes them; texts run on the other one of the pool."""
+    site = Site()
+    capacity = Capacity(262_144, (KneeStep(None, 1),))
+    site.backends = {
+        "sees": Backend("sees", "http://sees", capacity, modalities=Modalities(images_max=None)),
+        "reads": Backend("reads", "http://reads", capacity, modalities=Modalities(images_max=0)),
+    }
+    site.policy = Policy(models=(), pools={"light": Pool("light", ("sees", "reads"))}, backends=site.backends)
+    site.status = dict.fromkeys(site.backends, UP)
+    site.loads = dict.fromkeys(site.backends, Load())
+    hasty = replace(PLAIN, waiting=Waiting(max_wait_s=1.0))
+    image = Demand(seqs=1, prompt_tokens=100, total_tokens=200, images=1)
+    for number in range(4):  # so that a slot is expected to take longer than anybody's patience
+        site.enter(f"before-{number}", 20.0 * number, traffic_class=hasty, demand=image)
+        site.start(20.0 * number)
+        site.end(f"before-{number}", 20.0 * number + 20.0)
+    site.enter("runs", 80.0, traffic_class=hasty, demand=image)
+    site.start(80.0)
+    site.line.enter(site.ticket("waits", 80.0, traffic_class=hasty, demand=image), 80.0, has_waited=True)
+    assert site.start(80.0) == []
+
+    assert site.enter("another-image", 80.0, traffic_class=hasty, demand=image, key="b") is not None
+    assert site.enter("text", 80.0, traffic_class=hasty, key="b") is None
+    assert site.start(80.0) == ["text"]
+
+
+def test_a_key_with_one_request_is_ahead_of_nobody_with_more_than_that() -> None:
+    site = Site()
+    site.enter("runs", 0.0)
+    site.start(0.0)
+    names = [("A", 30), *((f"single-{number}", 1) for number in range(20)), ("B", 3)]
+    for key, count in names:
+        for number in range(count):
+            site.enter(f"{key}/{number}", 1.0, key=key)
+
+    # Its own two, three of A's, and each of the twenty.
+    assert site.line.position("B/2") == 2 + 3 + 20 + 1
+    # Which is what it will be.
+    assert [one.position for one in site.line.waiters(1.0) if one.id == "B/2"] == [26]
+    order = site.served(["B/2"], 1.0)
+    assert order.index("B/2") + 1 <= 26

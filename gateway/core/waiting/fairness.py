@@ -100,9 +100,9 @@ class Lane:
 
     def move_to(self, shares: "Shares") -> None:
         """Move this lane to another account."""
-        for key in self._flows:
-            self.shares.part(key)
-            shares.join(key)
+        for key, flow in self._flows.items():
+            self.shares.part(key, len(flow))
+            shares.join(key, len(flow))
         self.shares.lanes.remove(self)
         shares.lanes.append(self)
         self.shares = shares
@@ -140,6 +140,7 @@ class Lane:
         if flow is None:
             flow = self._flows[key] = _Flow()
             self.shares.join(key)
+        self.shares.count(key, 1)
         if now > entry.start_by:
             entry.rank = Rank.LATE
             insort(flow.late, (entry.ticket.prefill_s, entry.number))
@@ -159,6 +160,7 @@ class Lane:
         else:
             _discard(flow.timely, (entry.due_at, entry.number))
             _discard(self._starts, (entry.start_by, entry.number))
+        self.shares.count(key, -1)
         if not flow:
             del self._flows[key]
             self.shares.part(key)
@@ -210,10 +212,11 @@ Home = tuple[int, frozenset[str]]
 
 @dataclass(slots=True)
 class _Tag:
-    """Start tag of a key with queued entries, and the number of lanes that have some."""
+    """Start tag of a key with queued entries, their number, and that of the lanes that have some."""
 
     tag: float
     number: int
+    entries: int
     lanes: int = 1
 
 
@@ -231,20 +234,26 @@ class Shares:
     def __contains__(self, key: str | None) -> bool:
         return key in self._tags
 
-    def join(self, key: str | None) -> None:
-        """Note that one more lane has queued entries of a key."""
+    def join(self, key: str | None, entries: int = 0) -> None:
+        """Note that one more lane has queued entries of a key, and how many (or see `count`)."""
         known = self._tags.get(key)
         if known is not None:
             known.lanes += 1
+            known.entries += entries
             return
         self.numbers += 1
-        tag = self._tags[key] = _Tag(self.begin(key), self.numbers)
+        tag = self._tags[key] = _Tag(self.begin(key), self.numbers, entries)
         self._finish.pop(key, None)
         insort(self.order, (tag.tag, tag.number, key))
 
-    def part(self, key: str | None) -> None:
-        """Note that one lane has no more queued entries of a key."""
+    def count(self, key: str | None, more: int) -> None:
+        """Note that a lane has so many more queued entries of a key."""
+        self._tags[key].entries += more
+
+    def part(self, key: str | None, entries: int = 0) -> None:
+        """Note that one lane has no more queued entries of a key: it had `entries`, or see `count`."""
         tag = self._tags[key]
+        tag.entries -= entries
         tag.lanes -= 1
         if not tag.lanes:
             del self._tags[key]
@@ -315,9 +324,12 @@ class Shares:
         key = entry.ticket.key
         own, due_at = lane.ahead_of(entry)
         own += sum(one.due_before(key, due_at) for one in self.lanes if one is not lane)
-        # The other keys alternate with this one.
-        others = len(self._tags) - (key in self._tags)
-        return min(in_turn - (entry.number in lane.entries), own + (own + 1) * others)
+        # The other keys alternate with this one, as long as they have entries.
+        if own:
+            others = sum(min(own + 1, tag.entries) for name, tag in self._tags.items() if name != key)
+        else:
+            others = len(self._tags) - (key in self._tags)
+        return min(in_turn - (entry.number in lane.entries), own + others)
 
 
 @dataclass(slots=True)

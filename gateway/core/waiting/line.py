@@ -14,7 +14,7 @@ from gateway.core.value import valueclass
 from gateway.core.values import Candidate, Load, WhenLate
 from gateway.core.waiting.drain import Drain
 from gateway.core.waiting.fairness import LOOKAHEAD, Entry, Home, Lane, Rank, Shares, merged
-from gateway.core.waiting.room import Room
+from gateway.core.waiting.room import Room, asks_no_less
 from gateway.core.waiting.tickets import Offer, Reason, Refused, Ticket, Turn, Waiter
 
 MISS_PAUSE_S = 0.05
@@ -61,7 +61,7 @@ class WaitingLine:
         self._tokens_started = StartedTokens()
         self._gone_until: dict[str, float] = {}  # backends whose offered slot was gone
         self._back_at: Mapping[str, float] = {}  # backends whose box runs another model
-        self._full_classes: Collection[tuple[str, str]] = ()  # found without room by the last turn
+        self._full_classes: Mapping[tuple[str, str], Sequence[Ticket]] = {}  # without room in the last turn
         self._numbers = 0
 
     # ------------------------------------------------------------ questions
@@ -185,7 +185,8 @@ class WaitingLine:
         # The forecast does not apply to a request that may be able to start at once, unless all backends that
         # could serve it are swapped out. The next turn will tell.
         name = (ticket.model, ticket.traffic_class.name)
-        has_room = name not in self._full_classes and lane.in_turn < LOOKAHEAD
+        without_room = self._full_classes.get(name, ())
+        has_room = lane.in_turn < LOOKAHEAD and not any(asks_no_less(ticket, one) for one in without_room)
         entry.is_unproven = has_room or lane.is_first(entry)
         may_start = entry.is_unproven and not self._away_s(ticket, now)
         reason = None if may_start else _foreseen(entry, wait_s, now)
@@ -294,7 +295,7 @@ class WaitingLine:
         added here.
         """
         refused = self._expire(now)
-        self._full_classes = ()
+        self._full_classes = {}
         if not self._waiting:
             return Turn((), refused, None)
         room = Room(self._with_offers(views), self._paused(now))

@@ -34,9 +34,9 @@ class Room:
         self._closed = set(paused)  # backends not offered to any further request in this turn
         self._closed_to_jobs: set[str] = set()  # backends not offered to any further job
         self._wanted: dict[str, list[tuple[Entry, tuple[str, ...]]]] = {}
-        self._stuck: dict[tuple[str, str, bool], list[tuple[Ticket, bool]]] = {}
+        self._stuck: dict[tuple[str, str, bool], list[tuple[Ticket, bool, tuple[str, ...]]]] = {}
         self.found_full: list[Entry] = []  # entries in their first turn that wait for a request to end
-        self.full_classes: set[tuple[str, str]] = set()  # (model, class) with requests without room
+        self.full_classes: dict[tuple[str, str], list[Ticket]] = {}  # without room, by (model, class)
 
     def place(self, entry: Entry) -> tuple[Candidate, ...] | None:
         """Return the backends to offer, best first; () if the entry must wait; None if no backend is up."""
@@ -45,8 +45,8 @@ class Room:
         is_job = ticket.demand.is_job
         name = (ticket.model, ticket.traffic_class.name)
         stuck = self._stuck.setdefault((*name, is_job), [])
-        for other, is_full in stuck:
-            if _asks_no_less(ticket, other):
+        for other, is_full, busy in stuck:
+            if asks_no_less(ticket, other) and self._may_wait(ticket, busy):
                 if is_unproven and is_full:
                     self.found_full.append(entry)
                 return ()
@@ -70,10 +70,18 @@ class Room:
             self.found_full.append(entry)
         is_held = bool(able) and not any(one.backend in self._paused for one in able)
         if not is_job and (is_full or is_held):
-            self.full_classes.add(name)
-        stuck.append((ticket, is_full))
+            self.full_classes.setdefault(name, []).append(ticket)
+        busy = tuple(one.backend for one in ranked if one.excluded is None or one.excluded.is_busy)
+        stuck.append((ticket, is_full, busy))
         self._hold(entry, tuple(one.backend for one in ranked if _is_waited_for(one)))
         return ()
+
+    def _may_wait(self, ticket: Ticket, busy: tuple[str, ...]) -> bool:
+        """Return whether one of these busy backends could take a request once it has room."""
+        return any(
+            name not in ticket.failed and selection.could_take(self._views[name].backend, ticket.demand)
+            for name in busy
+        )
 
     def _seen_by(self, ticket: Ticket) -> Mapping[str, BackendView]:
         if not ticket.prefix_shares:
@@ -114,7 +122,7 @@ def _is_waited_for(candidate: Candidate) -> bool:
     return candidate.excluded in _SHARED and not candidate.is_spill
 
 
-def _asks_no_less(ticket: Ticket, other: Ticket) -> bool:
+def asks_no_less(ticket: Ticket, other: Ticket) -> bool:
     """Return whether `ticket` cannot start where `other`, of the same class, cannot: it needs no less."""
     asked, least = ticket.demand, other.demand
     return (
