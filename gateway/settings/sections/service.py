@@ -75,7 +75,10 @@ class RequestsSection(Section):
         "request_id",
         "priority",
     )
-    """Request members that reach into the engine; removed before a request is forwarded."""
+    """Request members that reach into the engine; removed before a request is forwarded.
+
+    The header `x-gateway-dropped` of the response names those that were.
+    """
 
     usage_in_streams: bool = True
     """Ask backends for the usage event of every stream, and hide it from callers who did not ask for it."""
