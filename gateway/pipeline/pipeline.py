@@ -190,8 +190,9 @@ class Pipeline:
         A job interrupted by a shutdown returns to the queue, so nothing is lost.
         """
         if context.served_by is not None and context.attempts and context.attempts[-1].outcome is Outcome.OK:
-            context.ending = Ending.COMPLETED  # it had everything
-            self._learn(context, context.served_by)
+            if context.ending is not Ending.COMPLETED:  # it had everything
+                context.ending = Ending.COMPLETED
+                self._learn(context, context.served_by)
             return
         context.ending = Ending.LEFT
         if self.is_ending and not context.incoming.request.is_job:

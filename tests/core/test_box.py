@@ -110,6 +110,30 @@ def test_of_several_models_that_are_in_the_default_stays() -> None:
     assert box.done().ordered == [(Task.CHECK, "gemma")]
 
 
+def test_of_three_models_the_others_are_stopped_one_after_another() -> None:
+    triggers = {**RULES.swaps.triggers, "phi": Trigger()}
+    rules = replace(RULES, swaps=replace(RULES.swaps, triggers=triggers))
+    box = Script(rules=rules).on(OwnershipTaken()).found()
+    assert (box.at, box.ordered) == ((State.STOPPING, "qwen", "gemma"), [(Task.STOP, "qwen")])
+    assert (box.done().at, box.ordered) == ((State.STOPPING, "phi", "gemma"), [(Task.STOP, "phi")])
+    assert (box.done().at, box.ordered) == ((State.STOPPING, "gemma", "gemma"), [(Task.STOP, "gemma")])
+    assert (box.done().at, box.ordered) == ((State.BOOTING, "gemma", ""), [(Task.START, "gemma")])
+
+
+def test_a_model_that_is_in_is_not_taken_for_out_while_another_is_stopped() -> None:
+    box = Script().on(OwnershipTaken()).found("gemma", "qwen")
+    assert (is_out(box.box, "gemma"), is_out(box.box, "qwen")) == (False, True)
+    assert not is_out(Box(State.UNKNOWN), "gemma")
+    assert not is_out(Box(State.FAILED), "gemma")  # whoever starts it by hand wants it to be probed
+
+
+def test_where_all_are_in_quarantine_none_is_booted() -> None:
+    quarantine = {name: Quarantine("canary failed", 500.0) for name in ("gemma", "qwen")}
+    box = Script(Box(quarantine=quarantine)).on(OwnershipTaken()).found()
+    assert (box.at, box.ordered) == ((State.FAILED, "", ""), [])
+    assert box.box.reason == "every model of the box is in quarantine"
+
+
 # ------------------------------------------------------------------ a swap
 
 
@@ -135,6 +159,17 @@ def test_a_swap_drains_stops_boots_and_checks() -> None:
     assert (box.box.resident_since, box.box.swaps) == (box.now, 1)
 
 
+def test_every_swap_boots_its_model() -> None:
+    """That the last one was started says nothing of the next."""
+    box = booting_qwen().look(300, ready=frozenset({"qwen"})).done()
+    wants = {"gemma": Backlog(4, 1000.0)}
+    box.look(300, wants=wants).look(1, wants=wants)
+    assert (box.at, box.ordered) == ((State.STOPPING, "qwen", "gemma"), [(Task.STOP, "qwen")])
+    assert (box.done().at, box.ordered) == ((State.BOOTING, "gemma", ""), [(Task.START, "gemma")])
+    assert box.look(1, ready=frozenset({"gemma"})).ordered == []  # its start is still being carried out
+    assert box.box.cause is Cause.NOTHING
+
+
 def test_others_get_time_to_learn_that_it_drains() -> None:
     box = Script(gemma_resident().box, replace(RULES, settle_s=4.0))
     assert box.look(wants=QWEN_WANTED).at[0] is State.DRAINING
@@ -145,7 +180,14 @@ def test_others_get_time_to_learn_that_it_drains() -> None:
 def test_a_swap_that_nobody_wants_any_more_is_called_off() -> None:
     box = gemma_resident().look(wants=QWEN_WANTED, in_flight={"gemma": 1})
     assert box.look(1, in_flight={"gemma": 1}).at == (State.RESIDENT, "gemma", "")
-    assert box.box.resident_since == 0.0
+    assert (box.box.resident_since, box.box.cause) == (0.0, Cause.NOTHING)
+
+
+def test_a_swap_is_not_called_off_for_a_model_that_is_gone() -> None:
+    box = gemma_resident().look(wants=QWEN_WANTED, in_flight={"gemma": 1})
+    # What it had in flight ends with it, whatever is counted still.
+    gone = {"lost": frozenset({"gemma"}), "in_flight": {"gemma": 1}}
+    assert box.look(1, **gone).ordered == [(Task.STOP, "gemma")]
 
 
 def test_a_swap_is_called_off_for_those_that_wait_here_and_goes_on_when_they_have_started() -> None:
@@ -175,6 +217,19 @@ def test_an_idle_box_goes_home_unless_somebody_comes() -> None:
     assert box.look(1, in_flight={"qwen": 1}).at[0] is State.RESIDENT
     assert box.look(1799).at[0] is State.RESIDENT
     assert box.look(1).look(4).ordered == [(Task.STOP, "qwen")]
+
+
+def test_a_model_that_somebody_waits_for_is_not_idle() -> None:
+    qwen = replace(gemma_resident().box, backend="qwen", known_restarts={"qwen": 0})
+    box = Script(qwen).look(1000, wants={"qwen": Backlog(1, 1500.0)})
+    assert box.look(1799).at[0] is State.RESIDENT
+    assert box.look(1).at == (State.DRAINING, "qwen", "gemma")
+
+
+def test_a_model_that_has_just_come_in_is_not_idle() -> None:
+    box = booting_qwen().look(300, ready=frozenset({"qwen"})).done()
+    assert box.look(1799).at[0] is State.RESIDENT
+    assert box.look(1).at == (State.DRAINING, "qwen", "gemma")
 
 
 def test_after_a_swap_what_was_queued_goes_first_though_the_other_queue_is_overdue() -> None:
@@ -216,6 +271,14 @@ def test_a_report_of_an_earlier_order_changes_nothing() -> None:
     assert box.on(Inspected(before.number - 1, frozenset())).box is before
 
 
+def test_a_report_of_an_earlier_try_changes_nothing_either() -> None:
+    box = gemma_resident().look(wants=QWEN_WANTED).look(wants=QWEN_WANTED)
+    first = box.box.number
+    box.done("timed out").look(COMMAND_PAUSES_S[0])
+    before = box.box
+    assert box.on(TaskEnded(first)).box is before
+
+
 def test_a_command_that_fails_is_tried_again_twice() -> None:
     box = gemma_resident().look(wants=QWEN_WANTED).look(wants=QWEN_WANTED)
     for pause_s in COMMAND_PAUSES_S:
@@ -229,6 +292,21 @@ def test_a_command_that_fails_is_tried_again_twice() -> None:
     )
 
 
+def test_a_command_that_is_being_carried_out_is_not_given_again() -> None:
+    box = gemma_resident().look(wants=QWEN_WANTED).look(wants=QWEN_WANTED).done("exit status 255")
+    assert box.look(COMMAND_PAUSES_S[0], wants=QWEN_WANTED).ordered == [(Task.STOP, "gemma")]
+    assert box.look(100, wants=QWEN_WANTED).orders == ()
+
+
+def test_each_command_has_its_own_tries() -> None:
+    box = gemma_resident().look(wants=QWEN_WANTED).look(wants=QWEN_WANTED)
+    for pause_s in COMMAND_PAUSES_S:
+        box.done("exit status 255").look(pause_s)
+    assert box.done().ordered == [(Task.START, "qwen")]
+    for pause_s in COMMAND_PAUSES_S:
+        assert box.done("no route").look(pause_s).ordered == [(Task.START, "qwen")]
+
+
 def test_a_failed_box_is_looked_at_and_what_is_in_serves_again() -> None:
     box = Script(Box(State.FAILED, 1000.0, "cannot stop gemma", number=4, retry_at=1000.0 + INSPECT_S))
     assert box.look(INSPECT_S - 1).orders == ()
@@ -236,6 +314,17 @@ def test_a_failed_box_is_looked_at_and_what_is_in_serves_again() -> None:
     assert box.found().look(INSPECT_S).ordered == [(Task.INSPECT, "")]
     assert box.found("gemma").ordered == [(Task.CHECK, "gemma")]
     assert box.done().at == (State.RESIDENT, "gemma", "")
+
+
+def test_a_box_that_has_failed_is_looked_at_from_then_on_at_intervals() -> None:
+    box = gemma_resident().look(wants=QWEN_WANTED).look(wants=QWEN_WANTED)
+    for pause_s in COMMAND_PAUSES_S:
+        box.done("exit status 255").look(pause_s)
+    assert box.done("exit status 255").at == (State.FAILED, "", "")
+    assert box.look(INSPECT_S - 1).orders == ()
+    assert box.look(1).ordered == [(Task.INSPECT, "")]
+    assert box.found().look(INSPECT_S - 1).orders == ()
+    assert box.look(1).ordered == [(Task.INSPECT, "")]
 
 
 def booting_qwen(**fields: Any) -> Script:
@@ -296,6 +385,22 @@ def test_a_wrong_version_is_quarantine_before_any_traffic() -> None:
     gemma_is_booted_instead(box)
 
 
+def test_a_version_is_judged_only_where_the_model_is_in() -> None:
+    misfits = {"misfits": {"qwen": "engine 0.24.0, not < 0.24"}}
+    assert booting_qwen().look(1, **misfits).at == (State.BOOTING, "qwen", "")
+    box = Script(booting_qwen().look(300, ready=frozenset({"qwen"})).box, replace(RULES, settle_s=4.0), 1300)
+    assert box.look(1, **misfits).at == (State.DRAINING, "qwen", "gemma")
+    box.look(2, **misfits)  # it is known by now: the drain does not begin anew
+    assert box.look(2, **misfits).ordered == [(Task.STOP, "qwen")]
+
+
+def test_of_those_that_are_not_in_quarantine_the_default_comes_in() -> None:
+    triggers = {"phi": Trigger(), **RULES.swaps.triggers}
+    rules = replace(RULES, swaps=replace(RULES.swaps, triggers=triggers))
+    box = Script(booting_qwen().box, rules).look(600)
+    assert box.at == (State.DRAINING, "qwen", "gemma")
+
+
 def test_one_that_fails_finishes_what_runs_on_it() -> None:
     box = gemma_resident().look(misfits={"gemma": "engine 0.19"}, in_flight={"gemma": 1})
     assert box.look(1, in_flight={"gemma": 1}).at == (State.DRAINING, "gemma", "qwen")
@@ -316,6 +421,22 @@ def test_without_another_model_the_box_has_failed_until_somebody_starts_one() ->
     assert set(box.box.quarantine) == {"gemma"}
 
 
+def test_a_model_in_quarantine_that_was_stopped_and_is_in_again_was_started_by_somebody() -> None:
+    box = booting_qwen().look(600).look(1).done()  # qwen has been stopped for gemma
+    for pause_s in COMMAND_PAUSES_S:
+        box.done("no route").look(pause_s)
+    assert box.done("no route").at[0] is State.FAILED
+    assert box.look(INSPECT_S).found("qwen").ordered == [(Task.CHECK, "qwen")]
+
+
+def test_a_model_in_quarantine_that_was_seen_out_and_is_in_again_was_started_by_somebody() -> None:
+    quarantine = {name: Quarantine("canary failed", 500.0) for name in ("gemma", "qwen")}
+    box = Script(Box(State.FAILED, 900.0, "all in quarantine", quarantine=quarantine, retry_at=1000.0))
+    assert box.look().found("gemma").at[0] is State.FAILED
+    assert box.look(INSPECT_S).found().at[0] is State.FAILED
+    assert box.look(INSPECT_S).found("gemma").ordered == [(Task.CHECK, "gemma")]
+
+
 def test_a_first_restart_is_asked_and_forgiven_a_second_is_not() -> None:
     box = gemma_resident().look(restarts={"gemma": 1})
     assert (box.at, box.ordered) == ((State.CHECKING, "gemma", ""), [(Task.CHECK, "gemma")])
@@ -323,6 +444,19 @@ def test_a_first_restart_is_asked_and_forgiven_a_second_is_not() -> None:
     box.look(60, restarts={"gemma": 2})
     assert box.at == (State.DRAINING, "gemma", "qwen")
     assert box.box.quarantine["gemma"].reason == "gemma restarted by itself, 2 times within a day"
+
+
+def test_who_gets_another_chance_has_all_of_it() -> None:
+    before = {"gemma": (900.0,), "qwen": (950.0,)}
+    box = gemma_resident(restarts=before).look(restarts={"gemma": 1})
+    assert set(box.box.quarantine) == {"gemma"}
+    assert box.box.restarts == {"qwen": (950.0,)}
+
+
+def test_fewer_restarts_than_before_were_counted_anew() -> None:
+    box = gemma_resident(known_restarts={"gemma": 3}).look(restarts={"gemma": 1})
+    assert box.at[0] is State.RESIDENT
+    assert box.look(1, restarts={"gemma": 2}).at[0] is State.CHECKING
 
 
 def test_a_restart_of_yesterday_is_forgotten() -> None:
@@ -360,6 +494,12 @@ def test_one_that_was_back_before_anybody_looked_has_restarted() -> None:
     assert len(box.box.restarts["gemma"]) == 1
 
 
+def test_a_restart_of_one_that_is_gone_is_judged_when_it_is_in_again() -> None:
+    box = gemma_resident().look(lost=frozenset({"gemma"}), restarts={"gemma": 1})
+    assert box.ordered == [(Task.INSPECT, "")]
+    assert box.found("gemma").done().look(1, restarts={"gemma": 1}).at[0] is State.CHECKING
+
+
 def test_models_that_somebody_changed_by_hand_are_taken_as_they_are() -> None:
     box = gemma_resident().look(lost=frozenset({"gemma"})).found("qwen")
     assert box.ordered == [(Task.CHECK, "qwen")]
@@ -386,6 +526,33 @@ def test_models_that_somebody_changed_by_hand_are_taken_as_they_are() -> None:
 )
 def test_a_new_owner_goes_on_where_the_last_one_was(box: Box, ordered: list[tuple[Task, str]]) -> None:
     assert Script(box).on(OwnershipTaken()).ordered == ordered
+
+
+def test_a_new_owner_has_tries_of_its_own() -> None:
+    box = Script(Box(State.STOPPING, backend="gemma", target="qwen", tries=2)).on(OwnershipTaken())
+    for pause_s in COMMAND_PAUSES_S:
+        assert box.done("exit status 255").look(pause_s).ordered == [(Task.STOP, "gemma")]
+    assert box.done("exit status 255").at[0] is State.FAILED
+
+
+def test_a_new_owner_looks_at_a_failed_box_at_once() -> None:
+    box = Script(Box(State.FAILED, 900.0, "cannot stop gemma")).on(OwnershipTaken(started_at=500.0))
+    assert box.look(1).ordered == [(Task.INSPECT, "")]
+
+
+def test_a_new_owner_does_not_take_a_server_for_started_before_its_own_start_was_carried_out() -> None:
+    box = Script(Box(State.BOOTING, 900.0, backend="qwen", is_started=True)).on(OwnershipTaken())
+    assert box.look(1, ready=frozenset({"qwen"})).at[0] is State.BOOTING
+    assert box.done().look(1, ready=frozenset({"qwen"})).at[0] is State.CHECKING
+
+
+def test_a_new_owner_goes_on_with_the_stop_of_a_model_in_quarantine() -> None:
+    held = {"qwen": Quarantine("canary failed", 500.0)}
+    draining = Box(State.DRAINING, 900.0, backend="qwen", target="gemma", quarantine=held)
+    assert Script(draining).on(OwnershipTaken(started_at=400.0)).at == (State.DRAINING, "qwen", "gemma")
+    # Once its stop has begun, another chance for it begins with the next boot.
+    stopping = Script(replace(draining, state=State.STOPPING)).on(OwnershipTaken(started_at=600.0))
+    assert (stopping.box.quarantine, stopping.ordered) == ({}, [(Task.STOP, "qwen")])
 
 
 def test_a_model_that_nobody_has_watched_is_asked_before_it_is_trusted_again() -> None:
@@ -452,12 +619,29 @@ def test_without_an_owner_the_one_model_that_is_in_is_used() -> None:
     assert unowned(frozenset({"qwen", "gemma"}), 1000.0) is None
 
 
+@pytest.mark.parametrize(
+    ("box", "said"),
+    [
+        (Box(State.RESIDENT, backend="gemma"), "its model is out; gemma is resident"),
+        (Box(State.DRAINING, backend="gemma", target="qwen"), "its model is next; gemma is draining"),
+        (Box(State.STOPPING, backend="qwen", target="gemma"), "stopping: its box is switching to gemma"),
+        (Box(State.STOPPING, backend="phi", target="gemma"), "its model is out; phi is stopping"),
+        (Box(State.BOOTING, backend="gemma"), "its model is out; gemma is booting"),
+        (Box(State.BOOTING, backend="qwen"), "its model is booting"),
+        (Box(State.UNKNOWN), "its box has not been checked yet"),
+    ],
+)
+def test_where_a_model_is_instead_of_in(box: Box, said: str) -> None:
+    assert objection(box, "qwen") == (Exclusion.SWAPPED_OUT, said)
+
+
 def test_a_model_that_is_still_in_serves_while_nobody_hears_of_the_owner() -> None:
     draining = Box(
         State.DRAINING, 900.0, backend="gemma", target="qwen", cause=Cause.JOBS, resident_since=5.0
     )
     box = left_alone(draining, 1000.0)
     assert (objection(box, "gemma"), box.resident_since, box.target) == (None, 5.0, "")
+    assert box.cause is Cause.NOTHING
     for state in (State.STOPPING, State.BOOTING, State.CHECKING, State.FAILED):
         other = replace(draining, state=state)
         assert left_alone(other, 1000.0) is other
@@ -492,6 +676,10 @@ def test_restarts_that_another_process_counted_are_not_compared_with_ones_own() 
             Box(State.DRAINING, 0.0, backend="gemma", target="qwen"), "gemma", 1500.0, id="there-and-back"
         ),
         pytest.param(Box(State.DRAINING, 0.0, backend="gemma", target="qwen"), "qwen", 1200.0, id="next"),
+        pytest.param(Box(State.BOOTING, 0.0, backend="qwen"), "gemma", 1300.0, id="while-another-boots"),
+        pytest.param(
+            Box(State.CHECKING, 0.0, backend="qwen"), "gemma", 1300.0, id="while-another-is-checked"
+        ),
     ],
 )
 def test_when_a_model_can_be_back_at_the_earliest(box: Box, backend: str, expected: float) -> None:
@@ -526,6 +714,7 @@ def test_when_a_model_can_be_back_at_the_earliest(box: Box, backend: str, expect
         pytest.param(Box(State.DRAINING, backend="gemma", target="qwen"), Plan(), 1200.0, id="under-way"),
         pytest.param(Box(State.DRAINING, backend="qwen", target="gemma"), Plan(), None, id="going-out"),
         pytest.param(Box(State.BOOTING, 950.0, backend="qwen"), Plan(), 1150.0, id="booting"),
+        pytest.param(Box(State.BOOTING, 950.0, backend="gemma"), Plan(), None, id="another-boots"),
         pytest.param(
             Box(State.DRAINING, backend="gemma", target="qwen", quarantine={"qwen": Quarantine("wrong")}),
             Plan(),
