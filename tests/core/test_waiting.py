@@ -1,6 +1,7 @@
 """The waiting line: who may start, in which order, who is refused, and what they are told."""
 
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -433,6 +434,21 @@ def test_a_class_that_moves_to_another_pool_takes_what_waits_along() -> None:
     assert len(site.line) == 0
 
 
+def test_a_class_that_moves_to_another_pool_leaves_nothing_where_it_was() -> None:
+    other = TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+    site = Site()
+    site.enter("running")
+    site.start()
+    for number in range(2):
+        site.enter(f"moving-{number}", key="a", traffic_class=PATIENT)
+        site.enter(f"staying-{number}", key="b", traffic_class=other)
+    site.policy = replace(site.policy)  # as after a reload
+    site.enter("mover", 0.1, key="c", traffic_class=replace(PATIENT, pools=("push",)))
+
+    assert [site.line.position(name) for name in ("staying-0", "staying-1", "mover")] == [1, 2, 2]
+    assert [one.id for one in site.line.waiters(0.2, most=9)].count("moving-0") == 1
+
+
 def test_one_that_was_sent_behind_comes_after_all_others_of_its_class_whoever_sent_them() -> None:
     demoting = bounded(when_late=WhenLate.DEMOTE)
     other = TrafficClass("other", ("light",), waiting=PATIENT.waiting)
@@ -451,6 +467,25 @@ def test_one_that_was_sent_behind_comes_after_all_others_of_its_class_whoever_se
     assert order[:4] == ["b-0", "b-1", "b-2", "a-late"]
 
 
+def test_the_jobs_of_a_class_come_after_its_others_and_the_keys_alternate_among_them() -> None:
+    other = TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+    site = Site(knee=64)
+    site.loads["light"] = Load(seqs=64, share=admission.WHOLE)
+    for name in ("a-job", "b-job", "b-job-2", "c-job"):
+        site.enter(name, key=name[0], traffic_class=PATIENT, is_job=True)
+    for name in ("a-chat", "a-chat-2"):
+        site.enter(name, 0.1, key="a", traffic_class=PATIENT)
+    for name in ("c-other", "c-other-2"):
+        site.enter(name, 0.1, key="c", traffic_class=other)
+
+    shown = [one.id for one in site.line.waiters(0.2)]
+
+    # b has only jobs, which come in turn once the last chat of their class has been.
+    assert shown == ["a-chat", "c-other", "a-chat-2", "b-job", "c-job", "b-job-2", "a-job", "c-other-2"]
+    site.loads["light"] = Load()
+    assert site.start(0.2) == shown
+
+
 def test_who_has_had_much_lately_comes_after_who_has_not() -> None:
     site = Site(knee=5)
     for number in range(5):
@@ -463,18 +498,58 @@ def test_who_has_had_much_lately_comes_after_who_has_not() -> None:
     assert site.start(0.3) == ["quiet"]
 
 
-def test_a_long_absence_is_no_credit() -> None:
+def after_a_turn(site: Site, name: str, now: float = 0.0, **fields: object) -> bool:
+    """Queue, and take the place that the next turn offers."""
+    return site.enter(name, now, **fields) is None and site.start(now) == [name]
+
+
+@pytest.mark.parametrize("start", [at_once, in_one_step, after_a_turn])
+@pytest.mark.parametrize("last", ["busy", "new"])
+def test_a_long_absence_is_no_credit(start: Callable[..., bool], last: str) -> None:
     site = Site()
-    for number in range(50):
-        site.enter(f"early-{number}", 0.0, traffic_class=PATIENT, key="busy")
-        site.served([f"early-{number}"])
+    for number, key in enumerate(["busy"] * 20 + [last]):
+        assert start(site, f"early-{number}", traffic_class=PATIENT, key=key)
+        if number < 20:
+            site.end(f"early-{number}")
     for number in range(3):
         site.enter(f"back-{number}", 0.0, traffic_class=PATIENT, key="back")
         site.enter(f"busy-{number}", 0.0, traffic_class=PATIENT, key="busy")
 
     order = site.served(["busy-2", "back-2"], 0.1)
 
-    assert [name.split("-")[0] for name in order[:5]].count("busy") == 2
+    assert [name.split("-")[0] for name in order[:3]].count("busy") == 1
+
+
+def test_a_long_absence_is_no_credit_against_what_others_started_either() -> None:
+    site = Site()
+    site.enter("running", key="running")
+    site.start()
+    for _ in range(20):
+        site.line.charge("gemma", "chat", "busy", 200)
+    for number in range(3):
+        site.enter(f"back-{number}", 0.0, traffic_class=PATIENT, key="back")
+        site.enter(f"busy-{number}", 0.0, traffic_class=PATIENT, key="busy")
+
+    order = site.served(["busy-2", "back-2"], 0.1)
+
+    assert [name.split("-")[0] for name in order[:3]].count("busy") == 1
+
+
+def test_who_has_left_is_not_counted_among_the_keys_that_wait() -> None:
+    other = TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+    site = Site()
+    site.enter("running")
+    site.start()
+    for name, one in (("a-0", PATIENT), ("a-1", other)):  # one key, in two classes
+        site.enter(name, key="a", traffic_class=one)
+    for number in range(2):
+        site.enter(f"b-{number}", key="b", traffic_class=PATIENT)
+    assert site.line.position("b-1") == 4  # the keys alternate
+    site.line.leave("a-0")
+    assert site.line.position("b-1") == 3
+    site.line.leave("a-1")
+
+    assert [site.line.position(f"b-{number}") for number in range(2)] == [1, 2]
 
 
 def test_what_other_processes_started_for_a_key_counts_too() -> None:
@@ -793,6 +868,21 @@ def test_the_bounds_do_not_count_jobs() -> None:
     jobs = replace(both, waiting=patient(both.waiting))
     for number in range(3):
         site.enter(f"job-{number}", traffic_class=jobs, is_job=True, size_bytes=50)
+
+    verdicts = [site.enter(name, traffic_class=both, size_bytes=5) for name in ("a", "b", "c")]
+
+    assert [verdict and verdict.reason for verdict in verdicts] == [None, None, Reason.QUEUE_FULL]
+
+
+def test_who_has_left_or_started_counts_no_longer_against_the_bounds() -> None:
+    site = Site()
+    both = bounded(waiting_max=2, waiting_bytes_max=10)
+    site.enter("runs", traffic_class=both, size_bytes=10)
+    assert site.start() == ["runs"]
+    site.enter("left", traffic_class=both, size_bytes=10)
+    site.line.leave("left")
+    site.enter("job", traffic_class=replace(both, waiting=patient(both.waiting)), is_job=True)
+    site.line.leave("job")
 
     verdicts = [site.enter(name, traffic_class=both, size_bytes=5) for name in ("a", "b", "c")]
 
@@ -1140,6 +1230,48 @@ def test_a_class_stays_as_long_as_the_others_did_though_none_of_them_runs() -> N
     assert site.line.drain_per_s("gemma", "other", 150.0) == pytest.approx(3 / 10)
 
 
+def test_how_long_requests_stay_is_a_moving_average() -> None:
+    site = Site()
+    drained(site, 10.0)
+    site.end("running", 130.0)  # after 30 s
+    site.enter("next", 130.0)
+    site.start(130.0)
+
+    assert site.line.drain_per_s("gemma", "chat", 190.0) == pytest.approx(1 / 12)
+
+
+def test_a_burst_of_starts_is_a_rate_that_fades() -> None:
+    site = Site(knee=64)
+    for number in range(41):
+        site.enter(f"{number}", 0.0)
+    site.start(0.0)
+    site.end("0", 60.0)
+    for number in range(20):
+        site.enter(f"again-{number}", 60.0)
+    site.start(60.0)
+
+    rates = [site.line.drain_per_s("gemma", "chat", now) for now in (60.0, 65.0, 70.0)]
+
+    assert rates[0] == pytest.approx((20 - 1) / 5, rel=0.01)
+    assert rates[1] == pytest.approx((20 / math.e - 1) / 5, rel=0.01)
+    assert rates[2] == pytest.approx(60 / 60)  # what runs over how long it stays is more by now
+
+
+def test_a_start_that_failed_is_undone_as_far_as_it_counts_still() -> None:
+    site = Site(knee=64)
+    drained(site, 60.0)
+    for number in range(20):
+        site.enter(f"{number}", 700.0)
+    site.start(700.0)
+    for number in range(10):
+        site.end(f"{number}", 705.0, answered=False)
+
+    assert site.line.drain_per_s("gemma", "chat", 705.0) == pytest.approx((10 / math.e - 1) / 5, rel=0.01)
+    for number in range(10, 20):  # long after they counted
+        site.end(f"{number}", 790.0, answered=False)
+    assert site.line.drain_per_s("gemma", "chat", 790.0) == pytest.approx(1 / 60)
+
+
 def test_a_forecast_beyond_the_callers_deadline_is_refused_at_once() -> None:
     site = Site()
     drained(site, 10.0)
@@ -1365,6 +1497,20 @@ def test_a_refusal_tells_of_all_that_come_before() -> None:
     assert refused.retry_after_s == pytest.approx(21.0)
 
 
+def test_one_that_comes_too_late_for_its_deadline_is_told_of_those_that_can_still_meet_theirs() -> None:
+    full = replace(PATIENT, waiting=replace(PATIENT.waiting, waiting_max=3))
+    site = Site()
+    for name in ("running", "a", "b", "c"):
+        site.enter(name, 100.0, traffic_class=full)
+        if name == "running":
+            site.start(100.0)
+
+    refused = site.enter("tried again", 100.0, traffic_class=full, arrived_at=0.0)
+
+    assert refused is not None
+    assert (refused.reason, refused.position) == (Reason.QUEUE_FULL, 4)
+
+
 def test_images_are_placed_where_they_are_taken() -> None:
     site = Site()
     demand = Demand(seqs=1, prompt_tokens=100, total_tokens=200, images=1)
@@ -1503,6 +1649,19 @@ def test_looking_at_waiters_changes_nothing_and_is_bounded() -> None:
     assert site.line.waiters(2.0) == site.line.waiters(2.0)
     assert len(site.line) == 200
     assert WaitingLine().waiters(0.0) == []
+
+
+def test_of_each_class_so_many_are_looked_at_however_many_wait_in_another() -> None:
+    other = TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+    site = Site(knee=1)
+    for number in range(LOOKAHEAD + 10):
+        site.enter(f"chat-{number}", traffic_class=PATIENT)
+    for number in range(3):
+        site.enter(f"other-{number}", 1.0, traffic_class=other)
+
+    shown = [one.id for one in site.line.waiters(2.0, most=1000)]
+
+    assert shown == [f"chat-{number}" for number in range(LOOKAHEAD)] + [f"other-{n}" for n in range(3)]
 
 
 def test_a_document_waits_for_no_backend_that_it_was_tried_on() -> None:
