@@ -180,6 +180,20 @@ def test_who_has_left_is_not_kept_for_as_long_as_it_might_have_waited() -> None:
     assert [refused.id for refused in site.turn(60.0).refused] == ["stays"]
 
 
+def test_who_has_waited_too_long_is_refused_in_time_though_many_have_left() -> None:
+    site = Site()
+    site.enter("runs")
+    assert site.start() == ["runs"]
+    for name, max_wait_s in (("left", 1), ("slow", 50), ("quick", 2)):
+        site.enter(name, traffic_class=replace(PLAIN, waiting=Waiting(max_wait_s=max_wait_s)))
+    site.line.leave("left")
+    for number in range(2 * EXPIRIES_SPARE):
+        site.enter(str(number), traffic_class=LONG)
+        site.line.leave(str(number))
+
+    assert [refused.id for refused in site.turn(2.0).refused] == ["quick"]
+
+
 @pytest.mark.parametrize("start", [at_once, in_one_step])
 def test_where_nobody_waits_a_place_is_had_without_a_turn(start: Callable[..., bool]) -> None:
     site = Site(knee=2)
@@ -442,11 +456,29 @@ def test_a_class_that_moves_to_another_pool_leaves_nothing_where_it_was() -> Non
     for number in range(2):
         site.enter(f"moving-{number}", key="a", traffic_class=PATIENT)
         site.enter(f"staying-{number}", key="b", traffic_class=other)
+    site.enter("moving-b", key="b", traffic_class=PATIENT)
     site.policy = replace(site.policy)  # as after a reload
     site.enter("mover", 0.1, key="c", traffic_class=replace(PATIENT, pools=("push",)))
 
-    assert [site.line.position(name) for name in ("staying-0", "staying-1", "mover")] == [1, 2, 2]
-    assert [one.id for one in site.line.waiters(0.2, most=9)].count("moving-0") == 1
+    assert [site.line.position(name) for name in ("staying-0", "staying-1", "mover")] == [1, 2, 3]
+    assert sorted(one.id for one in site.line.waiters(0.2)) == [
+        *("mover", "moving-0", "moving-1", "moving-b"),
+        *("staying-0", "staying-1"),
+    ]
+
+
+def test_a_class_that_is_alone_in_its_pool_takes_all_along_when_the_pool_changes() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("a", 0.1, traffic_class=PATIENT)
+    pools = {**site.policy.pools, "light": Pool("light", ("light", "push"))}
+    site.policy = replace(site.policy, pools=pools)
+    site.enter("b", 0.2, traffic_class=PATIENT)
+
+    assert [one.id for one in site.line.waiters(0.2)] == ["a", "b"]
+    site.end("running", 0.3)
+    assert site.start(0.3) == ["a", "b"]
 
 
 def test_one_that_was_sent_behind_comes_after_all_others_of_its_class_whoever_sent_them() -> None:
@@ -603,6 +635,23 @@ def test_an_offer_that_was_missed_does_not_make_who_comes_next_wait_longer() -> 
     assert site.served(["a", "b"], 0.2) == ["b", "a"]
 
 
+@pytest.mark.parametrize("ends_with", ["missed", "left"])
+def test_an_offer_that_was_not_taken_is_not_charged(ends_with: str) -> None:
+    site = Site(knee=2)
+    site.enter("runs", key="b", prompt=400, traffic_class=PATIENT)
+    assert site.start() == ["runs"]
+    for number in range(9):
+        site.enter(f"a-{number}", 0.1 * number, key="a", traffic_class=PATIENT)
+        assert [offer.ticket.id for offer in site.turn(0.1 * number).offers] == [f"a-{number}"]
+        if ends_with == "missed":
+            site.line.missed(f"a-{number}", ["light"], 0.1 * number)
+        site.line.leave(f"a-{number}")
+    site.enter("b", 1.0, key="b", traffic_class=PATIENT)
+    site.enter("a", 1.0, key="a", traffic_class=PATIENT)
+
+    assert site.start(1.0) == ["a"]  # b has had 500 tokens, and a none
+
+
 def test_what_was_started_here_is_told_and_what_others_started_is_not() -> None:
     site = Site()
     site.enter("one", key="a")
@@ -638,6 +687,52 @@ def test_one_that_does_not_fit_is_not_passed_by_smaller_ones() -> None:
     assert site.start(0.4) == ["big"]
     site.end("short-1", 0.5)
     assert site.start(0.5) == ["small"]
+
+
+def test_one_that_was_tried_elsewhere_is_not_waited_for_by_one_that_was_not() -> None:
+    site = Site()
+    site.loads["push"] = Load(seqs=10, share=admission.WHOLE)
+    site.enter("tried", 0.0, traffic_class=CHAT, failed=frozenset({"light"}))
+    site.enter("fresh", 0.1, traffic_class=CHAT)
+
+    assert site.start(0.1) == ["fresh"]
+    assert site.taken["fresh"][0] == "light"
+
+
+def test_one_choice_is_not_kept_where_several_are() -> None:
+    allowing = replace(PATIENT, waiting=replace(PATIENT.waiting, passes_max=1))
+    site = Site(knee=4)
+    site.loads["light"] = Load(seqs=3, share=750_000)
+    two = Demand(seqs=2, prompt_tokens=100, total_tokens=200)
+    site.enter("two", 0.0, traffic_class=allowing, demand=two)
+    site.enter("one", 0.1, traffic_class=allowing)
+
+    assert site.start(0.1) == ["one"]
+
+
+def test_being_passed_on_one_backend_is_counted_once() -> None:
+    allowing = replace(PATIENT, waiting=replace(PATIENT.waiting, passes_max=3))
+    site = Site(knee=4)
+    pools = {**site.policy.pools, "light": Pool("light", ("light", "push"))}
+    site.policy = replace(site.policy, pools=pools)
+    site.loads = {"light": Load(seqs=3, share=750_000), "push": Load(seqs=8, share=800_000)}
+    big = Demand(seqs=3, prompt_tokens=100, total_tokens=200)
+    site.enter("big", 0.0, traffic_class=allowing, demand=big)
+    for number in range(4):
+        site.enter(f"small-{number}", 0.1, traffic_class=allowing)
+
+    assert site.start(0.1) == ["small-0", "small-1", "small-2"]
+
+
+def test_a_conversation_goes_where_it_has_been_seen() -> None:
+    site = Site(knee=10)
+    pools = {**site.policy.pools, "light": Pool("light", ("light", "push"))}
+    site.policy = replace(site.policy, pools=pools)
+    for number, seen in enumerate(({}, {"light": 1.0}, {"light": 1.0})):
+        site.enter(str(number), 0.1 * number, traffic_class=PATIENT, prefix_shares=seen)
+    site.start(0.4)
+
+    assert [site.taken[str(number)][0] for number in range(3)] == ["light", "light", "light"]
 
 
 def test_jobs_come_after_all_others_of_their_class() -> None:
@@ -835,6 +930,19 @@ def test_a_spill_holds_nothing_of_the_other_pool() -> None:
     assert site.start(0.3) == ["doc"]
 
 
+def test_a_spill_holds_nothing_of_the_other_pool_though_that_is_at_its_knee_for_it() -> None:
+    site = Site()
+    site.enter("running", traffic_class=CHAT)
+    site.start()
+    site.loads["push"] = Load(seqs=9, share=900_000)
+    two = Demand(seqs=2, prompt_tokens=100, total_tokens=200)
+    site.status["light"] = replace(UP, state=State.DOWN)
+    site.enter("chats", 0.1, traffic_class=CHAT, demand=two)
+    site.enter("doc", 0.2, traffic_class=LONG, prompt=50_000)
+
+    assert site.start(0.3) == ["doc"]
+
+
 # ------------------------------------------------------------------ bounds and shedding
 
 
@@ -874,17 +982,18 @@ def test_the_bounds_do_not_count_jobs() -> None:
     assert [verdict and verdict.reason for verdict in verdicts] == [None, None, Reason.QUEUE_FULL]
 
 
-def test_who_has_left_or_started_counts_no_longer_against_the_bounds() -> None:
+@pytest.mark.parametrize("rules", [{"waiting_max": 2}, {"waiting_bytes_max": 10}], ids=["number", "bytes"])
+def test_who_has_left_or_started_counts_no_longer_against_the_bounds(rules: dict[str, object]) -> None:
     site = Site()
-    both = bounded(waiting_max=2, waiting_bytes_max=10)
-    site.enter("runs", traffic_class=both, size_bytes=10)
+    one = bounded(**rules)
+    site.enter("runs", traffic_class=one, size_bytes=10)
     assert site.start() == ["runs"]
-    site.enter("left", traffic_class=both, size_bytes=10)
+    site.enter("left", traffic_class=one, size_bytes=10)
     site.line.leave("left")
-    site.enter("job", traffic_class=replace(both, waiting=patient(both.waiting)), is_job=True)
+    site.enter("job", traffic_class=replace(one, waiting=patient(one.waiting)), is_job=True, size_bytes=99)
     site.line.leave("job")
 
-    verdicts = [site.enter(name, traffic_class=both, size_bytes=5) for name in ("a", "b", "c")]
+    verdicts = [site.enter(name, traffic_class=one, size_bytes=5) for name in ("a", "b", "c")]
 
     assert [verdict and verdict.reason for verdict in verdicts] == [None, None, Reason.QUEUE_FULL]
 
@@ -939,6 +1048,26 @@ def test_a_callers_own_deadline_ends_the_wait_before() -> None:
     turn = site.turn(0.5)
 
     assert [refused.reason for refused in turn.refused] == [Reason.DEADLINE]
+
+
+def test_a_callers_later_deadline_does_not_prolong_the_wait() -> None:
+    site = Site()
+    site.enter("a")
+    site.start()
+    site.enter("b", 0.0, deadline=5.0)
+
+    assert [refused.reason for refused in site.turn(1.2).refused] == [Reason.WAITED_TOO_LONG]
+
+
+def test_who_was_queued_before_is_let_in_again_whatever_the_bounds_and_the_forecast_say() -> None:
+    site = Site()
+    drained(site, 10.0)
+    full = bounded(waiting_max=1)
+    site.enter("a", 120.0, traffic_class=full)
+    again = site.ticket("again", 120.0, traffic_class=full)
+
+    assert site.line.enter(again, 120.0, has_waited=True) is None
+    assert site.line.position("again") == 2
 
 
 def drained(site: Site, residence_s: float) -> None:
@@ -1076,6 +1205,7 @@ def test_before_anything_was_answered_nothing_is_forecast() -> None:
     site.start(1000.0)
 
     assert site.line.drain_per_s("gemma", "chat", 1000.0) is None
+    assert site.line.drain_per_s("gemma", "of which nobody came", 1000.0) is None
 
 
 def test_who_is_next_is_refused_as_soon_as_it_found_no_place() -> None:
@@ -1101,6 +1231,45 @@ def test_who_is_next_is_sent_behind_as_soon_as_it_found_no_place() -> None:
     assert (site.line.position("next"), site.line.position("new")) == (2, 1)
     assert site.turn(164.9).refused == []
     assert [refused.id for refused in site.turn(165.0).refused] == ["next"]
+
+
+def test_one_that_would_wait_too_long_is_sent_behind_as_it_comes() -> None:
+    demoting = bounded(max_wait_s=15.0, when_late=WhenLate.DEMOTE, demoted_wait_s=50.0)
+    site = Site()
+    drained(site, 10.0)
+    for name in ("next", "late"):
+        assert site.enter(name, 120.0, traffic_class=demoting) is None
+        site.turn(120.0)
+    site.enter("new", 121.0, traffic_class=bounded(max_wait_s=100.0))
+
+    assert [site.line.position(name) for name in ("next", "new", "late")] == [1, 2, 3]
+    assert "late" not in [refused.id for refused in site.turn(169.9).refused]
+    assert "late" in [refused.id for refused in site.turn(170.0).refused]
+
+
+def test_one_that_cannot_make_its_own_deadline_is_refused_and_not_sent_behind() -> None:
+    demoting = bounded(max_wait_s=5.0, when_late=WhenLate.DEMOTE)
+    site = Site()
+    drained(site, 10.0)
+    assert site.enter("next", 120.0, traffic_class=demoting, deadline=125.0) is None
+
+    assert [refused.reason for refused in site.turn(120.0).refused] == [Reason.DEADLINE]
+
+
+def test_a_class_that_was_full_is_not_once_nobody_waits() -> None:
+    site = Site(knee=4)
+    drained(site, 100.0)
+    site.loads["light"] = Load(seqs=4, share=admission.WHOLE)
+    site.enter("left", 1200.0, traffic_class=PATIENT)
+    site.turn(1200.0)
+    site.line.leave("left")
+    assert site.enter("first", 1200.0) is None  # nobody is before it: the next turn will tell
+    site.line.leave("first")
+    site.turn(1201.0)
+    site.loads["light"] = Load()
+
+    assert [site.enter(name, 1202.0) for name in ("a", "b")] == [None, None]
+    assert site.start(1202.0) == ["a", "b"]
 
 
 def test_where_something_is_free_nobody_who_is_next_is_refused_on_a_forecast() -> None:
@@ -1280,6 +1449,8 @@ def test_a_forecast_beyond_the_callers_deadline_is_refused_at_once() -> None:
     lane = replace(PATIENT, waiting=replace(PATIENT.waiting, max_wait_s=900))
 
     assert site.enter("patient", 120.0, traffic_class=lane) is None
+    assert site.enter("in time", 120.0, traffic_class=lane, deadline=151.0) is None
+    site.line.leave("in time")
     refused = site.enter("hurried", 120.0, traffic_class=lane, deadline=149.0, prefill_s=100.0)
 
     assert refused is not None
@@ -1385,6 +1556,43 @@ def test_waiting_for_a_backend_that_is_gone_ends_at_once(state: State, reasons: 
     assert (list(turn.offers), [refused.reason for refused in turn.refused]) == ([], reasons)
 
 
+def test_what_a_turn_has_not_looked_at_is_looked_at_by_the_next_one_at_once() -> None:
+    """A turn looks at so many of a class; those behind them may have a free place or none at all."""
+    many = bounded(waiting_max=1000)
+    site = Site(knee=2 * LOOKAHEAD)
+    for number in range(LOOKAHEAD + 1):
+        site.enter(str(number), traffic_class=many)
+    turn = site.turn()
+    assert (len(turn.offers), turn.next_turn_at) == (LOOKAHEAD, 0.0)
+    turn = site.turn()
+    assert (len(turn.offers), turn.next_turn_at) == (1, None)
+
+    site.status["light"] = replace(UP, state=State.DOWN)
+    for number in range(LOOKAHEAD + 1):
+        site.enter(f"again-{number}", traffic_class=many)
+    turn = site.turn()
+    assert (len(turn.refused), turn.next_turn_at) == (LOOKAHEAD, 0.0)
+    turn = site.turn()
+    assert (len(turn.refused), turn.next_turn_at) == (1, None)
+
+
+def test_a_turn_that_looked_at_all_is_the_last_until_something_happens() -> None:
+    site = Site()
+    for name in ("a", "b"):
+        site.enter(name)
+    turn = site.turn()
+    assert (len(turn.offers), turn.next_turn_at) == (1, PLAIN.waiting.max_wait_s)
+
+
+def test_who_finds_one_pool_full_and_the_other_down_is_refused_on_a_forecast() -> None:
+    site = Site()
+    drained(site, 60.0)
+    site.status["push"] = replace(UP, state=State.DOWN)
+    site.enter("next", 660.0, traffic_class=CHAT)
+
+    assert [refused.reason for refused in site.turn(660.0).refused] == [Reason.WAIT_TOO_LONG]
+
+
 def test_a_request_waits_for_a_backend_that_has_not_said_yet_what_it_serves() -> None:
     site = Site()
     site.status["light"] = BackendStatus()
@@ -1437,6 +1645,16 @@ def test_a_release_ends_the_pause_after_a_place_was_gone() -> None:
     site.line.released("elsewhere", "light", 0.01)
 
     assert [offer.ticket.id for offer in site.turn(0.01).offers] == ["a"]
+
+
+def test_a_pause_that_nobody_waits_for_wants_no_turn() -> None:
+    site = Site()
+    site.enter("a", deadline=0.01)
+    site.turn()
+    site.line.missed("a", ["light"], 0.0)
+
+    turn = site.turn(0.01)
+    assert ([refused.id for refused in turn.refused], turn.next_turn_at) == (["a"], None)
 
 
 def test_a_waiter_that_leaves_is_gone_at_once() -> None:
@@ -1509,6 +1727,9 @@ def test_one_that_comes_too_late_for_its_deadline_is_told_of_those_that_can_stil
 
     assert refused is not None
     assert (refused.reason, refused.position) == (Reason.QUEUE_FULL, 4)
+    refused = site.enter("more urgent", 100.0, traffic_class=full, deadline=101.0)
+    assert refused is not None
+    assert (refused.reason, refused.position) == (Reason.QUEUE_FULL, 1)
 
 
 def test_images_are_placed_where_they_are_taken() -> None:
@@ -1556,6 +1777,7 @@ def test_what_waits_is_counted_for_each_backend_of_the_first_pool_that_could_tak
     site.enter("an-image", 0.0, traffic_class=CHAT, demand=image)
 
     assert site.line.wants({"light", "push"}) == {"light": Backlog(2, 1.0), "push": Backlog()}
+    assert site.line.wants({"push"}) == {"push": Backlog()}  # of another box
 
 
 def test_of_what_has_ended_somewhere_the_latest_to_start_is_known() -> None:
@@ -1609,6 +1831,25 @@ def test_who_waited_in_vain_for_a_model_is_not_told_to_come_back_at_once() -> No
 
     (refused,) = site.line.turn(400.0, out(site, "light")).refused
     assert (refused.reason, refused.retry_after_s) == (Reason.WAITED_TOO_LONG, 30.0)
+
+
+def test_the_longer_of_two_waits_counts_for_a_model_that_is_out() -> None:
+    site = Site()
+    drained(site, 10.0)
+    for back_at, wait_s in ((420.0, 300.0), (123.0, 10.0)):
+        site.line.expect({"light": back_at})
+        refused = site.enter("a", 120.0, traffic_class=bounded(max_wait_s=9))
+        assert refused is not None
+        assert refused.expected_wait_s == pytest.approx(wait_s)
+
+
+def test_a_model_that_was_to_be_back_by_now_may_be_in() -> None:
+    site = Site()
+    drained(site, 10.0)
+    site.line.expect({"light": 119.0})
+    assert site.enter("a", 120.0) is None  # the next turn will tell
+    tried = site.enter("tried everywhere", 120.0, traffic_class=PATIENT, failed=frozenset({"light"}))
+    assert tried is None
 
 
 # ------------------------------------------------------------------ what operators see
