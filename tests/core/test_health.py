@@ -246,6 +246,41 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
     "an-engine-that-only-seemed-to-drain": ([(0, OK), (1, STOPPING), (60.9, OK), (61, OK)], [U, D, D, P]),
     "streams-end-well-while-it-drains": ([(0, OK), (1, STOPPING), (2, SERVED), (2, FAILED)], [U, D, D, D]),
     "a-late-report-of-draining": ([(0, OK), (1, REFUSED), (1, STOPPING)], [U, B, B]),
+    "streams-that-end-well-do-not-end-a-drain-or-a-penalty": (
+        [(0, OK), (1, STOPPING), *[(2, SERVED)] * 5, (3, REFUSED), (4, OK), (5, FAILED), *[(6, SERVED)] * 5],
+        [U, D, D, D, D, D, D, B, P, X, X, X, X, X, X],
+    ),
+    "tokens-of-what-was-in-flight-do-not-end-a-drain-or-a-penalty": (
+        [
+            *((0, OK), (1, STOPPING), (2, sample(5)), (40, sample(50))),
+            *((62, OK), (63, FAILED), (64, sample(60)), (90, sample(70))),
+        ],
+        [U, D, D, D, P, X, X, X],
+    ),
+    "what-drains-or-is-out-does-not-hang": (
+        [(0, OK), (1, sample(5)), (2, STOPPING), (40, sample(5)), (90, OK), (91, FAILED), (130, sample(5))],
+        [U, U, D, D, P, X, X],
+    ),
+    "a-hang-with-as-many-waiting-as-running": (
+        [(0, OK), (1, sample(5, running=2, waiting=2)), (31, sample(5, running=2, waiting=2))],
+        [U, U, H],
+    ),
+    "an-idle-engine-that-exports-no-start-time-has-not-restarted": (
+        [(0, OK), *[(at, sample(5, start=None, running=0)) for at in (1, 2, 3)]],
+        [U] * 4,
+    ),
+    "served-before-its-first-probe-it-was-up": ([(0, SERVED), (1, TIMEOUT), (2, TIMEOUT)], [U, U, U]),
+    "a-restart-in-probation-begins-it-anew": (
+        [
+            *((0, OK), (1, sample(5)), (2, REFUSED), (3, OK), (4, SERVED), (5, SERVED)),
+            *((6, sample(0, start=2e9)), (7, SERVED), (8, SERVED), (9, SERVED)),
+        ],
+        [U, U, B, P, P, P, P, P, P, U],
+    ),
+    "each-time-it-is-gone-it-has-its-whole-boot-budget": (
+        [(0, OK), (1, REFUSED), (50, OK), (500, REFUSED), (599, REFUSED), (600, REFUSED)],
+        [U, B, P, B, B, DOWN],
+    ),
     "its-list-of-models-is-missing": ([(0, OK), *[(1, ModelsFailed("HTTP 404"))] * 9], [U] * 10),
     "its-list-of-models-refuses-our-key": (
         [(0, OK), *[(1, ModelsFailed("HTTP 401", key_refused=True))] * 3, (6, OK)],
@@ -294,6 +329,16 @@ def test_the_penalty_doubles_up_to_a_minute_and_a_good_spell_forgives_it() -> No
     assert status.ejected_until - now == 5
 
 
+def test_a_long_probation_is_no_good_spell() -> None:
+    status = play((0, OK), *[(1, FAILED)] * 3, (6, OK), (500, FAILED))[-1]
+    assert (status.ejections, status.ejected_until) == (2, 510.0)
+
+
+def test_a_penalty_is_bounded_however_often_it_was_doubled() -> None:
+    status = BackendStatus(state=State.PROBATION, was_up=True, ejections=5000)
+    assert play((0, FAILED), status=status)[-1].ejected_until == 60.0
+
+
 def test_many_failures_at_once_are_one_ejection() -> None:
     status = play((0, OK), *[(1.0, FAILED)] * 64)[-1]
     assert (status.ejections, status.ejected_until) == (1, 6.0)
@@ -306,6 +351,47 @@ def test_a_restart_forgets_the_old_process_and_is_counted() -> None:
     assert (status.served_models, status.context_tokens, status.version) == ((), None, "")
     assert status.recent_failures == ()
     assert status.reason == "restarted; restarts so far: 1"
+    wrong = play((0, ProbeOk(models=("qwen",))), (2, sample(7)), (3, sample(0, start=2e9)))[-1]
+    assert wrong.model_error == ""
+
+
+@pytest.mark.parametrize("counter", ["generation_tokens", "prompt_tokens", "preemptions"])
+def test_a_counter_that_fell_is_a_restart(counter: str) -> None:
+    before = EngineSample(at=1.0, generation_tokens=9.0, prompt_tokens=9.0, preemptions=9.0)
+    for now, restarts in ((9.0, 0), (8.0, 1)):
+        after = replace(before, at=2.0, **{counter: now})  # type: ignore[arg-type]
+        assert play((0, OK), (1, Sample(before)), (2, Sample(after)))[-1].restarts == restarts
+
+
+def test_what_an_operator_is_told_of_a_backend() -> None:
+    """Each change says why; what changes nothing leaves what was said."""
+    models = ProbeOk(models=("gemma",))
+    told = [
+        ((0, models), "answers"),
+        ((1, models), "answers"),
+        ((2, ModelsFailed("HTTP 404")), "cannot tell what it serves: HTTP 404"),
+        ((3, models), "serves the right model now"),
+        ((4, models), "serves the right model now"),
+        ((5, ProbeFailed(ProbeFault.REFUSED)), "refused; it has 100 s to boot"),
+        ((25, ProbeFailed(ProbeFault.REFUSED, "gone")), "gone; it has 100 s to boot"),
+        ((45, models), "answers again, after 40 s"),
+        *[((46 + n, SERVED), "answers again, after 40 s") for n in range(2)],
+        ((50, SERVED), "served 3 requests in probation"),
+        ((51, SERVED), "served 3 requests in probation"),
+        ((52, sample(5)), "served 3 requests in probation"),
+        ((82, sample(5)), "no token in 30 s with 1 running and 0 waiting"),
+        ((83, sample(5)), "no token in 30 s with 1 running and 0 waiting"),
+        ((84, sample(5, kv=0.6)), "makes progress again, after 2 s"),
+        ((114, sample(5, kv=0.6)), "no token in 30 s with 1 running and 0 waiting"),
+        ((115, sample(6, kv=0.6)), "generates again, after 1 s"),
+        ((116, Attempt(Outcome.DRAINING)), "the engine is stopping"),
+    ]
+    seen = play(*[event for event, _ in told])
+    assert [status.reason for status in seen] == [reason for _, reason in told]
+    assert play((0, REFUSED), (30, OK))[-1].reason == "answers, after 30 s"
+    assert play((0, Attempt(Outcome.FAILED)))[-1].last_error == "failed"
+    assert play((0, TIMEOUT))[-1].last_error == "probe: no answer in 3 s"
+    assert seen[13].last_error == "hung: no token in 30 s with 1 running and 0 waiting"
 
 
 def test_what_it_serves_is_kept_and_a_wrong_model_is_said() -> None:
@@ -394,6 +480,20 @@ def test_a_hang_is_longer_than_the_longest_step(
     perf: PerfModel, context_tokens: int, low_s: float, high_s: float
 ) -> None:
     assert low_s <= hang_after_s(perf, 8_192, context_tokens) <= high_s
+
+
+def test_the_longest_step_reads_the_last_chunk_of_the_longest_prompt() -> None:
+    attention_alone = PerfModel(0, 0, 0, 0, 0, 0, 1e-6, 1)
+    assert hang_after_s(attention_alone, 1_000, 10_000, floor_s=0) == pytest.approx(2 * 9.5)
+    assert hang_after_s(attention_alone, 1_000, 100, floor_s=0) == pytest.approx(2 * 0.005)
+
+
+def test_what_an_engine_reported_counts_while_it_can_be_asked() -> None:
+    seen = play((0, OK), (1, sample(5)), (2, SampleFailed("HTTP 404")), (3, sample(6)), (4, TIMEOUT), (5, OK))
+    assert [status.reported and status.reported.generation_tokens for status in seen] == [
+        *(None, 5.0, None),
+        *(6.0, None, 6.0),
+    ]
 
 
 # ------------------------------------------------------------------ properties
@@ -506,6 +606,15 @@ def test_nothing_is_held_against_a_backend_whose_machine_runs_another_model(even
     out = put_out(BackendStatus(state=State.UP, restarts=2, was_up=True), 5.0, "qwen is in")
     assert (out.state, out.since, out.restarts, usable(out)) == (State.OUT, 5.0, 2, False)
     assert advance(out, event, 10_000.0, HealthRules()) is out
+
+
+def test_what_is_counted_since_the_start_of_the_gateway_outlasts_a_swap() -> None:
+    counted = {"restarts": 1, "served": 2, "failed": 3, "verdicts": 4, "heard": (("other", 5),)}
+    up = BackendStatus(state=State.UP, version="0.32.0", **counted)  # type: ignore[arg-type]
+    out = put_out(up, 5.0, "qwen is in")
+    assert out == BackendStatus(State.OUT, 5.0, "qwen is in", version="0.32.0", **counted)  # type: ignore[arg-type]
+    back = awaited(out, 9.0, "being started")
+    assert {name: getattr(back, name) for name in counted} == counted
 
 
 def test_one_that_is_started_again_has_its_whole_boot_budget_and_is_no_restart() -> None:

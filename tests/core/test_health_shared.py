@@ -93,6 +93,19 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
     ),
     "stopping-is-more-than-being-out": ([(0, OK), (1, says()), (2, says(STOPS, number=2))], [U, X, D]),
     "being-out-is-less-than-stopping": ([(0, OK), (1, says(STOPS)), (2, says(number=2))], [U, D, D]),
+    "what-is-gone-does-not-stop": ([(0, OK), (1, REFUSED), (2, says(STOPS)), (102, OK)], [U, B, B, P]),
+    "one-that-only-seemed-to-stop-is-tried-again-by-ones-own-rules": (
+        [(0, OK), (10, says(STOPS, left_s=900.0)), (69, OK), (70, OK)],
+        [U, D, D, P],
+    ),
+    "one-failure-more-than-successes-is-one": (
+        [(0, OK), (1, PeerAttempts(4, 5)), (1, FAILED), (1, PeerAttempts(4, 5))],
+        [U, U, U, X],
+    ),
+    "one-success-more-than-failures-forgives-one": (
+        [(0, OK), (1, FAILED), (1, FAILED), (1, PeerAttempts(5, 4)), (2, FAILED), (2, FAILED)],
+        [U, U, U, U, U, X],
+    ),
     "failures-here-and-there-add-up": ([(0, OK), (1, FAILED), (2, PeerAttempts(0, 2))], [U, U, X]),
     "and-in-the-other-order": ([(0, OK), (1, PeerAttempts(0, 2)), (2, FAILED)], [U, U, X]),
     "successes-there-forgive-failures-here": (
@@ -202,6 +215,21 @@ def test_the_longer_of_two_penalties_counts_and_the_next_one_doubles_it() -> Non
 
     assert status[4].ejected_until == 22.0
     assert status[-1].ejected_until - 23 == 40.0
+
+
+def test_a_first_penalty_elsewhere_counts_for_the_next_one_here() -> None:
+    status = play((0, OK), (2, says(left_s=20.0, ejections=3)), (22, OK), (23, FAILED))[-1]
+    assert (status.ejections, status.ejected_until) == (4, 63.0)
+    status = play((0, OK), *[(1, FAILED)] * 3, (2, says(left_s=4.0, ejections=0)))[-1]
+    assert status.ejections == 1
+
+
+def test_what_is_said_of_a_backend_that_is_out_is_heard_and_changes_nothing() -> None:
+    out = BackendStatus(state=State.OUT, was_up=True)
+    for what in (OUT, STOPS):
+        heard = advance(out, says(what), 1.0, RULES)
+        assert (heard.state, heard.heard) == (State.OUT, (("other", 1),))
+        assert advance(replace(heard, state=State.UP), says(what), 2.0, RULES).state is State.UP
 
 
 def test_a_shorter_penalty_elsewhere_shortens_none() -> None:
