@@ -366,7 +366,7 @@ def test_a_counter_that_fell_is_a_restart(counter: str) -> None:
 def test_what_an_operator_is_told_of_a_backend() -> None:
     """Each change says why; what changes nothing leaves what was said."""
     models = ProbeOk(models=("gemma",))
-    told = [
+    told: list[tuple[tuple[float, Event], str]] = [
         ((0, models), "answers"),
         ((1, models), "answers"),
         ((2, ModelsFailed("HTTP 404")), "cannot tell what it serves: HTTP 404"),
