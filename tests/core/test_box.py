@@ -661,6 +661,7 @@ def test_restarts_that_another_process_counted_are_not_compared_with_ones_own() 
 @pytest.mark.parametrize(
     ("box", "backend", "expected"),
     [
+        pytest.param(Box(State.UNKNOWN), "gemma", 1001.0, id="not-checked-yet-and-perhaps-in"),
         pytest.param(Box(State.RESIDENT, backend="gemma"), "gemma", 1000.0, id="in"),
         pytest.param(Box(State.RESIDENT, backend="gemma"), "qwen", 1200.0, id="a-boot-as-the-profile-says"),
         pytest.param(
