@@ -146,7 +146,7 @@ class Box:
         batch_at: Requests queued for it before this time are served before the next swap.
         busy_at: When it last had requests running or waiting.
         served_at: When it last had requests running.
-        moved_at: When its batch was last empty, or a request of it, the oldest, was seen to have started.
+        moved_at: When its batch was last empty, or seen to have started its oldest request.
         oldest_at: When the oldest request of its batch began to wait; `batch_at` if it is empty.
         quarantine: Backends that are not started any more.
         restarts: Times of unexpected restarts, per backend.
@@ -471,7 +471,7 @@ def _resident(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
         return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
     if look.in_flight.get(name) or look.wants.get(name, Backlog()).count:
         box = replace(box, busy_at=now)
-    box = _served(box, look, now)
+    box = _noticed(box, look, now)
     planned = plan(rules.swaps, _residency(box, look.wants), now)
     if not planned.is_due(now):
         return box, ()
@@ -495,8 +495,8 @@ def _begun(box: Box, now: float) -> Box:
     return replace(box, batch_at=now, moved_at=now, oldest_at=now)
 
 
-def _served(box: Box, look: Observation, now: float) -> Box:
-    """Note what runs, and whether the batch has moved."""
+def _noticed(box: Box, look: Observation, now: float) -> Box:
+    """Return the box knowing whether anything runs, and whether its batch has moved."""
     oldest_at = look.wants.get(box.backend, Backlog()).oldest_at
     if oldest_at is None or oldest_at > box.batch_at:
         box = replace(box, moved_at=now, oldest_at=box.batch_at)
@@ -508,7 +508,7 @@ def _served(box: Box, look: Observation, now: float) -> Box:
 
 
 def _draining(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
-    name, box = box.backend, _served(box, look, now)
+    name, box = box.backend, _noticed(box, look, now)
     is_sound = name not in look.lost and name not in box.quarantine
     under_way = Plan(box.cause, box.target, box.since)
     if is_sound and should_cancel(rules.swaps, _residency(box, look.wants), under_way, now):

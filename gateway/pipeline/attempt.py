@@ -139,8 +139,10 @@ class Attempt:
             context.crashes += isinstance(error, UpstreamLost)
             raise
         except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
-            # A caller may leave as soon as it has everything.
-            outcome, detail = (Outcome.OK, "") if self._is_relayed else (outcome, "the caller left")
+            if self._is_relayed:  # a caller may leave as soon as it has everything
+                outcome, detail = Outcome.OK, ""
+            else:
+                detail = "the caller left"
             raise
         finally:
             context.attempts.append(

@@ -226,7 +226,7 @@ class Pipeline:
             if objection is not None:
                 if objection[0] is Exclusion.SWAPPED_OUT:
                     return True
-                continue  # in quarantine: no swap brings it in
+                continue  # in quarantine, or its box has failed: no swap brings it in
             if status.state is State.UNKNOWN:
                 return True
             if unavailable_reason(policy.backends[name], status) is None:

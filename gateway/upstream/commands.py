@@ -98,7 +98,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> bool:
     except ProcessLookupError:
         pass
     except PermissionError:
-        process.returncode = 0  # as above
+        process.returncode = 0  # its exit status is of no interest
         return False
     process.wait()
     return True

@@ -25,7 +25,7 @@ from gateway.core.values import Backend
 from gateway.events import about
 from gateway.upstream import commands
 from gateway.upstream.commands import Command
-from gateway.upstream.transport import Transport, causes, tls_fault
+from gateway.upstream.transport import Transport, is_refused, tls_fault
 
 log = logging.getLogger("gateway.boxes")
 
@@ -205,10 +205,12 @@ async def _request(way: ByRequest, call: Call, fence: int) -> str:
 async def _fall_asleep(member: Member, level: int, timeout_s: float) -> str:
     try:
         await _of(member, "POST", f"/sleep?level={level}", timeout_s)
-    except _Failed as failure:
-        # A server that is not running holds no memory; one that rejects the request, or hangs, does.
-        return "" if await _is_closed(member) else f"/sleep: {failure}"
-    return ""
+    except _Failed as error:
+        failure = f"/sleep: {error}"
+    else:
+        return ""
+    # A server that is not running holds no memory; one that rejects the request, or hangs, does.
+    return "" if await _is_closed(member) else failure
 
 
 async def _wake_up(member: Member, level: int, timeout_s: float) -> str:
@@ -237,7 +239,7 @@ async def _is_closed(member: Member) -> bool:
     try:
         await _of(member, "GET", "/health", IS_IN_S)
     except _Failed as failure:
-        return any(isinstance(cause, ConnectionRefusedError) for cause in causes(failure))
+        return is_refused(failure)
     return False
 
 

@@ -82,6 +82,11 @@ def tls_fault(error: BaseException) -> str:
     return ""
 
 
+def is_refused(error: BaseException) -> bool:
+    """Return whether an error means that nothing listens on the port: the connection was refused."""
+    return any(isinstance(cause, ConnectionRefusedError) for cause in causes(error))
+
+
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and its causes; for several addresses that were tried, the causes of each."""
     while error is not None:

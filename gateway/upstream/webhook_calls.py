@@ -29,7 +29,7 @@ from gateway.core.webhooks import (
     signed_headers,
 )
 from gateway.ports import Clock
-from gateway.upstream.transport import Transport, causes, tls_fault
+from gateway.upstream.transport import Transport, is_refused, tls_fault
 
 ATTEMPT_S = 20.0
 """Time limit for an attempt, including name resolution and connecting. Standard Webhooks: 15 to 30 s."""
@@ -185,7 +185,7 @@ async def _read_some(response: httpx.Response) -> None:
 
 def _words(error: httpx.HTTPError) -> str:
     """Describe an error. Its own text is not used, because it may quote secrets."""
-    if any(isinstance(cause, ConnectionRefusedError) for cause in causes(error)):
+    if is_refused(error):
         return "connection refused"
     if fault := tls_fault(error):
         return fault

@@ -535,6 +535,17 @@ def after_a_turn(site: Site, name: str, now: float = 0.0, **fields: object) -> b
     return site.enter(name, now, **fields) is None and site.start(now) == [name]
 
 
+def assert_no_credit(site: Site) -> None:
+    """Check that a key that comes back takes turns with a busy one."""
+    for number in range(3):
+        site.enter(f"back-{number}", 0.0, traffic_class=PATIENT, key="back")
+        site.enter(f"busy-{number}", 0.0, traffic_class=PATIENT, key="busy")
+
+    order = site.served(["busy-2", "back-2"], 0.1)
+
+    assert [name.split("-")[0] for name in order[:3]].count("busy") == 1
+
+
 @pytest.mark.parametrize("start", [at_once, in_one_step, after_a_turn])
 @pytest.mark.parametrize("last", ["busy", "new"])
 def test_a_long_absence_is_no_credit(start: Callable[..., bool], last: str) -> None:
@@ -543,13 +554,7 @@ def test_a_long_absence_is_no_credit(start: Callable[..., bool], last: str) -> N
         assert start(site, f"early-{number}", traffic_class=PATIENT, key=key)
         if number < 20:
             site.end(f"early-{number}")
-    for number in range(3):
-        site.enter(f"back-{number}", 0.0, traffic_class=PATIENT, key="back")
-        site.enter(f"busy-{number}", 0.0, traffic_class=PATIENT, key="busy")
-
-    order = site.served(["busy-2", "back-2"], 0.1)
-
-    assert [name.split("-")[0] for name in order[:3]].count("busy") == 1
+    assert_no_credit(site)
 
 
 def test_a_long_absence_is_no_credit_against_what_others_started_either() -> None:
@@ -558,13 +563,7 @@ def test_a_long_absence_is_no_credit_against_what_others_started_either() -> Non
     site.start()
     for _ in range(20):
         site.line.charge("gemma", "chat", "busy", 200)
-    for number in range(3):
-        site.enter(f"back-{number}", 0.0, traffic_class=PATIENT, key="back")
-        site.enter(f"busy-{number}", 0.0, traffic_class=PATIENT, key="busy")
-
-    order = site.served(["busy-2", "back-2"], 0.1)
-
-    assert [name.split("-")[0] for name in order[:3]].count("busy") == 1
+    assert_no_credit(site)
 
 
 def test_who_has_left_is_not_counted_among_the_keys_that_wait() -> None:

@@ -63,7 +63,8 @@ class Room:
         if free:
             self._take(free[0])
             return free
-        if not able and not any(one.excluded is not None and one.excluded.is_busy for one in ranked):
+        busy = tuple(one.backend for one in ranked if one.excluded is None or one.excluded.is_busy)
+        if not busy:
             return None
         is_full = not able and all(self._is_full(one) for one in ranked)
         if is_unproven and is_full:
@@ -71,7 +72,6 @@ class Room:
         is_held = bool(able) and not any(one.backend in self._paused for one in able)
         if not is_job and (is_full or is_held):
             self.full_classes.setdefault(name, []).append(ticket)
-        busy = tuple(one.backend for one in ranked if one.excluded is None or one.excluded.is_busy)
         stuck.append((ticket, is_full, busy))
         self._hold(entry, tuple(one.backend for one in ranked if _is_waited_for(one)))
         return ()
