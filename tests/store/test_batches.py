@@ -21,6 +21,7 @@ from gateway.core.batches import (
     RunningLine,
 )
 from gateway.core.errors import StoreUnavailable
+from gateway.core.files import FileRefusal
 from gateway.core.jobs import Idempotency, JobPriority, JobStatus, NewJob, Quota
 from gateway.store.batches import RedisBatches
 
@@ -140,10 +141,41 @@ async def test_a_key_has_only_so_many_open(world: BatchWorld) -> None:
     await batches.cancel(claim.batch.id)
     await batches.move(claim, S.CANCELLING, S.CANCELLED)
     assert isinstance(await batches.create(new_batch(id="batch_more")), Batch)
+    assert await batches.create(new_batch(id="batch_too")) is BatchRefusal.TOO_MANY_BATCHES
     found = await batches.page("alice", after="batch_3", limit=10)
     assert [batch.id for batch in found or ()] == ["batch_2", "batch_1", "batch_0"]
     assert await batches.page("bob", after="batch_3", limit=10) is None
     assert await batches.page("bob", after=None, limit=10) == []
+
+
+async def test_of_a_key_only_so_many_are_kept(world: BatchWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.store.batches.KEPT_MAX", 2)
+    batches = world.open()
+    await world.upload(b"")
+    for number in range(2):
+        await batches.create(new_batch(id=f"batch_{number}"))
+    claim = await world.take(batches)
+    assert claim.batch.id == "batch_0"
+    await batches.move(claim, S.VALIDATING, S.FAILED)
+
+    assert isinstance(await batches.create(new_batch(id="batch_2")), Batch)
+    assert await batches.get("batch_0") is None
+    # The oldest is not over yet.
+    assert await batches.create(new_batch(id="batch_3")) is BatchRefusal.TOO_MANY_BATCHES
+    found = await batches.page("alice", after=None, limit=10)
+    assert [batch.id for batch in found or ()] == ["batch_2", "batch_1"]
+
+
+async def test_a_file_is_in_use_until_the_last_of_its_batches_is_over(world: BatchWorld) -> None:
+    batches = world.open()
+    await world.upload(b"")
+    for number in range(2):
+        await batches.create(new_batch(id=f"batch_{number}"))
+    claims = [await world.take(batches) for _ in range(2)]
+    for claim in claims:
+        assert await world.files.delete("file-1") is FileRefusal.IN_USE
+        await batches.move(claim, S.VALIDATING, S.FAILED)
+    assert await world.files.delete("file-1") is True
 
 
 async def test_a_batch_is_cancelled_while_it_can_be(world: BatchWorld) -> None:
@@ -192,6 +224,44 @@ async def test_a_batch_has_one_runner_and_another_once_that_is_lost(world: Batch
     assert await world.jobs.find() == []
     await two.release(second)
     assert (await world.take(one, "one")).batch.id == made.id
+
+
+async def test_a_batch_that_is_over_is_given_to_nobody_and_kept_for_a_while(world: BatchWorld) -> None:
+    batches = world.open()
+    await world.batch(batches)
+    claim = await world.take(batches)
+    await batches.move(claim, S.VALIDATING, S.FAILED)
+    await world.lose_runner_of("batch_1")
+
+    assert await batches.take("two") is None
+    assert await batches.get("batch_1") is not None
+
+
+async def test_a_batch_that_was_deleted_by_hand_holds_nobody_up(world: BatchWorld) -> None:
+    batches = world.open()
+    await world.batch(batches)
+    await world.batch(batches, id="batch_2", input_file_id="file-2")
+    await world.redis.delete(world.key("batch", "batch_1"))
+
+    assert (await world.take(batches)).batch.id == "batch_2"
+    assert await world.redis.zrange(world.key("batches_open"), 0, -1) == ["batch_2"]
+
+
+async def test_a_lease_is_no_longer_than_a_lease_though_the_servers_clock_went_back(
+    world: BatchWorld,
+) -> None:
+    batches = world.open(lease_s=10.0)
+    await world.batch(batches)
+    await world.take(batches)
+    until: Any = await world.redis.hget(world.key("batch", "batch_1"), "until")
+    assert await batches.take("two") is None
+    assert await world.redis.hget(world.key("batch", "batch_1"), "until") == until
+    later = int(until) + 3_600_000
+    await world.redis.hset(world.key("batch", "batch_1"), "until", later)
+
+    assert await batches.take("two") is None
+    now: Any = await world.redis.hget(world.key("batch", "batch_1"), "until")
+    assert int(until) <= int(now) < int(until) + 60_000
 
 
 async def test_whatever_a_runner_does_keeps_the_batch_its_own(world: BatchWorld) -> None:
@@ -314,6 +384,17 @@ async def test_only_so_many_lines_of_a_key_are_jobs_and_its_own_jobs_do_not_coun
     assert await batches.submit(claim, line, 1100, eleventh, Quota(11))
     listed = await world.jobs.find(key="alice")
     assert {job.id for job in listed} == {f"mine-{number}" for number in range(20)}
+
+
+async def test_the_lines_of_a_key_that_are_jobs_hold_only_so_many_bytes(world: BatchWorld) -> None:
+    batches = world.open()
+    claim = await running(world, batches)
+    first, second = (job_of(claim, number, body=b"x" * 60) for number in (1, 2))
+    lines = [RunningLine(job.id, number, "r") for number, job in enumerate((first, second), 1)]
+    size = first.size_bytes + second.size_bytes
+    assert await batches.submit(claim, lines[0], 100, first, Quota(10, size))
+    assert not await batches.submit(claim, lines[1], 200, second, Quota(10, size - 1))
+    assert await batches.submit(claim, lines[1], 200, second, Quota(10, size))
 
 
 async def test_a_line_larger_than_all_may_hold_is_a_job_by_itself(world: BatchWorld) -> None:
