@@ -185,6 +185,19 @@ def test_a_lower_share_of_the_knee(share: int, seqs: int, reason: Exclusion | No
     assert admission.full(Load(share=share), wanted, most) is reason
 
 
+def test_what_needs_more_than_a_lower_share_runs_alone() -> None:
+    claim = admission.claim(UNCOUNTED, demand(100, seqs=48))
+    most = admission.limits(UNCOUNTED, claim, share_max=admission.WHOLE // 2)
+
+    assert admission.full(Load(), claim, most) is None
+    assert admission.full(Load(share=1), claim, most) is Exclusion.AT_KNEE
+
+
+def test_exactly_the_blocks_there_are_fit() -> None:
+    assert admission.misfit(CAPACITY, demand(1_000), kv_blocks=1_800) is None
+    assert admission.misfit(CAPACITY, demand(1_000), kv_blocks=1_801) is Exclusion.KV_EXCEEDED
+
+
 @pytest.mark.parametrize(
     ("outstanding_ms", "prefill_s", "reason"),
     [
@@ -284,6 +297,13 @@ def test_a_pools_own_bounds_hold_for_spilled_work_too() -> None:
     assert (tightened.share, tightened.prefill_ms) == (500_000 - 62_500, 199 + 100)
 
 
+def test_what_holds_for_jobs_holds_for_those_that_spill_too() -> None:
+    claim = admission.claim(WIDE, demand(1_000))
+    most = admission.job_limits(WIDE, admission.limits(WIDE, claim), claim, JobRoom(reserve=0.5))
+
+    assert admission.spill_limits(WIDE, most, claim, Load(), Gates(), Spill(reserve=0.125)) == most
+
+
 # ------------------------------------------------------------------ jobs
 
 
@@ -319,6 +339,15 @@ def test_what_jobs_leave_of_the_knee_is_whole_sequences(knee: int, seqs: int) ->
 
     assert admission.full(filled(capacity, 100, seqs - 1), claim, most) is None
     assert admission.full(filled(capacity, 100, seqs), claim, most) is Exclusion.AT_KNEE
+
+
+def test_jobs_leave_a_part_of_what_may_be_used() -> None:
+    claim = admission.claim(CAPACITY, demand(1_000), Gates(prefill_s=0.2))
+    most = admission.limits(CAPACITY, claim, Gates(prefill_s=0.2), share_max=admission.WHOLE // 2)
+    tightened = admission.job_limits(CAPACITY, most, claim, JobRoom(reserve=0.25, prefill_s=0.5))
+
+    assert (most.share, tightened.share) == (500_000, 375_000)
+    assert tightened.prefill_ms == most.prefill_ms == 199  # the pool's own bound is the lower one
 
 
 def test_a_job_that_needs_more_than_jobs_may_use_runs_alone() -> None:

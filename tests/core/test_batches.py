@@ -15,6 +15,7 @@ from gateway.core.batches import (
     Batch,
     BatchLine,
     BatchLineError,
+    BatchSnapshot,
     BatchStatus,
     InputReader,
     LineSplitter,
@@ -89,6 +90,7 @@ def test_half_a_character_stays_an_escape() -> None:
         pytest.param(line(custom_id=7), "invalid_custom_id", "custom_id", id="a-number"),
         pytest.param(line(custom_id=""), "invalid_custom_id", "custom_id", id="empty"),
         pytest.param(line(custom_id="\ud800"), "invalid_custom_id", "custom_id", id="surrogate"),
+        pytest.param(line(custom_id="a\ud800"), "invalid_custom_id", "custom_id", id="surrogate-at-the-end"),
         pytest.param(line(custom_id="x" * (CUSTOM_ID_MAX + 1)), "invalid_custom_id", "custom_id", id="long"),
         pytest.param(line(method="GET"), "invalid_method", "method", id="method"),
         pytest.param(line(method=...), "invalid_method", "method", id="no-method"),
@@ -153,12 +155,25 @@ def test_after_many_errors_no_more_is_read() -> None:
     assert len(list(read_lines(lines(), CHAT))) == taken == ERRORS_MAX
 
 
+def test_an_error_of_the_file_as_a_whole_is_counted_too() -> None:
+    reader = InputReader(CHAT)
+    assert reader.end() is not None
+    assert (reader.errors, reader.is_over) == (1, True)
+
+
 # ------------------------------------------------------------------ the batch
 
 
 def test_the_final_ones() -> None:
     final = {status for status in BatchStatus if status.is_final}
     assert final == {"failed", "completed", "expired", "cancelled"}
+
+
+def test_a_batch_is_given_up_when_its_time_is_over_or_its_caller_says_so() -> None:
+    running = BatchSnapshot(BatchStatus.IN_PROGRESS, False, 60.0, 0, ())
+    assert running.is_given_up is False
+    assert replace(running, is_due=True).is_given_up
+    assert replace(running, status=BatchStatus.CANCELLING).is_given_up
 
 
 def test_the_object_is_the_sdk_s() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import example, given, settings
@@ -305,6 +305,36 @@ def test_every_exclusion_says_why(
     assert why_not(fleet(subject), "light-0", demand) == (reason, detail)
 
 
+def test_a_server_of_several_models_takes_requests_for_the_one_that_is_configured() -> None:
+    serving = replace(UP, served_models=("qwen", "gemma"))
+    assert ranked(fleet(view(backend("light-0", model="gemma"), status=serving)))[0] == "light-0"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "reason"),
+    [
+        pytest.param({}, UP, None, id="up"),
+        pytest.param({}, replace(UP, state=State.PROBATION), None, id="probation"),
+        pytest.param({}, BackendStatus(), Exclusion.UNHEALTHY, id="not-probed"),
+        pytest.param({"drain": True}, UP, Exclusion.DRAINING, id="drained"),
+        pytest.param({}, BackendStatus(state=State.DOWN), Exclusion.UNHEALTHY, id="down"),
+        pytest.param({"model": "qwen"}, UP, Exclusion.WRONG_MODEL, id="another-model"),
+        pytest.param({"versions": bounds(">=0.32")}, UP, Exclusion.WRONG_VERSION, id="no-version"),
+    ],
+)
+def test_a_backend_that_gets_no_request_at_all_says_why(
+    fields: dict[str, Any], status: BackendStatus, reason: Exclusion | None
+) -> None:
+    found = selection.unavailable_reason(backend("light-0", **fields), status)
+    assert (None if found is None else found[0]) is reason
+
+
+def test_what_a_backend_could_take_if_it_were_idle() -> None:
+    assert selection.could_take(backend("light-0"), SHORT)
+    assert not selection.could_take(backend("light-0"), replace(SHORT, total_tokens=32_769))
+    assert not selection.could_take(backend("light-0"), replace(SHORT, images=1))
+
+
 def test_what_was_tried_for_this_request_is_out() -> None:
     candidates = selection.rank(policy(), CHAT, SHORT, fleet(), failed=frozenset({"light-0"}))
 
@@ -541,6 +571,15 @@ def test_gates_and_spill(
     traffic_class: TrafficClass, demand: Demand, subject: BackendView, reason: Exclusion | None, detail: str
 ) -> None:
     assert objection(traffic_class, demand, subject) == (reason, detail)
+
+
+def test_a_document_spills_beside_one_that_is_being_read_where_two_may_be() -> None:
+    two = Pool("push", ("push",), gates=Gates(long_prefills=2))
+    gated = replace(GATED, pools={**GATED.pools, "push": two})
+    reading = busy("push", Load(seqs=1, long_seqs=1, long_unanswered=1))
+    full = {name: busy(name, load(64)) for name in ("light-0", "light-1")}
+    found = selection.rank(gated, ANY, DOCUMENT, {**full, "push": reading})
+    assert [(one.backend, one.is_spill) for one in found if one.excluded is None] == [("push", True)]
 
 
 def test_a_candidate_carries_what_the_ledger_checks() -> None:
