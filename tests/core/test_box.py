@@ -123,6 +123,10 @@ def test_of_three_models_the_others_are_stopped_one_after_another() -> None:
 def test_a_model_that_is_in_is_not_taken_for_out_while_another_is_stopped() -> None:
     box = Script().on(OwnershipTaken()).found("gemma", "qwen")
     assert (is_out(box.box, "gemma"), is_out(box.box, "qwen")) == (False, True)
+    swapping = gemma_resident().look(wants=QWEN_WANTED).look(wants=QWEN_WANTED).box
+    assert swapping.state is State.STOPPING
+    assert (is_out(swapping, "gemma"), is_out(swapping, "qwen")) == (True, True)
+    assert is_out(Box(State.RESIDENT, backend="gemma"), "qwen") is True
     assert not is_out(Box(State.UNKNOWN), "gemma")
     assert not is_out(Box(State.FAILED), "gemma")  # whoever starts it by hand wants it to be probed
 
@@ -232,6 +236,28 @@ def test_a_model_that_has_just_come_in_is_not_idle() -> None:
     assert box.look(1).at == (State.DRAINING, "qwen", "gemma")
 
 
+def test_a_batch_that_nobody_works_off_holds_the_swap_for_as_long_as_the_others_wait_anyway() -> None:
+    waits = {"gemma": Backlog(1, 900.0), "qwen": Backlog(2, 1000.0)}
+    box = gemma_resident(batch_at=950.0).look(wants=waits, in_flight={"gemma": 1})
+    assert box.look(599, wants=waits).at[0] is State.RESIDENT
+    assert box.look(1, wants=waits).at == (State.DRAINING, "gemma", "qwen")
+
+
+@pytest.mark.parametrize(
+    ("qwen_in", "wants", "reason"),
+    [
+        (False, {"qwen": Backlog(3, 1000.0)}, "3 requests wait for qwen"),
+        (False, {"qwen": Backlog(1, 400.0)}, "a request has waited 600 s for qwen"),
+        (True, {}, "back to gemma: nothing waits for the resident model"),
+    ],
+)
+def test_a_swap_says_why(qwen_in: bool, wants: Mapping[str, Backlog], reason: str) -> None:
+    box = Script(
+        Box(State.RESIDENT, backend="qwen" if qwen_in else "gemma"), now=2000.0 if qwen_in else 1000.0
+    )
+    assert (box.look(wants=wants).at[0], box.box.reason) == (State.DRAINING, reason)
+
+
 def test_after_a_swap_what_was_queued_goes_first_though_the_other_queue_is_overdue() -> None:
     """Age alone livelocks: the box would swap back at once, and serve nobody."""
     box = Script(Box(State.CHECKING, 900.0, backend="qwen", number=3)).done()
@@ -277,6 +303,14 @@ def test_a_report_of_an_earlier_try_changes_nothing_either() -> None:
     box.done("timed out").look(COMMAND_PAUSES_S[0])
     before = box.box
     assert box.on(TaskEnded(first)).box is before
+
+
+def test_a_report_of_what_was_given_up_meanwhile_changes_nothing() -> None:
+    checking = booting_qwen().look(300, ready=frozenset({"qwen"}))
+    for box in (checking.look(1, misfits={"qwen": "engine 0.24.0"}), booting_qwen().look(600)):
+        before = box.box
+        assert box.done().box is before
+        assert (box.at, box.orders) == ((State.DRAINING, "qwen", "gemma"), ())
 
 
 def test_a_command_that_fails_is_tried_again_twice() -> None:
@@ -464,6 +498,11 @@ def test_a_restart_of_yesterday_is_forgotten() -> None:
     assert box.look(RESTARTS_KEPT_S, restarts={"gemma": 2}).at[0] is State.CHECKING
 
 
+def test_a_restart_of_today_is_not_forgotten_though_the_machine_is_up_for_long() -> None:
+    box = Script(gemma_resident().box, now=10 * RESTARTS_KEPT_S).look(restarts={"gemma": 1}).done()
+    assert box.look(RESTARTS_KEPT_S - 1, restarts={"gemma": 2}).at == (State.DRAINING, "gemma", "qwen")
+
+
 @pytest.mark.parametrize("counted", [{}, {"gemma": 1}], ids=["without-metrics", "with-metrics"])
 def test_one_that_is_gone_is_booted_once_and_that_is_one_restart(counted: Mapping[str, int]) -> None:
     box = gemma_resident().look(lost=frozenset({"gemma"}))
@@ -555,6 +594,13 @@ def test_a_new_owner_goes_on_with_the_stop_of_a_model_in_quarantine() -> None:
     assert (stopping.box.quarantine, stopping.ordered) == ({}, [(Task.STOP, "qwen")])
 
 
+def test_a_box_that_failed_in_a_boot_boots_when_all_get_another_chance() -> None:
+    box = booting_qwen(quarantine={"gemma": Quarantine("canary failed", 500.0)}).look(600)
+    assert box.at[0] is State.FAILED
+    assert box.on(OwnershipTaken(started_at=box.now + 1), 2).found().ordered == [(Task.STOP, "qwen")]
+    assert box.done().done().ordered == [(Task.START, "gemma")]
+
+
 def test_a_model_that_nobody_has_watched_is_asked_before_it_is_trusted_again() -> None:
     box = gemma_resident().on(OwnershipTaken(is_first=True))
     assert box.ordered == [(Task.INSPECT, "")]
@@ -599,7 +645,7 @@ def test_another_chance_begins_with_the_canary_though_the_box_drains() -> None:
         pytest.param(Box(State.DRAINING, backend="phi", target="gemma"), id="draining"),
         pytest.param(Box(State.DRAINING, backend="gemma", target="phi"), id="draining-for"),
         pytest.param(Box(State.STOPPING, backend="gemma", target="qwen", pending=("phi",)), id="stopping"),
-        pytest.param(Box(State.BOOTING, backend="phi"), id="booting"),
+        pytest.param(Box(State.BOOTING, backend="phi", is_started=True), id="booting"),
         pytest.param(Box(State.CHECKING, backend="phi"), id="checking"),
     ],
 )
@@ -609,6 +655,10 @@ def test_a_box_left_by_another_configuration_is_looked_at_anew(left: Box) -> Non
     assert box.box.reason == "phi is no longer a backend of this box"
     assert box.found("gemma").ordered == [(Task.CHECK, "gemma")]
     assert box.done().look(1, wants=QWEN_WANTED).at[0] is State.RESIDENT
+    # Whatever it had begun to do, an empty box is cleared and booted.
+    box = Script(left).on(OwnershipTaken()).found()
+    assert box.ordered == [(Task.STOP, "qwen")]
+    assert box.done().done().ordered == [(Task.START, "gemma")]
 
 
 def test_without_an_owner_the_one_model_that_is_in_is_used() -> None:
