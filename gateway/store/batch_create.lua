@@ -28,15 +28,15 @@ end
 if file[4] ~= 'batch' then
     return 'invalid_purpose'
 end
-local first = redis.call('ZRANGE', key('batches', owner), 0, 0)[1]
+if tonumber(redis.call('HGET', key('batches_counts'), owner) or 0) >= tonumber(open_max) then
+    return 'too_many_batches'
+end
 if redis.call('ZCARD', key('batches', owner)) >= tonumber(most) then
+    local first = redis.call('ZRANGE', key('batches', owner), 0, 0)[1]
     if not FINAL[redis.call('HGET', key('batch', first), 'status') or 'failed'] then
         return 'too_many_batches'
     end
     forget_batch(first)
-end
-if tonumber(redis.call('HGET', key('batches_counts'), owner) or 0) >= tonumber(open_max) then
-    return 'too_many_batches'
 end
 redis.call(
     'HSET', key('batch', id), 'owner', owner, 'endpoint', endpoint, 'input', input, 'metadata', metadata,

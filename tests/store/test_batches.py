@@ -160,10 +160,26 @@ async def test_of_a_key_only_so_many_are_kept(world: BatchWorld, monkeypatch: py
 
     assert isinstance(await batches.create(new_batch(id="batch_2")), Batch)
     assert await batches.get("batch_0") is None
-    # The oldest is not over yet.
+    # The oldest has not ended yet.
     assert await batches.create(new_batch(id="batch_3")) is BatchRefusal.TOO_MANY_BATCHES
     found = await batches.page("alice", after=None, limit=10)
     assert [batch.id for batch in found or ()] == ["batch_2", "batch_1"]
+
+
+async def test_a_batch_that_is_refused_makes_the_store_forget_none(
+    world: BatchWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.store.batches.KEPT_MAX", 3)
+    monkeypatch.setattr("gateway.store.batches.OPEN_MAX", 2)
+    batches = world.open()
+    await world.upload(b"")
+    await batches.create(new_batch(id="batch_0"))
+    await batches.move(await world.take(batches), S.VALIDATING, S.FAILED)
+    for number in (1, 2):
+        await batches.create(new_batch(id=f"batch_{number}"))
+
+    assert await batches.create(new_batch(id="batch_3")) is BatchRefusal.TOO_MANY_BATCHES
+    assert await batches.get("batch_0") is not None
 
 
 async def test_a_file_is_in_use_until_the_last_of_its_batches_is_over(world: BatchWorld) -> None:
