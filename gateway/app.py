@@ -644,7 +644,7 @@ async def serve_until(
 async def reread_on(hints: AsyncIterator[object], gateway: Gateway) -> None:
     """Reload the configuration of a gateway for each of `hints`, until cancelled."""
     async for _ in hints:
-        await gateway.reloader.reread("signal")
+        await gateway.reloader.reread()
 
 
 async def _cancel_on_next(stops: AsyncIterator[object], tasks: TaskGroup) -> None:

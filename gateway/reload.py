@@ -28,6 +28,7 @@ from gateway.settings import Changes, Document, Settings
 log = logging.getLogger("gateway.config")
 
 T = TypeVar("T")
+_SIGNAL = "signal"
 VERSIONS_KEPT = 10
 LOOK_S = 1.0
 """Polling interval of the file. A change is applied once two polls agree, because editors take a while."""
@@ -176,12 +177,12 @@ class Reloader:
             check()
             return await self._replace(source, by, writes=True)
 
-    async def reread(self, by: str) -> Reload:
-        """Read the file and apply it."""
+    async def reread(self) -> Reload:
+        """Read the file and apply it, because a signal asks for that. Keys in files are read again, too."""
         try:
-            return await self.apply(await _in_thread(read, self.path), by)
+            return await self.apply(await _in_thread(read, self.path), _SIGNAL)
         except OSError as error:
-            return self._not_read(error, by)
+            return self._not_read(error, _SIGNAL)
 
     async def watch(self) -> None:
         """Apply the file whenever it changes, until cancelled."""
@@ -223,7 +224,8 @@ class Reloader:
             found = Reload(error=str(error))
             _refuse(str(error), by)
         else:
-            is_news, self._refused, self._has_failed = self._has_failed, None, False
+            is_news = self._has_failed or by == _SIGNAL  # who sends one wants to see that it has arrived
+            self._refused, self._has_failed = None, False
             self.running = wanted
             if wanted.version != self._versions[0].id:
                 self._versions.appendleft(Version(wanted.version, source, self._clock.wall(), by))

@@ -8,6 +8,7 @@ from litestar import MediaType, Request, Response, get, post
 from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 
+from gateway.core.chat_jobs import job_id as id_for_chat
 from gateway.core.errors import InvalidRequest, JobEnded, JobNotFound, RouteNotFound
 from gateway.core.jobs import Job, JobStatus, Lane
 from gateway.downstream.files import limit_of
@@ -42,10 +43,12 @@ class _Handlers:
 
         @get(f"{PATH}/{{job_id:str}}")
         async def job(job_id: FromPath[str]) -> Response[bytes]:
+            job_id = _own_id(job_id)
             return self._shown(await self._jobs.get(job_id), job_id)
 
         @post(f"{PATH}/{{job_id:str}}/cancel", status_code=200)
         async def cancel(job_id: FromPath[str]) -> Response[bytes]:
+            job_id = _own_id(job_id)
             found = await self._jobs.cancel(job_id)
             if found is not None and found.status is JobStatus.CANCELLED:
                 log.info(
@@ -55,6 +58,7 @@ class _Handlers:
 
         @post(f"{PATH}/{{job_id:str}}/retry", status_code=200)
         async def retry(job_id: FromPath[str]) -> Response[bytes]:
+            job_id = _own_id(job_id)
             found = await self._jobs.retry(job_id)
             if found is not None and found.status.is_final:
                 raise JobEnded(
@@ -149,6 +153,11 @@ def job_view(job: Job, now: float) -> Mapping[str, Any]:
         "bytes": job.size_bytes,
         "error": None if job.error is None else {"code": job.error.code, "message": job.error.message},
     }
+
+
+def _own_id(written: str) -> str:
+    """Return the id of a job. That of its chat completion names it, too."""
+    return id_for_chat(written) or written
 
 
 def _ago(then: float | None, now: float) -> float | None:

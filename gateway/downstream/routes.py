@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 from litestar import Litestar, MediaType, Request, Response, asgi, get
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
-from litestar.handlers import BaseRouteHandler
+from litestar.handlers import ASGIRouteHandler, BaseRouteHandler
 from litestar.params import FromPath
 from litestar.types import ASGIApp, Receive, Scope, Send
 
@@ -22,11 +22,13 @@ from gateway.core.trace import Trace, passed_on
 from gateway.core.values import Backend, Endpoint, Policy
 from gateway.downstream import wire
 from gateway.downstream.background import Background
+from gateway.downstream.batches import PATH as BATCHES
 from gateway.downstream.batches import Batches, Batching, BatchLines
 from gateway.downstream.chat_jobs import ChatJobs
 from gateway.downstream.cross_origin import CrossOrigin
 from gateway.downstream.drained import Drained
 from gateway.downstream.errors import MethodNotAllowed, envelope, headers_of
+from gateway.downstream.files import PATH as FILES
 from gateway.downstream.files import Files
 from gateway.downstream.head_requests import HeadAsGet, with_head
 from gateway.downstream.idempotency import IdempotencyRules, IdempotentRequests
@@ -55,6 +57,9 @@ from gateway.pipeline import Pipeline
 from gateway.ports import Clock, Recorder
 
 log = logging.getLogger("gateway.downstream")
+
+_NO_EMBEDDINGS = "This gateway serves Gemma 4 for text generation; it has no embeddings."
+_NO_BATCHES = "This gateway has no files and no batches: there are no `jobs` in its configuration."
 
 
 class Applications:
@@ -117,6 +122,8 @@ class Applications:
             files = Files(batching.files, keys, batching.rules)
             self._batching += files.handlers()
             self._batching += Batches(batching, keys).handlers()
+        else:
+            self._batching.append(_absent(FILES, BATCHES, message=_NO_BATCHES, code="not_found"))
         self._chat_jobs = None
         if background is not None:
             self._chat_jobs = ChatJobs(
@@ -171,13 +178,6 @@ class Applications:
                 raise ModelNotFound(f"The model `{wanted}` does not exist.", param="model")
             return card
 
-        @asgi("/v1/embeddings", copy_scope=True)
-        async def embeddings(scope: Scope, receive: Receive, send: Send) -> None:
-            message = "This gateway serves Gemma 4 for text generation; it has no embeddings."
-            error = RouteNotFound(message, code="no_embeddings")
-            error.headers = ((b"x-request-id", new_request_id().encode()),)
-            await send_error(error, AsgiDownstream(send))
-
         @get("/readyz", sync_to_thread=False)
         def readyz() -> Response[dict[str, Any]]:
             return _readiness({**self._readiness(), "not_draining": not self.serving.is_leaving})
@@ -192,7 +192,7 @@ class Applications:
                 *([] if self._chat_jobs is None else self._chat_jobs.handlers()),
                 models,
                 model,
-                embeddings,
+                _absent("/v1/embeddings", message=_NO_EMBEDDINGS, code="no_embeddings"),
                 livez,
                 readyz,
             ],
@@ -289,6 +289,18 @@ class Operators:
             after_request=_with_id,
         )
         return HeadAsGet(OperatorGuard(app, self._names))
+
+
+def _absent(*paths: str, message: str, code: str) -> ASGIRouteHandler:
+    """Return a handler that says why there is nothing at or under some paths that clients expect."""
+
+    @asgi(list(paths), is_mount=True, copy_scope=True)
+    async def absent(scope: Scope, receive: Receive, send: Send) -> None:
+        error = RouteNotFound(message, code=code)
+        error.headers = ((b"x-request-id", new_request_id().encode()),)
+        await send_error(error, AsgiDownstream(send))
+
+    return absent
 
 
 @get(["/livez", "/healthz"], sync_to_thread=False, media_type=MediaType.TEXT)

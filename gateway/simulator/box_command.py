@@ -1,7 +1,7 @@
 """`gemma-gateway simulate-box`, and `box-switch`, which gives it orders."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -11,6 +11,8 @@ from gateway.simulator.box_options import BOOT_S, Boot, BoxOptions, profile
 from gateway.simulator.command import answer_tokens_option, thought_tokens_option
 from gateway.simulator.options import SimulatorOptions
 
+PORT_MAX = 65_535
+
 _SPARK = ("gemma=spark-nvfp4", "qwen=qwen")
 
 
@@ -18,7 +20,7 @@ _SPARK = ("gemma=spark-nvfp4", "qwen=qwen")
 @click.option(
     "--port",
     required=True,
-    type=click.IntRange(0, 65535),
+    type=click.IntRange(0, PORT_MAX),
     help="Port for orders; the models listen on the ports after it. 0: any free ports.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -162,6 +164,7 @@ def simulate_box(
             raise click.BadParameter(f"{name!r} is given twice", param_hint="--model")
         following = port + number if port else 0
         given[name] = common(profile_name, following if own_port is None else own_port)
+    _check_ports(port, {name: model.port for name, model in given.items()})
     try:
         options = BoxOptions(
             given,
@@ -235,9 +238,19 @@ def _model(text: str) -> tuple[str, str, int | None]:
     """Return the name, the profile's name and the port in `NAME=PROFILE[:PORT]`."""
     name, equals, rest = text.partition("=")
     profile_name, colon, port = rest.partition(":")
-    if not name or not equals or "/" in name or (colon and not (port.isdecimal() and int(port) < 65_536)):
+    if not name or not equals or "/" in name or (colon and not (port.isdecimal() and int(port) <= PORT_MAX)):
         raise click.BadParameter(f"{text!r} is not NAME=PROFILE[:PORT]", param_hint="--model")
     return name, profile_name, int(port) if colon else None
+
+
+def _check_ports(control: int, ports: Mapping[str, int]) -> None:
+    used = {control}
+    for name, port in ports.items():
+        if port > PORT_MAX:
+            raise click.BadParameter(f"{name} would get port {port}", param_hint="--port")
+        if port and port in used:
+            raise click.BadParameter(f"port {port} is used twice", param_hint="--model")
+        used.add(port)
 
 
 def _boots(name: str, failures: int, plans: Sequence[str], names: Iterable[str]) -> tuple[Boot, ...]:

@@ -273,7 +273,7 @@ async def test_a_renewed_key_is_used_for_the_next_swap(tmp_path: Path) -> None:
     ):
         await site.resident("gemma")
         key.write_text("key of qwen")
-        assert not (await site.gateway.reloader.reread("signal")).error
+        assert not (await site.gateway.reloader.reread()).error
 
         assert (await site.ask("qwen")).status_code == 200
         assert not site.box().quarantine

@@ -287,14 +287,17 @@ async def test_jobs_are_looked_at_cancelled_and_tried_again(tmp_path: Path, stor
         waits = await serving.openai.responses.create(**ASK, max_output_tokens=5)
 
         shown = await command("show", runs.id, *at)
+        other_name = runs.id.replace("resp_", "chatcmpl-")
+        by_chat = await command("show", other_name, "--json", *at)
         listed = await command("list", "--json", *at)
         queued = (await serving.get("/admin/jobs?status=queued&limit=5")).json()["jobs"]
-        cancelled = await command("cancel", runs.id, *at)
+        cancelled = await command("cancel", other_name, *at)
         ended = await serving.until(waits.id, "completed", "incomplete")
 
         assert "tell nobody" not in shown.out + listed.out
         assert re.search(rf"^lane +{LANE}, normal priority *$", shown.out, re.MULTILINE)
         assert re.search(r"^attempts +1, of which 0 failed *$", shown.out, re.MULTILINE)
+        assert by_chat.json["id"] == runs.id
         assert [job["id"] for job in listed.json["jobs"]] == [waits.id, runs.id]
         assert [(lane["queued"], lane["in_progress"]) for lane in listed.json["lanes"]] == [(1, 1)]
         assert [(job["id"], job["position"]) for job in queued] == [(waits.id, 1)]
@@ -302,7 +305,7 @@ async def test_jobs_are_looked_at_cancelled_and_tried_again(tmp_path: Path, stor
 
         over = await command("cancel", waits.id, *at)
         answered = await command("retry", waits.id, *at)
-        again = await command("retry", runs.id, "--json", "--admin", working.admin)
+        again = await command("retry", other_name, "--json", "--admin", working.admin)
         begun = await serving.until(runs.id, "in_progress")
         refused = await working.post(f"/admin/jobs/{waits.id}/retry")
         stopped = await working.post(f"/admin/jobs/{runs.id}/cancel")

@@ -259,7 +259,7 @@ async def test_what_is_in_force_and_in_the_file_is_no_failure_any_more(
             await put(running_site, "pools: [")
         elif way == "gone":
             path.unlink()
-            await running_site.gateway.reloader.reread("signal")
+            await running_site.gateway.reloader.reread()
         else:
             path.write_text("" if way == "emptied" else "pools: [")
             await running_site.eventually(lambda: is_successful(0))
@@ -310,11 +310,11 @@ async def test_a_reload_for_which_no_thread_is_left_ends_nothing(
     reloader, registry = gateway.gateway.reloader, gateway.gateway.metrics.registry
     with monkeypatch.context() as patch:
         patch.setattr(anyio.to_thread, "run_sync", none_left)
-        found = await reloader.reread("signal")
+        found = await reloader.reread()
     assert found.error == f"{reloader.path}: cannot be read: can't start new thread"
     assert registry.get_sample_value("gateway_config_last_reload_successful") == 0
 
-    assert (await reloader.reread("signal")).error == ""
+    assert (await reloader.reread()).error == ""
     assert registry.get_sample_value("gateway_config_last_reload_successful") == 1
 
 
@@ -356,11 +356,11 @@ async def test_a_fault_of_the_gateway_s_own_refuses_a_file_and_ends_nothing(
         answer = await put(gateway, {**document, "allowed_origins": ["https://new.example"]})
         assert path.read_bytes() == before
         path.write_text(yaml.safe_dump({**document, "allowed_origins": ["https://other.example"]}))
-        found = await gateway.gateway.reloader.reread("signal")
+        found = await gateway.gateway.reloader.reread()
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_configuration")
     assert "the gateway failed on it (TypeError)" in found.error
-    assert not (await gateway.gateway.reloader.reread("signal")).error
+    assert not (await gateway.gateway.reloader.reread()).error
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -375,6 +375,8 @@ async def test_a_signal_and_a_changed_file(tmp_path: Path, workers: int) -> None
     document = yaml.safe_load(path.read_text())
     async with running("serve", "-c", str(path), "--workers", str(workers)) as process:
         await process.wait_for("serves http")
+        process.process.send_signal(signal.SIGHUP)  # nothing has changed, which is said, too
+        await process.wait_for(r"(?s)" + r"(is in force \(signal\).*)" * workers)
         path.write_text(yaml.safe_dump(document | {"routing": {"attempts_max": 4}}))
         if workers > 1:  # nobody watches it
             process.process.send_signal(signal.SIGHUP)

@@ -226,6 +226,7 @@ async def test_errors_arrive_as_the_sdks_own_exceptions(
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("POST", "/v1/embeddings", 404, "no_embeddings"),
+        ("POST", "/v1/files", 404, "not_found"),
         ("GET", "/nowhere", 404, "not_found"),
         ("POST", "/v1/responses/compact", 404, "not_found"),
         ("POST", "/v1/responses/input_tokens", 404, "not_found"),
