@@ -60,6 +60,7 @@ from gateway.store.embedded import embedded_url
 from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.keeper import keep_store
 from gateway.store.prefixes import MemoryPrefixIndex
+from gateway.store.redis import process_name
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
@@ -107,7 +108,10 @@ class _Part(Protocol):
 
 
 class Gateway:
-    """One gateway process, fully wired. Secrets and files are read here, once."""
+    """One gateway process, fully wired. Secrets and files are read here, once.
+
+    `name`: what the store, `/admin/replicas` and `jobs list` call this process.
+    """
 
     def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
         """Build everything from a valid configuration.
@@ -120,7 +124,8 @@ class Gateway:
         self._environ = environ
         self.clock = SystemClock()
         self.policy = settings.policy()
-        self.ledger = parts.ledger(settings)
+        self.name = process_name()
+        self.ledger = parts.ledger(settings, self.name)
         self._store = self.ledger if isinstance(self.ledger, FallbackLedger) else None
         self.journal = Journal()
         backends = self.policy.backends
@@ -143,7 +148,7 @@ class Gateway:
         parts.say_how_it_counts(self.estimator)
         drift, line, self.counts = DriftTracker(), WaitingLine(), CountTracker()
         watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
-        self.board = parts.board(settings, self.clock)
+        self.board = parts.board(settings, self.clock, self.name)
         self.jobs = parts.jobs(settings)
         self._switch = BoxSwitch(parts.members(settings, environ, backends, secrets, tls))
         self.boxes = BoxController(
@@ -227,7 +232,9 @@ class Gateway:
         self.queue = None if self.jobs is None else QueueWatch(self.jobs, self.clock)
         self.revocations = Revocations()
         job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
-        self.worker = parts.worker(settings, self.jobs, self.pipeline, self.clock, job_metrics, self.tracing)
+        self.worker = parts.worker(
+            settings, self.name, self.jobs, self.pipeline, self.clock, job_metrics, self.tracing
+        )
         self.batching = parts.batching(settings, self.revocations)
         self.applications = Applications(
             pipeline=self.pipeline,
@@ -256,7 +263,7 @@ class Gateway:
         )
         self.chats: Chats | None = self.applications.chats  # None: all of them are handled by ASGI
         self.batch_runner = parts.batch_runner(
-            settings, self.batching, self.jobs, self.applications.batch_lines
+            settings, self.name, self.batching, self.jobs, self.applications.batch_lines
         )
         self.reloader = Reloader(
             settings,
@@ -622,6 +629,11 @@ async def serve_until(
         memory.settle()
         logs.gather_in(asyncio.get_running_loop())
         ready(running)
+        log.info(
+            "this process is %s",
+            gateway.name,
+            extra=about("started", process=gateway.name, admin_url=running.admin_url),
+        )
         await anext(stops)
         what = "jobs" if gateway.settings.is_job_worker else "requests"
         with anyio.move_on_after(gateway.notice_s + gateway.settings.shutdown.drain_s):

@@ -1,8 +1,6 @@
 """Factories for the parts of a gateway, from the sections of the configuration. Files are read here, once."""
 
 import logging
-import secrets
-import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -63,8 +61,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("gateway.process")
 
 
-def ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
-    """Return the ledger: for this process alone, or for all that share the store."""
+def ledger(settings: Settings, owner: str) -> MemoryLedger | FallbackLedger:
+    """Return the ledger: for this process, `owner`, alone, or for all that share the store."""
     if settings.store is None:
         return MemoryLedger()
     return FallbackLedger(
@@ -72,16 +70,17 @@ def ledger(settings: Settings) -> MemoryLedger | FallbackLedger:
             settings.store.url,
             prefix=settings.store.prefix,
             takes_turns=[name for box in settings.boxes.values() for name in box.backends],
+            owner=owner,
         ),
         replicas_min=settings.workers,
     )
 
 
-def board(settings: Settings, clock: SystemClock) -> MemoryBoard | RedisBoard:
+def board(settings: Settings, clock: SystemClock, owner: str) -> MemoryBoard | RedisBoard:
     """Return the board on which processes agree on the owners of boxes."""
     if settings.store is None or not settings.boxes:
         return MemoryBoard(clock.now)
-    return RedisBoard.at(settings.store.url, settings.store.prefix)
+    return RedisBoard.at(settings.store.url, settings.store.prefix, owner)
 
 
 def members(
@@ -191,13 +190,14 @@ def job_metrics(
 
 def worker(
     settings: Settings,
+    name: str,
     jobs: RedisJobs | None,
     pipeline: Pipeline,
     clock: SystemClock,
     metrics: JobMetrics | None,
     tracing: "Tracing | None",
 ) -> Worker | None:
-    """Return this process's worker; None if it runs no jobs."""
+    """Return the worker of this process, which is called `name`; None if it runs no jobs."""
     section = settings.jobs
     if section is None or jobs is None or not settings.works_jobs:
         return None
@@ -224,8 +224,8 @@ def worker(
         if metrics is not None:
             metrics.attempt_ended(end)
 
-    name, serves = process_name(), pipeline.serving
-    return Worker(jobs, name, read, pipeline.run, rules, serves, pipeline.can_run_lane, attempt_ended)
+    serves, can_run_lane = pipeline.serving, pipeline.can_run_lane
+    return Worker(jobs, name, read, pipeline.run, rules, serves, can_run_lane, attempt_ended)
 
 
 def batching(settings: Settings, revocations: Revocations) -> Batching | None:
@@ -247,19 +247,14 @@ def batching(settings: Settings, revocations: Revocations) -> Batching | None:
 
 
 def batch_runner(
-    settings: Settings, batching: Batching | None, jobs: RedisJobs | None, lines: BatchLines
+    settings: Settings, name: str, batching: Batching | None, jobs: RedisJobs | None, lines: BatchLines
 ) -> BatchRunner | None:
-    """Return this process's batch runner; None without jobs."""
+    """Return the batch runner of this process, which is called `name`; None without jobs."""
     section = settings.jobs
     if section is None or batching is None or jobs is None:
         return None
     rules = BatchRules(queued_max=section.batches.queued_max_per_key)
-    return BatchRunner(batching.batches, batching.files, jobs, process_name(), lines.job, rules)
-
-
-def process_name() -> str:
-    """Return a unique name for this process."""
-    return f"{socket.gethostname()}-{secrets.token_hex(4)}"
+    return BatchRunner(batching.batches, batching.files, jobs, name, lines.job, rules)
 
 
 def webhooks(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from gateway.ports import Board
 from gateway.store.connections import StoreAway
 from gateway.store.leases import Leases
-from gateway.store.redis import COMMAND_S, owner_name
+from gateway.store.redis import COMMAND_S, process_name
 
 BOX_TTL_S = 15.0
 """Lease time of an ownership: how long a box is unmanaged after its owner has crashed."""
@@ -74,13 +74,13 @@ class RedisBoard:
         self._leases = leases
 
     @classmethod
-    def at(cls, url: str, prefix: str) -> "RedisBoard":
-        """Return a board of this process on the server at `url`."""
+    def at(cls, url: str, prefix: str, owner: str = "") -> "RedisBoard":
+        """Return a board on the server at `url`. `owner`: see `process_name`; "" for one of its own."""
         return cls(
             Leases(
                 url,
                 prefix=prefix,
-                owner=owner_name(),
+                owner=owner or process_name(),
                 ttl_s=BOX_TTL_S,
                 command_s=COMMAND_S,
                 connections_max=2,

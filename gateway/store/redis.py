@@ -103,6 +103,7 @@ class RedisLedger:
         tick_s: float = TICK_S,
         connections_max: int = 16,
         takes_turns: Collection[str] = (),
+        owner: str = "",
     ) -> None:
         """Prepare to share slots through the Redis at `url`; connects on first use.
 
@@ -115,8 +116,9 @@ class RedisLedger:
             tick_s: This interval while requests are being placed.
             connections_max: Maximum connections, besides those for accounts and the subscribed one.
             takes_turns: Backends on which no surplus may be granted.
+            owner: See `process_name`; "" for one of its own.
         """
-        self.owner = owner_name()
+        self.owner = owner or process_name()
         self.replicas = 1
         # An attempt in progress may take as long as a command and its turn; the next one follows it.
         self.return_s = refresh_s + 2 * command_s
@@ -496,7 +498,7 @@ def _fail(future: asyncio.Future[T], failure: StoreAway) -> None:
         future.exception()  # marks the exception as retrieved
 
 
-def owner_name() -> str:
+def process_name() -> str:
     """Return a unique name for this process."""
     host = re.sub(r"[^\w.-]", "-", socket.gethostname())[:24]
     return f"{host}-{secrets.token_hex(4)}"

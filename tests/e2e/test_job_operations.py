@@ -298,6 +298,9 @@ async def test_jobs_are_looked_at_cancelled_and_tried_again(tmp_path: Path, stor
         assert re.search(rf"^lane +{LANE}, normal priority *$", shown.out, re.MULTILINE)
         assert re.search(r"^attempts +1, of which 0 failed *$", shown.out, re.MULTILINE)
         assert by_chat.json["id"] == runs.id
+        name = (await working.process.wait_for(r'"event": "started", "process": "([\w.-]+)"'))[1]
+        assert by_chat.json["worker"] == name
+        assert (await working.get("/admin/replicas")).json()["owner"] == name
         assert [job["id"] for job in listed.json["jobs"]] == [waits.id, runs.id]
         assert [(lane["queued"], lane["in_progress"]) for lane in listed.json["lanes"]] == [(1, 1)]
         assert [(job["id"], job["position"]) for job in queued] == [(waits.id, 1)]
