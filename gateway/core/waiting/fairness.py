@@ -350,6 +350,7 @@ class Walk:
         self._lanes = tuple(shares.lanes)
         self._in_turn = [lane.in_turn for lane in self._lanes]  # not yielded yet, without those behind
         self._left = [min(LOOKAHEAD, len(lane.entries)) for lane in self._lanes]  # still to be yielded
+        self._behind: list[dict[str | None, list[int]] | None] = [None] * len(self._lanes)
         self._keys: dict[str | None, _Key] = {}
         self._queue: list[tuple[float, int, str | None]] = []  # a heap of the keys reached so far
 
@@ -367,7 +368,7 @@ class Walk:
                 for index, lane in enumerate(self._lanes):
                     self._add(key, index, lane.of_key(name))
                     if not self._in_turn[index]:
-                        self._add(key, index, self._behind(index).get(name, ()))
+                        self._add(key, index, self._of_behind(index).get(name, ()))
                 fresh = next(following, None)
             else:
                 _, _, name = heappop(self._queue)
@@ -404,7 +405,7 @@ class Walk:
 
     def _come_behind(self, index: int) -> None:
         """Add the entries of a lane that are behind, once all its others have been yielded."""
-        for name, numbers in self._behind(index).items():
+        for name, numbers in self._of_behind(index).items():
             key = self._keys.get(name)
             if key is None and name in self._shares:
                 continue  # not reached yet
@@ -416,12 +417,14 @@ class Walk:
                 key.is_queued = True
                 heappush(self._queue, (key.tag, key.number, name))
 
-    def _behind(self, index: int) -> dict[str | None, list[int]]:
+    def _of_behind(self, index: int) -> dict[str | None, list[int]]:
         """Return the entries of a lane that are behind, per key."""
-        found: dict[str | None, list[int]] = {}
-        lane = self._lanes[index]
-        for number in lane.behind:
-            found.setdefault(lane.entries[number].ticket.key, []).append(number)
+        found = self._behind[index]
+        if found is None:
+            found = self._behind[index] = {}
+            lane = self._lanes[index]
+            for number in lane.behind:
+                found.setdefault(lane.entries[number].ticket.key, []).append(number)
         return found
 
 
