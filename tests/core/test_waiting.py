@@ -1575,6 +1575,50 @@ def test_what_a_turn_has_not_looked_at_is_looked_at_by_the_next_one_at_once() ->
     assert (len(turn.refused), turn.next_turn_at) == (1, None)
 
 
+def test_however_many_documents_wait_a_chat_behind_them_is_looked_at() -> None:
+    site, patient = Site(), replace(LONG, waiting=Waiting(max_wait_s=9_000, ttft_target_s=9_000))
+    short_wait = replace(LONG, waiting=Waiting(max_wait_s=60, ttft_target_s=9_000))
+    for number in range(2 * LOOKAHEAD):
+        site.enter(f"document-{number}", traffic_class=patient, prompt=40_000)
+    for number in range(10):  # one in 20 s is what the forecast knows
+        assert site.start(20.0 * number) == [f"document-{number}"]
+        site.end(f"document-{number}", 20.0 * number + 20)
+    assert site.start(200.0) == ["document-10"]
+
+    refused = site.enter("document", 201.0, traffic_class=short_wait, prompt=40_000)
+    assert refused is not None
+    assert refused.reason is Reason.WAIT_TOO_LONG
+    assert site.enter("chat", 201.0, traffic_class=short_wait) is None
+    assert site.start(201.0) == ["chat"]
+    assert len(site.line) == 2 * LOOKAHEAD - 11
+
+
+def test_however_many_wait_for_one_backend_of_their_pool_others_are_looked_at() -> None:
+    site = Site(knee=100)
+    site.policy = replace(site.policy, pools={"both": Pool("both", ("light", "push"))})
+    site.loads["push"] = Load(10, admission.WHOLE)
+    both = replace(PATIENT, pools=("both",))
+    for number in range(2 * LOOKAHEAD):
+        ticket = site.ticket(f"image-{number}", traffic_class=both)
+        only_push = replace(ticket.demand, images=1)
+        assert site.line.enter(replace(ticket, demand=only_push), 0.0) is None
+    assert site.start() == []
+
+    assert site.enter("text", 1.0, traffic_class=both) is None
+    assert site.start(1.0) == ["text"]
+
+
+def test_what_was_sent_behind_comes_when_all_that_a_turn_looks_at_have_come() -> None:
+    """Documents beyond what a turn looks at do not keep it from the chats that are behind."""
+    site = Site()
+    demoting = Waiting(max_wait_s=10, demoted_wait_s=900, when_late=WhenLate.DEMOTE)
+    for number in range(2 * LOOKAHEAD):
+        site.enter(f"document-{number}", traffic_class=LONG, prompt=40_000, key=str(number))
+    site.enter("behind", traffic_class=replace(LONG, waiting=demoting), is_job=True)
+
+    assert site.start() == ["document-0", "behind"]
+
+
 def test_a_turn_that_looked_at_all_is_the_last_until_something_happens() -> None:
     site = Site()
     for name in ("a", "b"):

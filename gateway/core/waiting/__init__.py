@@ -24,6 +24,8 @@ KV blocks or busy with prefill. No later request of any class starts there, so t
 starve a large one. Its class may let it be overtaken `passes_max` times first. The gates for long prompts
 hold nothing: a document waiting for another document's prefill does not keep chats off the same backend. A
 spill does not hold the other pool's backends either, and a job holds a backend only against other jobs.
+A turn looks at a limited number of each class, but of its ordinary requests and of the others apart: of long
+prompts, and of those that not every backend of the first pool could take.
 
 Time is an argument, and nothing here waits. The owner of the queue calls `turn` when a slot is released,
 when a request enters, and at `next_turn_at`.

@@ -19,7 +19,8 @@ from gateway.core.waiting.tickets import Ticket
 _T = TypeVar("_T", bound=Any)
 
 LOOKAHEAD = 64
-"""Maximum number of requests of one class that one turn considers. Bounds the cost of a turn."""
+"""Maximum number of requests of one class that one turn considers, of the ordinary ones and of the others
+(see `Ticket.is_ordinary`). Bounds the cost of a turn."""
 
 PUT_BACK_TOKENS = 262_144
 """Limit on how far tokens started elsewhere move a key's tag beyond the virtual time: one request of the
@@ -45,6 +46,7 @@ class Entry:
     due_at: float
     start_by: float
     is_long: bool
+    is_ordinary: bool = True
     rank: Rank = Rank.TIMELY
     passed: int = 0
     is_unproven: bool = False  # may be able to start at once; its first turn shows whether it has to wait
@@ -81,6 +83,8 @@ class Lane:
 
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
+        self.counts = [0, 0]  # of the entries, by `is_ordinary`
+        self.in_turn_counts = [0, 0]  # the same, without those of rank BEHIND
         self.jobs = 0  # how many of the entries are jobs
         self.size_bytes = 0  # of the others
         self.drain = Drain()
@@ -110,6 +114,7 @@ class Lane:
     def add(self, entry: Entry, now: float) -> None:
         """Add an entry at the position given by its rank."""
         self.entries[entry.number] = entry
+        self.counts[entry.is_ordinary] += 1
         if entry.ticket.demand.is_job:
             self.jobs += 1
         else:
@@ -119,6 +124,7 @@ class Lane:
     def remove(self, entry: Entry) -> None:
         """Remove an entry."""
         del self.entries[entry.number]
+        self.counts[entry.is_ordinary] -= 1
         if entry.ticket.demand.is_job:
             self.jobs -= 1
         else:
@@ -141,6 +147,7 @@ class Lane:
             flow = self._flows[key] = _Flow()
             self.shares.join(key)
         self.shares.count(key, 1)
+        self.in_turn_counts[entry.is_ordinary] += 1
         if now > entry.start_by:
             entry.rank = Rank.LATE
             insort(flow.late, (entry.ticket.prefill_s, entry.number))
@@ -161,6 +168,7 @@ class Lane:
             _discard(flow.timely, (entry.due_at, entry.number))
             _discard(self._starts, (entry.start_by, entry.number))
         self.shares.count(key, -1)
+        self.in_turn_counts[entry.is_ordinary] -= 1
         if not flow:
             del self._flows[key]
             self.shares.part(key)
@@ -348,8 +356,9 @@ class Walk:
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
         self._lanes = tuple(shares.lanes)
-        self._in_turn = [lane.in_turn for lane in self._lanes]  # not yielded yet, without those behind
-        self._left = [min(LOOKAHEAD, len(lane.entries)) for lane in self._lanes]  # still to be yielded
+        # What is still to be yielded: without those behind, and of all, by `is_ordinary`.
+        self._in_turn = [sum(min(LOOKAHEAD, count) for count in lane.in_turn_counts) for lane in self._lanes]
+        self._left = [[min(LOOKAHEAD, count) for count in lane.counts] for lane in self._lanes]
         self._behind: list[dict[str | None, list[int]] | None] = [None] * len(self._lanes)
         self._keys: dict[str | None, _Key] = {}
         self._queue: list[tuple[float, int, str | None]] = []  # a heap of the keys reached so far
@@ -360,7 +369,7 @@ class Walk:
                 self._come_behind(index)
         following = iter(self._shares.order)
         fresh = next(following, None)
-        left = sum(self._left)
+        left = sum(map(sum, self._left))
         while left and (fresh is not None or self._queue):
             if fresh is not None and (not self._queue or fresh[:2] <= self._queue[0][:2]):
                 tag, number, name = fresh
@@ -390,18 +399,23 @@ class Walk:
         """Take the key's entry that is due first, among the lanes within their lookahead."""
         while key.heads:
             _, number, index, following = heappop(key.heads)
-            if self._left[index]:
-                self._left[index] -= 1
-                self._add(key, index, following)
-                return index, self._lanes[index].entries[number]
+            entry, left = self._lanes[index].entries[number], self._left[index]
+            is_left = left[entry.is_ordinary] > 0
+            left[entry.is_ordinary] -= is_left
+            self._add(key, index, following)
+            if is_left:
+                return index, entry
         return 0, None
 
     def _add(self, key: _Key, index: int, numbers: Iterable[int]) -> None:
-        following = iter(numbers)
-        number = next(following, None)
-        if number is not None:
-            due_at = self._lanes[index].entries[number].due_at
-            heappush(key.heads, (due_at, number, index, following))
+        entries, left, following = self._lanes[index].entries, self._left[index], iter(numbers)
+        if not any(left):
+            return
+        for number in following:
+            entry = entries[number]
+            if left[entry.is_ordinary]:
+                heappush(key.heads, (entry.due_at, number, index, following))
+                return
 
     def _come_behind(self, index: int) -> None:
         """Add the entries of a lane that are behind, once all its others have been yielded."""

@@ -139,7 +139,7 @@ class WaitingLine:
     def waiters(self, now: float, most: int = LOOKAHEAD) -> Sequence[Waiter]:
         """Return queued requests in the order in which they would start if all backends became free at once.
 
-        Returns at most `LOOKAHEAD` requests of each class, and at most `most` in total.
+        Returns at most `LOOKAHEAD` requests of each class and kind, and at most `most` in total.
         """
         found: list[Waiter] = []
         ahead: dict[tuple[str, ...], int] = {}
@@ -186,7 +186,8 @@ class WaitingLine:
         # could serve it are swapped out. The next turn will tell.
         name = (ticket.model, ticket.traffic_class.name)
         without_room = self._full_classes.get(name, ())
-        has_room = lane.in_turn < LOOKAHEAD and not any(asks_no_less(ticket, one) for one in without_room)
+        in_turn = lane.in_turn_counts[entry.is_ordinary]
+        has_room = in_turn < LOOKAHEAD and not any(asks_no_less(ticket, one) for one in without_room)
         entry.is_unproven = has_room or lane.is_first(entry)
         may_start = entry.is_unproven and not self._away_s(ticket, now)
         reason = None if may_start else _foreseen(entry, wait_s, now)
@@ -346,6 +347,7 @@ class WaitingLine:
             due_at=due_at,
             start_by=start_by,
             is_long=ticket.is_long,
+            is_ordinary=ticket.is_ordinary,
             rank=Rank.BEHIND if ticket.demand.is_job else rank,
         )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
 
-from gateway.core import admission
+from gateway.core import admission, selection
 from gateway.core.value import valueclass
 from gateway.core.values import UNLIMITED, Candidate, Demand, Policy, TrafficClass, Waiting
 
@@ -62,6 +62,18 @@ class Ticket:
     def is_long(self) -> bool:
         """Whether its prompt counts as long in its first pool."""
         return admission.is_long(self.policy.pools[self.traffic_class.pools[0]].gates, self.demand)
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether every backend of its first pool could take it, and no gate for long prompts applies.
+
+        Others may have to wait where ordinary requests do not. However many of them wait, a turn considers
+        ordinary requests, too.
+        """
+        demand, backends = self.demand, self.policy.backends
+        return not self.is_long and all(
+            selection.could_take(backends[name], demand) for name in self.first_pool
+        )
 
     @property
     def cost(self) -> int:
