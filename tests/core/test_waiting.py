@@ -37,7 +37,7 @@ from gateway.core.waiting import (
     WaitingLine,
     patient,
 )
-from gateway.core.waiting.fairness import Entry
+from gateway.core.waiting.fairness import FINISH_SPARE, Entry, Shares
 from gateway.core.waiting.line import EXPIRIES_SPARE
 
 UP = BackendStatus(state=State.UP, served_models=("gemma",))
@@ -165,6 +165,16 @@ def in_one_step(site: Site, name: str, now: float = 0.0, **fields: object) -> bo
     site.taken[name] = (ranked[0].backend, ranked[0].claim)
     site.line.start_at_once(ticket, now)
     return True
+
+
+def test_keys_without_an_advantage_are_forgotten() -> None:
+    shares = Shares([])
+    for number in range(100 * FINISH_SPARE):
+        shares.start(str(number), 1)
+        shares.start("of many", 2)  # by which time goes on
+
+    assert len(shares._finish) < 4 * FINISH_SPARE
+    assert (shares.begin("0"), shares.begin("of many")) == (shares.begin("new"), shares.begin("new") + 2)
 
 
 def test_who_has_left_is_not_kept_for_as_long_as_it_might_have_waited() -> None:

@@ -27,6 +27,10 @@ PUT_BACK_TOKENS = 262_144
 largest window. Further charges are dropped, so that a key is not locked out after its gateway has gone."""
 
 
+FINISH_SPARE = 64
+"""A group of classes remembers twice as many keys as had an advantage, and this many more."""
+
+
 class Rank(IntEnum):
     """Rank of an entry in its class. Lower starts first."""
 
@@ -237,6 +241,7 @@ class Shares:
         self.numbers = 0
         self._tags: dict[str | None, _Tag] = {}
         self._finish: dict[str | None, float] = {}  # tags above `_virtual` of keys with nothing queued
+        self._finish_max = FINISH_SPARE  # with more of them, those that `_virtual` has reached are dropped
         self._virtual = 0.0
 
     def __contains__(self, key: str | None) -> bool:
@@ -321,8 +326,9 @@ class Shares:
             self._finish[key] = tag
         else:
             self._finish.pop(key, None)
-        if len(self._finish) > 64 + 2 * len(self._tags):
+        if len(self._finish) > self._finish_max:
             self._finish = {name: tag for name, tag in self._finish.items() if tag > self._virtual}
+            self._finish_max = FINISH_SPARE + 2 * len(self._finish)
 
     def ahead_of(self, lane: Lane, entry: Entry) -> int:
         """Return how many entries would start before an entry of a lane, which may not be in it yet."""
