@@ -1,7 +1,9 @@
 """What every test shares: one event loop, asyncio's; how many run at once; and an end to what they start."""
 
+import gc
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -107,3 +109,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """No round of the garbage collector while a test runs: what is free was freed by its last user."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -76,4 +76,4 @@ def test_what_is_there_at_the_start_is_not_looked_through_again() -> None:
     script += "print(gc.get_freeze_count() > 1000, gc.get_threshold()[0])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
-    assert done.stdout.split() == ["True", "20000"]
+    assert done.stdout.split() == ["True", "10000"]

@@ -366,3 +366,18 @@ class ConfigError(Exception):
 class StartupBlocked(ConfigError):
     """The start failed for a reason that may be temporary: an address is in use or not assigned to this
     machine yet, a data directory is in use, an embedded store does not start."""
+
+
+def let_go(error: BaseException) -> None:
+    """Drop the tracebacks of an error that has been handled, and of those that led to it.
+
+    The frames of a traceback keep their variables: the request with its body, and often the error itself,
+    stored to be raised later. Such a cycle stays until the garbage collector's next round, for which it waits
+    until there are many new objects, however large they are.
+    """
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is not None and one.__traceback__ is not None:
+            one.__traceback__ = None
+            pending += (one.__cause__, one.__context__)

@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 
-from gateway.core.errors import Draining, GatewayError
+from gateway.core.errors import Draining, GatewayError, let_go
 from gateway.core.trace import Trace
 from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import Endpoint
@@ -148,13 +148,15 @@ class Serving:
                 )
                 return
             error.headers = error.headers or ((b"x-request-id", arrival.id.encode()),)
+            let_go(error)
             await send_error(error, downstream)
-        except Exception:
+        except Exception as error:
             log.exception(
                 "request %s failed inside the gateway",
                 arrival.id,
                 extra=about("internal_error", id=arrival.id),
             )
+            let_go(error)
             if downstream.is_started:  # the server closes the connection, which clients treat as an error
                 raise
             await send_error(_internal(arrival.id), downstream)
@@ -185,7 +187,8 @@ class Serving:
         except GatewayError as error:
             self.refused(arrival, error, key)
             raise
-        except CallerGone:
+        except CallerGone as gone:
+            let_go(gone)
             self._ended_unread(arrival, key)
             return
         except anyio.get_cancelled_exc_class():
@@ -193,8 +196,8 @@ class Serving:
             raise
         try:
             await call.run(partial(work, call.downstream))
-        except CallerStalled:  # the server closes the connection, because the body is incomplete
-            return
+        except CallerStalled as stalled:  # the server closes the connection, because the body is incomplete
+            let_go(stalled)
 
     def _head(self, call: Call) -> Head:
         if call.method != "POST":

@@ -31,6 +31,7 @@ from gateway.core.errors import (
     GatewayError,
     ShedError,
     StoreUnavailable,
+    let_go,
 )
 from gateway.core.job_answers import AnswerSoFar, answer_so_far, choices, continuation
 from gateway.core.jobs import (
@@ -367,6 +368,7 @@ class Worker:
                 try:
                     await self._run(incoming, record, on_admitted=admitted)
                 except GatewayError as error:
+                    let_go(error)
                     failure = error
                 except CallerStalled:
                     if not (record.is_lost or record.has_gap):

@@ -30,6 +30,7 @@ from gateway.core.errors import (
     ShedError,
     StreamBroken,
     UpstreamError,
+    let_go,
 )
 from gateway.core.estimation import is_plain
 from gateway.core.health import BackendStatus, Outcome, State, served_name
@@ -355,6 +356,7 @@ class Pipeline:
             try:
                 await self._try(context, ticket, candidate, slot)
             except UpstreamError as error:
+                let_go(error)
                 if context.is_answered:
                     context.ending, context.error_code = Ending.BROKEN, StreamBroken.code
                     await self._end_with(context, error, StreamBroken.code)

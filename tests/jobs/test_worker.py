@@ -3,6 +3,7 @@
 import logging
 import secrets
 import sys
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -569,6 +570,26 @@ async def test_what_a_failure_costs(
     assert (job.error.code if job.error else None) == code
     if status is JobStatus.COMPLETED:
         assert await content(store, "a") == ANSWER
+
+
+async def test_what_an_attempt_held_is_free_when_it_has_failed(
+    world: JobWorld, without_collector: None
+) -> None:
+    store, tried = world.open(), []
+
+    async def fail(asked: Asked, number: int) -> None:
+        tried.append(weakref.ref(asked))
+        backend.asked.clear()
+        raise InvalidRequest("It is too long for every backend.")
+
+    backend = Backend(fail)
+    await submit(store, "a")
+    async with working(store, backend):
+        assert (await ended(store, "a")).status is JobStatus.FAILED
+        assert len(tried) == RULES.attempts_max
+        with anyio.fail_after(WITHIN_S):
+            while any(asked() for asked in tried):
+                await anyio.lowlevel.checkpoint()
 
 
 async def test_a_job_is_given_up_though_it_took_the_last_backend_with_it(world: JobWorld) -> None:

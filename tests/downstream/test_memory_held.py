@@ -1,0 +1,161 @@
+"""What a request held is free once it is over, without a round of the garbage collector.
+
+The collector counts objects, not bytes: a body of 30 MB is one of some hundred thousand that it waits for.
+"""
+
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import anyio
+import pytest
+from anyio.abc import SocketStream
+from support.front import WAYS, Behaviour, Front, Wire, chat, front, oblige, post
+from support.raw_server import STREAM_HEAD, answer_of, chunk
+from support.world import HELLO, ROLE, WHOLE, Estimates
+
+from gateway.core.values import Waiting
+from gateway.downstream.relay import BodyLimits
+
+pytestmark = pytest.mark.anyio
+
+TEXT = "All that a document says. " * 40_000
+LONG: dict[str, object] = {"messages": [{"role": "user", "content": TEXT}]}
+RESPONSE = post(b'{"model": "gemma-4", "store": false, "input": "%b"}' % TEXT.encode(), path="/v1/responses")
+REPEATS = 6
+
+
+async def answer(stream: SocketStream, _: object) -> None:
+    await stream.send(answer_of(WHOLE))
+
+
+async def fail(stream: SocketStream, _: object) -> None:
+    await stream.send(answer_of(b"{}", status="500 Internal Server Error"))
+
+
+async def reject(stream: SocketStream, _: object) -> None:
+    await stream.send(answer_of(b'{"error": {"message": "no"}}', status="400 Bad Request"))
+
+
+async def break_off(stream: SocketStream, _: object) -> None:
+    await stream.aclose()
+
+
+async def break_off_later(stream: SocketStream, _: object) -> None:
+    await stream.send(STREAM_HEAD + chunk(ROLE + HELLO))
+    await stream.aclose()
+
+
+async def begin(stream: SocketStream, _: object) -> None:
+    await stream.send(STREAM_HEAD + chunk(ROLE + HELLO))
+    await be_silent(stream, _)
+
+
+async def be_silent(stream: SocketStream, _: object) -> None:
+    with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+        await stream.receive()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request.
+
+    Attributes:
+        request: Its bytes; not all of them if the caller leaves before its end.
+        behave: What the backend does.
+        status: Of its answer; None if the caller leaves before there is one.
+        tokens: Its estimate.
+        reads: Whether the caller reads the head of the answer before it leaves.
+    """
+
+    request: bytes
+    behave: Behaviour = oblige
+    status: int | None = 200
+    tokens: int = 100
+    reads: bool = True
+
+
+CASES = {
+    "answered": Case(post(chat(**LONG))),
+    "streamed": Case(post(chat(stream=True, **LONG))),
+    "not-json": Case(post(chat(**LONG)[:-1]), status=400),
+    "no-model": Case(post(chat(**LONG, **{"model": "none"})), status=404),
+    "too-long": Case(post(chat(**LONG)), status=400, tokens=40_000),
+    "too-large": Case(post(chat(**LONG) + b" " * 3_000_000), status=413),
+    "rejected": Case(post(chat(**LONG)), reject, 400),
+    "failed": Case(post(chat(**LONG)), fail, 502),
+    "broken": Case(post(chat(**LONG)), break_off, 502),
+    "broken-later": Case(post(chat(stream=True, **LONG)), break_off_later, 200),
+    "left-in-its-body": Case(post(chat(**LONG))[:-1], status=None, reads=False),
+    "left-before-the-answer": Case(post(chat(**LONG)), be_silent, None, reads=False),
+    "left-in-the-answer": Case(post(chat(stream=True, **LONG)), begin, None),
+    "idempotent-and-failed": Case(post(chat(**LONG), "Idempotency-Key: {}"), fail, 502),
+    "response": Case(RESPONSE, answer),
+    "response-failed": Case(RESPONSE, fail, 502),
+}
+
+
+@pytest.fixture(autouse=True)
+def traced(without_collector: None) -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+async def play(site: Front, case: Case, number: int) -> None:
+    async with site.caller() as caller:
+        await caller.send(case.request.replace(b"{}", b"key-%d" % number, 1))
+        if case.status is None:
+            await leave(site, caller, case)
+        else:
+            assert (await caller.answer()).status == case.status
+    await site.idle()
+
+
+async def leave(site: Front, caller: Wire, case: Case) -> None:
+    before = len(site.backend.requests)
+    if case.reads:
+        await caller.head()
+    elif case.behave is be_silent:
+        await site.eventually(lambda: len(site.backend.requests) > before)
+    else:
+        await site.eventually(lambda: site.applications.serving.uploads.bytes > 1_000_000)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+async def test_a_body_is_not_held_when_its_request_is_over(way: str, name: str) -> None:
+    case = CASES[name]
+    limits = BodyLimits(bytes_max=2_000_000)
+    async with front(way, case.behave, limits=limits, estimates=Estimates(case.tokens)) as site:
+        await play(site, case, 0)
+        site.backend.requests.clear()
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(REPEATS):
+            await play(site, case, number + 1)
+            site.backend.requests.clear()
+        held = tracemalloc.get_traced_memory()[0] - before
+    assert held < len(TEXT)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_the_bodies_of_those_that_are_turned_away_are_not_held(way: str) -> None:
+    async with front(way, be_silent, waiting=Waiting(max_wait_s=60, waiting_max=1)) as site:
+        async with anyio.create_task_group() as tasks, site.caller() as refused:
+
+            async def wait() -> None:
+                async with site.caller() as caller:
+                    await caller.ask(post())
+
+            for _ in range(3):  # two run, and one waits
+                tasks.start_soon(wait)
+            await site.eventually(lambda: site.applications.serving.in_flight == 3)
+            request = post(chat(**LONG))
+            assert (await refused.ask(request)).code == "queue_full"
+            before, _peak = tracemalloc.get_traced_memory()
+            for _ in range(REPEATS):
+                assert (await refused.ask(request)).code == "queue_full"
+            held = tracemalloc.get_traced_memory()[0] - before
+            tasks.cancel_scope.cancel()
+    assert held < len(TEXT)
