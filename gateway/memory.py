@@ -41,9 +41,9 @@ reached after two short requests."""
 
 MIDDLE_AFTER, FULL_AFTER = 4, 150
 """So many collections of new objects before one of those that survived them, and so many of these before a
-full one. The event loop stands still meanwhile, in a middle one the longer the more have survived: while 6,000
-requests came to wait, for at most 22 ms; for 161 with 20 collections of 20,000 new objects (two cores of an AMD
-EPYC, CPython 3.11)."""
+full one. The event loop stands still meanwhile, in a middle one the longer the more have survived: while
+6,000 requests came to wait, for at most 22 ms; for 161 with 20 collections of 20,000 new objects (two cores
+of an AMD EPYC, CPython 3.11)."""
 
 
 def settle() -> None:

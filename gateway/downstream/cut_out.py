@@ -8,23 +8,32 @@ message; as a last resort the body is decoded as a whole.
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final
 
 from gateway.core.value import valueclass
-from gateway.downstream.long_texts import LONG_BYTES, NEAR_BYTES, is_escaped, is_plain
+from gateway.downstream.long_texts import LONG_BYTES, NEAR_BYTES, TEXT_BYTES_MAX, is_escaped
 
 MARK: Final = secrets.token_hex(16)
 """Placeholder for a string, followed by a number of NUMBER_CHARS digits. Random per process: callers cannot
 send it."""
 
 NUMBER_CHARS = 4
+CUTS_MAX = 10**NUMBER_CHARS
 
 ESCAPED_MAX = 64
 """A string with this many escaped quotes is assumed to be long, and not scanned further."""
 
-QUOTES_MAX = 512
-"""Maximum quotes examined from either end, in 0.1 ms; with more of them, no long text is searched for."""
+QUOTES_MAX = 8_192
+"""Maximum strings and escaped quotes examined from either end, 512 in 0.1 ms. Behind a document may be the
+tools of an agent, with some 25 strings each."""
+
+MEDIA_BYTES = 4_096
+"""Shorter images and recordings are read like any other string."""
+
+MEDIA_QUOTES_MAX = 262_144
+"""Maximum quotes among which images and recordings are looked for, in 40 ms."""
 
 WINDOW_BYTES = LONG_BYTES // 2
 """The body is divided into windows of this size: any long string fills at least one of them completely."""
@@ -35,6 +44,11 @@ _CONTENT = b'"content"'  # cannot occur within text, where quotes are escaped
 _MARK = MARK.encode()
 _MEDIA_OPENS = re.compile(rb'"(?:url|image_url|audio_url|data)"\s*:\s*"$')
 _OPENS_BYTES = 64  # including possible white space
+_MEDIA_CHARS = (
+    b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+    b"+/=-_\\:;,. "  # base64, escapes, the beginning of a data URL
+)
+_MEDIA_ESCAPES = (rb"\/", rb"\u002")  # by PHP and .NET
 
 Span = tuple[int, int]
 """Start and end of a string in a body, without its quotes."""
@@ -95,17 +109,35 @@ def cuts_of(body: bytes) -> Iterator[CutOut]:
 
 def bytes_beside_media(body: bytes) -> int:
     """Return the size of a body, which may be JSON, without its images and recordings."""
-    return len(body) - max((_media_bytes(body, spans) for spans in _guesses(body)), default=0)
+    return len(body) - sum(end - start for start, end in _media(body))
 
 
-def _media_bytes(body: bytes, spans: Iterable[Span]) -> int:
-    """Return the total size of images and recordings, which contain no escapes, among some long strings."""
+def _media(body: bytes) -> Iterator[Span]:
+    """Yield the images and recordings of a body, whatever is around them."""
     view = memoryview(body)
-    return sum(
-        end - start
-        for start, end in spans
-        if _MEDIA_OPENS.search(body, max(0, start - _OPENS_BYTES), start) and is_plain(view[start:end])
-    )
+    at = body.find(_QUOTE)
+    for _ in range(MEDIA_QUOTES_MAX):
+        following = body.find(_QUOTE, at + 1)
+        if following < 0:
+            return
+        start = at + 1
+        if (
+            following - start >= MEDIA_BYTES
+            and _MEDIA_OPENS.search(body, max(0, start - _OPENS_BYTES), start)
+            and _is_media(view[start:following])
+        ):
+            yield start, following
+        at = following
+
+
+def _is_media(view: memoryview) -> bool:
+    """Return whether a string in a body has only what base64 and the beginning of a data URL have."""
+    for at in range(0, len(view), LONG_BYTES):
+        piece = bytes(view[at : at + LONG_BYTES])
+        others = piece.count(b"\\") - sum(map(piece.count, _MEDIA_ESCAPES))
+        if piece.translate(None, _MEDIA_CHARS) or others > 1:  # one may be cut in two
+            return False
+    return True
 
 
 def _guesses(body: bytes) -> Iterator[Sequence[Span]]:
@@ -116,6 +148,8 @@ def _guesses(body: bytes) -> Iterator[Sequence[Span]]:
     apart = [span for begin, end in _messages(body) for span in _spans(body, begin, end)]
     if apart and apart != [*spans]:
         yield apart
+    if len(body) > TEXT_BYTES_MAX and (media := [*islice(_media(body), CUTS_MAX)]):
+        yield media
 
 
 def _cut_out(body: bytes, spans: Sequence[Span]) -> CutOut | None:
@@ -175,7 +209,7 @@ def _from_the_front(body: bytes, begin: int, end: int) -> tuple[list[Span], int]
             continue
         opens = at = body.find(_QUOTE, at + 1, end)
         escaped = 0
-    return [], 0
+    return found, 0
 
 
 def _from_the_back(body: bytes, start: int, end: int) -> tuple[list[Span], int]:
@@ -197,4 +231,4 @@ def _from_the_back(body: bytes, start: int, end: int) -> tuple[list[Span], int]:
             continue
         closes = at = body.rfind(_QUOTE, start, at)
         escaped = 0
-    return [], 0
+    return found, 0

@@ -72,7 +72,8 @@ class LearnedRatios:
 
     def ratio(self, kind: TextKind) -> float:
         """Return the factor for class counts of this kind: 1.0 until something was learned."""
-        known = pooled((Learned(self.seen), Learned(self.elsewhere))).ratios.get(kind, _NOTHING)
+        seen = dict(self.seen)  # another thread may learn meanwhile
+        known = pooled((Learned(seen), Learned(self.elsewhere))).ratios.get(kind, _NOTHING)
         shrunk = known.mean_log * known.answers / (known.answers + RATIO_PRIOR)
         return min(RATIO_MAX, max(RATIO_MIN, math.exp(shrunk)))
 

@@ -164,15 +164,14 @@ def _convert(path: Path, source: bytes) -> _Contents:
         document = json.loads(source)
     except ValueError as error:
         raise ConfigError(f"{path}: is not JSON: {error}") from error
-    problem = _not_gemma(document)
-    if problem:
-        raise ConfigError(f"{path}: is not a Gemma tokenizer.json: {problem}")
     try:
+        if problem := _not_gemma(document):
+            raise ConfigError(f"{path}: is not a Gemma tokenizer.json: {problem}")
         ranks = _ranks(document["model"]["vocab"], document["model"]["merges"])
         specials = tuple(
             token["content"]
             for token in document.get("added_tokens") or []
-            if token["content"] and not _NOT_SPECIAL.fullmatch(token["content"])
+            if token["content"].encode() and not _NOT_SPECIAL.fullmatch(token["content"])
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(

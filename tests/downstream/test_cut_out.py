@@ -92,7 +92,7 @@ FOUND: dict[str, bytes] = {
     "behind-a-quoting-system-prompt": body_of(
         [message('"' * (ESCAPED_MAX + 1), role="system"), message(DOCUMENT)]
     ),
-    "behind-many-messages": body_of([message(str(n)) for n in range(QUOTES_MAX)] + [message(DOCUMENT)]),
+    "behind-many-messages": body_of([message(str(n)) for n in range(QUOTES_MAX // 3)] + [message(DOCUMENT)]),
     "named-twice": body_of([message("x")])[:-1]
     + b',"messages":'
     + json.dumps([message(DOCUMENT)]).encode()
@@ -197,7 +197,7 @@ ASIDE: dict[str, bytes] = {
     "a-refusal": body_of([message([{"type": "refusal", "refusal": DOCUMENT}])]),
     "a-part-of-a-part": body_of([message([IMAGE | {"text": {"a": {"b": DOCUMENT}}}])]),
     "no-message": body_of([message("x")], user=DOCUMENT),
-    "too-much-before-it": body_of([message([QUESTION] * QUOTES_MAX + [LONG_PART])]),
+    "too-much-before-it": body_of([message([QUESTION] * (QUOTES_MAX // 3) + [LONG_PART])]),
     "what-looks-like-the-next-message": body_of([message(DOCUMENT + '"content'), message(DOCUMENT)]),
     "many-messages": body_of([message(PROSE * 20) for _ in range(200)]),
     "what-stands-for-a-text": body_of([message(MARK), message(DOCUMENT)]),

@@ -80,7 +80,7 @@ CASES = {
     "answered": Case(post(chat(**LONG))),
     "streamed": Case(post(chat(stream=True, **LONG))),
     "not-json": Case(post(chat(**LONG)[:-1]), status=400),
-    "no-model": Case(post(chat(**LONG, **{"model": "none"})), status=404),
+    "no-model": Case(post(chat(model="none", **LONG)), status=404),
     "too-long": Case(post(chat(**LONG)), status=400, tokens=40_000),
     "too-large": Case(post(chat(**LONG) + b" " * 3_000_000), status=413),
     "rejected": Case(post(chat(**LONG)), reject, 400),

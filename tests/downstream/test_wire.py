@@ -575,6 +575,49 @@ def test_nor_is_one_with_escaped_slashes() -> None:
     assert request.member("messages")[0]["content"] == [image]
 
 
+def frames(count: int, size: int) -> list[dict[str, Any]]:
+    source = "data:image/jpeg;base64," + "iVB/+aA8" * (size // 8)
+    return [{"type": "image_url", "image_url": {"url": source}}] * count
+
+
+def tools(count: int) -> list[dict[str, Any]]:
+    fields = {name: {"type": "string", "description": "What it is."} for name in "abcde"}
+    schema = {"type": "object", "properties": fields, "required": ["a", "b"]}
+    function = {"description": "It does.", "parameters": schema}
+    return [{"type": "function", "function": {"name": f"f{number}", **function}} for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    "spelled", [("", ""), ("/", r"\/"), ("+", r"\u002B")], ids=["plain", "php", "dotnet"]
+)
+@pytest.mark.parametrize("more", [{}, {"priority": 1}], ids=["", "as-a-whole"])
+@pytest.mark.parametrize(
+    ("count", "size", "tools_"),
+    [(1, 8_700_000, 0), (1, 8_700_000, 300), (17, 600_000, 25), (110, 80_000, 0), (150, 60_000, 25)],
+    ids=["photo", "photo-and-tools", "pages-and-tools", "frames", "small-frames-and-tools"],
+)
+def test_nor_are_many_whatever_is_around_them(
+    count: int, size: int, tools_: int, more: dict[str, Any], spelled: tuple[str, str]
+) -> None:
+    parts = [{"type": "text", "text": "What is this?"}, *frames(count, size)]
+    given = body(messages=message(parts), **{"tools": tools(tools_)} if tools_ else {}, **more)
+    raw = given.replace(*(part.encode() for part in spelled)) if spelled[0] else given
+    assert len(raw) > TEXT_BYTES_MAX
+    request = read(Endpoint.CHAT, raw, RULES)
+
+    assert request.request.images == count
+    assert request.member("messages") == json.loads(given)["messages"]
+    assert json.loads(request.body_for("m"))["messages"] == json.loads(given)["messages"]
+
+
+@pytest.mark.parametrize("text", ["a\n", "a b\x7f", "ä"])
+def test_what_is_named_as_an_image_and_is_none_is_text(text: str) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + text * (TEXT_BYTES_MAX // 2)}}
+
+    with pytest.raises(BodyTooLarge):
+        read(Endpoint.CHAT, body(messages=message([image]), priority=1), RULES)
+
+
 def test_a_long_text_of_a_user_is_read_to_say_how_long_it_is() -> None:
     (turn,) = chat(messages=message(TOO_LONG)).request.prompt.turns
 

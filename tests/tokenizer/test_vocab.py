@@ -96,6 +96,9 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("byte-level", lambda d: d.update(pre_tokenizer={"type": "ByteLevel"}), "pre-tokenizer"),
     ("broken-merge", lambda d: d["model"]["merges"].append(["a"]), "ValueError"),
     ("broken-added-token", lambda d: d["added_tokens"].append({"id": 1}), "KeyError"),
+    ("half-a-character", lambda d: d["added_tokens"].append({"content": "\ud83d"}), "UnicodeEncodeError"),
+    ("broken-normalizer", lambda d: d.update(normalizer="x"), "AttributeError"),
+    ("broken-pre-tokenizer", lambda d: d.update(pre_tokenizer=["x"]), "AttributeError"),
 ]
 
 
