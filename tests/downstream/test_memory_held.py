@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import anyio
 import pytest
@@ -21,7 +22,7 @@ from gateway.downstream.relay import BodyLimits
 pytestmark = pytest.mark.anyio
 
 TEXT = "All that a document says. " * 40_000
-LONG: dict[str, object] = {"messages": [{"role": "user", "content": TEXT}]}
+LONG: dict[str, Any] = {"messages": [{"role": "user", "content": TEXT}]}
 RESPONSE = post(b'{"model": "gemma-4", "store": false, "input": "%b"}' % TEXT.encode(), path="/v1/responses")
 REPEATS = 6
 

@@ -601,7 +601,8 @@ def test_nor_are_many_whatever_is_around_them(
 ) -> None:
     parts = [{"type": "text", "text": "What is this?"}, *frames(count, size)]
     given = body(messages=message(parts), **{"tools": tools(tools_)} if tools_ else {}, **more)
-    raw = given.replace(*(part.encode() for part in spelled)) if spelled[0] else given
+    character, escaped = (part.encode() for part in spelled)
+    raw = given.replace(character, escaped) if character else given
     assert len(raw) > TEXT_BYTES_MAX
     request = read(Endpoint.CHAT, raw, RULES)
 
@@ -612,7 +613,8 @@ def test_nor_are_many_whatever_is_around_them(
 
 @pytest.mark.parametrize("text", ["a\n", "a b\x7f", "ä"])
 def test_what_is_named_as_an_image_and_is_none_is_text(text: str) -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + text * (TEXT_BYTES_MAX // 2)}}
+    source = "data:image/png;base64," + text * (TEXT_BYTES_MAX // 2)
+    image = {"type": "image_url", "image_url": {"url": source}}
 
     with pytest.raises(BodyTooLarge):
         read(Endpoint.CHAT, body(messages=message([image]), priority=1), RULES)
