@@ -154,7 +154,7 @@ async def test_a_slow_first_token_is_kept(tmp_path: Path, otlp: Receiver) -> Non
 
 
 async def test_the_names_of_the_older_conventions(tmp_path: Path, otlp: Receiver) -> None:
-    async with traced(tmp_path, otlp.url, share=1, genai_conventions="1.41") as gateway:
+    async with traced(tmp_path, otlp.url, share=1, genai_conventions=1.41) as gateway:
         await gateway.openai().chat.completions.create(**ASK)
     facts = one(await otlp.spans(), "chat gemma-4").attributes
     assert facts["gen_ai.system"] == "vllm"

@@ -7,6 +7,11 @@ from pydantic import BeforeValidator, Field
 from gateway.settings.fields import Seconds, Section, Text, Url, number
 
 
+def _as_text(value: object) -> object:
+    """Return a version that YAML reads as a number, because nobody quoted it, as text."""
+    return str(value) if isinstance(value, float) else value
+
+
 class OtlpSection(Section):
     """An OpenTelemetry receiver (a collector or a vendor's), reached by OTLP over HTTP."""
 
@@ -35,7 +40,7 @@ class TracesSection(Section):
     slow_total_s: Seconds | None = None
     """Keep a request that takes longer than this in total. Unset: no such limit."""
 
-    genai_conventions: Literal["current", "1.41"] = "current"
+    genai_conventions: Annotated[Literal["current", "1.41"], BeforeValidator(_as_text)] = "current"
     """Version of OpenTelemetry's GenAI names. Most dashboards use 1.41, the last before they changed."""
 
 
