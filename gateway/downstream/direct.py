@@ -193,7 +193,7 @@ class DirectProtocol(GuardedProtocol):
 
     def _head_of_a_chat(self) -> Head | None:
         """Return the head of an ordinary chat; None: it is not one, or will be rejected."""
-        if self.url != _PATH or self.parser.get_method() != b"POST":
+        if self.url != _PATH or self.parser.get_method() != b"POST" or self.has_long_head():
             return None
         if self.cycle is not None and not self.cycle.response_complete:
             return None

@@ -59,6 +59,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Called by uvicorn."""
         super().__init__(*args, **kwargs)
         self._head_bytes = 0  # of an incomplete head, or incomplete trailers
+        self._read_bytes = 0  # of the data being parsed
         self._is_in_head = True
         self._has_ended = False  # whether a request has ended within the data being parsed
         self._is_overfull = False  # too many requests were sent at once
@@ -109,6 +110,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._has_ended = False
+        self._read_bytes = len(data)
         super().data_received(data)
         if self._wants_upgrade:
             self._read_without_upgrade(data[self._rest_at :])
@@ -117,7 +119,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._is_in_head and not self._has_ended and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
-                self._refuse(HeadTooLarge(f"The request's headers are longer than {HEAD_BYTES_MAX} bytes."))
+                self._refuse_head()
         elif self.timeout_keep_alive_task is None and self.is_between_requests():
             self._await_request()  # these were line breaks, which do not begin a request
 
@@ -152,6 +154,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._is_overfull = True
             self.pipeline.clear()
             self.transport.abort()
+        elif self.has_long_head():
+            self._refuse_head()
         elif not self.parser.should_upgrade():
             super().on_headers_complete()
             self.headers = []  # for trailers; those of the head are the request's
@@ -166,9 +170,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = -READ_BYTES_MAX  # allows for body data read together with them
 
     def on_body(self, body: bytes) -> None:
-        """Process a part of a body."""
+        """Process a part of a body, unless its request was rejected."""
         self._is_in_head = False
-        super().on_body(body)
+        if not self.transport.is_closing():
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         """End a request, unless it was rejected or is being parsed again."""
@@ -199,6 +204,13 @@ class GuardedProtocol(HttpToolsProtocol):
         """Handle a drained write buffer."""
         self._stop_stall_timer()
         super().resume_writing()
+
+    def has_long_head(self) -> bool:
+        """Return whether the head that is now complete exceeds its limit: it may have come in one piece."""
+        if self._head_bytes + self._read_bytes <= HEAD_BYTES_MAX:
+            return False
+        fields = sum(len(name) + len(value) for name, value in self.headers)
+        return len(self.url) + fields > HEAD_BYTES_MAX
 
     def head_is_complete(self) -> None:
         """Lift the limits on the head."""
@@ -299,6 +311,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._await_head()  # an answer is in progress, which an error would corrupt
         elif not self.transport.is_closing():
             self._refuse(RequestTimeout(f"No complete request arrived within {HEAD_WITHIN_S:g} s."))
+
+    def _refuse_head(self) -> None:
+        self._refuse(HeadTooLarge(f"The request's headers are longer than {HEAD_BYTES_MAX} bytes."))
 
     def _refuse(self, error: GatewayError) -> None:
         self._stop_timer()

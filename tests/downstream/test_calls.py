@@ -428,6 +428,18 @@ async def test_a_head_has_a_bound(way: str, count: int) -> None:
         await site.idle()
 
 
+@pytest.mark.parametrize("count", [1, 900], ids=["one", "many"])
+async def test_a_head_has_a_bound_though_it_comes_at_once(way: str, count: int) -> None:
+    fields = [f"x-{number}: {'y' * (90_000 // count)}" for number in range(count)]
+    async with front(way) as site, site.caller() as caller:
+        got = await caller.ask(post(chat(), *fields))
+
+        assert (got.status, got.code, got.header("connection")) == (431, "headers_too_large", "close")
+        assert await caller.is_closed()
+        await site.idle()
+        assert site.backend.requests == []
+
+
 async def test_the_bound_of_a_head_is_not_that_of_the_body_before_it(way: str) -> None:
     following = post(chat(), "X: " + "y" * 8_000)
     async with front(way) as site, site.caller() as caller:
