@@ -347,7 +347,7 @@ def unowned(found: frozenset[str], now: float) -> Box | None:
         return None
     (name,) = found
     box = Box(State.RESIDENT, now, "found running; the store is unavailable", name)
-    return _begun(replace(box, resident_since=now, busy_at=now, served_at=now), now)
+    return _begun(replace(box, resident_since=now, busy_at=now), now)
 
 
 def left_alone(box: Box, now: float) -> Box:
@@ -527,7 +527,7 @@ def _booting(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
         return _check(box, now, f"answers, after {now - box.since:.0f} s")
     if now - box.since >= rules.boot_budget_s:
         why = f"no answer {rules.boot_budget_s:.0f} s after its start"
-        if not box.is_started and box.tries:  # otherwise keep the reason of the failed attempt
+        if not box.is_started:  # with the reason of the failed attempt, if one has
             why = f"not started within {rules.boot_budget_s:.0f} s: {box.reason}"
         return _quarantined(box, why, now, rules)
     if _is_time(box, now):
@@ -552,7 +552,7 @@ def _found(box: Box, found: frozenset[str], now: float, rules: BoxRules) -> Step
     if not usable and was:  # it was in, and is lost
         return _restarted(box, box.reason, now, rules, is_in=False)
     if not usable:
-        home = _fallback(box, rules, "")
+        home = _fallback(box, rules)
         if not home:
             return _failed(box, "every model of the box is in quarantine", now)
         return _afresh(box, home, now, "found no model running", rules)
@@ -582,7 +582,7 @@ def _done(box: Box, failure: str, now: float, rules: BoxRules) -> Step:
             return _quarantined(box, f"canary failed: {failure}", now, rules)
         case State.CHECKING:
             trusted = {name: held for name, held in box.quarantine.items() if name != box.backend}
-            box = replace(box, quarantine=trusted, resident_since=now, busy_at=now, served_at=now)
+            box = replace(box, quarantine=trusted, resident_since=now, busy_at=now)
             return _enter(_begun(box, now), State.RESIDENT, now, "answers correctly"), ()
     return box, ()
 
@@ -623,7 +623,7 @@ def _afresh(box: Box, backend: str, now: float, reason: str, rules: BoxRules) ->
 
 
 def _boot(box: Box, now: float, reason: str) -> Step:
-    return _order(_enter(replace(box, is_started=False), State.BOOTING, now, reason), Task.START, box.backend)
+    return _order(_enter(box, State.BOOTING, now, reason), Task.START, box.backend)
 
 
 def _check(box: Box, now: float, reason: str) -> Step:
@@ -648,16 +648,16 @@ def _quarantined(box: Box, reason: str, now: float, rules: BoxRules) -> Step:
     name = box.backend
     rest = {other: times for other, times in box.restarts.items() if other != name}
     box = replace(box, quarantine={**box.quarantine, name: Quarantine(reason, now)}, restarts=rest)
-    home = _fallback(box, rules, name)
+    home = _fallback(box, rules)
     if not home:
         return _failed(box, f"{name} is in quarantine ({reason}), and the box has no other model to run", now)
     box = replace(box, target=home, pending=(), is_started=False, cause=Cause.NOTHING)
     return _enter(box, State.DRAINING, now, f"{name} is in quarantine: {reason}"), ()
 
 
-def _fallback(box: Box, rules: BoxRules, failed: str) -> str:
+def _fallback(box: Box, rules: BoxRules) -> str:
     """Return the backend to boot after a failure: the default, or else the first usable one; "" for none."""
-    able = [name for name in rules.swaps.triggers if name != failed and name not in box.quarantine]
+    able = [name for name in rules.swaps.triggers if name not in box.quarantine]
     return rules.swaps.default if rules.swaps.default in able else next(iter(able), "")
 
 
