@@ -139,7 +139,8 @@ class Box:
         cause: Why it is swapping.
         pending: While stopping, backends to stop after `backend`.
         number: Of the latest order.
-        is_started: While booting, whether the start command has succeeded.
+        is_started: While booting, whether the start command has succeeded; while stopping, whether the
+            target is in already.
         tries: Attempts at the present command.
         retry_at: When to retry it, or to inspect a failed box; None while an order is in progress.
         resident_since: When the resident model came in.
