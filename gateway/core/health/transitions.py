@@ -90,7 +90,7 @@ def _enter(status: BackendStatus, state: State, now: float, reason: str) -> Back
     """Return the status in `state`; `since` is reset only if the state changes."""
     if state is status.state:
         return replace(status, reason=reason)
-    return replace(status, state=state, since=now, reason=reason, successes=0, is_own_verdict=False)
+    return replace(status, state=state, since=now, reason=reason, is_own_verdict=False)
 
 
 def _on_probation(status: BackendStatus, now: float, reason: str) -> BackendStatus:
@@ -163,15 +163,15 @@ def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: 
     since = now if status.down_since is None else status.down_since
     failures = status.probe_failures + 1
     status = replace(status, probe_failures=failures, down_since=since, last_error=f"probe: {detail}")
+    if status.state is State.DOWN:
+        return status
     # A single refusal is conclusive: no process listens on the port. Other failures may be transient.
     certain = event.kind is ProbeFault.REFUSED or not status.was_up
-    if not certain and failures < rules.failures_max and status.state is not State.DOWN:
+    if not certain and failures < rules.failures_max:
         return status
     if now - since >= rules.boot_budget_s:
         why = f"no answer for more than {rules.boot_budget_s:.0f} s: {detail}"
-        return _enter(status, State.DOWN, now, why) if status.state is not State.DOWN else status
-    if status.state is State.DOWN:
-        return status
+        return _enter(status, State.DOWN, now, why)
     if certain or event.kind in GONE:
         why = f"{detail}; it has {rules.boot_budget_s:.0f} s to boot"
         return _enter(replace(status, recent_failures=()), State.BOOTING, now, why)
