@@ -21,6 +21,7 @@ from gateway.core.health.vocabulary import (
     SampleFailed,
     State,
     Verdict,
+    usable,
 )
 
 HEARD_MAX = 256
@@ -175,7 +176,7 @@ def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: 
     if certain or event.kind in GONE:
         why = f"{detail}; it has {rules.boot_budget_s:.0f} s to boot"
         return _enter(replace(status, recent_failures=()), State.BOOTING, now, why)
-    if status.state in (State.UP, State.PROBATION, State.UNKNOWN):
+    if usable(status):
         return _ejected(status, f"{failures} probes failed in a row: {detail}", now, rules)
     return status
 
@@ -192,7 +193,7 @@ def _sample(status: BackendStatus, new: EngineSample, now: float, rules: HealthR
     if moved or status.progress_at is None or new.running + new.waiting == 0:
         return _after_progress(status, old, new, now, rules)
     stuck_s = now - status.progress_at
-    if stuck_s >= rules.hang_s and status.state in (State.UP, State.PROBATION, State.UNKNOWN):
+    if stuck_s >= rules.hang_s and usable(status):
         why = f"no token in {stuck_s:.0f} s with {new.running} running and {new.waiting} waiting"
         return _enter(replace(status, last_error=f"hung: {why}"), State.HUNG, now, why)
     return status
@@ -289,7 +290,7 @@ def _attempt_failed(
 ) -> BackendStatus:
     detail = f"{outcome.value}: {detail}" if detail else outcome.value
     status = replace(status, last_error=detail)
-    if status.state not in (State.UP, State.UNKNOWN, State.PROBATION):
+    if not usable(status):
         return status  # already out of service; requests that were in flight do not count
     is_telling = outcome in _TELLING
     status = replace(status, failed=status.failed + is_telling)
@@ -352,7 +353,7 @@ def _heard(
     ejections = max(status.ejections, verdict.ejections)
     if status.state is State.EJECTED:
         return replace(status, ejections=ejections, ejected_until=max(status.ejected_until, until))
-    if status.state not in (State.UP, State.UNKNOWN, State.PROBATION):
+    if not usable(status):
         return status
     status = replace(status, ejections=ejections, ejected_until=until, recent_failures=(), last_error=reason)
     return _enter(status, State.EJECTED, now, reason)
