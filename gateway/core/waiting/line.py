@@ -323,7 +323,7 @@ class WaitingLine:
         # There is more to do if the lookahead limit may have ended the turn while slots were still free, or
         # if an entry that held backends in this turn was refused or demoted.
         is_unfinished = self._waiting and (hopeless or late or (offers and looked >= LOOKAHEAD))
-        return Turn(offers, refused, now if is_unfinished else self._next_look(now))
+        return Turn(offers, refused, now if is_unfinished else self._next_look())
 
     # ------------------------------------------------------------ inside
 
@@ -437,21 +437,19 @@ class WaitingLine:
 
     def _ahead_of(self, lane: Lane, entry: Entry) -> int:
         """Return how many requests of any class with the same first pool would start before an entry."""
-        before = lane.shares.ahead_of(lane, entry)
-        if lane.home is None:
-            return before
+        assert lane.home is not None  # it got one from the entry's ticket
         own_priority, own_pool = lane.home
         above = (
             sum(len(one.entries) - one.jobs for one in shares.lanes)
             for (priority, pool), shares in self._shares.items()
             if pool == own_pool and priority > own_priority
         )
-        return before + sum(above)
+        return lane.shares.ahead_of(lane, entry) + sum(above)
 
     def _per_s(self, lane: Lane, now: float) -> float | None:
         """Return the slots per second that become free in a lane's first pool, or None while unknown."""
-        if lane.home is None:
-            return Drain.per_s([lane.drain], now)
+        if lane.home is None:  # nothing has started there
+            return None
         pool = lane.home[1]
         drains = [one.drain for one in self._lanes.values() if one.home is not None and one.home[1] == pool]
         return Drain.per_s(drains, now)
@@ -530,7 +528,7 @@ class WaitingLine:
                 groups.setdefault(priority, []).append(shares)
         return [groups[priority] for priority in sorted(groups, reverse=True)]
 
-    def _next_look(self, now: float) -> float | None:
+    def _next_look(self) -> float | None:
         while self._expiries and not self._is_current(self._expiries[0][0], self._expiries[0][2]):
             heappop(self._expiries)
         if not self._waiting:
