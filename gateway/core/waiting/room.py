@@ -66,7 +66,7 @@ class Room:
         busy = tuple(one.backend for one in ranked if one.excluded is None or one.excluded.is_busy)
         if not busy:
             return None
-        is_full = not able and all(self._is_full(one) for one in ranked)
+        is_full = all(self._is_full(one) for one in ranked)
         if is_unproven and is_full:
             self.found_full.append(entry)
         is_held = bool(able) and not any(one.backend in self._paused for one in able)
@@ -93,10 +93,10 @@ class Room:
 
     def _is_full(self, candidate: Candidate) -> bool:
         """Return whether the backend cannot take the request before another one ends there, if at all."""
-        if candidate.excluded is None or not candidate.excluded.is_busy:
-            return candidate.excluded is not None
-        on_trial = self._views[candidate.backend].status.state is State.PROBATION
-        return candidate.excluded in _FULL and not on_trial
+        excluded = candidate.excluded
+        if excluded is None or not excluded.is_busy:
+            return excluded is not None
+        return excluded in _FULL and self._views[candidate.backend].status.state is not State.PROBATION
 
     def _take(self, candidate: Candidate) -> None:
         name = candidate.backend
