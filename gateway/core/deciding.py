@@ -95,18 +95,12 @@ def refusal(
     traffic_class: TrafficClass,
     decision: Decision,
     views: Mapping[str, BackendView],
-    failed: frozenset[str] = frozenset(),
 ) -> CallerError | None:
-    """Return the error for a request that no backend of its class could ever take, or None.
-
-    `failed`: backends on which it was tried.
-    """
-    candidates = selection.rank(policy, traffic_class, decision.demand, views, failed=failed)
-    reasons = {candidate.excluded for candidate in candidates if candidate.backend not in failed}
+    """Return the error for a request that no backend of its class could ever take, or None."""
+    candidates = selection.rank(policy, traffic_class, decision.demand, views)
+    reasons = {candidate.excluded for candidate in candidates}
     if not reasons or not all(reason is not None and reason.is_permanent for reason in reasons):
         return None
-    if failed:
-        return None  # others could take it, and have failed: the waiting line reports that
     if Exclusion.MODALITY in reasons:
         name = traffic_class.name
         return InvalidRequest(

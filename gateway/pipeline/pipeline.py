@@ -498,8 +498,10 @@ class Pipeline:
         Raises:
             CallerError: its message says what to change.
         """
+        if ticket.failed:
+            return  # others could take it, and have failed: the waiting line reports that
         views = self._views(ticket.policy.backends)
-        refusal = deciding.refusal(ticket.policy, ticket.traffic_class, decision, views, ticket.failed)
+        refusal = deciding.refusal(ticket.policy, ticket.traffic_class, decision, views)
         if refusal is not None:
             raise refusal
 
