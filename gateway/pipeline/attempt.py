@@ -275,14 +275,14 @@ class Attempt:
                 await self._begin_stream()
                 await self._send(self._context.downstream.send(self._let_go()))
                 self._await_more()
-                return not self.is_over
+                return True
             self._await_more()
         return False
 
     async def _relay_end(self) -> None:
         """Send the reader's remaining output after the last read."""
         owed = self._reader.end()
-        if self._reader.fault is None and owed:
+        if owed:
             if not self.is_answered:
                 await self._begin_stream()
             await self._send(self._context.downstream.send(self._let_go() + owed))

@@ -119,8 +119,8 @@ class AttemptWatch:
 
     def ended(self, usage: Usage | None) -> None:
         """Record the end of the attempt. `usage` is None if the answer was incomplete."""
-        complete = usage is not None and self._is_answered and usage.completion_tokens > 1
-        tokens = usage.completion_tokens - 1 if usage is not None and complete else None
+        if usage is not None and (not self._is_answered or usage.completion_tokens < 2):
+            usage = None  # it says nothing of the gaps between tokens
         self._watched.meter.ended(
             self._now(),
             share=self._share,
@@ -128,10 +128,10 @@ class AttemptWatch:
             is_job=self._demand.is_job,
             is_spill=self._is_spill,
             is_answered=self._is_answered,
-            tokens=tokens,
+            tokens=None if usage is None else usage.completion_tokens - 1,
             chunks=self._chunks,
         )
-        if usage is not None and complete:
+        if usage is not None:
             self._learn(usage)
 
     def _learn(self, usage: Usage) -> None:
