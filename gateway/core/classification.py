@@ -53,11 +53,9 @@ def _quick(model: ModelPolicy) -> tuple[tuple[TrafficClass, float, float, bool |
                 least = max(least, bound.value + (bound.op is Comparison.GT))
             if bound.op in (Comparison.LE, Comparison.LT, Comparison.EQ):
                 most = min(most, bound.value - (bound.op is Comparison.LT))
-        found.append((one, least, most, one.when.reasoning, _ELSE if one.when == When() else None))
+        reason = "takes everything else" if one.when == When() else None
+        found.append((one, least, most, one.when.reasoning, reason))
     return tuple(found)
-
-
-_ELSE = "takes everything else"
 
 
 def is_reasoning(model: ModelPolicy, request: Request) -> bool:
@@ -135,4 +133,4 @@ def _reason(model: ModelPolicy, traffic_class: TrafficClass, request: Request, e
     if when.keys:
         held.append(f"key {request.key}")
     held += [f"header {name}" for name, _ in when.headers]
-    return ", ".join(held) or _ELSE
+    return ", ".join(held)
