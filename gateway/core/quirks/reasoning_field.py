@@ -34,6 +34,6 @@ class RenameReasoning(Remedy):
 
 
 def rename(plan: Plan, field: ReasoningField) -> None:
-    """Add the renaming configured by `field` to the plan of a chat."""
-    if plan.is_chat and field is not ReasoningField.AS_SENT:
+    """Add the renaming configured by `field`, which is not `AS_SENT`, to the plan of a chat."""
+    if plan.is_chat:
         plan.remedies.append(RenameReasoning(field))

@@ -54,8 +54,10 @@ def _is_object(text: str) -> bool:
 
 
 def _rule(plan: Plan) -> None:
-    if plan.is_chat and plan.asked.request.tools:
+    if plan.is_chat:
         plan.remedies.append(ToolArguments())
 
 
-WORKAROUND = Workaround(issue="vLLM #38946", versions="0.19, fixed by PR #38992", rule=_rule)
+WORKAROUND = Workaround(
+    issue="vLLM #38946", versions="0.19, fixed by PR #38992", rule=_rule, is_for_tools=True
+)
