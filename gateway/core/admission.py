@@ -45,6 +45,8 @@ PROMPT_TOKENS_MAX = 1_048_576
 """The longest prompt whose prefill time is predicted, chunk by chunk: no deployment has such a window. Longer
 ones are rejected; their size is unbounded, because callers choose the token budget of their images."""
 
+_NOTHING = Load()
+
 
 def knee_step(capacity: Capacity, prompt_tokens: int) -> KneeStep:
     """Return the step of the knee curve for prompts of that length."""
@@ -112,7 +114,7 @@ def claim(capacity: Capacity, demand: Demand, gates: Gates = OPEN, prefill_s: fl
 
 def limits(
     capacity: Capacity,
-    wanted: Load | None = None,
+    wanted: Load = _NOTHING,
     gates: Gates = OPEN,
     share_max: int = WHOLE,
     kv_taken: int = 0,
@@ -122,7 +124,6 @@ def limits(
     `share_max` is the usable part of the knee, `kv_taken` the blocks in use by others. Where a limit is below
     what a single fitting request needs, that request may still run alone.
     """
-    wanted = wanted or _NOTHING
     planned = blocks_planned(capacity)
     blocks = UNLIMITED if planned is None else max(planned - kv_taken, min(planned, wanted.kv_blocks))
     # A long prompt in a pool without concurrent prefills starts only on an empty backend.
@@ -244,6 +245,3 @@ def misfit(capacity: Capacity, demand: Demand, kv_blocks: int | None = None) -> 
     if (claim(capacity, demand).kv_blocks if kv_blocks is None else kv_blocks) > planned:
         return Exclusion.KV_EXCEEDED
     return None
-
-
-_NOTHING = Load()
