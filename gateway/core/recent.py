@@ -44,15 +44,12 @@ class DurationHistogram:
         self._bins[bin_number] = self._bins.get(bin_number, 0) + 1
         self.count += 1
 
-    def quantiles(self, shares: Sequence[float]) -> tuple[float, ...] | None:
-        """Return the duration at each quantile (0..1), or None if the histogram is empty."""
-        return _quantiles((self,), shares)
 
-
-def _quantiles(spreads: Iterable[DurationHistogram], shares: Sequence[float]) -> tuple[float, ...] | None:
+def quantiles(histograms: Iterable[DurationHistogram], shares: Sequence[float]) -> tuple[float, ...] | None:
+    """Return the duration at each quantile (0..1) of the sum of histograms, or None if it is empty."""
     bins: dict[int, int] = {}
-    for spread in spreads:
-        for number, count in spread._bins.items():
+    for one in histograms:
+        for number, count in one._bins.items():
             bins[number] = bins.get(number, 0) + count
     if not bins:
         return None
@@ -210,7 +207,7 @@ def _points(held: Mapping[int, _Slice], number: int) -> Mapping[str, _Point]:
         ttft = [one.ttft[name] for one in span if name in one.ttft]
         tpot = [one.tpot[name] for one in span if name in one.tpot]
         count = sum(one.count for one in ttft)
-        found[name] = _Point(_quantiles(ttft, _SHARES), _quantiles(tpot, _SHARES), count)
+        found[name] = _Point(quantiles(ttft, _SHARES), quantiles(tpot, _SHARES), count)
     return found
 
 

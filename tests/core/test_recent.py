@@ -5,7 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.core.recent import FLOW_SLICES, SLICE_S, SLICES, SPAN_SLICES, DurationHistogram, Flow, Recent
+from gateway.core.recent import (
+    FLOW_SLICES,
+    SLICE_S,
+    SLICES,
+    SPAN_SLICES,
+    DurationHistogram,
+    Flow,
+    Recent,
+    quantiles,
+)
 from gateway.core.usage import Ending, RequestRecord, Usage
 from gateway.core.values import CountMode, Decision, Demand, Estimate, Ranking
 
@@ -53,7 +62,7 @@ def test_a_quantile_is_off_by_half_a_bin_at_most(scale: float) -> None:
     for value in values:
         spread.add(value)
 
-    for share, found in zip((0.5, 0.95), spread.quantiles((0.5, 0.95)) or (), strict=True):
+    for share, found in zip((0.5, 0.95), quantiles([spread], (0.5, 0.95)) or (), strict=True):
         exact = values[int(share * 2000)]
         assert found / exact == pytest.approx(1.0, abs=0.046)
 
@@ -67,7 +76,7 @@ def test_there_are_few_bins_whatever_comes() -> None:
 
     assert len(spread._bins) <= 241
     assert spread.count == 4001
-    assert DurationHistogram().quantiles((0.5,)) is None
+    assert quantiles([DurationHistogram()], (0.5,)) is None
 
 
 def test_a_point_speaks_for_the_last_slices() -> None:
