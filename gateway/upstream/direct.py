@@ -538,14 +538,17 @@ class _Connection(asyncio.Protocol):
             self._error.__cause__ = exc
         if self._on_gone is not None:
             self._on_gone(self)
-        self._resume_writing()
+        self.resume_writing()
         self._wake()
 
     def pause_writing(self) -> None:
         self._unwritten = self._loop.create_future()
 
     def resume_writing(self) -> None:
-        self._resume_writing()
+        if self._unwritten is not None:
+            if not self._unwritten.done():
+                self._unwritten.set_result(None)
+            self._unwritten = None
 
     # ------------------------------------------------------------ called by the parser
 
@@ -679,10 +682,4 @@ class _Connection(asyncio.Protocol):
         if patience.cancelled_caught and self._transport.get_write_buffer_size() >= left:
             raise UpstreamTimeout("The backend did not read the request in time.")
         if self._unwritten is not None and self._unwritten.done():
-            self._unwritten = None
-
-    def _resume_writing(self) -> None:
-        if self._unwritten is not None:
-            if not self._unwritten.done():
-                self._unwritten.set_result(None)
             self._unwritten = None
