@@ -140,7 +140,7 @@ class RedisLedger:
         self._is_listening = self._is_away = False
         self._fewer_at = 0.0
         self._poked = anyio.Event()
-        self.exchange = Exchange(ttl_s, self._poke)
+        self.exchange = Exchange(ttl_s, self.resync)
         self._on_freed: list[OnFreed] = []
 
     def on_freed(self, callback: OnFreed) -> None:
@@ -268,10 +268,7 @@ class RedisLedger:
                     await self._poked.wait()
 
     def resync(self) -> None:
-        """Settle all accounts now, because Redis may have lost some."""
-        self._poke()
-
-    def _poke(self) -> None:
+        """Synchronize now: there is news, or Redis may have lost some accounts."""
         self._poked.set()
 
     async def sync(self) -> None:
@@ -409,7 +406,7 @@ class RedisLedger:
             for future in (*told, *account.told):
                 _fail(future, away)
             account.asked, account.told, self._is_away = [], [], True
-            self._poke()
+            self.resync()
             if failure is not away:
                 raise
             return
@@ -423,7 +420,7 @@ class RedisLedger:
             if not future.done():
                 future.set_result(None)
         if not reply.is_known and not order.used.is_within(_NOTHING):
-            self._poke()  # Redis may have lost more than this
+            self.resync()  # Redis may have lost more than this
         self._settle_rest(account)
         if has_freed:
             self._tell(account.backend)
@@ -473,7 +470,7 @@ class RedisLedger:
 
     def _heard(self, news: News) -> None:
         if isinstance(news, UrgentFacts):
-            self._poke()
+            self.resync()
             return
         account = self._accounts.get(news.backend)
         if isinstance(news, Freed):
