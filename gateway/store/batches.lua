@@ -76,7 +76,7 @@ local function end_batch(id, status, keep)
     if redis.call('EXISTS', key('file', batch[2])) == 1 then
         redis.call('HINCRBY', key('file', batch[2]), 'uses', -1)
     end
-    redis.call('DEL', key('lines', id), key('done', id))
+    redis.call('DEL', key('done', id))
     redis.call('ZREM', key('batches_open'), id)
     redis.call('ZADD', key('batches_ended'), now + keep, id)
     if redis.call('HINCRBY', key('batches_counts'), batch[1], -1) <= 0 then
