@@ -16,7 +16,7 @@ from gateway.store.wire import PipelinedConnections, ScriptMissing, Subscription
 
 _counters = attrgetter(*COUNTERS)
 _SIZE = len(COUNTERS)
-_HEAD = 5
+_HEAD = 4
 _REPLY = _HEAD + 3 * _SIZE
 """Number of values that every reply begins with."""
 
@@ -158,7 +158,7 @@ class Leases:
             values = await self._settling.ask(command)
         if len(values) != _REPLY + len(order.claims):
             raise StoreAway("a later command was carried out before this one")
-        known, version, _, keeping, may_keep = values[:_HEAD]  # third: how many others wait
+        known, version, keeping, may_keep = values[:_HEAD]
         others, others_kept, kept = (Load(*values[at : at + _SIZE]) for at in range(_HEAD, _REPLY, _SIZE))
         outcomes = values[_REPLY:]
         return Reply(bool(known), version, keeping, bool(may_keep), others, others_kept, kept, outcomes)

@@ -9,9 +9,8 @@
 --       then counters: the load of its requests; the grant it wants, used or not; the limit up to which
 --       surplus may be granted (-1: none of this counter); then per claim: the claim, the backend's limit.
 -- Returns -1 if the command was ignored; else 1 if the owner's account existed, 0 if not; the version; how many
--- others wait; how many others have surplus; 1 if the owner may hold surplus, else 0; the
--- load of all others' requests, and their grants; the owner's grant; and per claim 0 if it was
--- counted, or the number of the counter that is full.
+-- others have surplus; 1 if the owner may hold surplus, else 0; the load of all others' requests, and their
+-- grants; the owner's grant; and per claim 0 if it was counted, or the number of the counter that is full.
 --
 -- An account contains, separated by spaces: its expiry, in ms of this server's clock; the number of the command
 -- that wrote it; whether its owner waits; whether it may hold surplus; per counter its load, then its
@@ -167,14 +166,14 @@ end
 
 -- An empty account remains until it expires, so that a late command from a stalled connection is recognized.
 local account = {now + TTL, NUMBER, (WAITS or is_refused) and 1 or 0, keeps and 1 or 0}
-local answer = {before and 1 or 0, version, waiting, keeping, keeps and 1 or 0}
+local answer = {before and 1 or 0, version, keeping, keeps and 1 or 0}
 for i = 1, COUNTERS do
     account[HEAD + i], account[HEAD + COUNTERS + i] = used[i] + granted[i], kept[i]
-    answer[5 + i], answer[5 + COUNTERS + i], answer[5 + 2 * COUNTERS + i] = others_used[i], others_kept[i], kept[i]
+    answer[4 + i], answer[4 + COUNTERS + i], answer[4 + 2 * COUNTERS + i] = others_used[i], others_kept[i], kept[i]
 end
 redis.call('HSET', ACCOUNTS, OWNER, text(account), '#', text({version}))
 redis.call('PEXPIREAT', ACCOUNTS, now + 2 * TTL)
 for i, outcome in ipairs(outcomes) do
-    answer[5 + 3 * COUNTERS + i] = outcome
+    answer[4 + 3 * COUNTERS + i] = outcome
 end
 return answer
