@@ -7,7 +7,10 @@ renews the lease, and another runner takes over when it has expired. Only the se
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
+
+from redis.commands.core import AsyncScript
 
 from gateway.core.batches import (
     KEEP_S,
@@ -23,9 +26,8 @@ from gateway.core.batches import (
     BatchStatus,
     RunningLine,
 )
-from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import Idempotency, NewJob, Quota
-from gateway.store.connections import Connections, StoreAway, milliseconds
+from gateway.store.connections import Connections, milliseconds
 from gateway.store.jobs import LOST_S, PROMISE_S, key_of, owner_of, promised, refuse_revoked
 
 COMMAND_S = 5.0
@@ -38,7 +40,6 @@ EACH_MAX = 4
 """Maximum number of batches per API key in progress, so that one key cannot occupy all runners."""
 
 CONNECTIONS_MAX = 8
-RETRY_AFTER_S = 5.0
 _ENDED_MAX = 32
 _LOST_MS = milliseconds(LOST_S)
 _SCRIPTS = (
@@ -108,8 +109,7 @@ class RedisBatches:
 
     async def page(self, key: str | None, *, after: str | None, limit: int) -> Sequence[Batch] | None:
         """See `ports.BatchStore.page`."""
-        arguments = ("batches", owner_of(key), after or "", "desc", limit)
-        ids = await self._ask(lambda: self._page(keys=[self._tag], args=[_LOST_MS, *arguments]))
+        ids = await self._call(self._page, "batches", owner_of(key), after or "", "desc", limit)
         if ids is None:
             return None
         return [_batch(values) for values in await self._run("get", *ids)] if ids else []
@@ -210,15 +210,11 @@ class RedisBatches:
         return reply
 
     async def _run(self, name: str, *arguments: str | bytes | int) -> Any:
-        script = self._scripts[name]
-        return await self._ask(lambda: script(keys=[self._tag], args=[_LOST_MS, *arguments]))
+        return await self._call(self._scripts[name], *arguments)
 
-    async def _ask(self, command: Any) -> Any:
-        try:
-            return await self._connections.bounded(command)
-        except StoreAway as error:
-            message = "The batch store does not answer. Please retry."
-            raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
+    async def _call(self, script: AsyncScript, *arguments: str | bytes | int) -> Any:
+        command = partial(script, keys=[self._tag], args=[_LOST_MS, *arguments])
+        return await self._connections.answer("batch", command)
 
 
 def _lines(pairs: Sequence[bytes]) -> list[RunningLine]:

@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError, ResponseError
 
-from gateway.core.errors import ConfigError
+from gateway.core.errors import ConfigError, StoreUnavailable
 from gateway.tcp import KEEPALIVE
 
 READ_S = 2.0
@@ -36,6 +36,9 @@ BACKSTOP_S = 60.0
 
 ONCE_MORE_S = 0.01
 """After the timeout of a command, received data is checked once more, this much later."""
+
+RETRY_AFTER_S = 5.0
+"""`Retry-After` for callers of a store that does not answer."""
 
 LOOKS = 10
 """A command's timeout is divided into this many parts, after each of which the clock is checked."""
@@ -164,6 +167,18 @@ class Connections:
             if isinstance(error, ResponseError):
                 await self._pool.drop_idle()
             raise StoreAway(f"{type(error).__name__}: {error}") from error
+
+    async def answer(self, store: str, command: Callable[[], Awaitable[Any]]) -> Any:
+        """Run a command as `bounded` does, for the caller of a store with that name.
+
+        Raises:
+            StoreUnavailable: the outcome of the command is unknown.
+        """
+        try:
+            return await self.bounded(command)
+        except StoreAway as error:
+            message = f"The {store} store does not answer. Please retry."
+            raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
 
     async def close(self, channel: PubSub) -> None:
         """Close a subscribed connection, if possible in time."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.files import FileRefusal, NewFile, StoredFile
-from gateway.store.connections import Connections, StoreAway, milliseconds
+from gateway.store.connections import Connections, milliseconds
 from gateway.store.jobs import key_of, owner_of
 
 COMMAND_S = 5.0
@@ -17,7 +17,6 @@ COMMAND_S = 5.0
 
 PIECE_BYTES = 1024 * 1024  # as in files.lua
 CONNECTIONS_MAX = 8
-RETRY_AFTER_S = 5.0
 _PAGE = 500
 _SCRIPTS = ("write", "close", "get", "page", "delete")
 
@@ -82,7 +81,8 @@ class RedisFiles:
         """See `ports.FileStore.read`."""
         piece, start = divmod(offset, PIECE_BYTES)
         name = f"{self._tag}:piece:{file_id}:{piece}"
-        data: bytes = await self._ask(lambda: self._connections.redis.getrange(name, start, -1))
+        redis = self._connections.redis
+        data: bytes = await self._connections.answer("file", lambda: redis.getrange(name, start, -1))
         return data
 
     async def delete(self, file_id: str) -> bool | FileRefusal:
@@ -96,14 +96,7 @@ class RedisFiles:
 
     async def _run(self, name: str, *arguments: str | bytes | int) -> Any:
         script = self._scripts[name]
-        return await self._ask(lambda: script(keys=[self._tag], args=[1, *arguments]))
-
-    async def _ask(self, command: Any) -> Any:
-        try:
-            return await self._connections.bounded(command)
-        except StoreAway as error:
-            message = "The file store does not answer. Please retry."
-            raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
+        return await self._connections.answer("file", lambda: script(keys=[self._tag], args=[1, *arguments]))
 
 
 def _file(values: Sequence[bytes]) -> StoredFile:

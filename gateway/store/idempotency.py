@@ -11,7 +11,7 @@ from gateway.core.errors import StoreUnavailable
 from gateway.core.idempotency import IdempotencyClaim, KeyState
 from gateway.events import about
 from gateway.ports import Clock
-from gateway.store.connections import Connections, StoreAway, milliseconds
+from gateway.store.connections import RETRY_AFTER_S, Connections, StoreAway, milliseconds
 from gateway.store.expiring_records import ExpiringRecords
 
 log = logging.getLogger("gateway.store")
@@ -20,8 +20,6 @@ COMMAND_S = 2.0
 """Timeout of a command, and of waiting for a connection: an answer may be megabytes long."""
 
 CONNECTIONS_MAX = 8
-RETRY_AFTER_S = 5.0
-"""`Retry-After` for callers."""
 
 
 class MemoryIdempotency:

@@ -50,9 +50,6 @@ POLL_S = 5.0
 AGAIN_S = 1.0
 """Interval between attempts to subscribe while the store is unreachable."""
 
-RETRY_AFTER_S = 5.0
-"""`Retry-After` for callers."""
-
 PROMISE_S = 86_400.0
 """How long an idempotency key is remembered."""
 
@@ -455,13 +452,13 @@ class RedisJobs:
 
     async def _ask(self, command: Callable[[], Awaitable[Any]]) -> Any:
         try:
-            reply = await self._connections.bounded(command)
-        except StoreAway as error:
+            reply = await self._connections.answer("job", command)
+        except StoreUnavailable as error:
             if not self._is_away:
-                log.error("the job store is unavailable: %s", error, extra=about("store_away", store="jobs"))
+                reason = error.__cause__
+                log.error("the job store is unavailable: %s", reason, extra=about("store_away", store="jobs"))
             self._is_away = True
-            message = "The job store does not answer. Please retry."
-            raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
+            raise
         if self._is_away:
             log.warning("the job store is available again", extra=about("store_back", store="jobs"))
         self._is_away = False

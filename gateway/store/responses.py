@@ -3,11 +3,11 @@
 Both limit the bytes per owner, and evict the records that expire first.
 """
 
+from functools import partial
 from typing import Any
 
-from gateway.core.errors import StoreUnavailable
 from gateway.ports import Clock
-from gateway.store.connections import Connections, StoreAway, milliseconds
+from gateway.store.connections import Connections, milliseconds
 from gateway.store.expiring_records import ExpiringRecords
 
 COMMAND_S = 2.0
@@ -91,8 +91,5 @@ class RedisResponseStore:
     async def _run(self, owner: str | None, *arguments: str | bytes | int) -> Any:
         tag = f"{{{self._prefix}:responses:{owner or ''}}}"
         keys = [f"{tag}:{name}" for name in ("records", "expiries", "bytes")]
-        try:
-            return await self._connections.bounded(lambda: self._script(keys=keys, args=list(arguments)))
-        except StoreAway as error:
-            message = "The response store does not answer. Please retry."
-            raise StoreUnavailable(message, retry_after_s=5) from error
+        command = partial(self._script, keys=keys, args=list(arguments))
+        return await self._connections.answer("response", command)
