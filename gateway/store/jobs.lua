@@ -54,9 +54,6 @@ local SHOWN = {
     'started', 'ended', 'retry_at', 'chunks', 'worker', 'error_code', 'error_message', 'bytes', 'token', 'body', 'facts'
 }
 
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-
 local function key(...)
     return TAG .. ':' .. table.concat({...}, ':')
 end

@@ -6,9 +6,6 @@
 local SET_BACK_MS = 1000 -- less is nothing to speak of
 local tag, found = KEYS[1], {}
 
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-
 -- This server's clock may have gone back: what is due, or claimed, until a time before that is not to wait longer by as
 -- much.
 local function follow_clock(endpoint, due)

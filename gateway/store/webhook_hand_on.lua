@@ -5,9 +5,6 @@
 local tag, entry, id, body, most = KEYS[1], unpack(ARGV, 1, 4)
 local dropped = {}
 
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-
 if redis.call('XDEL', tag .. ':webhooks:events', entry) == 0 then
     return dropped
 end

@@ -5,9 +5,6 @@
 local KNOWN_MS = 3600000
 local endpoints, found = KEYS[1] .. ':webhooks:endpoints', {}
 
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-
 insist(KEYS[1])
 for i = 1, #ARGV, 2 do
     redis.call('HSET', endpoints, ARGV[i], string.format('%.0f', now) .. ' ' .. ARGV[i + 1])

@@ -6,9 +6,6 @@ local tag, endpoint, id, claim, failures, wait_ms = KEYS[1], unpack(ARGV)
 local due = tag .. ':webhooks:due:' .. endpoint
 local delivery = tag .. ':webhooks:delivery:' .. endpoint .. ':' .. id
 
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-
 insist(tag)
 if not wait_ms then
     redis.call('ZREM', due, id)

@@ -1,5 +1,5 @@
--- What the webhook scripts share, and what a script that ends something says to be heard of; it is put before
--- each of them. Redis 6.2 commands only.
+-- What the webhook scripts share, the time, and what a script that ends something says to be heard of; it is put
+-- before each of them. Redis 6.2 commands only.
 --
 -- <tag>:webhooks:wanted                    STRING  is there while some gateway has endpoints
 -- <tag>:webhooks:events                    STREAM  what has ended and is not handed on yet
@@ -13,6 +13,9 @@
 
 local WEBHOOKS_KEEP_MS = 7 * 86400000 -- twice what the longest row of attempts takes
 local WEBHOOK_EVENTS_MAX = 100000
+
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 -- Has a server that is full carry out the rest of a script: what was accepted must be able to end, and only what is
 -- new is refused. A script's first write is refused, or none; and this one needs no room, for there is no such key.
