@@ -21,12 +21,30 @@ vLLM (#39734). There is no prefix cache.
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
-from gateway.core.profile import EngineFlags, Profile
+from gateway.core.profile import EngineFlags
+from gateway.core.values import Capacity
 
 DEFAULT_MAX_NUM_SEQS = 256  # vLLM's own default, for recipes without --max-num-seqs
+
+
+class Deployment(Protocol):
+    """Parameters of a server's engine; `Profile` implements it."""
+
+    @property
+    def capacity(self) -> Capacity:
+        """Its capacity."""
+
+    @property
+    def perf(self) -> PerfModel:
+        """Its latency model."""
+
+    @property
+    def flags(self) -> EngineFlags:
+        """Its launch flags."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +129,7 @@ class Engine:
     _in_step: bool = False
 
     @classmethod
-    def of(cls, profile: Profile) -> "Engine":
+    def of(cls, profile: Deployment) -> "Engine":
         """Return the engine of a deployment."""
         capacity = profile.capacity
         return cls(profile.perf, profile.flags, capacity.kv, capacity.kv_blocks)

@@ -10,26 +10,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Generic, Protocol, TypeVar
 
-from gateway.core.engine import Engine
-from gateway.core.perf import PerfModel
-from gateway.core.profile import EngineFlags
-from gateway.core.values import Capacity
-
-
-class Deployment(Protocol):
-    """Parameters of a server's engine; `Profile` implements it."""
-
-    @property
-    def capacity(self) -> Capacity:
-        """Its capacity."""
-
-    @property
-    def perf(self) -> PerfModel:
-        """Its latency model."""
-
-    @property
-    def flags(self) -> EngineFlags:
-        """Its launch flags."""
+from gateway.core.engine import Deployment, Engine
 
 
 class Arriving(Protocol):
@@ -144,8 +125,7 @@ class Box:
     @classmethod
     def of(cls, name: str, profile: Deployment) -> "Box":
         """Return an idle server."""
-        capacity = profile.capacity
-        return cls(name, profile, Engine(profile.perf, profile.flags, capacity.kv, capacity.kv_blocks))
+        return cls(name, profile, Engine.of(profile))
 
 
 @dataclass(slots=True)

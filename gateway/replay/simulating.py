@@ -44,7 +44,7 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The engine of a backend; see `core.virtual_fleet.Deployment`."""
+    """The engine of a backend; see `core.engine.Deployment`."""
 
     capacity: Capacity
     perf: PerfModel
