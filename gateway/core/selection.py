@@ -233,28 +233,25 @@ def _spill(case: Case) -> Objection | None:
         case Exclusion.PREFILL_BUSY:
             return Exclusion.SPILL_PREFILL, f"{load.prefill_ms / 1000:.1f} s of prompt work outstanding"
         case _:
-            kept = (case.view.share_max - most.share) / admission.WHOLE
+            reserved = (case.view.share_max - most.share) / admission.WHOLE
             return (
                 Exclusion.SPILL_RESERVE,
-                f"{load.share / admission.WHOLE:.0%} of its knee, {kept:.0%} is kept for its own class",
+                f"{load.share / admission.WHOLE:.0%} of its knee, {reserved:.0%} is kept for its own class",
             )
 
 
-FILTERS: Mapping[str, Filter] = {
+FILTERS: Sequence[Filter] = (
     # Permanent objections first, so that a caller whose request fits nowhere is not told to retry.
-    "fit": _fit,
-    "modality": _modality,
-    "drain": _drain,
-    "away": _away,
-    "health": _health,
-    "model": _model,
-    "version": _version,
-    "room": _room,
-    "spill": _spill,
-}
-
-
-_RULES = tuple(FILTERS.values())
+    _fit,
+    _modality,
+    _drain,
+    _away,
+    _health,
+    _model,
+    _version,
+    _room,
+    _spill,
+)
 
 
 @valueclass(frozen=True, slots=True)
@@ -514,7 +511,7 @@ def _objection(case: Case, failed: frozenset[str]) -> Objection | None:
 
 
 def _first_objection(case: Case) -> Objection | None:
-    for rule in _RULES:
+    for rule in FILTERS:
         objection = rule(case)
         if objection is not None:
             return objection
