@@ -46,6 +46,9 @@ STALE_S = 1.0
 """If a kept-alive connection ends this soon after a request was written, the backend was probably closing it
 as idle. Later, the backend may have read the request and crashed on it."""
 
+WRITE_S = 60.0
+"""A backend that reads no byte of the body for this long is considered stuck."""
+
 CLOSE_S = 1.0
 """Time limit for closing; the response is complete by then."""
 
@@ -97,11 +100,6 @@ class BackendClients(ABC, Generic[W]):
             else:
                 self._ways[backend.id] = self._way(*wanted)
         self._retired += before.values()
-
-    @property
-    def retired(self) -> int:
-        """Number of retired clients that still have requests in progress."""
-        return len(self._retired)
 
     async def close_retired(self) -> None:
         """Close retired clients that are idle; the others are closed when their last request has ended."""

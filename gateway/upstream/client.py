@@ -29,9 +29,6 @@ from gateway.upstream import backend_clients
 from gateway.upstream.backend_clients import BackendClient, BackendClients
 from gateway.upstream.transport import Transport, causes
 
-WRITE_S = 60.0
-"""A backend that reads no byte of the body for this long is considered stuck."""
-
 _USER_AGENT = f"gemma-gateway/{__version__}"
 
 
@@ -60,7 +57,7 @@ class HttpxUpstream(BackendClients["_HttpxClient"]):
             target.endpoint.value,
             content=target.body,
             headers=[(b"content-type", b"application/json"), (b"accept", b"*/*"), *target.headers],
-            timeout=httpx.Timeout(None, connect=timeouts.connect_s, write=WRITE_S),
+            timeout=httpx.Timeout(None, connect=timeouts.connect_s, write=backend_clients.WRITE_S),
         )
         response = await _send(client, request)
         try:

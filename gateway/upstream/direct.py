@@ -39,9 +39,6 @@ from gateway.ports import TakeChunk, Target, UpstreamResponse
 from gateway.upstream import backend_clients
 from gateway.upstream.backend_clients import BackendClient, BackendClients
 
-WRITE_S = 60.0
-"""A backend that reads no byte of the body for this long is considered stuck."""
-
 HEAD_BYTES_MAX = 64 * 1024
 """No engine sends a longer response head."""
 
@@ -675,7 +672,7 @@ class _Connection(asyncio.Protocol):
         left = self._transport.get_write_buffer_size()
         self._awaited = self._unwritten  # an early answer wakes this task too
         try:
-            with anyio.move_on_after(WRITE_S) as patience:
+            with anyio.move_on_after(backend_clients.WRITE_S) as patience:
                 await asyncio.shield(self._unwritten)
         finally:
             self._awaited = None

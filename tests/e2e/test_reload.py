@@ -94,7 +94,7 @@ async def test_streams_run_on_while_everything_changes(gateway: Site) -> None:
             assert gateway.gateway.policy.version == answer.json()["version"]
     assert set(ended) <= {"stop", "length"}
     assert len(ended) == 220
-    assert not gateway.gateway.upstream.retired  # every connection to what is gone was closed
+    assert not gateway.gateway.upstream._retired  # every connection to what is gone was closed
 
 
 async def test_a_backend_that_joins_serves_and_one_that_leaves_is_left_alone(gateway: Site) -> None:

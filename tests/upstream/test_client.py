@@ -664,13 +664,13 @@ async def test_a_way_that_is_configured_no_more_is_run_to_its_end() -> None:
             await response.read()
             upstream.update([], secrets={}, tls={})
             await upstream.close_retired()
-            assert upstream.retired == 1
+            assert len(upstream._retired) == 1
             with pytest.raises(UpstreamUnreachable):
                 async with upstream.open(target, Timeouts()):
                     pass
             gate.set()
             assert await whole(response) == b"data: 2\n\n"
-        assert upstream.retired == 0
+        assert not upstream._retired
 
 
 async def test_a_way_that_is_configured_no_more_is_closed_however_its_last_call_ends() -> None:
@@ -687,7 +687,7 @@ async def test_a_way_that_is_configured_no_more_is_closed_however_its_last_call_
                 await response.read()
                 upstream.update([], secrets={}, tls={})
                 raise Left
-        assert upstream.retired == 0
+        assert not upstream._retired
 
 
 async def test_a_header_with_a_line_break_never_leaves() -> None:
