@@ -89,13 +89,13 @@ class StreamReader:
         self._template.applies = False
         if self.fault is not None or self._done:
             return b""
-        is_complete = data.endswith(b"\n\n")  # the common case: the data ends at the end of an event
-        if is_complete and self.has_content and not self._tail and self._says_nothing(data):
+        is_whole = data.endswith(b"\n\n")  # the common case: the data ends at the end of an event
+        if is_whole and self.has_content and not self._tail and self._says_nothing(data):
             shown = self._names.in_event(data)
             self._template.learn(data, shown)
             self._template.applies = self._sees_all
             return shown
-        block = self._taken(data, b"") if is_complete else self._complete_events(data)
+        block = self._taken(data, b"") if is_whole else self._complete_events(data)
         return b"".join(self._inspect(block)) if block else b""
 
     @property
