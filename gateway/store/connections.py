@@ -118,9 +118,9 @@ class Connections:
         texts = [_FOLDER.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in names]
         return self.redis.register_script("\n".join(texts))
 
-    def channel(self, *, ignores_confirmations: bool = True) -> PubSub:
+    def channel(self) -> PubSub:
         """Return a connection for subscriptions. Send commands on it with `bounded`, receive with `heard`."""
-        return self._listener.pubsub(ignore_subscribe_messages=ignores_confirmations)
+        return self._listener.pubsub()
 
     async def heard(self, channel: PubSub) -> dict[str, Any] | None:
         """Return the next message of a channel, or None after `READ_S` without one.

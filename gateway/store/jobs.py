@@ -374,7 +374,7 @@ class RedisJobs:
             )
 
     async def _listen(self) -> None:
-        channel = self._connections.channel(ignores_confirmations=False)
+        channel = self._connections.channel()
         try:
             await self._connections.bounded(lambda: channel.subscribe(self._key("work")))
             async with anyio.create_task_group() as tasks:
