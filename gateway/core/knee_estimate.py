@@ -200,7 +200,7 @@ class StepFit:
 
     def _with_row(self, row: _Vector, step_s: float, duration_s: float) -> "StepFit":
         residual, weight = None, 1.0
-        solution = _solved(self.gram, self.moments, 3) if self.windows >= WINDOWS_MIN / 2 else None
+        solution = _solved(self.gram, self.moments) if self.windows >= WINDOWS_MIN / 2 else None
         if solution is not None:
             residual = _dot(solution, row) / step_s - 1
             deviation = math.sqrt(self.residual_sq / self.residuals) if self.residuals >= 10 else math.inf
@@ -342,8 +342,9 @@ def _dot(one: _Vector, other: "list[float] | _Vector") -> float:
     return sum(a * b for a, b in zip(one, other, strict=False))
 
 
-def _solved(gram: _Matrix, moments: _Vector, size: int) -> _Vector | None:
-    inverse = _inverse(gram, size)
+def _solved(gram: _Matrix, moments: _Vector) -> _Vector | None:
+    """Return the coefficients of the linear model, without the product term."""
+    inverse = _inverse(gram, 3)
     return None if inverse is None else tuple(_dot(line, moments) for line in inverse)
 
 
