@@ -27,14 +27,14 @@ class Preference:
     wait_s: int | None = None
 
     @property
-    def waited_s(self) -> int:
+    def granted_s(self) -> int:
         """Seconds to wait for the answer: `wait_s`, at most `WAIT_MAX_S`."""
         return min(self.wait_s or 0, WAIT_MAX_S)
 
     @property
     def applied(self) -> str:
         """Value of `Preference-Applied`. It names `wait` only if `wait` is honored unchanged."""
-        kept = self.wait_s is not None and self.wait_s == self.waited_s
+        kept = self.wait_s is not None and self.wait_s == self.granted_s
         return f"respond-async, wait={self.wait_s}" if kept else "respond-async"
 
 

@@ -199,7 +199,7 @@ class ChatJobs:
         """Send the chat completion if it is ready in time, or else the location of the job."""
         headers = (*headers, (b"preference-applied", prefers.applied.encode()))
         try:
-            job = await self._background.finished(job, prefers.waited_s)
+            job = await self._background.finished(job, prefers.granted_s)
             if job.status.is_final:
                 if (failed := failure(job)) is not None:
                     raise failed

@@ -53,7 +53,7 @@ def test_what_is_preferred(written: str | None, expected: Preference) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "waited_s", "applied"),
+    ("wanted", "granted_s", "applied"),
     [
         (None, 0, "respond-async"),
         (0, 0, "respond-async, wait=0"),
@@ -61,14 +61,14 @@ def test_what_is_preferred(written: str | None, expected: Preference) -> None:
         (WAIT_MAX_S + 1, WAIT_MAX_S, "respond-async"),  # nobody is told that it was waited for as long
     ],
 )
-def test_what_is_said_to_be_applied_is_what_is_done(wanted: int | None, waited_s: int, applied: str) -> None:
+def test_what_is_said_to_be_applied_is_what_is_done(wanted: int | None, granted_s: int, applied: str) -> None:
     asked = Preference(True, wanted)
 
-    assert (asked.waited_s, asked.applied) == (waited_s, applied)
+    assert (asked.granted_s, asked.applied) == (granted_s, applied)
 
 
 def test_a_number_without_end_is_a_long_wait() -> None:
-    assert preference("respond-async, wait=" + "9" * 10_000).waited_s == WAIT_MAX_S
+    assert preference("respond-async, wait=" + "9" * 10_000).granted_s == WAIT_MAX_S
 
 
 def test_a_hostile_header_is_read_in_no_time() -> None:
