@@ -61,7 +61,7 @@ class RequestContext:
         incoming: Incoming,
         downstream: Downstream,
         policy: Policy,
-        on_admitted: Callable[[], None] | None = None,
+        on_admitted: Callable[[], None] | None,
     ) -> None:
         """Start with the request alone. `on_admitted` is called whenever it has been given a slot."""
         self.incoming = incoming
