@@ -9,7 +9,7 @@ keeps to its part for a moment longer, until all live processes have reported.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 
 import anyio
@@ -45,20 +45,10 @@ class FallbackLedger:
 
     is_local = False
 
-    def __init__(
-        self,
-        shared: RedisLedger,
-        on_change: Callable[[Mode], None] = lambda mode: None,
-        *,
-        replicas_min: int = 1,
-    ) -> None:
-        """Count with `shared`. `on_change` is called after every change of mode.
-
-        At least `replicas_min` gateway processes are assumed to exist, seen or not.
-        """
+    def __init__(self, shared: RedisLedger, *, replicas_min: int = 1) -> None:
+        """Count with `shared`. At least `replicas_min` processes are assumed to exist, seen or not."""
         self._shared = shared
         self._replicas_min = replicas_min
-        self._on_change = on_change
         self._on_freed: list[OnFreed] = []
         self._alone_since = 0.0
         self._whole_at = 0.0  # when all other processes have reported to Redis
@@ -166,7 +156,7 @@ class FallbackLedger:
                 extra=about("store_back", store="limits", away_s=round(away_s, 1)),
             )
             self._whole_at = anyio.current_time() + self._shared.return_s
-            self._enter(Mode.SHARED)
+            self.mode = Mode.SHARED
             self._tell_all()
         elif self.keeps_to_part and anyio.current_time() >= self._whole_at:
             self.keeps_to_part = False
@@ -183,7 +173,7 @@ class FallbackLedger:
             extra=about("store_away", store="limits", replicas=self.replicas),
         )
         self._alone_since, self.keeps_to_part = anyio.current_time(), True
-        self._enter(Mode.ALONE)
+        self.mode = Mode.ALONE
         self._shared.resync()
         self._tell_all()  # a backend that others had filled may have room for this process's part
 
@@ -191,10 +181,6 @@ class FallbackLedger:
         for backend_id in self._shared.loads():
             for callback in self._on_freed:
                 callback(backend_id)
-
-    def _enter(self, mode: Mode) -> None:
-        self.mode = mode
-        self._on_change(mode)
 
     async def _acquire_of_part(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """Acquire a slot counted by Redis, if it is within this process's part."""

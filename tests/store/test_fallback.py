@@ -28,20 +28,30 @@ WITHIN_S = 20.0
 Store = Any  # tests/store/conftest.py
 
 
+class WatchedLedger(FallbackLedger):
+    """A ledger that says when its mode changes."""
+
+    changed: anyio.Event | None = None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "mode" and self.changed is not None:
+            self.changed.set()
+
+
 class Gateway:
     """A gateway's ledger, run, and when its mode changes."""
 
     def __init__(self, url: str, command_s: float = 0.3) -> None:
         shared = RedisLedger(url, command_s=command_s, refresh_s=0.05)
-        self.ledger = FallbackLedger(shared, lambda mode: self._changed.set())
+        self.ledger = WatchedLedger(shared)
         self.shared = shared
-        self._changed = anyio.Event()
 
     async def wait_for(self, mode: Mode) -> None:
         with anyio.fail_after(WITHIN_S):
             while self.ledger.mode is not mode:
-                self._changed = anyio.Event()
-                await self._changed.wait()
+                self.ledger.changed = anyio.Event()
+                await self.ledger.changed.wait()
 
     async def take(self, claim: Load = CLAIM, limits: Load = LIMITS) -> Slot:
         slot = await self.ledger.acquire("b", claim, limits)
