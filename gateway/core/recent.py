@@ -148,7 +148,7 @@ class Recent:
 
     def note(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
-        current = self._current if record.ended_at < self._current_until else self._slice_at(record.ended_at)
+        current = self._current if record.ended_at < self._current_until else self._next(record.ended_at)
         decision, backend = record.decision, record.backend
         model, name = ("", "") if decision is None else (decision.model, decision.traffic_class)
         flow = (model, name, backend, record.ending)
@@ -188,14 +188,14 @@ class Recent:
         self._points = {one: found for one, found in self._points.items() if one > number - SLICES}
         self._points[number] = _points(held, number)
 
-    def _slice_at(self, at: float) -> _Slice:
+    def _next(self, at: float) -> _Slice:
+        """Return a new slice, for `at`, which is not before the end of the current one."""
+        if self._slices:
+            self._close(self._current.number)
         number = int(at // SLICE_S)
-        if not self._slices or number > self._slices[-1].number:
-            if self._slices:
-                self._close(self._slices[-1].number)
-            self._current = _Slice(number)
-            self._current_until = (number + 1) * SLICE_S
-            self._slices.append(self._current)
+        self._current = _Slice(number)
+        self._current_until = (number + 1) * SLICE_S
+        self._slices.append(self._current)
         return self._current
 
 
