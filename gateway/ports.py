@@ -284,7 +284,8 @@ class Upstream(Protocol):
         """Send a request, and yield the response once its status is known.
 
         Leaving the block before the end of the body closes the connection, which tells the backend to stop
-        generating. `connect_s` is enforced here, all other limits by the pipeline.
+        generating. `connect_s` is enforced here, and that the backend reads the request at all; all other
+        limits by the pipeline.
 
         Raises:
             UpstreamUnreachable: no connection within `connect_s`, so nothing was sent.

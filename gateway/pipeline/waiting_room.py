@@ -6,6 +6,7 @@ It acquires the offered slots atomically and wakes their requests. A queued requ
 no polling.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
@@ -19,6 +20,10 @@ from gateway.ports import Clock, Ledger, Slot
 
 RELEASE_S = 1.0
 
+REDECIDED_TOGETHER = 16
+"""So many queued requests ask again in one go when the policy has changed: each takes some 0.3 ms, in which
+every stream stands still."""
+
 
 class PolicyChanged(Exception):
     """The policy has changed since the request was queued."""
@@ -27,9 +32,10 @@ class PolicyChanged(Exception):
 class _Waiter:
     """A queued request, and the result it is waiting for."""
 
-    __slots__ = ("error", "place", "woken")
+    __slots__ = ("error", "is_outdated", "place", "woken")
 
     def __init__(self) -> None:
+        self.is_outdated = False  # it will ask again under a new policy
         self.woken = anyio.Event()
         self.place: tuple[Candidate, Slot] | None = None
         self.error: ShedError | None = None
@@ -51,6 +57,7 @@ class WaitingRoom:
         self._views = views
         self._clock = clock
         self._waiters: dict[str, _Waiter] = {}
+        self._outdated: deque[_Waiter] = deque()  # still to be woken because the policy has changed
         self._waited_for: frozenset[str] = frozenset()
         self._wake = anyio.Event()
         ledger.on_freed(lambda _: self.look())
@@ -61,9 +68,12 @@ class WaitingRoom:
             self._wake.set()
 
     def redecide(self) -> None:
-        """Make every queued request ask again under the current policy."""
+        """Make every queued request ask again under the current policy, a few at a time."""
         for waiter in self._waiters.values():
-            waiter.woken.set()
+            if not waiter.is_outdated:
+                waiter.is_outdated = True
+                self._outdated.append(waiter)
+        self._wake.set()
 
     async def admit(
         self, ticket: Ticket, ranking: Ranking | None, *, has_waited: bool
@@ -124,7 +134,7 @@ class WaitingRoom:
             turn = self.line.turn(self._clock.now(), self._views())
             for refused in turn.refused:
                 waiter = self._waiters.get(refused.id)
-                if waiter is not None and not waiter.woken.is_set():  # a woken waiter enters the line again
+                if waiter is not None and not waiter.is_outdated:  # otherwise it enters the line again
                     waiter.error = _shed(refused)
                     waiter.woken.set()
             has_missed = await self._take_all(turn.offers)
@@ -134,7 +144,11 @@ class WaitingRoom:
             patience_s = None
             if turn.next_turn_at is not None:
                 patience_s = max(0.0, turn.next_turn_at - self._clock.now())
-            if has_missed:  # requests whose slot was gone are queued again, after this turn was computed
+            for _ in range(min(REDECIDED_TOGETHER, len(self._outdated))):
+                self._outdated.popleft().woken.set()
+            if self._outdated:
+                patience_s = 0.0
+            elif has_missed:  # requests whose slot was gone are queued again, after this turn was computed
                 patience_s = min(MISS_PAUSE_S, inf if patience_s is None else patience_s)
             with anyio.move_on_after(patience_s):
                 await wake.wait()

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import anyio
@@ -10,7 +11,8 @@ from support.world import DONE, HELLO, POLICY, ROLE, STOP, Caller, Script, World
 
 from gateway.core.errors import AtCapacity
 from gateway.core.usage import Ending
-from gateway.core.values import Exclusion, Load, Waiting
+from gateway.core.values import Exclusion, Load, TrafficClass, Waiting
+from gateway.pipeline.waiting_room import REDECIDED_TOGETHER
 from gateway.ports import Arrival, Slot
 from gateway.store.memory import MemoryLedger
 
@@ -184,3 +186,36 @@ async def test_nobody_who_is_sent_on_is_refused_for_backends_that_have_just_left
 
     (record,) = world.notes.requests
     assert (record.ending, record.backend) == (Ending.COMPLETED, "push")
+
+
+async def test_of_many_that_wait_a_few_at_a_time_are_decided_anew() -> None:
+    """Each takes its time, in which nothing else is done: streams go on between two of these turns."""
+    world = World(TakenElsewhere())
+    count = 3 * REDECIDED_TOGETHER
+    patient = Waiting(max_wait_s=60.0, waiting_max=count)
+    (model,) = POLICY.models
+    in_light, in_push = (
+        replace(
+            POLICY,
+            models=(replace(model, classes=(TrafficClass("chat", (pool,), waiting=patient),)),),
+        )
+        for pool in ("light", "push")
+    )
+    world.policy = in_light
+    line = world.pipeline.room.line
+    moved: list[int] = []
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.pipeline.room.run)
+        for number in range(count):
+            tasks.start_soon(arrive, world, number)
+        while len(line) < count:
+            await anyio.lowlevel.checkpoint()
+        world.policy = in_push
+        world.pipeline.policy_changed()
+        while not moved or moved[-1] < count:
+            await anyio.lowlevel.checkpoint()
+            moved.append(sum(one.pool == "push" for one in line.waiters(0.0, count)))
+        tasks.cancel_scope.cancel()
+
+    assert max(now - before for before, now in pairwise([0, *moved])) <= REDECIDED_TOGETHER
