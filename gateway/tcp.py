@@ -54,8 +54,8 @@ def is_gone(transport: asyncio.BaseTransport) -> bool:
         connection = transport.get_extra_info("socket")
         info: bytes = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
         retransmits, probes, silent_ms = _INFO.unpack(info)
-    except (OSError, RuntimeError, AttributeError, struct.error):  # already closed
-        return False
+    except (OSError, RuntimeError, AttributeError, ValueError, struct.error):
+        return False  # already closed; ValueError is uvloop's
     # After the first retransmission or window probe, its answer may be on the way.
     is_unheard: bool = max(retransmits, probes) > 1 and silent_ms >= GONE_S * 1000
     return is_unheard

@@ -747,6 +747,28 @@ async def test_a_caller_is_asked_for_life_while_it_waits(way: str) -> None:
         await site.idle()
 
 
+async def test_callers_that_leave_while_all_are_looked_at_are_no_trouble(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are looked at a few at a time: some have closed their connections when their turn comes."""
+    monkeypatch.setattr("gateway.tcp.LOOK_S", 0.0)
+    monkeypatch.setattr("gateway.downstream.listener.LOOKS_MAX", 1)
+    monkeypatch.setattr("gateway.downstream.listener.LOOKS_S", 0.02)
+    monkeypatch.setattr("gateway.downstream.listener.TICK_S", 0.02)
+    async with front(way) as site:
+        connections = site.listener.server_state.connections
+        for _ in range(3):
+            async with AsyncExitStack() as callers:
+                for _ in range(8):
+                    caller = await callers.enter_async_context(site.caller())
+                    assert (await caller.ask(post())).status == 200
+                await site.eventually(lambda: len(site.listener._to_look_at) > 4)
+            await site.eventually(lambda: not connections)
+            await site.eventually(lambda: not site.listener._to_look_at)
+        async with site.caller() as caller:
+            assert (await caller.ask(post())).status == 200
+
+
 async def test_a_caller_whose_machine_vanishes_in_its_answer_is_noticed(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
