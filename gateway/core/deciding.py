@@ -97,6 +97,9 @@ def refusal(
     views: Mapping[str, BackendView],
 ) -> CallerError | None:
     """Return the error for a request that no backend of its class could ever take, or None."""
+    known = decision.candidates
+    if known.first is not None or not all(reason.is_permanent for _, reason in known.passed_over):
+        return None
     candidates = selection.rank(policy, traffic_class, decision.demand, views)
     reasons = {candidate.excluded for candidate in candidates}
     if not reasons or not all(reason is not None and reason.is_permanent for reason in reasons):

@@ -49,7 +49,6 @@ from gateway.settings.sections.fleet import (
     GatesSection,
     HealthSection,
     JobRoomSection,
-    PoolSection,
 )
 from gateway.settings.sections.models import ClassSection, ModelSection, WhenSection
 from gateway.settings.sections.service import (
@@ -278,7 +277,7 @@ class Settings:
         document = self.document
         return Policy(
             models=tuple(_model(name, section) for name, section in document.models.items()),
-            pools={name: self._pool(name, section) for name, section in document.pools.items()},
+            pools=self._pools(),
             backends={name: self._backend(name, section) for name, section in document.backends.items()},
             weights=Weights(**document.routing.weights.model_dump()),
             retry=RetryPolicy(attempts_max=document.routing.attempts_max),
@@ -301,16 +300,21 @@ class Settings:
         """Return the launch flags of each backend's engine according to its profile."""
         return {name: self.profile(name).flags for name in self.document.backends}
 
-    def _pool(self, name: str, section: PoolSection) -> Pool:
-        return Pool(
-            name,
-            section.backends,
-            Timeouts(**(self.document.timeouts.model_dump() | _given(section.timeouts))),
-            _gates(section.gates, is_chat=name in _chat_pools(self.document)),
-            Spill(**section.spill.model_dump()),
-            _job_room(section.jobs, is_shared=name in _shared_pools(self.document)),
-            None if section.tpot_target_ms is None else section.tpot_target_ms / 1000,
-        )
+    def _pools(self) -> dict[str, Pool]:
+        document = self.document
+        of_chats, shared = _chat_pools(document), _shared_pools(document)
+        return {
+            name: Pool(
+                name,
+                section.backends,
+                Timeouts(**(document.timeouts.model_dump() | _given(section.timeouts))),
+                _gates(section.gates, is_chat=name in of_chats),
+                Spill(**section.spill.model_dump()),
+                _job_room(section.jobs, is_shared=name in shared),
+                None if section.tpot_target_ms is None else section.tpot_target_ms / 1000,
+            )
+            for name, section in document.pools.items()
+        }
 
     def _backend(self, name: str, section: BackendSection) -> Backend:
         profile = self.profile(name)

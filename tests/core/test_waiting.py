@@ -1585,6 +1585,22 @@ def test_what_a_turn_has_not_looked_at_is_looked_at_by_the_next_one_at_once() ->
     assert (len(turn.refused), turn.next_turn_at) == (1, None)
 
 
+def test_each_backend_of_a_pool_is_wanted_by_those_it_could_take_and_has_not_failed() -> None:
+    site = Site(knee=100)
+    site.policy = replace(site.policy, pools={"both": Pool("both", ("light", "push"))})
+    both = replace(PATIENT, pools=("both",))
+    for number, since in enumerate((30.0, 10.0, 20.0)):
+        site.enter(f"text-{number}", since, traffic_class=both)
+    ticket = site.ticket("image", 5.0, traffic_class=both)
+    site.line.enter(replace(ticket, demand=replace(ticket.demand, images=1)), 5.0)  # light takes none
+    failed = site.ticket("failed", 2.0, traffic_class=both, failed=frozenset({"push"}))
+    site.line.enter(failed, 40.0, has_waited=True)
+
+    wanted = site.line.wants({"light", "push", "other"})
+
+    assert wanted == {"light": Backlog(4, 10.0), "push": Backlog(4, 5.0), "other": Backlog()}
+
+
 def test_however_many_documents_wait_a_chat_behind_them_is_looked_at() -> None:
     site, patient = Site(), replace(LONG, waiting=Waiting(max_wait_s=9_000, ttft_target_s=9_000))
     short_wait = replace(LONG, waiting=Waiting(max_wait_s=60, ttft_target_s=9_000))

@@ -20,7 +20,7 @@ _T = TypeVar("_T", bound=Any)
 
 LOOKAHEAD = 64
 """Maximum number of requests of one class that one turn considers, of the ordinary ones and of the others
-(see `Ticket.is_ordinary`). Bounds the cost of a turn."""
+(see `Entry.is_ordinary`). Bounds the cost of a turn."""
 
 PUT_BACK_TOKENS = 262_144
 """Limit on how far tokens started elsewhere move a key's tag beyond the virtual time: one request of the
@@ -41,7 +41,14 @@ class Rank(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A queued ticket. Mutable: its rank changes over time."""
+    """A queued ticket. Mutable: its rank changes over time.
+
+    Attributes:
+        is_long, fits_all: As of its ticket.
+        is_ordinary: Whether every backend of its first pool could take it, and no gate for long prompts
+            applies. Others may have to wait where ordinary requests do not. However many of them wait, a
+            turn considers ordinary requests, too.
+    """
 
     ticket: Ticket
     number: int
@@ -50,7 +57,8 @@ class Entry:
     due_at: float
     start_by: float
     is_long: bool
-    is_ordinary: bool = True
+    fits_all: bool
+    is_ordinary: bool
     rank: Rank = Rank.TIMELY
     passed: int = 0
     is_unproven: bool = False  # may be able to start at once; its first turn shows whether it has to wait

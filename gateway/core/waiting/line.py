@@ -115,13 +115,22 @@ class WaitingLine:
     def wants(self, backends: Collection[str]) -> Mapping[str, Backlog]:
         """Return, per backend, the queued requests with it in their first pool that could run there."""
         found = {name: Backlog(started_at=self._started_at.get(name)) for name in backends}
+        alike: dict[tuple[str, ...], list[float]] = {}  # by first pool: since when those that fit all wait
         for entry in self._waiting.values():
             ticket = entry.ticket
+            since = entry.entered_at - ticket.waited_s
+            if entry.fits_all and not ticket.failed:
+                alike.setdefault(ticket.first_pool, []).append(since)
+                continue
             for name in ticket.first_pool:
                 if name in found and name not in ticket.failed:
                     backend = ticket.policy.backends[name]
                     if selection.could_take(backend, ticket.demand):
-                        found[name] += Backlog(1, entry.entered_at - ticket.waited_s)
+                        found[name] += Backlog(1, since)
+        for pool, waits in alike.items():
+            together = Backlog(len(waits), min(waits))
+            for name in found.keys() & set(pool):
+                found[name] += together
         return found
 
     def tokens_started(self, now: float) -> Mapping[Flow, int]:
@@ -336,6 +345,7 @@ class WaitingLine:
 
     def _entry(self, ticket: Ticket, now: float) -> Entry:
         self._numbers += 1
+        is_long, fits_all = ticket.is_long, ticket.fits_all
         due_at = ticket.due_at
         start_by = due_at - ticket.prefill_s
         rank = Rank.LATE if now > start_by else Rank.TIMELY
@@ -346,8 +356,9 @@ class WaitingLine:
             expires_at=_expiry(ticket, now, ticket.traffic_class.waiting.max_wait_s),
             due_at=due_at,
             start_by=start_by,
-            is_long=ticket.is_long,
-            is_ordinary=ticket.is_ordinary,
+            is_long=is_long,
+            fits_all=fits_all,
+            is_ordinary=fits_all and not is_long,
             rank=Rank.BEHIND if ticket.demand.is_job else rank,
         )
 

@@ -64,16 +64,10 @@ class Ticket:
         return admission.is_long(self.policy.pools[self.traffic_class.pools[0]].gates, self.demand)
 
     @property
-    def is_ordinary(self) -> bool:
-        """Whether every backend of its first pool could take it, and no gate for long prompts applies.
-
-        Others may have to wait where ordinary requests do not. However many of them wait, a turn considers
-        ordinary requests, too.
-        """
+    def fits_all(self) -> bool:
+        """Whether every backend of its first pool could take it."""
         demand, backends = self.demand, self.policy.backends
-        return not self.is_long and all(
-            selection.could_take(backends[name], demand) for name in self.first_pool
-        )
+        return all(selection.could_take(backends[name], demand) for name in self.first_pool)
 
     @property
     def cost(self) -> int:
