@@ -1,4 +1,6 @@
-"""Dedicated daemon threads, which, unlike those of a pool, do not delay the end of the process."""
+"""Threads: dedicated daemon threads, which, unlike those of a pool, do not delay the end of the process; and
+those of the pool, for what would hold up the event loop.
+"""
 
 import asyncio
 import errno
@@ -7,7 +9,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+import anyio
+
 T = TypeVar("T")
+
+INLINE_BYTES = 262_144
+"""An answer up to this size is decoded on the event loop, in a few milliseconds; a longer one in a thread."""
+
+
+async def in_thread_if(is_long: bool, function: Callable[[], T]) -> T:
+    """Run a function: at once, or in a thread of the pool if it takes long."""
+    return await anyio.to_thread.run_sync(function) if is_long else function()
 
 
 def in_own(loop: asyncio.AbstractEventLoop, name: str, function: Callable[[], T]) -> asyncio.Future[T]:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -34,6 +35,7 @@ from gateway.core.values import Decision, Estimate
 from gateway.events import about
 from gateway.pipeline import Pipeline
 from gateway.ports import Clock, Incoming, JobStore, Recorder
+from gateway.threads import INLINE_BYTES, in_thread_if
 
 log = logging.getLogger("gateway.jobs")
 
@@ -212,14 +214,13 @@ class Background:
 
     async def answer(self, job: Job) -> bytes:
         """Return the chat completion of a successful job."""
-        return whole(job, await self._chunks_of_final(job))
+        chunks = await self._chunks_of_final(job)
+        return await in_thread_if(_is_long(chunks), partial(whole, job, chunks))
 
     async def response(self, job: Job) -> dict[str, Any]:
         """Return the current response object of a job."""
-        replay = Replay(JobFacts.of(job), msgspec.json.decode)
         chunks = await self._chunks_of_final(job) if job.status.is_final else []
-        replay.tell(job, chunks)
-        response = dict(replay.response)
+        response = await in_thread_if(_is_long(chunks), partial(_replayed, job, chunks))
         if not job.status.is_final:
             response["status"] = job.status.value
             response["queue"] = await self.place(job)
@@ -366,3 +367,13 @@ def _expires_s(headers: Mapping[str, str]) -> float | None:
             f"`{EXPIRES_HEADER}` must be a number of seconds, at most 30 days.", param=EXPIRES_HEADER
         )
     return expires_s
+
+
+def _is_long(chunks: Sequence[Chunk]) -> bool:
+    return sum(len(chunk.data) for chunk in chunks) > INLINE_BYTES
+
+
+def _replayed(job: Job, chunks: Sequence[Chunk]) -> dict[str, Any]:
+    replay = Replay(JobFacts.of(job), msgspec.json.decode)
+    replay.tell(job, chunks)
+    return dict(replay.response)

@@ -39,6 +39,7 @@ from gateway.core.errors import CallerError, GatewayError, StoreUnavailable
 from gateway.core.jobs import Job, NewJob, Quota
 from gateway.events import about
 from gateway.ports import BatchStore, FileStore, JobStore
+from gateway.threads import INLINE_BYTES, in_thread_if
 
 log = logging.getLogger("gateway.jobs")
 T = TypeVar("T")
@@ -54,9 +55,6 @@ WRITTEN_MAX = 262_144
 
 SUBMITTED_MAX = 32
 """Maximum lines submitted between two checks of a batch."""
-
-INLINE_BYTES = 262_144
-"""An answer up to this size is rendered inline, a longer one in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +287,7 @@ class BatchRunner:
             render = partial(answer_of, claim.batch.endpoint, job, chunks)
             size = sum(len(chunk.data) for chunk in chunks)
             try:
-                answer = await _in_thread_if(size > INLINE_BYTES, render)
+                answer = await in_thread_if(size > INLINE_BYTES, render)
             except (ValueError, TypeError, KeyError, RecursionError):
                 log.exception(
                     "job %s: its answer cannot be read", job.id, extra=about("answer_unreadable", id=job.id)
@@ -364,7 +362,7 @@ class _Lines:
             raw = self._raws.popleft()
             size = 0 if raw.data is None else len(raw.data)
             read = partial(request_of, raw, self._endpoint, {})  # the file has been validated before
-            found = await _in_thread_if(size > INLINE_BYTES, read)
+            found = await in_thread_if(size > INLINE_BYTES, read)
             if isinstance(found, BatchLineError):
                 # Nested too deeply for this stack; a thread's stack has room.
                 found = await anyio.to_thread.run_sync(read)
@@ -383,10 +381,6 @@ class _Lines:
         self._offset += len(piece)
         self._is_read = not piece
         self._raws.extend(self._splitter.feed(piece) if piece else self._splitter.end())
-
-
-async def _in_thread_if(is_long: bool, function: Callable[[], T]) -> T:
-    return await anyio.to_thread.run_sync(function) if is_long else function()
 
 
 def _end_of(snapshot: BatchSnapshot) -> BatchStatus:

@@ -42,10 +42,11 @@ class JobRecord(Downstream):
             on_start: Called when an answer has begun.
         """
         self._store = store
-        self._job = job
+        # Not the job: the end of `run` is an error in a cycle, which would hold the body for long.
+        self._id, self._attempt, self._claim = job.id, job.attempt, job.claim
         self._number = job.chunks
         self._restarts = restarts
-        self._on_start = on_start
+        self._on_start: Callable[[], None] | None = on_start
         self._gathered = bytearray()
         self._unwritten: Chunk | None = None
         self._has_some = anyio.Event()
@@ -56,7 +57,9 @@ class JobRecord(Downstream):
 
     async def start(self, status: int, headers: Headers) -> None:
         """See `ports.Downstream.start`."""
-        self._on_start()
+        if self._on_start is not None:
+            self._on_start()
+            self._on_start = None
 
     async def send(self, data: bytes) -> None:
         """See `ports.Downstream.send`. Waits for the store only if too much is unwritten.
@@ -79,15 +82,18 @@ class JobRecord(Downstream):
 
     async def run(self) -> None:
         """Write chunks until cancelled, lost or stopped by a gap. Retries while the store is unreachable."""
-        while not self._is_over:
-            if not self._is_behind:
-                self._has_some = anyio.Event()
-                await self._has_some.wait()
-            await anyio.sleep(CHUNK_S)
-            try:
-                await self.write()
-            except StoreUnavailable:
-                await anyio.sleep(AGAIN_S)
+        try:
+            while not self._is_over:
+                if not self._is_behind:
+                    self._has_some = anyio.Event()
+                    await self._has_some.wait()
+                await anyio.sleep(CHUNK_S)
+                try:
+                    await self.write()
+                except StoreUnavailable:
+                    await anyio.sleep(AGAIN_S)
+        finally:
+            self._on_start = None
 
     async def write_all(self) -> None:
         """Write everything received. Retries while the store is unreachable, until cancelled."""
@@ -113,7 +119,7 @@ class JobRecord(Downstream):
 
     async def _append(self, chunk: Chunk) -> None:
         try:
-            is_held = await self._store.append(self._job.id, self._job.attempt, chunk, self._job.claim)
+            is_held = await self._store.append(self._id, self._attempt, chunk, self._claim)
         except ValueError:
             self.has_gap = True
             self.error = StoreUnavailable("The store has lost some of the answer.")
@@ -121,7 +127,7 @@ class JobRecord(Downstream):
             self.is_lost = not is_held
 
     def _next_chunk(self) -> Chunk:
-        chunk = Chunk(self._number, self._job.attempt, bytes(self._gathered), self._restarts)
+        chunk = Chunk(self._number, self._attempt, bytes(self._gathered), self._restarts)
         self._number += 1
         self._restarts = False
         self._gathered.clear()

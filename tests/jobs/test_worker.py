@@ -1,5 +1,6 @@
 """A worker over a real store: jobs are worked off; none is lost, whatever ends the worker or the store."""
 
+import gc
 import logging
 import secrets
 import sys
@@ -589,6 +590,18 @@ async def test_what_an_attempt_held_is_free_when_it_has_failed(
         assert len(tried) == RULES.attempts_max
         with anyio.fail_after(WITHIN_S):
             while any(asked() for asked in tried):
+                await anyio.lowlevel.checkpoint()
+
+
+async def test_the_body_of_an_answered_job_is_free(world: JobWorld, without_collector: None) -> None:
+    store, backend = world.open(), Backend()
+    async with working(store, backend):
+        for id in ("answered-1", "answered-2"):
+            await submit(store, id)
+            assert (await ended(store, id)).status is JobStatus.COMPLETED
+        backend.asked.clear()
+        with anyio.fail_after(WITHIN_S):
+            while any(type(one) is NewJob and "answered" in one.id for one in gc.get_objects()):
                 await anyio.lowlevel.checkpoint()
 
 
