@@ -14,12 +14,12 @@ import anyio
 T = TypeVar("T")
 
 INLINE_BYTES = 262_144
-"""An answer up to this size is decoded on the event loop, in a few milliseconds; a longer one in a thread."""
+"""As much is decoded on the event loop, in a few milliseconds; more in a thread."""
 
 
-async def in_thread_if(is_long: bool, function: Callable[[], T]) -> T:
-    """Run a function: at once, or in a thread of the pool if it takes long."""
-    return await anyio.to_thread.run_sync(function) if is_long else function()
+async def decoded(size_bytes: int, function: Callable[[], T]) -> T:
+    """Run a function that decodes so many bytes: at once, or in a thread of the pool."""
+    return await anyio.to_thread.run_sync(function) if size_bytes > INLINE_BYTES else function()
 
 
 def in_own(loop: asyncio.AbstractEventLoop, name: str, function: Callable[[], T]) -> asyncio.Future[T]:

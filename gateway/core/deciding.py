@@ -91,18 +91,15 @@ def idle(policy: Policy) -> Mapping[str, BackendView]:
 
 
 def refusal(
-    policy: Policy,
-    traffic_class: TrafficClass,
-    decision: Decision,
-    views: Mapping[str, BackendView],
+    traffic_class: TrafficClass, decision: Decision, views: Mapping[str, BackendView]
 ) -> CallerError | None:
-    """Return the error for a request that no backend of its class could ever take, or None."""
-    known = decision.candidates
-    if known.first is not None or not all(reason.is_permanent for _, reason in known.passed_over):
-        return None
-    candidates = selection.rank(policy, traffic_class, decision.demand, views)
-    reasons = {candidate.excluded for candidate in candidates}
-    if not reasons or not all(reason is not None and reason.is_permanent for reason in reasons):
+    """Return the error for a request that no backend of its class could ever take, or None.
+
+    `views`: of these backends; only their capacity is read.
+    """
+    excluded = decision.candidates.passed_over  # all of them, if there is no first
+    reasons = {reason for _, reason in excluded}
+    if decision.candidates.first is not None or not reasons or not all(one.is_permanent for one in reasons):
         return None
     if Exclusion.MODALITY in reasons:
         name = traffic_class.name
@@ -114,7 +111,7 @@ def refusal(
     if Exclusion.SEQS_EXCEEDED in reasons:
         message = "No backend runs that many choices at once."
         return InvalidRequest(message, code="too_many_choices", param="n")
-    window = max(views[candidate.backend].capacity.context_tokens for candidate in candidates)
+    window = max(views[name].capacity.context_tokens for name, _ in excluded)
     return _overlong(decision, window, is_kv=Exclusion.CONTEXT_EXCEEDED not in reasons)
 
 

@@ -15,7 +15,7 @@ once, but ends once: a final status never changes.
 Pure: times are arguments, in epoch seconds of the store's clock.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -148,6 +148,11 @@ class Chunk:
     attempt: int
     data: bytes
     restarts: bool = False
+
+
+def size_of(chunks: Iterable[Chunk]) -> int:
+    """Return the bytes of an answer."""
+    return sum(len(chunk.data) for chunk in chunks)
 
 
 @dataclass(frozen=True, slots=True)

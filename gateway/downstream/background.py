@@ -27,6 +27,7 @@ from gateway.core.jobs import (
     Quota,
     Refusal,
     expected_start_s,
+    size_of,
 )
 from gateway.core.responses.draft import Event
 from gateway.core.responses.replay import JobFacts, Replay
@@ -35,7 +36,7 @@ from gateway.core.values import Decision, Estimate
 from gateway.events import about
 from gateway.pipeline import Pipeline
 from gateway.ports import Clock, Incoming, JobStore, Recorder
-from gateway.threads import INLINE_BYTES, in_thread_if
+from gateway.threads import decoded
 
 log = logging.getLogger("gateway.jobs")
 
@@ -215,12 +216,12 @@ class Background:
     async def answer(self, job: Job) -> bytes:
         """Return the chat completion of a successful job."""
         chunks = await self._chunks_of_final(job)
-        return await in_thread_if(_is_long(chunks), partial(whole, job, chunks))
+        return await decoded(size_of(chunks), partial(whole, job, chunks))
 
     async def response(self, job: Job) -> dict[str, Any]:
         """Return the current response object of a job."""
         chunks = await self._chunks_of_final(job) if job.status.is_final else []
-        response = await in_thread_if(_is_long(chunks), partial(_replayed, job, chunks))
+        response = await decoded(size_of(chunks), partial(_replayed, job, chunks))
         if not job.status.is_final:
             response["status"] = job.status.value
             response["queue"] = await self.place(job)
@@ -367,10 +368,6 @@ def _expires_s(headers: Mapping[str, str]) -> float | None:
             f"`{EXPIRES_HEADER}` must be a number of seconds, at most 30 days.", param=EXPIRES_HEADER
         )
     return expires_s
-
-
-def _is_long(chunks: Sequence[Chunk]) -> bool:
-    return sum(len(chunk.data) for chunk in chunks) > INLINE_BYTES
 
 
 def _replayed(job: Job, chunks: Sequence[Chunk]) -> dict[str, Any]:

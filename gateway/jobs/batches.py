@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import anyio
 import anyio.to_thread
@@ -36,13 +35,12 @@ from gateway.core.batches import (
     unanswered_line,
 )
 from gateway.core.errors import CallerError, GatewayError, StoreUnavailable
-from gateway.core.jobs import Job, NewJob, Quota
+from gateway.core.jobs import Job, NewJob, Quota, size_of
 from gateway.events import about
 from gateway.ports import BatchStore, FileStore, JobStore
-from gateway.threads import INLINE_BYTES, in_thread_if
+from gateway.threads import decoded
 
 log = logging.getLogger("gateway.jobs")
-T = TypeVar("T")
 
 AGAIN_S = 1.0
 """Interval between attempts while the store is unreachable."""
@@ -285,9 +283,8 @@ class BatchRunner:
         if job is not None:
             chunks = await self._jobs.all_chunks(job.id)
             render = partial(answer_of, claim.batch.endpoint, job, chunks)
-            size = sum(len(chunk.data) for chunk in chunks)
             try:
-                answer = await in_thread_if(size > INLINE_BYTES, render)
+                answer = await decoded(size_of(chunks), render)
             except (ValueError, TypeError, KeyError, RecursionError):
                 log.exception(
                     "job %s: its answer cannot be read", job.id, extra=about("answer_unreadable", id=job.id)
@@ -362,7 +359,7 @@ class _Lines:
             raw = self._raws.popleft()
             size = 0 if raw.data is None else len(raw.data)
             read = partial(request_of, raw, self._endpoint, {})  # the file has been validated before
-            found = await in_thread_if(size > INLINE_BYTES, read)
+            found = await decoded(size, read)
             if isinstance(found, BatchLineError):
                 # Nested too deeply for this stack; a thread's stack has room.
                 found = await anyio.to_thread.run_sync(read)

@@ -59,7 +59,6 @@ class JobRecord(Downstream):
         """See `ports.Downstream.start`."""
         if self._on_start is not None:
             self._on_start()
-            self._on_start = None
 
     async def send(self, data: bytes) -> None:
         """See `ports.Downstream.send`. Waits for the store only if too much is unwritten.

@@ -44,12 +44,13 @@ from gateway.core.jobs import (
     Lane,
     Refused,
     Serving,
+    size_of,
 )
 from gateway.events import about
 from gateway.jobs.record import AGAIN_S, JobLost, JobRecord
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming, JobStore
-from gateway.threads import INLINE_BYTES, in_thread_if
+from gateway.threads import decoded
 
 log = logging.getLogger("gateway.jobs")
 T = TypeVar("T")
@@ -410,8 +411,8 @@ class Worker:
     async def _answer_so_far(self, job: Job) -> AnswerSoFar:
         chunks = await _until_answered(lambda: self._store.all_chunks(job.id))
         body = job.new.body
-        size = len(body) + sum(len(chunk.data) for chunk in chunks)
-        return await in_thread_if(size > INLINE_BYTES, lambda: answer_so_far(chunks, choices(body)))
+        size = len(body) + size_of(chunks)
+        return await decoded(size, lambda: answer_so_far(chunks, choices(body)))
 
     async def _finish(self, claim: _Claim, status: JobStatus, error: JobError | None = None) -> None:
         job = claim.job

@@ -501,7 +501,7 @@ class Pipeline:
         if ticket.failed:
             return  # others could take it, and have failed: the waiting line reports that
         views = self._views(ticket.policy.backends)
-        refusal = deciding.refusal(ticket.policy, ticket.traffic_class, decision, views)
+        refusal = deciding.refusal(ticket.traffic_class, decision, views)
         if refusal is not None:
             raise refusal
 

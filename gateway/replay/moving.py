@@ -56,7 +56,7 @@ def verdict(
         model = deciding.model_of(policy, request.model)
         traffic_class, decision = deciding.decide(policy, model, request, asked.estimate, lambda _: idle)
         name = traffic_class.name
-        refusal = deciding.refusal(policy, traffic_class, decision, idle)
+        refusal = deciding.refusal(traffic_class, decision, idle)
         if refusal is not None:
             raise refusal
     except GatewayError as error:

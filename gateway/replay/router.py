@@ -118,7 +118,7 @@ class PolicyRouter(Generic[A]):
         pools = (policy.pools[name] for name in traffic_class.pools)
         members = {name for pool in pools for name in pool.backends}
         if not any(selection.could_take(policy.backends[name], demand) for name in members):
-            refusal = deciding.refusal(policy, traffic_class, decision, self._idle)
+            refusal = deciding.refusal(traffic_class, decision, self._idle)
             if refusal is not None:
                 raise refusal
         patience_s = asked.patience_s

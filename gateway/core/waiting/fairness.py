@@ -26,7 +26,6 @@ PUT_BACK_TOKENS = 262_144
 """Limit on how far tokens started elsewhere move a key's tag beyond the virtual time: one request of the
 largest window. Further charges are dropped, so that a key is not locked out after its gateway has gone."""
 
-
 FINISH_SPARE = 64
 """A group of classes remembers twice as many keys as had an advantage, and this many more."""
 
@@ -43,11 +42,7 @@ class Rank(IntEnum):
 class Entry:
     """A queued ticket. Mutable: its rank changes over time.
 
-    Attributes:
-        is_long, fits_all: As of its ticket.
-        is_ordinary: Whether every backend of its first pool could take it, and no gate for long prompts
-            applies. Others may have to wait where ordinary requests do not. However many of them wait, a
-            turn considers ordinary requests, too.
+    `is_long` and `fits_all` are those of its ticket.
     """
 
     ticket: Ticket
@@ -58,10 +53,18 @@ class Entry:
     start_by: float
     is_long: bool
     fits_all: bool
-    is_ordinary: bool
     rank: Rank = Rank.TIMELY
     passed: int = 0
     is_unproven: bool = False  # may be able to start at once; its first turn shows whether it has to wait
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether every backend of its first pool could take it, and no gate for long prompts applies.
+
+        Others may have to wait where ordinary requests do not. However many of them wait, a turn considers
+        ordinary requests, too.
+        """
+        return self.fits_all and not self.is_long
 
     @property
     def cost(self) -> int:

@@ -345,7 +345,6 @@ class WaitingLine:
 
     def _entry(self, ticket: Ticket, now: float) -> Entry:
         self._numbers += 1
-        is_long, fits_all = ticket.is_long, ticket.fits_all
         due_at = ticket.due_at
         start_by = due_at - ticket.prefill_s
         rank = Rank.LATE if now > start_by else Rank.TIMELY
@@ -356,9 +355,8 @@ class WaitingLine:
             expires_at=_expiry(ticket, now, ticket.traffic_class.waiting.max_wait_s),
             due_at=due_at,
             start_by=start_by,
-            is_long=is_long,
-            fits_all=fits_all,
-            is_ordinary=fits_all and not is_long,
+            is_long=ticket.is_long,
+            fits_all=ticket.fits_all,
             rank=Rank.BEHIND if ticket.demand.is_job else rank,
         )
 
