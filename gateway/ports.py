@@ -443,6 +443,8 @@ class JobStore(Protocol):
     """Stores jobs and their answers. All methods raise StoreUnavailable if the store does not respond.
 
     `submit` returns once the job is durable. All methods are idempotent.
+
+    Jobs are returned without their bodies and facts, which can be megabytes, except by `load` and `claim`.
     """
 
     async def submit(
@@ -455,6 +457,9 @@ class JobStore(Protocol):
 
     async def get(self, job_id: str) -> Job | None:
         """Return a job; None if it was never accepted, was deleted, or has expired."""
+
+    async def load(self, job_id: str) -> Job | None:
+        """Return a job with its body and facts, otherwise like `get`."""
 
     async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
         """Return up to `limit` chunks of a job's answer, from number `start` on."""
@@ -495,7 +500,7 @@ class JobStore(Protocol):
         lane: str | None = None,
         limit: int = 100,
     ) -> Sequence[Job]:
-        """Return jobs, newest first, without bodies and facts. `key`: only those of this API key."""
+        """Return jobs, newest first. `key`: only those of this API key."""
 
     async def lanes(self) -> Sequence[Lane]:
         """Return every lane with jobs that are queued or in progress."""

@@ -91,7 +91,7 @@ class Job:
     """A job in the store.
 
     Attributes:
-        new: What was submitted.
+        new: What was submitted. Body and facts are empty unless they were asked for; see `ports.JobStore`.
         status: Its status.
         attempt: Number of claims so far, which the worker's writes must repeat.
         failures: Number of failed attempts: the worker died, or the backend failed.

@@ -46,6 +46,9 @@ FOLLOW_S = 10.0
 AGAIN_S = 1.0
 """Interval between attempts while the store is unreachable."""
 
+CHUNKS_AT_ONCE = 64
+"""Maximum chunks read at once by a follower: 16 s of an answer as it is written."""
+
 RETRY_AFTER_S = 5
 RETRY_AFTER_MAX_S = 59
 LANES_FOR_S = 2.0
@@ -120,8 +123,8 @@ class Background:
         body: bytes,
         estimate: Estimate | None = None,
         replaces: bool = False,
-    ) -> tuple[Job, bool]:
-        """Submit a request as a job. Return the job, and whether it existed before under the same key.
+    ) -> tuple[Job, JobFacts | None]:
+        """Submit a request as a job. Return it, and its facts unless it existed before under the same key.
 
         `replaces`: whether it takes the place of a job under that key which has failed or was cancelled.
 
@@ -138,19 +141,23 @@ class Background:
         decided_at = self._clock.now()
         if (trace := incoming.arrival.trace) is not None:
             facts = replace(facts, trace=trace.own.traceparent)
-        job = NewJob(
-            id=id,
-            key=request.key,
-            lane=f"{decision.model}/{decision.traffic_class}",
-            body=streamed(incoming.body_for(request.model)),
-            facts=facts.encoded(),
-            priority=self._priority(request.key, request.headers),
-            keep_s=self._rules.keep_s if store else self._rules.unstored_keep_s,
-            expires_s=_expires_s(request.headers),
-        )
-        idempotency = Idempotency.of(idempotency_key, route, body)
+
+        def new_job() -> tuple[NewJob, Idempotency | None]:
+            job = NewJob(
+                id=id,
+                key=request.key,
+                lane=f"{decision.model}/{decision.traffic_class}",
+                body=streamed(incoming.body_for(request.model)),
+                facts=facts.encoded(),
+                priority=self._priority(request.key, request.headers),
+                keep_s=self._rules.keep_s if store else self._rules.unstored_keep_s,
+                expires_s=_expires_s(request.headers),
+            )
+            return job, Idempotency.of(idempotency_key, route, body)
+
+        new, idempotency = await decoded(incoming.size_bytes, new_job)
         try:
-            found = await self._jobs.submit(job, self._rules.quota, idempotency, replaces=replaces)
+            found = await self._jobs.submit(new, self._rules.quota, idempotency, replaces=replaces)
         except StoreUnavailable:
             if idempotency is None:  # nobody could find it
                 self.revoke(id)
@@ -164,12 +171,12 @@ class Background:
             log.debug(
                 "job %s: accepted, %s, %s",
                 id,
-                job.lane,
-                job.priority.value,
-                extra=about("job_accepted", id=id, lane=job.lane, priority=job.priority.value),
+                new.lane,
+                new.priority.value,
+                extra=about("job_accepted", id=id, lane=new.lane, priority=new.priority.value),
             )
         self._recorder.finished(_record(incoming, decision, decided_at, self._clock.now()))
-        return found, found.id != id
+        return found, facts.as_accepted(found) if found.id == id else None
 
     async def is_served_elsewhere(self, model: str) -> bool:
         """Return whether processes with a different configuration run jobs of a model."""
@@ -205,23 +212,30 @@ class Background:
         return await self._again(job)
 
     async def news(self, job: Job, start: int, wait_s: float) -> tuple[Job, Sequence[Chunk]]:
-        """Wait for chunks of a job from number `start` on, at most `wait_s`, and return them.
+        """Wait for chunks of a job from number `start` on, at most `wait_s`, and return some.
 
-        The job is refreshed only if there are none, because that loads its body too.
+        The job is refreshed only if there are none.
         """
         await self._jobs.changed(job.id, start, wait_s, job.status)
-        chunks = await self._jobs.chunks(job.id, start)
+        chunks = await self._jobs.chunks(job.id, start, CHUNKS_AT_ONCE)
         return (job if chunks else await self._again(job)), chunks
 
     async def answer(self, job: Job) -> bytes:
         """Return the chat completion of a successful job."""
+        job = await self._loaded(job)
         chunks = await self._chunks_of_final(job)
-        return await decoded(size_of(chunks), partial(whole, job, chunks))
+        return await decoded(len(job.new.body) + size_of(chunks), partial(whole, job, chunks))
 
-    async def response(self, job: Job) -> dict[str, Any]:
-        """Return the current response object of a job."""
+    async def facts(self, job: Job) -> JobFacts:
+        """Return the facts of a job."""
+        job = await self._loaded(job)
+        return await decoded(len(job.new.facts), partial(JobFacts.of, job))
+
+    async def response(self, job: Job, facts: JobFacts | None = None) -> dict[str, Any]:
+        """Return the current response object of a job. `facts`: its facts, if they are known."""
+        facts = facts or await self.facts(job)
         chunks = await self._chunks_of_final(job) if job.status.is_final else []
-        response = await decoded(size_of(chunks), partial(_replayed, job, chunks))
+        response = await decoded(size_of(chunks), partial(_replayed, facts, job, chunks))
         if not job.status.is_final:
             response["status"] = job.status.value
             response["queue"] = await self.place(job)
@@ -236,7 +250,7 @@ class Background:
             InvalidRequest: it was a chat.
             ResponseNotFound: its conversation is not kept (`store: false`).
         """
-        facts = JobFacts.of(job)
+        facts = await self.facts(job)
         if facts.is_chat:
             message = "That was a chat, which a response cannot continue: send its messages as `input`."
             if param is None:
@@ -245,7 +259,7 @@ class Background:
         if not facts.conversation:
             raise gone(job.id, param)
         context, said = (facts.conversation.get(name, []) for name in ("context", "input"))
-        response = await self.response(job)
+        response = await self.response(job, facts)
         return msgspec.json.encode({"response": response, "context": context, "input": said})
 
     async def events(self, job: Job, after: int) -> AsyncIterator[Sequence[Event]]:
@@ -253,10 +267,11 @@ class Background:
 
         The last batch ends with the event that ends the response.
         """
-        replay = Replay(JobFacts.of(job), msgspec.json.decode)
+        replay = Replay(await self.facts(job), msgspec.json.decode)
         while True:
-            chunks = await self._jobs.chunks(job.id, replay.chunks)
-            new = [event for event in replay.tell(job, chunks) if event["sequence_number"] > after]
+            chunks = await self._jobs.chunks(job.id, replay.chunks, CHUNKS_AT_ONCE)
+            told = await decoded(size_of(chunks), partial(replay.tell, job, chunks))
+            new = [event for event in told if event["sequence_number"] > after]
             if new:
                 yield new
             if replay.is_over:
@@ -265,7 +280,7 @@ class Background:
                 if not new:
                     yield ()
                 await self._jobs.changed(job.id, replay.chunks, FOLLOW_S, job.status)
-                job = await self._again(job)  # not for each chunk, because it loads the body
+                job = await self._again(job)
 
     def retry_after_s(self, response: Mapping[str, Any]) -> int:
         """Return when to poll a response again."""
@@ -274,6 +289,12 @@ class Background:
 
     async def _again(self, job: Job) -> Job:
         found = await self._jobs.get(job.id)
+        if found is None:
+            raise gone(job.id)
+        return found
+
+    async def _loaded(self, job: Job) -> Job:
+        found = await self._jobs.load(job.id)
         if found is None:
             raise gone(job.id)
         return found
@@ -370,7 +391,7 @@ def _expires_s(headers: Mapping[str, str]) -> float | None:
     return expires_s
 
 
-def _replayed(job: Job, chunks: Sequence[Chunk]) -> dict[str, Any]:
-    replay = Replay(JobFacts.of(job), msgspec.json.decode)
+def _replayed(facts: JobFacts, job: Job, chunks: Sequence[Chunk]) -> dict[str, Any]:
+    replay = Replay(facts, msgspec.json.decode)
     replay.tell(job, chunks)
     return dict(replay.response)

@@ -44,8 +44,12 @@ class BodyReceiver(asyncio.BufferedProtocol):
             self._take(len(part))
 
     def body(self) -> bytes:
-        """Return the complete body without copying it: no other view of the buffer exists any more."""
-        return self._file.getvalue()
+        """Hand over the complete body without copying it: no other view of the buffer exists any more.
+
+        It is not kept here: uvloop keeps this protocol's methods until the connection closes.
+        """
+        file, self._file = self._file, BytesIO()
+        return file.getvalue()
 
     def end(self) -> None:
         """Stop receiving."""

@@ -81,7 +81,7 @@ class ChatJobs:
 
     def answering(self, request: WireRequest, received: Received) -> Work:
         """Return the work that answers a chat."""
-        held = [(request, received)]  # popped once it is a job, whose body is in the store
+        held = [(request, received)]  # popped: once it is a job, only the store has its body
 
         async def work(downstream: HttpDownstream) -> None:
             await self._answer(held, downstream)
@@ -93,9 +93,9 @@ class ChatJobs:
         is_async = self.wants_job(request)
         traffic_class, estimate = await self._classified(request, is_async=is_async)
         queue = None if is_async or traffic_class is None else traffic_class.queue
-        job = None
+        job, facts = None, None
         if is_async or queue is not None:
-            job = await self._handed_over(request, received, estimate, queue)
+            job, facts = await self._handed_over(request, received, estimate, queue)
         if job is None:
             await self._pipeline.run(request, downstream, estimate)
             await downstream.finish()
@@ -103,10 +103,10 @@ class ChatJobs:
         headers, prefers = _headers(request, job, estimate), preference(received.headers.get("prefer"))
         if traffic_class is None or queue is None:
             del request, received
-            await self._respond_async(job, prefers, headers, downstream)
+            await self._respond_async(job, facts, prefers, headers, downstream)
             return
         waiter = _waiter(request, traffic_class.waiting, queue, headers)
-        del request, received
+        del request, received, facts
         await self._served(job, waiter, downstream)
 
     # -------------------------------------------------------------- submitting
@@ -129,8 +129,10 @@ class ChatJobs:
         received: Received,
         estimate: Estimate | None,
         queue: OnDisconnect | None,
-    ) -> Job | None:
-        """Submit the request as a job. None: the store is unreachable, and a job is not required.
+    ) -> tuple[Job, JobFacts | None] | tuple[None, None]:
+        """Submit the request as a job; see `Background.submit`.
+
+        None: the store is unreachable, and a job is not required.
 
         Args:
             request: The chat.
@@ -159,7 +161,7 @@ class ChatJobs:
                 conversation={},
                 is_chat=True,
             )
-            job, _ = await self._background.submit(
+            job, known = await self._background.submit(
                 request,
                 facts,
                 id=response["id"],
@@ -181,7 +183,7 @@ class ChatJobs:
                 extra=about("queue_passed_over", id=request.arrival.id),
             )
             self._background.revoke(response["id"])  # it may have been accepted all the same
-            return None
+            return None, None
         except GatewayError as error:
             self._refused(request.arrival, error, request.request.key)
             raise
@@ -191,10 +193,15 @@ class ChatJobs:
             job.id,
             extra=about("request_queued", id=request.arrival.id, job=job.id),
         )
-        return job
+        return job, known
 
     async def _respond_async(
-        self, job: Job, prefers: Preference, headers: Headers, downstream: HttpDownstream
+        self,
+        job: Job,
+        facts: JobFacts | None,
+        prefers: Preference,
+        headers: Headers,
+        downstream: HttpDownstream,
     ) -> None:
         """Send the chat completion if it is ready in time, or else the location of the job."""
         headers = (*headers, (b"preference-applied", prefers.applied.encode()))
@@ -205,7 +212,7 @@ class ChatJobs:
                     raise failed
                 await send_body(await self._background.answer(job), downstream, headers=headers)
                 return
-            response = await self._background.response(job)
+            response = await self._background.response(job, facts)
         except GatewayError as error:
             error.headers = (*headers, *error.headers)
             raise
@@ -235,7 +242,7 @@ class ChatJobs:
             key = self._keys.name_of(request.headers.get("authorization"))
             found = job_id(completion_id)
             job = None if found is None else await self._background.get(key, found)
-            if job is None or not JobFacts.of(job).is_chat:
+            if job is None or not (await self._background.facts(job)).is_chat:
                 raise _gone(completion_id)
             if not job.status.is_final:
                 place = await self._background.place(job)

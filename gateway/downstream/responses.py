@@ -207,7 +207,7 @@ class Responses:
         store = asked.conversation is not None
         facts = asked.facts(received, token, {"background": True, "store": store})
         try:
-            job, _ = await background.submit(
+            job, known = await background.submit(
                 asked.incoming,
                 facts,
                 id=asked.draft.response["id"],
@@ -220,16 +220,15 @@ class Responses:
             error.param = chat_param_here(error.param)
             raise
 
-        async def work(downstream: HttpDownstream) -> None:
-            if asked.incoming.request.stream:
-                await downstream.start(200, SSE_HEADERS)
-                await self._follow(background, job, -1, downstream.send)
-                await downstream.finish()
-            else:
-                response = await background.response(job)
-                await send_json(response, downstream)
+        async def follow(downstream: HttpDownstream) -> None:
+            await downstream.start(200, SSE_HEADERS)
+            await self._follow(background, job, -1, downstream.send)
+            await downstream.finish()
 
-        return work
+        if asked.incoming.request.stream:
+            return follow
+        response = await background.response(job, known)
+        return partial(send_json, response)
 
     async def _follow(
         self, background: Background, job: Job, after: int, send: Callable[[bytes], Awaitable[None]]

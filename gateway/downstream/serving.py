@@ -182,8 +182,15 @@ class Serving:
         try:
             head = self._head(call)
             key = head.key
-            body = await call.body(self.limits, self.uploads)
-            work = await read(Received(arrival, body, key, head.headers, head.forwarded))
+            work = await read(
+                Received(
+                    arrival,
+                    await call.body(self.limits, self.uploads),  # not held here: `work` may release it
+                    key,
+                    head.headers,
+                    head.forwarded,
+                )
+            )
         except GatewayError as error:
             self.refused(arrival, error, key)
             raise

@@ -7,6 +7,7 @@ reach it as without the queue: as a status code before the response has begun, a
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
@@ -14,7 +15,7 @@ import msgspec
 
 from gateway.core.chat_jobs import ChatReplay, chat_id, failure
 from gateway.core.errors import AtCapacity, GatewayError, StoreUnavailable, StreamBroken
-from gateway.core.jobs import Job, JobStatus
+from gateway.core.jobs import Job, JobStatus, size_of
 from gateway.core.sse import DONE
 from gateway.core.values import OnDisconnect
 from gateway.downstream.background import AGAIN_S, Background
@@ -23,6 +24,7 @@ from gateway.events import about
 from gateway.pipeline import CallerStalled
 from gateway.pipeline.caller import CALLER_STALL_S, KEEP_ALIVE, KEEP_ALIVE_S, SSE_HEADERS
 from gateway.ports import Clock, Headers
+from gateway.threads import decoded
 
 log = logging.getLogger("gateway.downstream")
 
@@ -129,7 +131,7 @@ class WaitingCaller:
             except StoreUnavailable as error:
                 await self._away(error)
                 chunks = ()
-            if data := replay.tell(chunks):
+            if data := await decoded(size_of(chunks), partial(replay.tell, chunks)):
                 await self._send(data)
             if replay.is_broken:
                 raise StreamBroken(

@@ -275,7 +275,7 @@ class BatchRunner:
     # ------------------------------------------------------------ collecting results
 
     async def _collect(self, claim: BatchClaim, snapshot: BatchSnapshot, line: RunningLine) -> None:
-        job = await self._jobs.get(line.job_id)
+        job = await self._jobs.load(line.job_id)
         if job is not None and not job.status.is_final:  # an operator has retried it
             await self._batches.collect(claim, line.job_id, b"", is_answer=False)
             return
@@ -284,7 +284,7 @@ class BatchRunner:
             chunks = await self._jobs.all_chunks(job.id)
             render = partial(answer_of, claim.batch.endpoint, job, chunks)
             try:
-                answer = await decoded(size_of(chunks), render)
+                answer = await decoded(job.new.size_bytes + size_of(chunks), render)
             except (ValueError, TypeError, KeyError, RecursionError):
                 log.exception(
                     "job %s: its answer cannot be read", job.id, extra=about("answer_unreadable", id=job.id)

@@ -19,6 +19,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 import anyio
@@ -330,7 +331,9 @@ class Worker:
         if stored is not None and stored.finish_reason is not None:
             await self._finish(claim, stored.status)  # only the final status was missing
             return
-        body = continuation(job.new.body, stored) if stored is not None and self._rules.continues else None
+        body = None
+        if stored is not None and self._rules.continues:
+            body = await decoded(job.new.size_bytes, partial(continuation, job.new.body, stored))
         if body is not None:
             chunks, failure = await self._relay(claim, body, restarts=False)
             if not isinstance(failure, CallerError):
@@ -361,7 +364,7 @@ class Worker:
         record = JobRecord(self._store, job, restarts=restarts, on_start=begun)
         failure: GatewayError | None = None
         try:
-            incoming = self._read(job, body)
+            incoming = await decoded(job.new.size_bytes, partial(self._read, job, body))
         except GatewayError as error:
             return record.chunks, error
         try:

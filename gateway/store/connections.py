@@ -217,27 +217,41 @@ async def patience(seconds: float) -> AsyncIterator[None]:
     Raises:
         TimeoutError: the time is over.
     """
-    loop = asyncio.get_running_loop()
-    part_s = max(seconds, 0.0) / LOOKS
-    left, due = float(LOOKS), loop.time() + part_s
-    timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as limit:
-
-        def look() -> None:
-            nonlocal left, due, timer
-            now = loop.time()
-            left -= LATE_PART if now - due >= part_s > 0 else 1.0
-            due = now + part_s
-            if left > 0:
-                timer = loop.call_at(due, look)
-            else:
-                limit.reschedule(now + ONCE_MORE_S)
-
-        timer = loop.call_at(due, look)
+        looks = _Looks(limit, max(seconds, 0.0) / LOOKS)
         try:
             yield
         finally:
-            timer.cancel()
+            looks.end()
+
+
+class _Looks:
+    """Counts the time of a block in parts of `part_s`, and sets its `limit` after `LOOKS` of them.
+
+    Not functions of each other: such a cycle per command would wait for the garbage collector.
+    """
+
+    def __init__(self, limit: asyncio.Timeout, part_s: float) -> None:
+        self._limit = limit
+        self._part_s = part_s
+        self._left = float(LOOKS)
+        self._loop = asyncio.get_running_loop()
+        self._wait(self._loop.time())
+
+    def _wait(self, now: float) -> None:
+        self._due = now + self._part_s
+        self._timer = self._loop.call_at(self._due, self._look)
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        self._left -= LATE_PART if now - self._due >= self._part_s > 0 else 1.0
+        if self._left > 0:
+            self._wait(now)
+        else:
+            self._limit.reschedule(now + ONCE_MORE_S)
+
+    def end(self) -> None:
+        self._timer.cancel()
 
 
 class _Pool(BlockingConnectionPool):

@@ -1,4 +1,4 @@
--- ARGV  id. Returns the job, final by now, or nothing.
+-- ARGV  id. Returns the job, briefly, final by now, or nothing.
 
 local job = load(ARGV[OWN_ARGUMENTS])
 
@@ -6,4 +6,4 @@ if job and not is_final(job) then
     stop(job)
     end_job(job, 'cancelled')
 end
-return show(ARGV[OWN_ARGUMENTS])
+return show(ARGV[OWN_ARGUMENTS], true)

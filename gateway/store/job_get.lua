@@ -1,3 +1,3 @@
--- ARGV  id. Returns the job, or nothing.
+-- ARGV  id. Returns the job, briefly, or nothing.
 
-return show(ARGV[OWN_ARGUMENTS])
+return show(ARGV[OWN_ARGUMENTS], true)

@@ -1,5 +1,5 @@
 -- ARGV  id. Queues a job that failed or was cancelled as if it were accepted now; attempts are counted on, so that its
--- former workers stay out. It expires no more. Returns the job, or nothing.
+-- former workers stay out. It expires no more. Returns the job, briefly, or nothing.
 
 local job = load(ARGV[OWN_ARGUMENTS])
 
@@ -14,4 +14,4 @@ if job and has_failed(job) then
     set(job, {bytes = bytes, chunks = 0, failures = 0, created = now})
     queue(job, 'new', 0)
 end
-return show(ARGV[OWN_ARGUMENTS])
+return show(ARGV[OWN_ARGUMENTS], true)

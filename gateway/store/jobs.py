@@ -11,7 +11,7 @@ import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -58,7 +58,7 @@ STOPS_MAX = 1000
 
 _LINES = "batch:"
 _SCRIPTS = (
-    *("submit", "get", "cancel", "delete", "revoke", "retry", "find", "lanes"),
+    *("submit", "get", "load", "cancel", "delete", "revoke", "retry", "find", "lanes"),
     *("claim", "beat", "append", "finish", "give_back", "refuse", "drain"),
 )
 _SHOWN = (  # as in jobs.lua
@@ -150,14 +150,15 @@ class RedisJobs:
         refuse_revoked(reply)
         if isinstance(reply, bytes):
             return Refusal(reply.decode())
-        accepted = _job(reply)
-        if accepted.id == job.id:
-            return replace(accepted, new=job)
-        return await self.get(accepted.id) or accepted
+        return _job(reply)
 
     async def get(self, job_id: str) -> Job | None:
         """See `ports.JobStore.get`."""
         return _job_or_none(await self._run("get", job_id))
+
+    async def load(self, job_id: str) -> Job | None:
+        """See `ports.JobStore.load`."""
+        return _job_or_none(await self._run("load", job_id))
 
     async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
         """See `ports.JobStore.chunks`."""

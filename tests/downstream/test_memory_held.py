@@ -5,7 +5,7 @@ The collector counts objects, not bytes: a body of 30 MB is one of some hundred 
 
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import anyio
 import pytest
 from anyio.abc import SocketStream
 from support.front import WAYS, Behaviour, Front, Wire, chat, front, oblige, post
+from support.loops import on_both_loops
 from support.raw_server import STREAM_HEAD, answer_of, chunk
 from support.world import HELLO, ROLE, WHOLE, Estimates
 
@@ -20,6 +21,7 @@ from gateway.core.values import Waiting
 from gateway.downstream.relay import BodyLimits
 
 pytestmark = pytest.mark.anyio
+anyio_backend = on_both_loops
 
 TEXT = "All that a document says. " * 40_000
 LONG: dict[str, Any] = {"messages": [{"role": "user", "content": TEXT}]}
@@ -136,6 +138,21 @@ async def test_a_body_is_not_held_when_its_request_is_over(way: str, name: str) 
         for number in range(REPEATS):
             await play(site, case, number + 1)
             site.backend.requests.clear()
+        held = tracemalloc.get_traced_memory()[0] - before
+    assert held < len(TEXT)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_connection_that_stays_open_does_not_hold_its_last_body(way: str) -> None:
+    async with front(way, oblige) as site, AsyncExitStack() as stack:
+        callers = [await stack.enter_async_context(site.caller()) for _ in range(REPEATS)]
+        await play(site, CASES["answered"], 0)
+        site.backend.requests.clear()
+        before, _peak = tracemalloc.get_traced_memory()
+        for caller in callers:
+            assert (await caller.ask(post(chat(**LONG)))).status == 200
+            site.backend.requests.clear()
+        await site.idle()
         held = tracemalloc.get_traced_memory()[0] - before
     assert held < len(TEXT)
 

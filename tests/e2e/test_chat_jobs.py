@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ import anyio
 import httpx
 import openai
 import pytest
-from support.processes import config, running
+from support.processes import config, running, until
 from support.redis_server import RedisServer
 from support.site import Site, simulated, site
 
@@ -463,6 +464,51 @@ async def occupied(running: Site) -> AsyncIterator[str]:
     await job_that_is(running, id, JobStatus.IN_PROGRESS)
     yield id
     await client.responses.cancel(id)
+
+
+WAITING = {
+    "stream": ("/v1/chat/completions", {"stream": True}),
+    "whole": ("/v1/chat/completions", {}),
+    "responses": ("/v1/responses", {"background": True, "stream": True}),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])
+async def test_who_waits_for_a_job_has_its_body_in_the_store_alone(
+    tmp_path: Path, store: RedisServer, without_collector: None, name: str
+) -> None:
+    path, members = WAITING[name]
+    said = "All that a document says. " * 3_500
+    prompt = {"input": said} if name == "responses" else {"messages": [{"role": "user", "content": said}]}
+    body = json.dumps({"model": "gemma-4", "reasoning_effort": "high", **members, **prompt}).encode()
+    fields = f"host: x\r\nauthorization: Bearer a\r\ncontent-length: {len(body)}\r\n\r\n"
+    request = f"POST {path} HTTP/1.1\r\n{fields}".encode() + body
+    callers = 20
+    async with (
+        chat_site(tmp_path, store, speed=1.0, jobs={"running_max": 1}) as running,
+        occupied(running),
+        AsyncExitStack() as stack,
+    ):
+        host, _, port = running.url.removeprefix("http://").partition(":")
+
+        async def come(waiting: int) -> None:
+            caller = await stack.enter_async_context(await anyio.connect_tcp(host, int(port)))
+            await caller.send(request)
+
+            async def waits() -> bool:
+                return len(await jobs_of(running)) == waiting + 1  # and the one that runs
+
+            await until(waits)
+
+        await come(1)
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(callers):
+            await come(number + 2)
+        held = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+    assert held < callers * len(said)
 
 
 async def test_who_waits_for_a_stream_gets_comments_and_its_place(

@@ -55,8 +55,11 @@ class JobFacts:
     @classmethod
     def of(cls, job: Job) -> "JobFacts":
         """Return the facts of a job, with the creation time that the store recorded."""
-        facts = cls(**json.loads(job.new.facts))
-        return replace(facts, response={**facts.response, "created_at": int(job.created_at)})
+        return cls(**json.loads(job.new.facts)).as_accepted(job)
+
+    def as_accepted(self, job: Job) -> "JobFacts":
+        """Return these facts, submitted with a job, with the creation time that the store recorded."""
+        return replace(self, response={**self.response, "created_at": int(job.created_at)})
 
 
 class Replay:
