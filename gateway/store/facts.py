@@ -29,8 +29,9 @@ from gateway.events import about
 log = logging.getLogger("gateway.store")
 
 VERSION = 1
-BYTES_MAX = 65_536
-"""Maximum size of a process's facts: enough for 256 callers with names of 60 characters, and 100 backends."""
+BYTES_MAX = 262_144
+"""Maximum size of a process's facts: enough for 256 callers with names of 200 characters, and 200 backends of
+which none takes anything, for the longest of reasons: 156 KB."""
 
 REASON_CHARS_MAX = 300
 FEW_MAX = 10_000

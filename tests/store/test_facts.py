@@ -11,7 +11,7 @@ import pytest
 from support.redis_server import RedisServer, limited
 
 from gateway.core.class_counts import TextKind
-from gateway.core.facts import Attempts, Facts, Learned, Ratio
+from gateway.core.facts import STARTED_MAX, Attempts, Facts, Learned, Ratio
 from gateway.core.health import State, Verdict
 from gateway.core.values import Load
 from gateway.ports import Slot
@@ -50,6 +50,20 @@ def test_what_has_no_bound_is_told_as_far_as_it_is_read() -> None:
     assert told is not None
     assert told.verdicts["a"] == replace(verdict, left_s=86_400.0, ejections=10_000)
     assert told.long_waiting == {"a": 10_000}
+
+
+def test_a_fleet_that_is_down_is_told_in_full() -> None:
+    """That is when all that there is to tell is longest, and when peers need it most."""
+    names = [f"backend-{number}" for number in range(200)]
+    verdict = Verdict(1, State.EJECTED, "r" * REASON_CHARS_MAX, 86_399.125, 10_000)
+    facts = Facts(
+        verdicts=dict.fromkeys(names, verdict),
+        attempts=dict.fromkeys(names, Attempts(10**9, 10**9)),
+        started={("gemma-4", "short_chat", f"{number:0200}"): 10**12 for number in range(STARTED_MAX)},
+        long_waiting=dict.fromkeys(names, 10_000),
+        knee_shares=dict.fromkeys(names, 900_000),
+    )
+    assert decode(encode(facts)) == facts
 
 
 def test_members_that_came_later_are_not_needed() -> None:
@@ -202,7 +216,7 @@ def test_what_cannot_be_read_is_complained_of_once(caplog: pytest.LogCaptureFixt
 
 def test_facts_that_are_too_long_are_not_sent(caplog: pytest.LogCaptureFixture) -> None:
     site = Site()
-    site.facts = Facts(long_waiting={f"{number:0100}": 1 for number in range(1_000)})
+    site.facts = Facts(long_waiting={f"{number:0100}": 1 for number in range(BYTES_MAX // 100)})
     site.exchange.publish_now()
 
     assert [site.exchange.outgoing() for _ in range(2)] == [("", False)] * 2
