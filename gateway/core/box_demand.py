@@ -28,7 +28,7 @@ def class_of(policy: Policy, lane: str) -> TrafficClass | None:
 
 def servers(policy: Policy, traffic_class: TrafficClass) -> frozenset[str]:
     """Return the backends that may serve a class."""
-    names = (name for pool in traffic_class.pools for name in policy.pools[pool].backends)
+    names = policy.backends_of(traffic_class)
     return frozenset(name for name in names if not policy.backends[name].drain)
 
 

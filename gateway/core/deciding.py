@@ -61,7 +61,7 @@ def decide(
 
 def _window(policy: Policy, traffic_class: TrafficClass, views: Mapping[str, BackendView]) -> int:
     """Return the largest window among the backends of a class, in tokens."""
-    names = (name for pool in traffic_class.pools for name in policy.pools[pool].backends)
+    names = policy.backends_of(traffic_class)
     return max((views[name].capacity.context_tokens for name in names), default=0)
 
 

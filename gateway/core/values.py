@@ -615,6 +615,10 @@ class Policy(_DerivedOfPolicy):
         backends = [backend for pool in pools for backend in self.distinct.get(pool, ())]
         return max(map(window_of, backends), default=0)
 
+    def backends_of(self, traffic_class: TrafficClass) -> Sequence[str]:
+        """Return the backends in the pools of a class, in the order of its pools, each once."""
+        return list(dict.fromkeys(name for pool in traffic_class.pools for name in self.pools[pool].backends))
+
     def tpot_target_s(self, backend_id: str) -> float | None:
         """Return the lowest target among the pools of a backend, or None if none of them has one."""
         targets = (pool.tpot_target_s for pool in self.pools.values() if backend_id in pool.backends)

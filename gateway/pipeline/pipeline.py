@@ -454,7 +454,7 @@ class Pipeline:
         """Return the backends in the pools of a class. `policy` must be the newest one."""
         members = self._members_of.get(traffic_class.pools)
         if members is None:
-            names = [name for pool in traffic_class.pools for name in policy.pools[pool].backends]
+            names = policy.backends_of(traffic_class)
             members = self._members_of[traffic_class.pools] = {name: policy.backends[name] for name in names}
         return members
 

@@ -115,8 +115,7 @@ class PolicyRouter(Generic[A]):
         traffic_class, decision = deciding.decide(policy, model, request, asked.estimate, lambda _: views)
         self.classes[arrival.id] = traffic_class.name
         demand = decision.demand
-        pools = (policy.pools[name] for name in traffic_class.pools)
-        members = {name for pool in pools for name in pool.backends}
+        members = policy.backends_of(traffic_class)
         if not any(selection.could_take(policy.backends[name], demand) for name in members):
             refusal = deciding.refusal(traffic_class, decision, self._idle)
             if refusal is not None:

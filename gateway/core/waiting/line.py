@@ -439,8 +439,7 @@ class WaitingLine:
         """Return the time until the first backend of a request's class can be back; 0 if one is running."""
         if not self._back_at:
             return 0.0
-        pools = (ticket.policy.pools[name] for name in ticket.traffic_class.pools)
-        names = {name for pool in pools for name in pool.backends} - ticket.failed
+        names = set(ticket.policy.backends_of(ticket.traffic_class)) - ticket.failed
         back_at = min((self._back_at.get(name, now) for name in names), default=now)
         return max(0.0, back_at - now)
 
