@@ -1,0 +1,3 @@
+-- ARGV  id. Returns the job, or nothing.
+
+return show(ARGV[OWN_ARGUMENTS])
