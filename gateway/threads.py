@@ -22,6 +22,14 @@ async def decoded(size_bytes: int, function: Callable[[], T]) -> T:
     return await anyio.to_thread.run_sync(function) if size_bytes > INLINE_BYTES else function()
 
 
+async def beside(function: Callable[[], T]) -> T:
+    """Run a function that may take long in a thread of the pool; here, if no thread can be started."""
+    try:
+        return await anyio.to_thread.run_sync(function)
+    except RuntimeError:
+        return function()
+
+
 def in_own(loop: asyncio.AbstractEventLoop, name: str, function: Callable[[], T]) -> asyncio.Future[T]:
     """Run `function` in a new thread called `name`, and return a future of its result.
 

@@ -55,6 +55,7 @@ from gateway.downstream.serving import (
 from gateway.events import about
 from gateway.pipeline import Pipeline
 from gateway.ports import Clock, Recorder
+from gateway.threads import beside
 
 log = logging.getLogger("gateway.downstream")
 
@@ -240,16 +241,16 @@ class Operators:
         self,
         *,
         views: Mapping[str, Callable[[], Any]],
-        metrics: Callable[[], tuple[bytes, str]],
+        metrics: Callable[[], tuple[Callable[[], bytes], str]],
         readiness: Callable[[], Mapping[str, bool]],
         names: Collection[str],
         handlers: Sequence[BaseRouteHandler],
     ) -> None:
-        """Serve each of `views` under `/admin/<name>` as JSON, and `metrics` (body, content type).
+        """Serve each of `views` under `/admin/<name>` as JSON, and `metrics`.
 
         Args:
             views: By name.
-            metrics: Returns the Prometheus page.
+            metrics: Returns a function that writes the Prometheus page, in any thread, and its content type.
             readiness: Returns the conditions for `/readyz`, by name.
             names: Host names of this port.
             handlers: Additional route handlers.
@@ -263,10 +264,10 @@ class Operators:
     def asgi_app(self) -> ASGIApp:
         """Return the ASGI application for the admin port."""
 
-        @get("/metrics", sync_to_thread=False)
-        def metrics() -> Response[bytes]:
-            body, content_type = self._metrics()
-            return Response(body, media_type=content_type)
+        @get("/metrics")
+        async def metrics() -> Response[bytes]:
+            write, content_type = self._metrics()
+            return Response(await beside(write), media_type=content_type)
 
         @get("/admin/{view:str}")
         async def admin(view: FromPath[str]) -> Response[bytes]:

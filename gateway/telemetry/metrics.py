@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -27,7 +27,7 @@ from gateway.core.values import Backend, Load
 from gateway.core.webhooks import WebhookAttempt
 from gateway.pipeline import BackendSnapshot
 from gateway.pipeline.box_controller import BoxSnapshot
-from gateway.telemetry.series import Counters, Histograms
+from gateway.telemetry.series import Collected, Counters, Histograms
 
 # vLLM's buckets, extended beyond the longest published first token (319 s).
 TTFT_BUCKETS_S = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)
@@ -430,9 +430,9 @@ class Metrics:
         for endpoint, count in pending.items():
             self.webhooks_pending.labels(endpoint).set(count)
 
-    def exposition(self) -> tuple[bytes, str]:
-        """Return the Prometheus page and its content type."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+    def exposition(self) -> tuple[Callable[[], bytes], str]:
+        """Return a function that writes the page for Prometheus as of now, in any thread, and its type."""
+        return Collected(self.registry).page, CONTENT_TYPE_LATEST
 
 
 class _Before(Collector):

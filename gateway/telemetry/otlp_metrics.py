@@ -30,6 +30,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from gateway import __version__, threads
@@ -37,6 +38,7 @@ from gateway.events import about
 from gateway.ports import Clock
 from gateway.telemetry.otlp_session import session
 from gateway.telemetry.receiver_status import ReceiverStatus
+from gateway.telemetry.series import Collected
 
 log = logging.getLogger("gateway.telemetry")
 
@@ -74,17 +76,18 @@ class MetricsPush:
         """Send until cancelled. Values are cumulative, so after a failure the next export catches up."""
         while True:
             await anyio.sleep(self._interval_s)
-            data = metrics_data(self._registry, self._resource, self._since_ns, self._now_ns())
-            self._receiver_status.note(await self._sent(data))
+            self._receiver_status.note(await self._sent(Collected(self._registry), self._now_ns()))
 
-    async def _sent(self, data: MetricsData) -> bool:
+    async def _sent(self, found: Collected, now_ns: int) -> bool:
         """Export, and return whether the receiver has accepted it."""
+        send = partial(self._send, found, now_ns)
         try:
-            return await threads.in_own(asyncio.get_running_loop(), "OTLP metrics", partial(self._send, data))
+            return await threads.in_own(asyncio.get_running_loop(), "OTLP metrics", send)
         except OSError:  # no thread could be started
             return False
 
-    def _send(self, data: MetricsData) -> bool:
+    def _send(self, found: Collected, now_ns: int) -> bool:
+        data = metrics_data(found, self._resource, self._since_ns, now_ns)
         try:
             return self._sender.export(data) is MetricExportResult.SUCCESS
         except Exception as error:  # noqa: BLE001 - some exporters raise where an answer is late: that ends nothing
@@ -112,7 +115,7 @@ def _say_back() -> None:
     log.info("the OTLP receiver accepts metrics again", extra=about("metrics_taken"))
 
 
-def metrics_data(registry: CollectorRegistry, resource: Resource, since_ns: int, now_ns: int) -> MetricsData:
+def metrics_data(registry: Collector, resource: Resource, since_ns: int, now_ns: int) -> MetricsData:
     """Convert a registry, counted since `since_ns`, as of `now_ns` (epoch nanoseconds)."""
     metrics = [metric for family in registry.collect() for metric in _metrics(family, since_ns, now_ns)]
     scope = ScopeMetrics(scope=_SCOPE, metrics=metrics, schema_url="")

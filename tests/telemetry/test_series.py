@@ -6,19 +6,23 @@ from collections.abc import Iterator
 import prometheus_client
 import pytest
 from opentelemetry.sdk.resources import Resource
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from gateway.clock import SystemClock
 from gateway.core.usage import Ending
 from gateway.telemetry.otlp_metrics import metrics_data
-from gateway.telemetry.series import Counters, Histograms
+from gateway.telemetry.series import Collected, Counters, Histograms
 
 CREATED = re.compile(r"(?<=[} ])[0-9.e+]+$", re.M)
 
 
 def page(registry: CollectorRegistry) -> str:
+    return written(Collected(registry))
+
+
+def written(found: Collected) -> str:
     """Return the page, without the moments at which each series began."""
-    lines = generate_latest(registry).decode().splitlines()
+    lines = found.page().decode().splitlines()
     return "\n".join(CREATED.sub("then", line) if "_created" in line else line for line in lines)
 
 
@@ -94,3 +98,33 @@ def test_a_counter_does_not_go_down() -> None:
         subject.add(("a",), -1)
 
     assert registry.get_sample_value("gateway_tries_total", {"backend": "a"}) is None
+
+
+def test_what_was_collected_does_not_change_until_it_is_written() -> None:
+    registry = CollectorRegistry()
+    tries = Counters("gateway_tries", "Tries.", ("backend",), registry=registry)
+    durations = Histograms(
+        "gateway_duration_seconds", "Times.", ("backend",), buckets=(1,), registry=registry
+    )
+    tries.add(("a",))
+    durations.observe(("a",), 0.5)
+    before, found = page(registry), Collected(registry)
+
+    for backend in ("a", "b"):
+        tries.add((backend,))
+        durations.observe((backend,), 0.5)
+
+    assert written(found) == before != page(registry)
+
+
+def test_collecting_works_out_no_line() -> None:
+    registry = CollectorRegistry()
+    durations = Histograms(
+        "gateway_duration_seconds", "Times.", ("backend",), buckets=(1,), registry=registry
+    )
+    durations.observe(("a",), 0.5)
+
+    (family,) = Collected(registry).collect()
+
+    assert "samples" not in vars(family)
+    assert len(family.samples) == 5

@@ -188,7 +188,7 @@ def test_a_first_token_that_a_caller_no_longer_waited_for_is_late() -> None:
     late = {"traffic_class": "short_chat", "timeliness": "late"}
     assert value(subject, "gateway_first_tokens_total", **late, backend="light-0") == 1
     assert value(subject, "gateway_first_tokens_total", **late, backend="") == 1
-    assert b'timeliness="timely"' not in subject.exposition()[0]
+    assert b'timeliness="timely"' not in subject.exposition()[0]()
     assert value(subject, "gateway_time_to_first_token_seconds_count", **late) is None
 
 
@@ -225,7 +225,7 @@ def test_an_unknown_model_leaves_no_label_of_the_callers_choosing() -> None:
         )
     )
 
-    assert b"xxxx" not in subject.exposition()[0]
+    assert b"xxxx" not in subject.exposition()[0]()
 
 
 def test_a_token_rate_needs_a_stream_of_two_tokens() -> None:
