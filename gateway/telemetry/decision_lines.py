@@ -62,7 +62,7 @@ class RequestLine(msgspec.Struct, frozen=True, tag="request", tag_field="kind", 
             `core.request_features.RequestFeatures`. All are missing if `prompt` is.
         prompt: Its estimated prompt length.
         traffic_class: Its class.
-        out: Why backends were excluded from its first decision, by backend.
+        out: Why backends were passed over in its first decision, by backend; of all, if none was left.
         pool, backend, is_spill: Where it was served, and whether in a later pool of its class.
         tries: Backends that were tried.
         wait_s: From the decision to a slot; if it got none, to the end.
@@ -147,7 +147,8 @@ def request_line(record: RequestRecord, *, has_key: bool) -> bytes:
         facts["prompt"] = PromptLength(estimate.tokens, estimate.tokens_max, estimate.mode)
     if decision is not None:
         facts["traffic_class"] = decision.traffic_class
-        facts["out"] = {one.backend: one.excluded.value for one in decision.candidates if one.excluded}
+        # Not all excluded ones: to find them, the whole fleet would have to be ranked.
+        facts["out"] = {name: reason.value for name, reason in decision.candidates.passed_over}
     if asked is not None and record.estimated_at is not None:
         facts["wait_s"] = round((record.admitted_at or record.ended_at) - record.estimated_at, 6)
     if record.first_byte_at is not None:

@@ -42,6 +42,9 @@ WARNING_EVERY_S = 60.0
 END_S = 5.0
 """Seconds that an unresponsive disk may delay the end of the process."""
 
+_Line = tuple[str, bytes]
+"""The version of a request's policy, and its line."""
+
 OnLines = Callable[[str, int], None]
 """Receives numbers of requests that were `written`, `dropped` (queue full) or `failed` (write error)."""
 
@@ -69,7 +72,7 @@ class DecisionLog(Recorder):
         self._has_keys = has_keys
         self._clock = clock
         self._on_lines = on_lines
-        self._queue: Queue[RequestRecord | None] = Queue(queue_max)
+        self._queue: Queue[_Line | None] = Queue(queue_max)
         self._is_ending = Event()
         self._thread = Thread(target=self._run, name="decisions", daemon=True)
         self._policies: OrderedDict[str, bytes] = OrderedDict()
@@ -97,9 +100,10 @@ class DecisionLog(Recorder):
         self._thread.start()
 
     def finished(self, record: RequestRecord) -> None:
-        """See `ports.Recorder.finished`."""
+        """See `ports.Recorder.finished`. Only the line is queued: a record holds the state of a fleet."""
+        version = record.asked.policy if record.asked is not None else ""
         try:
-            self._queue.put_nowait(record)
+            self._queue.put_nowait((version, decision_lines.request_line(record, has_key=self._has_keys)))
         except Full:
             self._lost("dropped", 1, "too many wait to be written")
 
@@ -123,20 +127,19 @@ class DecisionLog(Recorder):
                 while len(batch) < BATCH_MAX:
                     batch.append(self._queue.get_nowait())
             is_over = None in batch
-            records = [record for record in batch if record is not None]
-            if records:
-                self._write(records)
+            lines = [line for line in batch if line is not None]
+            if lines:
+                self._write(lines)
 
-    def _write(self, batch: list[RequestRecord]) -> None:
+    def _write(self, batch: list[_Line]) -> None:
         try:
             with self._files.locked() as written:
                 parts: list[bytes] = []
-                for record in batch:
-                    version = record.asked.policy if record.asked is not None else ""
+                for version, line in batch:
                     if version and version not in written and version in self._policies:
                         parts.append(self._policies[version])
                         written.add(version)
-                    parts.append(decision_lines.request_line(record, has_key=self._has_keys))
+                    parts.append(line)
                 self._files.append(b"".join(parts))
         except OSError as error:
             self._files.close()

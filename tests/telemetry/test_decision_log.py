@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -157,6 +158,24 @@ def test_a_line_holds_what_was_asked_and_what_became_of_it_and_nothing_else(tmp_
     assert b"hidden" not in file.read_bytes()
 
 
+def test_no_fleet_is_ranked_for_a_line_and_none_is_held_by_what_waits(tmp_path: Path) -> None:
+    def rank() -> tuple[Candidate, ...]:
+        raise AssertionError("the whole fleet was ranked")
+
+    file = tmp_path / "d.jsonl"
+    ranking = Ranking(Candidate("light-0", "light"), (("light-1", Exclusion.AT_KNEE),), rank)
+    assert RECORD.decision is not None
+    subject = Written(file)
+    record = replace(RECORD, decision=replace(RECORD.decision, candidates=ranking))
+    held = weakref.ref(rank)
+    subject.log.finished(record)
+    del record, ranking, rank
+
+    assert held() is None
+    subject.write()
+    assert json.loads(file.read_text().splitlines()[1])["out"] == {"light-1": "at_knee"}
+
+
 def test_a_line_is_read_as_what_it_was(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     counts = {"max_tokens": 5, "seqs": 4, "choices": 4, "prompts": 2, "images": 1, "audios": 2, "tools": 3}
@@ -293,7 +312,7 @@ from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from telemetry.test_decision_log import RECORD, Written
-subject = Written(Path(sys.argv[1]))
+subject = Written(Path(sys.argv[1]), max_bytes=2**30)
 subject.log.start()
 print("writes", flush=True)
 while True:
@@ -323,7 +342,7 @@ def test_a_process_that_is_killed_leaves_at_most_one_torn_line(tmp_path: Path) -
     assert len(found.broken) <= 1
     assert all(one.is_torn for one in found.broken)
     assert len(found.entries) == count - 1  # the first line is the policy
-    Written(file).write(RECORD)
+    Written(file, max_bytes=2**30).write(RECORD)
     assert len(reading.read([file]).entries) == count
 
 
@@ -396,7 +415,7 @@ import resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from telemetry.test_decision_log import RECORD, Written
-subject = Written(Path(sys.argv[1]))
+subject = Written(Path(sys.argv[1]), max_bytes=2**30)
 subject.log.start()
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 subject.log.finished(RECORD)
