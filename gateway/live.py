@@ -63,6 +63,7 @@ class Live:
 
     def _waiting(self, policy: Policy) -> Mapping[str, Any]:
         now, counts = self._clock.now(), self._line.waiting()
+        rates = self._line.drains_per_s(now)
         return {
             "total": len(self._line),
             "classes": [
@@ -71,7 +72,7 @@ class Live:
                     "class": one.name,
                     "waiting": counts.get((model.id, one.name), 0),
                     "max_wait_s": one.waiting.max_wait_s,
-                    "drain_per_s": self._line.drain_per_s(model.id, one.name, now),
+                    "drain_per_s": rates.get((model.id, one.name)),
                 }
                 for model in policy.models
                 for one in model.classes

@@ -37,6 +37,7 @@ from gateway.core.waiting import (
     WaitingLine,
     patient,
 )
+from gateway.core.waiting.drain import Drain
 from gateway.core.waiting.fairness import FINISH_SPARE, Entry, Shares
 from gateway.core.waiting.line import EXPIRIES_SPARE
 
@@ -1381,6 +1382,19 @@ def test_places_that_other_classes_free_in_the_same_pool_are_forecast_too() -> N
     rates = [site.line.drain_per_s("gemma", name, 660.0) for name in ("chat", "other", "elsewhere")]
 
     assert rates == [pytest.approx(1 / 60 + 3 / 2), pytest.approx(1 / 60 + 3 / 2), None]
+    together = site.line.drains_per_s(660.0)
+    assert [together["gemma", name] for name in ("chat", "other", "elsewhere")] == rates
+
+
+def test_all_forecasts_together_look_at_each_class_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(knee=4)
+    for number in range(50):
+        site.enter(f"{number}", 0.0, traffic_class=TrafficClass(f"class-{number}", ("light",)))
+    looked: list[int] = []
+    monkeypatch.setattr(Drain, "per_s", lambda drains, now: looked.append(len(drains)))
+
+    assert len(site.line.drains_per_s(1.0)) == 50
+    assert sum(looked) == 50
 
 
 def test_a_class_of_which_none_has_ended_is_taken_to_stay_as_long_as_the_others() -> None:

@@ -145,6 +145,17 @@ class WaitingLine:
         lane = self._lanes.get((model, traffic_class))
         return None if lane is None else self._per_s(lane, now)
 
+    def drains_per_s(self, now: float) -> Mapping[tuple[str, str], float | None]:
+        """Return the same for all (model, class) that have had requests."""
+        pools: dict[frozenset[str], list[Drain]] = {}
+        for lane in self._lanes.values():
+            if lane.home is not None:
+                pools.setdefault(lane.home[1], []).append(lane.drain)
+        rates = {pool: Drain.per_s(drains, now) for pool, drains in pools.items()}
+        return {
+            name: None if lane.home is None else rates[lane.home[1]] for name, lane in self._lanes.items()
+        }
+
     def waiters(self, now: float, most: int = LOOKAHEAD) -> Sequence[Waiter]:
         """Return queued requests in the order in which they would start if all backends became free at once.
 
