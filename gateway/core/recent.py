@@ -167,18 +167,17 @@ class Recent:
         points = {number: self._points.get(number) or _points(held, number) for number in numbers}
         self._points = {number: found for number, found in points.items() if number < newest}
         names = sorted({name for one in held.values() for name in one.ttft})
-        flows: dict[Flow, int] = {}
+        flows: dict[tuple[str, str, str, Ending], int] = {}
         for one in held.values():
             if one.number > newest - FLOW_SLICES:
                 for kind, count in one.flows.items():
-                    flow = Flow(*kind)
-                    flows[flow] = flows.get(flow, 0) + count
+                    flows[kind] = flows.get(kind, 0) + count
         return History(
             slice_s=SLICE_S,
             lines={
                 name: _lines([points[number].get(name, _NO_POINT) for number in numbers]) for name in names
             },
-            flows=sorted(flows.items()),
+            flows=[(Flow(*kind), count) for kind, count in sorted(flows.items())],
             flow_s=FLOW_SLICES * SLICE_S,
         )
 
