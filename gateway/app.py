@@ -324,6 +324,7 @@ class Gateway:
             parts.backend_keys(settings, self._environ),
             settings.key_digests(self._environ) or {},
             self._tls_contexts.of(settings),
+            {name: parts.hang_s(settings, name) for name in settings.document.backends},
         )
 
     async def _put_in_force(
@@ -333,13 +334,14 @@ class Gateway:
         secrets: Mapping[str, str],
         digests: Mapping[str, bytes],
         tls: Mapping[str, ssl.SSLContext | bool],
+        hang_s: Mapping[str, float],
     ) -> None:
         """Apply other settings atomically."""
         for name, backend in self.policy.backends.items():
             if name not in policy.backends or policy.backends[name].url != backend.url:
                 self.counts.forget(name)
         self.settings, self.policy = settings, policy
-        parts.tell_policy(self.decisions, settings)
+        parts.tell_policy(self.decisions, settings, policy)
         self.keys.replace(digests)
         self.origins.replace(settings.document.allowed_origins)
         self.peers.replace_keys(digests)
@@ -349,7 +351,7 @@ class Gateway:
             parts.health_rules(settings),
             secrets=secrets,
             tls=tls,
-            hang_s={name: parts.hang_s(settings, name) for name in policy.backends},
+            hang_s=hang_s,
         )
         self._switch.update(secrets=secrets, tls=tls)
         self.pipeline.policy_changed()

@@ -335,15 +335,15 @@ def decision_log(settings: Settings, metrics: Metrics, clock: SystemClock) -> De
         clock=clock,
         on_lines=lambda outcome, count: metrics.decisions.labels(outcome).inc(count),
     )
-    tell_policy(found, settings)
+    tell_policy(found, settings, settings.policy())
     return found
 
 
-def tell_policy(log: DecisionLog | None, settings: Settings) -> None:
-    """Register the policy of these settings with the decision log."""
+def tell_policy(log: DecisionLog | None, settings: Settings, policy: Policy) -> None:
+    """Register a policy, which is that of these settings, with the decision log."""
     if log is not None:
         boxes = {name: tuple(box.backends) for name, box in settings.boxes.items()}
-        log.policy_in_force(settings.policy(), settings.engines(), boxes)
+        log.policy_in_force(policy, settings.engines(), boxes)
 
 
 def say_how_it_counts(estimator: PromptEstimator) -> None:

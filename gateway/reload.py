@@ -113,7 +113,7 @@ class Reloader:
             started: The configuration that the process was started with.
             environ: Source of `${VAR}` and secrets.
             prepare: Returns a function that applies valid settings and cannot fail; raises ConfigError if
-                they cannot be applied. Changes nothing itself.
+                they cannot be applied. Called in a thread; changes nothing itself.
             in_flight: Returns the number of running requests per backend.
             clock: Source of times.
             on_reload: Called with the result of every attempt.
@@ -246,7 +246,7 @@ class Reloader:
         """
         try:
             wanted, found = await self.preview(source)
-            return wanted, found, self._prepare(wanted)
+            return wanted, found, await _in_thread(self._prepare, wanted)
         except (ConfigError, OSError):
             raise
         except Exception as error:

@@ -27,6 +27,7 @@ from gateway.ports import Arrival, Clock, Estimator
 from gateway.reload import Reloader
 from gateway.settings import Settings
 from gateway.telemetry.journal import Journal
+from gateway.threads import beside
 
 _NOW = Arrival("req-explained", 0.0, 0.0)
 
@@ -175,7 +176,7 @@ class WhatIf:
         settings, policy, changes = self._settings(), self._policy(), tuple[str, ...]()
         if question.config is not None:
             settings, reload = await self._reloader.preview(question.config, question.config_name)
-            policy = settings.policy()
+            policy = await beside(settings.policy)
             changes = (*reload.changes.now, *(f"{name}: needs a restart" for name in reload.changes.at_start))
         try:
             if question.request_id:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from support.site import Site, simulated, site
 
 from gateway import reload
 from gateway.core.health import State
+from gateway.core.values import Policy
+from gateway.settings import Settings
 
 FLEET = {"light-0": "h100-tp1-light", "light-1": "h100-tp1-light", "light-2": "h100-tp1-light"}
 PATIENT = {"max_wait_s": 100, "ttft_target_s": 100}  # so that none of these is refused for load
@@ -95,6 +98,27 @@ async def test_streams_run_on_while_everything_changes(gateway: Site) -> None:
     assert set(ended) <= {"stop", "length"}
     assert len(ended) == 220
     assert not gateway.gateway.upstream._retired  # every connection to what is gone was closed
+
+
+async def test_no_policy_is_worked_out_on_the_event_loop(
+    gateway: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    own = Settings.policy
+
+    def noted(settings: Settings) -> Policy:
+        threads.append(threading.get_ident())
+        return own(settings)
+
+    monkeypatch.setattr(Settings, "policy", noted)
+    document = {**written(gateway), "routing": {"attempts_max": 2}}
+    assert (await put(gateway, document)).status_code == 200
+    question = {"request": ASK, "config": yaml.safe_dump(document)}
+    async with httpx.AsyncClient(base_url=gateway.admin_url, trust_env=False) as client:
+        assert (await client.post("/admin/explain", json=question)).status_code == 200
+
+    assert len(threads) >= 3
+    assert threading.get_ident() not in threads
 
 
 async def test_a_backend_that_joins_serves_and_one_that_leaves_is_left_alone(gateway: Site) -> None:
