@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from urllib.parse import urlsplit
 
+from gateway.core.kept import kept
 from gateway.core.quirks import WORKAROUNDS
 from gateway.core.values import Backend, Capacity, ModelPolicy, Policy, TrafficClass
 from gateway.settings.problems import Problem, closest
@@ -170,6 +171,7 @@ def _context(backend: Backend) -> int:
     return min(backend.capacity.context_tokens, kv_tokens(backend.capacity))
 
 
+@kept
 def kv_tokens(capacity: Capacity) -> int:
     """Return the longest single request that fits the KV budget, at most the window."""
     low, high = 0, capacity.context_tokens

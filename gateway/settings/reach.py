@@ -38,6 +38,7 @@ class Reach:
         output_reserve_tokens: Output tokens assumed in a total for requests without `max_tokens`.
         headers: Accepted values; an empty set means any value.
         max_tokens_given: Whether `max_tokens` must be present, as for any condition on it.
+        upper_parts: The counts of which it admits all from some number above 0 on.
     """
 
     counts: Mapping[str, Interval]
@@ -47,6 +48,11 @@ class Reach:
     keys: frozenset[str] | None = None
     headers: Mapping[str, frozenset[str]] = field(default_factory=dict)
     max_tokens_given: bool = False
+    upper_parts: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        parts = [name for name, one in self.counts.items() if one.high is None and one.low]
+        object.__setattr__(self, "upper_parts", tuple(parts))
 
     @property
     def is_empty(self) -> bool:
@@ -60,14 +66,15 @@ class Reach:
 
     def within(self, other: "Reach") -> bool:
         """Return whether all requests in this one are certainly in the other."""
+        # What is compared at once comes first: of thousands of classes, most pairs differ in it.
         return (
-            all(self.counts[name].within(other.counts[name]) for name in COUNTED)
-            and self._totals(other.output_reserve_tokens).within(other.counts["total_tokens"])
+            all(_header_within(self.headers.get(name), wanted) for name, wanted in other.headers.items())
+            and (other.keys is None or (self.keys is not None and self.keys <= other.keys))
             and other.max_tokens_given <= self.max_tokens_given
             and other.reasoning in {None, self.reasoning}
             and other.stream in {None, self.stream}
-            and (other.keys is None or (self.keys is not None and self.keys <= other.keys))
-            and all(_header_within(self.headers.get(name), wanted) for name, wanted in other.headers.items())
+            and all(self.counts[name].within(other.counts[name]) for name in COUNTED)
+            and self._totals(other.output_reserve_tokens).within(other.counts["total_tokens"])
         )
 
     def _totals(self, reserve_tokens: int) -> Interval:
@@ -88,11 +95,11 @@ class Reach:
         Only removes what is certain and leaves an interval: the upper end of one count, as when an earlier
         class takes all prompts from 16,000 tokens on.
         """
+        if not earlier.upper_parts:
+            return self
         left = dict(self.counts)
-        for name in COUNTED:
+        for name in earlier.upper_parts:
             taken = earlier.counts[name]
-            if taken.high is not None or taken.low == 0:
-                continue
             if replace(self, counts=_closed({**self.counts, name: taken})).within(earlier):
                 high = left[name].high
                 left[name] = replace(

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -276,3 +277,20 @@ def test_a_pool_where_chats_meet_documents_is_pointed_out_unless_it_is_meant(
 
     assert len(said(mixed)) == 1
     assert said(meant) == said(plain) == []
+
+
+def test_what_a_capacity_holds_is_worked_out_once() -> None:
+    capacity = profiles.load("h100-tp1-light").capacity
+    assert capacity.kv is not None
+    looked: list[int] = []
+
+    class Counting:
+        def blocks(self, tokens: int) -> int:
+            looked.append(tokens)
+            return 0
+
+    counting = replace(capacity, kv=Counting())  # type: ignore[arg-type]
+    kv_tokens(counting)
+    once = len(looked)
+    kv_tokens(counting)
+    assert len(looked) == once > 0

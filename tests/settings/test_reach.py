@@ -174,3 +174,19 @@ def test_what_is_said_to_be_taken_is_taken_by_the_earlier_class(pair: list[Traff
         assert not (second and not first and later.within(earlier))
         if second and not first:
             assert Interval(prompt, prompt).within(left.counts["prompt_tokens"])
+
+
+def test_classes_with_another_header_or_key_are_told_apart_without_comparing_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def within(one: Interval, other: Interval) -> bool:
+        raise AssertionError("numbers were compared")
+
+    monkeypatch.setattr(Interval, "within", within)
+    one, other = (
+        reaching.reach(When(headers=(("x-team", ("a",)),)), 0),
+        reaching.reach(When(headers=(("x-team", ("b",)),)), 0),
+    )
+    assert not one.within(other)
+    assert one.without(other) is one
+    assert not reaching.reach(When(keys=("a",)), 0).within(reaching.reach(When(keys=("b",)), 0))
