@@ -281,7 +281,10 @@ def is_clear(case: Case) -> bool:
     backend, status, load = view.backend, view.status, view.load
     return (
         status.state is State.UP
-        and backend.model in status.served_models
+        and (
+            backend.model in status.served_models
+            or (backend.model is None and len(status.served_models) == 1)
+        )
         and demand.seqs == 1
         and demand.total_tokens <= case.capacity.context_tokens
         and not (demand.images or demand.audios or backend.drain or backend.versions)

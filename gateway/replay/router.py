@@ -46,7 +46,7 @@ class PolicyRouter(Generic[A]):
         """Start with an idle fleet and an empty queue."""
         self._policy = policy
         self._read = read
-        self._idle = deciding.idle(policy)
+        self._idle = self._seen = deciding.idle(policy)
         self._ledger = MemoryLedger()
         self._line = WaitingLine()
         self._slots: dict[int, Slot] = {}
@@ -137,7 +137,12 @@ class PolicyRouter(Generic[A]):
         )
 
     def _views(self) -> Mapping[str, BackendView]:
-        return {name: replace(view, load=self._ledger.load(name)) for name, view in self._idle.items()}
+        self._seen = {
+            name: view if view.load == load else replace(view, load=load)
+            for name, view in self._seen.items()
+            for load in [self._ledger.load(name)]
+        }
+        return self._seen
 
     def _refuse(self, fleet: Fleet[A], refused: Refused) -> None:
         fleet.refuse(self._arrivals.pop(refused.id), refused.reason.value)

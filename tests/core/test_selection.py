@@ -714,13 +714,12 @@ def test_nothing_objects_to_what_is_clear(
         assert [rule for rule in selection.FILTERS if rule(case)] == []
 
 
-def test_an_ordinary_request_is_clear_also_as_a_spill() -> None:
-    pool = policy().pools["light"]
+@pytest.mark.parametrize("model", ["gemma", None])
+def test_an_ordinary_request_is_clear_also_as_a_spill(model: str | None) -> None:
+    pool, subject = policy().pools["light"], view(backend("light-0", model=model), 3)
 
-    assert selection.is_clear(selection.consider(SHORT, view(backend("light-0", model="gemma"), 3), pool))
-    assert selection.is_clear(
-        selection.consider(SHORT, view(backend("light-0", model="gemma"), 3), pool, is_spill=True)
-    )
+    assert selection.is_clear(selection.consider(SHORT, subject, pool))
+    assert selection.is_clear(selection.consider(SHORT, subject, pool, is_spill=True))
 
 
 # ------------------------------------------------------------------ the first of all
