@@ -1,6 +1,7 @@
 """Background jobs: submitting, polling, following and cancelling them. Their state is in the store."""
 
 import logging
+import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,8 +44,8 @@ log = logging.getLogger("gateway.jobs")
 FOLLOW_S = 10.0
 """How long a follower waits for news before it sends a keep-alive."""
 
-AGAIN_S = 1.0
-"""Interval between attempts while the store is unreachable."""
+AGAIN_S = 1.0, 2.0
+"""Shortest and longest interval between attempts while the store is unreachable."""
 
 CHUNKS_AT_ONCE = 64
 """Maximum chunks read at once by a follower: 16 s of an answer as it is written."""
@@ -203,7 +204,7 @@ class Background:
                 try:
                     job = await self.over(job, FOLLOW_S)
                 except StoreUnavailable:
-                    await anyio.sleep(AGAIN_S)
+                    await anyio.sleep(again_s())
         return job
 
     async def over(self, job: Job, wait_s: float) -> Job:
@@ -329,6 +330,11 @@ class Background:
             raise InvalidRequest(f"`{PRIORITY_HEADER}` must be one of {known}.", param=PRIORITY_HEADER)
         order = list(JobPriority)
         return max(most, JobPriority(asked), key=order.index)
+
+
+def again_s() -> float:
+    """Return how long to wait for an unreachable store; random, so that its waiters do not ask in step."""
+    return random.uniform(*AGAIN_S)
 
 
 def gone(id: str, param: str | None = None) -> ResponseNotFound:

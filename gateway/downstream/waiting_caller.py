@@ -18,7 +18,7 @@ from gateway.core.errors import AtCapacity, GatewayError, StoreUnavailable, Stre
 from gateway.core.jobs import Job, JobStatus, size_of
 from gateway.core.sse import DONE
 from gateway.core.values import OnDisconnect
-from gateway.downstream.background import AGAIN_S, Background
+from gateway.downstream.background import Background, again_s
 from gateway.downstream.relay import HttpDownstream, send_body
 from gateway.events import about
 from gateway.pipeline import CallerStalled
@@ -221,7 +221,7 @@ class WaitingCaller:
         self._away_since = self._away_since or now
         if now - self._away_since > AWAY_S:
             raise error
-        await anyio.sleep(AGAIN_S)
+        await anyio.sleep(again_s())
 
     # -------------------------------------------------------------- disconnects
 

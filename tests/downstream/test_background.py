@@ -5,11 +5,16 @@ from dataclasses import replace
 from typing import cast
 
 import anyio
+import pytest
 from support.world import World
 
-from gateway.core.jobs import Chunk, Job, JobStatus, Lane, NewJob
+from gateway.core.errors import GatewayError, StoreUnavailable
+from gateway.core.jobs import Chunk, Job, JobError, JobStatus, Lane, NewJob
 from gateway.core.responses.replay import JobFacts
+from gateway.core.values import OnDisconnect
 from gateway.downstream.background import Background, JobRules
+from gateway.downstream.relay import HttpDownstream
+from gateway.downstream.waiting_caller import Waiter, WaitingCaller
 from gateway.ports import JobStore
 
 
@@ -95,3 +100,43 @@ async def test_who_follows_a_job_loads_it_once_and_asks_after_it_where_its_answe
     assert told[-1] == "response.completed"
     assert (store.loaded, store.got) == (1, 1)
     assert store.known == [JobStatus.QUEUED]  # what it was when it was read: nothing is missed in between
+
+
+class Away:
+    """What waiters ask of `ports.JobStore`: each of them finds it away once; then its job has failed."""
+
+    def __init__(self) -> None:
+        self.missed: set[str] = set()
+
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> None:
+        if job_id not in self.missed:
+            self.missed.add(job_id)
+            raise StoreUnavailable("away")
+
+    async def get(self, job_id: str) -> Job:
+        return Job(NewJob(job_id, None, "m/c", b""), JobStatus.FAILED, error=JobError("job_expired", "late"))
+
+
+@pytest.mark.parametrize("way", ["wait", "in place"])
+async def test_those_who_wait_do_not_ask_a_store_that_is_away_in_step(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(anyio, "sleep", sleep)
+    world = World()
+    background = background_of(world, Away())
+    for number in range(100):
+        job = Job(NewJob(f"resp_{number}", None, "m/c", b""), JobStatus.QUEUED)
+        if way == "wait":
+            assert (await background.finished(job, 60.0)).status is JobStatus.FAILED
+            continue
+        waiter = Waiter(None, (), False, False, 0.0, None, False, OnDisconnect.FINISH)
+        with pytest.raises(GatewayError, match="late"):
+            await WaitingCaller(waiter, background, cast(HttpDownstream, None), world.clock).serve(job)
+
+    assert len(slept) == 100
+    assert max(slept) - min(slept) > 0.5
