@@ -627,8 +627,11 @@ class FileStore(Protocol):
         None: the file `after` does not exist.
         """
 
-    async def read(self, file_id: str, offset: int) -> bytes:
-        """Return bytes of a file from `offset` up to the end of a piece; b"" at its end, or if it is gone."""
+    async def read(self, file_id: str, offset: int, limit: int | None = None) -> bytes:
+        """Return bytes of a file from `offset` up to the end of a piece; b"" at its end, or if it is gone.
+
+        `limit`: at most so many, at least 1.
+        """
 
     async def delete(self, file_id: str) -> bool | FileRefusal:
         """Delete a file. False: it does not exist. IN_USE: a batch is reading it."""

@@ -33,6 +33,9 @@ PATH = "/v1/files"
 PIECE_BYTES = 1024 * 1024
 """Bytes of an upload that are written at once, and so its maximum memory use."""
 
+READ_BYTES = 128 * 1024
+"""Bytes of a file that are read at once. A caller that reads slowly keeps about twice as many in memory."""
+
 UPLOADS_MAX = 16
 """Maximum concurrent uploads; others wait."""
 
@@ -136,7 +139,7 @@ class Files:
     async def _content(self, file: StoredFile) -> AsyncIterator[bytes]:
         offset = 0
         while offset < file.size_bytes:
-            piece = await self._store.read(file.id, offset)
+            piece = await self._store.read(file.id, offset, READ_BYTES)
             if not piece:  # deleted in the meantime: close the connection, so that the caller notices
                 raise ConnectionResetError("the file was deleted while it was read")
             offset += len(piece)

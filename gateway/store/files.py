@@ -77,12 +77,13 @@ class RedisFiles:
             after = ids[-1].decode()
         return found[:limit]
 
-    async def read(self, file_id: str, offset: int) -> bytes:
+    async def read(self, file_id: str, offset: int, limit: int | None = None) -> bytes:
         """See `ports.FileStore.read`."""
         piece, start = divmod(offset, PIECE_BYTES)
         name = f"{self._tag}:piece:{file_id}:{piece}"
+        last = -1 if limit is None else start + limit - 1
         redis = self._connections.redis
-        data: bytes = await self._connections.answer("file", lambda: redis.getrange(name, start, -1))
+        data: bytes = await self._connections.answer("file", lambda: redis.getrange(name, start, last))
         return data
 
     async def delete(self, file_id: str) -> bool | FileRefusal:

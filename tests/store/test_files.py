@@ -38,6 +38,7 @@ async def test_a_file_is_seen_once_it_is_whole(files: BatchWorld) -> None:
     for offset in (1, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES + 5):
         end = (offset // PIECE_BYTES + 1) * PIECE_BYTES
         assert await files.files.read("file-1", offset) == content[offset:end]
+        assert await files.files.read("file-1", offset, 100) == content[offset : min(offset + 100, end)]
     assert await files.files.read("file-1", len(content)) == b""
 
 
