@@ -4,6 +4,7 @@ import json
 import random
 import secrets
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,10 +19,11 @@ from support.batch_world import CHAT, BatchWorld, jsonl
 from support.redis_server import legs, own_server
 
 from gateway.core import batches
-from gateway.core.batches import Batch, BatchLine, BatchStatus
+from gateway.core.batches import Batch, BatchClaim, BatchLine, BatchStatus
 from gateway.core.errors import AtCapacity, ModelNotFound, StoreUnavailable
 from gateway.core.jobs import Chunk, JobError, JobPriority, JobStatus, NewJob
 from gateway.jobs import BatchRules, BatchRunner
+from gateway.store.batches import RedisBatches
 from gateway.store.jobs import RedisJobs
 
 WITHIN_S = 60.0
@@ -277,6 +279,51 @@ async def test_a_cancelled_batch_says_of_every_line_what_became_of_it(world: Bat
     assert {line["error"]["code"] for line in failures} == {"batch_cancelled"}
     assert len(answers) == batch.completed >= after
     assert await world.jobs.find() == []
+
+
+async def test_few_lines_of_a_cancelled_batch_are_answered_in_one_go(
+    world: BatchWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    write = RedisBatches.write
+
+    async def noted(
+        self: RedisBatches, claim: BatchClaim, number: int, offset: int, count: int, data: bytes
+    ) -> None:
+        counts.append(count)
+        await write(self, claim, number, offset, count, data)
+
+    monkeypatch.setattr(RedisBatches, "write", noted)
+    await make(world, jsonl(1500))
+    async with running(world):
+        await until(world, lambda batch: batch.total == 1500)
+        await world.open().cancel("batch_1")
+        batch = await ended(world)
+
+    assert batch.failed == 1500
+    assert max(counts) <= 250  # the event loop stands still meanwhile
+
+
+async def test_one_batch_is_validated_at_a_time(world: BatchWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, most = 0, 0
+    read = batches.InputReader.read
+
+    def noted(self: batches.InputReader, raw: batches.RawLine) -> Any:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.001)  # another thread may go on
+        at_once -= 1
+        return read(self, raw)
+
+    monkeypatch.setattr(batches.InputReader, "read", noted)
+    for number in range(4):
+        await make(world, jsonl(30), f"batch_{number}")
+    async with running(world):
+        for number in range(4):
+            await until(world, lambda batch: batch.total == 30, f"batch_{number}")
+
+    assert most == 1
 
 
 async def test_a_batch_whose_time_is_over_says_so_of_every_line_that_has_not_ended(world: BatchWorld) -> None:
