@@ -44,7 +44,7 @@ log = logging.getLogger("gateway.jobs")
 FOLLOW_S = 10.0
 """How long a follower waits for news before it sends a keep-alive."""
 
-AGAIN_S = 1.0, 2.0
+AGAIN_S = 1.0, 3.0
 """Shortest and longest interval between attempts while the store is unreachable."""
 
 CHUNKS_AT_ONCE = 64
@@ -199,6 +199,8 @@ class Background:
 
     async def finished(self, job: Job, wait_s: float) -> Job:
         """Wait until a job is final, at most `wait_s`, and return its last known state."""
+        if wait_s <= 0:
+            return job
         with anyio.move_on_after(wait_s):
             while not job.status.is_final:
                 try:

@@ -140,3 +140,11 @@ async def test_those_who_wait_do_not_ask_a_store_that_is_away_in_step(
 
     assert len(slept) == 100
     assert max(slept) - min(slept) > 0.5
+
+
+async def test_who_does_not_wait_gets_no_answer_even_if_there_is_one_by_then() -> None:
+    job = Job(NewJob("resp_1", None, "m/c", b""), JobStatus.QUEUED)
+    background = background_of(World(), Answered(job))
+
+    assert await background.finished(job, 0.0) is job
+    assert (await background.finished(job, 60.0)).status is JobStatus.COMPLETED
