@@ -1,7 +1,10 @@
-"""Reads decision logs, including rotated files and those of killed writers."""
+"""Reads decision logs, including rotated files, compressed ones, and those of killed writers."""
 
+import gzip
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import BufferedReader
 from pathlib import Path
 
 from gateway.core import classification
@@ -9,6 +12,8 @@ from gateway.core.request_features import RequestFeatures
 from gateway.core.values import Estimate
 from gateway.telemetry import decision_lines
 from gateway.telemetry.decision_lines import NewerFormat, PolicyLine, RequestLine
+
+_GZIP = b"\x1f\x8b"
 
 
 class Unusable(Exception):
@@ -69,9 +74,11 @@ def read(files: Sequence[Path]) -> Log:
     broken: list[Broken] = []
     for file in files:
         try:
-            with file.open("rb") as lines:
+            with file.open("rb") as written, _uncompressed(written) as lines:
                 for number, line in enumerate(lines, 1):
                     _take(str(file), number, line, entries, policies, broken)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise Unusable(f"{file}: it is compressed, and damaged: {error}") from error
         except OSError as error:
             raise Unusable(f"{file}: {error.strerror}") from error
     if not entries:
@@ -81,6 +88,12 @@ def read(files: Sequence[Path]) -> Log:
     entries = [_as_it_came(entry, policies) for entry in entries]
     entries.sort(key=lambda entry: entry.past.at)
     return Log(tuple(map(str, files)), entries, policies, broken)
+
+
+def _uncompressed(written: BufferedReader) -> BufferedReader | gzip.GzipFile:
+    """Return the file to read the lines from: this one, or what it holds compressed."""
+    is_compressed = written.peek(len(_GZIP)).startswith(_GZIP)  # it may be a pipe, which goes on only
+    return gzip.GzipFile(fileobj=written) if is_compressed else written
 
 
 def _take(

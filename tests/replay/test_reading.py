@@ -60,6 +60,14 @@ def test_files_are_joined_by_arrival(written: Written, tmp_path: Path) -> None:
     ]
 
 
+def test_a_compressed_file_is_read_like_any_other(written: Written) -> None:
+    file = written(line(1), line(2))
+    before = reading.read([file])
+    file.write_bytes(gzip.compress(file.read_bytes()))
+
+    assert reading.read([file]) == before
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -67,10 +75,12 @@ def test_files_are_joined_by_arrival(written: Written, tmp_path: Path) -> None:
         (b"\n\n", r"log: there are no requests in it$"),
         (b"nonsense\nmore\n", r"log: there are no requests in it \(2 broken lines, the first is .*log:1\)"),
         (gzip.compress(b"x" * 100, mtime=0), r"there are no requests in it \(1 broken lines"),
+        (gzip.compress(b"x" * 100, mtime=0)[:-9], r"log: it is compressed, and damaged: .*end-of-stream"),
+        (gzip.compress(b"x" * 100, mtime=0)[:12] + b"x" * 30, r"log: it is compressed, and damaged: "),
         (b'{"v":2,"kind":"request"}\n', r"log:1: this log has a newer format; .* formats up to 1"),
         (b'{"v":2,"kind":"something new"}\n', r"newer format"),
     ],
-    ids=["empty", "blank", "text", "gzip", "newer", "newer kind"],
+    ids=["empty", "blank", "text", "gzip", "torn gzip", "bent gzip", "newer", "newer kind"],
 )
 def test_what_nothing_can_be_learned_from_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
     file = tmp_path / "log"
