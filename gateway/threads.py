@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 import anyio
+from anyio.lowlevel import RunVar
 
 T = TypeVar("T")
 
@@ -17,9 +18,22 @@ INLINE_BYTES = 65_536
 """As much is decoded on the event loop; more in a thread. An event of an answer, 200 bytes, takes 13 us."""
 
 
+DECODERS = 2
+"""Maximum threads that decode at once: each that computes delays the event loop by 5 ms now and then."""
+
+_decoders: RunVar[anyio.CapacityLimiter] = RunVar("_decoders")
+
+
 async def decoded(size_bytes: int, function: Callable[[], T]) -> T:
     """Run a function that decodes so many bytes: at once, or in a thread of the pool."""
-    return await anyio.to_thread.run_sync(function) if size_bytes > INLINE_BYTES else function()
+    if size_bytes <= INLINE_BYTES:
+        return function()
+    try:
+        limiter = _decoders.get()
+    except LookupError:
+        limiter = anyio.CapacityLimiter(DECODERS)
+        _decoders.set(limiter)
+    return await anyio.to_thread.run_sync(function, limiter=limiter)
 
 
 async def beside(function: Callable[[], T]) -> T:

@@ -169,7 +169,13 @@ class Responses:
         """Return the chat request for a batch's line, and the facts to store with its job."""
         raws, members = await self._readers.run(lambda: _members(received.body), received.body)
         asked = await self._asked(received, raws, members, token)
-        return asked.incoming, asked.facts(received, token, {"store": False})
+        return asked.incoming, await self._facts(asked, received, token, {"store": False})
+
+    async def _facts(
+        self, asked: "ResponseRequest", received: Received, token: str, says: Mapping[str, Any]
+    ) -> JobFacts:
+        kept = asked.conversation or b""
+        return await self._readers.run(lambda: asked.facts(received, token, says), kept)
 
     async def _asked(
         self,
@@ -205,7 +211,7 @@ class Responses:
         self, background: Background, asked: "ResponseRequest", received: Received, token: str
     ) -> Work:
         store = asked.conversation is not None
-        facts = asked.facts(received, token, {"background": True, "store": store})
+        facts = await self._facts(asked, received, token, {"background": True, "store": store})
         try:
             job, known = await background.submit(
                 asked.incoming,
