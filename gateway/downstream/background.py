@@ -214,12 +214,15 @@ class Background:
         await self._jobs.changed(job.id, _NEVER, wait_s, job.status)
         return await self._again(job)
 
-    async def news(self, job: Job, start: int, wait_s: float) -> tuple[Job, Sequence[Chunk]]:
+    async def news(
+        self, job: Job, start: int, wait_s: float, *, is_placed: bool
+    ) -> tuple[Job, Sequence[Chunk]]:
         """Wait for chunks of a job from number `start` on, at most `wait_s`, and return some.
 
-        The job is refreshed only if there are none.
+        If there are none, the job is refreshed: if it has changed, or if its place is wanted (`is_placed`).
         """
-        await self._jobs.changed(job.id, start, wait_s, job.status)
+        if not await self._jobs.changed(job.id, start, wait_s, job.status):
+            return (await self._again(job) if is_placed else job), ()
         chunks = await self._jobs.chunks(job.id, start, CHUNKS_AT_ONCE)
         return (job if chunks else await self._again(job)), chunks
 
@@ -282,8 +285,8 @@ class Background:
             if not chunks:
                 if not new:
                     yield ()
-                await self._jobs.changed(job.id, replay.chunks, FOLLOW_S, job.status)
-                job = await self._again(job)
+                if await self._jobs.changed(job.id, replay.chunks, FOLLOW_S, job.status):
+                    job = await self._again(job)
 
     def retry_after_s(self, response: Mapping[str, Any]) -> int:
         """Return when to poll a response again."""

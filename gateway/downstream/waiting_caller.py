@@ -126,7 +126,9 @@ class WaitingCaller:
         while not (job.status.is_final and replay.chunks >= job.chunks):
             wait_s = self._wait_s(job, has_begun=replay.chunks > 0)
             try:
-                job, chunks = await self._background.news(job, replay.chunks, wait_s)
+                job, chunks = await self._background.news(
+                    job, replay.chunks, wait_s, is_placed=self._waiter.wants_place
+                )
                 self._away_since = None
             except StoreUnavailable as error:
                 await self._away(error)

@@ -47,6 +47,9 @@ COMMAND_S = 2.0
 POLL_S = 5.0
 """Polling interval for a job that is waited for, in case a message about it is lost."""
 
+POLLS_PER_S = 50
+"""Maximum polls per second of all that wait while messages are received: the interval grows with them."""
+
 AGAIN_S = 1.0
 """Interval between attempts to subscribe while the store is unreachable."""
 
@@ -116,6 +119,8 @@ class RedisJobs:
         self._is_away = False
         self._tokens: dict[str, str] = {}  # of claims whose reply was lost, by worker
         self._waiters: dict[str, _Waiters] = {}
+        self._waiting = 0  # number of tasks that wait for a job
+        self._is_listening = False
         self._wanted = anyio.Event()  # set when the set of awaited jobs has changed
         self._work = _Waiters()
         self._work_heard = 0  # number of messages about new work; and of those followed by a check
@@ -175,7 +180,7 @@ class RedisJobs:
             found += more
         return found
 
-    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> None:
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> bool:
         """See `ports.JobStore.changed`."""
         with anyio.move_on_after(wait_s), self._waiting_for(job_id) as waiters:
             while True:
@@ -183,9 +188,13 @@ class RedisJobs:
                 now_status, now_chunks = await self._status_of(job_id)
                 status = status or now_status
                 if now_chunks > chunks or now_status is not status or status is None or status.is_final:
-                    return
-                with anyio.move_on_after(POLL_S):
+                    return True
+                with anyio.move_on_after(self._poll_s()):
                     await heard.wait()
+        return False
+
+    def _poll_s(self) -> float:
+        return max(POLL_S, self._waiting / POLLS_PER_S) if self._is_listening else POLL_S
 
     async def cancel(self, job_id: str) -> Job | None:
         """See `ports.JobStore.cancel`."""
@@ -378,12 +387,14 @@ class RedisJobs:
         channel = self._connections.channel()
         try:
             await self._connections.bounded(lambda: channel.subscribe(self._key("work")))
+            self._is_listening = True
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._follow, channel)
                 while True:
                     if (message := await self._connections.heard(channel)) is not None:
                         self._hear(message)
         finally:
+            self._is_listening = False
             await self._connections.close(channel)
 
     async def _follow(self, channel: PubSub) -> None:
@@ -428,10 +439,12 @@ class RedisJobs:
             waiters = self._waiters[job_id] = _Waiters()
             self._wanted.set()
         waiters.count += 1
+        self._waiting += 1
         try:
             yield waiters
         finally:
             waiters.count -= 1
+            self._waiting -= 1
             if waiters.count == 0:
                 del self._waiters[job_id]
                 self._wanted.set()

@@ -62,10 +62,11 @@ async def test_all_who_look_at_their_place_at_once_ask_the_store_once() -> None:
 
 
 class Answered:
-    """What `Background.events` asks of `ports.JobStore`: a job that ends as soon as it is waited for."""
+    """What `Background` asks of `ports.JobStore`: a job that ends after it was waited for `idle` times."""
 
-    def __init__(self, job: Job, *said: bytes) -> None:
+    def __init__(self, job: Job, *said: bytes, idle: int = 0) -> None:
         self.job = job
+        self.idle = idle
         self.said = [Chunk(number, 1, data) for number, data in enumerate(said)]
         self.got = self.loaded = 0
         self.known: list[JobStatus | None] = []
@@ -73,9 +74,12 @@ class Answered:
     async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
         return self.said[start : start + 1] if self.job.status.is_final else ()
 
-    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> None:
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> bool:
         self.known.append(status)
+        if len(self.known) <= self.idle:
+            return False
         self.job = replace(self.job, status=JobStatus.COMPLETED, attempt=1, chunks=len(self.said))
+        return True
 
     async def get(self, job_id: str) -> Job:
         self.got += 1
@@ -91,7 +95,7 @@ async def test_who_follows_a_job_loads_it_once_and_asks_after_it_where_its_answe
     facts = JobFacts({"id": "resp_1", "status": "queued"}, "0" * 32, 0, {}, {}).encoded()
     job = Job(NewJob("resp_1", None, "m/c", b"{}", facts), JobStatus.QUEUED, position=1)
     event = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":%b}]}\n\n'
-    store = Answered(job, event % b"null", event % b"null", event % b'"stop"')
+    store = Answered(job, event % b"null", event % b"null", event % b'"stop"', idle=2)
     background = background_of(world, store)
 
     told = [event["type"] async for batch in background.events(job, -1) for event in batch]
@@ -99,7 +103,22 @@ async def test_who_follows_a_job_loads_it_once_and_asks_after_it_where_its_answe
     assert told[0] == "response.created"
     assert told[-1] == "response.completed"
     assert (store.loaded, store.got) == (1, 1)
-    assert store.known == [JobStatus.QUEUED]  # what it was when it was read: nothing is missed in between
+    assert store.known == 3 * [JobStatus.QUEUED]  # what it was when it was read: nothing is missed in between
+
+
+@pytest.mark.parametrize(("is_placed", "got"), [(False, 1), (True, 3)])
+async def test_a_job_that_has_not_changed_is_asked_after_only_for_its_place(
+    is_placed: bool, got: int
+) -> None:
+    job = Job(NewJob("resp_1", None, "m/c", b""), JobStatus.QUEUED, position=9)
+    store = Answered(job, idle=2)
+    background = background_of(World(), store)
+
+    for _ in range(3):
+        job, _ = await background.news(job, 0, 10.0, is_placed=is_placed)
+
+    assert job.status is JobStatus.COMPLETED
+    assert store.got == got
 
 
 class Away:
@@ -108,10 +127,11 @@ class Away:
     def __init__(self) -> None:
         self.missed: set[str] = set()
 
-    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> None:
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> bool:
         if job_id not in self.missed:
             self.missed.add(job_id)
             raise StoreUnavailable("away")
+        return True
 
     async def get(self, job_id: str) -> Job:
         return Job(NewJob(job_id, None, "m/c", b""), JobStatus.FAILED, error=JobError("job_expired", "late"))

@@ -590,7 +590,7 @@ async def is_heard(world: JobWorld, id: str, wanted: bool = True) -> None:
 
 async def waits(jobs: RedisJobs, id: str, chunks: int, status: JobStatus | None = None) -> None:
     with anyio.fail_after(WITHIN_S):
-        await jobs.changed(id, chunks, 1000.0, status)
+        assert await jobs.changed(id, chunks, 1000.0, status)
 
 
 async def test_whoever_waits_for_a_job_hears_of_every_change(world: JobWorld, jobs: RedisJobs) -> None:
@@ -624,7 +624,7 @@ async def test_what_was_missed_is_not_waited_for(world: JobWorld, jobs: RedisJob
 async def test_nothing_happens_for_as_long_as_one_waits(world: JobWorld, jobs: RedisJobs) -> None:
     await world.submit(jobs, "a")
     async with listening(jobs):
-        await jobs.changed("a", 0, 0.05)
+        assert not await jobs.changed("a", 0, 0.05)
         await jobs.waiting(0.0)
         assert list(await jobs.waiting(0.05)) == []
 
@@ -637,6 +637,23 @@ async def test_without_the_messages_a_look_now_and_then_does(
     async with anyio.create_task_group() as tasks:  # nobody listens
         tasks.start_soon(waits, jobs, "a", 0)
         await jobs.cancel("a")
+
+
+async def test_many_who_wait_look_more_rarely_as_long_as_messages_come(
+    world: JobWorld, jobs: RedisJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.store.jobs.POLL_S", 1.0)
+    await world.submit(jobs, "a")
+    async with anyio.create_task_group() as tasks:
+        for _ in range(200):
+            tasks.start_soon(waits, jobs, "a", 0)
+        await anyio.wait_all_tasks_blocked()
+        alone = jobs._poll_s()
+        async with listening(jobs):
+            told = jobs._poll_s()
+            await jobs.cancel("a")
+
+    assert (alone, told, jobs._poll_s()) == (1.0, 4.0, 1.0)
 
 
 async def test_any_number_of_waiters_takes_one_connection(world: JobWorld, jobs: RedisJobs) -> None:
