@@ -38,6 +38,7 @@ from gateway.downstream.relay import BodyLimits, CallerGone, Uploads, check_enco
 from gateway.downstream.responses import Responses
 from gateway.pipeline import Pipeline
 from gateway.ports import Arrival, BatchStore, Clock, FileStore, Incoming
+from gateway.threads import decoded
 
 PATH = "/v1/batches"
 BODY_BYTES_MAX = 1024 * 1024
@@ -213,15 +214,19 @@ class BatchLines:
         except GatewayError as error:
             error.param = error.param if is_chat else chat_param_here(error.param)
             raise
-        return NewJob(
-            id=response_id(token),
-            key=batch.key,
-            lane=lane,
-            body=streamed(incoming.body_for(incoming.request.model)),
-            facts=facts.encoded(),
-            priority=JobPriority.BATCH,
-            batch=batch.id,
-        )
+
+        def new_job() -> NewJob:
+            return NewJob(
+                id=response_id(token),
+                key=batch.key,
+                lane=lane,
+                body=streamed(incoming.body_for(incoming.request.model)),
+                facts=facts.encoded(),
+                priority=JobPriority.BATCH,
+                batch=batch.id,
+            )
+
+        return await decoded(len(line.body), new_job)
 
     async def _lane(self, incoming: Incoming) -> str:
         try:
