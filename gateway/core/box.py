@@ -639,16 +639,18 @@ def _restarted(box: Box, reason: str, now: float, rules: BoxRules, *, is_in: boo
     times = (*kept, now)
     box = replace(box, restarts={**box.restarts, name: times})
     if len(times) > RESTARTS_MAX:
-        return _quarantined(box, f"{reason}, {len(times)} times within a day", now, rules)
+        why = f"{reason}, {len(times)} times within a day"
+        return _quarantined(box, why, now, rules, is_gone=not is_in)
     if is_in:
         return _check(box, now, reason)
     return _afresh(box, name, now, reason, rules)
 
 
-def _quarantined(box: Box, reason: str, now: float, rules: BoxRules) -> Step:
+def _quarantined(box: Box, reason: str, now: float, rules: BoxRules, *, is_gone: bool = False) -> Step:
     name = box.backend
     rest = {other: times for other, times in box.restarts.items() if other != name}
-    box = replace(box, quarantine={**box.quarantine, name: Quarantine(reason, now)}, restarts=rest)
+    held = Quarantine(reason, now, is_gone)
+    box = replace(box, quarantine={**box.quarantine, name: held}, restarts=rest)
     home = _fallback(box, rules)
     if not home:
         return _failed(box, f"{name} is in quarantine ({reason}), and the box has no other model to run", now)

@@ -471,6 +471,15 @@ def test_a_model_in_quarantine_that_was_seen_out_and_is_in_again_was_started_by_
     assert box.look(INSPECT_S).found("gemma").ordered == [(Task.CHECK, "gemma")]
 
 
+def test_a_model_that_disappeared_once_too_often_and_is_in_again_was_started_by_somebody() -> None:
+    alone = {"qwen": Quarantine("canary failed", 900.0, gone=True)}
+    box = gemma_resident(restarts={"gemma": (950.0,)}, quarantine=alone)
+    assert box.look(lost=frozenset({"gemma"})).found().at[0] is State.FAILED
+    # It was up again before the first look at the failed box.
+    assert box.look(INSPECT_S).found("gemma").ordered == [(Task.CHECK, "gemma")]
+    assert box.done().at == (State.RESIDENT, "gemma", "")
+
+
 def test_a_first_restart_is_asked_and_forgiven_a_second_is_not() -> None:
     box = gemma_resident().look(restarts={"gemma": 1})
     assert (box.at, box.ordered) == ((State.CHECKING, "gemma", ""), [(Task.CHECK, "gemma")])
