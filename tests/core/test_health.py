@@ -300,6 +300,12 @@ def test_a_script_of_events_leads_to_these_states(
     assert states(*script) == expected
 
 
+@pytest.mark.parametrize("failure", [ModelsFailed("/v1/models: HTTP 401", key_refused=True), FAILED])
+def test_an_ejection_says_how_many_failures_there_were_and_not_of_what(failure: Event) -> None:
+    status = play((0, OK), *[(1, failure)] * 3)[-1]
+    assert status.reason == f"3 failures, the last: {status.last_error}; out for 5 s"
+
+
 @pytest.mark.parametrize(
     "outcome", [Outcome.UNREACHABLE, Outcome.TIMEOUT, Outcome.FAILED, Outcome.MISCONFIGURED]
 )

@@ -149,7 +149,7 @@ TOLD: dict[str, tuple[list[tuple[float, Event]], Verdict | None]] = {
     "nothing-to-tell": ([(0, OK), (3, FAILED)], None),
     "requests-failed": (
         [(0, OK), (1, FAILED), (1, FAILED), (1, FAILED), (3, OK)],
-        Verdict(1, State.EJECTED, "3 requests failed, the last with failed: status 500; out for 5 s", 3, 1),
+        Verdict(1, State.EJECTED, "3 failures, the last: failed: status 500; out for 5 s", 3, 1),
     ),
     "a-request-failed-in-probation": (
         [(0, OK), (1, REFUSED), (2, OK), (3, FAILED)],

@@ -116,13 +116,13 @@ async def test_a_backend_that_fails_through_one_gateway_is_ejected_at_the_other(
         await pair.other.eventually(lambda: state(pair.other, "light-0") is State.EJECTED)
 
         status = pair.other.gateway.fleet.statuses()["light-0"]
-        assert status.reason.startswith(f"seen by {name(pair.one)}: 3 requests failed")
+        assert status.reason.startswith(f"seen by {name(pair.one)}: 3 failures")
         assert (status.served, status.failed) == (0, 0)
         async with httpx.AsyncClient(base_url=pair.other.admin_url, trust_env=False) as operator:
             view = (await operator.get("/admin/replicas")).json()
             page = (await operator.get("/metrics")).text
         assert (view["mode"], view["replicas"], view["owner"]) == ("shared", 2, name(pair.other))
-        assert view["others"][name(pair.one)]["verdicts"]["light-0"].startswith("3 requests failed")
+        assert view["others"][name(pair.one)]["verdicts"]["light-0"].startswith("3 failures")
         assert 'gateway_store_mode{mode="shared"} 1.0' in page
         assert "gateway_replicas 2.0" in page
         # Both let it back in, and neither takes the other's old word for a new one.

@@ -107,7 +107,7 @@ def test_a_backend_that_failed_requests_there_is_out_here(here: Gateway, there: 
 
     status = here.fleet.statuses()["push"]
     assert status.state is State.EJECTED
-    assert status.reason.startswith("seen by there: 3 requests failed, the last with failed: status 500")
+    assert status.reason.startswith("seen by there: 3 failures, the last: failed: status 500")
     assert here.peers.facts().verdicts == {}
     assert here.state("light-0") is State.UP
 
@@ -277,7 +277,7 @@ def test_an_operator_sees_what_the_others_tell(here: Gateway, there: Gateway) ->
 
     seen = here.peers.view()["there"]
 
-    assert seen["verdicts"]["push"].startswith("3 requests failed")
+    assert seen["verdicts"]["push"].startswith("3 failures")
     assert {name: seen[name] for name in seen if name != "verdicts"} == {
         "requests_judged": 3,
         "answers_learned_from": 20,

@@ -301,7 +301,7 @@ def _attempt_failed(
         failures = len(status.recent_failures)
         if failures < rules.failures_max:
             return status
-        out = _ejected(status, f"{failures} requests failed, the last with {detail}", now, rules)
+        out = _ejected(status, f"{failures} failures, the last: {detail}", now, rules)
     return _own_verdict(out) if is_telling else out
 
 
