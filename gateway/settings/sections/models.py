@@ -78,7 +78,7 @@ class WaitingSection(Section):
     """Total bytes that they may hold."""
 
     when_late: Literal["refuse", "demote"] = "refuse"
-    """What happens to a late request: refused with 429, or moved behind the others."""
+    """What happens to a late request: refused with 429, or moved behind the others of its class."""
 
     demoted_wait_s: Seconds | None = None
     """Longest total wait of a demoted request. Unset: twice max_wait_s, and at least 60."""
