@@ -165,9 +165,7 @@ TOLD: dict[str, tuple[list[tuple[float, Event]], Verdict | None]] = {
     ),
     "failures-that-added-up": (
         [(0, OK), (1, FAILED), (1, PeerAttempts(0, 2))],
-        Verdict(
-            1, State.EJECTED, "3 requests failed, some of them through other gateways; out for 5 s", 5, 1
-        ),
+        Verdict(1, State.EJECTED, "3 failures, some of them through other gateways; out for 5 s", 5, 1),
     ),
     "its-penalty-is-over": ([(0, OK), *[(1, FAILED)] * 3, (6, SLOW)], None),
     "it-was-readmitted": ([(0, OK), *[(1, FAILED)] * 3, (6, OK)], None),

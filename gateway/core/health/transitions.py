@@ -377,5 +377,5 @@ def _elsewhere(
     failures = len(status.recent_failures)
     if failures < rules.failures_max:
         return status
-    why = f"{failures} requests failed, some of them through other gateways"
+    why = f"{failures} failures, some of them through other gateways"
     return _own_verdict(_ejected(status, why, now, rules))
