@@ -93,7 +93,8 @@ def read_key(written: str) -> str:
     key = _ESCAPED.sub(r"\1", quoted[1]) if quoted else written
     if not 1 <= len(key) <= KEY_CHARS_MAX or not (quoted or _BARE.fullmatch(written)):
         message = (
-            f"`Idempotency-Key` must be 1 to {KEY_CHARS_MAX} printable ASCII characters, quoted or bare."
+            f"`Idempotency-Key` must be 1 to {KEY_CHARS_MAX} printable ASCII characters, "
+            "quoted, or bare without spaces."
         )
         raise InvalidRequest(message, code="invalid_idempotency_key", param="Idempotency-Key")
     return key
