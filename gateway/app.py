@@ -76,6 +76,9 @@ from gateway.what_if import WhatIf
 
 log = logging.getLogger("gateway.process")
 
+TOLD_S = 1.0
+"""How long callers that are cut off have to read that they are."""
+
 STOP_S = 5.0
 """How long connections may take to close after their requests have ended or were cut off."""
 
@@ -369,7 +372,7 @@ class Gateway:
         self.metrics.backend_changed(backend_id, old, new)
         self.pipeline.room.look()
         if new.state is not old.state and new.state in _LOST:
-            self.pipeline.abort_attempts(backend_id, new.reason)
+            self.pipeline.abort_attempts(backend_id)
         if new.verdicts > old.verdicts and self._store is not None:
             self._store.exchange.publish_now()
 
@@ -512,7 +515,9 @@ class Gateway:
         if self.worker is not None:
             await self.worker.stop()
         await self.console.stop()
-        self.pipeline.is_ending = self.applications.serving.is_ending = True
+        self.applications.end()
+        with anyio.move_on_after(TOLD_S):
+            await self.applications.serving.drain()
         for listener in self._listeners:
             listener.cut()
         with anyio.move_on_after(STOP_S):

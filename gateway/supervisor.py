@@ -23,7 +23,7 @@ import anyio
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from gateway.app import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, start_store
+from gateway.app import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S, start_store
 from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.downstream.listener import bind, url_of
 from gateway.events import about
@@ -34,7 +34,7 @@ from gateway.store.keeper import next_pause_s
 log = logging.getLogger("gateway.supervisor")
 
 FAILURE = 1
-END_S = STOP_S + 5.0
+END_S = TOLD_S + STOP_S + 5.0
 """Time beyond its drain, or to exit at once, after which a worker is killed."""
 
 REPORT_BYTES_MAX = 1_000_000

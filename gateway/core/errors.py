@@ -264,6 +264,9 @@ class Draining(ShedError):
 
     code = "draining"
 
+    def __init__(self, message: str = "This gateway is shutting down. Please retry.") -> None:
+        super().__init__(message, retry_after_s=1)
+
 
 class FilesFull(CallerError):
     """The files of this API key have reached their size limit. SDKs are told not to retry."""

@@ -6,7 +6,8 @@ counted only once, either here or in the pipeline.
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import anyio
@@ -72,6 +73,7 @@ class ChatJobs:
         self._refused = refused
         self._is_stopping = is_stopping
         self.waiting = 0  # callers being served synchronously
+        self._waits: set[anyio.CancelScope] = set()
 
     @staticmethod
     def wants_job(request: WireRequest) -> bool:
@@ -108,6 +110,21 @@ class ChatJobs:
         waiter = _waiter(request, traffic_class.waiting, queue, headers)
         del request, received, facts
         await self._served(job, waiter, downstream)
+
+    def end(self) -> None:
+        """End all waiting, because this process is shutting down: each caller is told where its answer is."""
+        for scope in self._waits:
+            scope.cancel()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[anyio.CancelScope]:
+        """Run a block that `end` cancels."""
+        with anyio.CancelScope() as scope:
+            self._waits.add(scope)
+            try:
+                yield scope
+            finally:
+                self._waits.remove(scope)
 
     # -------------------------------------------------------------- submitting
 
@@ -206,7 +223,8 @@ class ChatJobs:
         """Send the chat completion if it is ready in time, or else the location of the job."""
         headers = (*headers, (b"preference-applied", prefers.applied.encode()))
         try:
-            job = await self._background.finished(job, prefers.granted_s)
+            with self._waiting():
+                job = await self._background.finished(job, prefers.granted_s)
             if job.status.is_final:
                 if (failed := failure(job)) is not None:
                     raise failed
@@ -224,7 +242,10 @@ class ChatJobs:
         in_place = WaitingCaller(waiter, self._background, downstream, self._clock)
         self.waiting += 1
         try:
-            await in_place.serve(job)
+            with self._waiting() as wait:
+                await in_place.serve(job)
+            if wait.cancelled_caught:
+                await in_place.cut(job)
         except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
             if not self._is_stopping():
                 await in_place.left(job)

@@ -91,6 +91,7 @@ class Applications:
         window of a backend. Web pages of `origins` may call too.
         """
         self.serving = Serving(keys=keys, limits=limits, recorder=recorder, clock=clock, trace_of=trace_of)
+        self._pipeline = pipeline
         self._policy = policy
         self._keys = keys
         self._readiness = readiness
@@ -147,6 +148,13 @@ class Applications:
     def waiting_in_place(self) -> int:
         """Number of callers waiting for a job synchronously."""
         return 0 if self._chat_jobs is None else self._chat_jobs.waiting
+
+    def end(self) -> None:
+        """End all requests, because this process is shutting down: each caller is told."""
+        self.serving.is_ending = True
+        self._pipeline.end()
+        if self._chat_jobs is not None:
+            self._chat_jobs.end()
 
     def asgi_app(self) -> ASGIApp:
         """Return the ASGI application for the public port."""

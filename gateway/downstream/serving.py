@@ -100,7 +100,7 @@ class Serving:
             Draining: it is.
         """
         if self.is_draining:
-            raise Draining("This gateway is shutting down. Please retry.", retry_after_s=1)
+            raise Draining
 
     def head(self, headers: Headers) -> Head:
         """Validate a request by its head, before its body is read.

@@ -14,7 +14,7 @@ import anyio
 import msgspec
 
 from gateway.core.chat_jobs import ChatReplay, chat_id, failure
-from gateway.core.errors import AtCapacity, GatewayError, StoreUnavailable, StreamBroken
+from gateway.core.errors import AtCapacity, Draining, GatewayError, StoreUnavailable, StreamBroken
 from gateway.core.jobs import Job, JobStatus, size_of
 from gateway.core.sse import DONE
 from gateway.core.values import OnDisconnect
@@ -94,10 +94,22 @@ class WaitingCaller:
             else:
                 await self._whole(job)
         except GatewayError as error:
-            error.headers = (*self._waiter.headers, *error.headers)
-            if not self._is_open:
-                raise
-            await self._bounded(error)
+            await self._fail(error)
+
+    async def cut(self, job: Job) -> None:
+        """Answer that this process is shutting down, after `serve` was cancelled.
+
+        Raises:
+            Draining: nothing has been sent yet.
+            CallerStalled, OSError: the caller is gone or no longer reads.
+        """
+        await self._fail(Draining(f"This gateway is shutting down. The answer will be {_where(job)}."))
+
+    async def _fail(self, error: GatewayError) -> None:
+        error.headers = (*self._waiter.headers, *error.headers)
+        if not self._is_open:
+            raise error
+        await self._bounded(error)
 
     # -------------------------------------------------------------- a non-streamed answer
 
@@ -138,7 +150,7 @@ class WaitingCaller:
             if replay.is_broken:
                 raise StreamBroken(
                     "The backend failed, and the answer was started again: discard what came before. "
-                    f"The new answer will be at /v1/chat/completions/{chat_id(job.id)}."
+                    f"The new answer will be {_where(job)}."
                 )
             job = await self._in_time(job, has_begun=replay.chunks > 0)
             await self._comment(job, has_begun=replay.chunks > 0)
@@ -247,6 +259,10 @@ class WaitingCaller:
                 job.id,
                 extra=about("job_not_cancelled", id=job.id),
             )
+
+
+def _where(job: Job) -> str:
+    return f"at /v1/chat/completions/{chat_id(job.id)}"
 
 
 def _place_comment(place: Mapping[str, Any] | None) -> bytes:

@@ -16,6 +16,7 @@ from gateway.core import answers, quirks
 from gateway.core.answers import ABORTED, BackendError, UnfitAnswer
 from gateway.core.errors import (
     AnswerUnfit,
+    Draining,
     GatewayError,
     OutOfResources,
     StreamBroken,
@@ -59,7 +60,7 @@ _OUTCOMES: Mapping[type[GatewayError], Outcome] = {
 
 
 class Attempt:
-    """An attempt on one backend. Call `run` once; `give_up` may be called while it runs."""
+    """An attempt on one backend. Call `run` once; `give_up` and `cut` may be called while it runs."""
 
     _reader: StreamReader
     _fast_path: ChunkFastPath
@@ -69,7 +70,8 @@ class Attempt:
     _is_answered = False
     _outcome: Outcome | None = None
     _detail = ""
-    _lost = ""
+    _is_given_up = False
+    _is_cut = False
     _is_relayed = False  # the whole answer was relayed; the backend's body may still be open
     _is_stalled = False  # waiting for the caller to read
     _last_moment = 0.0
@@ -110,11 +112,16 @@ class Attempt:
         """Whether the response to the caller has begun; after that, another backend cannot take over."""
         return self._is_answered
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self) -> None:
         """End the attempt, unless it was already answered, because its backend is lost."""
         if not self.is_answered:
-            self._lost = reason
+            self._is_given_up = True
             self._deadline.move(-inf)
+
+    def cut(self) -> None:
+        """End the attempt, answered or not, because this process is shutting down: its caller is told."""
+        self._is_cut = True
+        self._deadline.move(-inf)
 
     async def run(self, upstream: Upstream) -> None:
         """Relay the answer to its end. However the attempt ends, its record is added to the context.
@@ -123,6 +130,7 @@ class Attempt:
             UpstreamError: the attempt failed; if the response has begun, the caller has an incomplete answer.
             BackendRejected: the backend rejected the content of the request.
             OutOfResources: this process could not open a connection.
+            Draining: it was cut before the response had begun.
             CallerStalled: the caller has stopped reading.
         """
         context = self._context
@@ -162,7 +170,7 @@ class Attempt:
     async def _within_limits(self, upstream: Upstream) -> None:
         started, limits, deadline = self._now(), self._timeouts, self._deadline
         self._last_moment = started + limits.total_s
-        if not self._lost:
+        if not (self._is_given_up or self._is_cut):
             deadline.latest = self._last_moment
             deadline.at = started + (limits.first_byte_s if self._plan.is_streamed else limits.total_s)
         with deadline:
@@ -175,8 +183,11 @@ class Attempt:
             return
         if self._is_stalled:
             raise CallerStalled
+        if self._is_cut:
+            self._outcome = Outcome.CANCELLED
+            raise StreamBroken("This gateway is shutting down.") if self.is_answered else Draining
         self._outcome = Outcome.TIMEOUT
-        raise UpstreamTimeout("The backend stopped responding.") if self._lost else self._overdue()
+        raise UpstreamTimeout("The backend stopped responding.") if self._is_given_up else self._overdue()
 
     def _overdue(self) -> GatewayError:
         limits = self._timeouts

@@ -19,6 +19,7 @@ from anyio.abc import TaskGroup
 
 from gateway.core import health, versions
 from gateway.core.box import (
+    COMMAND_TRIES,
     Box,
     BoxRules,
     Event,
@@ -371,8 +372,10 @@ class BoxController:
                 report: Event = Inspected(order.number, frozenset(found))
             case Task.STOP:
                 report = TaskEnded(order.number, await self._switch.stop(name, fence))
+                self._warn(kept, order, report.failure)
             case Task.START:
                 report = TaskEnded(order.number, await self._switch.start(name, fence))
+                self._warn(kept, order, report.failure)
             case Task.CHECK:
                 report = TaskEnded(order.number, await self._switch.ask(name))
                 if not report.failure:  # queued requests must find the model known to the health checks
@@ -381,6 +384,29 @@ class BoxController:
         if fence == kept.fence:  # otherwise another owner has issued the order again
             kept.reports.append(report)
         kept.wake.set()
+
+    def _warn(self, kept: _Kept, order: Order, failure: str) -> None:
+        """Log that a command has failed, if it has. After the last try, the new state is logged, too."""
+        if not failure:
+            return
+        task, tries = order.task.value, kept.box.tries
+        log.warning(
+            "box %s: cannot %s %s (try %d of %d): %s",
+            kept.name,
+            task,
+            order.backend,
+            tries,
+            COMMAND_TRIES,
+            failure,
+            extra=about(
+                "box_order_failed",
+                box=kept.name,
+                task=task,
+                backend=order.backend,
+                try_number=tries,
+                reason=failure,
+            ),
+        )
 
     # -------------------------------------------------------------- publishing the state
 

@@ -92,8 +92,6 @@ class Pipeline:
         room: Where requests queue. Its `run` must be running while requests are served.
         watch: Per-backend measurements. Its `run` must be running too.
         first_tokens: Predicts first tokens that cannot be observed. Its `run` must be running too.
-        is_ending: Whether this process is shutting down, so that a cancelled request does not mean that its
-            caller has left.
     """
 
     def __init__(
@@ -139,7 +137,7 @@ class Pipeline:
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
         watch.on_share_raised(self.room.look)
         self.first_tokens = FirstTokens(ledger, clock)
-        self.is_ending = False
+        self._is_ending = False  # a cancelled request does not mean that its caller has left
 
     async def run(
         self,
@@ -171,7 +169,7 @@ class Pipeline:
                 await self._place_with_comments(context, ticket, ticket.arrived_at + silent_s)
         except GatewayError as error:
             context.status, context.error_code = error.http_status, error.code
-            context.ending = Ending.of(error)
+            context.ending = _ending_of(error)
             error.headers = tuple(context.headers())
             raise
         except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
@@ -196,7 +194,7 @@ class Pipeline:
                 self._learn(context, context.served_by)
             return
         context.ending = Ending.LEFT
-        if self.is_ending and not context.incoming.request.is_job:
+        if self._is_ending and not context.incoming.request.is_job:
             is_begun = bool(context.status)
             context.ending = Ending.BROKEN if is_begun else Ending.FAILED
             context.error_code = StreamBroken.code if is_begun else Draining.code
@@ -281,13 +279,20 @@ class Pipeline:
         """Return, per backend, the share (0..1) of a conversation that it has already processed."""
         return self._prefixes.held(prefixes)
 
-    def abort_attempts(self, backend_id: str, reason: str) -> None:
+    def end(self) -> None:
+        """End all requests, because this process is shutting down: each caller is told, and may retry."""
+        self._is_ending = True
+        self.room.close()
+        for attempt in tuple(chain.from_iterable(self._running.values())):
+            attempt.cut()
+
+    def abort_attempts(self, backend_id: str) -> None:
         """Abort all unanswered attempts on a backend, so that their requests are retried elsewhere.
 
         Called when health checks find that the backend is lost, for example because it hangs.
         """
         for attempt in tuple(self._running.get(backend_id, ())):
-            attempt.give_up(reason)
+            attempt.give_up()
 
     async def _place_with_comments(self, context: RequestContext, ticket: Ticket, since: float) -> None:
         """Like `_place`, but sends SSE comments from `since` (monotonic seconds) to the first token.
@@ -318,7 +323,7 @@ class Pipeline:
             await comments.stop()
             tasks.cancel_scope.cancel()
         if isinstance(failure, GatewayError) and context.status:
-            context.ending, context.error_code = Ending.of(failure), failure.code
+            context.ending, context.error_code = _ending_of(failure), failure.code
             await self._end_with(context, failure, failure.code)
         elif failure is not None:
             raise failure
@@ -593,6 +598,10 @@ class Pipeline:
 
 
 _UNKNOWN = BackendStatus()
+
+
+def _ending_of(error: GatewayError) -> Ending:
+    return Ending.FAILED if isinstance(error, Draining) else Ending.of(error)  # it was accepted, and is lost
 
 
 def _reported(context: RequestContext, before: UpstreamError | None, now: UpstreamError) -> UpstreamError:

@@ -12,7 +12,7 @@ from math import inf
 
 import anyio
 
-from gateway.core.errors import AtCapacity, NoBackend, ShedError
+from gateway.core.errors import AtCapacity, Draining, NoBackend, ShedError
 from gateway.core.selection import BackendView
 from gateway.core.values import Candidate, Ranking
 from gateway.core.waiting import MISS_PAUSE_S, Offer, Reason, Refused, Ticket, WaitingLine
@@ -63,6 +63,7 @@ class WaitingRoom:
         self._outdated: deque[_Waiter] = deque()  # still to be woken because the policy has changed
         self._waited_for: frozenset[str] = frozenset()
         self._wake = anyio.Event()
+        self._is_closed = False
         ledger.on_freed(lambda _: self.look())
 
     def look(self) -> None:
@@ -78,6 +79,14 @@ class WaitingRoom:
                 self._outdated.append(waiter)
         self._wake.set()
 
+    def close(self) -> None:
+        """Turn away every queued request, and all that come from now on: this process is shutting down."""
+        self._is_closed = True
+        for waiter in self._waiters.values():
+            if waiter.place is None:
+                waiter.error = Draining()
+                waiter.woken.set()
+
     async def admit(
         self, ticket: Ticket, ranking: Ranking | None, *, has_waited: bool
     ) -> tuple[Candidate, Slot]:
@@ -92,8 +101,11 @@ class WaitingRoom:
         Raises:
             AtCapacity: it may not wait, or has waited as long as its class allows.
             NoBackend: no backend that could take it is up.
+            Draining: the room is closed.
             PolicyChanged: it must be decided again.
         """
+        if self._is_closed:
+            raise Draining
         offer = None
         if ranking is not None and ranking.first is not None and not self.line:
             if (slot := self._at_once(ticket, ranking.first)) is not None:

@@ -789,6 +789,48 @@ async def test_a_gateway_that_is_stopped_cancels_nobodys_job(tmp_path: Path, sto
     assert completion.choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("form", ["stream", "stream-with-comments", "whole", "respond-async"])
+async def test_who_waits_for_a_job_is_told_where_its_answer_will_be(
+    tmp_path: Path, store: RedisServer, form: str
+) -> None:
+    """Their gateway stops before it comes."""
+    told: list[Any] = []
+    headers = {**ASYNC, "Prefer": "respond-async, wait=250"} if form == "respond-async" else {}
+    silent = {"keep_alive_after_s": 0.01 if form == "stream-with-comments" else None}
+    async with anyio.create_task_group() as asking, AsyncExitStack() as stack:
+        one = await stack.enter_async_context(
+            chat_site(tmp_path, store, jobs={"running_max": 1}, waiting=silent)
+        )
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=60, trust_env=False))
+
+        async def ask() -> None:
+            body = {**ASK, **THINKING, "stream": form.startswith("stream")}
+            headers["authorization"] = "Bearer a"
+            told.append(await client.post(f"{one.url}/v1/chat/completions", json=body, headers=headers))
+
+        async with occupied(one):
+            asking.start_soon(ask)
+            await one.eventually(lambda: len(one.gateway.journal.recent()) == 2)
+            job, _ = await jobs_of(one)
+            await one.eventually(lambda: one.gateway.applications.serving.in_flight == 1)
+            one.gateway.applications.end()
+            await one.eventually(lambda: bool(told))
+
+        completion = f"/v1/chat/completions/{job.id.replace('resp_', 'chatcmpl-')}"
+        (answer,) = told
+        if form == "respond-async":
+            assert (answer.status_code, answer.headers["location"]) == (202, f"/v1/responses/{job.id}")
+        elif form == "stream-with-comments":
+            assert answer.status_code == 200
+            assert '"code":"draining"' in answer.text
+            assert completion in answer.text
+            assert answer.text.endswith("data: [DONE]\n\n")
+        else:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+            assert completion in answer.json()["error"]["message"]
+            assert answer.headers["x-gateway-job"] == job.id
+
+
 CONFIG = """
 models:
   gemma-4:

@@ -10,7 +10,7 @@ import anyio
 import pytest
 from support.redis_server import own_server
 
-from gateway.core.box import Box, BoxRules, State
+from gateway.core.box import COMMAND_PAUSES_S, Box, BoxRules, State
 from gateway.core.box_report import written
 from gateway.core.errors import StoreUnavailable
 from gateway.core.health import BackendStatus
@@ -65,6 +65,7 @@ class Machine:
     looked: anyio.Event = field(default_factory=anyio.Event)
     looks: int = 0
     stops: anyio.Event | None = None  # when what it is told to stop has stopped; None: at once
+    failures: list[str] = field(default_factory=list)  # of the next start commands
     shared: dict[str, Any] = field(default_factory=dict)
 
     # ports.Switch
@@ -72,6 +73,8 @@ class Machine:
         return backend_id in self.inside
 
     async def start(self, backend_id: str, fence: int) -> str:
+        if self.failures:
+            return self.failures.pop(0)
         self.inside.add(backend_id)
         self.orders.append(f"start {backend_id}")
         return ""
@@ -223,6 +226,21 @@ async def test_jobs_that_nobody_has_brought_to_a_line_start_a_swap() -> None:
         one.machine.now = came_in + 301
         await one.is_at(State.RESIDENT, "gemma")
         assert one.machine.orders == ["stop qwen", "start gemma"]
+
+
+async def test_a_command_that_fails_is_logged_before_it_is_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one = Process(Machine(failures=["exit status 7"]))
+    async with at_work(one):
+        one.machine.lanes_there = [stored(4, 10.0)]
+        await one.until(lambda: one.snapshot.plan.cause is Cause.JOBS)
+        one.machine.now = one.snapshot.box.resident_since + 301
+        await one.until(lambda: one.snapshot.box.reason == "exit status 7")
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert said == ["box spark: cannot start gemma (try 1 of 3): exit status 7"]
+        one.machine.now += COMMAND_PAUSES_S[0]
+        await one.is_at(State.RESIDENT, "gemma")
 
 
 async def test_a_model_that_died_before_who_has_the_box_now_saw_it_is_brought_back() -> None:

@@ -29,6 +29,7 @@ from gateway.core.answers import MESSAGE_CHARS_MAX
 from gateway.core.errors import (
     BackendRejected,
     ContextExceeded,
+    Draining,
     GatewayError,
     InvalidRequest,
     ModelNotFound,
@@ -521,7 +522,7 @@ async def test_waiting_requests_leave_a_backend_that_is_lost(world: World) -> No
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.run, world.request(), caller)
         await anyio.wait_all_tasks_blocked()
-        world.pipeline.abort_attempts("light-0", "hung")
+        world.pipeline.abort_attempts("light-0")
 
     assert caller.headers["x-gateway-backend"] == "light-1"
 
@@ -534,11 +535,90 @@ async def test_a_stream_already_answered_is_not_abandoned(world: World) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.run, world.request(), caller)
         await anyio.wait_all_tasks_blocked()
-        world.pipeline.abort_attempts("light-0", "hung")
+        world.pipeline.abort_attempts("light-0")
         await anyio.wait_all_tasks_blocked()
         gate.set()
 
     assert caller.body == public(ROLE + HELLO + STOP) + DONE
+
+
+# ---------------------------------------------------------------- the end of the process
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_who_has_no_answer_yet_is_told_that_the_gateway_stops(world: World, stream: bool) -> None:
+    world.answers(light_0=Script([anyio.Event()]), light_1=GOOD)
+    told: list[str] = []
+
+    async def ask() -> None:
+        with pytest.raises(Draining) as caught:
+            await world.run(world.request(stream=stream))
+        told.append(caught.value.code)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        world.pipeline.end()
+
+    assert told == ["draining"]
+    assert [target.backend.id for target in world.upstream.targets] == ["light-0"]
+    assert world.fleet.reports == [("light-0", Outcome.CANCELLED)]
+    assert world.notes.requests[0].ending is Ending.FAILED
+    with pytest.raises(Draining):  # who comes later, too
+        await world.run(world.request())
+
+
+async def test_who_waits_is_told_that_the_gateway_stops(world: World) -> None:
+    held = [slot for name in world.policy.backends for slot in await fill(world, name)]
+    told: list[str] = []
+
+    async def ask() -> None:
+        with pytest.raises(Draining) as caught:
+            await world.run(world.request())
+        told.append(caught.value.code)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        world.pipeline.end()
+
+    assert told == ["draining"]
+    for slot in held:
+        await world.ledger.release(slot)
+
+
+async def test_a_stream_that_the_end_of_the_gateway_cuts_ends_with_an_error(world: World) -> None:
+    world.answers(light_0=Script([ROLE + HELLO, anyio.Event()]))
+    caller = Caller()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(), caller)
+        await anyio.wait_all_tasks_blocked()
+        world.pipeline.end()
+
+    assert caller.body.startswith(public(ROLE + HELLO))
+    assert b'"code": "stream_broken"' in caller.body
+    assert b"shutting down" in caller.body
+    assert world.fleet.reports == [("light-0", Outcome.CANCELLED)]
+    (record,) = world.notes.requests
+    assert (record.ending, record.error_code) == (Ending.BROKEN, "stream_broken")
+
+
+async def test_a_caller_that_does_not_read_is_not_told_that_the_gateway_stops(world: World) -> None:
+    world.answers(light_0=Script([ROLE + HELLO, STOP + DONE]))
+
+    async with anyio.create_task_group() as tasks:
+
+        async def ask() -> None:
+            with pytest.raises(CallerStalled):
+                await world.run(world.request(), Caller(stalls=True))
+
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        world.pipeline.end()
+
+    (record,) = world.notes.requests
+    assert (record.ending, record.error_code) == (Ending.BROKEN, "stream_broken")
 
 
 # ---------------------------------------------------------------- the caller leaves

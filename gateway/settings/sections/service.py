@@ -227,4 +227,4 @@ class ShutdownSection(Section):
     """Seconds for which `/readyz` is 503 while everything is still served: load balancers move away first."""
 
     drain_s: Seconds = 600.0
-    """Seconds that running requests get to finish before they are cut; a second signal cuts them at once."""
+    """Seconds that requests get to finish before they end in an error; a second signal ends them at once."""
