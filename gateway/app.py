@@ -366,6 +366,8 @@ class Gateway:
         self.metrics.reloads.labels(outcome).inc()
         if found.error:
             self.metrics.config_successful.set(0)
+        else:
+            self.metrics.restart_needed.set(bool(found.changes.at_start))
 
     def _backend_changed(self, backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
         logs.backend_changed(backend_id, old, new)

@@ -46,12 +46,14 @@ class Version:
         source: Contents of the file.
         at: Epoch seconds at which it was applied.
         by: What triggered it: start, signal, file, put or rollback.
+        needs_restart: Sections whose changes take effect only after a restart.
     """
 
     id: str
     source: bytes
     at: float
     by: str
+    needs_restart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +230,9 @@ class Reloader:
             self._refused, self._has_failed = None, False
             self.running = wanted
             if wanted.version != self._versions[0].id:
-                self._versions.appendleft(Version(wanted.version, source, self._clock.wall(), by))
+                self._versions.appendleft(
+                    Version(wanted.version, source, self._clock.wall(), by, found.changes.at_start)
+                )
                 while len(self._versions) > VERSIONS_KEPT + 1:
                     self._versions.pop()
                 is_news = True

@@ -317,7 +317,9 @@ class Background:
         if now - self._lanes[0] > LANES_FOR_S:
             self._lanes = now, self._lanes[1]  # concurrent callers use the previous figures
             try:
-                self._lanes = now, {lane.name: lane for lane in await self._jobs.lanes()}
+                is_drained = await self._jobs.drain() is not None
+                lanes = () if is_drained else await self._jobs.lanes()
+                self._lanes = now, {lane.name: lane for lane in lanes}
             except StoreUnavailable:
                 self._lanes = now, {}
         lane = job.new.lane

@@ -50,6 +50,9 @@ class _Version(Protocol):
     @property
     def by(self) -> str: ...
 
+    @property
+    def needs_restart(self) -> tuple[str, ...]: ...
+
 
 class Configurations(Protocol):
     """The current configuration, and how to replace it."""
@@ -142,7 +145,13 @@ class _Handlers:
 
     def versions(self) -> bytes:
         listed = [
-            {"version": one.id, "at": one.at, "by": one.by, "in_force": index == 0}
+            {
+                "version": one.id,
+                "at": one.at,
+                "by": one.by,
+                "in_force": index == 0,
+                "needs_restart": one.needs_restart,
+            }
             for index, one in enumerate(self._configurations.versions)
         ]
         return msgspec.json.encode(listed)

@@ -223,6 +223,11 @@ class Metrics:
             "1 if the configuration loaded last is in force, 0 if it was refused.",
             registry=registry,
         )
+        self.restart_needed = Gauge(
+            "gateway_config_restart_needed",
+            "1 while changes of the configuration wait for a restart.",
+            registry=registry,
+        )
         self.config_loaded_at = Gauge(
             "gateway_config_last_reload_success_timestamp_seconds",
             "When the configuration in force was loaded, in Unix seconds.",

@@ -36,6 +36,10 @@ class Lanes:
     def __init__(self) -> None:
         self.asked = 0
         self.may_answer = anyio.Event()
+        self.drained_at: float | None = None
+
+    async def drain(self) -> float | None:
+        return self.drained_at
 
     async def lanes(self) -> Sequence[Lane]:
         self.asked += 1
@@ -59,6 +63,9 @@ async def test_all_who_look_at_their_place_at_once_ask_the_store_once() -> None:
     world.clock.time += 3.0
     await background.place(job)
     assert lanes.asked == 2
+    world.clock.time += 3.0
+    lanes.drained_at = 1.0
+    assert await background.place(job) == {"position": 4, "expected_start_s": None}
 
 
 class Answered:

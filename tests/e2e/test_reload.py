@@ -193,6 +193,17 @@ async def test_what_cannot_change_is_named_and_stays(gateway: Site) -> None:
     await gateway.openai().chat.completions.create(**ASK, max_tokens=5)
     again = await put(gateway, {**document, "listen": "127.0.0.1:1", "requests": {"max_body_bytes": 9}})
     assert again.json()["needs_restart"] == ["listen", "requests"]  # until it is restarted
+    assert await waits_for_a_restart(gateway) == (["listen", "requests"], 1.0)
+    await put(gateway, document)
+    assert await waits_for_a_restart(gateway) == ([], 0.0)
+
+
+async def waits_for_a_restart(gateway: Site) -> tuple[list[str], float | None]:
+    async with httpx.AsyncClient(base_url=gateway.admin_url, trust_env=False) as client:
+        listed = (await client.get("/admin/config/versions")).json()
+    assert listed[0]["in_force"]
+    gauge = gateway.gateway.metrics.registry.get_sample_value("gateway_config_restart_needed")
+    return listed[0]["needs_restart"], gauge
 
 
 async def test_what_the_next_start_would_lack_is_a_warning_now(gateway: Site) -> None:
